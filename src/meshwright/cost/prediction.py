@@ -1,0 +1,61 @@
+"""What a prediction is: seconds with an 80 % interval and their basis, for many queries at once.
+
+    t_low ≤ t ≤ t_high for four out of five rows that were left out when the predictor was fitted
+
+The interval comes from residuals of rows left out: with r = ln(measured / predicted) and q its quantiles,
+[t·exp(q₁₀), t·exp(q₉₀)]. Source: split conformal prediction (Lei et al., JASA 2018), on the logarithm of the ratio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+# From the surest to the least sure: the row itself; its neighbours in a measured series; a regressor fitted on rows of
+# this device; on rows of other devices or scaled from another size; the datasheet alone.
+Basis = Literal["measured", "interpolated", "regressed", "transferred", "roofline"]
+BASES: tuple[Basis, ...] = ("measured", "interpolated", "regressed", "transferred", "roofline")
+
+# The share of rows left out that an interval is meant to hold.
+INTERVAL_SHARE = 0.8
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Predictions:
+    """Seconds of n queries with their 80 % intervals, each of shape (n,), and what each rests on."""
+
+    seconds: Floats
+    low_s: Floats
+    high_s: Floats
+    basis: tuple[Basis, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Factors around a prediction: measured / predicted lies in [low, high] for 80 % of rows left out."""
+
+    low: float
+    high: float
+
+    def around(self, seconds: Floats) -> tuple[Floats, Floats]:
+        """Lower and upper end of the interval of each prediction (same shape)."""
+        return seconds * self.low, seconds * self.high
+
+
+def fit_interval(measured: Floats, predicted: Floats) -> Interval:
+    """The interval of a predictor from rows that it was not fitted on: both of shape (rows,), at least one row.
+
+    The quantiles are those of split conformal prediction: the ⌈(n + 1)·q⌉-th smallest, so that few rows give a wider
+    interval and not a bolder one.
+    """
+    ratios = np.sort(np.log(measured / predicted))
+    count = len(ratios)
+    outside = (1.0 - INTERVAL_SHARE) / 2
+    low = max(int(np.floor((count + 1) * outside)) - 1, 0)
+    high = min(int(np.ceil((count + 1) * (1.0 - outside))) - 1, count - 1)
+    return Interval(low=float(np.exp(ratios[low])), high=float(np.exp(ratios[high])))

@@ -1,0 +1,90 @@
+"""How far predictions are from measurements: relative errors of rows left out, and how honest the intervals are.
+
+error = |predicted - measured| / measured        coverage = share of rows inside the 80 % interval
+MAPE = mean error · 100                          width = median of (high - low) / predicted
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.spec import MeasurementError
+
+if TYPE_CHECKING:
+    from meshwright.cost.prediction import Floats, Predictions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Errors of one arm on one part of a data set, all in per cent but ``num_rows``.
+
+    ``arm``: ours or the baseline's name. ``target``: the figure that ``judged`` ("mape", "median" or "worst") is to
+    reach; None for baselines and for parts that are only reported.
+    """
+
+    dataset: str
+    part: str
+    arm: str
+    num_rows: int
+    mape: float
+    median: float
+    p90: float
+    worst: float
+    coverage: float | None = None
+    width: float | None = None
+    judged: str = "mape"
+    target: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached; None where there is none."""
+        return None if self.target is None else bool(getattr(self, self.judged) <= self.target)
+
+
+def score_rows(
+    dataset: str,
+    part: str,
+    arm: str,
+    measured: Floats,
+    predicted: Predictions | Floats,
+    *,
+    judged: str = "mape",
+    target: float | None = None,
+) -> Score:
+    """Score predictions of n rows (shape (n,), all positive) that the arm was not fitted on.
+
+    Raises MeasurementError for no rows, and for figures that are not positive and finite.
+    """
+    seconds = predicted if isinstance(predicted, np.ndarray) else predicted.seconds
+    if not len(measured) or not (_sound(measured) and _sound(seconds)):
+        raise MeasurementError(
+            f"{dataset}, {part}, {arm}: {len(measured)} rows; expected at least one, and positive finite figures on "
+            "both sides. Leave rows out that say nothing."
+        )
+    errors = 100.0 * np.abs(seconds - measured) / measured
+    coverage = width = None
+    if not isinstance(predicted, np.ndarray):
+        inside = (predicted.low_s <= measured) & (measured <= predicted.high_s)
+        coverage = 100.0 * float(inside.mean())
+        width = 100.0 * float(np.median((predicted.high_s - predicted.low_s) / seconds))
+    return Score(
+        dataset=dataset,
+        part=part,
+        arm=arm,
+        num_rows=len(measured),
+        mape=float(errors.mean()),
+        median=float(np.median(errors)),
+        p90=float(np.percentile(errors, 90)),
+        worst=float(errors.max()),
+        coverage=coverage,
+        width=width,
+        judged=judged,
+        target=target,
+    )
+
+
+def _sound(figures: Floats) -> bool:
+    return bool((np.isfinite(figures) & (figures > 0)).all())
