@@ -203,7 +203,7 @@ def test_stand_ins_keep_columns():
 
 def test_documents_are_the_same_bytes_on_every_system(tmp_path):
     """No line ends are translated: a script that is written on Windows starts on Linux."""
-    from meshwright.spec import codec
+    from meshwright.spec import files
 
     written = []
 
@@ -222,6 +222,6 @@ def test_documents_are_the_same_bytes_on_every_system(tmp_path):
             Path(tmp_path / "held").write_text("".join(pieces), encoding="utf-8")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec.os, "fdopen", File)
-        codec.write_text("one\ntwo\n", tmp_path / "x.sh")
+        patch.setattr(files.os, "fdopen", File)
+        files.write_text("one\ntwo\n", tmp_path / "x.sh")
     assert written == [{"encoding": "utf-8", "newline": "\n"}]

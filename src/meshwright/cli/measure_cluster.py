@@ -6,8 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from meshwright.cli.output import note, print_json, print_tables, terminal_sink
-from meshwright.spec.codec import encode_document, write_document, write_text
+from meshwright.spec.codec import encode_document, write_document
 from meshwright.spec.errors import DocumentError
+from meshwright.spec.files import write_text
 
 _HEADING = """{name}, as `meshwright measure --cluster` found it on {date}.
 found: asked of this machine. measured: timed on it. datasheet: of the device kind, by the shipped description.

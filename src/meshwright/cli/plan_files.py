@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.codec import write_document, write_text
+from meshwright.spec.codec import write_document
 from meshwright.spec.errors import DocumentError, PlanError
-from meshwright.spec.files import read_regular, refuse_replacing
+from meshwright.spec.files import read_regular, refuse_replacing, write_text
 from meshwright.spec.plan import Plan
 
 # A stored graph says so in its first key (spec.codec); other .json files are models with code.

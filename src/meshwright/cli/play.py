@@ -8,11 +8,21 @@ from pathlib import Path
 
 from meshwright.cli.models import graphs_of, refuse_to_load
 from meshwright.cli.output import note, open_address, print_tables
-from meshwright.playground import Model, PlaygroundServer, Service, State, Workbench, serve, state_of_plan
+from meshwright.playground import (
+    Model,
+    PlaygroundServer,
+    Service,
+    State,
+    Workbench,
+    serve,
+    state_of_cluster,
+    state_of_plan,
+)
 from meshwright.playground.state import MAX_NAME_LENGTH
-from meshwright.spec.cluster import Cluster, load_cluster, shipped_kinds
-from meshwright.spec.codec import decode_document, read_data
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.codec import decode_document, document_kind
 from meshwright.spec.errors import PlaygroundError
+from meshwright.spec.parsing import read_data
 from meshwright.spec.plan import Plan, check_plan
 from meshwright.spec.shipped import shipped_graphs
 
@@ -32,7 +42,8 @@ def play(reference: str | None, graph_file: Path | None, port: int, open_browser
         refuse_to_load(plan, reference, graph_file, "--play")
         source = plan.model if graph_file is None else str(graph_file)
         models[plan.model] = Model(open=partial(graphs_of, source, plan.model_sizes), sizes=plan.model_sizes)
-        state = state_of_plan(plan, _state_of_cluster(plan.cluster, clusters))
+        state, clusters = state_of_cluster(plan.cluster)
+        state = state_of_plan(plan, state)
     elif reference is not None:
         models.setdefault(reference, Model(open=partial(graphs_of, reference, ())))
         state = replace(state, model=reference)
@@ -59,17 +70,4 @@ def _read_plan(reference: str) -> Plan | None:
     if not reference.endswith(".json") or not Path(reference).is_file():
         return None
     data = read_data(reference)
-    schema = data.get("schema") if isinstance(data, dict) else None
-    is_plan = isinstance(schema, str) and schema.startswith("meshwright/plan/")
-    return decode_document(Plan, data, reference) if is_plan else None
-
-
-def _state_of_cluster(reference: str, clusters: dict[str, Cluster]) -> State:
-    """A state on a plan's cluster; one that is no short form is offered beside the shipped kinds."""
-    cluster = load_cluster(reference)
-    num_nodes, num_devices = len(cluster.nodes), max(node.num_devices for node in cluster.nodes)
-    kind = cluster.device_kinds[0].name
-    if kind not in shipped_kinds() or load_cluster(f"{num_nodes}x{num_devices}x{kind}").nodes != cluster.nodes:
-        kind = reference
-        clusters[reference] = replace(cluster, name=reference)
-    return State(kind=kind, num_nodes=num_nodes, devices_per_node=num_devices)
+    return decode_document(Plan, data, reference) if document_kind(data) == "plan" else None

@@ -14,10 +14,11 @@ from meshwright.cli.pages import HtmlOption, page_path, put_page, shown_document
 from meshwright.cli.systems import System, show_settings
 from meshwright.cli.zoo import ZOO, show_zoo
 from meshwright.spec.cluster import Cluster, load_cluster
-from meshwright.spec.codec import decode_document, encode_document, read_data
+from meshwright.spec.codec import decode_document, document_kind, encode_document
 from meshwright.spec.errors import DocumentError, PlaygroundError, suggest
 from meshwright.spec.graph import Graph
 from meshwright.spec.measurements import Measurements
+from meshwright.spec.parsing import read_data
 from meshwright.spec.plan import Plan
 from meshwright.spec.program import Program
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
@@ -124,11 +125,12 @@ def read_any(reference: str) -> Any:
             raise DocumentError(f"{reference}: documents end in .json or .toml. Check the file's name.")
         return load_cluster(reference)
     data = read_data(reference)
-    schema = data.get("schema") if isinstance(data, dict) else None
-    name = schema.split("/")[1] if isinstance(schema, str) and schema.count("/") == 2 else ""
-    if name not in KINDS:
-        raise DocumentError(f"{reference}: schema {schema!r} is not a document of Meshwright{suggest(name, KINDS)}.")
-    return decode_document(KINDS[name], data, reference)
+    kind = document_kind(data)
+    if kind not in KINDS:
+        schema = data.get("schema") if isinstance(data, dict) else None
+        hint = suggest(kind or "", KINDS)
+        raise DocumentError(f"{reference}: schema {schema!r} is not a document of Meshwright{hint}.")
+    return decode_document(KINDS[kind], data, reference)
 
 
 def tables_of(value: Any, batch_size: int) -> list[Any]:

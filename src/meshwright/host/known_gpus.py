@@ -11,7 +11,8 @@ from functools import cache
 from importlib import resources
 
 from meshwright.spec import Cluster, DeviceKind, DocumentError, Node, load_cluster
-from meshwright.spec.codec import decode, read_data
+from meshwright.spec.codec import decode
+from meshwright.spec.parsing import read_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

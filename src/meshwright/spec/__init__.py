@@ -7,7 +7,6 @@ from meshwright.spec.codec import (
     encode_document,
     read_document,
     write_document,
-    write_text,
 )
 from meshwright.spec.errors import (
     CaptureError,
@@ -29,6 +28,7 @@ from meshwright.spec.errors import (
     suggest,
 )
 from meshwright.spec.events import EventSink, NullSink
+from meshwright.spec.files import write_text
 from meshwright.spec.graph import Extent, Graph, Layer, Op, Tensor
 from meshwright.spec.measurements import (
     Measurements,

@@ -13,8 +13,9 @@ from importlib import resources
 from pathlib import Path
 from typing import ClassVar
 
-from meshwright.spec.codec import decode_document, read_data
+from meshwright.spec.codec import decode_document
 from meshwright.spec.errors import ClusterError, suggest
+from meshwright.spec.parsing import read_data
 
 _SHORT_FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)")
 MAX_RANKS = 1_000_000

@@ -1,12 +1,16 @@
-"""Which files are read and replaced: regular ones, also behind links, up to a size.
+"""Files: which are read and replaced (regular ones, also behind links, up to a size), and how a text is written.
 
 Opening a named pipe waits for a writer that may never come, and renaming over a pipe or a device takes it away; both
-are refused, as are folders, with an error of the caller's kind.
+are refused, as are folders, with an error of the caller's kind. A text is written beside its place and renamed, so that
+no file is ever half-written.
 """
 
 from __future__ import annotations
 
+import os
 import stat
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from meshwright.spec.errors import DocumentError, MeshwrightError
@@ -37,6 +41,34 @@ def refuse_replacing(path: Path) -> None:
         _refuse_special(path, DocumentError, "written", "Choose another place.", absent_ok=True)
     except OSError as problem:
         raise DocumentError(f"{path}: cannot be written ({problem.strerror}). Choose a writable place.") from None
+
+
+def write_text(text: str | Iterable[str], path: Path | str) -> Path:
+    """Write a text file, given whole or in pieces, atomically (beside, then rename)."""
+    path = Path(path)
+    try:
+        refuse_replacing(path)
+        _replace_file(text, path)
+    except OSError as error:
+        raise DocumentError(f"{path}: cannot be written ({error.strerror}). Choose a writable place.") from None
+    return path
+
+
+def _replace_file(text: str | Iterable[str], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        # The same bytes on every system: a script or a document may move to another one.
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.writelines((text,) if isinstance(text, str) else text)
+        # mkstemp makes private files; give the result the permissions that any new file has here.
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def _refuse_special(

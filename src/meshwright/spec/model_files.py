@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec.codec import decode_document, read_data
+from meshwright.spec.codec import decode_document, document_kind
 from meshwright.spec.errors import DocumentError, ModelReferenceError
 from meshwright.spec.files import read_regular
 from meshwright.spec.graph import Graph
+from meshwright.spec.parsing import read_data
 
 CONFIG_NAME = "config.json"
 # Published configurations have 1 kB to 1 MB, the longest those that name 21,843 classes of images.
@@ -39,10 +40,10 @@ def read_model_file(reference: str) -> Graph | dict[str, Any] | None:
             )
     _refuse_large_config(path)
     data = read_data(path)
-    if isinstance(data, dict) and "schema" not in data and ("model_type" in data or "architectures" in data):
-        return data
-    if isinstance(data, dict) and "schema" in data:
+    if document_kind(data) is not None:
         return decode_document(Graph, data, str(path))
+    if isinstance(data, dict) and ("model_type" in data or "architectures" in data):
+        return data
     raise DocumentError(
         f"{path}: neither a stored graph (whose 'schema' is 'meshwright/graph/...') nor the "
         "configuration of a Hugging Face model (which has a 'model_type'). Check which file was meant."

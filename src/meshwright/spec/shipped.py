@@ -12,9 +12,10 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from meshwright.spec.codec import decode_document, parse_data
+from meshwright.spec.codec import decode_document
 from meshwright.spec.errors import DocumentError, ModelReferenceError, suggest
 from meshwright.spec.graph import Graph
+from meshwright.spec.parsing import parse_data
 
 SUFFIX = ".json.gz"
 

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.runtime import join_group
-from meshwright.spec.codec import read_document, write_document, write_text
+from meshwright.spec.codec import read_document, write_document
 from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.files import write_text
 from meshwright.spec.plan import Plan
 from meshwright.spec.timeline import Timeline
 from meshwright.training.job import (

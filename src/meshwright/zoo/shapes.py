@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from meshwright.spec import DocumentError, ModelReferenceError, decode_document, suggest
-from meshwright.spec.codec import read_data
+from meshwright.spec.codec import document_kind
+from meshwright.spec.parsing import read_data
 from meshwright.zoo.bert import BERTShape
 from meshwright.zoo.diffusion import DDPMShape
 from meshwright.zoo.dlrm import DLRMShape
@@ -76,13 +77,13 @@ def _folder() -> Traversable:
 
 def _read_shape(path: Path) -> Shape:
     data: Any = read_data(path)
-    schema = data.get("schema") if isinstance(data, dict) else None
-    parts = schema.split("/") if isinstance(schema, str) else []
-    if len(parts) != 3 or parts[1] not in FAMILIES:
+    kind = document_kind(data)
+    if kind not in FAMILIES:
+        schema = data.get("schema") if isinstance(data, dict) else None
         known = ", ".join(f"meshwright/{name}/{family.SCHEMA_VERSION}" for name, family in FAMILIES.items())
         raise DocumentError(f"{path}: schema {schema!r} is not a model's shape; expected one of {known}.")
     _check_amounts(data, path)
-    return decode_document(FAMILIES[parts[1]], data, str(path))
+    return decode_document(FAMILIES[kind], data, str(path))
 
 
 def _check_amounts(data: dict[str, Any], path: Path) -> None:

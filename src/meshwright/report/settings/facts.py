@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from meshwright.report.settings.launch import ranks_per_node
 from meshwright.spec import Cluster, Plan, PlanError, format_count
-from meshwright.spec.codec import read_data
+from meshwright.spec.codec import document_kind
+from meshwright.spec.parsing import read_data
 
 RankOrder = Literal["stage-major", "replica-major", "other"]
 # Families whose sizes are exported, and all that are built of transformer blocks.
@@ -125,10 +126,8 @@ def read_shape(model: str) -> tuple[str | None, dict[str, Any]]:
             return None, {}
         with resources.as_file(file) as path:
             data = read_data(path)
-    parts = str(data.get("schema", "")).split("/") if isinstance(data, dict) else []
-    if len(parts) != 3 or not parts[1].endswith("shape"):
-        return None, {}
-    return parts[1].removesuffix("shape"), data
+    kind = document_kind(data) or ""
+    return (kind.removesuffix("shape"), data) if kind.endswith("shape") else (None, {})
 
 
 def describe_stages(facts: Facts) -> str:
