@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import invoke
-from meshwright.spec import read_document, write_document
+from meshwright.spec import load_cluster, read_document, write_document
 from meshwright.spec.timeline import Timeline
 from tests.report.page.decoding import Page, decode_spans, timeline_rows
 from tests.report.timelines import as_measured
@@ -59,6 +59,14 @@ def test_the_page_of_a_simulation_has_the_timeline_that_was_written(user):
     assert sorted(decode_spans(result["timelines"][0])) == sorted(timeline_rows(timeline))
     assert [row["peak_bytes"] for row in result["memory"]["rows"]] == list(timeline.peak_memory_bytes)
     assert all(sum(row["parts"].values()) == row["peak_bytes"] for row in result["memory"]["rows"])
+
+
+def test_a_plan_has_the_same_headline_after_a_search_and_after_a_simulation(user):
+    (simulated,), searched = (document_of(page)["results"] for page in ("simulation.html", "plan.html"))
+    assert simulated["facts"] == searched[0]["facts"]
+    assert simulated["facts"]["memory_limit_bytes"] == load_cluster("2x2xA100").device_kind(0).memory_bytes
+    assert simulated["memory"] == searched[0]["memory"]
+    assert searched[0]["explanation"].startswith(simulated["explanation"])
 
 
 def test_the_page_of_a_comparison_has_both(user, capsys):

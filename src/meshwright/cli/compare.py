@@ -9,7 +9,7 @@ import typer
 
 from meshwright.cli.models import JsonOption
 from meshwright.cli.output import print_json, print_tables
-from meshwright.cli.pages import HtmlOption, OpenOption, comparison_document, page_path, put_page
+from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.spec.codec import encode_document, read_document, write_document
 from meshwright.spec.timeline import Timeline
 
@@ -27,6 +27,7 @@ def compare(
 ) -> None:
     """Put a predicted and a measured timeline side by side: step time, every kind of work, and the order of issue."""
     from meshwright.report import compare_timelines, comparison_table, write_trace
+    from meshwright.report.page import comparison_document
 
     page = page_path(html, open_browser, "comparison")
     first, second = read_document(Timeline, predicted), read_document(Timeline, measured)
@@ -35,7 +36,9 @@ def compare(
         write_document(comparison, out)
     if trace is not None:
         write_trace([first, second], trace)
-    placed = put_page(comparison_document(comparison, first, second), page, open_browser) if page else ""
+    placed = ""
+    if page is not None:
+        placed = put_page(comparison_document(comparison, first, second, provenance=provenance()), page, open_browser)
     if as_json:
         print_json(encode_document(comparison))
     else:

@@ -119,8 +119,8 @@ def plan(
     best = replace(plans.best.plan, cluster=cluster)
     written = write_plan_files(files, best, machine)
     if page is not None:
-        origin, documents = provenance(cluster=machine.name), {"plan.json": encode_document(best)}
-        document = plans_document(plans, graph_for, machine, cost, provenance=origin, documents=documents)
+        documents = {"plan.json": encode_document(best)}
+        document = plans_document(plans, graph_for, machine, cost, provenance=provenance(), documents=documents)
         written = [*written, put_page(document, page, open_browser)]
     size = plans.best.plan.microbatch_size
     basis = cost.explain_basis(graph_for(size), size)

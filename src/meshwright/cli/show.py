@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.cli.models import JsonOption
-from meshwright.cli.output import grid_width, print_json, print_tables
-from meshwright.cli.pages import HtmlOption, page_path, put_page, shown_document
+from meshwright.cli.output import grid_width, note, print_json, print_tables
+from meshwright.cli.pages import HtmlOption, page_path, provenance, put_page
 from meshwright.cli.systems import System, show_settings
 from meshwright.cli.zoo import ZOO, show_zoo
 from meshwright.spec.cluster import Cluster, load_cluster
 from meshwright.spec.codec import decode_document, document_kind, encode_document
-from meshwright.spec.errors import DocumentError, PlaygroundError, suggest
+from meshwright.spec.errors import DocumentError, MeshwrightError, PlaygroundError, suggest
 from meshwright.spec.graph import Graph
 from meshwright.spec.measurements import Measurements
 from meshwright.spec.parsing import read_data
@@ -95,7 +95,7 @@ def show(
         from meshwright.cli.schedules import program_to_show
 
         value = program_to_show(value, document, graph)
-    placed = put_page(shown_document(value, Path(document).name, batch_size), page, open_browser) if page else ""
+    placed = put_page(page_of(value, Path(document).name, batch_size), page, open_browser) if page else ""
     if as_json:
         print_json(encode_document(value))
     else:
@@ -131,6 +131,19 @@ def read_any(reference: str) -> Any:
         hint = suggest(kind or "", KINDS)
         raise DocumentError(f"{reference}: schema {schema!r} is not a document of Meshwright{hint}.")
     return decode_document(KINDS[kind], data, reference)
+
+
+def page_of(value: Any, name: str, batch_size: int) -> dict[str, Any]:
+    """The page of a document; that of a plan has its cluster, if that can be found."""
+    from meshwright.report.page import shown_document
+
+    cluster = None
+    if isinstance(value, Plan):
+        try:
+            cluster = load_cluster(value.cluster)
+        except MeshwrightError as error:
+            note(f"The page is without the cluster: {error}")
+    return shown_document(value, name, batch_size=batch_size, cluster=cluster, provenance=provenance())
 
 
 def tables_of(value: Any, batch_size: int) -> list[Any]:

@@ -9,7 +9,7 @@ import typer
 
 from meshwright.cli.models import JsonOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
-from meshwright.cli.pages import HtmlOption, OpenOption, page_path, put_page, simulation_document
+from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import read_document, write_document
 from meshwright.spec.measurements import Measurements
@@ -42,6 +42,7 @@ def simulate(
     """Predict when every instruction of a plan runs, its step time and each rank's peak memory."""
     from meshwright.cli.schedules import compare, compared_schedules
     from meshwright.cost import CostModel
+    from meshwright.planner import rank_simulation, simulation_document
     from meshwright.program import with_schedule
     from meshwright.report import draw_grid, timeline_rows, timeline_table, write_trace
     from meshwright.simulator import simulate_plan
@@ -62,7 +63,9 @@ def simulate(
     if trace is not None:
         write_trace([result.timeline], trace)
     if page is not None:
-        put_page(simulation_document(document, captured, machine, result, basis), page, open_browser)
+        ranked = rank_simulation(result, document, machine)
+        drawn = simulation_document(ranked, result.timeline, captured, machine, cost, provenance=provenance())
+        put_page(drawn, page, open_browser)
     written = {"timeline": out, "trace": trace, "page": page}
     if as_json:
         files = {name: str(path) for name, path in written.items() if path is not None}

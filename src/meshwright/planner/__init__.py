@@ -7,8 +7,8 @@ and returns `Plans`, which explain themselves.
 from meshwright.planner.candidates import Coverage
 from meshwright.planner.diagnosis import NothingFitsError
 from meshwright.planner.dynamic_program import SlicingProblem
-from meshwright.planner.evaluate import Breakdown, RankedPlan, evaluate_plan
-from meshwright.planner.pages import plans_document
+from meshwright.planner.evaluate import Breakdown, RankedPlan, evaluate_plan, rank_simulation
+from meshwright.planner.pages import plans_document, simulation_document
 from meshwright.planner.plans import Plans, explain_difference
 from meshwright.planner.schedules import compare_schedules, schedule_rows
 from meshwright.planner.search import search_plans
@@ -26,7 +26,9 @@ __all__ = [
     "evaluate_plan",
     "explain_difference",
     "plans_document",
+    "rank_simulation",
     "schedule_rows",
     "search_plans",
+    "simulation_document",
     "solve_slicing",
 ]

@@ -1,17 +1,18 @@
-"""The page of a search: every ranked plan with its place on the Pareto plot, its layout, and its timeline.
+"""Pages of predictions: of one simulated plan, and of a search with every ranked plan on the Pareto plot.
 
-Timelines are simulated again for the page, the best plan's first, until they hold `MAX_PAGE_SPANS` spans together, so
-that a page stays small however many plans were ranked; a plan without one still has layout, memory and words.
+For a search, timelines are simulated again for the page, the best plan's first, until they hold `MAX_PAGE_SPANS` spans
+together, so that a page stays small however many plans were ranked; a plan without one still has layout, memory and
+words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshwright.cost import CostModel
 from meshwright.planner.evaluate import RankedPlan
-from meshwright.planner.plans import Plans, summarise
+from meshwright.planner.plans import Plans, explain_prediction, summarise
 from meshwright.report.page import cluster_part, page_document, plans_part, result_part
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Cluster, Graph, Timeline, encode_document
@@ -51,29 +52,79 @@ def plans_document(
             if not results or num_spans + timeline.num_spans <= MAX_PAGE_SPANS:
                 timelines.append(timeline)
             num_spans += timeline.num_spans
-        results.append(
-            result_part(
-                summarise(item.plan),
-                plan=item.plan,
-                graph=graph,
-                cluster=cluster,
-                timelines=timelines,
-                memory_parts=[use.parts for use in item.memory],
-                memory_limits_bytes=item.memory_limit_bytes,
-                facts=headline_facts(item),
-                explanation=plans.explain(item.plan),
-                basis=cost.explain_basis(graph, item.plan.microbatch_size),
-            )
-        )
+        results.append(_predicted_part(item, timelines, graph, cluster, cost, explanation=plans.explain(item.plan)))
     best = plans.best
     return page_document(
         f"{best.plan.model} on {best.plan.cluster}",
         results=results,
         cluster=cluster_part(cluster),
         plans=plans_part(plans.rows(), limit_bytes=min(best.memory_limit_bytes)),
-        provenance={"graph": best.plan.graph_hash, **(provenance or {})},
+        provenance={**_origin(best, cluster), **(provenance or {})},
         documents={"plan.json": encode_document(best.plan)} if documents is None else documents,
     )
+
+
+def simulation_document(
+    item: RankedPlan,
+    timeline: Timeline,
+    graph: Graph,
+    cluster: Cluster,
+    cost: CostModel,
+    *,
+    remark: str = "",
+    provenance: Mapping[str, str] | None = None,
+    deflate: bool = True,
+) -> Row:
+    """The page document of one simulated plan.
+
+    Args:
+        item: What `rank_simulation` says of the plan.
+        timeline: The timeline of that simulation.
+        graph: The graph that the plan was made for.
+        cluster: The cluster of the simulation.
+        cost: Its cost model.
+        remark: A line below the words of the prediction.
+        provenance: What the page says about its origin.
+        deflate: False packs faster and larger, for pages served on this machine.
+    """
+    explanation = "\n".join(filter(None, (explain_prediction(item), remark)))
+    part = _predicted_part(item, [timeline], graph, cluster, cost, explanation=explanation, deflate=deflate)
+    return page_document(
+        f"{item.plan.model} on {cluster.name}",
+        results=[part],
+        cluster=cluster_part(cluster),
+        provenance={**_origin(item, cluster), **(provenance or {})},
+        documents={"plan.json": encode_document(item.plan)},
+    )
+
+
+def _predicted_part(
+    item: RankedPlan,
+    timelines: Sequence[Timeline],
+    graph: Graph,
+    cluster: Cluster,
+    cost: CostModel,
+    *,
+    explanation: str,
+    deflate: bool = True,
+) -> Row:
+    return result_part(
+        summarise(item.plan),
+        plan=item.plan,
+        graph=graph,
+        cluster=cluster,
+        timelines=timelines,
+        memory_parts=[use.parts for use in item.memory],
+        memory_limits_bytes=item.memory_limit_bytes,
+        facts=headline_facts(item),
+        explanation=explanation,
+        basis=cost.explain_basis(graph, item.plan.microbatch_size),
+        deflate=deflate,
+    )
+
+
+def _origin(item: RankedPlan, cluster: Cluster) -> dict[str, str]:
+    return {"graph": item.plan.graph_hash, "cluster": cluster.name}
 
 
 def headline_facts(item: RankedPlan) -> Row:

@@ -9,6 +9,7 @@ The views are those of `meshwright.report.page`; the scripts beside this file ho
 """
 
 from meshwright.playground.layout import state_of_plan
+from meshwright.playground.scenario import state_of_cluster
 from meshwright.playground.server import PlaygroundServer, serve
 from meshwright.playground.service import Service
 from meshwright.playground.state import State, from_query, to_query
@@ -23,6 +24,7 @@ __all__ = [
     "Workbench",
     "from_query",
     "serve",
+    "state_of_cluster",
     "state_of_plan",
     "to_query",
 ]

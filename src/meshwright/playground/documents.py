@@ -13,18 +13,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.planner.pages import headline_facts
-from meshwright.planner.plans import explain_difference, explain_prediction, summarise
+from meshwright.planner.pages import headline_facts, simulation_document
+from meshwright.planner.plans import explain_difference, summarise
 from meshwright.playground.scenario import describe_scenario
 from meshwright.playground.state import State, to_query
 from meshwright.playground.workbench import Answer
-from meshwright.report.page import cluster_part, page_document, result_part, versions
-from meshwright.spec import encode_document, format_bytes
+from meshwright.report.page import versions
+from meshwright.spec import format_bytes
+from meshwright.spec.memory import ACTIVATIONS, MEMORY_GROUPS
 
 Row = dict[str, Any]
-
-# Parts of memory that grow with the microbatch; the others belong to the layers of a stage.
-_OF_MICROBATCHES = ("saved activations", "received", "inputs", "sent", "workspace")
 
 
 def answer_data(answer: Answer) -> Row:
@@ -64,32 +62,15 @@ def pinned_data(answer: Answer, pinned: Answer) -> Row:
 def answer_document(answer: Answer, *, deflate: bool = True) -> Row:
     """The page document of an answer: what the playground draws, and what its report holds."""
     scenario = describe_scenario(answer.state)
-    explanation = explain_prediction(answer.ranked)
-    if scenario:
-        explanation += f"\nScenario: {scenario}. The plan was made without it."
-    result = result_part(
-        summarise(answer.plan),
-        plan=answer.plan,
-        graph=answer.graph,
-        cluster=answer.cluster,
-        timelines=[answer.simulation.timeline],
-        memory_parts=[memory.parts for memory in answer.simulation.memory],
-        facts=headline_facts(answer.ranked),
-        explanation=explanation,
-        basis=answer.cost.explain_basis(answer.graph, answer.plan.microbatch_size),
+    return simulation_document(
+        answer.ranked,
+        answer.simulation.timeline,
+        answer.graph,
+        answer.cluster,
+        answer.cost,
+        remark=f"Scenario: {scenario}. The plan was made without it." if scenario else "",
+        provenance={"command": "meshwright show --play", "state": to_query(answer.state), "versions": versions()},
         deflate=deflate,
-    )
-    return page_document(
-        f"{answer.plan.model} on {answer.plan.cluster}",
-        results=[result],
-        cluster=cluster_part(answer.cluster),
-        provenance={
-            "command": "meshwright show --play",
-            "state": to_query(answer.state),
-            "graph": answer.plan.graph_hash,
-            "versions": versions(),
-        },
-        documents={"plan.json": encode_document(answer.plan)},
     )
 
 
@@ -98,7 +79,7 @@ def explain_excess(answer: Answer) -> str:
     ranked, state = answer.ranked, answer.state
     rank = ranked.fullest_rank
     changes = []
-    if ranked.memory_owner in _OF_MICROBATCHES:
+    if ranked.memory_owner in MEMORY_GROUPS[ACTIVATIONS]:
         if state.microbatch_size > 1:
             changes.append(f"microbatches smaller than {state.microbatch_size}")
         if state.schedule == "gpipe":

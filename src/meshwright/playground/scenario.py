@@ -66,6 +66,20 @@ def scenario_cluster(state: State, base: Cluster) -> Cluster:
     return Cluster(name=base.name, device_kinds=tuple(kinds.values()), nodes=tuple(nodes))
 
 
+def state_of_cluster(reference: str) -> tuple[State, dict[str, Cluster]]:
+    """The state on a cluster as a plan names it, and the clusters to offer beside the shipped kinds for that.
+
+    Raises ClusterError for a reference that cannot be read.
+    """
+    cluster = load_cluster(reference)
+    num_nodes, num_devices = len(cluster.nodes), max(node.num_devices for node in cluster.nodes)
+    kind, offered = cluster.device_kinds[0].name, {}
+    if kind not in shipped_kinds() or load_cluster(f"{num_nodes}x{num_devices}x{kind}").nodes != cluster.nodes:
+        kind = reference
+        offered[reference] = replace(cluster, name=reference)
+    return State(kind=kind, num_nodes=num_nodes, devices_per_node=num_devices), offered
+
+
 def describe_scenario(state: State) -> str:
     """What the scenario changes, in words; empty if nothing."""
     parts = []

@@ -6,6 +6,7 @@ both into one file. Pages that are served, such as a playground, send documents 
 Python:
 
     document = page_document(title, results=[result_part(name, plan=..., timelines=[...])], cluster=cluster_part(...))
+    shown_document(plan, name), comparison_document(...)      pages that need nothing but documents
     write_page(document, path)              one file;  page_html(document) is its text
     page_script(), page_style()             what another page inlines: the script draws nothing by itself
 
@@ -34,10 +35,13 @@ from meshwright.report.page.document import page_document, result_part, versions
 from meshwright.report.page.html import embed_json, page_html, page_script, page_style, write_page
 from meshwright.report.page.layouts import cluster_part, plan_part
 from meshwright.report.page.results import comparison_part, memory_part, pareto_front, plans_part
+from meshwright.report.page.shown import Shown, comparison_document, shown_document
 from meshwright.report.page.timelines import timeline_part
 
 __all__ = [
+    "Shown",
     "cluster_part",
+    "comparison_document",
     "comparison_part",
     "embed_json",
     "memory_part",
@@ -50,6 +54,7 @@ __all__ = [
     "plan_part",
     "plans_part",
     "result_part",
+    "shown_document",
     "timeline_part",
     "versions",
     "write_page",
