@@ -1,10 +1,6 @@
 """Does a plan fit, rank by rank? Ranks that are alike are drawn as one row.
 
-Parts of a peak are drawn in five groups that add up to it:
-
-    params, gradients, optimizer       one part each
-    activations                        saved for the backward, received, sent, and inputs of microbatches in flight
-    buffers                            the model's own, gradient buckets and workspace
+The parts of a peak are drawn in the groups of `meshwright.spec.memory`, which add up to it.
 """
 
 from __future__ import annotations
@@ -20,23 +16,12 @@ from rich.text import Text
 
 from meshwright.report.cells import format_ranges
 from meshwright.spec import format_bytes, format_count
+from meshwright.spec.memory import MEMORY_GROUPS, group_parts
 
 Row = dict[str, Any]
 
-# Part of a peak, as the simulator names it → column.
-_COLUMNS = {
-    "parameters": "params",
-    "gradients": "gradients",
-    "optimizer states": "optimizer",
-    "saved activations": "activations",
-    "received": "activations",
-    "inputs": "activations",
-    "sent": "activations",
-    "buffers": "buffers",
-    "gradient buckets": "buffers",
-    "workspace": "buffers",
-}
-_GROUPS = tuple(dict.fromkeys(_COLUMNS.values()))
+# Headings where the group's own name is too wide for 80 columns.
+_HEADINGS = {"parameters": "params"}
 
 
 def fit_table(rows: Sequence[Row]) -> RenderableType:
@@ -45,8 +30,9 @@ def fit_table(rows: Sequence[Row]) -> RenderableType:
     Where all ranks may use the same, the verdict says how much, and rows say what is left of it.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
+    groups = (_HEADINGS.get(group, group) for group in MEMORY_GROUPS)
     equal = len({row["limit_bytes"] for row in rows}) == 1
-    for heading in ("rank", "stage", "peak", "headroom" if equal else "memory", *_GROUPS):
+    for heading in ("rank", "stage", "peak", "headroom" if equal else "memory", *groups):
         names = heading == "rank"
         table.add_column(heading, justify="left" if names else "right", no_wrap=not names, overflow="fold")
     for row, ranks in _alike(rows):
@@ -56,7 +42,7 @@ def fit_table(rows: Sequence[Row]) -> RenderableType:
             str(row["stage"]),
             format_bytes(row["peak_bytes"]),
             _signed(row["headroom_bytes"]) if equal else format_bytes(row["limit_bytes"]),
-            *(format_bytes(num_bytes) for num_bytes in _groups(row["parts_bytes"]).values()),
+            *(format_bytes(num_bytes) for num_bytes in group_parts(row["parts_bytes"]).values()),
             style=style,
         )
     return Group(Text(verdict(rows)), table)
@@ -93,13 +79,6 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 3 and len(steps) == 1 and steps != {1}:
         return f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
     return format_ranges(ranks)
-
-
-def _groups(parts: dict[str, int]) -> dict[str, int]:
-    sums = dict.fromkeys(_GROUPS, 0)
-    for part, num_bytes in parts.items():
-        sums[_COLUMNS[part]] += num_bytes
-    return sums
 
 
 def _signed(num_bytes: int) -> str:

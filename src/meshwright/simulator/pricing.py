@@ -17,16 +17,9 @@ from meshwright.program import gradient_buckets
 from meshwright.simulator.matching import RECEIVES, rank_of_streams, stream_of_instructions
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.routes import Routes
-from meshwright.simulator.stage_costs import (
-    MEMORY_PARTS,
-    Bytes,
-    StageBytes,
-    StageCosts,
-    stage_bytes,
-    stage_costs,
-    transfer_bytes,
-)
+from meshwright.simulator.stage_costs import Bytes, StageBytes, StageCosts, stage_bytes, stage_costs, transfer_bytes
 from meshwright.spec import Graph, Opcode, Plan, Program, ProgramError, Section, slice_graph, to_picoseconds
+from meshwright.spec.memory import MEMORY_PARTS
 
 _COMPUTE = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.OPTIMIZER_STEP)
 # The engine needs time to pass while a link is held.

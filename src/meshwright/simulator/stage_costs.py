@@ -23,20 +23,18 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.program import Bucket
 from meshwright.spec import DeviceKind, Graph, Opcode, Plan, StageSlice
-
-# The parts of memory, in the order of all columns.
-PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, BUCKETS, SAVED, RECEIVED, INPUTS, SENT, WORKSPACE = range(10)
-MEMORY_PARTS = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer states",
-    "gradient buckets",
-    "saved activations",
-    "received",
-    "inputs",
-    "sent",
-    "workspace",
+from meshwright.spec.memory import (
+    BUCKETS,
+    BUFFERS,
+    GRADIENTS,
+    INPUTS,
+    MEMORY_PARTS,
+    OPTIMIZER,
+    PARAMETERS,
+    RECEIVED,
+    SAVED,
+    SENT,
+    WORKSPACE,
 )
 
 Bytes = NDArray[np.int64]

@@ -3,21 +3,16 @@
 (() => {
   const { element, part, shownTimeline, table, tableOf, surface, colour, spans } = Meshwright;
   const MAX_BARS = 64, AXIS = 22;
-  // Owners by the names of the simulator's parts; what is in use all the time comes first.
-  const OWNERS = [
-    ["parameters", ["parameters", "buffers"]],
-    ["gradients", ["gradients", "gradient buckets"]],
-    ["optimizer", ["optimizer states", "optimizer"]],
-    ["activations", ["saved activations", "received", "inputs", "sent", "workspace"]],
-  ];
-  const STATIC = ["parameters", "gradients", "optimizer"];
+  // The group of parts that goes up and down with the microbatches in flight; the others are in use all the time.
+  const VARYING = "activations";
 
-  const ownerOf = (name) => (OWNERS.find(([, names]) => names.includes(name)) || ["other"])[0];
-
-  // Bytes by owner, in the order of drawing.
-  function byOwner(parts) {
-    const sums = new Map([...OWNERS.map(([owner]) => [owner, 0]), ["other", 0]]);
-    for (const [name, size] of Object.entries(parts)) sums.set(ownerOf(name), sums.get(ownerOf(name)) + size);
+  // Bytes by group, in the order of drawing; what no group names comes last.
+  function byOwner(parts, groups) {
+    const sums = new Map([...Object.keys(groups), "other"].map((group) => [group, 0]));
+    for (const [name, size] of Object.entries(parts)) {
+      const owner = Object.keys(groups).find((group) => groups[group].includes(name)) || "other";
+      sums.set(owner, sums.get(owner) + size);
+    }
     return [...sums].filter(([, size]) => size > 0);
   }
 
@@ -70,7 +65,7 @@
       if (!this.row(this.rank)) this.rank = this.fullest.rank;
       this.cursor = null;
       this.note.textContent = this.headline();
-      const owners = [...new Set(known.flatMap(({ parts }) => byOwner(parts).map(([owner]) => owner)))];
+      const owners = [...new Set(known.flatMap(({ parts }) => byOwner(parts, this.counts.groups).map(([owner]) => owner)))];
       this.legend.replaceChildren(owners.length ? element("ul", { class: "mw-legend", "aria-label": "Colours" }, ...owners.map((owner) =>
         element("li", {}, element("span", { class: `mw-swatch mw-own-${owner}`, "aria-hidden": "true" }), owner))) : "");
       this.drawBars();
@@ -103,7 +98,7 @@
     }
 
     drawBar({ rank, peak_bytes, limit_bytes, parts }, scale) {
-      const { bytes } = Meshwright.format, pieces = byOwner(parts), whole = pieces.length ? pieces : [["other", peak_bytes]];
+      const { bytes } = Meshwright.format, pieces = byOwner(parts, this.counts.groups), whole = pieces.length ? pieces : [["other", peak_bytes]];
       const words = `rank ${rank}: ${bytes(peak_bytes)}${limit_bytes === null ? "" : ` of ${bytes(limit_bytes)}`}${biggest(parts) ? `, most of it ${biggest(parts)}` : ""}`;
       const over = limit_bytes !== null && peak_bytes > limit_bytes;
       const segments = whole.map(([owner, size]) => element("span", { class: `mw-segment mw-own-${owner}`, style: { width: `${(100 * size) / scale}%` } }));
@@ -137,7 +132,7 @@
       const top = row.limit_bytes !== null && row.limit_bytes < 4 * most ? Math.max(row.limit_bytes, most) * 1.06 : most * 1.12 || 1;
       const y = (value) => bottom - (value / top) * (bottom - 8);
       this.drawAxes(pen, width, height, top, y);
-      const bands = byOwner(row.parts).filter(([owner]) => STATIC.includes(owner));
+      const bands = byOwner(row.parts, this.counts.groups).filter(([owner]) => owner !== VARYING && owner !== "other");
       this.fillSeries(pen, width, y, row.parts && bands.length ? "own-activations" : "own-other");
       let below = 0;
       for (const [owner, size] of bands) {

@@ -9,6 +9,7 @@ import numpy as np
 
 from meshwright.report.comparison import Comparison, comparison_rows
 from meshwright.spec import Cluster, Opcode, Timeline
+from meshwright.spec.memory import MEMORY_GROUPS
 
 Row = dict[str, Any]
 
@@ -26,9 +27,10 @@ def memory_part(
     cluster: Cluster | None = None,
     limits_bytes: Sequence[int] = (),
 ) -> Row:
-    """``num_ranks``, ``num_over`` (ranks beyond their limit) and ``rows``: the `MAX_RANKS` fullest ranks, by rank.
+    """``num_ranks``, ``num_over`` (ranks beyond their limit), ``groups`` (group → its parts) and ``rows``.
 
-    A row has ``rank``, ``peak_bytes`` and ``limit_bytes`` (each None if not known) and ``parts`` at the peak.
+    Rows are the `MAX_RANKS` fullest ranks, by rank. A row has ``rank``, ``peak_bytes`` and ``limit_bytes`` (each None
+    if not known) and ``parts`` at the peak.
 
     Args:
         num_ranks: Ranks of the plan.
@@ -56,7 +58,12 @@ def memory_part(
         )
     over = [row for row in rows if row["peak_bytes"] is not None and row["peak_bytes"] > (row["limit_bytes"] or np.inf)]
     fullest = sorted(rows, key=_spare_bytes)[:MAX_RANKS]
-    return {"num_ranks": num_ranks, "num_over": len(over), "rows": sorted(fullest, key=lambda row: int(row["rank"]))}
+    return {
+        "num_ranks": num_ranks,
+        "num_over": len(over),
+        "groups": {group: list(names) for group, names in MEMORY_GROUPS.items()},
+        "rows": sorted(fullest, key=lambda row: int(row["rank"])),
+    }
 
 
 def _spare_bytes(row: Row) -> float:
