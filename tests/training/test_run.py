@@ -17,6 +17,7 @@ from torch import nn
 from meshwright.capture import capture_model
 from meshwright.cli.main import invoke
 from meshwright.spec import (
+    DocumentError,
     Graph,
     Plan,
     RunError,
@@ -296,3 +297,14 @@ def test_results_that_cannot_be_written_are_refused_before_the_first_step(gpt_pl
     with pytest.raises(RunError, match="results cannot be written there"):
         run_plan(job, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["timeline.json", "result.json"])
+def test_a_pipe_in_the_place_of_a_result_is_refused_before_the_first_step(gpt_plan, tmp_path, name):
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / name)
+    events = Collector()
+    with pytest.raises(DocumentError, match="cannot be written: it is a named pipe"):
+        run_plan(Job(plan=str(gpt_plan), num_steps=1), tmp_path / "out", events)
+    assert not events.losses
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils import _pytree as pytree
 
+from meshwright.spec.codec import write_document
+from meshwright.spec.files import write_text
 from meshwright.spec.plan import Plan
 from meshwright.spec.workload import Optimizer
 from meshwright.training.text import text_batches
@@ -24,6 +26,8 @@ LEARNING_RATES = {"adamw": 1e-3, "sgd": 1e-2}
 
 # What the ranks of a run leave in its folder while it goes on.
 PROGRESS_FILE = "progress.jsonl"
+# And what they leave when it is done.
+TIMELINE_FILE, RESULT_FILE = "timeline.json", "result.json"
 
 
 def error_file(folder: Path, rank: int) -> Path:
@@ -56,6 +60,19 @@ class RunResult:
     timeline: str
 
     SCHEMA_VERSION: ClassVar[int] = 1
+
+
+def write_results(
+    folder: Path, timeline: str, *, plan: str, losses: tuple[float, ...], step_seconds: tuple[float, ...]
+) -> RunResult:
+    """Write what a run leaves behind, each file whole or not at all; ``timeline`` is the text of its document.
+
+    Raises DocumentError for a folder that cannot be written to.
+    """
+    path = write_text(timeline, folder / TIMELINE_FILE)
+    result = RunResult(plan=plan, losses=losses, step_seconds=step_seconds, timeline=str(path))
+    write_document(result, folder / RESULT_FILE)
+    return result
 
 
 def load_source(plan: Plan, seed: int = 0) -> ModelSource:

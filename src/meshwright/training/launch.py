@@ -30,7 +30,7 @@ from meshwright.spec.files import refuse_replacing
 from meshwright.spec.graph import Graph
 from meshwright.spec.model_files import read_model_file
 from meshwright.spec.plan import Plan
-from meshwright.training.job import PROGRESS_FILE, Job, RunResult, error_file
+from meshwright.training.job import PROGRESS_FILE, RESULT_FILE, TIMELINE_FILE, Job, RunResult, error_file, write_results
 
 _MONITOR_INTERVAL_S = 0.2
 
@@ -98,6 +98,8 @@ def claimed(folder: Path, job: Job) -> Iterator[None]:
     try:
         for path in wanted:
             _check_writable(path)
+        for name in (TIMELINE_FILE, RESULT_FILE):
+            refuse_replacing(folder / name)
         yield
     finally:
         for path in made:
@@ -117,13 +119,9 @@ def _check_writable(folder: Path) -> None:
 
 
 def _keep_results(scratch: Path, folder: Path) -> RunResult:
-    result = read_document(RunResult, scratch / "result.json")
-    target = folder / "timeline.json"
-    refuse_replacing(target)
-    target.write_bytes((scratch / "timeline.json").read_bytes())
-    kept = RunResult(plan=result.plan, losses=result.losses, step_seconds=result.step_seconds, timeline=str(target))
-    write_document(kept, folder / "result.json")
-    return kept
+    result = read_document(RunResult, scratch / RESULT_FILE)
+    timeline = (scratch / TIMELINE_FILE).read_text(encoding="utf-8")
+    return write_results(folder, timeline, plan=result.plan, losses=result.losses, step_seconds=result.step_seconds)
 
 
 def _explain(failures: dict[int, ProcessFailure], scratch: Path) -> str:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshwright.spec.codec import write_document
 from meshwright.spec.events import EventSink, NullSink
-from meshwright.training.job import Job, RunResult
+from meshwright.training.job import Job, RunResult, write_results
 from meshwright.training.launch import claimed, read_runnable_plan
 from meshwright.training.worker import StepFacts, take_cores, train_job
 
@@ -49,10 +48,7 @@ def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> R
         dist.destroy_process_group()
         if timeline is None:
             return None
-        path = write_document(timeline, folder / "timeline.json")
-        result = RunResult(plan=job.plan, losses=losses, step_seconds=seconds, timeline=str(path))
-        write_document(result, folder / "result.json")
-    return result
+        return write_results(folder, timeline, plan=job.plan, losses=losses, step_seconds=seconds)
 
 
 def leave(code: int) -> None:

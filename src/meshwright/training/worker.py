@@ -22,19 +22,18 @@ import torch
 import torch.distributed as dist
 
 from meshwright.runtime import join_group
-from meshwright.spec.codec import read_document, write_document
+from meshwright.spec.codec import dump_json, encode_document, read_document
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.files import write_text
 from meshwright.spec.plan import Plan
-from meshwright.spec.timeline import Timeline
 from meshwright.training.job import (
     PROGRESS_FILE,
     Job,
-    RunResult,
     error_file,
     load_source,
     make_batches,
     make_optimizer,
+    write_results,
 )
 from meshwright.training.trainer import prepare
 
@@ -103,17 +102,12 @@ def _run(job: Job, folder: Path) -> None:
             progress.flush()
 
         timeline, losses, seconds = train_job(job, report)
-    if timeline is None:
-        return
-    write_document(timeline, folder / "timeline.json")
-    result = RunResult(plan=job.plan, losses=losses, step_seconds=seconds, timeline=str(folder / "timeline.json"))
-    write_document(result, folder / "result.json")
+    if timeline is not None:
+        write_results(folder, timeline, plan=job.plan, losses=losses, step_seconds=seconds)
 
 
-def train_job(
-    job: Job, report: Callable[[StepFacts], None]
-) -> tuple[Timeline | None, tuple[float, ...], tuple[float, ...]]:
-    """Train on this rank; returns the measured timeline (rank 0 only), and loss and seconds of every step.
+def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None, tuple[float, ...], tuple[float, ...]]:
+    """Train on this rank; returns the measured timeline as text (rank 0 only), and loss and seconds of every step.
 
     ``report`` is called on rank 0 after every step.
     """
@@ -144,4 +138,5 @@ def train_job(
     timeline = trainer.timeline()
     if job.save_model is not None:
         trainer.save(job.save_model)
-    return timeline, tuple(losses), tuple(seconds)
+    text = None if timeline is None else dump_json(encode_document(timeline))
+    return text, tuple(losses), tuple(seconds)
