@@ -1,0 +1,152 @@
+"""The shape of a decoder-only transformer and how a training step lays it out, where there is no captured graph.
+
+Public measurements name sizes, not modules. From these two values `cost.memory.transformer` predicts bytes; whoever
+prices ops takes them from the same values.
+
+    shape    L layers, hidden h, a heads (k of keys and values, each d wide), inner width f, vocabulary v
+    setup    tp · cp · dp · pp devices; each microbatch is b sequences of s tokens; m microbatches per step
+
+A device holds s / cp tokens of a sequence; with sequence parallelism norms and dropout hold s / (cp · tp) of them
+(Korthikanti et al., MLSys 2023, section 4.2). Experts are laid out over ep of the dp · cp devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.spec import MeshwrightError
+
+# What is computed anew in the backward. "selective": attention's core (Korthikanti et al., section 5); "op": all but
+# attention and every second matrix product (torchtitan, activation checkpoint mode "selective", option "op"); "full":
+# all of a layer but its input.
+Recompute = Literal["none", "selective", "op", "full"]
+# 0: nothing sharded; 1: optimizer states; 2: gradients too; 3: parameters too (Rajbhandari et al., SC 2020).
+ZeroStage = Literal[0, 1, 2, 3]
+
+
+class TransformerError(MeshwrightError):
+    """A shape or setup that no transformer can have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Feed-forward layers of which each token takes ``top_k``; every expert is gated and ``ffn`` wide.
+
+    ``num_shared`` experts are taken by all tokens; the first ``num_dense_layers`` layers have the plain feed-forward.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn: int
+    num_shared: int = 0
+    num_dense_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Queries, keys and values through low ranks (DeepSeek-AI, arXiv 2405.04434, section 2.1).
+
+    A head's query and key are ``content_dim`` + ``rotary_dim`` wide, its value ``value_dim``.
+    """
+
+    query_rank: int
+    kv_rank: int
+    content_dim: int
+    rotary_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerShape:
+    """Sizes of the model.
+
+    ``gated``: three matrices in the feed-forward (SwiGLU) and not two (GELU). ``biased``: matrices and norms have
+    biases. ``root_norm``: root mean square norm, without a mean. ``max_positions``: learned positions, 0 for none.
+    ``tied``: the head's matrix is the embedding's. ``dropout``: after attention, projection, feed-forward, embedding.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    gated: bool = False
+    biased: bool = True
+    root_norm: bool = False
+    tied: bool = True
+    dropout: bool = True
+    max_positions: int = 0
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(self, ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"))
+        if self.heads % self.kv_heads:
+            raise TransformerError(
+                f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values; expected a divisor of "
+                f"{self.heads}. Give kv_heads = heads where each head has its own."
+            )
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer (from 0) has the plain feed-forward."""
+        return self.experts is None or layer < self.experts.num_dense_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSetup:
+    """How one step runs.
+
+    ``seq``: tokens of a whole sequence. ``chunks``: parts of the model per pipeline stage (interleaving).
+    ``fused_attention``: no matrix of scores is kept (FlashAttention). ``precision`` as in the measured rows: "fp16",
+    "bf16", "fp8".
+    """
+
+    seq: int
+    microbatch_size: int
+    num_microbatches: int
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    zero: ZeroStage = 0
+    recompute: Recompute = "none"
+    schedule: str = "1f1b"
+    fused_attention: bool = True
+    precision: Literal["fp16", "bf16", "fp8"] = "bf16"
+
+    def __post_init__(self) -> None:
+        sizes = ("seq", "microbatch_size", "num_microbatches", "tp", "pp", "chunks", "dp", "cp", "ep")
+        _require_positive(self, sizes)
+        if self.seq % (self.cp * (self.tp if self.sequence_parallel else 1)):
+            raise TransformerError(
+                f"{self.seq} tokens cannot be split over cp = {self.cp} and tp = {self.tp}; expected a multiple. "
+                "Choose a longer sequence or fewer devices per sequence."
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole step."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch that a device holds where the sequence is not split further."""
+        return self.microbatch_size * self.seq // self.cp
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a microbatch in a device's norms and dropouts."""
+        return self.tokens // (self.tp if self.sequence_parallel else 1)
+
+
+def _require_positive(value: TransformerShape | TrainingSetup, names: tuple[str, ...]) -> None:
+    for name in names:
+        found = getattr(value, name)
+        if found < 1:
+            raise TransformerError(f"{name} is {found}; expected at least 1. Give the size that the model has.")
