@@ -45,22 +45,31 @@ def refuse_replacing(path: Path) -> None:
 
 def write_text(text: str | Iterable[str], path: Path | str) -> Path:
     """Write a text file, given whole or in pieces, atomically (beside, then rename)."""
-    path = Path(path)
+    # The same bytes on every system: a script or a document may move to another one.
+    pieces = (text,) if isinstance(text, str) else text
+    return _write((piece.encode() for piece in pieces), Path(path))
+
+
+def write_bytes(content: bytes, path: Path | str) -> Path:
+    """Write a binary file atomically (beside, then rename)."""
+    return _write((content,), Path(path))
+
+
+def _write(pieces: Iterable[bytes], path: Path) -> Path:
     try:
         refuse_replacing(path)
-        _replace_file(text, path)
+        _replace_file(pieces, path)
     except OSError as error:
         raise DocumentError(f"{path}: cannot be written ({error.strerror}). Choose a writable place.") from None
     return path
 
 
-def _replace_file(text: str | Iterable[str], path: Path) -> None:
+def _replace_file(pieces: Iterable[bytes], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        # The same bytes on every system: a script or a document may move to another one.
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.writelines((text,) if isinstance(text, str) else text)
+        with os.fdopen(handle, "wb") as file:
+            file.writelines(pieces)
         # mkstemp makes private files; give the result the permissions that any new file has here.
         umask = os.umask(0)
         os.umask(umask)

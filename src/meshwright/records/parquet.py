@@ -1,0 +1,116 @@
+"""Measurement tables as parquet files: one schema with a version, whole or not at all, within limits.
+
+The columns are those of `Records`; a column more, less or of another type is an error, since a table in other units
+would look the same. Texts are stored as dictionaries, which makes repeated ones cheap. Needs pyarrow
+(``meshwright[tables]``). Nothing of a file is executed.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from meshwright.records.table import COLUMNS, TEXTS, Records, make_records
+from meshwright.spec import DocumentError, MeasurementError
+from meshwright.spec.files import read_regular, write_bytes
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+SCHEMA_VERSION = 1
+_SCHEMA_KEY = b"meshwright"
+# Tens of times the largest public table (7.8 million GEMM rows of ai-dynamo/aiconfigurator are 24 files).
+MAX_FILE_BYTES = 512 * 2**20
+MAX_ROWS = 5_000_000
+# A few kilobytes can stand for gigabytes of equal values: what the columns take once they are unpacked.
+MAX_UNPACKED_BYTES = 2**30
+
+
+def write_records(records: Records, path: Path | str) -> Path:
+    """Write a table; the file appears whole or not at all."""
+    path = Path(path)
+    columns = {
+        name: _as_dictionary(getattr(records, name)) if name in TEXTS else pa.array(getattr(records, name))
+        for name in COLUMNS
+    }
+    table = pa.table(columns).replace_schema_metadata({_SCHEMA_KEY: f"records/{SCHEMA_VERSION}"})
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd", compression_level=9)
+    return write_bytes(sink.getvalue(), path)
+
+
+def read_records(path: Path | str) -> Records:
+    """Read a table. Raises DocumentError for a file that is none, and names the rows that cannot be."""
+    path = Path(path)
+    table = read_table(path)
+    version = (table.schema.metadata or {}).get(_SCHEMA_KEY, b"").decode(errors="replace")
+    if version != f"records/{SCHEMA_VERSION}":
+        raise DocumentError(
+            f"{path}: expected a measurement table 'records/{SCHEMA_VERSION}', found {version or 'another table'!r}. "
+            "`meshwright measure --from` reads tables of other kinds."
+        )
+    if set(table.column_names) != set(COLUMNS) or len(table.column_names) != len(COLUMNS):
+        odd = sorted(set(table.column_names) ^ set(COLUMNS)) or ["a column twice"]
+        raise DocumentError(f"{path}: unknown or missing columns ({', '.join(odd)}). Write the table again.")
+    try:
+        return make_records(**{name: read_column(table, name) for name in COLUMNS})
+    except MeasurementError as error:
+        raise DocumentError(f"{path}: {error}") from None
+
+
+def read_table(path: Path) -> pa.Table:
+    """Any parquet file within the limits, its columns unpacked. Raises DocumentError."""
+    content = read_regular(path, MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise DocumentError(f"{path}: more than {MAX_FILE_BYTES} bytes, to which tables are limited. Split the table.")
+    try:
+        schema = pq.read_schema(io.BytesIO(content))
+        if nested := [field.name for field in schema if pa.types.is_nested(field.type)]:
+            raise ValueError(f"column {nested[0]!r} holds lists; expected texts and numbers")
+        # A text that repeats a million times is kept once.
+        texts = [field.name for field in schema if _holds_texts(field.type)]
+        file = pq.ParquetFile(io.BytesIO(content), read_dictionary=texts)
+        meta = file.metadata
+        unpacked = sum(meta.row_group(index).total_byte_size for index in range(meta.num_row_groups))
+        if meta.num_rows > MAX_ROWS or unpacked > MAX_UNPACKED_BYTES:
+            raise DocumentError(
+                f"{path}: {meta.num_rows} rows that take {unpacked} bytes; tables are limited to {MAX_ROWS} rows and "
+                f"{MAX_UNPACKED_BYTES} bytes. Split the table."
+            )
+        table = file.read()
+        table.validate(full=True)
+        return table
+    except (pa.ArrowException, OSError, ValueError) as error:
+        what = str(error).splitlines()[0][:200]
+        raise DocumentError(f"{path}: not a parquet file that can be read ({what}). Make it again.") from None
+
+
+def read_column(table: pa.Table, name: str) -> NDArray[Any]:
+    """A column of texts (dtype object, missing ones empty) or numbers (missing ones NaN). Raises DocumentError."""
+    column = table.column(name).combine_chunks()
+    if pa.types.is_dictionary(column.type) and _holds_texts(column.type):
+        texts = np.array([text or "" for text in (*column.dictionary.to_pylist(), None)], object)
+        places: NDArray[np.int64] = column.indices.fill_null(len(texts) - 1).to_numpy(zero_copy_only=False)
+        return texts[places]
+    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+        numbers: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+        return numbers
+    raise DocumentError(f"Column {name!r} is of type {column.type}; expected texts or numbers. Write the table again.")
+
+
+def _holds_texts(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _as_dictionary(texts: NDArray[np.object_]) -> pa.DictionaryArray:
+    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+    indices = pa.array([places[text] for text in texts], pa.int32())
+    return pa.DictionaryArray.from_arrays(indices, pa.array(list(places), pa.string()))

@@ -1,0 +1,233 @@
+"""The one measurement table of many devices: a row is one op, at one size, on one device, and the seconds it took.
+
+    op, phase, shapes, dtype     what was timed          device, software, kernel     on what, by which code
+    seconds, spread, num_samples how long, how surely    source, date, flags          who says so, and what is special
+
+``shapes`` is one of two forms: named integers (``m=4096;n=128;k=1536``), or the inputs of a captured op
+(``4x128x768:float32,768x768:float32;attribute=value|11``, the part of `meshwright.spec.op_key` in brackets). An empty
+one says that the name tells all. ``spread`` is (p90 - p10) / median; 0 for it or for ``num_samples`` means that the
+source does not say. Flags are words joined by commas: ``noop`` (so small that nothing is done) and ``plateau`` (raised
+by the source to its neighbour's figure). A row of zero seconds, or of a size of zero, must be flagged ``noop``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from meshwright.spec import MeasurementError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from numpy.typing import ArrayLike, NDArray
+
+    # The annotations below are not read at run time.
+    Texts: TypeAlias = NDArray[np.object_]
+    Floats: TypeAlias = NDArray[np.float64]
+    Integers: TypeAlias = NDArray[np.int64]
+    Mask: TypeAlias = NDArray[np.bool_]
+
+PHASES = ("", "forward", "backward", "accumulate", "step", "host")
+FLAGS = ("noop", "plateau")
+# What makes two rows measurements of the same thing.
+IDENTITY = ("op", "phase", "shapes", "dtype", "device", "software", "kernel")
+TEXTS = (*IDENTITY, "source", "date", "flags")
+COLUMNS = (*TEXTS, "seconds", "spread", "num_samples")
+
+# A captured op names every input; the longest in the zoo's graphs has 5,600 characters.
+MAX_TEXT = 100_000
+# Sizes that may be zero without a flag: no window of attention, the distance between the ranks of a group of one.
+_ZERO_ALLOWED = ("window", "stride")
+_NAMED = re.compile(r"[a-z][a-z0-9_]*=\d{1,18}(?:;[a-z][a-z0-9_]*=\d{1,18})*")
+_DEFAULTS: dict[str, Any] = {"spread": 0.0, "num_samples": 0, **dict.fromkeys(TEXTS, "")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Records:
+    """Columns of n rows, each of shape (n,): texts as Python strings, ``seconds`` and ``spread`` in s and as a share.
+
+    Raises MeasurementError for figures, sizes, phases or flags that cannot be, with the numbers of the rows;
+    `keep_sound` leaves such rows out instead.
+    """
+
+    op: Texts
+    phase: Texts
+    shapes: Texts
+    dtype: Texts
+    device: Texts
+    software: Texts
+    kernel: Texts
+    seconds: Floats
+    spread: Floats
+    num_samples: Integers
+    source: Texts
+    date: Texts
+    flags: Texts
+
+    def __post_init__(self) -> None:
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        for problem, rows in find_faults(columns).items():
+            if rows.any():
+                places = np.flatnonzero(rows)
+                shown = ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
+                raise MeasurementError(
+                    f"{len(places)} of {len(rows)} rows have {problem} (rows {shown}). Correct them, or leave them out."
+                )
+        for column in columns.values():
+            column.setflags(write=False)
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def select(self, rows: Mask | Integers) -> Records:
+        """The rows where a mask of shape (n,) is true, or those of the given indices, in that order."""
+        return Records(**{name: getattr(self, name)[rows] for name in COLUMNS})
+
+    def where(self, **values: str) -> Records:
+        """The rows whose text columns equal the given values: ``where(op="matmul", device="H100")``."""
+        mask = np.ones(len(self), bool)
+        for name, value in values.items():
+            mask &= getattr(self, name) == value
+        return self.select(mask)
+
+    def size(self, name: str) -> Integers:
+        """The named integer of every row's shapes, shape (n,). Raises MeasurementError if a row has none."""
+        pattern = re.compile(rf"(?:^|;){re.escape(name)}=(\d+)(?:;|$)")
+        found = {text: pattern.search(text) for text in set(self.shapes)}
+        missing = sorted(text for text, match in found.items() if match is None)
+        if missing:
+            raise MeasurementError(f"Rows of shapes {missing[0]!r} have no {name!r}. Select those that have it first.")
+        sizes = {text: int(match[1]) for text, match in found.items() if match is not None}
+        return np.array([sizes[text] for text in self.shapes], np.int64)
+
+    def has_flag(self, flag: str) -> Mask:
+        """Whether a row is flagged so, shape (n,)."""
+        return _rows_where(self.flags, lambda text: flag in text.split(","))
+
+    def row_hashes(self) -> NDArray[np.uint64]:
+        """A number for what each row says (identity and seconds), shape (n,); equal on every machine."""
+        columns = [getattr(self, name) for name in IDENTITY]
+        rows = zip(*columns, self.seconds.tolist(), strict=True)
+        digests = (hashlib.blake2b("\x1f".join((*row[:-1], repr(row[-1]))).encode(), digest_size=8) for row in rows)
+        return np.array([int.from_bytes(digest.digest(), "little") for digest in digests], np.uint64)
+
+    def dedupe(self) -> Records:
+        """One row for each thing measured, the last: later rows renew earlier ones."""
+        last = {row: place for place, row in enumerate(zip(*(getattr(self, name) for name in IDENTITY), strict=True))}
+        return self.select(np.array(sorted(last.values()), np.int64))
+
+
+def make_records(**columns: ArrayLike) -> Records:
+    """Records from columns; a single value stands for all rows, and what is not given is empty or 0.
+
+    Raises MeasurementError as `Records` does, and for columns that do not exist or differ in length.
+    """
+    return Records(**_complete(columns))
+
+
+def keep_sound(**columns: ArrayLike) -> tuple[Records, dict[str, int]]:
+    """As `make_records`, but rows that cannot be are left out: (the others, how many were left out and why)."""
+    complete = _complete(columns)
+    left_out = np.zeros(len(complete["seconds"]), bool)
+    counts = {}
+    for problem, rows in find_faults(complete).items():
+        if new := int((rows & ~left_out).sum()):
+            counts[problem] = new
+        left_out |= rows
+    return Records(**{name: column[~left_out] for name, column in complete.items()}), counts
+
+
+def concat_records(parts: Iterable[Records]) -> Records:
+    """All rows of all parts, in order."""
+    known = [make_records(seconds=()), *parts]
+    return Records(**{name: np.concatenate([getattr(part, name) for part in known]) for name in COLUMNS})
+
+
+def named_shapes(**sizes: int) -> str:
+    """The text of named sizes: ``named_shapes(m=4, n=2)`` is ``m=4;n=2``."""
+    return ";".join(f"{name}={int(size)}" for name, size in sizes.items())
+
+
+def find_faults(columns: Mapping[str, NDArray[Any]]) -> dict[str, Mask]:
+    """What can be wrong with a row, in words, and the rows that are so (each of shape (n,)). All columns are needed."""
+    seconds, spread = columns["seconds"], columns["spread"]
+    noop = _rows_where(columns["flags"], lambda text: "noop" in text.split(","))
+    too_long = [_rows_where(columns[name], lambda text: len(text) > MAX_TEXT) for name in TEXTS]
+    return {
+        "seconds that are no number": ~np.isfinite(seconds),
+        "negative seconds": np.isfinite(seconds) & (seconds < 0),
+        "zero seconds without the flag 'noop'": (seconds == 0) & ~noop,
+        "a spread that is negative or no number": ~(np.isfinite(spread) & (spread >= 0)),
+        "a negative number of samples": columns["num_samples"] < 0,
+        "no op": columns["op"] == "",
+        "no device": columns["device"] == "",
+        f"a phase other than {', '.join(map(repr, PHASES))}": _rows_where(columns["phase"], lambda x: x not in PHASES),
+        f"flags other than {', '.join(FLAGS)}": _rows_where(columns["flags"], _odd_flags),
+        "shapes that are neither named sizes (m=4;n=2) nor inputs of a captured op": _rows_where(
+            columns["shapes"], lambda text: _named_sizes(text) is None
+        ),
+        "a size of zero without the flag 'noop'": _rows_where(columns["shapes"], _has_empty_size) & ~noop,
+        f"a text of more than {MAX_TEXT} characters": np.any(too_long, axis=0),
+    }
+
+
+def _rows_where(column: Texts, test: Callable[[str], bool]) -> Mask:
+    """The rows whose text passes the test, which sees every distinct text once."""
+    passed = {text for text in set(column) if test(text)}
+    return np.array([text in passed for text in column], bool) if passed else np.zeros(len(column), bool)
+
+
+def _odd_flags(text: str) -> bool:
+    words = text.split(",") if text else []
+    return len(set(words)) < len(words) or not set(words) <= set(FLAGS)
+
+
+def _named_sizes(text: str) -> dict[str, int] | None:
+    """Named sizes of a text of shapes, none for a captured op's; None if it is neither."""
+    if not text or "|" in text:
+        return {}
+    if _NAMED.fullmatch(text) is None:
+        return None
+    return {name: int(size) for name, size in (part.split("=") for part in text.split(";"))}
+
+
+def _has_empty_size(text: str) -> bool:
+    return any(size == 0 and name not in _ZERO_ALLOWED for name, size in (_named_sizes(text) or {}).items())
+
+
+def _complete(columns: Mapping[str, ArrayLike]) -> dict[str, NDArray[Any]]:
+    """All columns as arrays of one length and of their own types."""
+    if odd := set(columns) - set(COLUMNS):
+        raise MeasurementError(
+            f"{', '.join(sorted(odd))}: no column of a measurement table; those are {', '.join(COLUMNS)}."
+        )
+    arrays = {name: _as_column(name, columns.get(name, _DEFAULTS.get(name, ()))) for name in COLUMNS}
+    lengths = {name: len(array) for name, array in arrays.items() if array.ndim}
+    if len(set(lengths.values())) != 1:
+        raise MeasurementError(f"Columns of lengths {lengths}; a table needs seconds, and one length for all.")
+    count = next(iter(lengths.values()))
+    return {
+        name: np.full(count, array[()], array.dtype) if array.ndim == 0 else array for name, array in arrays.items()
+    }
+
+
+def _as_column(name: str, values: ArrayLike) -> NDArray[Any]:
+    kind: Any = {"seconds": np.float64, "spread": np.float64, "num_samples": np.int64}.get(name, object)
+    try:
+        array = np.array(values, kind)
+        if kind is np.int64 and not np.array_equal(array, np.asarray(values)):
+            raise ValueError("fractions")
+    except (TypeError, ValueError, OverflowError):
+        raise MeasurementError(
+            f"Column {name!r} holds what is not {np.dtype(kind).name}; expected such numbers alone."
+        ) from None
+    if array.ndim > 1:
+        raise MeasurementError(f"Column {name!r} has {array.ndim} dimensions; expected one.")
+    if kind is object and not all(type(value) is str for value in array.ravel()):
+        raise MeasurementError(f"Column {name!r} holds what is no text; expected strings alone.")
+    return array
