@@ -16,6 +16,8 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+from packaging.version import Version
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.13")
 EXTRAS = ("torch", "dev", "docs")
@@ -36,10 +38,6 @@ def resolve(requirements: list[str], python: str) -> dict[str, str]:
     return {entry["name"].lower().replace("_", "-"): entry["version"].partition("+")[0] for entry in found}
 
 
-def order(version: str) -> list[int]:
-    return [int(part) for part in version.split(".") if part.isdigit()]
-
-
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = list(project["dependencies"])
@@ -48,7 +46,7 @@ def main() -> None:
     versions: dict[str, str] = {}
     for python in PYTHONS:
         for name, version in resolve(requirements, python).items():
-            versions[name] = min(versions.get(name, version), version, key=order)
+            versions[name] = min(versions.get(name, version), version, key=Version)
     lines = [f"{name}=={version}\n" for name, version in sorted(versions.items())]
     (ROOT / "constraints.txt").write_text(HEADER + "".join(lines))
     print(f"constraints.txt: {len(lines)} packages")

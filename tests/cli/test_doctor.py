@@ -15,8 +15,9 @@ from rich.console import Console
 from meshwright.cli.doctor import _tables
 from meshwright.cli.main import invoke
 from meshwright.cli.output import print_tables
-from meshwright.host import Finding, Host, find_processor
+from meshwright.host import Finding, Host
 from meshwright.host.findings import HELP_PAGE
+from meshwright.host.processor import find_processor
 from meshwright.spec import load_cluster
 from tests.processes import free_port
 

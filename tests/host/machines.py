@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.host import NOT_FOUND, Host, Ran
+from meshwright.host import Host
+from meshwright.host.host import NOT_FOUND, Ran
 
 DGX_QUERY = "".join(
     f"{index}, NVIDIA H100 80GB HBM3, 81559, 550.54.15, 5, 16, GPU-0000000{index}-aaaa-bbbb-cccc-dddddddddddd\n"

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.host import CHECKS, HELP_PAGE, Ran, examine
-from meshwright.host.checks import AREAS
+from meshwright.host import examine
+from meshwright.host.checks import AREAS, CHECKS
+from meshwright.host.findings import HELP_PAGE
+from meshwright.host.host import Ran
 from tests.docs.blocks import ROOT
 from tests.host.machines import DGX_QUERY, DGX_TOPOLOGY, answering, make_host
 from tests.host.test_limits import limits

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from meshwright.host import UNLIMITED, find_limit
-from meshwright.host.limits import check_environment, check_limits, check_numba_cache
+from meshwright.host.limits import UNLIMITED, check_environment, check_limits, check_numba_cache, find_limit
 from tests.host.machines import make_host
 
 LIMITS = """\

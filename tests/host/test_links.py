@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.host import NOT_FOUND, Ran, choose_nics, find_fabric, find_interfaces, parse_gpus, parse_topology
-from meshwright.host.gpus import check_gpus, describe_topology, pcie_bytes_per_s
-from meshwright.host.nics import check_nics, parse_rate
+from meshwright.host.gpus import check_gpus, describe_topology, parse_gpus, parse_topology, pcie_bytes_per_s
+from meshwright.host.host import NOT_FOUND, Ran
+from meshwright.host.nics import check_nics, choose_nics, find_fabric, find_interfaces, parse_rate
 from tests.host.machines import (
     BRIDGED_TOPOLOGY,
     DGX_QUERY,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.host import Host, find_memory
-from meshwright.host.memory import check_memory
+from meshwright.host import Host
+from meshwright.host.memory import check_memory, find_memory
 from tests.host.machines import make_host
 
 GIB = 2**30

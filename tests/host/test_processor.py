@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.host import Host, find_processor
+from meshwright.host import Host
 from meshwright.host.cgroups import cgroup_folders
-from meshwright.host.processor import check_processor, parse_list
+from meshwright.host.processor import check_processor, find_processor, parse_list
 from tests.host.machines import make_host
 
 # 64 cores with two hardware threads each: thread i and i + 64 share a core.

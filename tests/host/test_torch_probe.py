@@ -10,7 +10,8 @@ import time
 import pytest
 import torch
 
-from meshwright.host import Host, Ran, TorchFacts, ask_torch, run_program
+from meshwright.host import Host, TorchFacts, ask_torch
+from meshwright.host.host import Ran, run_program
 from meshwright.host.torch_probe import check_pair, check_torch, read_probe
 from tests.host.machines import make_host
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from meshwright.host.findings import Finding
 from meshwright.host.host import Host
@@ -21,25 +23,14 @@ _WATCHED_EXTRAS = {
     "torch": "capture, measure and run need it; planning, simulating and showing stored graphs do not",
     "hf": "only models of Hugging Face need it",
 }
-_REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*\(?(?P<range>[^;)]*)\)?(?:;(?P<marker>.*))?")
-_CLAUSE = re.compile(r"(<=|>=|==|!=|~=|<|>)\s*v?(\d+(?:\.\d+)*)(\.\*)?")
-_EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requirement:
-    """A line of a package's requirements: ``numpy<2.5,>=2.1`` or ``torch<2.14,>=2.13; extra == "torch"``."""
-
-    name: str
-    version_range: str
-    extra: str
 
 
 def check_versions(_host: Host) -> Iterator[Finding]:
     """Python, Meshwright, its core requirements and the extras that users notice: those of this process."""
     metadata = _metadata()
     python_range = metadata["Requires-Python"] if metadata is not None and "Requires-Python" in metadata else ""
-    yield judge_version("Python", platform.python_version(), Requirement(name="", version_range=python_range, extra=""))
+    # A build between two releases says so by a plus sign at the end, which is no part of any version.
+    yield judge_version("Python", platform.python_version().removesuffix("+"), SpecifierSet(python_range))
     yield Finding(area="versions", name="system", found=_system())
     if metadata is None:
         yield Finding(
@@ -53,25 +44,14 @@ def check_versions(_host: Host) -> Iterator[Finding]:
         return
     yield Finding(area="versions", name=PACKAGE, found=metadata["Version"])
     for line in metadata.get_all("Requires-Dist") or []:
-        requirement = parse_requirement(line)
-        if not requirement.extra or requirement.extra in _WATCHED_EXTRAS:
-            yield judge_version(requirement.name, _version_of(requirement.name), requirement)
+        requirement = Requirement(line)
+        extra = _asking_extra(requirement)
+        if extra is not None:
+            yield judge_version(requirement.name, _version_of(requirement.name), requirement.specifier, extra)
 
 
-def parse_requirement(line: str) -> Requirement:
-    """Split a requirement line of core metadata (PEP 508)."""
-    match = _REQUIREMENT.match(line.strip())
-    if match is None:
-        return Requirement(name=line.strip(), version_range="", extra="")
-    extra = _EXTRA.search(match["marker"] or "")
-    return Requirement(
-        name=match["name"], version_range=match["range"].strip(), extra=extra[1] if extra is not None else ""
-    )
-
-
-def judge_version(name: str, version: str | None, requirement: Requirement) -> Finding:
-    """Compare an installed version (None: not installed) with its range."""
-    extra, span = requirement.extra, requirement.version_range
+def judge_version(name: str, version: str | None, span: SpecifierSet, extra: str = "") -> Finding:
+    """Compare an installed version (None: not installed) with its range; ``extra`` is what asks for it, if not core."""
     install = f"pip install '{PACKAGE}[{extra}]'" if extra else f"pip install '{name}{span}'"
     topic = "a-package-is-missing-or-of-another-version"
     if version is None:
@@ -95,42 +75,22 @@ def judge_version(name: str, version: str | None, requirement: Requirement) -> F
     )
 
 
-def lies_in_range(version: str, version_range: str) -> bool:
-    """Whether a version meets every clause of a range; local parts (``+cpu``) and ends such as ``rc1`` do not count."""
-    given = _numbers(version)
-    return all(
-        _meets(given, operator, wanted, starred=bool(star)) for operator, wanted, star in _CLAUSE.findall(version_range)
-    )
+def _asking_extra(requirement: Requirement) -> str | None:
+    """The watched extra for which a requirement holds here; empty for the core's, None for any other."""
+    marker = requirement.marker
+    extras = ("", *_WATCHED_EXTRAS)
+    return next((extra for extra in extras if marker is None or marker.evaluate({"extra": extra})), None)
 
 
-def _meets(given: tuple[int, ...], operator: str, wanted: str, *, starred: bool) -> bool:
-    limit = _numbers(wanted)
-    width = len(limit) if starred else max(len(given), len(limit))
-    left, right = _padded(given, width), _padded(limit, width)
-    match operator:
-        case ">=":
-            return left >= right
-        case "<=":
-            return left <= right
-        case ">":
-            return left > right
-        case "<":
-            return left < right
-        case "!=":
-            return left != right
-        case "~=":
-            return left >= right and given[: len(limit) - 1] == limit[:-1]
-        case _:
-            return left == right
+def lies_in_range(version: str, span: SpecifierSet) -> bool:
+    """Whether a version is in a range; local parts (``+cpu``) and ends such as ``rc1`` or ``a0`` do not count.
 
-
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
-    return tuple(int(part) for part in match[1].split(".")) if match is not None else ()
-
-
-def _padded(numbers: tuple[int, ...], width: int) -> tuple[int, ...]:
-    return (*numbers, *(0 for _ in range(width - len(numbers))))[:width]
+    Builds of torch for one vendor's images are called ``2.13.0a0+5f8c9d2`` and are no earlier than 2.13.
+    """
+    try:
+        return span.contains(Version(version).base_version)
+    except InvalidVersion:
+        return False
 
 
 def _system() -> str:
