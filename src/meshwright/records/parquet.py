@@ -49,14 +49,23 @@ def write_records(records: Records, path: Path | str) -> Path:
 def read_records(path: Path | str) -> Records:
     """Read a table. Raises DocumentError for a file that is none, and names the rows that cannot be."""
     path = Path(path)
-    table = read_table(path)
+    return parse_records(parse_table(read_regular(path, MAX_FILE_BYTES + 1), path), path)
+
+
+def is_records(table: pa.Table) -> bool:
+    """Whether a parquet file says that it is a measurement table (of any version)."""
+    return _SCHEMA_KEY in (table.schema.metadata or {})
+
+
+def parse_records(table: pa.Table, path: Path) -> Records:
+    """The rows of a table that was read; messages name ``path``. Raises DocumentError."""
     version = (table.schema.metadata or {}).get(_SCHEMA_KEY, b"").decode(errors="replace")
     if version != f"records/{SCHEMA_VERSION}":
         raise DocumentError(
             f"{path}: expected a measurement table 'records/{SCHEMA_VERSION}', found {version or 'another table'!r}. "
             "`meshwright measure --from` reads tables of other kinds."
         )
-    if set(table.column_names) != set(COLUMNS) or len(table.column_names) != len(COLUMNS):
+    if sorted(table.column_names) != sorted(COLUMNS):
         odd = sorted(set(table.column_names) ^ set(COLUMNS)) or ["a column twice"]
         raise DocumentError(f"{path}: unknown or missing columns ({', '.join(odd)}). Write the table again.")
     try:
@@ -65,9 +74,8 @@ def read_records(path: Path | str) -> Records:
         raise DocumentError(f"{path}: {error}") from None
 
 
-def read_table(path: Path) -> pa.Table:
+def parse_table(content: bytes, path: Path) -> pa.Table:
     """Any parquet file within the limits, its columns unpacked. Raises DocumentError."""
-    content = read_regular(path, MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise DocumentError(f"{path}: more than {MAX_FILE_BYTES} bytes, to which tables are limited. Split the table.")
     try:

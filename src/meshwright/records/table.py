@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     Integers: TypeAlias = NDArray[np.int64]
     Mask: TypeAlias = NDArray[np.bool_]
 
+# A row on its way into the table: some of its columns.
+Row = dict[str, Any]
+
 PHASES = ("", "forward", "backward", "accumulate", "step", "host")
 FLAGS = ("noop", "plateau")
 # What makes two rows measurements of the same thing.
@@ -41,8 +44,9 @@ COLUMNS = (*TEXTS, "seconds", "spread", "num_samples")
 
 # A captured op names every input; the longest in the zoo's graphs has 5,600 characters.
 MAX_TEXT = 100_000
-# Sizes that may be zero without a flag: no window of attention, the distance between the ranks of a group of one.
-_ZERO_ALLOWED = ("window", "stride")
+# Sizes of which zero means that there was nothing to do; of others (parameters, window, stride) it is a fact.
+_OF_KERNELS = ("elements", "tensors", "m", "n", "k", "batch", "heads", "kv_heads", "head_dim", "queries", "keys")
+_COUNTED = frozenset((*_OF_KERNELS, "bytes", "ranks", "groups", "nodes", "devices_per_node"))
 _NAMED = re.compile(r"[a-z][a-z0-9_]*=\d{1,18}(?:;[a-z][a-z0-9_]*=\d{1,18})*")
 _DEFAULTS: dict[str, Any] = {"spread": 0.0, "num_samples": 0, **dict.fromkeys(TEXTS, "")}
 
@@ -142,6 +146,12 @@ def keep_sound(**columns: ArrayLike) -> tuple[Records, dict[str, int]]:
     return Records(**{name: column[~left_out] for name, column in complete.items()}), counts
 
 
+def columns_of(rows: Iterable[Row], names: Iterable[str]) -> dict[str, list[Any]]:
+    """The named columns of rows that all have them, as `make_records` takes them."""
+    known = list(rows)
+    return {name: [row[name] for row in known] for name in names}
+
+
 def concat_records(parts: Iterable[Records]) -> Records:
     """All rows of all parts, in order."""
     known = [make_records(seconds=()), *parts]
@@ -197,7 +207,7 @@ def _named_sizes(text: str) -> dict[str, int] | None:
 
 
 def _has_empty_size(text: str) -> bool:
-    return any(size == 0 and name not in _ZERO_ALLOWED for name, size in (_named_sizes(text) or {}).items())
+    return any(size == 0 and name in _COUNTED for name, size in (_named_sizes(text) or {}).items())
 
 
 def _complete(columns: Mapping[str, ArrayLike]) -> dict[str, NDArray[Any]]:

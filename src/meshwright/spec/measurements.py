@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # ``OptimizerMeasurement.kind`` of copying gradients into an exchange bucket; the other kinds are `Optimizer.name`.
 BUCKET_COPY = "bucket_copy"
 
-TransferKind = Literal["send", "all_reduce"]
+TransferKind = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,9 @@ class OptimizerMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferMeasurement:
-    """Median seconds to send ``num_bytes`` one way, or to all-reduce them among ``num_ranks``.
+    """Median seconds to send ``num_bytes`` one way, or of a collective over them among ``num_ranks``.
 
+    ``num_bytes`` are those of the full tensor: the output of an all-gather, the input of a reduce-scatter.
     ``host_s``: seconds of processor time that the transfer takes from each rank meanwhile (copies, sockets).
     """
 

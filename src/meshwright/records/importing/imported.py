@@ -1,0 +1,18 @@
+"""What became of a file of another tool: its rows, and what was left out for which reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.records.table import Records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """``kind`` says what the file was taken for; ``left_out`` counts what became no row, by reason."""
+
+    kind: str
+    records: Records
+    left_out: dict[str, int] = field(default_factory=dict)

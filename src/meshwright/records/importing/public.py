@@ -1,0 +1,182 @@
+"""Public tables of kernels and collectives as rows of the measurement table.
+
+    ai-dynamo/aiconfigurator   GEMM, attention of a prompt and of a generated token, NCCL: ``latency`` in milliseconds;
+                               ``message_size`` of NCCL counts elements of the full tensor (twice the bytes in half
+                               precision take twice as long); keys of attention = ``isl`` + ``step``
+    VIA-Research/vTrain        NCCL all-reduce among n devices of one node: out-of-place time in microseconds
+
+A dtype with a colon says after it what else differs: ``float8_e4m3fn:block`` (scales per block),
+``bfloat16:kv=float8_e4m3fn`` (keys and values are kept in it). Devices get the names of the shipped device kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshwright.records.importing.imported import Imported
+from meshwright.records.table import keep_sound, named_shapes
+from meshwright.spec import DTYPE_BYTES, DocumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+Columns = dict[str, "NDArray[Any]"]
+
+# Names of devices as their driver gives them, and the device kinds that are shipped.
+DEVICES = {
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA B200": "B200",
+}
+_SYSTEMS = {"a100_sxm": "A100", "h100_sxm": "H100", "h200_sxm": "H200", "l40s": "L40S", "b200_sxm": "B200"}
+# vLLM's float8 weights are e4m3fn (vllm/model_executor/layers/quantization/fp8.py).
+_DTYPES = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+    "fp8_block": "float8_e4m3fn:block",
+}
+_COLLECTIVES = {"alltoall": "all_to_all"}
+
+
+def read_public(columns: Columns, *, source: str) -> Imported | None:
+    """Rows of a public table, told by the names of its columns; None if it is none of those that are known."""
+    for needed, kind, convert in _KINDS:
+        if needed <= columns.keys():
+            try:
+                records, left_out = keep_sound(**{"source": source, **convert(columns)})
+            except KeyError as error:
+                raise DocumentError(
+                    f"{source}: {error.args[0]!r} is not known to tables of {kind}. Leave it out."
+                ) from None
+            except (ValueError, TypeError, OverflowError) as error:
+                raise DocumentError(
+                    f"{source}: a table of {kind} with odd figures ({error}). Check the file."
+                ) from None
+            return Imported(kind=kind, records=records, left_out=left_out)
+    return None
+
+
+def _gemm(columns: Columns) -> dict[str, Any]:
+    sizes = {name: _integers(columns[name]) for name in "mnk"}
+    return {"op": "matmul", "dtype": _mapped(columns["gemm_dtype"], _DTYPES), **_common(columns, sizes)}
+
+
+def _attention(columns: Columns) -> dict[str, Any]:
+    queries = _integers(columns["isl"])
+    sizes = {
+        "batch": _integers(columns["batch_size"]),
+        "heads": _integers(columns["num_heads"]),
+        "kv_heads": _integers(columns["num_key_value_heads"]),
+        "head_dim": _integers(columns["head_dim"]),
+        "queries": queries,
+        "keys": queries + _integers(columns["step"]),
+        "window": _integers(columns["window_size"], missing=0),
+    }
+    names = {"context_attention": "attention_prefill", "generation_attention": "attention_decode"}
+    computed = _mapped(columns["attn_dtype"], _DTYPES)
+    kept = _mapped(columns["kv_cache_dtype"], _DTYPES)
+    dtype = [one if one == other else f"{one}:kv={other}" for one, other in zip(computed, kept, strict=True)]
+    return {"op": _mapped(columns["op_name"], names), "dtype": dtype, **_common(columns, sizes)}
+
+
+def _nccl(columns: Columns) -> dict[str, Any]:
+    dtype = _mapped(columns["nccl_dtype"], _DTYPES)
+    ranks = _integers(columns["num_gpus"])
+    sizes = _one_node(_integers(columns["message_size"]) * np.array([DTYPE_BYTES[name] for name in dtype]), ranks)
+    ops = [_COLLECTIVES.get(name, name) for name in columns["op_name"]]
+    software = [f"NCCL {version}".strip() for version in columns["version"]]
+    return {**_common(columns, sizes), "op": ops, "dtype": dtype, "software": software}
+
+
+def _vtrain(columns: Columns) -> dict[str, Any]:
+    ranks = _integers(columns["n_gpus"])
+    # nccl-tests sums float32 unless told otherwise; the tables do not say.
+    return {
+        "op": "all_reduce",
+        "dtype": "float32",
+        "shapes": _shapes(_one_node(_integers(columns["size_bytes"]), ranks)),
+        "device": columns["device"].astype(object),
+        "software": "NCCL",
+        "kernel": "NCCL",
+        "seconds": columns["out_of_place_time_us"].astype(np.float64) / 1e6,
+        "source": columns["source"],
+    }
+
+
+def _common(columns: Columns, sizes: Mapping[str, NDArray[np.int64]]) -> dict[str, Any]:
+    """What all tables of aiconfigurator have."""
+    systems = [DEVICES.get(device) or _SYSTEMS[system] for device, system in _pairs(columns, "device", "system")]
+    software = [f"{_FRAMEWORKS[name]} {version}".strip() for name, version in _pairs(columns, "framework", "version")]
+    return {
+        "shapes": _shapes(sizes),
+        "device": systems,
+        "software": software,
+        "kernel": columns["kernel_source"],
+        "seconds": columns["latency"].astype(np.float64) / 1e3,
+        **({"source": columns["source"]} if "source" in columns else {}),
+    }
+
+
+_FRAMEWORKS = {"VLLM": "vLLM", "TRTLLM": "TensorRT-LLM", "SGLANG": "SGLang", "": ""}
+
+
+def _one_node(num_bytes: NDArray[np.int64], ranks: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    one = np.ones_like(ranks)
+    return {"bytes": num_bytes, "ranks": ranks, "groups": one, "stride": one, "nodes": one, "devices_per_node": ranks}
+
+
+def _shapes(sizes: Mapping[str, NDArray[np.int64]]) -> list[str]:
+    rows = zip(*(column.tolist() for column in sizes.values()), strict=True)
+    return [named_shapes(**dict(zip(sizes, row, strict=True))) for row in rows]
+
+
+def _pairs(columns: Columns, first: str, second: str) -> zip[tuple[str, str]]:
+    return zip(columns[first], columns[second], strict=True)
+
+
+def _mapped(column: NDArray[Any], names: Mapping[str, str]) -> list[str]:
+    return [names[text] for text in column]
+
+
+def _integers(column: NDArray[Any], *, missing: int | None = None) -> NDArray[np.int64]:
+    """Whole numbers; what is missing (NaN, or an empty cell) is ``missing``."""
+    figures = np.array([np.nan if text == "" else text for text in column], np.float64)
+    if missing is not None:
+        figures[np.isnan(figures)] = missing
+    whole = figures.astype(np.int64)
+    if not np.array_equal(whole, figures):
+        raise ValueError("sizes that are no whole numbers")
+    return whole
+
+
+def _columns(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_KINDS: tuple[tuple[frozenset[str], str, Callable[[Columns], dict[str, Any]]], ...] = (
+    (_columns("gemm_dtype m n k latency system device framework version kernel_source"), "GEMM kernels", _gemm),
+    (
+        _columns(
+            "attn_dtype kv_cache_dtype batch_size isl step num_heads num_key_value_heads head_dim window_size latency "
+            "op_name system device framework version kernel_source"
+        ),
+        "attention kernels",
+        _attention,
+    ),
+    (
+        _columns("op_name nccl_dtype num_gpus message_size latency system device framework version kernel_source"),
+        "NCCL collectives",
+        _nccl,
+    ),
+    (_columns("n_gpus size_bytes out_of_place_time_us device source"), "NCCL all-reduces", _vtrain),
+)

@@ -1,0 +1,125 @@
+"""What kind of measurements a file holds, told by its content, and its rows.
+
+    parquet    our own table, or a public one (aiconfigurator)        {...}      a trace, or a table of one device
+    pickle     Alpa's profiling database, read by `pickled` alone     a -- b     PipeDream's profile
+    a,b,c      a public table (aiconfigurator, vTrain)                tabs       Alpa's results
+
+Any of them may be compressed (gzip). Sizes are limited before anything is read.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.records.importing.alpa import read_database, read_results
+from meshwright.records.importing.imported import Imported
+from meshwright.records.importing.pipedream import read_profile
+from meshwright.records.importing.public import Columns, read_public
+from meshwright.records.importing.trace import is_trace, read_trace
+from meshwright.records.one_device import from_measurements
+from meshwright.spec import DocumentError, Measurements, decode_document
+from meshwright.spec.codec import document_kind
+from meshwright.spec.files import read_regular
+from meshwright.spec.parsing import MAX_DOCUMENT_BYTES, parse_data
+
+if TYPE_CHECKING:
+    from typing import Any
+
+_KNOWN = (
+    "our own tables (.parquet, .json), traces of torch's profiler, Alpa's database and results, PipeDream's profiles, "
+    "tables of aiconfigurator and vTrain"
+)
+
+
+def import_file(path: Path | str, *, device: str | None = None) -> Imported:
+    """The rows of a file. ``device``: the name of the device kind, for files that do not say it.
+
+    Raises DocumentError for a file that is none of those, too large, spoilt, or without a device.
+    """
+    path = Path(path)
+    content = _unpack(read_regular(path, MAX_DOCUMENT_BYTES + 1), path)
+    if content.startswith(b"PAR1"):
+        return _parquet(path, content)
+    if content.startswith(b"\x80"):
+        return read_database(content, device=_named(device, path), source=path.name)
+    if content.lstrip()[:1] in (b"{", b"["):
+        return _json(parse_data(content, path.with_suffix(".json")), path, device)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise _unknown(path) from None
+    first = next((line for line in text.splitlines() if line.strip() and not line.startswith("#")), "")
+    if " -- " in first:
+        return read_profile(text, device=_named(device, path), source=path.name)
+    if "\t" in first:
+        return read_results(text, device=_named(device, path), source=path.name)
+    imported = read_public(_csv(text, path), source=path.name) if "," in first else None
+    if imported is None:
+        raise _unknown(path)
+    return imported
+
+
+def _parquet(path: Path, content: bytes) -> Imported:
+    from meshwright.records.parquet import is_records, parse_records, parse_table, read_column  # noqa: PLC0415
+
+    table = parse_table(content, path)
+    if is_records(table):
+        return Imported(kind="a measurement table", records=parse_records(table, path))
+    columns = {name: read_column(table, name) for name in table.column_names}
+    imported = read_public(columns, source=path.name)
+    if imported is None:
+        raise _unknown(path)
+    return imported
+
+
+def _json(data: Any, path: Path, device: str | None) -> Imported:
+    if document_kind(data) == "measurements":
+        records = from_measurements(decode_document(Measurements, data, str(path)))
+        return Imported(kind="a table of one device", records=records)
+    if is_trace(data):
+        return read_trace(data, device=device, source=path.name)
+    raise _unknown(path)
+
+
+def _csv(text: str, path: Path) -> Columns:
+    reader = csv.reader(io.StringIO(text), strict=True)
+    try:
+        names, *rows = reader
+    except csv.Error as error:
+        raise DocumentError(f"{path}: not valid CSV ({error}). Check the file.") from None
+    if len(set(names)) < len(names) or any(len(row) != len(names) for row in rows):
+        raise DocumentError(f"{path}: rows of other lengths than the first, or a column twice. Check the file.")
+    return {name: np.array(column, object) for name, column in zip(names, zip(*rows, strict=True), strict=bool(rows))}
+
+
+def _unpack(content: bytes, path: Path) -> bytes:
+    """The content of a file that may be compressed, up to the limit."""
+    if content.startswith(b"\x1f\x8b"):
+        machine = zlib.decompressobj(wbits=31)
+        try:
+            content = machine.decompress(content, MAX_DOCUMENT_BYTES + 1)
+        except zlib.error as error:
+            raise DocumentError(f"{path}: cannot be decompressed ({error}). Make it again.") from None
+        if not machine.eof and len(content) <= MAX_DOCUMENT_BYTES:
+            raise DocumentError(f"{path}: cut off in the middle. Make it again.")
+    if len(content) > MAX_DOCUMENT_BYTES:
+        raise DocumentError(
+            f"{path}: more than {MAX_DOCUMENT_BYTES} bytes, to which files are limited. Record fewer steps, or split."
+        )
+    return content
+
+
+def _named(device: str | None, path: Path) -> str:
+    if device is None:
+        raise DocumentError(f"{path}: the file does not say on which device it was measured. Name it with --device.")
+    return device
+
+
+def _unknown(path: Path) -> DocumentError:
+    return DocumentError(f"{path}: no measurements that are known. Read are {_KNOWN}.")

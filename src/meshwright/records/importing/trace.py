@@ -1,0 +1,230 @@
+"""A trace of torch's profiler (Kineto, Chrome trace events) as rows: the ops of a user's own run, with their shapes.
+
+    time of an op = its kernels' time where the trace has kernels of a GPU, else the op's own time on the processor
+
+What counts is the outermost ``aten`` op on each thread, with all that it calls; ops that are alike (name, shapes,
+dtypes, other arguments) become one row: median, spread and number. Products of two matrices become rows ``matmul``, all
+others rows ``aten.NAME`` with the inputs in the form of a captured op. The trace must have been taken with
+``record_shapes=True``. Events: ``torch/csrc/autograd/profiler_kineto.cpp`` and libkineto's ``output_json.cpp``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshwright.records.importing.imported import Imported
+from meshwright.records.importing.public import DEVICES
+from meshwright.records.table import Row, columns_of, keep_sound, named_shapes
+from meshwright.spec import DTYPE_BYTES, DocumentError
+
+# Names of C++ types as the profiler writes them.
+_DTYPES = {
+    "float": "float32",
+    "double": "float64",
+    "c10::Half": "float16",
+    "c10::BFloat16": "bfloat16",
+    "c10::Float8_e4m3fn": "float8_e4m3fn",
+    "c10::Float8_e5m2": "float8_e5m2",
+    "long int": "int64",
+    "long": "int64",
+    "int": "int32",
+    "short int": "int16",
+    "short": "int16",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+    "bool": "bool",
+    "c10::complex<float>": "complex64",
+    "c10::complex<double>": "complex128",
+}
+assert set(_DTYPES.values()) <= set(DTYPE_BYTES)
+_NO_SHAPES = "ops without shapes of tensors (record with record_shapes=True)"
+_NO_KERNEL = "ops that start no kernel"
+_NO_AGREEMENT = "ops of no named operator (collectives, custom ones)"
+
+
+@dataclass(slots=True)
+class _Event:
+    """An op of the trace: its place in time, and the kernels that it and what it calls have started (seconds, name)."""
+
+    name: str
+    start: float
+    end: float
+    arguments: dict[str, Any]
+    kernels: list[tuple[float, str]] = field(default_factory=list)
+
+
+def is_trace(data: Any) -> bool:
+    """Whether plain data is a trace."""
+    return isinstance(data, dict) and isinstance(data.get("traceEvents"), list)
+
+
+def read_trace(data: dict[str, Any], *, device: str | None, source: str) -> Imported:
+    """Rows of the ops of a trace. ``device``: the name of the device kind; None takes the GPU's own name, or ``cpu``.
+
+    Raises DocumentError for a trace without ops, or with GPUs of several kinds.
+    """
+    events = [event for event in data["traceEvents"] if isinstance(event, dict) and event.get("ph") == "X"]
+    kernels = _kernels_by_launch(events)
+    left_out = {_NO_SHAPES: 0, _NO_KERNEL: 0, _NO_AGREEMENT: 0}
+    samples: dict[tuple[str, str, str], list[tuple[float, str]]] = defaultdict(list)
+    for event in _outermost(events, kernels):
+        if not event.name.startswith("aten::"):
+            left_out[_NO_AGREEMENT] += 1
+            continue
+        described = _describe(event)
+        if described is None:
+            left_out[_NO_SHAPES] += 1
+        elif kernels and not event.kernels:
+            left_out[_NO_KERNEL] += 1
+        elif kernels:
+            samples[described].append((math.fsum(s for s, _ in event.kernels), max(event.kernels)[1]))
+        else:
+            samples[described].append(((event.end - event.start) / 1e6, ""))
+    if not samples:
+        raise DocumentError(
+            f"{source}: a trace without ops that have shapes. Record with torch.profiler.profile(record_shapes=True)."
+        )
+    records, odd = keep_sound(
+        **columns_of(_rows(samples), ("op", "phase", "shapes", "dtype", "kernel", "seconds", "spread", "num_samples")),
+        device=device or _device(data, bool(kernels), source),
+        software="torch profiler",
+        source=source,
+        date=_date(data, events),
+    )
+    return Imported(kind="a trace of torch's profiler", records=records, left_out={**left_out, **odd})
+
+
+def _rows(samples: dict[tuple[str, str, str], list[tuple[float, str]]]) -> Iterator[Row]:
+    for (op, shapes, dtype), taken in samples.items():
+        seconds = np.array([item[0] for item in taken])
+        low, middle, high = np.percentile(seconds, (10, 50, 90))
+        yield {
+            "op": op,
+            "phase": "" if op == "matmul" else "forward",
+            "shapes": shapes,
+            "dtype": dtype,
+            "kernel": taken[0][1],
+            "seconds": float(middle),
+            "spread": float((high - low) / middle) if middle > 0 else 0.0,
+            "num_samples": len(taken),
+        }
+
+
+def _kernels_by_launch(events: list[dict[str, Any]]) -> dict[int, list[tuple[float, str]]]:
+    """(seconds, family) of the kernels of each op, by the id that both carry."""
+    found: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "kernel" and isinstance(event.get("args"), dict):
+            launch = event["args"].get("External id")
+            if isinstance(launch, int) and isinstance(event.get("dur"), int | float):
+                found[launch].append((event["dur"] / 1e6, _family(str(event.get("name")))))
+    return found
+
+
+def _outermost(events: list[dict[str, Any]], kernels: dict[int, list[tuple[float, str]]]) -> Iterator[_Event]:
+    """The operators that no other operator calls, thread by thread, with the kernels of all that they call."""
+    threads: dict[tuple[str, str], list[_Event]] = defaultdict(list)
+    for event in events:
+        place = event.get("ts"), event.get("dur")
+        if event.get("cat") != "cpu_op" or not all(_finite(number) for number in place):
+            continue
+        name, start, length = str(event.get("name")), float(event["ts"]), float(event["dur"])
+        # The nodes of autograd hold the operators of the backward; they are none themselves.
+        if "::" in name and not name.startswith("autograd::"):
+            arguments = event["args"] if isinstance(event.get("args"), dict) else {}
+            thread = (str(event.get("pid")), str(event.get("tid")))
+            threads[thread].append(_Event(name=name, start=start, end=start + length, arguments=arguments))
+    for operators in threads.values():
+        operators.sort(key=lambda operator: (operator.start, -operator.end))
+        outer: _Event | None = None
+        for operator in operators:
+            if outer is None or operator.start >= outer.end:
+                if outer is not None:
+                    yield outer
+                outer = operator
+            launch = operator.arguments.get("External id")
+            outer.kernels += kernels.get(launch, []) if isinstance(launch, int) else []
+        if outer is not None:
+            yield outer
+
+
+def _finite(number: Any) -> bool:
+    return isinstance(number, int | float) and 0 <= number < math.inf
+
+
+def _describe(event: _Event) -> tuple[str, str, str] | None:
+    """(op, shapes, dtype) of an operator; None if the trace does not tell its tensors."""
+    dims, kinds = event.arguments.get("Input Dims"), event.arguments.get("Input type")
+    values = event.arguments.get("Concrete Inputs", [])
+    if not isinstance(dims, list) or not isinstance(kinds, list) or len(dims) != len(kinds):
+        return None
+    tensors, others = [], []
+    for place, (shape, kind) in enumerate(zip(dims, kinds, strict=True)):
+        if kind in _DTYPES and _is_shape(shape):
+            tensors.append((tuple(shape), _DTYPES[kind]))
+        elif isinstance(values, list) and place < len(values) and values[place] not in ("", None):
+            others.append(f"arg{place}={values[place]}")
+    if not tensors:
+        return None
+    name = event.name.removeprefix("aten::")
+    product = _PRODUCTS[name](*(shape for shape, _ in tensors)) if name in _PRODUCTS else None
+    if product is not None:
+        return "matmul", product, tensors[0][1]
+    shapes = ",".join(f"{'x'.join(map(str, shape))}:{dtype}" for shape, dtype in tensors)
+    return f"aten.{name}", ";".join((shapes, *others)) + "|", tensors[0][1]
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+
+
+def _mm(*shapes: tuple[int, ...]) -> str | None:
+    """(m, k) by (k, n), after the summand where there is one."""
+    left, right = shapes[-2:] if len(shapes) > 1 else ((), ())
+    if not (len(left) == len(right) == 2 and left[1] == right[0] and min(left + right) > 0):
+        return None
+    return named_shapes(m=left[0], n=right[1], k=left[1])
+
+
+def _linear(*shapes: tuple[int, ...]) -> str | None:
+    """(..., k) by the transpose of (n, k)."""
+    left, right = shapes[:2] if len(shapes) > 1 else ((), ())
+    if not (left and len(right) == 2 and left[-1] == right[1] and min(left + right) > 0):
+        return None
+    return named_shapes(m=math.prod(left[:-1]), n=right[0], k=right[1])
+
+
+_PRODUCTS: dict[str, Callable[..., str | None]] = {"mm": _mm, "matmul": _mm, "addmm": _mm, "linear": _linear}
+
+
+def _family(name: str) -> str:
+    """A kernel's name without its template's arguments and parameters."""
+    return name.removeprefix("void ").split("<")[0].split("(")[0].strip()[:200]
+
+
+def _date(data: dict[str, Any], events: list[dict[str, Any]]) -> str:
+    """The day on which the trace was begun; empty where it does not say."""
+    base = data.get("baseTimeNanoseconds", 0)
+    begun = min((event["ts"] for event in events if _finite(event.get("ts"))), default=0.0)
+    nanoseconds = int(base) + int(1e3 * begun) if _finite(base) and base else 0
+    return str(np.datetime64(nanoseconds, "ns").astype("datetime64[D]")) if 0 < nanoseconds < 2**63 else ""
+
+
+def _device(data: dict[str, Any], has_kernels: bool, source: str) -> str:
+    if not has_kernels:
+        return "cpu"
+    found = data.get("deviceProperties")
+    names = {str(item.get("name")) for item in found if isinstance(item, dict)} if isinstance(found, list) else set()
+    if len(names) != 1:
+        raise DocumentError(
+            f"{source}: kernels of devices {', '.join(sorted(names)) or 'that are not named'}; expected one kind. Name "
+            "it with --device."
+        )
+    (name,) = names
+    return DEVICES.get(name, name)

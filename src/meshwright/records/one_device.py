@@ -1,0 +1,165 @@
+"""The measurements of one device (`meshwright.spec.Measurements`, JSON) as rows of the table, and back, without loss.
+
+    op           aten.linear.default   forward, backward, accumulate      shapes: the key's brackets
+    optimizer    optimizer.adamw       step                               shapes: elements, tensors
+    transfer     send, all_reduce, ... "", host (processor's seconds)     shapes: bytes, ranks, ... of one node
+    overhead     runtime.instruction   host
+
+Conditions stand in ``source``. A pass of no time has no row, but the forward, which is flagged ``noop`` then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, get_args
+
+from meshwright.records.table import Records, Row, columns_of, make_records, named_shapes
+from meshwright.spec import (
+    MeasurementError,
+    Measurements,
+    OpMeasurement,
+    OptimizerMeasurement,
+    TransferMeasurement,
+    suggest,
+)
+from meshwright.spec.measurements import TransferKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_OVERHEAD = "runtime.instruction"
+_OPTIMIZER = "optimizer."
+_TRANSFERS: tuple[TransferKind, ...] = get_args(TransferKind)
+
+
+def from_measurements(table: Measurements) -> Records:
+    """The rows of a table of one device. Raises MeasurementError for figures that cannot be."""
+    rows = list(_rows(table))
+    names = ("op", "phase", "shapes", "dtype", "seconds", "spread", "num_samples")
+    return make_records(
+        **columns_of(rows, names),
+        flags=["noop" if row["seconds"] == 0 or row.get("empty") else "" for row in rows],
+        device=table.device,
+        software=table.software,
+        date=table.date,
+        source=table.conditions,
+    )
+
+
+def to_measurements(records: Records, device: str) -> Measurements:
+    """The rows of one device that such a table can hold; sizes of kernels and of groups across nodes are left aside.
+
+    Raises MeasurementError if no row is of this device.
+    """
+    rows = records.where(device=device)
+    if not len(rows):
+        raise MeasurementError(
+            f"The table has no rows of device {device!r}{suggest(device, set(records.device))}. Measure there, or plan "
+            "without this table."
+        )
+    times = {(op, shapes, phase): place for place, (op, shapes, phase) in enumerate(_columns(rows, "op shapes phase"))}
+    pairs = dict.fromkeys((op, shapes) for op, shapes, _ in times)
+    last = len(rows) - 1
+
+    def seconds(op: str, shapes: str, phase: str) -> float:
+        place = times.get((op, shapes, phase))
+        return 0.0 if place is None else float(rows.seconds[place])
+
+    return Measurements(
+        device=device,
+        software=rows.software[last],
+        date=rows.date[last],
+        conditions=rows.source[last],
+        ops=tuple(
+            OpMeasurement(
+                key=f"{op}({shapes})" if shapes else op,
+                forward_s=seconds(op, shapes, "forward"),
+                backward_s=seconds(op, shapes, "backward"),
+                accumulate_s=seconds(op, shapes, "accumulate"),
+                spread=float(rows.spread[times[op, shapes, "forward"]]),
+                num_samples=int(rows.num_samples[times[op, shapes, "forward"]]),
+            )
+            for op, shapes in pairs
+            if (op, shapes, "forward") in times
+        ),
+        optimizers=tuple(_optimizers(rows)),
+        transfers=tuple(_transfers(rows, times)),
+        overhead_s=seconds(_OVERHEAD, "", "host"),
+    )
+
+
+def _rows(table: Measurements) -> Iterator[Row]:
+    usual: Row = {"phase": "", "shapes": "", "dtype": "", "spread": 0.0, "num_samples": 0}
+    for op in table.ops:
+        name, shapes = _split_key(op.key)
+        about = {**usual, "op": name, "shapes": shapes, "dtype": _dtype(shapes), "num_samples": op.num_samples}
+        yield {**about, "phase": "forward", "seconds": op.forward_s, "spread": op.spread}
+        for phase, seconds in (("backward", op.backward_s), ("accumulate", op.accumulate_s)):
+            if seconds:
+                yield {**about, "phase": phase, "seconds": seconds}
+    for step in table.optimizers:
+        shapes = named_shapes(elements=step.num_elements, tensors=step.num_tensors)
+        about = {**usual, "op": f"{_OPTIMIZER}{step.kind}", "shapes": shapes, "dtype": step.dtype}
+        yield {**about, "phase": "step", "seconds": step.seconds, "empty": not (step.num_elements and step.num_tensors)}
+    for transfer in table.transfers:
+        about = {**usual, "op": transfer.kind, "shapes": _group(transfer.num_bytes, transfer.num_ranks)}
+        about["empty"] = not transfer.num_bytes
+        yield {**about, "seconds": transfer.seconds, "spread": transfer.spread}
+        if transfer.host_s:
+            yield {**about, "phase": "host", "seconds": transfer.host_s}
+    if table.overhead_s:
+        yield {**usual, "op": _OVERHEAD, "phase": "host", "seconds": table.overhead_s}
+
+
+def _optimizers(rows: Records) -> Iterator[OptimizerMeasurement]:
+    for op, shapes, dtype, seconds in _columns(rows.where(phase="step"), "op shapes dtype seconds"):
+        sizes = _sizes(shapes)
+        if op.startswith(_OPTIMIZER) and sizes.keys() == {"elements", "tensors"}:
+            yield OptimizerMeasurement(
+                kind=op.removeprefix(_OPTIMIZER),
+                dtype=dtype,
+                num_elements=sizes["elements"],
+                num_tensors=sizes["tensors"],
+                seconds=seconds,
+            )
+
+
+def _transfers(rows: Records, times: dict[tuple[str, str, str], int]) -> Iterator[TransferMeasurement]:
+    for kind, shapes, phase, seconds, spread in _columns(rows, "op shapes phase seconds spread"):
+        sizes = _sizes(shapes)
+        if phase or kind not in _TRANSFERS or shapes != _group(sizes.get("bytes", 0), sizes.get("ranks", 0)):
+            continue
+        host = times.get((kind, shapes, "host"))
+        yield TransferMeasurement(
+            kind=kind,
+            num_ranks=sizes["ranks"],
+            num_bytes=sizes["bytes"],
+            seconds=seconds,
+            spread=spread,
+            host_s=0.0 if host is None else float(rows.seconds[host]),
+        )
+
+
+def _group(num_bytes: int, num_ranks: int) -> str:
+    """The sizes of a transfer among all devices of one node."""
+    return named_shapes(bytes=num_bytes, ranks=num_ranks, groups=1, stride=1, nodes=1, devices_per_node=num_ranks)
+
+
+def _split_key(key: str) -> tuple[str, str]:
+    """(op, what stands in its brackets) of a key; (key, nothing) if it is of another form."""
+    name, opened, rest = key.partition("(")
+    return (name, rest[:-1]) if opened and "|" in rest and rest.endswith(")") else (key, "")
+
+
+def _dtype(shapes: str) -> str:
+    """The dtype of the first input."""
+    return shapes.partition(":")[2].partition(",")[0].partition(";")[0].partition("|")[0]
+
+
+def _sizes(shapes: str) -> dict[str, int]:
+    if "=" not in shapes or "|" in shapes:
+        return {}
+    return {name: int(size) for name, size in (part.split("=") for part in shapes.split(";"))}
+
+
+def _columns(rows: Records, names: str) -> Iterable[tuple[Any, ...]]:
+    return zip(*(getattr(rows, name).tolist() for name in names.split()), strict=True)
