@@ -28,6 +28,8 @@ TARGET_MS = 200.0
 START = State(
     model="llama3-8b", num_nodes=8, num_stages=8, global_batch=512, microbatch_size=4, replicas=(), slow_rank=9
 )
+# Numbers of stages that are chosen one after the other; the fewest have the cuts that can always be moved.
+STAGES = (4, 8, 16, 8)
 READY = "return typeof Playground === 'object' && Playground.last.number > 0"
 # Changes a control as a user does and waits for the answer's picture; returns [server, whole] in milliseconds.
 CHANGE = """
@@ -51,11 +53,11 @@ look();
 def changes(rounds: int):
     """(what is changed, control, value): no state occurs twice."""
     for lap in range(rounds):
-        yield "a cut", f"cut{lap % 7}", "ArrowLeft"
+        yield "a cut", f"cut{lap % (min(STAGES) - 1)}", "ArrowLeft"
         yield "slow device", "control-slowdown", str(21 + lap % 19)
         yield "slow links", "control-nic", str(20 - lap % 12)
         yield "schedule", "control-schedule", ("gpipe", "1f1b")[lap % 2]
-        yield "stages", "control-stages", str((4, 8, 16, 8)[lap % 4])
+        yield "stages", "control-stages", str(STAGES[lap % len(STAGES)])
         yield "slow device's rank", "control-slow", str(lap % 60)
         yield "microbatch size", "control-microbatch", str((8, 2, 4)[lap % 3])
         yield "bucket", "control-bucket", str(26 + lap)

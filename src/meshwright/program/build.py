@@ -11,11 +11,11 @@ needed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from meshwright.program.buckets import gradient_buckets
+from meshwright.program.buckets import Bucket, gradient_buckets
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.orders import Computation, Order, compute_orders
 from meshwright.program.own_schedules import find_schedule
@@ -34,12 +34,19 @@ from meshwright.spec.slices import StageSlice, slice_graph
 RECEIVE_LOOKAHEAD = 2
 
 
-# (forward or backward, stage) → handle per microbatch, and likewise (payload, sending stage, receiving stage) →
-# handle per microbatch.
-_Computed = dict[tuple[type[Computation], int], list[int]]
-_Sent = dict[tuple[Payload, int, int], list[int]]
-# (payload, sending stage, receiving stage) → bytes of one microbatch.
-_Sizes = dict[tuple[Payload, int, int], int]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Route:
+    """What one stage sends another with every microbatch; ``sent`` has the handle of each microbatch's send."""
+
+    payload: Payload
+    source: int
+    target: int
+    num_bytes: int
+    sent: list[int]
+
+
+# (forward or backward, stage) → what goes out after it, or must have come in before.
+_Ends = dict[tuple[type[Computation], int], list[_Route]]
 
 
 def build_program(plan: Plan, graph: Graph) -> Program:
@@ -55,19 +62,16 @@ def build_program(plan: Plan, graph: Graph) -> Program:
 def _build_program(plan: Plan, graph: Graph, schedule: Schedule) -> Program:  # noqa: ARG001 - part of the key
     check_plan(plan, graph)
     stages = slice_graph(graph, plan.bounds)
+    leaving, arriving = _find_ends(plan, graph, stages)
+    orders = _orders(plan, graph, stages, arriving)
     builder = ProgramBuilder(plan.num_ranks)
-    orders = _orders(plan, graph, stages)
-    sizes = _transfer_bytes(plan, graph, stages)
-    nowhere = [-1] * plan.num_microbatches
-    computed: _Computed = {(kind, stage.index): [*nowhere] for kind in (Forward, Backward) for stage in stages}
-    sent: _Sent = {key: [*nowhere] for key in sizes}
+    computed = {rank: _append_compute_and_sends(builder, plan, rank, order, leaving) for rank, order in orders.items()}
     for rank, order in orders.items():
-        _append_compute_and_sends(builder, plan, stages, sizes, rank, order, computed, sent)
-    for rank, order in orders.items():
-        _append_receives(builder, plan, stages, sizes, rank, order, computed, sent)
+        _append_receives(builder, plan, rank, order, computed[rank], arriving)
     if graph.mode == "training":
+        sums = _find_sums(plan, graph, stages)
         for rank, order in orders.items():
-            _append_exchange_and_step(builder, plan, graph, stages, rank, order, computed)
+            _append_exchange_and_step(builder, plan, rank, order, computed[rank], sums)
     return builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
 
 
@@ -76,7 +80,9 @@ def forget_programs() -> None:
     _build_program.cache_clear()
 
 
-def _orders(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> dict[int, tuple[Computation, ...]]:
+def _orders(
+    plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], arriving: _Ends
+) -> dict[int, tuple[Computation, ...]]:
     """What every rank computes; an own schedule is checked against this graph first."""
     orders = {
         rank: order if stages[order.stage].has_backward else without_backwards(order)
@@ -85,7 +91,7 @@ def _orders(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> dict[in
     if plan.has_own_schedule:
         for order in orders.values():
             _check_written_buffers(plan, graph, stages[order.stage], order)
-        play_orders(plan, orders, lambda item: [peer for _, peer in _arriving(stages[item.stage], item)])
+        play_orders(plan, orders, lambda item: [route.source for route in arriving[type(item), item.stage]])
     return {rank: order.items for rank, order in orders.items()}
 
 
@@ -110,131 +116,120 @@ def _writes_buffer(op: Op, stage: StageSlice) -> bool:
 
 
 def _append_compute_and_sends(
-    builder: ProgramBuilder,
-    plan: Plan,
-    stages: tuple[StageSlice, ...],
-    sizes: _Sizes,
-    rank: int,
-    order: tuple[Computation, ...],
-    computed: _Computed,
-    sent: _Sent,
-) -> None:
+    builder: ProgramBuilder, plan: Plan, rank: int, order: tuple[Computation, ...], leaving: _Ends
+) -> list[int]:
+    """Append what a rank computes and what it sends then; returns the handle of each computation."""
+    computed = []
     for item in order:
         handle = builder.append(rank, "compute", item)
-        computed[type(item), item.stage][item.microbatch] = handle
-        for payload, peer in _leaving(stages[item.stage], item):
+        computed.append(handle)
+        for route in leaving[type(item), item.stage]:
             send = Send(
-                stage=item.stage,
+                stage=route.source,
                 microbatch=item.microbatch,
-                peer=peer,
-                payload=payload,
-                num_bytes=sizes[payload, item.stage, peer],
+                peer=route.target,
+                payload=route.payload,
+                num_bytes=route.num_bytes,
             )
-            pair = (rank, plan.stages[peer].rank_of(item.microbatch))
-            sent[payload, item.stage, peer][item.microbatch] = builder.append(
-                rank, "send", send, group=pair, waits=[handle]
-            )
+            pair = (rank, plan.stages[route.target].rank_of(item.microbatch))
+            route.sent[item.microbatch] = builder.append(rank, "send", send, group=pair, waits=(handle,))
+    return computed
 
 
 def _append_receives(
     builder: ProgramBuilder,
     plan: Plan,
-    stages: tuple[StageSlice, ...],
-    sizes: _Sizes,
     rank: int,
     order: tuple[Computation, ...],
-    computed: _Computed,
-    sent: _Sent,
+    computed: list[int],
+    arriving: _Ends,
 ) -> None:
-    for gate, item, payload, peer in _arrivals(plan, stages, order, sent):
-        consumer = computed[type(item), item.stage][item.microbatch]
+    for gate, place, route in _arrivals(plan, order, arriving):
+        microbatch = order[place].microbatch
         receive = Receive(
-            stage=item.stage,
-            microbatch=item.microbatch,
-            peer=peer,
-            payload=payload,
-            num_bytes=sizes[payload, peer, item.stage],
+            stage=route.target,
+            microbatch=microbatch,
+            peer=route.source,
+            payload=route.payload,
+            num_bytes=route.num_bytes,
         )
-        waits = [sent[payload, peer, item.stage][item.microbatch]]
+        waits = [route.sent[microbatch]]
         if gate > RECEIVE_LOOKAHEAD:
-            before = order[gate - 1 - RECEIVE_LOOKAHEAD]
-            waits.append(computed[type(before), before.stage][before.microbatch])
-        pair = (plan.stages[peer].rank_of(item.microbatch), rank)
-        builder.wait(consumer, builder.append(rank, "receive", receive, group=pair, waits=waits))
+            waits.append(computed[gate - 1 - RECEIVE_LOOKAHEAD])
+        pair = (plan.stages[route.source].rank_of(microbatch), rank)
+        builder.wait(computed[place], builder.append(rank, "receive", receive, group=pair, waits=waits))
 
 
-def _arrivals(
-    plan: Plan, stages: tuple[StageSlice, ...], order: tuple[Computation, ...], sent: _Sent
-) -> list[tuple[int, Computation, Payload, int]]:
-    """What a rank receives, in order: the place before which it must be there, its consumer, payload and sender.
+def _arrivals(plan: Plan, order: tuple[Computation, ...], arriving: _Ends) -> list[tuple[int, int, _Route]]:
+    """What a rank receives, in order: the place before which it must be there, that of its consumer, and its route.
 
     Per sender in the order of sending; the place is the first at which it or anything behind it is consumed.
     """
+    consumed = [(place, item, route) for place, item in enumerate(order) for route in arriving[type(item), item.stage]]
     if not plan.has_own_schedule:
         # Named schedules send and consume in one order: the same list, for less.
-        return [(place, item, *end) for place, item in enumerate(order) for end in _arriving(stages[item.stage], item)]
-    by_sender: dict[int, list[tuple[int, int, Computation, Payload, int]]] = defaultdict(list)
-    for place, item in enumerate(order):
-        for payload, peer in _arriving(stages[item.stage], item):
-            handle = sent[payload, peer, item.stage][item.microbatch]
-            sender = plan.stages[peer].rank_of(item.microbatch)
-            by_sender[sender].append((handle, place, item, payload, peer))
-    arrivals: list[tuple[int, Computation, Payload, int]] = []
+        return [(place, place, route) for place, _, route in consumed]
+    by_sender: dict[int, list[tuple[int, int, _Route]]] = defaultdict(list)
+    for place, item, route in consumed:
+        sender = plan.stages[route.source].rank_of(item.microbatch)
+        by_sender[sender].append((route.sent[item.microbatch], place, route))
+    arrivals: list[tuple[int, int, _Route]] = []
     for messages in by_sender.values():
         messages.sort(key=lambda message: message[0])
         gate = len(order)
         gated = []
-        for _, place, item, payload, peer in reversed(messages):
+        for _, place, route in reversed(messages):
             gate = min(gate, place)
-            gated.append((gate, item, payload, peer))
+            gated.append((gate, place, route))
         arrivals += reversed(gated)
-    # Senders of one stage never meet at one place, and stages keep the order of `_arriving`: by number.
-    return sorted(arrivals, key=lambda arrival: (arrival[0], arrival[3]))
+    # Senders of one stage never meet at one place, and stages keep the order of `_find_ends`: by number.
+    return sorted(arrivals, key=lambda arrival: (arrival[0], arrival[2].source))
 
 
 def _append_exchange_and_step(
     builder: ProgramBuilder,
     plan: Plan,
-    graph: Graph,
-    stages: tuple[StageSlice, ...],
     rank: int,
     order: tuple[Computation, ...],
-    computed: _Computed,
+    computed: list[int],
+    sums: dict[int, list[tuple[Bucket, AllReduce]]],
 ) -> None:
-    stage = stages[order[0].stage]
-    if not any(graph.tensors[parameter].requires_grad for parameter in stage.parameters):
+    stage = order[0].stage
+    if stage not in sums:
         return
-    last = next(item for item in reversed(order) if isinstance(item, Backward))
-    last_handle = computed[Backward, last.stage][last.microbatch]
+    last = max(place for place, item in enumerate(order) if isinstance(item, Backward))
     exchanged = []
+    for bucket, item in sums[stage]:
+        ready = builder.mark(computed[last], bucket.index) if plan.exchange.overlap else computed[last]
+        exchanged.append(builder.append(rank, "exchange", item, group=bucket.ranks, waits=(ready,)))
+    builder.append(rank, "compute", OptimizerStep(stage=stage), waits=exchanged)
+
+
+def _find_sums(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> dict[int, list[tuple[Bucket, AllReduce]]]:
+    """The sums of gradients of every stage that is trained, in their order."""
+    trained = [stage for stage in stages if any(graph.tensors[item].requires_grad for item in stage.parameters)]
+    sums: dict[int, list[tuple[Bucket, AllReduce]]] = {stage.index: [] for stage in trained}
     for bucket in gradient_buckets(graph, plan):
-        if stage.index in bucket.stages:
-            ready = builder.mark(last_handle, bucket.index) if plan.exchange.overlap else last_handle
-            item = AllReduce(stage=stage.index, bucket=bucket.index, num_bytes=bucket.num_bytes)
-            exchanged.append(builder.append(rank, "exchange", item, group=bucket.ranks, waits=[ready]))
-    builder.append(rank, "compute", OptimizerStep(stage=stage.index), waits=exchanged)
+        for stage in bucket.stages:
+            item = AllReduce(stage=stage, bucket=bucket.index, num_bytes=bucket.num_bytes)
+            sums[stage].append((bucket, item))
+    return sums
 
 
-def _leaving(stage: StageSlice, item: Forward | Backward) -> Iterator[tuple[Payload, int]]:
-    """What goes out after a forward or backward: payload, and the stage at the other end."""
-    if isinstance(item, Forward):
-        yield from (("activation", channel.target) for channel in stage.outgoing)
-    else:
-        yield from (("gradient", channel.source) for channel in stage.incoming if channel.gradients)
-
-
-def _arriving(stage: StageSlice, item: Forward | Backward) -> Iterator[tuple[Payload, int]]:
-    """What a forward or backward must have received."""
-    if isinstance(item, Forward):
-        yield from (("activation", channel.source) for channel in stage.incoming)
-    else:
-        yield from (("gradient", channel.target) for channel in stage.outgoing if channel.gradients)
-
-
-def _transfer_bytes(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> _Sizes:
+def _find_ends(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> tuple[_Ends, _Ends]:
+    """What goes out after each stage's forwards and backwards, and what they must have received."""
     size, float_bytes = plan.microbatch_size, plan.workload.float_bytes
-    sizes: _Sizes = {}
-    for channel in (channel for stage in stages for channel in stage.outgoing):
-        sizes["activation", channel.source, channel.target] = channel.forward_bytes(graph, size, float_bytes)
-        sizes["gradient", channel.target, channel.source] = channel.backward_bytes(graph, size, float_bytes)
-    return sizes
+    leaving: _Ends = {(kind, stage.index): [] for kind in (Forward, Backward) for stage in stages}
+    arriving: _Ends = {key: [] for key in leaving}
+
+    def add(kind: type[Computation], payload: Payload, source: int, target: int, num_bytes: int) -> None:
+        sent = [-1] * plan.num_microbatches
+        route = _Route(payload=payload, source=source, target=target, num_bytes=num_bytes, sent=sent)
+        leaving[kind, source].append(route)
+        arriving[kind, target].append(route)
+
+    for item in (channel for stage in stages for channel in stage.outgoing):
+        add(Forward, "activation", item.source, item.target, item.forward_bytes(graph, size, float_bytes))
+        if item.gradients:
+            add(Backward, "gradient", item.target, item.source, item.backward_bytes(graph, size, float_bytes))
+    return leaving, arriving

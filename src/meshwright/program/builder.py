@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterable
 from typing import assert_never
@@ -28,6 +29,8 @@ from meshwright.spec.program import (
 )
 
 _PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
+# Stream, the columns of `_row`, group: packed, a row is stored in half the time of eight numbers.
+_ROW = struct.Struct("8q")
 
 
 class ProgramBuilder:
@@ -64,8 +67,9 @@ class ProgramBuilder:
             )
         number = self._groups.setdefault(group, len(self._groups)) if group else -1
         try:
-            self._rows.extend((rank * len(STREAM_NAMES) + _PLACES[stream], *_row(instruction), number))
-        except OverflowError:
+            key = rank * len(STREAM_NAMES) + _PLACES[stream]
+            self._rows.frombytes(_ROW.pack(key, *_row(instruction), number))
+        except struct.error:
             raise ProgramError(
                 f"{instruction} moves more bytes than 64 bits can count. Plan with a smaller batch."
             ) from None
@@ -133,19 +137,19 @@ class ProgramBuilder:
 def _row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
     """Opcode, stage, microbatch, version, peer, num_bytes."""
     match instruction:
-        case Forward(stage=stage, microbatch=microbatch, version=version):
-            return (Opcode.FORWARD, stage, microbatch, version, -1, 0)
-        case Backward(stage=stage, microbatch=microbatch, version=version):
-            return (Opcode.BACKWARD, stage, microbatch, version, -1, 0)
-        case Send(stage=stage, microbatch=microbatch, peer=peer, payload=payload, num_bytes=num_bytes):
-            opcode = Opcode.SEND_ACTIVATION if payload == "activation" else Opcode.SEND_GRADIENT
-            return (opcode, stage, microbatch, -1, peer, num_bytes)
-        case Receive(stage=stage, microbatch=microbatch, peer=peer, payload=payload, num_bytes=num_bytes):
-            opcode = Opcode.RECEIVE_ACTIVATION if payload == "activation" else Opcode.RECEIVE_GRADIENT
-            return (opcode, stage, microbatch, -1, peer, num_bytes)
-        case AllReduce(stage=stage, bucket=bucket, num_bytes=num_bytes):
-            return (Opcode.ALL_REDUCE, stage, -1, -1, bucket, num_bytes)
-        case OptimizerStep(stage=stage, version=version):
-            return (Opcode.OPTIMIZER_STEP, stage, -1, version, -1, 0)
+        case Forward():
+            return (Opcode.FORWARD, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
+        case Backward():
+            return (Opcode.BACKWARD, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
+        case Send():
+            opcode = Opcode.SEND_ACTIVATION if instruction.payload == "activation" else Opcode.SEND_GRADIENT
+            return (opcode, instruction.stage, instruction.microbatch, -1, instruction.peer, instruction.num_bytes)
+        case Receive():
+            opcode = Opcode.RECEIVE_ACTIVATION if instruction.payload == "activation" else Opcode.RECEIVE_GRADIENT
+            return (opcode, instruction.stage, instruction.microbatch, -1, instruction.peer, instruction.num_bytes)
+        case AllReduce():
+            return (Opcode.ALL_REDUCE, instruction.stage, -1, -1, instruction.bucket, instruction.num_bytes)
+        case OptimizerStep():
+            return (Opcode.OPTIMIZER_STEP, instruction.stage, -1, instruction.version, -1, 0)
         case _:
             assert_never(instruction)
