@@ -41,6 +41,9 @@ CLUSTER = Cluster(
             memory_bandwidth_bytes_per_s=1e12,
             peak_flops_per_s={"float32": 1e13, "bfloat16": 1e14},
             source="made up",
+            num_multiprocessors=10,
+            cache_bytes=2**20,
+            compute_capability=8.0,
         ),
     ),
     nodes=(

@@ -44,7 +44,9 @@ class Link:
 class DeviceKind:
     """A kind of device by its datasheet.
 
-    ``peak_flops_per_s`` maps a dtype name to dense (not sparse) operations per second.
+    ``peak_flops_per_s`` maps a dtype name to dense (not sparse) operations per second. Of a GPU, ``num_multiprocessors``
+    and ``cache_bytes`` (the last level, L2) let kernels be predicted in tiles and waves; ``compute_capability`` is CUDA's;
+    0 means that it is not stated.
     """
 
     name: str
@@ -52,12 +54,20 @@ class DeviceKind:
     memory_bandwidth_bytes_per_s: float
     peak_flops_per_s: dict[str, float]
     source: str
+    num_multiprocessors: int = 0
+    cache_bytes: int = 0
+    compute_capability: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = (self.memory_bytes, self.memory_bandwidth_bytes_per_s, *self.peak_flops_per_s.values())
         if not self.peak_flops_per_s or not all(number > 0 for number in numbers):
             raise ClusterError(
                 f"Device kind {self.name!r}: memory, bandwidth and at least one peak rate must be positive."
+            )
+        if not min(self.num_multiprocessors, self.cache_bytes, self.compute_capability) >= 0:
+            raise ClusterError(
+                f"Device kind {self.name!r}: multiprocessors, cache and compute capability must not be negative; "
+                "leave out what is not known."
             )
 
 
