@@ -11,10 +11,27 @@ import torch.nn.functional as F
 NUM_COLOURS = 3  # an image has three colour channels
 
 
+# Inputs and targets.
+Batch = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+
+
 def random_tokens(batch_size: int, sequence_length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Random token sequences and the same moved by one: two int64 tensors (batch, sequence)."""
     tokens = torch.randint(vocabulary, (batch_size, sequence_length + 1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def random_texts(batch_size: int, sequence_length: int, vocabulary: int) -> Batch:
+    """A batch for a decoder: `random_tokens` as inputs and targets."""
+    tokens, targets = random_tokens(batch_size, sequence_length, vocabulary)
+    return (tokens,), (targets,)
+
+
+def random_translations(batch_size: int, sequence_length: int, target_length: int, vocabulary: int) -> Batch:
+    """A batch for encoder and decoder: tokens (batch, sequence), then `random_tokens` (batch, target)."""
+    tokens = torch.randint(vocabulary, (batch_size, sequence_length))
+    decoder_tokens, targets = random_tokens(batch_size, target_length, vocabulary)
+    return (tokens, decoder_tokens), (targets,)
 
 
 def random_images(batch_size: int, image_size: int) -> torch.Tensor:

@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.spec import ModelReferenceError
+from meshwright.zoo.batches import Batch
+from meshwright.zoo.checks import check_heads, check_length
+from meshwright.zoo.gpt import self_attention
 
 INITIAL_DEVIATION = 0.02  # initializer_range of the published configurations
 NORM_EPSILON = 1e-12  # tf.contrib.layers.layer_norm, which the published code calls
@@ -44,16 +46,8 @@ class BERTShape:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if min(self.num_layers, self.num_heads) < 1 or self.width % self.num_heads:
-            raise ModelReferenceError(
-                f"A BERT of {self.num_layers} layers, width {self.width} and {self.num_heads} heads was described; "
-                "expected at least one layer and a width that the number of heads divides."
-            )
-        if not 1 <= self.sequence_length <= self.context:
-            raise ModelReferenceError(
-                f"Sequences of {self.sequence_length} tokens were asked for, but this BERT has {self.context} "
-                f"positions; choose a sequence length from 1 to {self.context}."
-            )
+        check_heads("BERT", num_layers=self.num_layers, width=self.width, num_heads=self.num_heads)
+        check_length("BERT", self.sequence_length, self.context)
 
     @property
     def num_masked(self) -> int:
@@ -64,7 +58,7 @@ class BERTShape:
         """The model, with fresh weights."""
         return BERT(self)
 
-    def batch(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def batch(self) -> Batch:
         """Inputs: tokens, segments (batch, sequence), positions (batch, masked); targets: their tokens, pairs."""
         tokens_BT = torch.randint(self.vocabulary, (self.batch_size, self.sequence_length))
         starts_B1 = torch.randint(1, self.sequence_length + 1, (self.batch_size, 1))
@@ -142,9 +136,5 @@ class BERTBlock(nn.Module):
 
     def attend(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """(batch, sequence, width) → (batch, sequence, width), without the sum."""
-        query, key, value = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part in self.query_key_value(x_BTD).chunk(3, dim=-1)
-        )
-        mixed_BHTK = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout if self.training else 0.0)
-        return self.projection(mixed_BHTK.transpose(1, 2).flatten(2))
+        dropout = self.dropout if self.training else 0.0
+        return self.projection(self_attention(self.query_key_value(x_BTD), self.num_heads, dropout))

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import NUM_COLOURS, random_images
+from meshwright.zoo.batches import NUM_COLOURS, Batch, random_images
+from meshwright.zoo.checks import check_halvings
 
 NORM_EPSILON = 1e-6  # tf.contrib.layers.group_norm, which the published code calls
 NUM_STEPS = 1000  # of diffusion, with β from 1e-4 to 0.02 (section 4)
@@ -57,18 +58,13 @@ class DDPMShape:
                 f"A DDPM of width {self.width} with norms of {self.num_groups} groups was described; expected at least "
                 "4 channels and a number of groups that divides them."
             )
-        halvings = 2 ** (len(self.multiples) - 1)
-        if self.image_size < 1 or self.image_size % halvings:
-            raise ModelReferenceError(
-                f"Images of {self.image_size} pixels were asked for, but this DDPM halves them "
-                f"{len(self.multiples) - 1} times; choose a multiple of {halvings} pixels."
-            )
+        check_halvings("DDPM", self.image_size, len(self.multiples) - 1)
 
     def build(self) -> DDPM:
         """The model, with fresh weights."""
         return DDPM(self)
 
-    def batch(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def batch(self) -> Batch:
         """Inputs: noisy images (batch, 3, size, size), their steps (batch,); targets: the noise."""
         images, noise = (random_images(self.batch_size, self.image_size) for _ in range(2))
         steps_B = torch.randint(NUM_STEPS, (self.batch_size,))

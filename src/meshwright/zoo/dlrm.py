@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
+from meshwright.zoo.batches import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class DLRMShape:
         """The model, with fresh weights."""
         return DLRM(self)
 
-    def batch(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def batch(self) -> Batch:
         """Inputs: numbers (batch, numbers), categories (batch, categories); targets: clicks 0 or 1 (batch,)."""
         categories = [torch.randint(rows, (self.batch_size,)) for rows in self.categories]
         clicks_B = torch.randint(2, (self.batch_size,)).float()

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import random_tokens, token_cross_entropy
+from meshwright.zoo.batches import Batch, random_translations, token_cross_entropy
 
 INITIAL_RANGE = 0.1  # init_weight of MLPerf's reference
 
@@ -51,11 +51,9 @@ class GNMTShape:
         """The model, with fresh weights."""
         return GNMT(self)
 
-    def batch(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def batch(self) -> Batch:
         """Inputs: tokens and the decoder's tokens (batch, sequence); targets: the latter, moved by one."""
-        tokens_BT = torch.randint(self.vocabulary, (self.batch_size, self.sequence_length))
-        decoder_BU, targets_BU = random_tokens(self.batch_size, self.sequence_length, self.vocabulary)
-        return (tokens_BT, decoder_BU), (targets_BU,)
+        return random_translations(self.batch_size, self.sequence_length, self.sequence_length, self.vocabulary)
 
     loss = staticmethod(token_cross_entropy)
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import random_tokens, token_cross_entropy
+from meshwright.zoo.batches import Batch, random_texts, token_cross_entropy
+from meshwright.zoo.checks import check_heads, check_length
 
 INITIAL_DEVIATION = 0.02  # GPT-2's
 
@@ -40,25 +40,16 @@ class GPTShape:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if min(self.num_layers, self.num_heads) < 1 or self.width % self.num_heads:
-            raise ModelReferenceError(
-                f"A GPT of {self.num_layers} layers, width {self.width} and {self.num_heads} heads was described; "
-                "expected at least one layer and a width that the number of heads divides."
-            )
-        if not 1 <= self.sequence_length <= self.context:
-            raise ModelReferenceError(
-                f"Sequences of {self.sequence_length} tokens were asked for, but this GPT has {self.context} "
-                f"positions; choose a sequence length from 1 to {self.context}."
-            )
+        check_heads("GPT", num_layers=self.num_layers, width=self.width, num_heads=self.num_heads)
+        check_length("GPT", self.sequence_length, self.context)
 
     def build(self) -> GPT:
         """The model, with fresh weights."""
         return GPT(self)
 
-    def batch(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def batch(self) -> Batch:
         """Inputs and targets: tokens (batch, sequence) each."""
-        tokens, targets = random_tokens(self.batch_size, self.sequence_length, self.vocabulary)
-        return (tokens,), (targets,)
+        return random_texts(self.batch_size, self.sequence_length, self.vocabulary)
 
     loss = staticmethod(token_cross_entropy)
 
@@ -114,14 +105,9 @@ class CausalAttention(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """(batch, sequence, width) → (batch, sequence, width)."""
-        query, key, value = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part in self.query_key_value(x_BTD).chunk(3, dim=-1)
-        )
-        mixed_BHTK = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
-        )
-        return self.output_dropout(self.projection(mixed_BHTK.transpose(1, 2).flatten(2)))
+        dropout = self.dropout if self.training else 0.0
+        mixed_BTD = self_attention(self.query_key_value(x_BTD), self.num_heads, dropout, is_causal=True)
+        return self.output_dropout(self.projection(mixed_BTD))
 
 
 class MLP(nn.Module):
@@ -136,6 +122,17 @@ class MLP(nn.Module):
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """(batch, sequence, width) → (batch, sequence, width)."""
         return self.dropout(self.projection(F.gelu(self.widen(x_BTD), approximate="tanh")))
+
+
+def self_attention(
+    query_key_value_BT3D: torch.Tensor, num_heads: int, dropout: float, *, is_causal: bool = False
+) -> torch.Tensor:
+    """Queries, keys and values side by side, (batch, sequence, 3 · width) → what each token takes, (..., width)."""
+    query, key, value = (
+        part.unflatten(-1, (num_heads, -1)).transpose(1, 2) for part in query_key_value_BT3D.chunk(3, dim=-1)
+    )
+    mixed_BHTK = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, dropout_p=dropout)
+    return mixed_BHTK.transpose(1, 2).flatten(2)
 
 
 def initialise(model: nn.Module, num_layers: int) -> None:

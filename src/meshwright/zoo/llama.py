@@ -10,6 +10,7 @@ rotation: Su et al., "RoFormer" (2021), equation 34, with the two halves of a he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import random_tokens, token_cross_entropy
+from meshwright.zoo.batches import Batch, random_texts, token_cross_entropy
+from meshwright.zoo.checks import check_length
 
 INITIAL_DEVIATION = 0.02  # initializer_range of the published configurations
 
@@ -54,11 +56,7 @@ class RotaryShape:
                 f"{self.num_key_value_heads} key-value heads was described; expected at least one layer, heads of even "
                 "width and a number of heads that the number of key-value heads divides."
             )
-        if not 1 <= self.sequence_length <= self.context:
-            raise ModelReferenceError(
-                f"Sequences of {self.sequence_length} tokens were asked for, but this {self.family} was made for up to "
-                f"{self.context}; choose a sequence length from 1 to {self.context}."
-            )
+        check_length(self.family, self.sequence_length, self.context)
 
     @property
     def family(self) -> str:
@@ -70,10 +68,9 @@ class RotaryShape:
         """Elements of one head."""
         return self.width // self.num_heads
 
-    def batch(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def batch(self) -> Batch:
         """Inputs and targets: tokens (batch, sequence) each."""
-        tokens, targets = random_tokens(self.batch_size, self.sequence_length, self.vocabulary)
-        return (tokens,), (targets,)
+        return random_texts(self.batch_size, self.sequence_length, self.vocabulary)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,23 +84,34 @@ class LlamaShape(RotaryShape):
     loss = staticmethod(token_cross_entropy)
 
 
-class Llama(nn.Module):
-    """The whole decoder; embedding and head are apart."""
+class RotaryDecoder(nn.Module):
+    """Embedding, the blocks that ``make_block`` gives, norm and head; embedding and head are apart."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: RotaryShape, make_block: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.head_width, self.rope_base = shape.head_width, shape.rope_base
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(make_block() for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for parameter in self.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=INITIAL_DEVIATION)
+
+    def rotations(self, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines for the places of these tokens."""
+        return rotary_tables(tokens_BT.shape[1], self.head_width, self.rope_base, tokens_BT.device)
+
+
+class Llama(RotaryDecoder):
+    """The whole decoder."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__(shape, lambda: LlamaBlock(shape))
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Tokens (batch, sequence) → logits (batch, sequence, vocabulary)."""
-        cos_TK, sin_TK = rotary_tables(tokens_BT.shape[1], self.head_width, self.rope_base, tokens_BT.device)
+        cos_TK, sin_TK = self.rotations(tokens_BT)
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, cos_TK, sin_TK)

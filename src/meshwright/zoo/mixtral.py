@@ -27,7 +27,7 @@ from torch import nn
 
 from meshwright.spec import ModelReferenceError
 from meshwright.zoo.batches import token_cross_entropy
-from meshwright.zoo.llama import INITIAL_DEVIATION, GroupedAttention, RotaryShape, rotary_tables
+from meshwright.zoo.llama import GroupedAttention, RotaryDecoder, RotaryShape
 
 BALANCE_COEFFICIENT = 0.02  # router_aux_loss_coef of the published configuration
 
@@ -59,23 +59,15 @@ class MixtralShape(RotaryShape):
         return token_cross_entropy(logits_BTV, targets_BT) + BALANCE_COEFFICIENT * balance_B.mean()
 
 
-class Mixtral(nn.Module):
-    """The whole decoder; embedding and head are apart."""
+class Mixtral(RotaryDecoder):
+    """The whole decoder."""
 
     def __init__(self, shape: MixtralShape) -> None:
-        super().__init__()
-        self.head_width, self.rope_base = shape.head_width, shape.rope_base
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(MixtralBlock(shape) for _ in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        for parameter in self.parameters():
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=INITIAL_DEVIATION)
+        super().__init__(shape, lambda: MixtralBlock(shape))
 
     def forward(self, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens (batch, sequence) → logits (batch, sequence, vocabulary), balance loss of each sequence (batch,)."""
-        cos_TK, sin_TK = rotary_tables(tokens_BT.shape[1], self.head_width, self.rope_base, tokens_BT.device)
+        cos_TK, sin_TK = self.rotations(tokens_BT)
         x_BTD = self.embedding(tokens_BT)
         balance_B = x_BTD.new_zeros(tokens_BT.shape[0])
         for block in self.blocks:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import NUM_COLOURS, cross_entropy, random_images
+from meshwright.zoo.batches import NUM_COLOURS, Batch, cross_entropy, random_images
 
 BOTTLENECK_EXPANSION = 4  # table 1: the outer width of a bottleneck is four times its inner width
 
@@ -57,7 +57,7 @@ class ResNetShape:
         """The model, with fresh weights."""
         return ResNet(self)
 
-    def batch(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def batch(self) -> Batch:
         """Inputs: images (batch, 3, size, size); targets: classes (batch,)."""
         images = random_images(self.batch_size, self.image_size)
         return (images,), (torch.randint(self.num_classes, (self.batch_size,)),)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import random_tokens, token_cross_entropy
+from meshwright.zoo.batches import Batch, random_translations, token_cross_entropy
 
 NORM_EPSILON = 1e-6  # layer_norm_epsilon of the published code
 
@@ -68,11 +68,9 @@ class T5Shape:
         """The model, with fresh weights."""
         return T5(self)
 
-    def batch(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def batch(self) -> Batch:
         """Inputs: tokens (batch, sequence), decoder's tokens (batch, target); targets: the same, moved by one."""
-        tokens_BT = torch.randint(self.vocabulary, (self.batch_size, self.sequence_length))
-        decoder_BU, targets_BU = random_tokens(self.batch_size, self.target_length, self.vocabulary)
-        return (tokens_BT, decoder_BU), (targets_BU,)
+        return random_translations(self.batch_size, self.sequence_length, self.target_length, self.vocabulary)
 
     loss = staticmethod(token_cross_entropy)
 

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import NUM_COLOURS, cross_entropy, random_images
+from meshwright.zoo.batches import NUM_COLOURS, Batch, cross_entropy, random_images
+from meshwright.zoo.checks import check_halvings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +38,13 @@ class UNetShape:
             raise ModelReferenceError(
                 f"A U-Net of {self.num_levels} levels and width {self.width} was described; expected at least 1."
             )
-        if self.image_size < 1 or self.image_size % 2**self.num_levels:
-            raise ModelReferenceError(
-                f"Images of {self.image_size} pixels were asked for, but this U-Net halves them {self.num_levels} "
-                f"times; choose a multiple of {2**self.num_levels} pixels."
-            )
+        check_halvings("U-Net", self.image_size, self.num_levels)
 
     def build(self) -> UNet:
         """The model, with fresh weights."""
         return UNet(self)
 
-    def batch(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def batch(self) -> Batch:
         """Inputs: images (batch, 3, size, size); targets: the class of each pixel (batch, size, size)."""
         images = random_images(self.batch_size, self.image_size)
         return (images,), (torch.randint(self.num_classes, (self.batch_size, self.image_size, self.image_size)),)

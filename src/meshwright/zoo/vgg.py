@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.spec import ModelReferenceError
-from meshwright.zoo.batches import NUM_COLOURS, cross_entropy, random_images
+from meshwright.zoo.batches import NUM_COLOURS, Batch, cross_entropy, random_images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class VGGShape:
         """The model, with fresh weights."""
         return VGG(self)
 
-    def batch(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def batch(self) -> Batch:
         """Inputs: images (batch, 3, size, size); targets: classes (batch,)."""
         images = random_images(self.batch_size, self.image_size)
         return (images,), (torch.randint(self.num_classes, (self.batch_size,)),)
