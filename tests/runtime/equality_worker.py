@@ -51,17 +51,40 @@ def make_plan(graph, layout, schedule):
     return with_schedule(plan, schedule if own == schedule else f"tests/runtime/schedules.py:{own}")
 
 
-def serial_reference(case, state, batches, plan, graph, optimizer_name):
+class SerialLoops:
+    """Serial loops of one model over the same batches; cases that differ in the layout only share one."""
+
+    def __init__(self, case, state):
+        self.case = case
+        self.state = state
+        torch.manual_seed(99)
+        self.batches = [case.make_batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
+        self._known = {}
+
+    def train(self, plan, graph, optimizer_name):
+        """The state after training, and the losses."""
+        replicas = buffer_replicas(plan, graph)
+        key = optimizer_name, tuple(replicas.items())
+        if key not in self._known:
+            self._known[key] = serial_reference(self.case, self.state, self.batches, replicas, optimizer_name)
+        return self._known[key]
+
+
+def buffer_replicas(plan, graph):
+    """By the name of each buffer, the replicas of its stage."""
+    return {
+        graph.tensors[buffer].name: len(plan.stages[stage.index].ranks)
+        for stage in slice_graph(graph, plan.bounds)
+        for buffer in stage.buffers
+    }
+
+
+def serial_reference(case, state, batches, replicas, optimizer_name):
     """Train a fresh copy of the model in one process; returns its state and the losses."""
     model = copy.deepcopy(case.model)
     model.load_state_dict(state)
     model.train()
     optimizer = make_optimizer(optimizer_name, model.parameters(), None)
-    replicas = {
-        graph.tensors[buffer].name: len(plan.stages[stage.index].ranks)
-        for stage in slice_graph(graph, plan.bounds)
-        for buffer in stage.buffers
-    }
     losses = []
     for step, (inputs, targets) in enumerate(batches):
         total = 0.0
@@ -95,17 +118,15 @@ def relative_error(found, wanted):
     return (found.double() - wanted.double()).norm().item() / (scale or 1.0)
 
 
-def run_case(case, captured, state, layout, schedule, optimizer_name):
-    graph = captured.graph
+def run_case(captured, loops, layout, schedule, optimizer_name):
+    case, state, graph = loops.case, loops.state, captured.graph
     plan = make_plan(graph, layout, schedule)
     case.model.load_state_dict(state)
     session = open_session(
         captured, plan, lambda parameters: make_optimizer(optimizer_name, parameters, None), run_seed=RUN_SEED
     )
-    torch.manual_seed(99)
-    batches = [case.make_batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
     losses = []
-    for step, (inputs, targets) in enumerate(batches):
+    for step, (inputs, targets) in enumerate(loops.batches):
         tensors = flatten_batch(captured, inputs, targets)
         mine = session.executor.run_step(step, session.microbatch_inputs(tensors))
         total = sum((loss.double() for loss in mine), torch.zeros((), dtype=torch.float64)) / NUM_MICROBATCHES
@@ -117,7 +138,7 @@ def run_case(case, captured, state, layout, schedule, optimizer_name):
         parameter.grad = None
     if found is None:
         return None
-    wanted, wanted_losses = serial_reference(case, state, batches, plan, graph, optimizer_name)
+    wanted, wanted_losses = loops.train(plan, graph, optimizer_name)
     assert found.keys() == wanted.keys()
     return {
         "tensors": {name: relative_error(found[name], wanted[name]) for name in wanted},
@@ -143,9 +164,9 @@ def run_models(models, cases, dtype_name: str, out: str) -> None:
         torch.manual_seed(7)
         inputs, targets = case.make_batch(MICROBATCH_SIZE + 1)
         captured = capture_model(case.model, inputs, targets=targets, loss=case.loss, verify=False)
-        state = {key: value.clone() for key, value in case.model.state_dict().items()}
+        loops = SerialLoops(case, {key: value.clone() for key, value in case.model.state_dict().items()})
         for key, layout, schedule, optimizer in cases[dist.get_world_size()]:
-            result = run_case(case, captured, state, layout, schedule, optimizer)
+            result = run_case(captured, loops, layout, schedule, optimizer)
             if result is not None:
                 results[f"{name}/{key}"] = result
     if dist.get_rank() == 0:

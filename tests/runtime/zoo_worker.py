@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from meshwright.capture import capture_model
 from meshwright.zoo import load_shape
-from tests.runtime.equality_worker import MICROBATCH_SIZE, run_case
+from tests.runtime.equality_worker import MICROBATCH_SIZE, SerialLoops, run_case
 from tests.runtime.models import Case
 
 # Sequences of other lengths than the shapes' own, so that the test stays quick.
@@ -48,9 +48,9 @@ def main(out: str) -> None:
         case = load_case(name)
         inputs, targets = case.make_batch(MICROBATCH_SIZE + 1)
         captured = capture_model(case.model, inputs, targets=targets, loss=case.loss, verify=False)
-        state = {key: value.clone() for key, value in case.model.state_dict().items()}
+        loops = SerialLoops(case, {key: value.clone() for key, value in case.model.state_dict().items()})
         for layout in LAYOUTS:
-            result = run_case(case, captured, state, layout, "1f1b", "sgd")
+            result = run_case(captured, loops, layout, "1f1b", "sgd")
             if result is not None:
                 results[f"{name}/{'-'.join(map(str, layout))}"] = result
     if dist.get_rank() == 0:
