@@ -44,9 +44,8 @@ class Link:
 class DeviceKind:
     """A kind of device by its datasheet.
 
-    ``peak_flops_per_s`` maps a dtype name to dense (not sparse) operations per second. Of a GPU, ``num_multiprocessors``
-    and ``cache_bytes`` (the last level, L2) let kernels be predicted in tiles and waves; ``compute_capability`` is CUDA's;
-    0 means that it is not stated.
+    ``peak_flops_per_s`` maps a dtype name to dense (not sparse) operations per second. A GPU's ``num_multiprocessors``
+    and ``cache_bytes`` (L2) let kernels be predicted in tiles and waves; ``compute_capability`` is CUDA's. 0: unstated.
     """
 
     name: str
