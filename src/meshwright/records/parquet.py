@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from meshwright.records.table import COLUMNS, TEXTS, Records, make_records
 from meshwright.spec import DocumentError, MeasurementError
 from meshwright.spec.files import read_regular, write_bytes
+from meshwright.spec.parsing import MAX_DOCUMENT_BYTES
 
 if TYPE_CHECKING:
     from typing import Any
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 _SCHEMA_KEY = b"meshwright"
-# Tens of times the largest public table (7.8 million GEMM rows of ai-dynamo/aiconfigurator are 24 files).
-MAX_FILE_BYTES = 512 * 2**20
+# Many times the largest public table (aiconfigurator has 7.8 million rows of GEMM in dozens of files).
+MAX_FILE_BYTES = MAX_DOCUMENT_BYTES
 MAX_ROWS = 5_000_000
 # A few kilobytes can stand for gigabytes of equal values: what the columns take once they are unpacked.
 MAX_UNPACKED_BYTES = 2**30
@@ -110,6 +111,8 @@ def read_column(table: pa.Table, name: str) -> NDArray[Any]:
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         numbers: NDArray[Any] = column.to_numpy(zero_copy_only=False)
         return numbers
+    if pa.types.is_null(column.type):
+        return np.full(len(column), np.nan)
     raise DocumentError(f"Column {name!r} is of type {column.type}; expected texts or numbers. Write the table again.")
 
 

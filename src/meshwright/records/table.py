@@ -5,9 +5,12 @@
 
 ``shapes`` is one of two forms: named integers (``m=4096;n=128;k=1536``), or the inputs of a captured op
 (``4x128x768:float32,768x768:float32;attribute=value|11``, the part of `meshwright.spec.op_key` in brackets). An empty
-one says that the name tells all. ``spread`` is (p90 - p10) / median; 0 for it or for ``num_samples`` means that the
-source does not say. Flags are words joined by commas: ``noop`` (so small that nothing is done) and ``plateau`` (raised
-by the source to its neighbour's figure). A row of zero seconds, or of a size of zero, must be flagged ``noop``.
+one says that the name tells all. ``bytes`` of a collective are those of the full tensor: the output of an all-gather,
+the input of a reduce-scatter, what all ranks together exchange in an all-to-all (each holds bytes / ranks).
+
+``spread`` is (p90 - p10) / median; 0 for it or for ``num_samples`` means that the source does not say. Flags are words
+joined by commas: ``noop`` (so small that nothing is done) and ``plateau`` (raised by the source to its neighbour's
+figure). A row of zero seconds, or of a size of zero, must be flagged ``noop``.
 """
 
 from __future__ import annotations

@@ -6,16 +6,13 @@ Tables of kernels and collectives are measurement tables (parquet, `meshwright.r
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.records.parquet import read_records
+from meshwright.records.text_files import parse_csv, read_unpacked
 from meshwright.spec import DocumentError, suggest
-from meshwright.spec.files import read_regular
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -24,8 +21,6 @@ if TYPE_CHECKING:
 
 # A row of a table of steps: its columns by name, empty where the source says nothing.
 StepRow = dict[str, str]
-# The largest that ships unpacks to 300 kB.
-_MAX_BYTES = 64 * 2**20
 
 
 def load_records(name: str) -> Records:
@@ -46,22 +41,9 @@ def load_steps(*, single_node: bool = False) -> list[StepRow]:
 
 
 def read_table(path: Path | str) -> list[StepRow]:
-    """The rows of a CSV file, which may be compressed. Raises DocumentError for rows of other lengths than the first."""
+    """The rows of a CSV file, which may be compressed. Raises DocumentError for a file that is none."""
     path = Path(path)
-    content = read_regular(path, _MAX_BYTES + 1)
-    try:
-        if content.startswith(b"\x1f\x8b"):
-            with gzip.open(io.BytesIO(content)) as unpacked:
-                content = unpacked.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            raise DocumentError(f"{path}: more than {_MAX_BYTES} bytes, to which tables are limited. Split it.")
-        reader = csv.reader(io.StringIO(content.decode("utf-8-sig")), strict=True)
-        names, *rows = reader
-        if len(set(names)) < len(names):
-            raise ValueError("a column twice")
-        return [dict(zip(names, row, strict=True)) for row in rows if row]
-    except (csv.Error, ValueError, EOFError, OSError) as error:
-        raise DocumentError(f"{path}: not a table in CSV ({error}). Check which file was meant.") from None
+    return parse_csv(read_unpacked(path), path)
 
 
 def _find(*names: str) -> Traversable:

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 _RESULT = "alpa.mesh_profiling.MeshProfilingResult"
 _OPS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 _DTYPES = {"f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16"}
-# The artifact's database has 8,828 points on at most 32 devices.
+# The artifact's database has 8,828 points in 260 series on at most 32 devices.
 _MAX_POINTS = 1_000_000
-_MAX_DEVICES = 10_000
+_MAX_SERIES = 5_000
+_MAX_DEVICES = 4_096
 # Of a raised point, seconds / size is its neighbour's but for rounding.
 _SAME = 1e-9
 
@@ -43,6 +44,7 @@ def read_database(content: bytes, *, device: str, source: str) -> Imported:
     """Rows of a profiling database on devices of one kind. Raises DocumentError for any other pickle."""
     meshes = _pairs(load_pickle(content, {_RESULT}), "a mapping of meshes")
     rows: list[Row] = []
+    num_series = 0
     for key, result in meshes:
         if not isinstance(result, Instance) or result.state is None:
             raise DocumentError(f"{source}: expected a profiling result for each mesh; this is another pickle.")
@@ -52,10 +54,13 @@ def read_database(content: bytes, *, device: str, source: str) -> Imported:
             (_collective(op, *item, num_nodes, per_node) for op in _OPS for item in _table(tables, f"{op}_cost_dict")),
             (_products(*item) for item in _table(tables, "dot_cost_dict")),
         )
-        for row in chain.from_iterable(series):
-            rows.append(row)
-            if len(rows) > _MAX_POINTS:
-                raise DocumentError(f"{source}: more than {_MAX_POINTS} points. Check which file was meant.")
+        for points in series:
+            rows.extend(points)
+            num_series += 1
+            if num_series > _MAX_SERIES or len(rows) > _MAX_POINTS:
+                raise DocumentError(
+                    f"{source}: more than {_MAX_SERIES} series or {_MAX_POINTS} points. Check which file was meant."
+                )
     # The products are the same on every mesh: they were timed once.
     distinct = {(row["op"], row["shapes"], row["dtype"], row["seconds"]): row for row in rows}
     columns = columns_of(distinct.values(), ("op", "shapes", "dtype", "seconds", "flags"))
@@ -145,8 +150,8 @@ def _products(key: Any, points: Any) -> Iterator[Row]:
 
 def _points(points: Any) -> Iterator[tuple[int, float, bool]]:
     """(size, seconds, whether it was raised to its neighbour's rate) of a series."""
-    if type(points) is not list or len(points) > _MAX_POINTS:
-        raise DocumentError("A series of Alpa's database is no list of points. Check the file.")
+    if type(points) is not list or len(points) > _MAX_POINTS // 100:
+        raise DocumentError("A series of Alpa's database is no list of points, or far too long. Check the file.")
     before = math.nan
     for point in points:
         match point:

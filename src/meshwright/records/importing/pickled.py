@@ -4,7 +4,8 @@ The opcodes are interpreted here, over a list of those that build data; Python's
 is imported and nothing is run. A name of a module is only a `Name`; what may be made from one is decided by it alone:
 
     numpy.core.multiarray.scalar(dtype, bytes)   a float64 or int64      numpy.dtype('f8' or 'i8', ...)   its dtype
-    collections.defaultdict(list)                an empty mapping        a class that is named            an `Instance`
+    collections.defaultdict(list)                an empty mapping        _codecs.encode(text, 'latin1')   bytes
+    a class that is named                        an `Instance`
 
 Mappings stay lists of pairs (`Pairs`): to hash a key that shares its parts a hundred times over would never end.
 Source of the opcodes: pickletools of CPython, protocols 2 to 5.
@@ -83,7 +84,16 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def result(self) -> Any:
-        (value,) = self._stack
+        value = self.pop()
+        if self._stack:
+            raise ValueError("more than one value")
+        return value
+
+    def pop(self, place: int = -1) -> Any:
+        """Take a value off the stack; a mark is none."""
+        value = self._stack.pop(place)
+        if value is _MARK:
+            raise ValueError("a mark where a value belongs")
         return value
 
     def step(self, name: str, argument: Any) -> None:
@@ -93,10 +103,9 @@ class _Machine:
             self._stack.append(_CONSTANTS[name]())
         elif name in _WITH_VALUE:
             self._stack.append(_checked(argument))
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            self._memo[argument] = self._stack[-1]
-        elif name == "MEMOIZE":
-            self._memo[len(self._memo)] = self._stack[-1]
+        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            self._stack.append(self.pop())
+            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = self._stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):
             self._stack.append(self._memo[argument])
         elif name == "GLOBAL":
@@ -111,7 +120,8 @@ class _Machine:
             raise DocumentError(f"A pickle that asks for {text[:200]!r}, which is not plain data. {_REMEDY}")
         return Name(text)
 
-    def _since_mark(self) -> list[Any]:
+    def since_mark(self) -> list[Any]:
+        """Take the values since the last mark, and the mark, off the stack."""
         place = len(self._stack) - 1
         while self._stack[place] is not _MARK:
             place -= 1
@@ -123,15 +133,7 @@ class _Machine:
 
     def tuple_of(self, count: int | None) -> None:
         """The last ``count`` values, or those since the mark, as one tuple."""
-        if count is None:
-            items = self._since_mark()
-        else:
-            if count > len(self._stack):
-                raise ValueError("too few values")
-            items = self._stack[len(self._stack) - count :]
-            del self._stack[len(self._stack) - count :]
-        if any(item is _MARK for item in items):
-            raise ValueError("a mark in a tuple")
+        items = self.since_mark() if count is None else [self.pop() for _ in range(count)][::-1]
         self._stack.append(tuple(items))
 
     def append(self, items: list[Any]) -> None:
@@ -148,21 +150,21 @@ class _Machine:
 
     def stack_global(self) -> None:
         """A global named by two texts."""
-        last, first = self._stack.pop(), self._stack.pop()
+        last, first = self.pop(), self.pop()
         if type(first) is not str or type(last) is not str:
             raise ValueError("no names")
         self._stack.append(self._name(f"{first}.{last}"))
 
     def new_object(self) -> None:
         """An object of a class that was named; arguments are never given to it."""
-        arguments, name = self._stack.pop(), self._stack.pop()
+        arguments, name = self.pop(), self.pop()
         if not isinstance(name, Name) or name.text not in self._classes or arguments != ():
             raise DocumentError(f"A pickle that makes an object which is not plain data. {_REMEDY}")
         self._stack.append(Instance(name.text))
 
     def reduce(self) -> None:
         """One of the few calls that stand for plain data."""
-        arguments, name = self._stack.pop(), self._stack.pop()
+        arguments, name = self.pop(), self.pop()
         if not isinstance(name, Name) or type(arguments) is not tuple:
             raise ValueError("no call")
         match name.text, arguments:
@@ -175,12 +177,14 @@ class _Machine:
                 self._stack.append(struct.unpack(_SCALARS[dtype.code], raw)[0])
             case ("collections.defaultdict", ()) | ("collections.defaultdict", (Name(),)):
                 self._stack.append(Pairs())
+            case ("_codecs.encode", (str() as text, "latin1")):
+                self._stack.append(text.encode("latin1"))
             case _:
                 raise DocumentError(f"A pickle that calls {name.text!r} in a way that is not plain data. {_REMEDY}")
 
     def build(self) -> None:
         """The attributes of an object, or the byte order of a dtype, which must be the usual one."""
-        state, target = self._stack.pop(), self._stack[-1]
+        state, target = self.pop(), self._stack[-1]
         if isinstance(target, Instance) and isinstance(state, Pairs):
             target.state = state
         elif not (isinstance(target, _Dtype) and type(state) is tuple and len(state) > 1 and state[1] == "<"):
@@ -199,8 +203,9 @@ _KNOWN_NAMES = frozenset(
         "numpy.core.multiarray.scalar",
         "numpy._core.multiarray.scalar",
         "collections.defaultdict",
+        "_codecs.encode",
         "builtins.list",
-        "builtins.dict",
+        "__builtin__.list",
     )
 )
 _CONSTANTS: dict[str, Callable[[], Any]] = {
@@ -220,13 +225,12 @@ _ACTIONS: dict[str, Callable[[_Machine], None]] = {
     "TUPLE1": lambda machine: machine.tuple_of(1),
     "TUPLE2": lambda machine: machine.tuple_of(2),
     "TUPLE3": lambda machine: machine.tuple_of(3),
-    "APPEND": lambda machine: machine.append([machine._stack.pop()]),
-    "APPENDS": lambda machine: machine.append(machine._since_mark()),
-    "SETITEM": lambda machine: machine.set_items([machine._stack.pop(-2), machine._stack.pop()]),
-    "SETITEMS": lambda machine: machine.set_items(machine._since_mark()),
+    "APPEND": lambda machine: machine.append([machine.pop()]),
+    "APPENDS": lambda machine: machine.append(machine.since_mark()),
+    "SETITEM": lambda machine: machine.set_items([machine.pop(-2), machine.pop()]),
+    "SETITEMS": lambda machine: machine.set_items(machine.since_mark()),
     "STACK_GLOBAL": _Machine.stack_global,
     "NEWOBJ": _Machine.new_object,
     "REDUCE": _Machine.reduce,
     "BUILD": _Machine.build,
-    "POP": lambda machine: machine._stack.pop() and None,
 }

@@ -1,8 +1,9 @@
 """Public tables of kernels and collectives as rows of the measurement table.
 
     ai-dynamo/aiconfigurator   GEMM, attention of a prompt and of a generated token, NCCL: ``latency`` in milliseconds;
-                               ``message_size`` of NCCL counts elements of the full tensor (twice the bytes in half
-                               precision take twice as long); keys of attention = ``isl`` + ``step``
+                               ``message_size`` of NCCL counts elements (half precision takes twice as long as int8)
+                               of the full tensor, but of one rank's part in an all-to-all (nccl-tests, PERFORMANCE.md:
+                               bandwidths agree so); keys of attention = ``isl`` + ``step``
     VIA-Research/vTrain        NCCL all-reduce among n devices of one node: out-of-place time in microseconds
 
 A dtype with a colon says after it what else differs: ``float8_e4m3fn:block`` (scales per block),
@@ -92,8 +93,9 @@ def _attention(columns: Columns) -> dict[str, Any]:
 def _nccl(columns: Columns) -> dict[str, Any]:
     dtype = _mapped(columns["nccl_dtype"], _DTYPES)
     ranks = _integers(columns["num_gpus"])
-    sizes = _one_node(_integers(columns["message_size"]) * np.array([DTYPE_BYTES[name] for name in dtype]), ranks)
     ops = [_COLLECTIVES.get(name, name) for name in columns["op_name"]]
+    num_bytes = _integers(columns["message_size"]) * np.array([DTYPE_BYTES[name] for name in dtype])
+    sizes = _one_node(np.where(np.array(ops) == "all_to_all", num_bytes * ranks, num_bytes), ranks)
     software = [f"NCCL {version}".strip() for version in columns["version"]]
     return {**_common(columns, sizes), "op": ops, "dtype": dtype, "software": software}
 

@@ -9,9 +9,6 @@ Any of them may be compressed (gzip). Sizes are limited before anything is read.
 
 from __future__ import annotations
 
-import csv
-import io
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,13 +17,13 @@ import numpy as np
 from meshwright.records.importing.alpa import read_database, read_results
 from meshwright.records.importing.imported import Imported
 from meshwright.records.importing.pipedream import read_profile
-from meshwright.records.importing.public import Columns, read_public
+from meshwright.records.importing.public import read_public
 from meshwright.records.importing.trace import is_trace, read_trace
 from meshwright.records.one_device import from_measurements
+from meshwright.records.text_files import parse_csv, read_unpacked
 from meshwright.spec import DocumentError, Measurements, decode_document
 from meshwright.spec.codec import document_kind
-from meshwright.spec.files import read_regular
-from meshwright.spec.parsing import MAX_DOCUMENT_BYTES, parse_data
+from meshwright.spec.parsing import parse_data
 
 if TYPE_CHECKING:
     from typing import Any
@@ -43,7 +40,7 @@ def import_file(path: Path | str, *, device: str | None = None) -> Imported:
     Raises DocumentError for a file that is none of those, too large, spoilt, or without a device.
     """
     path = Path(path)
-    content = _unpack(read_regular(path, MAX_DOCUMENT_BYTES + 1), path)
+    content = read_unpacked(path)
     if content.startswith(b"PAR1"):
         return _parquet(path, content)
     if content.startswith(b"\x80"):
@@ -59,7 +56,9 @@ def import_file(path: Path | str, *, device: str | None = None) -> Imported:
         return read_profile(text, device=_named(device, path), source=path.name)
     if "\t" in first:
         return read_results(text, device=_named(device, path), source=path.name)
-    imported = read_public(_csv(text, path), source=path.name) if "," in first else None
+    rows = parse_csv(content, path) if "," in first else []
+    columns = {name: np.array([row[name] for row in rows], object) for name in (rows[0] if rows else ())}
+    imported = read_public(columns, source=path.name)
     if imported is None:
         raise _unknown(path)
     return imported
@@ -85,34 +84,6 @@ def _json(data: Any, path: Path, device: str | None) -> Imported:
     if is_trace(data):
         return read_trace(data, device=device, source=path.name)
     raise _unknown(path)
-
-
-def _csv(text: str, path: Path) -> Columns:
-    reader = csv.reader(io.StringIO(text), strict=True)
-    try:
-        names, *rows = reader
-    except csv.Error as error:
-        raise DocumentError(f"{path}: not valid CSV ({error}). Check the file.") from None
-    if len(set(names)) < len(names) or any(len(row) != len(names) for row in rows):
-        raise DocumentError(f"{path}: rows of other lengths than the first, or a column twice. Check the file.")
-    return {name: np.array(column, object) for name, column in zip(names, zip(*rows, strict=True), strict=bool(rows))}
-
-
-def _unpack(content: bytes, path: Path) -> bytes:
-    """The content of a file that may be compressed, up to the limit."""
-    if content.startswith(b"\x1f\x8b"):
-        machine = zlib.decompressobj(wbits=31)
-        try:
-            content = machine.decompress(content, MAX_DOCUMENT_BYTES + 1)
-        except zlib.error as error:
-            raise DocumentError(f"{path}: cannot be decompressed ({error}). Make it again.") from None
-        if not machine.eof and len(content) <= MAX_DOCUMENT_BYTES:
-            raise DocumentError(f"{path}: cut off in the middle. Make it again.")
-    if len(content) > MAX_DOCUMENT_BYTES:
-        raise DocumentError(
-            f"{path}: more than {MAX_DOCUMENT_BYTES} bytes, to which files are limited. Record fewer steps, or split."
-        )
-    return content
 
 
 def _named(device: str | None, path: Path) -> str:

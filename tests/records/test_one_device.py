@@ -1,0 +1,125 @@
+"""A table of one device as rows and back: nothing is lost."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.records import concat_records, make_records
+from meshwright.records.one_device import from_measurements, to_measurements
+from meshwright.records.parquet import read_records, write_records
+from meshwright.spec import (
+    MeasurementError,
+    Measurements,
+    OpMeasurement,
+    OptimizerMeasurement,
+    TransferMeasurement,
+)
+from meshwright.spec.measurements import TransferKind
+
+times = st.floats(0, 100, allow_subnormal=False)
+keys = st.sampled_from(
+    [
+        "aten.linear.default(4x8:float32,8x8:float32|11)",
+        "aten.sum.dim_IntList(4x8:bfloat16;dim=[0, -1];keepdim=False|1)",
+        "aten.arange.default(|)",
+        "aten.view.default(4x8:float32;size=(4, 8)|0)",
+        "made up",
+        "made(up",
+        "m=4(3)",
+    ]
+)
+ops = st.builds(
+    OpMeasurement,
+    key=keys,
+    forward_s=times,
+    backward_s=times,
+    accumulate_s=times,
+    num_samples=st.integers(0, 10**6),
+    spread=times,
+)
+steps = st.builds(
+    OptimizerMeasurement,
+    kind=st.sampled_from(["sgd", "adamw", "bucket_copy"]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    num_elements=st.integers(0, 10**12),
+    num_tensors=st.integers(0, 10**6),
+    seconds=times,
+)
+transfers = st.builds(
+    TransferMeasurement,
+    kind=st.sampled_from(TransferKind.__args__),
+    num_ranks=st.integers(2, 4096),
+    num_bytes=st.integers(0, 2**50),
+    seconds=st.floats(1e-9, 100),
+    spread=times,
+    host_s=times,
+)
+tables = st.builds(
+    Measurements,
+    device=st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable()),
+    software=st.just("torch 2.13"),
+    date=st.just("2026-01-01 10:00 UTC"),
+    conditions=st.text(max_size=20).filter(lambda text: text.isprintable()),
+    ops=st.lists(ops, max_size=5, unique_by=lambda row: row.key).map(tuple),
+    optimizers=st.lists(
+        steps, max_size=5, unique_by=lambda row: (row.kind, row.dtype, row.num_elements, row.num_tensors)
+    ).map(tuple),
+    transfers=st.lists(transfers, max_size=5, unique_by=lambda row: (row.kind, row.num_ranks, row.num_bytes)).map(
+        tuple
+    ),
+    overhead_s=st.floats(1e-9, 1),
+)
+
+
+@given(tables)
+def test_nothing_is_lost(table):
+    assert to_measurements(from_measurements(table), table.device) == table
+
+
+def test_every_field_is_carried():
+    """A field that is added to the documents has to be added to the rows, and to the strategies above."""
+    fields = {cls.__name__: len(dataclasses.fields(cls)) for cls in (OpMeasurement, OptimizerMeasurement)}
+    assert fields == {"OpMeasurement": 6, "OptimizerMeasurement": 5}
+    assert len(dataclasses.fields(TransferMeasurement)) == 6
+
+
+def test_nothing_is_lost_in_a_file(tmp_path):
+    op = OpMeasurement(key="aten.relu.default(4:float32|1)", forward_s=0.1, backward_s=1 / 3, num_samples=7, spread=0.5)
+    table = Measurements(device="cpu", software="torch", date="2026", conditions="2 cores", ops=(op,), overhead_s=1e-5)
+    path = write_records(from_measurements(table), tmp_path / "t.parquet")
+    assert to_measurements(read_records(path), "cpu") == table
+
+
+def test_one_device_is_taken_out_of_many():
+    tables = [
+        Measurements(device=name, software="s", date="d", overhead_s=overhead)
+        for name, overhead in (("H100", 1e-5), ("A100", 2e-5))
+    ]
+    public = make_records(op="matmul", shapes="m=1;n=2;k=3", device="A100", seconds=[1.0])
+    records = concat_records([*map(from_measurements, tables), public])
+    assert to_measurements(records, "A100").overhead_s == 2e-5
+    assert to_measurements(records, "H100").overhead_s == 1e-5
+    with pytest.raises(MeasurementError, match=r"no rows of device 'H10' \(did you mean 'H100'\?\)"):
+        to_measurements(records, "H10")
+
+
+def test_rows_that_such_a_table_cannot_hold_are_left_aside():
+    group = "bytes=4;ranks=2;groups=4;stride=2;nodes=2;devices_per_node=4"
+    records = make_records(
+        op=["all_reduce", "matmul", "optimizer.odd", "attention_decode"],
+        shapes=[group, "m=1;n=1;k=1", "m=3", "batch=1"],
+        phase=["", "", "step", ""],
+        device="d",
+        seconds=np.ones(4),
+    )
+    table = to_measurements(records, "d")
+    assert (table.ops, table.optimizers, table.transfers) == ((), (), ())
+
+
+def test_impossible_figures_are_refused():
+    step = OptimizerMeasurement(kind="sgd", dtype="float32", num_elements=1, num_tensors=1, seconds=float("nan"))
+    with pytest.raises(MeasurementError, match="no number"):
+        from_measurements(Measurements(device="d", software="s", date="d", optimizers=(step,)))

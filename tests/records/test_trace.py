@@ -1,0 +1,173 @@
+"""Traces of torch's profiler: which ops become rows, with which times."""
+
+import gzip
+import json
+
+import pytest
+
+from meshwright.records.importing import import_file
+from meshwright.spec import DocumentError
+
+
+def op(name, start, duration, dims=(), kinds=(), values=(), launch=0, thread=1, category="cpu_op"):
+    arguments = {"External id": launch}
+    if dims:
+        arguments |= {"Input Dims": list(dims), "Input type": list(kinds), "Concrete Inputs": list(values)}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 1,
+        "tid": thread,
+        "ts": start,
+        "dur": duration,
+        "args": arguments,
+    }
+
+
+def kernel(name, duration, launch):
+    return op(name, 0, duration, launch=launch, category="kernel")
+
+
+def write(tmp_path, events, **facts):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events, **facts}))
+    return path
+
+
+def rows_of(path, **options):
+    records = import_file(path, **options).records
+    return {
+        (op, shapes): (seconds, count)
+        for op, shapes, seconds, count in zip(
+            records.op, records.shapes, records.seconds, records.num_samples, strict=True
+        )
+    }
+
+
+FLOATS = ("float", "float")
+
+
+def test_the_outermost_op_counts_with_all_that_it_calls(tmp_path):
+    path = write(
+        tmp_path,
+        [
+            op("aten::linear", 0, 100, [[4, 8], [16, 8]], FLOATS),
+            op("aten::t", 5, 10, [[16, 8]], ["float"]),
+            op("aten::addmm", 20, 70, [[16], [4, 8], [8, 16]], ("float", *FLOATS)),
+            op("aten::relu", 200, 30, [[4, 16]], ["float"]),
+            op("aten::relu", 200, 50, [[4, 16]], ["float"], thread=2),
+            op("aten::relu", 300, 40, [[4, 16]], ["float"]),
+        ],
+    )
+    assert rows_of(path) == {
+        ("matmul", "m=4;n=16;k=8"): (pytest.approx(100e-6), 1),
+        ("aten.relu", "4x16:float32|"): (pytest.approx(40e-6), 3),
+    }
+
+
+def test_ops_of_the_backward_stand_below_nodes_of_autograd(tmp_path):
+    path = write(
+        tmp_path,
+        [
+            op("autograd::engine::evaluate_function: MmBackward0", 0, 100),
+            op("MmBackward0", 5, 90, [[4, 4]], ["float"]),
+            op("aten::mm", 10, 80, [[8, 4], [4, 16]], FLOATS),
+        ],
+    )
+    assert rows_of(path) == {("matmul", "m=8;n=16;k=4"): (pytest.approx(80e-6), 1)}
+
+
+def test_kernels_count_where_there_are_any(tmp_path):
+    events = [
+        op("aten::linear", 0, 1000, [[4, 8], [16, 8]], ("c10::BFloat16",) * 2, launch=1),
+        op("aten::addmm", 20, 70, launch=2),
+        kernel("void sm90_gemm<cutlass::Shape<1>>(Params)", 30, 2),
+        kernel("splitKreduce_kernel<1>(int)", 5, 2),
+        op("aten::view", 2000, 10, [[4, 8]], ["float"], launch=3),
+        op("c10d::allreduce_", 3000, 10, [[4]], ["float"], launch=4),
+    ]
+    path = write(tmp_path, events, deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}])
+    imported = import_file(path)
+    records = imported.records
+    assert records.shapes.tolist() == ["m=4;n=16;k=8"]
+    assert records.seconds[0] == pytest.approx(35e-6)
+    assert (records.kernel[0], records.dtype[0], records.device[0]) == ("sm90_gemm", "bfloat16", "H100")
+    assert imported.left_out["ops that start no kernel"] == 1
+    assert imported.left_out["ops of no named operator (collectives, custom ones)"] == 1
+    assert import_file(path, device="mine").records.device[0] == "mine"
+
+
+def test_a_device_has_to_be_named_where_there_are_several(tmp_path):
+    events = [op("aten::relu", 0, 1, [[4]], ["float"], launch=1), kernel("k", 1, 1)]
+    names = [{"name": "NVIDIA H100"}, {"name": "NVIDIA A100"}]
+    for properties in (names, [], None, 7):
+        with pytest.raises(DocumentError, match="--device"):
+            import_file(write(tmp_path, events, deviceProperties=properties))
+
+
+def test_other_arguments_are_told_apart(tmp_path):
+    path = write(
+        tmp_path,
+        [
+            op("aten::sum", 0, 1, [[4, 8], [], []], ["float", "Scalar", ""], ["", "1", ""]),
+            op("aten::sum", 5, 1, [[4, 8], [], []], ["float", "Scalar", ""], ["", "0", ""]),
+            op("aten::sum", 9, 1, [[]], ["double"]),
+        ],
+    )
+    assert set(rows_of(path)) == {
+        ("aten.sum", "4x8:float32;arg1=1|"),
+        ("aten.sum", "4x8:float32;arg1=0|"),
+        ("aten.sum", ":float64|"),
+    }
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        op("aten::relu", 0, -1, [[4]], ["float"]),
+        op("aten::relu", "soon", 1, [[4]], ["float"]),
+        op("aten::relu", 0, 1, [[-4]], ["float"]),
+        op("aten::relu", 0, 1, [[4.5]], ["float"]),
+        op("aten::relu", 0, 1, [["4"]], ["float"]),
+        op("aten::relu", 0, 1, [[4]], ["float", "float"]),
+        op("aten::relu", 0, 1, [[4]], ["c10::Unheard"]),
+        op("aten::relu", 0, 1),
+        {"ph": "X"},
+        {"ph": "X", "cat": "cpu_op", "ts": 0, "dur": 1, "args": 7},
+        "text",
+        None,
+    ],
+)
+def test_odd_events_become_no_row(tmp_path, event):
+    sound = op("aten::neg", 100, 2, [[4]], ["float"])
+    assert set(rows_of(write(tmp_path, [event, sound]))) == {("aten.neg", "4:float32|")}
+    with pytest.raises(DocumentError, match="record_shapes=True"):
+        import_file(write(tmp_path, [event]))
+
+
+def test_a_trace_that_torch_wrote(tmp_path):
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+    inputs = torch.randn(32, 64)
+    model(inputs).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        for _ in range(3):
+            model(inputs).sum().backward()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    (tmp_path / "trace.json.gz").write_bytes(gzip.compress((tmp_path / "trace.json").read_bytes()))
+    imported = import_file(tmp_path / "trace.json.gz")
+    records = imported.records
+    found = dict(zip(zip(records.op, records.shapes, strict=True), records.num_samples, strict=True))
+    # Forward; gradients of weights; the gradient of the second layer's input. The first layer's input wants none.
+    for m, n, k in ((32, 128, 64), (32, 10, 128), (128, 64, 32), (10, 128, 32), (32, 128, 10)):
+        assert found["matmul", f"m={m};n={n};k={k}"] == 3
+    assert found["aten.relu", "32x128:float32|"] == 3
+    # What torch itself sums up for an operator that nothing else calls.
+    summed = {event.key: event for event in profiler.key_averages()}["aten::relu"]
+    seconds = records.seconds[records.op == "aten.relu"][0]
+    assert summed.cpu_time_total / 1e6 / 10 < seconds <= summed.cpu_time_total / 1e6
+    assert set(records.device) == {"cpu"}
+    assert records.date[0].startswith("20")
