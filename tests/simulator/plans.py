@@ -32,6 +32,20 @@ def small_cluster(num_nodes: int = 1, devices: int = 8, *, num_nics: int = 1) ->
     return Cluster(name="small", device_kinds=(kind,), nodes=tuple(node(i) for i in range(num_nodes)))
 
 
+def exact_prices(forward_s, backward_s, accumulate_s):
+    """Prices without any doubt."""
+    columns = np.stack([forward_s, backward_s, accumulate_s], axis=1)
+    return OpPrices(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        accumulate_s=accumulate_s,
+        low_s=columns,
+        high_s=columns,
+        group=np.arange(len(columns)),
+        basis=("measured",) * len(columns),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedCost(CostModel):
     """Every op takes ``forward`` and ``backward`` seconds, every message ``send`` seconds, and so on."""
@@ -53,13 +67,8 @@ class FixedCost(CostModel):
         return self.overhead
 
     def price_ops(self, graph, batch_size, device_kind):
-        column = lambda value: np.full(len(graph.ops), value)
-        return OpPrices(
-            forward_s=column(self.forward),
-            backward_s=column(self.backward),
-            accumulate_s=column(self.accumulate),
-            basis=("measured",) * len(graph.ops),
-        )
+        ones = np.ones(len(graph.ops))
+        return exact_prices(self.forward * ones, self.backward * ones, self.accumulate * ones)
 
     def send_seconds(self, source_rank, target_rank, num_bytes):
         return self.send

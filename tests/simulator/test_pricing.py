@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from meshwright.cost import OpPrices
 from meshwright.program import build_program, gradient_buckets
 from meshwright.simulator import price_program, simulate_program
 from meshwright.spec import Cluster, DeviceGroup, Opcode, ProgramError, slice_graph
 from meshwright.spec.plan import GradientExchange
 from tests.graphs import chain_graph, even_bounds, make_plan
-from tests.simulator.plans import FixedCost, small_cluster
+from tests.simulator.plans import FixedCost, exact_prices, small_cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +21,7 @@ class UnevenCost(FixedCost):
 
     def price_ops(self, graph, batch_size, device_kind):
         times = 1e-6 * np.arange(1, len(graph.ops) + 1) * (10 if device_kind.name == "slow" else 1)
-        return OpPrices(
-            forward_s=times, backward_s=2 * times, accumulate_s=times / 10, basis=("measured",) * len(graph.ops)
-        )
+        return exact_prices(times, 2 * times, times / 10)
 
 
 def mixed_cluster(fast: int, slow: int) -> Cluster:

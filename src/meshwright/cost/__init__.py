@@ -1,8 +1,9 @@
 """What things cost: seconds and bytes of ops, transfers, optimizer steps and stages, measured or by datasheet."""
 
 from meshwright.cost.memory import StageMemory
-from meshwright.cost.model import CostModel, OpPrices
+from meshwright.cost.model import CostModel
+from meshwright.cost.prediction import Basis
+from meshwright.cost.prices import OpPrices, TotalSeconds, add_intervals
 from meshwright.cost.roofline import LAUNCH_S
-from meshwright.cost.table import Basis
 
-__all__ = ["LAUNCH_S", "Basis", "CostModel", "OpPrices", "StageMemory"]
+__all__ = ["LAUNCH_S", "Basis", "CostModel", "OpPrices", "StageMemory", "TotalSeconds", "add_intervals"]

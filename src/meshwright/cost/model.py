@@ -3,7 +3,7 @@
 One question per method, each answered from the measurement table where it applies (the device kind has the table's
 name, ranks share a node) and from datasheet figures elsewhere:
 
-    price_ops           table, classes, roofline        send_seconds, all_reduce_seconds   transfers
+    price_ops           table, ops, prices, roofline    send_seconds, all_reduce_seconds   transfers
     optimizer_seconds   optimizers                      bucket_seconds                     optimizers
     stage_memory        memory                          peak_memory                        memory
 
@@ -21,7 +21,8 @@ import numpy as np
 from meshwright.cost.classes import classify_ops
 from meshwright.cost.memory import StageMemory, weigh_stage
 from meshwright.cost.optimizers import copy_seconds, optimizer_curves, step_seconds, trainable_elements
-from meshwright.cost.table import Basis, OpTable, price_op
+from meshwright.cost.prices import OpPrices, gather_prices
+from meshwright.cost.table import OpTable, price_op
 from meshwright.cost.transfers import TransferTable, ring_seconds, slowest_link
 from meshwright.spec import Cluster, DeviceKind, Graph, Measurements
 from meshwright.spec.measurements import BUCKET_COPY
@@ -29,27 +30,11 @@ from meshwright.spec.measurements import BUCKET_COPY
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from numpy.typing import NDArray
-
     from meshwright.cost.curves import Curve
     from meshwright.spec import Optimizer, StageSlice, Workload
     from meshwright.spec.workload import Precision
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OpPrices:
-    """Seconds of every op of a graph, float64 of shape (ops,), read-only, and where each came from.
-
-    ``backward_s`` is that of a first microbatch; ``accumulate_s`` is what adding to gradients that are already there
-    takes on top (every later microbatch of a step).
-    """
-
-    forward_s: NDArray[np.float64]
-    backward_s: NDArray[np.float64]
-    accumulate_s: NDArray[np.float64]
-    basis: tuple[Basis, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -165,18 +150,8 @@ class CostModel:
             for index in classes.representatives
         ]
         backward_ops = np.array([op.phase == "backward" for op in graph.ops], bool)
-        columns = np.array(
-            [(price.forward_s, price.backward_s, price.accumulate_s) for price, _ in prices], np.float64
-        ).reshape(-1, 3)[classes.class_of]
         # An op of a joint graph's backward half runs once, in the backward.
-        columns[backward_ops, 1], columns[backward_ops, 0] = columns[backward_ops, 0], 0.0
-        columns.setflags(write=False)
-        return OpPrices(
-            forward_s=columns[:, 0],
-            backward_s=columns[:, 1],
-            accumulate_s=columns[:, 2],
-            basis=tuple(prices[index][1] for index in classes.class_of),
-        )
+        return gather_prices(prices, classes.class_of, backward_ops)
 
     def _send(self, ranks: tuple[int, int], num_bytes: float) -> float:
         if self._transfers is not None and self._measured_among(ranks):

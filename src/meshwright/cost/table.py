@@ -1,26 +1,37 @@
-"""What the measurement table says of an op: its own time, or one between or beside the batch sizes that were measured.
+"""What the measurement table says of an op: its own time, one between measured batch sizes, or a learned one.
 
     measured      the key is in the table
     interpolated  the same op was measured at batch sizes below and above: linear between the nearest two
+    regressed     ops of its family were measured: `cost.ops`
     transferred   it was measured on one side only: the nearest time × (roofline here / roofline there)
-    roofline      it was never measured
+    roofline      nothing like it was ever measured
 
 "The same op" is decided by the key alone: an entry belongs to batch size n exactly if ``op_key(graph, op, n)`` is it.
+The intervals hold measured / predicted of four out of five ops, forward and backward, of the models in
+`validation.cpu_ops` that are not scored: each op against its time in another model, between or beside other batch
+sizes, or against its roofline.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from meshwright.cost.ops import fit_op_regressor
+from meshwright.cost.prediction import Interval
+from meshwright.cost.prices import OpPrice, price_around
 from meshwright.cost.roofline import OpSeconds, bound_op
 from meshwright.spec.measurements import op_key
 
 if TYPE_CHECKING:
+    from meshwright.cost.ops import OpRegressor
     from meshwright.spec import DeviceKind, Graph, Measurements, Op, OpMeasurement
 
-Basis = Literal["measured", "interpolated", "transferred", "roofline"]
+MEASURED = Interval(low=0.70, high=1.43)
+INTERPOLATED = Interval(low=0.91, high=1.32)
+TRANSFERRED = Interval(low=0.69, high=1.34)
+ROOFLINE = Interval(low=0.86, high=9.3)
 
 _FLOAT_IN_KEY = re.compile(r":(?:float64|float32|float16|bfloat16)\b")
 
@@ -30,6 +41,8 @@ class OpTable:
 
     def __init__(self, measurements: Measurements, dtype: str) -> None:
         self._dtype = dtype
+        self._rows = measurements.ops
+        self._learned: dict[str, OpRegressor] = {}
         self._by_key: dict[str, OpMeasurement] = {}
         self._by_kind: dict[str, list[tuple[tuple[str, ...], str]]] = {}
         for entry in measurements.ops:
@@ -48,6 +61,16 @@ class OpTable:
         if entry is None:
             return None
         return OpSeconds(forward_s=entry.forward_s, backward_s=entry.backward_s, accumulate_s=entry.accumulate_s)
+
+    def spread(self, key: str) -> float:
+        """(p90 - p10) / median of the forward of a key that `find` knows."""
+        return self._by_key[key].spread
+
+    def learned(self, kind: DeviceKind) -> OpRegressor:
+        """What the rows teach about ops that are not among them; learned when it is first asked for."""
+        if kind.name not in self._learned:
+            self._learned[kind.name] = fit_op_regressor(self._rows, kind, self._dtype)
+        return self._learned[kind.name]
 
     def measured_batches(self, graph: Graph, op: Op) -> dict[int, OpSeconds]:
         """Times of this op by batch size, ascending; empty if its shapes do not depend on the batch."""
@@ -68,45 +91,53 @@ class OpTable:
         return dict(sorted(found.items()))
 
 
-def price_op(
-    graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, table: OpTable | None
-) -> tuple[OpSeconds, Basis]:
-    """Seconds of one op and where they come from (see the module's docstring)."""
-    if table is not None:
-        exact = table.find(table.key(graph, op, batch_size))
-        if exact is not None:
-            return exact, "measured"
-        known = table.measured_batches(graph, op)
-        if known:
-            return _from_neighbours(graph, op, batch_size, kind, dtype, known)
-    return bound_op(graph, op, batch_size, kind, dtype), "roofline"
+def price_op(graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, table: OpTable | None) -> OpPrice:
+    """Seconds of one op, their interval and where they come from (see the module's docstring)."""
+    bound = bound_op(graph, op, batch_size, kind, dtype)
+    if table is None:
+        return price_around(bound, ROOFLINE, "roofline")
+    key = table.key(graph, op, batch_size)
+    exact = table.find(key)
+    if exact is not None:
+        # The spread of one run says less than another run would: it only ever widens the interval.
+        half = table.spread(key) / 2
+        wide = Interval(low=max(min(MEASURED.low, 1 - half), 0.0), high=max(MEASURED.high, 1 + half))
+        return price_around(exact, wide, "measured")
+    known = table.measured_batches(graph, op)
+    if known and min(known) < batch_size < max(known):
+        return price_around(_between(batch_size, known), INTERPOLATED, "interpolated")
+    learned = table.learned(kind)
+    if learned.knows(key):
+        return learned.price(key)
+    if known:
+        return price_around(_beside(graph, op, batch_size, kind, dtype, known, bound), TRANSFERRED, "transferred")
+    return price_around(bound, ROOFLINE, "roofline")
 
 
-def _from_neighbours(
-    graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, known: dict[int, OpSeconds]
-) -> tuple[OpSeconds, Basis]:
+def _between(batch_size: int, known: dict[int, OpSeconds]) -> OpSeconds:
     sizes = list(known)
     place = bisect_left(sizes, batch_size)
-    if 0 < place < len(sizes):
-        low, high = sizes[place - 1], sizes[place]
-        share = (batch_size - low) / (high - low)
-        below, above = known[low], known[high]
-        return (
-            OpSeconds(
-                forward_s=below.forward_s + share * (above.forward_s - below.forward_s),
-                backward_s=below.backward_s + share * (above.backward_s - below.backward_s),
-                accumulate_s=below.accumulate_s + share * (above.accumulate_s - below.accumulate_s),
-            ),
-            "interpolated",
-        )
-    nearest = sizes[0] if place == 0 else sizes[-1]
-    here, there = (bound_op(graph, op, size, kind, dtype) for size in (batch_size, nearest))
+    low, high = sizes[place - 1], sizes[place]
+    share = (batch_size - low) / (high - low)
+    below, above = known[low], known[high]
+    return OpSeconds(
+        forward_s=below.forward_s + share * (above.forward_s - below.forward_s),
+        backward_s=below.backward_s + share * (above.backward_s - below.backward_s),
+        accumulate_s=below.accumulate_s + share * (above.accumulate_s - below.accumulate_s),
+    )
+
+
+def _beside(
+    graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, known: dict[int, OpSeconds], here: OpSeconds
+) -> OpSeconds:
+    nearest = min(known) if batch_size < min(known) else max(known)
+    there = bound_op(graph, op, nearest, kind, dtype)
     ratios = (
         here.forward_s / there.forward_s if there.forward_s else 1.0,
         here.backward_s / there.backward_s if there.backward_s else 1.0,
         1.0,  # gradients of parameters do not depend on the batch
     )
-    return known[nearest].scaled(*ratios), "transferred"
+    return known[nearest].scaled(*ratios)
 
 
 def _batch_place(graph: Graph, op: Op) -> tuple[int, int] | None:

@@ -1,0 +1,216 @@
+"""Seconds of ops that were not measured, learned from those that were, on the same device.
+
+Stage one (`cost.ops.explain`) says what a pass of an op should take by what it does, t₁, for each family of operators.
+Stage two is the achieved efficiency ln (t / t₁) = f(op), a Gaussian process over the logarithms x of the op's sizes and
+bytes, within the family:
+
+    cov(f, f') = (1 + [same operator] + [same variant]) · (v + w · M(|x - x'| / l)),     M: the Matérn 3/2 function
+
+So an op beside measured ones is priced like them, one far from all by its operator, one of an operator that was never
+seen by its family. The noise of a row is its measured spread and what timing inside a model varies.
+
+The interval is t · exp(±q·s): s is the process's own deviation, q the quantile of |residual| / s over all rows of the
+table, each predicted without its relatives (the same op at other batch sizes), which the inverse gives at once.
+
+Source: Rasmussen and Williams, Gaussian Processes for Machine Learning, 2.2 and 5.4.2 (leaving out, here whole blocks).
+v, w, l and the noise were chosen by leaving out one model after the other of those that `validation.cpu_ops` does
+not score; l from 3 to 20 and noises from 0.05 to 0.3 move the median error by less than 3 points.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.ops.explain import bound_amounts, explain, fit_explanation
+from meshwright.cost.ops.work import Amount, Family, OpWork, read_work
+from meshwright.cost.prediction import INTERVAL_SHARE, Basis, Floats, Predictions
+from meshwright.cost.prices import OpPrice
+from meshwright.cost.roofline import OpSeconds
+from meshwright.spec import DeviceKind, OpMeasurement
+
+Pass = Literal["forward", "backward", "accumulate"]
+PASSES: tuple[Pass, ...] = get_args(Pass)
+
+# v, w, l (in doublings of a size) and the deviation of ln t between two measurements of one op in different models.
+_SHARED, _ALIKE, _SCALE, _NOISE = 0.3, 1.0, 12.0, 0.2
+_PRIOR_DEVIATION = math.sqrt(3.0 * (_SHARED + _ALIKE) + _NOISE**2)
+# Forwards of a family from which on it is learned: with fewer, no row is the quantile that holds INTERVAL_SHARE.
+_MIN_ROWS = 4
+# What the explanation alone leaves of ln t: rows count alike in its fit however sharply they were measured.
+_UNEXPLAINED = 0.5
+# Twice what reading the clock costs (`measurement.clock`): times below it are its noise.
+_RESOLUTION_S = 2e-7
+# The spread is (p90 - p10) / median: 2.56 deviations of a normal distribution.
+_SPREAD_DEVIATIONS = 2.56
+# The quantile of a normal deviation that holds INTERVAL_SHARE; used where rows are too few to have one of their own.
+_NORMAL_QUANTILE = 1.28
+_BASIS: tuple[Basis] = ("regressed",)
+_FIRST_DIM = re.compile(r"(?<=[(,])\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Points:
+    """Ops of one family as points: ``places`` of shape (ops, 5), ``bounds`` (ops, 3), operators and variants (ops,)."""
+
+    places: Floats
+    bounds: Floats
+    operators: NDArray[np.str_]
+    variants: NDArray[np.str_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Process:
+    """A fitted family: its points, ln a, ln b, ln c, and of the process the inverse covariance and the weights."""
+
+    points: _Points
+    factors: Floats
+    inverse: Floats
+    weights: Floats
+
+    def predict(self, points: _Points) -> tuple[Floats, Floats]:
+        """Logarithms of seconds and their deviations, each of shape (ops,)."""
+        shared = _covariance(points, self.points)
+        explained = ((shared @ self.inverse) * shared).sum(axis=1)
+        variance = _PRIOR_DEVIATION**2 - explained
+        return explain(points.bounds, self.factors) + shared @ self.weights, np.sqrt(variance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpRegressor:
+    """Prices passes of ops by their keys; made by `fit_op_regressor`.
+
+    ``quantiles``: q of each pass that was measured at all.
+    """
+
+    kind: DeviceKind
+    dtype: str
+    processes: dict[tuple[Pass, Family], _Process]
+    quantiles: dict[Pass, float]
+
+    def knows(self, key: str) -> bool:
+        """Whether enough ops of the family that this key belongs to were measured in its dtype."""
+        work = read_work(key)
+        return work is not None and work.dtype in ("", self.dtype) and ("forward", work.family) in self.processes
+
+    def predict(self, keys: Sequence[str], part: Pass) -> Predictions:
+        """Seconds of one pass of ops that `knows` is true for; 0 where the op has no such pass."""
+        works = [work for work in map(read_work, keys) if work is not None]
+        seconds, low, high = np.zeros(len(works)), np.zeros(len(works)), np.zeros(len(works))
+        for family in {work.family for work in works}:
+            rows = [i for i, work in enumerate(works) if work.family == family and _amount(work, part).num_kernels]
+            if rows:
+                logs, deviations = self._logs(
+                    _place([works[i] for i in rows], part, self.kind, self.dtype), part, family
+                )
+                around = self.quantiles.get(part, _NORMAL_QUANTILE) * deviations
+                seconds[rows], low[rows], high[rows] = np.exp([logs, logs - around, logs + around])
+        return Predictions(seconds=seconds, low_s=low, high_s=high, basis=_BASIS * len(works))
+
+    def price(self, key: str) -> OpPrice:
+        """All passes of one op that `knows` is true for."""
+        parts = [self.predict((key,), part) for part in PASSES]
+        seconds, low, high = (
+            OpSeconds(**{f"{part}_s": float(getattr(found, end)[0]) for part, found in zip(PASSES, parts, strict=True)})
+            for end in ("seconds", "low_s", "high_s")
+        )
+        return OpPrice(seconds=seconds, low=low, high=high, basis="regressed")
+
+    def _logs(self, points: _Points, part: Pass, family: Family) -> tuple[Floats, Floats]:
+        process = self.processes.get((part, family))
+        if process is not None:
+            return process.predict(points)
+        # Only the forward of this family was measured: the datasheet, as unsure as the process is before any row.
+        return explain(points.bounds, np.zeros(3)), np.full(len(points.bounds), _PRIOR_DEVIATION)
+
+
+def fit_op_regressor(rows: Sequence[OpMeasurement], kind: DeviceKind, dtype: str) -> OpRegressor:
+    """Learn from the measured ops of one device those in ``dtype`` (and those without floating inputs)."""
+    processes: dict[tuple[Pass, Family], _Process] = {}
+    quantiles: dict[Pass, float] = {}
+    for part in PASSES:
+        families: defaultdict[Family, list[tuple[OpWork, OpMeasurement]]] = defaultdict(list)
+        for row in rows:
+            work = read_work(row.key)
+            if work is None or work.dtype not in ("", dtype) or _seconds(row, part) <= _RESOLUTION_S:
+                continue
+            if _amount(work, part).num_kernels:
+                families[work.family].append((work, row))
+        residuals = []
+        for family, known in families.items():
+            if part == "forward" and len(known) < _MIN_ROWS:
+                continue
+            processes[part, family], left_out = _fit_family(known, part, kind, dtype)
+            residuals.append(left_out)
+        if residuals:
+            quantiles[part] = _quantile(np.concatenate(residuals))
+    return OpRegressor(kind=kind, dtype=dtype, processes=processes, quantiles=quantiles)
+
+
+def relatives(key: str) -> str:
+    """What keys of one op at different batch sizes have in common: all but the first size of every input."""
+    return _FIRST_DIM.sub("", key)
+
+
+def _fit_family(
+    known: list[tuple[OpWork, OpMeasurement]], part: Pass, kind: DeviceKind, dtype: str
+) -> tuple[_Process, Floats]:
+    """The process, and |residual| / deviation of each row when its relatives are left out."""
+    points = _place([work for work, _ in known], part, kind, dtype)
+    logs = np.log([_seconds(row, part) for _, row in known])
+    noise = np.hypot(_NOISE, np.minimum([row.spread for _, row in known], _SPREAD_DEVIATIONS) / _SPREAD_DEVIATIONS)
+    factors = fit_explanation(points.bounds, logs, np.hypot(noise, _UNEXPLAINED))
+    inverse = np.asarray(np.linalg.inv(_covariance(points, points) + np.diag(noise**2)), np.float64)
+    weights = inverse @ (logs - explain(points.bounds, factors))
+    blocks: defaultdict[str, list[int]] = defaultdict(list)
+    for place, (_, row) in enumerate(known):
+        blocks[relatives(row.key)].append(place)
+    ratios = np.empty(len(known))
+    for block in blocks.values():
+        spread = np.linalg.inv(inverse[np.ix_(block, block)])
+        ratios[block] = np.abs(spread @ weights[block]) / np.sqrt(np.diag(spread))
+    return _Process(points=points, factors=factors, inverse=inverse, weights=weights), ratios
+
+
+def _quantile(ratios: Floats) -> float:
+    """The ⌈(n + 1) · share⌉-th smallest, as in split conformal prediction; rows too few for it have the largest."""
+    place = math.ceil((len(ratios) + 1) * INTERVAL_SHARE)
+    if place > len(ratios):
+        return max(_NORMAL_QUANTILE, float(ratios.max()))
+    return float(np.sort(ratios)[place - 1])
+
+
+def _place(works: Sequence[OpWork], part: Pass, kind: DeviceKind, dtype: str) -> _Points:
+    amounts = [_amount(work, part) for work in works]
+    moved = np.log2([max(amount.num_bytes, 1.0) for amount in amounts])
+    return _Points(
+        places=np.column_stack([np.array([work.sizes for work in works]), moved]),
+        bounds=bound_amounts(amounts, kind, dtype),
+        operators=np.array([work.operator for work in works]),
+        variants=np.array([work.variant for work in works]),
+    )
+
+
+def _covariance(these: _Points, those: _Points) -> Floats:
+    """Shape (these, those)."""
+    squares = (these.places**2).sum(axis=1)[:, None] + (those.places**2).sum(axis=1)[None, :]
+    apart = np.sqrt((squares - 2.0 * these.places @ those.places.T).clip(min=0.0))
+    scaled = math.sqrt(3.0) / _SCALE * apart
+    same = 1.0 + (these.operators[:, None] == those.operators) + (these.variants[:, None] == those.variants)
+    covariance: Floats = same * (_SHARED + _ALIKE * (1.0 + scaled) * np.exp(-scaled))
+    return covariance
+
+
+def _amount(work: OpWork, part: Pass) -> Amount:
+    return {"forward": work.forward, "backward": work.backward, "accumulate": work.accumulate}[part]
+
+
+def _seconds(row: OpMeasurement, part: Pass) -> float:
+    return {"forward": row.forward_s, "backward": row.backward_s, "accumulate": row.accumulate_s}[part]

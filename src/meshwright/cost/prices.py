@@ -1,0 +1,117 @@
+"""Prices of ops: seconds with 80 % intervals and what they rest on, for one op and for all ops of a graph.
+
+How intervals add up. Instances of one op in a model are off by the same factor, different ops by factors of their own,
+and what rests on a datasheet or on other devices is off alike for all ops. So with deviations d = high - t of ops i in
+groups g that err together
+
+    high of a sum = Σ t + √ Σ_g (Σ_{i in g} d_i)²            low alike, with d = t - low
+
+Measured: `meshwright validate cpu_ops`, part "totals".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.prediction import Basis, Floats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshwright.cost.prediction import Interval
+    from meshwright.cost.roofline import OpSeconds
+
+# Of these bases all ops of a device err together.
+_SHARED: tuple[Basis, ...] = ("transferred", "roofline")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpPrice:
+    """Seconds of one op, the ends of their 80 % intervals and their basis."""
+
+    seconds: OpSeconds
+    low: OpSeconds
+    high: OpSeconds
+    basis: Basis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TotalSeconds:
+    """A sum of prices with its 80 % interval."""
+
+    seconds: float
+    low_s: float
+    high_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpPrices:
+    """Seconds of every op of a graph, float64 of shape (ops,), read-only, and where each came from.
+
+    ``backward_s`` is that of a first microbatch; ``accumulate_s`` is what adding to gradients that are already there
+    takes on top (every later microbatch of a step). ``low_s`` and ``high_s`` are the ends of the 80 % intervals, of
+    shape (ops, 3): forward, backward, accumulate. Ops of one ``group`` err together.
+    """
+
+    forward_s: NDArray[np.float64]
+    backward_s: NDArray[np.float64]
+    accumulate_s: NDArray[np.float64]
+    low_s: NDArray[np.float64]
+    high_s: NDArray[np.float64]
+    group: NDArray[np.int64]
+    basis: tuple[Basis, ...]
+
+    def total(self, ops: Sequence[int] | NDArray[np.int64] | None = None) -> TotalSeconds:
+        """Forward and backward of some ops (default: all), each counted once."""
+        chosen = np.arange(len(self.group)) if ops is None else np.asarray(ops, np.int64)
+        seconds = self.forward_s[chosen] + self.backward_s[chosen]
+        low, high = self.low_s[chosen, :2].sum(axis=1), self.high_s[chosen, :2].sum(axis=1)
+        return add_intervals(seconds, low, high, self.group[chosen])
+
+
+def price_around(seconds: OpSeconds, interval: Interval, basis: Basis) -> OpPrice:
+    """A price whose interval is the same factors for every pass."""
+    low, high = interval.low, interval.high
+    return OpPrice(
+        seconds=seconds, low=seconds.scaled(low, low, low), high=seconds.scaled(high, high, high), basis=basis
+    )
+
+
+def add_intervals(seconds: Floats, low_s: Floats, high_s: Floats, group: NDArray[np.int64]) -> TotalSeconds:
+    """The sum of n predictions (each argument of shape (n,)); those of one group err together."""
+    _, places = np.unique(group, return_inverse=True)
+    total = float(seconds.sum())
+    below, above = (
+        float(np.sqrt((np.bincount(places, deviations) ** 2).sum()))
+        for deviations in (seconds - low_s, high_s - seconds)
+    )
+    return TotalSeconds(seconds=total, low_s=max(total - below, 0.0), high_s=total + above)
+
+
+def gather_prices(prices: Sequence[OpPrice], class_of: NDArray[np.int64], runs_backward: NDArray[np.bool_]) -> OpPrices:
+    """One price per class to the prices of all ops; ``runs_backward`` ops run once, in the backward."""
+
+    def columns(parts: Sequence[OpSeconds]) -> NDArray[np.float64]:
+        rows = [(part.forward_s, part.backward_s, part.accumulate_s) for part in parts]
+        table = np.array(rows, np.float64).reshape(-1, 3)[class_of]
+        table[runs_backward, 1], table[runs_backward, 0] = table[runs_backward, 0], 0.0
+        table.setflags(write=False)
+        return table
+
+    seconds = columns([price.seconds for price in prices])
+    groups = np.array(
+        [-1 - _SHARED.index(p.basis) if p.basis in _SHARED else i for i, p in enumerate(prices)], np.int64
+    )
+    return OpPrices(
+        forward_s=seconds[:, 0],
+        backward_s=seconds[:, 1],
+        accumulate_s=seconds[:, 2],
+        low_s=columns([price.low for price in prices]),
+        high_s=columns([price.high for price in prices]),
+        group=groups[class_of],
+        basis=tuple(prices[index].basis for index in class_of),
+    )
