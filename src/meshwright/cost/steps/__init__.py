@@ -1,0 +1,33 @@
+"""How long a training step of a transformer takes: its ops counted, priced and laid out in a pipeline."""
+
+from meshwright.cost.steps.fit import PRIOR, fit_efficiencies
+from meshwright.cost.steps.model import Regime, StepModel, load_step_model
+from meshwright.cost.steps.ops import CountedOp, embedding_ops, head_ops, layer_ops, recomputed_ops
+from meshwright.cost.steps.pipeline import StageSeconds, layers_per_stage, pipeline_seconds
+from meshwright.cost.steps.prices import Efficiencies, StepPrices
+from meshwright.cost.steps.software import Software, find_software
+from meshwright.cost.steps.step import LayerSeconds, StepSeconds, predict_layer, predict_step
+
+__all__ = [
+    "PRIOR",
+    "CountedOp",
+    "Efficiencies",
+    "LayerSeconds",
+    "Regime",
+    "Software",
+    "StageSeconds",
+    "StepModel",
+    "StepPrices",
+    "StepSeconds",
+    "embedding_ops",
+    "find_software",
+    "fit_efficiencies",
+    "head_ops",
+    "layer_ops",
+    "layers_per_stage",
+    "load_step_model",
+    "pipeline_seconds",
+    "predict_layer",
+    "predict_step",
+    "recomputed_ops",
+]

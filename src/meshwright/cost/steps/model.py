@@ -1,0 +1,42 @@
+"""The shipped figures of step predictions: one set of efficiencies, where it comes from, and how wrong it was.
+
+The document ``cost/models/steps.json`` names the rows that the set was fitted on by hash, so that `validate` can refuse
+to score them. Devices of other kinds take the same shares of their own datasheets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import ClassVar, Literal
+
+from meshwright.cost.prediction import Interval
+from meshwright.cost.steps.prices import Efficiencies
+from meshwright.spec import decode_document
+from meshwright.spec.parsing import read_data
+
+# What a step's interval depends on: kernels large enough to fill the device, on the fitted kind of device with the
+# fitted line of software; large kernels elsewhere; kernels so small that starting them sets the pace.
+Regime = Literal["fitted", "elsewhere", "small"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """Efficiencies of one kind of device, the intervals of each regime, and the hashes of the fitted rows (hex)."""
+
+    device: str
+    software: str
+    rule: str
+    efficiencies: Efficiencies
+    intervals: dict[str, Interval]
+    fitted_rows: tuple[str, ...]
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+
+@cache
+def load_step_model() -> StepModel:
+    """The shipped model."""
+    with resources.as_file(resources.files("meshwright.cost") / "models" / "steps.json") as path:
+        return decode_document(StepModel, read_data(path), path.name)

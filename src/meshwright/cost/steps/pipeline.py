@@ -1,0 +1,66 @@
+"""How long a pipeline of stages takes for one step, in closed form, where stages repeat the same microbatch work.
+
+With p stages of t_i seconds per microbatch (forward and backward, transfers included), t = max t_i, m microbatches and
+v chunks of the model per stage:
+
+    GPipe, 1F1B             m·t + (Σ t_i - t)            bubble (p - 1) / m of the work, for equal stages
+    interleaved 1F1B        m·t + (Σ t_i - t) / v        bubble (p - 1) / (v·m)
+    ZB-1p (= ZB-H1)         m·t + (Σ t_i - t)·(f + b - w) / (f + b + w)
+    ZB-2p                   m·t                           bubble 0
+
+Sources: Narayanan et al., SC 2021, section 2.2; Qi et al., ICLR 2024, table 1 (f forward, b input gradients, w weight
+gradients).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Schedule = Literal["1f1b", "interleaved", "zb-1p", "zb-2p"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Seconds of one stage for one microbatch: forward, gradients of inputs, gradients of weights, transfers."""
+
+    forward_s: float
+    input_gradient_s: float
+    weight_gradient_s: float
+    transfer_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.forward_s + self.input_gradient_s + self.weight_gradient_s + self.transfer_s
+
+
+def pipeline_seconds(
+    stages: Sequence[StageSeconds], num_microbatches: int, schedule: Schedule = "1f1b", chunks: int = 1
+) -> float:
+    """Seconds from the first forward to the last backward of one step."""
+    slowest = max(stages, key=lambda stage: stage.seconds)
+    steady = num_microbatches * slowest.seconds
+    fill = sum(stage.seconds for stage in stages) - slowest.seconds
+    if schedule == "zb-2p":
+        return steady
+    if schedule == "zb-1p":
+        kept = slowest.seconds - 2 * slowest.weight_gradient_s
+        return steady + fill * max(kept, 0.0) / slowest.seconds
+    return steady + fill / (chunks if schedule == "interleaved" else 1)
+
+
+def layers_per_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as even as they go; the last and then the first stage have fewer, for head and embedding.
+
+    Shape (stages,). Stages in the middle lose layers only when more than two are missing.
+    """
+    most = -(-num_layers // num_stages)
+    counts = [most] * num_stages
+    order = [num_stages - 1, 0, *range(1, num_stages - 1)]
+    for missing in range(most * num_stages - num_layers):
+        counts[order[missing % num_stages]] -= 1
+    return tuple(counts)

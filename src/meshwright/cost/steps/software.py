@@ -1,0 +1,61 @@
+"""What the software of a training run does beside its kernels: which communication it hides, what it fuses.
+
+A data file, ``software.toml``, names each behaviour with its citation; a row's framework and source pick the entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import ClassVar, Literal
+
+from meshwright.spec import decode_document
+from meshwright.spec.parsing import read_data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """Habits of one kind of training software.
+
+    ``fused_accumulation``: weight gradients are added by the product that makes them. ``hidden_tensor_parallel``: the
+    backward's reduction among the tensor group runs beside the weight gradients. ``hidden_gradients``: when gradients
+    are reduced beside the backward.
+    """
+
+    name: str
+    citation: str
+    fused_attention: bool
+    fused_accumulation: bool
+    hidden_tensor_parallel: bool
+    hidden_gradients: Literal["never", "without pipeline", "always"]
+    framework: str = ""
+    source: str = ""
+
+    def hides_gradients(self, num_stages: int) -> bool:
+        """Whether gradients are reduced beside the backward of a pipeline of so many stages."""
+        return self.hidden_gradients == "always" or (self.hidden_gradients == "without pipeline" and num_stages == 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftwareList:
+    """The document: entries in the order in which they are tried."""
+
+    software: tuple[Software, ...]
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+
+def find_software(framework: str = "", source: str = "") -> Software:
+    """The first entry whose parts stand in the framework and the source; the last one if none does."""
+    for entry in known_software():
+        if entry.framework in framework.lower() and entry.source in source.lower():
+            return entry
+    raise AssertionError("the last entry matches everything")
+
+
+@cache
+def known_software() -> tuple[Software, ...]:
+    """All entries of the shipped file."""
+    with resources.as_file(resources.files("meshwright.cost.steps") / "software.toml") as path:
+        return decode_document(SoftwareList, read_data(path), path.name).software

@@ -1,0 +1,230 @@
+"""How long a training step of a transformer takes, in closed form from the prices of its ops.
+
+    step      pipeline(stages) + gradients + tied embedding + optimizer
+    stage     Σ layers (forward + recompute + input gradients + weight gradients) + embedding or head + transfers
+    hidden    a collective that runs beside work w takes max(0, its seconds - w)
+
+Gradients are reduced once per step (zero 0: all-reduce; 1: reduce-scatter, and parameters gathered) or per microbatch
+(zero 2 and 3: reduce-scatter beside the backward; parameters gathered beside forward, with 3 beside the backward too).
+What the software hides is said by `software`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from meshwright.cost.steps.ops import HALF, SINGLE, CountedOp, embedding_ops, head_ops, layer_ops, recomputed_ops
+from meshwright.cost.steps.pipeline import Schedule, StageSeconds, layers_per_stage, pipeline_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from meshwright.cost.steps.prices import StepPrices
+    from meshwright.cost.steps.software import Software
+    from meshwright.cost.transformer import TransformerShape
+
+# Products beside which the collectives of a group run: those that split the columns of their matrix; attention.
+_BESIDE = {
+    "tensor": frozenset({"qkv", "up", "query up", "kv up"}),
+    "context": frozenset({"attention", "scores", "values"}),
+}
+# Bytes of the optimizer's step per parameter: Adam reads gradient, weight and two states and writes the last three
+# (28), the norm reads (4), clipping reads and writes (8). Copies: master to model (6); gradients set to zero (fp16: 2,
+# bf16: 4), and fp16 ones copied to single precision (6) and unscaled in place (8).
+_ADAM_BYTES = 40
+_COPY_BYTES = {"fp16": 6 + 16, "bf16": 6 + 4, "fp8": 6 + 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """A step and its parts, s: the pipeline with its bubble, gradients reduced after it, and the optimizer."""
+
+    pipeline_s: float
+    bubble_s: float
+    gradients_s: float
+    optimizer_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.pipeline_s + self.gradients_s + self.optimizer_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSeconds:
+    """One layer for one microbatch, s; recomputing stands with the input gradients, which wait for it.
+
+    ``num_kernels`` of the forward, collectives left out.
+    """
+
+    forward_s: float
+    input_gradient_s: float
+    weight_gradient_s: float
+    num_kernels: float
+
+
+def predict_step(
+    shape: TransformerShape, prices: StepPrices, software: Software, schedule: Schedule = "1f1b"
+) -> StepSeconds:
+    """Seconds of one optimizer step of the model, laid out as ``prices.setup`` says."""
+    setup = prices.setup
+    counts = layers_per_stage(shape.layers, setup.pp)
+    layers = {kind: predict_layer(shape, prices, software, kind) for kind in _kinds(shape)}
+    stages = [_stage(shape, prices, layers, sum(counts[:i]), count) for i, count in enumerate(counts)]
+    pipeline = pipeline_seconds(stages, setup.num_microbatches, schedule, setup.chunks)
+    parameters = max(_stage_parameters(shape, prices, sum(counts[:i]), count) for i, count in enumerate(counts))
+    return StepSeconds(
+        pipeline_s=pipeline,
+        bubble_s=pipeline - setup.num_microbatches * max(stage.seconds for stage in stages),
+        gradients_s=_reduce_gradients(shape, prices, software, parameters, max(s.input_gradient_s for s in stages)),
+        optimizer_s=_optimizer(prices, parameters),
+    )
+
+
+def predict_layer(shape: TransformerShape, prices: StepPrices, software: Software, layer: int = 0) -> LayerSeconds:
+    """Seconds of one layer for one microbatch, collectives of its groups included."""
+    setup = prices.setup
+    ops = _ops_of(shape, prices, layer)
+    forward = _part(ops, "forward", prices, software)
+    again = forward if setup.recompute == "full" else prices.total(recomputed_ops(ops, setup.recompute))
+    parameters = _parameters(ops)
+    width = _gradient_bytes(prices)
+    accumulated = 0.0 if setup.zero >= 2 else parameters * width * (1 if software.fused_accumulation else 3)
+    adding = prices.pass_seconds(accumulated) if accumulated else 0.0
+    return LayerSeconds(
+        forward_s=forward,
+        input_gradient_s=again + _part(ops, "input_gradient", prices, software),
+        weight_gradient_s=adding + _part(ops, "weight_gradient", prices, software),
+        num_kernels=sum(op.count for op in ops if op.part == "forward" and not op.group),
+    )
+
+
+def _stage(
+    shape: TransformerShape, prices: StepPrices, layers: Mapping[int, LayerSeconds], first: int, count: int
+) -> StageSeconds:
+    setup = prices.setup
+    mine = [layers[_kind_of(shape, first + i)] for i in range(count)]
+    edges: tuple[CountedOp, ...] = ()
+    if first == 0:
+        edges += embedding_ops(shape, setup)
+    if first + count == shape.layers:
+        edges += head_ops(shape, setup)
+    parts = {
+        part: sum(getattr(layer, f"{part}_s") for layer in mine) + prices.total(op for op in edges if op.part == part)
+        for part in ("forward", "input_gradient", "weight_gradient")
+    }
+    if setup.zero >= 2:
+        _add_sharding(parts, prices, _stage_parameters(shape, prices, first, count), count)
+    transfers = 0.0
+    if setup.pp > 1:
+        # Each of the tensor group's devices sends its share (scatter/gather; sequence parallelism).
+        shared = HALF * setup.tokens * shape.hidden / setup.tp
+        transfers = 2 * setup.chunks * prices.send_seconds(shared)
+    return StageSeconds(
+        forward_s=parts["forward"],
+        input_gradient_s=parts["input_gradient"],
+        weight_gradient_s=parts["weight_gradient"],
+        transfer_s=transfers,
+    )
+
+
+def _add_sharding(parts: dict[str, float], prices: StepPrices, parameters: float, num_layers: int) -> None:
+    """Gathers of parameters and scatters of gradients, per microbatch, as far as they outlast the work beside them."""
+    moved = HALF * parameters
+    gather = prices.collective_seconds("data", "all_gather", moved)
+    scatter = prices.collective_seconds("data", "reduce_scatter", moved)
+    backward = scatter + (gather if prices.setup.zero == 3 else 0.0)
+    # The first layer's gather and the last one's scatter have nothing to hide behind.
+    parts["forward"] = max(parts["forward"], gather) + gather / num_layers
+    beside = parts["input_gradient"] + parts["weight_gradient"]
+    parts["weight_gradient"] += max(backward - beside, 0.0) + scatter / num_layers
+
+
+def _reduce_gradients(
+    shape: TransformerShape, prices: StepPrices, software: Software, parameters: float, backward_s: float
+) -> float:
+    setup = prices.setup
+    width = _gradient_bytes(prices)
+    tied = 0.0
+    if setup.pp > 1 and shape.tied:
+        table = shape.vocab * shape.hidden / setup.tp
+        tied = prices.collective_seconds("embedding", "all_reduce", width * table)
+    if setup.zero >= 2:
+        return tied
+    if setup.zero == 1:
+        scatter = prices.collective_seconds("data", "reduce_scatter", width * parameters)
+        reduction = scatter + prices.collective_seconds("data", "all_gather", HALF * parameters)
+    else:
+        reduction = prices.collective_seconds("data", "all_reduce", width * parameters)
+    if software.hides_gradients(setup.pp):
+        reduction = max(reduction - backward_s, 0.0)
+    return tied + reduction
+
+
+def _optimizer(prices: StepPrices, parameters: float) -> float:
+    setup = prices.setup
+    copies = 0 if setup.zero >= 2 else _COPY_BYTES[setup.precision]
+    sharded = parameters / (setup.dp * setup.cp) if setup.zero else parameters
+    return prices.pass_seconds(sharded * (_ADAM_BYTES + copies))
+
+
+def _part(ops: tuple[CountedOp, ...], part: str, prices: StepPrices, software: Software) -> float:
+    """Seconds of one part of a layer; collectives that run beside products only as far as they outlast them."""
+    seconds = prices.total(op for op in ops if op.part == part and op.hidden_by is None)
+    hidden: dict[tuple[str, str], float] = {}
+    for op in ops:
+        if op.part != part or op.hidden_by is None:
+            continue
+        if op.group == "tensor" and not software.hidden_tensor_parallel:
+            seconds += op.count * prices.seconds(op)
+        else:
+            key = (op.group, op.hidden_by)
+            hidden[key] = hidden.get(key, 0.0) + op.count * prices.seconds(op)
+    for (group, beside), needed in hidden.items():
+        work = prices.total(op for op in ops if op.part == beside and op.name in _BESIDE[group])
+        seconds += max(needed - work, 0.0)
+    return seconds
+
+
+def _stage_parameters(shape: TransformerShape, prices: StepPrices, first: int, count: int) -> float:
+    """Parameters of a stage on one device."""
+    kinds = Counter(_kind_of(shape, first + i) for i in range(count))
+    layers = sum(number * _parameters(_ops_of(shape, prices, kind)) for kind, number in kinds.items())
+    table = shape.vocab * shape.hidden / prices.setup.tp
+    is_first, is_last = first == 0, first + count == shape.layers
+    tables = 1 if is_first and is_last and shape.tied else is_first + is_last
+    return layers + tables * table
+
+
+def _parameters(ops: tuple[CountedOp, ...]) -> float:
+    """Elements of the matrices of a layer on one device (norms and biases are a thousandth of them)."""
+    sizes = [(op.count, dict(op.sizes)) for op in ops if op.weighted and op.part == "forward"]
+    return sum(count * size["n"] * size["k"] for count, size in sizes)
+
+
+def _gradient_bytes(prices: StepPrices) -> int:
+    # Megatron-LM keeps fp16 gradients in 16 bits and adds bf16 ones in single precision (arguments.py).
+    return HALF if prices.setup.precision == "fp16" else SINGLE
+
+
+def _kinds(shape: TransformerShape) -> tuple[int, ...]:
+    return tuple(sorted({_kind_of(shape, 0), _kind_of(shape, shape.layers - 1)}))
+
+
+def _kind_of(shape: TransformerShape, layer: int) -> int:
+    """The first layer that is like this one, so that equal layers are priced once."""
+    if shape.experts is None or layer < shape.experts.num_dense_layers:
+        return 0
+    return shape.experts.num_dense_layers
+
+
+@lru_cache(maxsize=4096)
+def _cached_ops(shape: TransformerShape, setup: object, layer: int) -> tuple[CountedOp, ...]:
+    return layer_ops(shape, setup, layer)  # type: ignore[arg-type]
+
+
+def _ops_of(shape: TransformerShape, prices: StepPrices, layer: int) -> tuple[CountedOp, ...]:
+    return _cached_ops(shape, prices.setup, layer)

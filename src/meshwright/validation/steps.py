@@ -1,0 +1,147 @@
+"""How wrong are predicted steps: published training steps, from one set of efficiencies and the devices' datasheets.
+
+What the set is fitted on, and what the intervals rest on, stands in `step_model`. Beside it, on the same rows: the best
+constant share of the peak FLOP rate (fitted on the same rows as ours), and where a source prints the prediction of its
+own simulator, that one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.cost.prediction import Predictions
+from meshwright.cost.roofline import peak_flops
+from meshwright.cost.steps import StepPrices, head_ops, layer_ops, load_step_model, predict_layer
+from meshwright.spec import MeasurementError
+from meshwright.validation.datasets import load_steps, load_table
+from meshwright.validation.scores import Score, score_rows
+from meshwright.validation.splits import refuse_seen
+from meshwright.validation.step_model import Residuals, is_fitted, predict_cases, predict_left_out
+from meshwright.validation.step_rows import StepCase, read_step, read_steps, row_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from meshwright.cost.prediction import Floats
+    from meshwright.cost.steps import StepModel
+    from meshwright.cost.transformer import Recompute
+
+DATASET = "steps"
+OURS, CONSTANT = "op list and pipeline", "constant share of the peak"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Rows that are scored together: their ids and devices start so."""
+
+    name: str
+    ids: str
+    device: str = ""
+    targets: tuple[tuple[str, float | None], ...] = (("mape", None),)
+
+
+PARTS = (
+    Part(name="Korthikanti, Table 5", ids="korth-t5", targets=(("mape", 4.0), ("worst", 8.0))),
+    Part(name="Korthikanti, section 6.3", ids="korth-s63"),
+    Part(name="vTrain, many nodes", ids="vtrain-multi"),
+    Part(name="vTrain, one node", ids="vtrain-single"),
+    Part(name="Zero Bubble", ids="zb-"),
+    Part(name="SC'21, ZeRO-3", ids="sc21-t2-ZeRO"),
+    Part(name="llm-foundry, A100 80 GB", ids="mpt-", device="A100-80GB"),
+    Part(name="llm-foundry, A100 40 GB", ids="mpt-", device="A100-40GB"),
+    Part(name="llm-foundry, H100", ids="mpt-", device="H100"),
+    Part(name="torchtitan, H100", ids="tt-", device="H100"),
+    Part(name="torchtitan, H200", ids="tt-", device="H200"),
+    Part(name="SimuMax, B200", ids="simumax-"),
+)
+
+
+def predict_steps(rows: Sequence[Mapping[str, str]]) -> Predictions:
+    """Seconds of the step of every row, shape (rows,), with the shipped model.
+
+    Raises MeasurementError if a row does not say enough; `read_steps` tells which ones do.
+    """
+    cases, left_out = read_steps(rows)
+    if left_out:
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in left_out.most_common())
+        raise MeasurementError(
+            f"{left_out.total()} of {len(rows)} rows cannot be predicted: {reasons}. Complete them or leave them out."
+        )
+    return predict_cases(cases, load_step_model())
+
+
+def score_steps() -> tuple[Score, ...]:
+    """Every part of the public steps, ours and the baselines on the same rows; the fitted rows by models left out."""
+    model = load_step_model()
+    rows = [*load_steps(), *load_steps(single_node=True)]
+    fitted = read_steps([row for row in rows if is_fitted(row)])[0]
+    scored = [row for row in rows if not is_fitted(row) and row.get("iter_time_s")]
+    share = _fit_constant(fitted)
+    residuals = Residuals(fitted, read_steps(scored)[0], model)
+    seen = np.array([int(row, 16) for row in model.fitted_rows], np.uint64)
+    scores: list[Score] = []
+    for part in PARTS:
+        mine = [row for row in scored if row["id"].startswith(part.ids) and row["device"].startswith(part.device)]
+        refuse_seen(DATASET, seen, np.array([row_hash(row) for row in mine], np.uint64))
+        cases, left_out = read_steps(mine)
+        name = part.name + (f" ({left_out.total()} rows left out)" if left_out else "")
+        predicted = predict_cases(cases, model, residuals.intervals(without=cases[0].source))
+        measured = _measured(cases)
+        for judged, target in part.targets:
+            scores.append(score_rows(DATASET, name, OURS, measured, predicted, judged=judged, target=target))
+        scores.append(score_rows(DATASET, name, CONSTANT, measured, _flops_seconds(cases) / share))
+        own = _own_predictions(mine)
+        if own is not None:
+            scores.append(score_rows(DATASET, name, "SimuMax", measured, own))
+    left = predict_left_out(fitted)
+    scores.append(score_rows(DATASET, "SC'21, each model left out", OURS, _measured(fitted), left))
+    return (*scores, *_score_layers(model))
+
+
+def _score_layers(model: StepModel) -> tuple[Score, ...]:
+    """Korthikanti's Table 4: forward and backward of one layer of the 22B model, five ways; fitted on nowhere."""
+    rows = load_table("layer_times_korthikanti")
+    measured, predicted = [], []
+    for row in rows:
+        named = row["experiment"].lower()
+        # The columns of a step that the table implies: eight devices, one microbatch of its size.
+        full = {"id": named, "family": "gpt", "layers": "48", "n_devices": row["tp"], "pp": "1", "dp": "1"}
+        case = read_step(row | full | {"gbs_seq": row["mbs"], "framework": "Megatron-LM", "iter_time_s": ""})
+        again: Recompute = "selective" if "selective" in named else "full" if "with recompute" in named else "none"
+        setup = replace(case.setup, sequence_parallel="sequence" in named, recompute=again)
+        prices = StepPrices(kind=case.kind, node=case.node, setup=setup, efficiencies=model.efficiencies)
+        layer = predict_layer(case.shape, prices, case.software)
+        measured += [float(row["forward_ms"]) / 1e3, float(row["backward_ms"]) / 1e3]
+        predicted += [layer.forward_s, layer.input_gradient_s + layer.weight_gradient_s]
+    return (score_rows(DATASET, "Korthikanti, Table 4, layers", OURS, np.array(measured), np.array(predicted)),)
+
+
+def _fit_constant(cases: Sequence[StepCase]) -> float:
+    return float(np.exp(np.mean(np.log(_flops_seconds(cases) / _measured(cases)))))
+
+
+def _flops_seconds(cases: Sequence[StepCase]) -> Floats:
+    """Seconds of the model's FLOPs, a recomputed forward included, at the peak of all devices."""
+    return np.array([_flops(case) / peak_flops(case.kind, "bfloat16") for case in cases])
+
+
+def _flops(case: StepCase) -> float:
+    ops = (*layer_ops(case.shape, case.setup, case.shape.layers - 1),)
+    layer = sum(op.count * op.flops for op in ops)
+    again = sum(op.count * op.flops for op in ops if op.part == "forward") if case.setup.recompute == "full" else 0.0
+    head = sum(op.count * op.flops for op in head_ops(case.shape, case.setup))
+    return case.setup.num_microbatches * ((layer + again) * case.shape.layers + head) / case.setup.pp
+
+
+def _own_predictions(rows: Sequence[Mapping[str, str]]) -> Floats | None:
+    """What the source's own simulator predicted, where its notes say so in every row."""
+    found = [re.match(r"SimuMax prediction ([\d.]+) ms", row.get("notes", "")) for row in rows]
+    return np.array([float(match[1]) / 1e3 for match in found if match]) if all(found) else None
+
+
+def _measured(cases: Sequence[StepCase]) -> Floats:
+    return np.array([case.measured_s for case in cases], np.float64)

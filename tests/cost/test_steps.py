@@ -1,0 +1,259 @@
+"""The op list, the pipeline and the prices of a training step, against closed forms and a tiny simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.cost.steps import (
+    Efficiencies,
+    StageSeconds,
+    StepPrices,
+    find_software,
+    fit_efficiencies,
+    head_ops,
+    layer_ops,
+    layers_per_stage,
+    pipeline_seconds,
+    predict_layer,
+    predict_step,
+    recomputed_ops,
+)
+from meshwright.cost.transfers import ring_seconds
+from meshwright.cost.transformer import Experts, TrainingSetup, TransformerShape
+from meshwright.spec import load_cluster
+
+GPT = TransformerShape(
+    layers=24, hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=8192, vocab=51200, max_positions=1024
+)
+SETUP = TrainingSetup(seq=1024, microbatch_size=4, num_microbatches=8, fused_attention=False, precision="fp16")
+WHOLE = Efficiencies(product=1.0, memory=1.0, network=1.0)
+MEGATRON = find_software("Megatron-LM", "2205.05198")
+
+
+def prices(setup, efficiencies=WHOLE, kind="8xA100"):
+    cluster = load_cluster(kind)
+    return StepPrices(kind=cluster.device_kinds[0], node=cluster.nodes[0], setup=setup, efficiencies=efficiencies)
+
+
+@given(
+    layers=st.integers(1, 40),
+    hidden=st.sampled_from([1024, 2048, 4096]),
+    vocab=st.sampled_from([32000, 51200]),
+    seq=st.sampled_from([1024, 2048]),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    microbatch=st.integers(1, 8),
+)
+def test_flops_are_those_of_megatron(layers, hidden, vocab, seq, tp, microbatch):
+    shape = replace(GPT, layers=layers, hidden=hidden, head_dim=hidden // 16, ffn=4 * hidden, vocab=vocab)
+    setup = replace(SETUP, seq=seq, microbatch_size=microbatch, tp=tp)
+    ops = layer_ops(shape, setup, 0)
+    layer = sum(op.count * op.flops for op in (*ops, *recomputed_ops(ops, "full")))
+    head = sum(op.count * op.flops for op in head_ops(shape, setup))
+    counted = tp * (layers * layer + head)
+    # Narayanan et al., SC 2021, equation 3, with B = one microbatch.
+    b, s, h, v = microbatch, seq, hidden, vocab
+    expected = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert counted == pytest.approx(expected, rel=1e-12)
+
+
+def test_selective_recompute_runs_the_core_alone():
+    ops = layer_ops(GPT, SETUP, 0)
+    again = recomputed_ops(ops, "selective")
+    assert {op.name for op in again} == {"scores", "softmax", "values"}
+    # Korthikanti et al., section 5: 4·b·s²·h of the forward's FLOPs.
+    assert sum(op.flops for op in again) == 4 * 4 * 1024**2 * 2048
+    assert recomputed_ops(ops, "none") == ()
+
+
+def test_experts_compute_what_their_tokens_take():
+    experts = Experts(num_experts=64, top_k=6, ffn=1408, num_shared=2, num_dense_layers=1)
+    shape = replace(GPT, experts=experts, gated=True)
+    dense, routed = (
+        sum(
+            op.count * op.flops
+            for op in layer_ops(shape, SETUP, layer)
+            if op.name in ("up", "down") and op.part == "forward"
+        )
+        for layer in (0, 1)
+    )
+    tokens = 4 * 1024
+    assert dense == 2 * tokens * 2048 * 3 * 8192
+    assert routed == pytest.approx(2 * tokens * 2048 * 3 * 1408 * (6 + 2), rel=1e-3)
+    spread = replace(SETUP, dp=8, ep=8)
+    assert any(op.op == "all_to_all" for op in layer_ops(shape, spread, 1))
+    assert not any(op.op == "all_to_all" for op in layer_ops(shape, spread, 0))
+
+
+def simulate_1f1b(stages, num_microbatches):
+    """Seconds of 1F1B by following every forward and backward; transfers take no time."""
+    last = len(stages) - 1
+    orders = []
+    for rank in range(len(stages)):
+        warm_up = min(last - rank, num_microbatches)
+        order = [("f", i) for i in range(warm_up)]
+        for i in range(num_microbatches - warm_up):
+            order += [("f", warm_up + i), ("b", i)]
+        orders.append(order + [("b", i) for i in range(num_microbatches - warm_up, num_microbatches)])
+    done, clock = {}, [0.0] * len(stages)
+    while any(orders):
+        for rank, order in enumerate(orders):
+            if not order:
+                continue
+            what, i = order[0]
+            if what == "f":
+                needed = done.get((rank - 1, "f", i)) if rank else 0.0
+            else:
+                needed = done.get((rank + 1, "b", i)) if rank < last else done.get((rank, "f", i))
+            if needed is None:
+                continue
+            seconds = stages[rank].forward_s if what == "f" else stages[rank].input_gradient_s
+            clock[rank] = max(clock[rank], needed) + seconds
+            done[rank, what, i] = clock[rank]
+            order.pop(0)
+    return max(clock)
+
+
+@given(
+    num_stages=st.integers(1, 6),
+    num_microbatches=st.integers(1, 12),
+    forward=st.floats(0.1, 10),
+    backward=st.floats(0.1, 10),
+)
+def test_closed_form_is_1f1b_of_equal_stages(num_stages, num_microbatches, forward, backward):
+    stage = StageSeconds(forward_s=forward, input_gradient_s=backward, weight_gradient_s=0.0)
+    expected = simulate_1f1b([stage] * num_stages, num_microbatches)
+    assert pipeline_seconds([stage] * num_stages, num_microbatches) == pytest.approx(expected, rel=1e-9)
+
+
+@given(seconds=st.lists(st.floats(0.5, 2), min_size=1, max_size=5), num_microbatches=st.integers(1, 12))
+def test_closed_form_is_near_1f1b_of_unequal_stages(seconds, num_microbatches):
+    stages = [StageSeconds(forward_s=s, input_gradient_s=2 * s, weight_gradient_s=0.0) for s in seconds]
+    expected = simulate_1f1b(stages, num_microbatches)
+    closed = pipeline_seconds(stages, num_microbatches)
+    # The slowest stage's work, and every other stage once, can only be shortened by what overlaps at the ends.
+    assert closed == pytest.approx(expected, rel=0.25)
+    assert expected >= num_microbatches * 3 * max(seconds) * (1 - 1e-9)
+
+
+@given(num_stages=st.integers(2, 16), num_microbatches=st.integers(1, 64), chunks=st.integers(1, 4))
+def test_bubble_is_that_of_interleaving(num_stages, num_microbatches, chunks):
+    stage = StageSeconds(forward_s=1.0, input_gradient_s=1.0, weight_gradient_s=1.0)
+    seconds = pipeline_seconds([stage] * num_stages, num_microbatches, "interleaved", chunks)
+    work = 3.0 * num_microbatches
+    assert (seconds - work) / work == pytest.approx((num_stages - 1) / (chunks * num_microbatches))
+
+
+# Qi et al., ICLR 2024, Table 5: stages, microbatches, profiled times (ms), and the bubble rates of 1F1B and ZB-1p.
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "times", "one_f_one_b", "zb_1p"),
+    [
+        (8, 24, (18.522, 18.086, 9.337, 0.601), 0.2431, 0.1585),
+        (8, 64, (18.522, 18.086, 9.337, 0.601), 0.124, 0.0674),
+        (16, 48, (11.347, 11.248, 8.132, 0.377), 0.2552, 0.1397),
+        (32, 256, (10.419, 10.207, 7.715, 0.408), 0.1352, 0.0594),
+    ],
+)
+def test_bubble_rates_are_near_those_of_zero_bubble(stages, microbatches, times, one_f_one_b, zb_1p):
+    forward, inputs, weights, transfer = times
+    work = microbatches * (forward + inputs + weights)
+    stage = StageSeconds(forward_s=forward, input_gradient_s=inputs, weight_gradient_s=weights, transfer_s=2 * transfer)
+    for schedule, expected in (("1f1b", one_f_one_b), ("zb-1p", zb_1p)):
+        seconds = pipeline_seconds([stage] * stages, microbatches, schedule)
+        # The closed form lets every microbatch wait for its two messages; an event simulation hides some of them.
+        assert 1 - work / seconds == pytest.approx(expected, abs=0.03)
+    assert pipeline_seconds([stage] * stages, microbatches, "zb-2p") == pytest.approx(microbatches * stage.seconds)
+
+
+@given(num_layers=st.integers(1, 200), num_stages=st.integers(1, 64))
+def test_layers_are_spread_evenly(num_layers, num_stages):
+    counts = layers_per_stage(num_layers, num_stages)
+    assert sum(counts) == num_layers
+    assert len(counts) == num_stages
+    assert max(counts) - min(counts) <= 1
+
+
+def test_the_last_and_the_first_stage_have_fewer_layers():
+    assert layers_per_stage(22, 8) == (2, 3, 3, 3, 3, 3, 3, 2)  # Qi et al., 2024, section 5.1
+    assert layers_per_stage(126, 8)[0] == layers_per_stage(126, 8)[-1] == 15
+
+
+@given(num_ranks=st.integers(2, 8), num_bytes=st.integers(1, 2**32))
+def test_a_ring_within_a_node_moves_what_a_ring_moves(num_ranks, num_bytes):
+    ring = prices(replace(SETUP, tp=num_ranks if 16 % num_ranks == 0 else 2)).ring(num_ranks, 1)
+    latency = ring_seconds(num_ranks, 0, ring.latency_s / num_ranks, 1.0)
+    moved = ring.seconds("all_reduce", num_bytes) - ring.seconds("all_reduce", 0)
+    assert moved == pytest.approx(ring_seconds(num_ranks, num_bytes, 0.0, 300e9), rel=1e-6)
+    assert ring.seconds("all_reduce", 0) == pytest.approx(latency * num_ranks / (num_ranks - 1))
+
+
+def test_a_group_across_nodes_has_its_share_of_the_nics():
+    at = prices(SETUP)
+    # Eight NICs of 25 GB/s: all of a node's devices together, one device of each node alone, half of them.
+    assert at.ring(16, 1).bandwidth_bytes_per_s == 200e9
+    assert at.ring(4, 8).bandwidth_bytes_per_s == 25e9
+    assert at.ring(32, 2).bandwidth_bytes_per_s == 100e9
+    assert at.ring(8, 1).bandwidth_bytes_per_s == 300e9
+
+
+@pytest.mark.parametrize(
+    "longer",
+    [
+        {"seq": 2048},
+        {"microbatch_size": 8},
+        {"num_microbatches": 9},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"dp": 64},
+    ],
+)
+def test_more_work_takes_longer(longer):
+    assert step(replace(SETUP, **longer)) > step(SETUP)
+
+
+@pytest.mark.parametrize("part", ["product", "memory", "network"])
+def test_worse_efficiency_takes_longer(part):
+    setup = replace(SETUP, tp=8)
+    assert step(setup, replace(WHOLE, **{part: 0.5})) > step(setup)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("pp", [1, 4])
+def test_a_step_is_never_below_its_flops(zero, pp):
+    setup = replace(SETUP, zero=zero, pp=pp, dp=2)
+    layer = sum(op.count * op.flops for op in layer_ops(GPT, setup, 0))
+    assert step(setup) > setup.num_microbatches * GPT.layers / pp * layer / 312e12
+
+
+def test_hidden_reductions_take_no_time_beside_long_products():
+    setup = replace(SETUP, tp=2, microbatch_size=16)
+    shown = replace(MEGATRON, hidden_tensor_parallel=False)
+    hidden, open_ = (predict_layer(GPT, prices(setup), software) for software in (MEGATRON, shown))
+    reductions = 2 * prices(setup).collective_seconds("tensor", "all_reduce", 2 * setup.tokens * GPT.hidden)
+    assert open_.input_gradient_s - hidden.input_gradient_s == pytest.approx(reductions)
+    assert open_.forward_s == hidden.forward_s
+
+
+def test_software_is_found_by_framework_and_source():
+    assert find_software("Megatron-LM", "Narayanan (arXiv 2104.04473)").name == "Megatron-LM of 2021"
+    assert find_software("Megatron-LM 0.14", "somebody").fused_attention
+    assert find_software("llm-foundry (Composer + PyTorch FSDP)").hides_gradients(4)
+    assert find_software("a framework of next year").name == "any other"
+
+
+def test_fitting_finds_the_efficiencies_that_made_the_steps():
+    true = Efficiencies(product=0.7, memory=0.8, network=0.6)
+    setups = [replace(SETUP, tp=tp, microbatch_size=size) for tp in (1, 2, 4, 8, 16) for size in (1, 2, 8)] * 20
+    predict = lambda tried: np.array([step(setup, tried) for setup in setups])
+    found = fit_efficiencies(predict, predict(true))
+    assert found.product == pytest.approx(true.product, rel=0.02)
+    assert found.memory == pytest.approx(true.memory, rel=0.02)
+    assert found.network == pytest.approx(true.network, rel=0.02)
+
+
+def step(setup, efficiencies=WHOLE):
+    return predict_step(GPT, prices(setup, efficiencies), MEGATRON).seconds
