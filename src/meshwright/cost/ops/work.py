@@ -102,7 +102,14 @@ class _Call:
 
 @lru_cache(maxsize=65536)
 def read_work(key: str) -> OpWork | None:
-    """The work of the op of this key; None if the key is not one, or its operator belongs to no family."""
+    """The work of the op of this key; None if its operator belongs to no family, or its inputs do not fit it."""
+    try:
+        return _read_work(key)
+    except (ArithmeticError, LookupError, ValueError):
+        return None  # of a damaged table; its rows are still found by their keys
+
+
+def _read_work(key: str) -> OpWork | None:
     call = _read_key(key)
     family = _FAMILY_OF.get(call.operator) if call is not None else None
     if call is None or family is None:

@@ -1,0 +1,82 @@
+"""What a key says of an op: the same FLOPs as the captured graphs, and bytes by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.cost.ops import read_work
+from meshwright.spec import op_key
+from meshwright.spec.shipped import load_shipped_graph
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-tiny", "resnet-tiny", "unet-tiny", "t5-tiny", "gnmt-tiny", "mixtral-tiny", "dlrm-tiny"]
+)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_keys_say_the_flops_that_capture_counted(name, batch_size):
+    graph = load_shipped_graph(name)
+    seen = 0
+    for op in graph.ops:
+        work = read_work(op_key(graph, op, batch_size))
+        assert work is not None, f"{op.kind} belongs to no family"
+        if op.flops.at(batch_size):
+            seen += 1
+            assert work.forward.flops == op.flops.at(batch_size)
+            if op.backward_flops.at(batch_size) and work.family != "attention":
+                assert work.backward.flops == op.backward_flops.at(batch_size)
+    assert seen >= 5
+
+
+def test_a_linear_op_by_hand():
+    work = read_work("aten.linear.default(2x8x64:float32,32x64:float32,32:float32|111)")
+    assert work.forward.flops == 2 * 16 * 64 * 32
+    assert work.forward.num_bytes == 4 * (16 * 64 + 32 * 64 + 32 + 16 * 32)
+    assert work.backward.flops == 2 * work.forward.flops
+    assert work.accumulate.num_bytes == 3 * 4 * (32 * 64 + 32)
+    assert work.sizes == (4.0, 5.0, 6.0, 0.0)
+
+
+def test_a_frozen_weight_saves_a_product_and_its_accumulation():
+    work = read_work("aten.linear.default(16x64:float32,32x64:float32|10)")
+    assert work.backward.flops == work.forward.flops
+    assert (work.accumulate.num_bytes, work.accumulate.num_kernels) == (0.0, 0)
+
+
+def test_without_gradients_there_is_no_backward():
+    assert read_work("aten.relu.default(2x3:float32|0)").backward.num_kernels == 0
+
+
+def test_looking_up_rows_reads_rows_and_fills_the_gradient_of_the_table():
+    work = read_work("aten.embedding.default(1000x10:float32,7:int64|10)")
+    assert work.forward.num_bytes == 2 * 7 * 10 * 4 + 7 * 8
+    assert work.backward.num_bytes >= 1000 * 10 * 4
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("aten.dropout.default(8:float32;p=0.0;train=True|1)", "aten.dropout.default(8:float32;p=0.1;train=True|1)"),
+        ("aten.to.dtype(8:float32;dtype=float32|0)", "aten.to.dtype(8:float32;dtype=int64|0)"),
+    ],
+)
+def test_what_may_be_a_view_is_one_only_if_it_does_nothing(one, other):
+    assert (read_work(one).family, read_work(other).family) == ("view", "pointwise")
+
+
+def test_another_road_through_torch_is_another_variant():
+    tensors = "2x4x8x16:float32,2x4x8x16:float32,2x4x8x16:float32"
+    plain, causal, dropped = (
+        read_work(f"aten.scaled_dot_product_attention.default({tensors}{more}|111)")
+        for more in ("", ";is_causal=True", ";dropout_p=0.1")
+    )
+    assert len({plain.variant, causal.variant, dropped.variant}) == 3
+    assert plain.operator == causal.operator == dropped.operator
+
+
+@given(
+    st.text(max_size=80)
+    | st.from_regex(r"aten\.(linear|conv2d|sum|cat|lstm|bmm)\.x\([0-9x:float32,;=\[\]a-z]{0,60}\|[01]{0,4}\)")
+)
+def test_texts_that_are_no_keys_are_not_guessed(text):
+    work = read_work(text)
+    assert work is None or min(work.forward.flops, work.forward.num_bytes, work.backward.num_bytes) >= 0
