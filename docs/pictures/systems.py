@@ -166,7 +166,7 @@ def scaling(model: str, ranks: list[int]) -> list[float]:
             model=model,
             graph_hash=graph.content_hash,
             cluster="pascal",
-            workload=Workload(global_batch=64 * count, optimizer=Optimizer(kind="sgd-momentum")),
+            workload=Workload(global_batch=64 * count, optimizer=Optimizer.named("sgd-momentum")),
             stages=(StagePlan(start=0, stop=len(graph.layers), ranks=tuple(range(count))),),
             num_microbatches=count,
         )

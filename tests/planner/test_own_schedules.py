@@ -39,14 +39,7 @@ MEMORY = StageMemory(
 )
 THRIFTY = """
 def thrifty(plan, stage, replica):
-    mine = local_microbatches(plan, stage, replica)
-    most = min(2, num_active(plan, stage), len(mine))
-    for m in mine[:most]:
-        yield Forward(stage=stage, microbatch=m)
-    for done, m in enumerate(mine):
-        yield Backward(stage=stage, microbatch=m)
-        if most + done < len(mine):
-            yield Forward(stage=stage, microbatch=mine[most + done])
+    return in_turn(plan, stage, replica, at_most=min(2, num_active(plan, stage)))
 
 
 def picky(plan, stage, replica):

@@ -8,7 +8,9 @@ from pathlib import Path
 from meshwright.program import with_schedule
 from tests.graphs import chain_graph, even_bounds, make_plan
 
-HEAD = "import random\n\nfrom meshwright.program import Backward, Forward, local_microbatches, num_active\n\n\n"
+HEAD = (
+    "import random\n\nfrom meshwright.program import Backward, Forward, in_turn, local_microbatches, num_active\n\n\n"
+)
 
 # Both named schedules, written anew from the papers; and one that is neither.
 GPIPE = """
@@ -32,14 +34,7 @@ def one_f_one_b(plan, stage, replica):
 """
 EAGER = """
 def eager(plan, stage, replica):
-    mine = local_microbatches(plan, stage, replica)
-    ahead = min(2 * num_active(plan, stage) - 1, len(mine))
-    for m in mine[:ahead]:
-        yield Forward(stage=stage, microbatch=m)
-    for done, m in enumerate(mine):
-        yield Backward(stage=stage, microbatch=m)
-        if ahead + done < len(mine):
-            yield Forward(stage=stage, microbatch=mine[ahead + done])
+    return in_turn(plan, stage, replica, at_most=2 * num_active(plan, stage) - 1)
 """
 # Every rank in an order of its own, which the plan's model seeds: all forwards first, or anything legal on one rank.
 SHUFFLED = """

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from meshwright.program import Backward, Forward, local_microbatches, num_active
+from meshwright.program import Backward, Forward, in_turn, local_microbatches, num_active
 
 
 def eager(plan, stage, replica):
     """1F1B with twice the forwards ahead."""
-    mine = local_microbatches(plan, stage, replica)
-    ahead = min(2 * num_active(plan, stage) - 1, len(mine))
-    for microbatch in mine[:ahead]:
-        yield Forward(stage=stage, microbatch=microbatch)
-    for done, microbatch in enumerate(mine):
-        yield Backward(stage=stage, microbatch=microbatch)
-        if ahead + done < len(mine):
-            yield Forward(stage=stage, microbatch=mine[ahead + done])
+    return in_turn(plan, stage, replica, at_most=2 * num_active(plan, stage) - 1)
 
 
 def swapped(plan, stage, replica):

@@ -89,6 +89,24 @@ def test_a_renamed_graph_is_the_same_graph():
     check_plan(FITTING, replace(GRAPH, name="renamed"))
 
 
+@pytest.mark.parametrize(
+    ("option", "optimizer"),
+    [
+        ("adamw", Optimizer(kind="adamw")),
+        ("sgd", Optimizer(kind="sgd")),
+        ("sgd-momentum", Optimizer(kind="sgd", momentum=True)),
+    ],
+)
+def test_optimizers_are_asked_for_by_a_word(option, optimizer):
+    assert Optimizer.named(option) == optimizer
+    assert optimizer.option == option
+
+
+def test_no_other_word_is_an_optimizer():
+    with pytest.raises(PlanError, match="'sgd-momentum' is no kind of optimizer"):
+        Optimizer(kind="sgd-momentum")
+
+
 def test_workloads():
     assert [Optimizer(kind=kind, momentum=m).num_states for kind in ("sgd", "adamw") for m in (False, True)] == [
         0,

@@ -91,7 +91,7 @@ def without_torch(reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode
             f"The graph of {reference!r} ships for training in its own sizes only; {asked} was asked for, so the model "
             f"has to be captured, which needs torch. Run {install}, or leave the option out."
         )
-    if reference not in shipped_graphs() and read_model_file(reference) is not None:
+    if read_model_file(reference) is not None:
         return (
             f"{reference!r} is the configuration of a Hugging Face model, which is captured with torch and "
             "transformers. Run pip install 'meshwright[torch,hf]'."

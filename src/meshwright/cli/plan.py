@@ -17,7 +17,7 @@ from meshwright.spec.cluster import MAX_RANKS, load_cluster
 from meshwright.spec.codec import encode_document, read_document
 from meshwright.spec.measurements import Measurements
 from meshwright.spec.plan import SCHEDULE_NAMES
-from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, Workload
+from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
 
 if TYPE_CHECKING:
     from meshwright.planner import NothingFitsError
@@ -34,7 +34,7 @@ def plan(
     batch: Annotated[
         int | None, typer.Option(help="Samples per step, over all ranks.", min=1, max=MAX_GLOBAL_BATCH)
     ] = None,
-    optimizer: Annotated[Literal["adamw", "sgd", "sgd-momentum"], typer.Option(help="The optimizer.")] = "adamw",
+    optimizer: Annotated[OptimizerName, typer.Option(help="The optimizer.")] = "adamw",
     precision: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Precision of the computation; by default bfloat16 where the devices are GPUs."),
@@ -90,7 +90,7 @@ def plan(
     workload = Workload(
         global_batch=batch or default_batch(num_ranks),
         precision=chosen,
-        optimizer=Optimizer(kind="adamw" if optimizer == "adamw" else "sgd", momentum=optimizer == "sgd-momentum"),
+        optimizer=Optimizer.named(optimizer),
     )
     table = read_document(Measurements, measurements) if measurements is not None else None
     graph_for = graphs_of(model, model_sizes(sequence_length, image_size))

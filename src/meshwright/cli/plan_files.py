@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,9 @@ from pathlib import Path
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.codec import write_document
 from meshwright.spec.errors import DocumentError, PlanError
-from meshwright.spec.files import read_regular, refuse_replacing, write_text
+from meshwright.spec.files import refuse_replacing, write_text
+from meshwright.spec.model_files import is_stored_graph
 from meshwright.spec.plan import Plan
-
-# A stored graph says so in its first key (spec.codec); other .json files are models with code.
-_GRAPH_MARK, _MARK_BYTES = b'"meshwright/graph/', 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +52,6 @@ def files_to_write(model: str, out: Path | None, launch: Path | None, slurm: boo
             "with --out plan.json."
         )
     return files
-
-
-def is_stored_graph(model: str) -> bool:
-    """Whether a model reference is a graph that was captured before, by the head of its file."""
-    if model.endswith(".json"):
-        with contextlib.suppress(DocumentError):
-            return _GRAPH_MARK in read_regular(Path(model), _MARK_BYTES)
-    return False
 
 
 def no_files(model: str) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -26,7 +27,7 @@ from meshwright.planner.problem import Integers, Tables, assume_in_flight, make_
 from meshwright.planner.slicing import solve_slicing
 from meshwright.planner.structure import Structure, find_structure
 from meshwright.program import SCHEDULES, max_in_flight
-from meshwright.spec import Cluster, EventSink, GradientExchange, Graph, Plan, ScheduleError, StagePlan, Workload
+from meshwright.spec import Cluster, EventSink, GradientExchange, Graph, Plan, ScheduleError, Workload
 
 # Unequal replicas are searched with every number of replicas up to this many ranks; beyond, with the numbers that
 # divide the ranks or fill whole nodes (the dynamic program grows with the square of the ranks).
@@ -208,12 +209,10 @@ class CandidateSearch:
             return known
         edges = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
         even = self._plan(tables, schedule, layout, tuple(pairwise(edges)), (take,) * num_stages)
-        try:
+        # An error is found again, and reported, when the plan itself is simulated.
+        with suppress(ScheduleError):
             for stage in range(num_stages):
                 known[stage * take, take] = max_in_flight(even, stage)
-        except ScheduleError:
-            # Found again, and reported, when the plan itself is simulated.
-            return known
         return known
 
     def _find_places(self, layout: Layout, replicas: tuple[int, ...]) -> Places:
@@ -232,17 +231,13 @@ class CandidateSearch:
     def _plan(
         self, tables: Tables, schedule: str, layout: Layout, bounds: Sequence[tuple[int, int]], replicas: Sequence[int]
     ) -> Plan:
-        before, stages = 0, []
-        for (start, stop), take in zip(bounds, replicas, strict=True):
-            stages.append(StagePlan(start=start, stop=stop, ranks=layout.ranks(before, take)))
-            before += take
         return Plan(
             model=self._space.model,
             model_sizes=self._space.model_sizes,
             graph_hash=tables.graph.content_hash,
             cluster=self._space.cluster.name,
             workload=self._space.workload,
-            stages=tuple(stages),
+            stages=layout.stages(bounds, replicas),
             num_microbatches=tables.num_microbatches,
             schedule=schedule,
             schedule_hash=self._space.schedule_hashes.get(schedule, ""),

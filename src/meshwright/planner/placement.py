@@ -14,14 +14,16 @@ Ranks of a group are priced as one: the slowest kind, the smallest memory, the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
-from meshwright.spec import Cluster
+from meshwright.spec import Cluster, StagePlan
 
 LayoutName = Literal["stage-major", "replica-major", "reversed"]
 
@@ -46,6 +48,14 @@ class Layout:
                 return tuple(range(before // take, self.num_ranks, self.num_stages))
             case "reversed":
                 return tuple(range(self.num_ranks - 1 - before, self.num_ranks - 1 - before - take, -1))
+
+    def stages(self, bounds: Sequence[tuple[int, int]], replicas: Sequence[int]) -> tuple[StagePlan, ...]:
+        """Stages of these layers with so many replicas, each on its ranks."""
+        befores = accumulate((0, *replicas[:-1]))
+        return tuple(
+            StagePlan(start=start, stop=stop, ranks=self.ranks(before, take))
+            for (start, stop), take, before in zip(bounds, replicas, befores, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from meshwright.planner.placement import Layout, LayoutName
 from meshwright.planner.search import num_instructions
-from meshwright.playground.state import OptimizerName, State
+from meshwright.playground.state import State
 from meshwright.program import SCHEDULES
-from meshwright.spec import Cluster, GradientExchange, Graph, Optimizer, Plan, PlanError, PlaygroundError, StagePlan
+from meshwright.spec import Cluster, GradientExchange, Graph, Optimizer, Plan, PlanError, PlaygroundError
 from meshwright.spec.plan import ScheduleName
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
@@ -83,17 +83,13 @@ def make_plan(
     """The plan of a state with these cuts. Raises PlanError where it cannot be."""
     replicas = check_shape(state, len(graph.layers), base.num_ranks)
     layout = Layout(name=state.layout, num_ranks=sum(replicas), num_stages=state.num_stages)
-    before, stages = 0, []
-    for (start, stop), take in zip(pairwise((0, *cuts, len(graph.layers))), replicas, strict=True):
-        stages.append(StagePlan(start=start, stop=stop, ranks=layout.ranks(before, take)))
-        before += take
     plan = Plan(
         model=state.model,
         model_sizes=sizes,
         graph_hash=graph.content_hash,
         cluster=base.name,
         workload=workload_of(state),
-        stages=tuple(stages),
+        stages=layout.stages(tuple(pairwise((0, *cuts, len(graph.layers)))), replicas),
         num_microbatches=state.global_batch // state.microbatch_size,
         schedule=cast("ScheduleName", state.schedule),
         exchange=exchange_of(state),
@@ -109,10 +105,9 @@ def make_plan(
 
 def workload_of(state: State) -> Workload:
     """What is to be trained."""
-    optimizer = Optimizer(
-        kind="adamw" if state.optimizer == "adamw" else "sgd", momentum=state.optimizer == "sgd-momentum"
+    return Workload(
+        global_batch=state.global_batch, precision=state.precision, optimizer=Optimizer.named(state.optimizer)
     )
-    return Workload(global_batch=state.global_batch, precision=state.precision, optimizer=optimizer)
 
 
 def exchange_of(state: State) -> GradientExchange:
@@ -123,15 +118,13 @@ def exchange_of(state: State) -> GradientExchange:
 def state_of_plan(plan: Plan, state: State) -> State:
     """The state that shows a plan on the cluster and in the scenario of ``state``.
 
-    Raises PlaygroundError for a plan that the controls cannot say: for inference, with ranks in no layout, or with an
-    optimizer that is not offered.
+    Raises PlaygroundError for a plan that the controls cannot say: for inference, or with ranks in no layout.
     """
     replicas = tuple(len(stage.ranks) for stage in plan.stages)
-    optimizer = plan.workload.optimizer.name.replace("+", "-")
-    if plan.workload.kind != "training" or optimizer not in get_args(OptimizerName):
+    if plan.workload.kind != "training":
         raise PlaygroundError(
-            f"The plan is for {plan.workload.kind} with {optimizer}; the playground shows plans for training with "
-            f"{', '.join(get_args(OptimizerName))}. Use `meshwright simulate` for this plan."
+            f"The plan is for {plan.workload.kind}; the playground shows plans for training. Use "
+            "`meshwright simulate` for this plan."
         )
     if plan.schedule not in SCHEDULES:
         raise PlaygroundError(
@@ -151,7 +144,7 @@ def state_of_plan(plan: Plan, state: State) -> State:
         overlap=plan.exchange.overlap,
         bucket_mib=plan.exchange.bucket_bytes / _MIB,
         precision=plan.workload.precision,
-        optimizer=cast("OptimizerName", optimizer),
+        optimizer=plan.workload.optimizer.option,
     )
 
 
@@ -160,11 +153,7 @@ def _layout_of(plan: Plan, replicas: tuple[int, ...]) -> LayoutName:
         if name == "replica-major" and len(set(replicas)) > 1:
             continue
         layout = Layout(name=name, num_ranks=plan.num_ranks, num_stages=len(replicas))
-        starts = (sum(replicas[:index]) for index in range(len(replicas)))
-        if all(
-            stage.ranks == layout.ranks(start, len(stage.ranks))
-            for stage, start in zip(plan.stages, starts, strict=True)
-        ):
+        if layout.stages(plan.bounds, replicas) == plan.stages:
             return cast("LayoutName", name)
     raise PlaygroundError(
         "The plan places its stages on ranks in an order that is none of "

@@ -22,7 +22,7 @@ from meshwright.playground.assets import read_asset
 from meshwright.playground.documents import answer_data, answer_document, impossible_data, pinned_data
 from meshwright.playground.guard import RefusedError
 from meshwright.playground.jobs import Searches
-from meshwright.playground.state import LIMITS, OptimizerName, State, from_query, to_query
+from meshwright.playground.state import LIMITS, State, from_query, to_query
 from meshwright.playground.turns import StaleError, Turns
 from meshwright.playground.workbench import Answer, Workbench
 from meshwright.program import SCHEDULES
@@ -30,7 +30,7 @@ from meshwright.report.page import page_html
 from meshwright.report.perfetto import trace_pieces
 from meshwright.spec import Cluster, MeshwrightError, encode_document, load_cluster, shipped_kinds
 from meshwright.spec.codec import dump_json
-from meshwright.spec.workload import Precision
+from meshwright.spec.workload import OptimizerName, Precision
 
 Row = dict[str, Any]
 

@@ -12,15 +12,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 from urllib.parse import parse_qsl, urlencode
 
 from meshwright.planner.placement import LayoutName
 from meshwright.program import SCHEDULES
 from meshwright.spec.errors import PlaygroundError, suggest
-from meshwright.spec.workload import Precision
-
-OptimizerName = Literal["adamw", "sgd", "sgd-momentum"]
+from meshwright.spec.workload import OptimizerName, Precision
 
 # A link is read whole before anything else; what the controls can say takes some hundred characters.
 MAX_QUERY_LENGTH = 8000

@@ -7,7 +7,7 @@ from meshwright.program.check import check_program
 from meshwright.program.orders import Order, compute_orders, count_in_flight, max_in_flight
 from meshwright.program.own_schedules import find_schedule, name_schedule, with_schedule
 from meshwright.program.progress import picture_schedule
-from meshwright.program.schedules import SCHEDULES, Schedule, local_microbatches, num_active
+from meshwright.program.schedules import SCHEDULES, Schedule, in_turn, local_microbatches, num_active
 from meshwright.spec.program import Backward, Forward
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "count_in_flight",
     "find_schedule",
     "gradient_buckets",
+    "in_turn",
     "local_microbatches",
     "max_in_flight",
     "name_schedule",

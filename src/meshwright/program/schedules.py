@@ -32,17 +32,22 @@ def gpipe(plan: Plan, stage: int, replica: int) -> Iterator[Forward | Backward]:
 
 def one_forward_one_backward(plan: Plan, stage: int, replica: int) -> Iterator[Forward | Backward]:
     """Fill the pipeline, then alternate one forward and one backward, then drain."""
-    microbatches = local_microbatches(plan, stage, replica)
-    in_flight = min(num_active(plan, stage), len(microbatches))
-    for microbatch in microbatches[:in_flight]:
-        yield Forward(stage=stage, microbatch=microbatch)
-    for done, microbatch in enumerate(microbatches):
-        yield Backward(stage=stage, microbatch=microbatch)
-        if in_flight + done < len(microbatches):
-            yield Forward(stage=stage, microbatch=microbatches[in_flight + done])
+    return in_turn(plan, stage, replica, at_most=num_active(plan, stage))
 
 
 SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+
+
+def in_turn(plan: Plan, stage: int, replica: int, at_most: int) -> Iterator[Forward | Backward]:
+    """Forwards until ``at_most`` microbatches are in flight, then one backward and one forward in turn."""
+    microbatches = local_microbatches(plan, stage, replica)
+    at_most = min(at_most, len(microbatches))
+    for microbatch in microbatches[:at_most]:
+        yield Forward(stage=stage, microbatch=microbatch)
+    for done, microbatch in enumerate(microbatches):
+        yield Backward(stage=stage, microbatch=microbatch)
+        if at_most + done < len(microbatches):
+            yield Forward(stage=stage, microbatch=microbatches[at_most + done])
 
 
 def local_microbatches(plan: Plan, stage: int, replica: int) -> range:

@@ -80,7 +80,7 @@ class NarrowTable:
                 spare = [width - bound for width, bound in zip(widths, least, strict=True)]
                 if max(spare) <= 0:
                     break
-                # Names give way before numbers, whose units would stand below them.
+                # A heading takes a second line before any cell does; then the widest column gives way.
                 widest = max(range(len(widths)), key=lambda i: (spare[i] > 0, self._can_give(chosen[i]), widths[i]))
                 widths[widest] -= 1
         return widths

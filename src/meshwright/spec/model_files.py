@@ -6,6 +6,7 @@ Both are called ``something.json``, so the content decides: a stored graph says 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from meshwright.spec.parsing import read_data
 CONFIG_NAME = "config.json"
 # Published configurations have 1 kB to 1 MB, the longest those that name 21,843 classes of images.
 MAX_CONFIG_BYTES = 4 * 2**20
-# Documents of ours begin with their schema; it stands within so many bytes.
-_HEAD_BYTES = 64
+# A stored graph says so in its first key (spec.codec), which stands within so many bytes.
+_GRAPH_MARK, _HEAD_BYTES = b'"meshwright/graph/', 256
 
 
 def read_model_file(reference: str) -> Graph | dict[str, Any] | None:
@@ -50,15 +51,26 @@ def read_model_file(reference: str) -> Graph | dict[str, Any] | None:
     )
 
 
+def is_stored_graph(reference: str) -> bool:
+    """Whether a model reference is a graph that was captured before, by the head of its file."""
+    if reference.endswith(".json"):
+        with suppress(DocumentError):
+            return _begins_as_graph(Path(reference).expanduser())
+    return False
+
+
+def _begins_as_graph(path: Path) -> bool:
+    return _GRAPH_MARK in read_regular(path, _HEAD_BYTES)
+
+
 def _refuse_large_config(path: Path) -> None:
-    """Refuse a large file that does not begin as a document before it is parsed: only graphs are that large."""
+    """Refuse a large file that does not begin as a graph before it is parsed: only graphs are that large."""
     try:
         if path.stat().st_size <= MAX_CONFIG_BYTES:
             return
-        head = read_regular(path, _HEAD_BYTES)
     except OSError:
         return  # reading it says what is wrong
-    if b'"schema"' not in head:
+    if not _begins_as_graph(path):
         raise DocumentError(
             f"{path}: more than {MAX_CONFIG_BYTES} bytes, to which configurations are limited, and it does not begin "
             "like a stored graph. Check which file was meant."

@@ -11,6 +11,8 @@ from meshwright.spec.errors import PlanError
 MAX_GLOBAL_BATCH = 2**40
 
 Precision = Literal["float64", "float32", "bfloat16"]
+# What a user can ask for by a word.
+OptimizerName = Literal["adamw", "sgd", "sgd-momentum"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,25 @@ class Optimizer:
 
     kind: Literal["sgd", "adamw"] = "adamw"
     momentum: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("sgd", "adamw"):
+            raise PlanError(
+                f"{self.kind!r} is no kind of optimizer; expected 'sgd' or 'adamw'. `Optimizer.named` takes the words "
+                "of the command line."
+            )
+
+    @classmethod
+    def named(cls, text: OptimizerName) -> Optimizer:
+        """The optimizer that an option asks for."""
+        return cls(kind="adamw" if text == "adamw" else "sgd", momentum=text == "sgd-momentum")
+
+    @property
+    def option(self) -> OptimizerName:
+        """The word that asks for it."""
+        if self.kind == "adamw":
+            return "adamw"
+        return "sgd-momentum" if self.momentum else "sgd"
 
     @property
     def name(self) -> str:
@@ -54,5 +75,6 @@ class Workload:
     def __post_init__(self) -> None:
         if not 1 <= self.global_batch <= MAX_GLOBAL_BATCH:
             raise PlanError(
-                f"A global batch of {self.global_batch} samples was given; expected at least 1, at most 2^40."
+                f"A global batch of {self.global_batch} samples was given; expected at least 1, at most 2^40. "
+                "Give the samples of one step over all ranks."
             )

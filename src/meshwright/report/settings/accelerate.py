@@ -11,12 +11,11 @@ import json
 from typing import Any
 
 from meshwright.report.settings.facts import Facts, StageParts, describe_stages, require_blocks, require_transformer
+from meshwright.report.settings.launch import DEFAULT_PORT
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
 from meshwright.spec import PlanError
 
 SYSTEM, VERSION = "accelerate", "1.15"
-# torchrun's and accelerate's own default.
-DEFAULT_PORT = 29500
 
 
 def export_accelerate(facts: Facts) -> Settings:

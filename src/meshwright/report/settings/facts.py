@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.report.settings.launch import ranks_per_node
+from meshwright.report.settings.launch import ranks_per_node, uses_cpus
 from meshwright.spec import Cluster, Plan, PlanError, format_count
 from meshwright.spec.codec import document_kind
 from meshwright.spec.parsing import read_data
@@ -109,7 +109,7 @@ def gather_facts(plan: Plan, cluster: Cluster, layer_names: Sequence[str] = ()) 
         stages=_stage_parts(plan, layer_names),
         family=family,
         shape={**sizes, **dict(plan.model_sizes)} if family in DECODERS else None,
-        is_cpu=all("cpu" in cluster.device_kind(rank).name.lower() for rank in range(plan.num_ranks)),
+        is_cpu=uses_cpus(plan, cluster),
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from meshwright.spec import Cluster, Plan, PlanError, format_count
 
-# torchrun's own default (torch.distributed.run, --master-port).
+# torchrun's own default (torch.distributed.run, --master-port), and accelerate's (accelerate launch).
 DEFAULT_PORT = 29500
 
 
@@ -32,6 +32,11 @@ def ranks_per_node(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
     for rank in range(plan.num_ranks):
         counts[cluster.node_index(rank)] += 1
     return tuple(count for count in counts if count)
+
+
+def uses_cpus(plan: Plan, cluster: Cluster) -> bool:
+    """Whether all ranks compute on CPUs."""
+    return all("cpu" in cluster.device_kind(rank).name.lower() for rank in range(plan.num_ranks))
 
 
 def launch_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path) -> str:
@@ -71,7 +76,7 @@ def slurm_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path)
             "be promised the ranks that were planned for it. Leave --slurm out and start the script on every node "
             "with its NODE_RANK."
         )
-    is_cpu = all("cpu" in group.kind.lower() for group in used[0].devices)
+    is_cpu = uses_cpus(plan, cluster)
     plan_path = _quote(_relative(plan_file, Path.cwd()))
     parts = [
         "#!/usr/bin/env bash",
