@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.records import COLUMNS, concat_records, keep_sound, make_records, named_shapes
+from meshwright.records import COLUMNS, concat_records, keep_sound, make_records, merge_records, named_shapes
 from meshwright.spec import MeasurementError
 
 
@@ -93,9 +93,12 @@ def test_columns_cannot_be_changed():
 
 def test_later_rows_renew_earlier_ones():
     old, new = some_records(), some_records(seconds=[7.0, 8.0, 9.0], date="2026-01-01").where(device="H100")
-    table = concat_records([old, new]).dedupe()
-    assert table.device.tolist() == ["A100", "H100", "H100"]
-    np.testing.assert_array_equal(table.seconds, [2e-3, 7.0, 9.0])
+    for table in (concat_records([old, new]).dedupe(), merge_records(old, new)):
+        assert table.device.tolist() == ["A100", "H100", "H100"]
+        np.testing.assert_array_equal(table.seconds, [2e-3, 7.0, 9.0])
+    twice = concat_records([new, new])
+    assert len(merge_records(old, twice)) == 5  # two takes of one thing are both new
+    assert len(twice.dedupe()) == 2
 
 
 def test_hashes_tell_rows_apart_and_are_the_same_in_another_interpreter():

@@ -1,5 +1,8 @@
 """The one measurement table of many devices, and what is read into it."""
 
+from meshwright.records.files import add_records, load_measurements, save_measurements
+from meshwright.records.importing import Imported, import_file
+from meshwright.records.one_device import from_measurements, to_measurements
 from meshwright.records.table import (
     COLUMNS,
     IDENTITY,
@@ -7,15 +10,24 @@ from meshwright.records.table import (
     concat_records,
     keep_sound,
     make_records,
+    merge_records,
     named_shapes,
 )
 
 __all__ = [
     "COLUMNS",
     "IDENTITY",
+    "Imported",
     "Records",
+    "add_records",
     "concat_records",
+    "from_measurements",
+    "import_file",
     "keep_sound",
+    "load_measurements",
     "make_records",
+    "merge_records",
     "named_shapes",
+    "save_measurements",
+    "to_measurements",
 ]

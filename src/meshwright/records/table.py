@@ -25,7 +25,7 @@ import numpy as np
 from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
@@ -123,10 +123,13 @@ class Records:
         digests = (hashlib.blake2b("\x1f".join((*row[:-1], repr(row[-1]))).encode(), digest_size=8) for row in rows)
         return np.array([int.from_bytes(digest.digest(), "little") for digest in digests], np.uint64)
 
-    def dedupe(self) -> Records:
-        """One row for each thing measured, the last: later rows renew earlier ones."""
-        last = {row: place for place, row in enumerate(zip(*(getattr(self, name) for name in IDENTITY), strict=True))}
+    def dedupe(self, identity: Sequence[str] = IDENTITY) -> Records:
+        """One row for each thing measured (rows that agree in the ``identity`` columns), the last."""
+        last = {row: place for place, row in enumerate(self._texts(identity))}
         return self.select(np.array(sorted(last.values()), np.int64))
+
+    def _texts(self, names: Sequence[str]) -> Iterable[tuple[str, ...]]:
+        return zip(*(getattr(self, name) for name in names), strict=True)
 
 
 def make_records(**columns: ArrayLike) -> Records:
@@ -159,6 +162,13 @@ def concat_records(parts: Iterable[Records]) -> Records:
     """All rows of all parts, in order."""
     known = [make_records(seconds=()), *parts]
     return Records(**{name: np.concatenate([getattr(part, name) for part in known]) for name in COLUMNS})
+
+
+def merge_records(old: Records, new: Records) -> Records:
+    """The rows of both, without the old ones of things that were measured anew."""
+    renewed = set(new._texts(IDENTITY))
+    kept = np.array([row not in renewed for row in old._texts(IDENTITY)], bool)
+    return concat_records([old.select(kept), new])
 
 
 def named_shapes(**sizes: int) -> str:
