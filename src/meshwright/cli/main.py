@@ -21,6 +21,13 @@ from meshwright.cli.show import show
 from meshwright.cli.simulate import simulate
 from meshwright.spec.errors import DocumentError, MeshwrightError
 
+# Modules that are not part of the core: how they are called, and the extra that brings them.
+EXTRAS = {
+    "torch": ("torch", "torch"),
+    "pyarrow": ("pyarrow", "tables"),
+    "sklearn": ("scikit-learn", "validate"),
+}
+
 app = typer.Typer(
     name="meshwright",
     help="Lay a PyTorch model out on a cluster: predict, search, show, run and compare.",
@@ -71,9 +78,11 @@ def invoke(arguments: list[str]) -> int:
         report_error(str(error))
         return error.exit_code
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        module = (error.name or "").split(".")[0]
+        if module not in EXTRAS:
             raise
-        report_error("This verb needs torch, which is not installed. Run: pip install 'meshwright[torch]'.")
+        name, extra = EXTRAS[module]
+        report_error(f"This verb needs {name}, which is not installed. Run: pip install 'meshwright[{extra}]'.")
         return 1
     except BrokenPipeError:
         # The reader of our output has gone (`meshwright ... | head`); that is its right.

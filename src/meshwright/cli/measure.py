@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.measure_cluster import write_cluster
+from meshwright.cli.measure_from import import_files
 from meshwright.cli.models import ImageOption, JsonOption, SequenceOption, model_sizes
 from meshwright.cli.output import print_json, print_tables, terminal_sink
-from meshwright.spec.codec import read_document, write_document
+from meshwright.spec.codec import read_document
 from meshwright.spec.measurements import Measurements
 
 
@@ -21,8 +22,9 @@ def measure(
         typer.Option(
             "--out",
             "-o",
-            help="The table (.json, measurements.json); what it already holds is kept or renewed. With --cluster: the "
-            "cluster file (.toml or .json, cluster.toml), which must be new.",
+            help="The table (.json, measurements.json; or .parquet, for many devices); what it holds already is kept "
+            "or renewed. With --from: measurements.parquet. With --cluster: the cluster file (.toml or .json, "
+            "cluster.toml), which must be new.",
         ),
     ] = None,
     microbatch_size: Annotated[
@@ -40,12 +42,30 @@ def measure(
     force: Annotated[
         bool, typer.Option("--force", help="With --cluster: replace a cluster file that is there.")
     ] = False,
+    sources: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            help="Take measurements from this file instead: a trace of torch's profiler, another tool's table; repeat.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="With --from: the name of the device kind, where a file does not say it.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time the model's ops, the optimizers and the links of this machine, with every process busy at once.
 
-    With --cluster, describe the machine instead: devices, memory, links and network cards, as a file for plan.
+    With --cluster, describe the machine instead: devices, memory, links and network cards, as a file for plan. With
+    --from, nothing is timed: files of measurements become rows of a table.
     """
+    if sources:
+        if model is not None or cluster or force or microbatch_size or sequence_length or image_size:
+            raise typer.BadParameter("--from times nothing; it takes --out, --device and --json alone.")
+        import_files(sources, out or Path("measurements.parquet"), device=device, as_json=as_json)
+        return
+    if device is not None:
+        raise typer.BadParameter("--device belongs to --from; what is timed here names its device itself.")
     if cluster:
         if model is not None or microbatch_size or sequence_length is not None or image_size is not None:
             raise typer.BadParameter("--cluster describes the machine; it takes no MODEL and no sizes of one.")
@@ -56,10 +76,11 @@ def measure(
     out = out or Path("measurements.json")
 
     from meshwright.measurement import merge_measurements
+    from meshwright.records import save_measurements
     from meshwright.report import measurement_rows, measurement_table
     from meshwright.training import measure_here
 
-    known = read_document(Measurements, out) if out.exists() else None
+    known = read_document(Measurements, out) if out.suffix == ".json" and out.exists() else None
     with terminal_sink(as_json) as events:
         table = measure_here(
             model,
@@ -71,7 +92,7 @@ def measure(
         )
     if known is not None:
         table = merge_measurements(known, table)
-    write_document(table, out)
+    save_measurements(table, out)
     if as_json:
         print_json({**measurement_rows(table), "file": str(out)})
     else:

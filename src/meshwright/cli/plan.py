@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from meshwright.cli.models import ImageOption, JsonOption, ModelArgument, SequenceOption, graphs_of, model_sizes
+from meshwright.cli.models import (
+    ImageOption,
+    JsonOption,
+    MeasurementsOption,
+    ModelArgument,
+    SequenceOption,
+    graphs_of,
+    model_sizes,
+)
 from meshwright.cli.output import print_json, print_tables, terminal_sink
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.cli.plan_files import files_to_write, no_files, write_plan_files
 from meshwright.spec.cluster import MAX_RANKS, load_cluster
-from meshwright.spec.codec import encode_document, read_document
-from meshwright.spec.measurements import Measurements
+from meshwright.spec.codec import encode_document
 from meshwright.spec.plan import SCHEDULE_NAMES
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
 
@@ -50,7 +57,7 @@ def plan(
         list[str] | None,
         typer.Option(help="Only these schedules: gpipe, 1f1b, your own file.py:function; repeat for several."),
     ] = None,
-    measurements: Annotated[Path | None, typer.Option(help="A measurement table of these devices (.json).")] = None,
+    measurements: MeasurementsOption = None,
     sequence_length: SequenceOption = None,
     image_size: ImageOption = None,
     stages: Annotated[int | None, typer.Option(help="Only plans of so many stages.", min=1)] = None,
@@ -75,6 +82,7 @@ def plan(
     """Search for the fastest layout that fits and explain it. Needs no GPU and allocates no weight."""
     from meshwright.cost import CostModel
     from meshwright.planner import NothingFitsError, plans_document, search_plans
+    from meshwright.records import load_measurements
     from meshwright.report import fit_table, plans_table
 
     if memory_limit is not None and not 0 < memory_limit <= MAX_MEMORY_LIMIT_GIB:
@@ -92,7 +100,7 @@ def plan(
         precision=chosen,
         optimizer=Optimizer.named(optimizer),
     )
-    table = read_document(Measurements, measurements) if measurements is not None else None
+    table = load_measurements(measurements, machine) if measurements is not None else None
     graph_for = graphs_of(model, model_sizes(sequence_length, image_size))
     cost = CostModel(cluster=machine, measurements=table, precision=chosen)
     try:

@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.models import JsonOption, graph_of_plan
+from meshwright.cli.models import JsonOption, MeasurementsOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import read_document, write_document
-from meshwright.spec.measurements import Measurements
 from meshwright.spec.plan import Plan
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan (.json) that `meshwright plan` wrote.")]
@@ -23,7 +22,7 @@ def simulate(
     cluster: Annotated[
         str | None, typer.Option(help="Another cluster than the plan's: a .toml file or a short form.")
     ] = None,
-    measurements: Annotated[Path | None, typer.Option(help="A measurement table of these devices (.json).")] = None,
+    measurements: MeasurementsOption = None,
     graph: Annotated[Path | None, typer.Option(help="The captured graph (.json); else the model is captured.")] = None,
     schedule: Annotated[
         str | None, typer.Option(help="Another schedule than the plan's: gpipe, 1f1b or your own file.py:function.")
@@ -44,6 +43,7 @@ def simulate(
     from meshwright.cost import CostModel
     from meshwright.planner import rank_simulation, simulation_document
     from meshwright.program import with_schedule
+    from meshwright.records import load_measurements
     from meshwright.report import draw_grid, timeline_rows, timeline_table, write_trace
     from meshwright.simulator import simulate_plan
 
@@ -52,7 +52,7 @@ def simulate(
     if schedule is not None:
         document = with_schedule(document, schedule)
     machine = load_cluster(cluster or document.cluster)
-    table = read_document(Measurements, measurements) if measurements is not None else None
+    table = load_measurements(measurements, machine) if measurements is not None else None
     cost = CostModel(cluster=machine, measurements=table, precision=document.workload.precision)
     captured = graph_of_plan(document, graph)
     result = simulate_plan(document, captured, machine, cost=cost, num_steps=steps)

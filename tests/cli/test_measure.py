@@ -1,0 +1,105 @@
+"""``measure --from`` and measurement tables of many devices, as a user types them."""
+
+import json
+
+import pytest
+
+from meshwright.cli.main import invoke
+from meshwright.records import make_records
+from meshwright.records.parquet import read_records, write_records
+from meshwright.spec import load_shipped_graph, op_key
+from tests.records.test_importing import PROFILE
+from tests.records.test_trace import FLOATS, op
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run_line(*words):
+        code = invoke([str(word) for word in words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_line
+
+
+def test_files_of_other_tools_become_one_table(run, tmp_path):
+    (tmp_path / "graph.txt").write_text(PROFILE)
+    events = [op("aten::relu", i * 10, 5, [[4, 8]], ["float"]) for i in range(3)]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    code, out, err = run("measure", "--from", "graph.txt", "--device", "V100")
+    assert code == 0
+    assert "graph.txt: a PipeDream profile, 3 rows" in out
+    assert "rows written to measurements.parquet" in out
+    assert "1 left out: inputs (the loading of data)" in err
+    code, out, _ = run("measure", "--from", "trace.json", "--json")
+    (file,) = json.loads(out)["files"]
+    assert code == 0
+    assert file["ops"] == [
+        {
+            "device": "cpu",
+            "op": "aten.relu",
+            "rows": 1,
+            "fastest_s": pytest.approx(5e-6),
+            "slowest_s": pytest.approx(5e-6),
+        }
+    ]
+    assert file["left_out"] == {}
+    assert sorted(set(read_records("measurements.parquet").device)) == ["V100", "cpu"]
+
+
+def test_long_traces_are_listed_in_part(run, tmp_path):
+    events = [op(f"aten::op{i}", i * 10, 5, [[4, 8]], FLOATS[:1]) for i in range(25)]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    code, out, _ = run("measure", "--from", "trace.json")
+    assert code == 0
+    assert "and 5 ops more" in out
+    assert len(json.loads(run("measure", "--from", "trace.json", "--json")[1])["files"][0]["ops"]) == 25
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--from", "graph.txt"], 1, "Name it with --device"),
+        (["--from", "absent"], 1, "cannot be read"),
+        (["--from", "graph.txt", "--device", "V100", "--out", "m.json"], 1, "ends in .parquet"),
+        (["--from", "graph.txt", "--device", "V100", "--out", "m.txt"], 1, "end in .json"),
+        (["gpt-tiny", "--from", "graph.txt"], 2, "--from times nothing"),
+        (["--cluster", "--from", "graph.txt"], 2, "--from times nothing"),
+        (["--device", "V100"], 2, "--device belongs to --from"),
+    ],
+)
+def test_what_cannot_be_meant(run, tmp_path, words, code, told):
+    (tmp_path / "graph.txt").write_text(PROFILE)
+    found, _, err = run("measure", *words)
+    assert found == code
+    assert told in " ".join(err.replace("│", " ").split())
+    assert [path.name for path in tmp_path.iterdir()] == ["graph.txt"]
+
+
+def test_a_table_of_many_devices_is_planned_and_simulated_with(run):
+    graph = load_shipped_graph("gpt-tiny")
+    parts = [op_key(graph, item, 2).removesuffix(")").split("(", 1) for item in graph.ops if item.phase == "forward"]
+    ops, shapes = zip(*sorted(set(map(tuple, parts))), strict=True)
+    table = make_records(op=ops, shapes=shapes, phase="forward", device="cpu", seconds=[1e-3] * len(ops))
+    write_records(table, "m.parquet")
+    given = ["--measurements", "m.parquet", "--cluster", "2xcpu"]
+    code, out, err = run("plan", "gpt-tiny", *given, "-m", "2", "--out", "plan.json")
+    assert code == 0, err
+    assert f"{len(graph.ops)} measured" in out
+    assert run("simulate", "plan.json", *given)[0] == 0
+    code, _, err = run("plan", "gpt-tiny", "--cluster", "4xA100", "--measurements", "m.parquet")
+    assert code == 1
+    assert "has no rows of A100; its devices are cpu" in err
+
+
+def test_without_pyarrow(run, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "meshwright.records.parquet", raising=False)
+    code, _, err = run("plan", "gpt-tiny", "--cluster", "2xcpu", "--measurements", "m.parquet")
+    assert code == 1
+    assert "needs pyarrow, which is not installed. Run: pip install 'meshwright[tables]'" in err
