@@ -1,0 +1,99 @@
+"""What is allocated and freed in the course of a step, as one list of events, and its peak.
+
+in use after event e     Σ bytes of the events up to e, frees negative
+peak                     its maximum, with the bytes by part (`meshwright.spec.memory`) at that moment
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.spec.memory import MEMORY_PARTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryEvents:
+    """Events in order: ``block`` (E,) numbers what is taken, ``num_bytes`` (E,) is negative where it is freed.
+
+    ``part`` (E,) indexes `MEMORY_PARTS`; ``moment`` (E,) indexes ``moments``, the names of what was going on.
+    """
+
+    block: NDArray[np.int64]
+    num_bytes: NDArray[np.int64]
+    part: NDArray[np.int64]
+    moment: NDArray[np.int64]
+    moments: tuple[str, ...]
+
+    def in_use(self) -> NDArray[np.int64]:
+        """Bytes in use after each event, shape (E,)."""
+        return np.cumsum(self.num_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The largest number of bytes in use, what they were for, and when."""
+
+    num_bytes: int
+    parts: dict[str, int]
+    moment: str
+
+    @property
+    def owner(self) -> str:
+        """The part that has most of it."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+
+def find_peak(events: MemoryEvents) -> Peak:
+    """The first moment at which most bytes are in use."""
+    in_use = events.in_use()
+    at = int(in_use.argmax())
+    sums = np.zeros(len(MEMORY_PARTS), np.int64)
+    np.add.at(sums, events.part[: at + 1], events.num_bytes[: at + 1])
+    return Peak(
+        num_bytes=int(in_use[at]),
+        parts=dict(zip(MEMORY_PARTS, sums.tolist(), strict=True)),
+        moment=events.moments[int(events.moment[at])],
+    )
+
+
+class Ledger:
+    """Writes events: `take` gives back the number of a block, which `free` names."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int, int]] = []
+        self._live: dict[int, tuple[int, int]] = {}
+        self._count = 0
+        self._moments: list[str] = ["start"]
+
+    def begin(self, moment: str) -> None:
+        """What goes on from here."""
+        self._moments.append(moment)
+
+    def take(self, num_bytes: int, part: int) -> int:
+        """Allocate."""
+        block, self._count = self._count, self._count + 1
+        self._live[block] = (num_bytes, part)
+        self._note(block, num_bytes, part)
+        return block
+
+    def free(self, block: int) -> None:
+        """Free a block."""
+        num_bytes, part = self._live.pop(block)
+        self._note(block, -num_bytes, part)
+
+    def events(self) -> MemoryEvents:
+        """All that was written."""
+        columns = np.array(self._rows, np.int64).reshape(-1, 4).T
+        return MemoryEvents(
+            block=columns[0],
+            num_bytes=columns[1],
+            part=columns[2],
+            moment=columns[3],
+            moments=tuple(self._moments),
+        )
+
+    def _note(self, block: int, num_bytes: int, part: int) -> None:
+        self._rows.append((block, num_bytes, part, len(self._moments) - 1))

@@ -1,0 +1,92 @@
+"""How long the values of a forward live: until their last use, or until the backward that reads them.
+
+A range of ops that is computed again keeps nothing but what it reads from outside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.spec import GraphError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from meshwright.spec import Graph
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifetimes:
+    """Of the storages of a graph.
+
+    ``kept`` outlive the forward. ``last_used[op]`` are those whose last reader (their maker, where nobody reads them)
+    is the op, ``released[op]`` those that no backward after that of the op reads. ``starts[stop]`` is where the range
+    of ops that ends before ``stop`` begins, ``recomputed`` are all ops of such ranges.
+    """
+
+    kept: frozenset[int]
+    last_used: Mapping[int, Sequence[int]]
+    released: Mapping[int, Sequence[int]]
+    starts: Mapping[int, int]
+    recomputed: frozenset[int]
+
+
+def recompute_layers(graph: Graph, layers: Iterable[int]) -> Ranges:
+    """The ranges of ops that computing these layers again means, each layer on its own."""
+    return tuple((graph.layers[i].start, graph.layers[i].stop) for i in layers)
+
+
+def find_lifetimes(graph: Graph, ranges: Ranges) -> Lifetimes:
+    """Lifetimes of a training step. Raises GraphError for ranges that overlap or leave the graph."""
+    _check_ranges(graph, ranges)
+    tensors = graph.tensors
+    recomputed = frozenset(op for start, stop in ranges for op in range(start, stop))
+    last_use: dict[int, int] = {}
+    needed: dict[int, int] = {}
+    kept = {tensors[i].storage for i in graph.outputs}
+    for index, op in enumerate(graph.ops):
+        last_use.update((tensors[i].storage, index) for i in (*op.outputs, *op.inputs))
+        for storage in {tensors[i].storage for i in op.saved}:
+            needed.setdefault(storage, index)
+            if index not in recomputed:
+                kept.add(storage)
+    for start, stop in ranges:
+        for storage in _read_by(graph, start, stop):
+            needed[storage] = min(needed.get(storage, start), start)
+            kept.add(storage)
+    return Lifetimes(
+        kept=frozenset(kept),
+        last_used=_by_op(last_use),
+        released=_by_op(needed),
+        starts={stop: start for start, stop in ranges},
+        recomputed=recomputed,
+    )
+
+
+def _by_op(ops: dict[int, int]) -> dict[int, list[int]]:
+    storages: dict[int, list[int]] = defaultdict(list)
+    for storage, op in ops.items():
+        storages[op].append(storage)
+    return dict(storages)
+
+
+def _read_by(graph: Graph, start: int, stop: int) -> set[int]:
+    """Storages of values that a range reads and does not make."""
+    ops = graph.ops[start:stop]
+    made = {i for op in ops for i in op.outputs}
+    read = {i for op in ops for i in op.inputs} - made
+    return {graph.tensors[i].storage for i in read if graph.tensors[i].role == "activation"}
+
+
+def _check_ranges(graph: Graph, ranges: Ranges) -> None:
+    times = Counter(op for start, stop in ranges for op in range(start, stop))
+    inside = all(0 <= start < stop <= len(graph.ops) for start, stop in ranges)
+    if not inside or any(count > 1 for count in times.values()):
+        raise GraphError(
+            f"Ranges of ops to compute again were given as {list(ranges)}; expected ranges within 0:{len(graph.ops)} "
+            "that do not overlap. Take them from `recompute_layers`."
+        )

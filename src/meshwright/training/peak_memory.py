@@ -1,0 +1,92 @@
+"""The peak memory of a real training step on this machine's CPU, counted by torch's profiler.
+
+Truth of a case is the largest total of the profiler's memory events, which start before the model is built: every
+allocation through torch's CPU allocator, of which libraries' own are no part. Beside it the growth of the resident set.
+The truths that `meshwright.validation.memory` scores were measured so, by ``scripts/measure_memory.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.spec import Optimizer, load_shipped_graph
+from meshwright.training.job import make_optimizer
+from meshwright.training.memory import MemoryMeter
+from meshwright.zoo import ModelSource, load_model
+
+# The second step is like all later ones: the optimizer's states are there.
+_NUM_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCase:
+    """What is trained. ``optimizer`` as in `Optimizer.name`; "full" computes every repeated block again."""
+
+    model: str
+    batch_size: int
+    optimizer: str
+    recompute: Literal["none", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPeak:
+    """Bytes: the largest total of the profiler's events, and by how much the process grew."""
+
+    peak_bytes: int
+    resident_bytes: int
+
+
+def measure_peak(case: MemoryCase) -> MeasuredPeak:
+    """Train a few steps in this process. The resident set is that of the process: use a fresh one for it."""
+    torch.set_num_threads(1)
+    meter = MemoryMeter(torch.device("cpu"), [])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        source = load_model(case.model, batch_size=case.batch_size)
+        if case.recompute == "full":
+            _checkpoint_blocks(source)
+        _train(source, case.optimizer)
+        del source
+    return MeasuredPeak(peak_bytes=_largest_total(profiler), resident_bytes=meter.peak_bytes())
+
+
+def _train(source: ModelSource, optimizer: str) -> None:
+    kind: Literal["sgd", "adamw"] = "adamw" if optimizer == "adamw" else "sgd"
+    described = Optimizer(kind=kind, momentum=optimizer.endswith("+momentum"))
+    stepper = make_optimizer(list(source.model.parameters()), described, None)
+    for _ in range(_NUM_STEPS):
+        stepper.zero_grad()
+        source.compute_loss().backward()  # type: ignore[no-untyped-call]
+        stepper.step()
+
+
+def _checkpoint_blocks(source: ModelSource) -> None:
+    """Blocks are the layers of the model's graph that stand in a list."""
+    for layer in load_shipped_graph(source.name).layers:
+        if "." in layer.name:
+            block = source.model.get_submodule(layer.name)
+            block.forward = _checkpointed(block.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return checkpointed
+
+
+def _largest_total(profiler: profile) -> int:
+    # torch offers the single events only here; tests/training/test_peak_memory.py notices when they move.
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    total = largest = 0
+    for _, num_bytes in changes:
+        total += num_bytes
+        largest = max(largest, total)
+    return largest
