@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from meshwright.cli.models import JsonOption
 from meshwright.cli.output import grid_width, note, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, page_path, provenance, put_page
+from meshwright.cli.show_prices import Pricing, show_prices
 from meshwright.cli.systems import System, show_settings
 from meshwright.cli.zoo import ZOO, show_zoo
 from meshwright.spec.cluster import Cluster, load_cluster
@@ -36,6 +37,17 @@ def show(
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per batch for the figures of a graph.", min=1)] = 1,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Price the layers of a model on these devices: a file (.toml) or a short form, 8xH100."),
+    ] = None,
+    measurements: Annotated[
+        Path | None, typer.Option(help="A measurement table of these devices (.json), for --cluster.")
+    ] = None,
+    precision: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Precision for --cluster; by default bfloat16 where the devices are GPUs."),
+    ] = None,
     program: Annotated[bool, typer.Option("--program", help="Show the program of a plan instead of the plan.")] = False,
     schedule: Annotated[bool, typer.Option("--schedule", help="Draw the schedule of a plan, as papers do.")] = False,
     system: Annotated[
@@ -61,26 +73,29 @@ def show(
     ] = False,
 ) -> None:
     """Show what a document says: in tables, as JSON, or on a page to play with."""
+    asks_page = html is not None or open_browser
+    pricing = Pricing(cluster=cluster, measurements=measurements, precision=precision)
     if play:
-        if as_json or program or schedule or system is not None or html is not None or batch_size != 1:
+        other = as_json or program or schedule or system is not None or html is not None or batch_size != 1
+        if other or pricing != Pricing():
             raise PlaygroundError("--play shows a page of its own; give --port and --open only, or leave --play out.")
         from meshwright.cli.play import play as play_page
 
         play_page(document, graph, port, open_browser)
         return
     _check_options(port, graph, of_plan=bool(not schedule and (program or system is not None)))
+    _check_views(text=schedule or system is not None, program=program, asks_page=asks_page, pricing=pricing)
     if document is None:
         raise DocumentError("No document was given. Give a file or a cluster's short form, or --play for a page.")
-    if (schedule or system is not None) and (html is not None or open_browser):
-        raise DocumentError(
-            "--schedule and --as print text; leave --html and --open out. `meshwright simulate PLAN --html FILE` draws "
-            "the schedule of a plan on a page."
-        )
     if document == ZOO:
-        show_zoo(as_json, bool(program or schedule or system or html or open_browser or batch_size != 1))
+        others = program or schedule or system or asks_page or pricing.cluster or batch_size != 1
+        show_zoo(as_json, bool(others))
         return
     page = page_path(html, open_browser, "document")
     value = read_any(document)
+    if pricing.cluster is not None:
+        show_prices(value, document, pricing, batch_size, as_json)
+        return
     if system is not None:
         show_settings(value, document, graph, system, as_json)
         return
@@ -108,6 +123,20 @@ def _check_options(port: int, graph: Path | None, *, of_plan: bool) -> None:
     if graph is not None and not of_plan:
         raise DocumentError(
             "--graph belongs to --program, --as or --play of a plan; give one of them, or leave it out."
+        )
+
+
+def _check_views(*, text: bool, program: bool, asks_page: bool, pricing: Pricing) -> None:
+    if text and asks_page:
+        raise DocumentError(
+            "--schedule and --as print text; leave --html and --open out. `meshwright simulate PLAN --html FILE` draws "
+            "the schedule of a plan on a page."
+        )
+    if pricing.cluster is None and pricing != Pricing():
+        raise DocumentError("--measurements and --precision belong to --cluster; give a cluster, or leave them out.")
+    if pricing.cluster is not None and (text or program or asks_page):
+        raise DocumentError(
+            "--cluster prints a table of layers; leave --program, --schedule, --as, --html and --open out."
         )
 
 

@@ -15,8 +15,8 @@ from meshwright.spec import Graph, Layer
 Row = dict[str, Any]
 
 
-def graph_rows(graph: Graph, batch_size: int) -> list[Row]:
-    """One row per layer for batches of ``batch_size`` samples.
+def graph_rows(graph: Graph, batch_size: int, float_bytes: int | None = None) -> list[Row]:
+    """One row per layer for batches of ``batch_size`` samples, floating elements being ``float_bytes`` wide if given.
 
     Keys: ``layer``, ``num_ops``, ``num_parameters``, ``forward_flops``, ``backward_flops``, ``saved_bytes``,
     ``crossing_bytes``. Raises GraphError if the graph is not valid for this batch size.
@@ -26,12 +26,12 @@ def graph_rows(graph: Graph, batch_size: int) -> list[Row]:
     counted: set[int] = set()
     saved: set[int] = set()
     return [
-        _layer_row(graph, layer, batch_size, counted, saved) | {"crossing_bytes": num_bytes}
+        _layer_row(graph, layer, batch_size, float_bytes, counted, saved) | {"crossing_bytes": num_bytes}
         for layer, num_bytes in zip(graph.layers, crossing, strict=True)
     ]
 
 
-def graph_total(graph: Graph, batch_size: int) -> Row:
+def graph_total(graph: Graph, batch_size: int, float_bytes: int | None = None) -> Row:
     """The whole graph with the keys of `graph_rows`; parameters that no op reads are counted too."""
     graph.check_batch_size(batch_size)
     return {
@@ -40,7 +40,7 @@ def graph_total(graph: Graph, batch_size: int) -> Row:
         "num_parameters": graph.num_parameters(),
         "forward_flops": sum(op.flops.at(batch_size) for op in graph.ops),
         "backward_flops": sum(op.backward_flops.at(batch_size) for op in graph.ops),
-        "saved_bytes": graph.saved_bytes(graph.ops, batch_size),
+        "saved_bytes": graph.saved_bytes(graph.ops, batch_size, float_bytes=float_bytes),
         "crossing_bytes": None,
     }
 
@@ -67,7 +67,9 @@ def crossing_bytes(graph: Graph, batch_size: int) -> list[int]:
     return list(itertools.accumulate(steps[:-1]))
 
 
-def _layer_row(graph: Graph, layer: Layer, batch_size: int, counted: set[int], saved: set[int]) -> Row:
+def _layer_row(
+    graph: Graph, layer: Layer, batch_size: int, float_bytes: int | None, counted: set[int], saved: set[int]
+) -> Row:
     """One layer's own share; adds what it counts to ``counted`` (parameters) and ``saved`` (storages)."""
     ops = graph.ops[layer.start : layer.stop]
     parameters = {i for op in ops for i in op.inputs if graph.tensors[i].role == "parameter"} - counted
@@ -81,5 +83,5 @@ def _layer_row(graph: Graph, layer: Layer, batch_size: int, counted: set[int], s
         "num_parameters": sum(graph.tensors[i].num_elements(0) for i in parameters),
         "forward_flops": sum(op.flops.at(batch_size) for op in ops),
         "backward_flops": sum(op.backward_flops.at(batch_size) for op in ops),
-        "saved_bytes": graph.saved_bytes(ops, batch_size, exclude=known),
+        "saved_bytes": graph.saved_bytes(ops, batch_size, exclude=known, float_bytes=float_bytes),
     }

@@ -213,14 +213,22 @@ class Graph:
         """Bytes of the op's outputs; a view writes nothing."""
         return sum(self.tensors[i].num_bytes(batch_size) for i in op.outputs if self.tensors[i].storage == i)
 
-    def saved_bytes(self, ops: Iterable[Op], batch_size: int, *, exclude: frozenset[int] = frozenset()) -> int:
+    def saved_bytes(
+        self,
+        ops: Iterable[Op],
+        batch_size: int,
+        *,
+        exclude: frozenset[int] = frozenset(),
+        float_bytes: int | None = None,
+    ) -> int:
         """Bytes that autograd keeps for the backward of ``ops``: each storage once, parameters and buffers not counted.
 
-        ``exclude`` holds storages counted elsewhere (what a stage received, for instance).
+        ``exclude`` holds storages counted elsewhere (what a stage received, for instance); ``float_bytes``: the width
+        of floating elements, by default as captured.
         """
         storages = {self.tensors[i].storage for op in ops for i in op.saved} - exclude
         return sum(
-            self.tensors[i].num_bytes(batch_size)
+            self.tensors[i].num_bytes(batch_size, float_bytes)
             for i in storages
             if self.tensors[i].role not in ("parameter", "buffer", "constant")
         )

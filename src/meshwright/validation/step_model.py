@@ -101,7 +101,7 @@ def fit_model(rows: Sequence[Mapping[str, str]]) -> StepModel:
         fitted_rows=tuple(f"{row_hash(row):016x}" for row in mine),
     )
     others = read_steps([row for row in rows if not is_fitted(row)])[0]
-    return replace(model, intervals={**Residuals(fitted, others, model).intervals()})
+    return replace(model, intervals=Residuals(fitted, others, model).intervals())
 
 
 def predict_left_out(cases: Sequence[StepCase]) -> Floats:

@@ -29,7 +29,7 @@ class StepModel:
     software: str
     rule: str
     efficiencies: Efficiencies
-    intervals: dict[str, Interval]
+    intervals: dict[Regime, Interval]
     fitted_rows: tuple[str, ...]
 
     SCHEMA_VERSION: ClassVar[int] = 1

@@ -1,0 +1,91 @@
+"""``show MODEL --cluster``: layers add up to the model, the table of a device is used, options are checked."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshwright.cli.main import invoke
+from meshwright.cost import CostModel
+from meshwright.cost.layers import priced_rows
+from meshwright.spec import load_cluster
+from meshwright.spec.shipped import load_shipped_graph
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return load_shipped_graph("gpt-tiny")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_layers_add_up_to_the_model(graph, precision):
+    cluster = load_cluster("2xcpu")
+    cost = CostModel(cluster=cluster, precision=precision)
+    rows, total = priced_rows(cost, graph, 4, cluster.device_kinds[0])
+    prices = cost.price_ops(graph, 4, cluster.device_kinds[0])
+    assert [row["layer"] for row in rows] == [layer.name for layer in graph.layers]
+    for key in ("forward_s", "backward_s", "num_parameters", "saved_bytes"):
+        assert sum(row[key] for row in rows) == pytest.approx(total[key], rel=1e-12)
+    assert total["forward_s"] == pytest.approx(prices.forward_s.sum())
+    for row in (*rows, total):
+        assert row["low_s"] <= row["forward_s"] + row["backward_s"] <= row["high_s"]
+    # The interval of a sum is never wider than the sum of the intervals.
+    assert total["high_s"] <= sum(row["high_s"] for row in rows) * (1 + 1e-12)
+    assert total["low_s"] >= sum(row["low_s"] for row in rows) * (1 - 1e-12)
+
+
+def test_half_precision_halves_what_is_saved(graph):
+    cluster = load_cluster("2xcpu")
+    saved = {
+        precision: priced_rows(CostModel(cluster=cluster, precision=precision), graph, 4, cluster.device_kinds[0])[1][
+            "saved_bytes"
+        ]
+        for precision in ("float32", "bfloat16")
+    }
+    assert 0.5 * saved["float32"] <= saved["bfloat16"] < 0.55 * saved["float32"]  # token numbers keep their width
+
+
+def run(capsys, *arguments):
+    code = invoke(["show", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_table_and_json_say_the_same(capsys, graph):
+    code, out, _ = run(capsys, "gpt-tiny", "--cluster", "2xcpu", "--batch-size", "4", "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert (document["model"], document["batch_size"], document["precision"]) == ("gpt-tiny", 4, "float32")
+    (device,) = document["devices"]
+    assert device["kind"] == "cpu"
+    assert len(device["layers"]) == len(graph.layers)
+    code, out, _ = run(capsys, "gpt-tiny", "--cluster", "2xcpu", "--batch-size", "4")
+    assert code == 0
+    for word in ("forward", "backward", "low", "high", "basis", "saved", "80 % interval", "total"):
+        assert word in out
+
+
+def test_gpus_are_priced_in_half_precision(capsys):
+    code, out, _ = run(capsys, "gpt2-small", "--cluster", "A100", "--json")
+    assert code == 0
+    assert json.loads(out)["precision"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gpt-tiny", "--measurements", "m.json"], "belong to --cluster"),
+        (["gpt-tiny", "--precision", "float32"], "belong to --cluster"),
+        (["gpt-tiny", "--cluster", "2xcpu", "--program"], "prints a table of layers"),
+        (["gpt-tiny", "--cluster", "2xcpu", "--html", "page.html"], "prints a table of layers"),
+        (["2xcpu", "--cluster", "2xcpu"], "found a cluster"),
+        (["gpt-tiny", "--cluster", "2xcqu"], "No device kind"),
+        (["gpt-tiny", "--cluster", "2xcpu", "--measurements", "missing.json"], "missing.json"),
+        (["--play", "gpt-tiny", "--cluster", "2xcpu"], "--play shows a page of its own"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(capsys, arguments, said):
+    code, _, error = run(capsys, *arguments)
+    assert code == 1
+    assert said in " ".join(error.split())
