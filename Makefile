@@ -1,10 +1,12 @@
 # Everything a contributor types. The two that set a fresh machine up: `make demo`, `make test`.
 #   PYTHON=python3.12   the Python that .venv is built on (3.11 or newer)
 #   TORCH=own           install a torch even if PYTHON can import one
-#   PYTEST_ARGS=...     passed on to pytest
+#   PYTEST_ARGS=...     passed on to pytest; -n0 runs all tests in one process
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := src tests scripts $(wildcard examples benchmarks)
+# A process per core; more than four wait for the longest group of tests.
+PARALLEL := -n logical --maxprocesses 4 --dist loadgroup
 
 export PYTHON TORCH
 
@@ -23,7 +25,7 @@ demo: $(VENV)/.stamp-run ## capture, measure, plan, simulate, run and compare a 
 	$(BIN)/python examples/demo.py --out demo-out
 
 test: $(VENV)/.stamp-dev ## all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.stamp-dev ## the slow ones too, with more examples for each property
 	$(BIN)/python -m pytest --hypothesis-profile=thorough --timeout=900 $(PYTEST_ARGS)

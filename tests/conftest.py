@@ -1,8 +1,11 @@
-"""What all tests share: profiles of hypothesis, what a marked test needs, a fresh interpreter.
+"""What all tests share: profiles of hypothesis, what a marked test needs, who runs what, a fresh interpreter.
 
 A test that needs what this machine lacks is skipped and the summary says why. Under CI=true a
 missing *program* is a failure instead: `.ci/run` installs programs, so there is no excuse. Missing
 hardware or rights (a GPU, root) are skipped everywhere.
+
+`make test` shares the tests out among processes (pytest-xdist): those of one file stay together, since they share what
+its fixtures make, unless they name a group of their own.
 """
 
 import os
@@ -13,6 +16,10 @@ from collections.abc import Callable
 
 import hypothesis
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Beside each other, processes with several threads each wait more than they compute; torch reads this when loaded.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
@@ -46,6 +53,13 @@ HARDWARE_AND_RIGHTS: dict[str, Callable[[], str | None]] = {
 def _missing_programs(marker: str) -> list[str]:
     groups = PROGRAMS.get(marker, ())
     return [" or ".join(names) for names in groups if not any(map(shutil.which, names))]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(item.config.rootpath).as_posix()))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
