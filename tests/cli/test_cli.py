@@ -63,16 +63,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def run(folder, capsys, monkeypatch):
+def run(run, folder, monkeypatch):
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run_command(*arguments):
-        code = invoke([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run_command
+    return run
 
 
 def test_documents_pass_from_verb_to_verb(folder):

@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from meshwright.cli.doctor import _tables
-from meshwright.cli.main import invoke
 from meshwright.cli.output import print_tables
 from meshwright.host import Finding, Host
 from meshwright.host.findings import HELP_PAGE
@@ -27,19 +26,6 @@ sys.modules["torch"] = None  # importing it raises ModuleNotFoundError
 from meshwright.cli.main import invoke
 sys.exit(invoke(sys.argv[1:]))
 """
-
-
-@pytest.fixture
-def run(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run_command(*arguments):
-        code = invoke([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run_command
 
 
 @pytest.fixture

@@ -10,23 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import invoke
 from meshwright.spec import Plan, read_document
 
 PLAN = ["plan", "gpt-tiny", "--cluster", "2xcpu", "--batch", "8"]
 
 
 @pytest.fixture
-def run(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def run(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "96")
-
-    def run_command(*arguments):
-        code = invoke([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run_command
+    return run
 
 
 def files():

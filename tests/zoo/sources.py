@@ -27,6 +27,19 @@ def as_double(batch):
     return tuple(item.double() if item.is_floating_point() else item for item in batch)
 
 
+def losses_of_steps(source, num_steps, learning_rate):
+    """Losses before each of some steps of AdamW on the source's one batch."""
+    optimizer = torch.optim.AdamW([p for p in source.model.parameters() if p.requires_grad], lr=learning_rate)
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = source.compute_loss()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def rows(batch, start, stop):
     """Some samples of a batch."""
     return tuple(item[start:stop] for item in batch)

@@ -13,7 +13,10 @@ from meshwright.zoo.llama import Llama
 from meshwright.zoo.mixtral import capacity
 from meshwright.zoo.t5 import RelativeBias
 
-from .sources import small
+from .sources import losses_of_steps, small
+
+# How transformers calls the linear layers of attention.
+LETTERS = {"q": "query", "k": "key", "v": "value", "o": "projection"}
 
 
 def load_renamed(target, state, names):
@@ -26,6 +29,11 @@ def load_renamed(target, state, names):
 
 def take(name):
     return lambda state: state[name]
+
+
+def taken(pairs, kinds=("weight",)):
+    """For layers that differ in nothing but their name: of every pair (theirs, ours), what they hold."""
+    return {f"{theirs}.{kind}": take(f"{ours}.{kind}") for theirs, ours in pairs.items() for kind in kinds}
 
 
 def third(name, index):
@@ -45,12 +53,14 @@ def test_bert_is_bert():
         max_position_embeddings=shape.context,
     )
     other = BertForPreTraining(config).double().eval()
-    names = {
-        "bert.embeddings.word_embeddings.weight": take("embedding.weight"),
-        "bert.embeddings.position_embeddings.weight": take("position.weight"),
-        "bert.embeddings.token_type_embeddings.weight": take("segment.weight"),
-        "cls.predictions.decoder.weight": take("embedding.weight"),
-    }
+    names = taken(
+        {
+            "bert.embeddings.word_embeddings": "embedding",
+            "bert.embeddings.position_embeddings": "position",
+            "bert.embeddings.token_type_embeddings": "segment",
+            "cls.predictions.decoder": "embedding",
+        }
+    )
     pairs = {
         "bert.embeddings.LayerNorm": "norm",
         "bert.pooler.dense": "pool",
@@ -70,7 +80,7 @@ def test_bert_is_bert():
         for index, part in enumerate(("query", "key", "value")):
             for kind in ("weight", "bias"):
                 names[f"{theirs}.attention.self.{part}.{kind}"] = third(f"{ours}.query_key_value.{kind}", index)
-    names |= {f"{new}.{kind}": take(f"{old}.{kind}") for new, old in pairs.items() for kind in ("weight", "bias")}
+    names |= taken(pairs, ("weight", "bias"))
     names |= {"cls.predictions.bias": take("head.bias"), "cls.predictions.decoder.bias": take("head.bias")}
     assert load_renamed(other, source.model.state_dict(), names) == []
 
@@ -103,25 +113,22 @@ def test_t5_is_t5():
         relative_attention_max_distance=shape.max_distance,
     )
     other = T5ForConditionalGeneration(config).double().eval()
-    names = {
-        name: take("embedding.weight")
-        for name in ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
-    }
+    pairs = dict.fromkeys(("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"), "embedding")
     for stack, last in (("encoder", 1), ("decoder", 2)):
         first = f"{stack}.block.0.layer.0.SelfAttention"
-        names[f"{first}.relative_attention_bias.weight"] = take(f"{stack}_bias.table.weight")
-        names[f"{stack}.final_layer_norm.weight"] = take(f"{stack}_norm.weight")
+        pairs[f"{first}.relative_attention_bias"] = f"{stack}_bias.table"
+        pairs[f"{stack}.final_layer_norm"] = f"{stack}_norm"
         for layer in range(shape.num_layers):
             theirs, ours = f"{stack}.block.{layer}.layer", f"{stack}.{layer}"
             parts = [(0, "SelfAttention", "attention")] + [(1, "EncDecAttention", "cross")] * (last == 2)
             for index, kind, mine in parts:
-                names[f"{theirs}.{index}.layer_norm.weight"] = take(f"{ours}.{mine}_norm.weight")
-                for letter, part in zip("qkvo", ("query", "key", "value", "projection"), strict=True):
-                    names[f"{theirs}.{index}.{kind}.{letter}.weight"] = take(f"{ours}.{mine}.{part}.weight")
-            names[f"{theirs}.{last}.layer_norm.weight"] = take(f"{ours}.mlp_norm.weight")
-            names[f"{theirs}.{last}.DenseReluDense.wi.weight"] = take(f"{ours}.mlp.widen.weight")
-            names[f"{theirs}.{last}.DenseReluDense.wo.weight"] = take(f"{ours}.mlp.narrow.weight")
-    assert load_renamed(other, source.model.state_dict(), names) == []
+                pairs[f"{theirs}.{index}.layer_norm"] = f"{ours}.{mine}_norm"
+                for letter, part in LETTERS.items():
+                    pairs[f"{theirs}.{index}.{kind}.{letter}"] = f"{ours}.{mine}.{part}"
+            pairs[f"{theirs}.{last}.layer_norm"] = f"{ours}.mlp_norm"
+            pairs[f"{theirs}.{last}.DenseReluDense.wi"] = f"{ours}.mlp.widen"
+            pairs[f"{theirs}.{last}.DenseReluDense.wo"] = f"{ours}.mlp.narrow"
+    assert load_renamed(other, source.model.state_dict(), taken(pairs)) == []
 
     tokens, decoder_tokens = source.inputs
     source.model.eval()
@@ -144,17 +151,17 @@ def test_distances_fall_into_the_buckets_of_t5(name, causal):
 
 def renamed_mixtral(shape):
     """Transformers' names of the layers that a Llama has, too."""
-    names = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
+    pairs = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
     for layer in range(shape.num_layers):
         theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
-        names |= {
+        pairs |= {
             f"{theirs}.input_layernorm": f"{ours}.attention_norm",
             f"{theirs}.post_attention_layernorm": f"{ours}.mlp_norm",
             f"{theirs}.mlp.gate": f"{ours}.router.gate",
         }
-        for letter, part in zip("qkvo", ("query", "key", "value", "projection"), strict=True):
-            names[f"{theirs}.self_attn.{letter}_proj"] = f"{ours}.attention.{part}"
-    return {f"{new}.weight": take(f"{old}.weight") for new, old in names.items()}
+        for letter, part in LETTERS.items():
+            pairs[f"{theirs}.self_attn.{letter}_proj"] = f"{ours}.attention.{part}"
+    return taken(pairs)
 
 
 def test_a_mixtral_that_drops_nothing_is_mixtral():
@@ -414,14 +421,7 @@ NEW = ["bert-tiny", "t5-tiny", "mixtral-tiny", "llama-lora-tiny", "gnmt-tiny", "
 def test_a_few_steps_on_one_batch_lower_the_loss(name):
     source = load_model(name, batch_size=4)
     source.model.eval()  # without dropout, one batch has one loss
-    optimizer = torch.optim.AdamW([p for p in source.model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(10):
-        optimizer.zero_grad()
-        loss = source.compute_loss()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of_steps(source, num_steps=10, learning_rate=1e-2)
     assert losses[-1] < 0.95 * losses[0]
 
 

@@ -10,6 +10,8 @@ from torch.export import Dim, export
 
 from meshwright.zoo import GPT, Llama, load_model, load_shape
 
+from .sources import losses_of_steps
+
 TINY = ["gpt-tiny", "llama-tiny", "resnet-tiny", "unet-tiny", "vgg-tiny"]
 every_family = pytest.mark.parametrize("name", TINY)
 
@@ -239,16 +241,9 @@ def test_a_fresh_language_model_knows_nothing(name):
 @every_family
 def test_a_few_steps_on_one_batch_lower_the_loss(name):
     source = small(name)
-    optimizer = torch.optim.AdamW(source.model.parameters(), lr=3e-3)
-    losses = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for _ in range(12):
-            optimizer.zero_grad()
-            loss = source.compute_loss()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses = losses_of_steps(source, num_steps=12, learning_rate=3e-3)
     assert losses[-1] < 0.9 * losses[0]
 
 
