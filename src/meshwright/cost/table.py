@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 MEASURED = Interval(low=0.70, high=1.43)
 INTERPOLATED = Interval(low=0.91, high=1.32)
-TRANSFERRED = Interval(low=0.69, high=1.34)
-ROOFLINE = Interval(low=0.86, high=9.3)
+TRANSFERRED = Interval(low=0.69, high=1.35)
+ROOFLINE = Interval(low=0.64, high=10.0)
 
 _FLOAT_IN_KEY = re.compile(r":(?:float64|float32|float16|bfloat16)\b")
 

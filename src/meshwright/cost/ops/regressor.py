@@ -10,7 +10,8 @@ So an op beside measured ones is priced like them, one far from all by its opera
 seen by its family. The noise of a row is its measured spread and what timing inside a model varies.
 
 The interval is t · exp(±q·s): s is the process's own deviation, q the quantile of |residual| / s over all rows of the
-table, each predicted without its relatives (the same op at other batch sizes), which the inverse gives at once.
+table, each predicted without itself, or without all its relatives (the same op at other batch sizes) if that q is
+larger; the inverse gives both at once.
 
 Source: Rasmussen and Williams, Gaussian Processes for Machine Learning, 2.2 and 5.4.2 (leaving out, here whole blocks).
 v, w, l and the noise were chosen by leaving out one model after the other of those that `validation.cpu_ops` does
@@ -20,7 +21,6 @@ not score; l from 3 to 20 and noises from 0.05 to 0.3 move the median error by l
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.ops.explain import bound_amounts, explain, fit_explanation
-from meshwright.cost.ops.work import Amount, Family, OpWork, read_work
+from meshwright.cost.ops.work import Amount, Family, OpWork, read_work, relatives
 from meshwright.cost.prediction import INTERVAL_SHARE, Basis, Floats, Predictions
 from meshwright.cost.prices import OpPrice
 from meshwright.cost.roofline import OpSeconds
@@ -53,7 +53,6 @@ _SPREAD_DEVIATIONS = 2.56
 # The quantile of a normal deviation that holds INTERVAL_SHARE; used where rows are too few to have one of their own.
 _NORMAL_QUANTILE = 1.28
 _BASIS: tuple[Basis] = ("regressed",)
-_FIRST_DIM = re.compile(r"(?<=[(,])\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,6 +80,17 @@ class _Process:
         explained = ((shared @ self.inverse) * shared).sum(axis=1)
         variance = _PRIOR_DEVIATION**2 - explained
         return explain(points.bounds, self.factors) + shared @ self.weights, np.sqrt(variance)
+
+    def left_out(self, names: Sequence[str]) -> Floats:
+        """|residual| / deviation of each of its rows, predicted without the rows of the same name; shape (rows,)."""
+        blocks: defaultdict[str, list[int]] = defaultdict(list)
+        for place, name in enumerate(names):
+            blocks[name].append(place)
+        ratios = np.empty(len(names))
+        for block in blocks.values():
+            covariance = np.linalg.inv(self.inverse[np.ix_(block, block)])
+            ratios[block] = np.abs(covariance @ self.weights[block]) / np.sqrt(np.diag(covariance))
+        return ratios
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,40 +153,28 @@ def fit_op_regressor(rows: Sequence[OpMeasurement], kind: DeviceKind, dtype: str
                 continue
             if _amount(work, part).num_kernels:
                 families[work.family].append((work, row))
-        residuals = []
+        alone, apart = [np.zeros(0)], [np.zeros(0)]
         for family, known in families.items():
             if part == "forward" and len(known) < _MIN_ROWS:
                 continue
-            processes[part, family], left_out = _fit_family(known, part, kind, dtype)
-            residuals.append(left_out)
-        if residuals:
-            quantiles[part] = _quantile(np.concatenate(residuals))
+            process, names = _fit_family(known, part, kind, dtype), [row.key for _, row in known]
+            processes[part, family] = process
+            alone.append(process.left_out(names))
+            apart.append(process.left_out([relatives(name) for name in names]))
+        if len(alone) > 1:
+            quantiles[part] = max(_quantile(np.concatenate(ratios)) for ratios in (alone, apart))
     return OpRegressor(kind=kind, dtype=dtype, processes=processes, quantiles=quantiles)
 
 
-def relatives(key: str) -> str:
-    """What keys of one op at different batch sizes have in common: all but the first size of every input."""
-    return _FIRST_DIM.sub("", key)
-
-
-def _fit_family(
-    known: list[tuple[OpWork, OpMeasurement]], part: Pass, kind: DeviceKind, dtype: str
-) -> tuple[_Process, Floats]:
-    """The process, and |residual| / deviation of each row when its relatives are left out."""
+def _fit_family(known: list[tuple[OpWork, OpMeasurement]], part: Pass, kind: DeviceKind, dtype: str) -> _Process:
     points = _place([work for work, _ in known], part, kind, dtype)
     logs = np.log([_seconds(row, part) for _, row in known])
     noise = np.hypot(_NOISE, np.minimum([row.spread for _, row in known], _SPREAD_DEVIATIONS) / _SPREAD_DEVIATIONS)
     factors = fit_explanation(points.bounds, logs, np.hypot(noise, _UNEXPLAINED))
     inverse = np.asarray(np.linalg.inv(_covariance(points, points) + np.diag(noise**2)), np.float64)
-    weights = inverse @ (logs - explain(points.bounds, factors))
-    blocks: defaultdict[str, list[int]] = defaultdict(list)
-    for place, (_, row) in enumerate(known):
-        blocks[relatives(row.key)].append(place)
-    ratios = np.empty(len(known))
-    for block in blocks.values():
-        spread = np.linalg.inv(inverse[np.ix_(block, block)])
-        ratios[block] = np.abs(spread @ weights[block]) / np.sqrt(np.diag(spread))
-    return _Process(points=points, factors=factors, inverse=inverse, weights=weights), ratios
+    return _Process(
+        points=points, factors=factors, inverse=inverse, weights=inverse @ (logs - explain(points.bounds, factors))
+    )
 
 
 def _quantile(ratios: Floats) -> float:

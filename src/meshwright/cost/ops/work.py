@@ -50,6 +50,8 @@ _LOOK_BACK = frozenset({"cat", "stack", "sum"})
 _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather"})
 # Inputs that are parameters wherever the operator is used as a layer.
 _FIRST_PARAMETER: dict[Family, int] = {"product": 1, "convolution": 1, "norm": 1, "recurrent": 3}
+# Products of two values that the model computes.
+_NO_PARAMETERS = frozenset({"bmm", "baddbmm", "matmul", "outer"})
 _KEY = re.compile(r"(?P<kind>[^(]+)\((?P<tensors>[^;|]*)(?P<attributes>(?:;[^|]*)?)\|(?P<grads>[01]*)\)", re.DOTALL)
 # Products in the backward of attention beside the two of its forward (Dao et al. 2022: five with recomputed scores).
 _ATTENTION_BACKWARD = 2.5
@@ -125,7 +127,7 @@ def _read_work(key: str) -> OpWork | None:
             forward, backward, sizes = _recurrent(call)
         case _:
             forward, backward, sizes = _traffic(call, family)
-    held = [call.num_bytes(i) for i in _parameters(call, family)]
+    held = [call.num_bytes(i) for i in _parameter_places(call, family) if call.grads[i]]
     m, n, k, count = (math.log2(max(size, 1.0)) for size in sizes)
     return OpWork(
         operator=call.operator,
@@ -137,6 +139,19 @@ def _read_work(key: str) -> OpWork | None:
         backward=backward if any(call.grads) else Amount(),
         accumulate=Amount(num_bytes=3.0 * sum(held), num_kernels=len(held)),
     )
+
+
+@lru_cache(maxsize=65536)
+def relatives(key: str) -> str:
+    """What keys of one op at different batch sizes have in common: all but the first sizes of what is no parameter."""
+    call = _read_key(key)
+    if call is None:
+        return key
+    family = _FAMILY_OF.get(call.operator)
+    held = _parameter_places(call, family)
+    cut = 2 if family == "recurrent" else 1  # its states are (layers, batch, width)
+    kept = [shape if i in held else shape[cut:] for i, shape in enumerate(call.shapes)]
+    return f"{call.operator}({kept};{sorted(call.attributes.items())}|{call.grads})"
 
 
 def _read_key(key: str) -> _Call | None:
@@ -179,11 +194,13 @@ def _qualities(call: _Call, family: Family) -> list[str]:
     return found
 
 
-def _parameters(call: _Call, family: Family) -> list[int]:
-    first = 0 if call.operator == "embedding" else _FIRST_PARAMETER.get(family)
-    if first is None or call.operator in ("bmm", "matmul", "outer"):
-        return []
-    return [i for i, wanted in enumerate(call.grads) if wanted and i >= first]
+def _parameter_places(call: _Call, family: Family | None) -> range:
+    """The inputs that are parameters where the operator is used as a layer."""
+    if call.operator == "embedding":
+        return range(1)
+    if family is None or call.operator in _NO_PARAMETERS:
+        return range(0)
+    return range(_FIRST_PARAMETER.get(family, len(call.shapes)), len(call.shapes))
 
 
 Sizes = tuple[float, float, float, float]
