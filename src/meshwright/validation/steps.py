@@ -20,14 +20,14 @@ from meshwright.spec import MeasurementError
 from meshwright.validation.datasets import load_steps, load_table
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.splits import refuse_seen
-from meshwright.validation.step_model import Residuals, is_fitted, predict_cases, predict_left_out
+from meshwright.validation.step_model import Residuals, is_fitted, predict_cases, predict_left_out, regime_of
 from meshwright.validation.step_rows import StepCase, read_step, read_steps, row_hash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from meshwright.cost.prediction import Floats
-    from meshwright.cost.steps import StepModel
+    from meshwright.cost.steps import Regime, StepModel
     from meshwright.cost.transformer import Recompute
 
 DATASET = "steps"
@@ -36,11 +36,12 @@ OURS, CONSTANT = "op list and pipeline", "constant share of the peak"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Rows that are scored together: their ids and devices start so."""
+    """Rows that are scored together: their ids and devices start so, and they are of one regime if that is given."""
 
     name: str
     ids: str
     device: str = ""
+    regime: Regime | None = None
     targets: tuple[tuple[str, float | None], ...] = (("mape", None),)
 
 
@@ -49,6 +50,7 @@ PARTS = (
     Part(name="Korthikanti, section 6.3", ids="korth-s63"),
     Part(name="vTrain, many nodes", ids="vtrain-multi"),
     Part(name="vTrain, one node", ids="vtrain-single"),
+    Part(name="vTrain, one node, ops from 100 µs on", ids="vtrain-single", regime="fitted"),
     Part(name="Zero Bubble", ids="zb-"),
     Part(name="SC'21, ZeRO-3", ids="sc21-t2-ZeRO"),
     Part(name="llm-foundry, A100 80 GB", ids="mpt-", device="A100-80GB"),
@@ -88,6 +90,7 @@ def score_steps() -> tuple[Score, ...]:
         mine = [row for row in scored if row["id"].startswith(part.ids) and row["device"].startswith(part.device)]
         refuse_seen(DATASET, seen, np.array([row_hash(row) for row in mine], np.uint64))
         cases, left_out = read_steps(mine)
+        cases = [case for case in cases if part.regime in (None, regime_of(case, model))]
         name = part.name + (f" ({left_out.total()} rows left out)" if left_out else "")
         predicted = predict_cases(cases, model, residuals.intervals(without=cases[0].source))
         measured = _measured(cases)

@@ -16,8 +16,8 @@ from meshwright.cost.steps.prices import Efficiencies
 from meshwright.spec import decode_document
 from meshwright.spec.parsing import read_data
 
-# What a step's interval depends on: kernels large enough to fill the device, on the fitted kind of device with the
-# fitted line of software; large kernels elsewhere; kernels so small that starting them sets the pace.
+# What a step's interval depends on: kernels large enough to fill the device, on the fitted kind of device; the same on
+# another kind; kernels so small that starting them sets the pace.
 Regime = Literal["fitted", "elsewhere", "small"]
 
 
@@ -26,7 +26,6 @@ class StepModel:
     """Efficiencies of one kind of device, the intervals of each regime, and the hashes of the fitted rows (hex)."""
 
     device: str
-    software: str
     rule: str
     efficiencies: Efficiencies
     intervals: dict[Regime, Interval]

@@ -1,6 +1,7 @@
 """What one op of a training step costs on a device of a node, by three efficiencies of that device.
 
-    products      max(FLOPs / (peak · e_product), bytes / (memory bandwidth · e_memory)) + launch
+    products      max(FLOPs / (peak · e_product) + launch, bytes / (memory bandwidth · e_memory) + launch)
+    attention     the same, with the share of the peak that its kernels are published to reach, where one is given
     passes        bytes / (memory bandwidth · e_memory) + launch
     collectives   ring: steps · latency + share · bytes / (bandwidth of the slowest place on the ring · e_network)
 
@@ -62,6 +63,7 @@ class StepPrices:
     setup: TrainingSetup
     efficiencies: Efficiencies
     product_seconds: Callable[[CountedOp], float] | None = None
+    attention_share: float | None = None
     _rings: dict[str, Ring] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,7 +84,10 @@ class StepPrices:
             return moving
         if self.product_seconds is not None:
             return self.product_seconds(op) / self.efficiencies.product + LAUNCH_S
-        return max(op.flops / (self._peak(op) * self.efficiencies.product) + LAUNCH_S, moving)
+        share = self.efficiencies.product
+        if op.op == "attention" and self.attention_share is not None:
+            share = self.attention_share
+        return max(op.flops / (self._peak(op) * share) + LAUNCH_S, moving)
 
     def total(self, ops: Iterable[CountedOp]) -> float:
         """All ops, one after the other, each as often as it counts."""

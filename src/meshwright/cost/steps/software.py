@@ -5,7 +5,7 @@ A data file, ``software.toml``, names each behaviour with its citation; a row's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import ClassVar, Literal
@@ -20,7 +20,8 @@ class Software:
 
     ``fused_accumulation``: weight gradients are added by the product that makes them. ``hidden_tensor_parallel``: the
     backward's reduction among the tensor group runs beside the weight gradients. ``hidden_gradients``: when gradients
-    are reduced beside the backward.
+    are reduced beside the backward. ``attention_share``: of the peak, by kind of device, that attention without stored
+    scores reaches.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Software:
     hidden_gradients: Literal["never", "without pipeline", "always"]
     framework: str = ""
     source: str = ""
+    attention_share: dict[str, float] = field(default_factory=dict)
 
     def hides_gradients(self, num_stages: int) -> bool:
         """Whether gradients are reduced beside the backward of a pipeline of so many stages."""

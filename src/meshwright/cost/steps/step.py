@@ -57,13 +57,13 @@ class StepSeconds:
 class LayerSeconds:
     """One layer for one microbatch, s; recomputing stands with the input gradients, which wait for it.
 
-    ``num_kernels`` of the forward, collectives left out.
+    ``num_ops`` of the forward, collectives left out.
     """
 
     forward_s: float
     input_gradient_s: float
     weight_gradient_s: float
-    num_kernels: float
+    num_ops: float
 
 
 def predict_step(
@@ -98,7 +98,7 @@ def predict_layer(shape: TransformerShape, prices: StepPrices, software: Softwar
         forward_s=forward,
         input_gradient_s=again + _part(ops, "input_gradient", prices, software),
         weight_gradient_s=adding + _part(ops, "weight_gradient", prices, software),
-        num_kernels=sum(op.count for op in ops if op.part == "forward" and not op.group),
+        num_ops=sum(op.count for op in ops if op.part == "forward" and not op.group),
     )
 
 
