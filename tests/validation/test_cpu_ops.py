@@ -1,0 +1,93 @@
+"""Ops of models that nobody measured, beside what was measured of them, and where the intervals come from."""
+
+from collections import defaultdict
+from functools import cache
+
+import numpy as np
+import pytest
+
+from meshwright.cost import table
+from meshwright.cost.ops import relatives
+from meshwright.cost.prediction import fit_interval
+from meshwright.records import to_measurements
+from meshwright.spec import MeasurementError
+from meshwright.validation import cpu_ops
+
+
+@cache
+def quick_scores():
+    return cpu_ops.score_cpu_ops(quick=True)
+
+
+def by_arm(scores, part):
+    return {score.arm: score for score in scores if score.part.endswith(part)}
+
+
+def test_the_two_models_are_those_of_the_draw():
+    assert cpu_ops.scored_models() == ("bert-base", "resnet18")
+
+
+def test_the_target_is_reached_and_every_baseline_is_further_off():
+    arms = by_arm(quick_scores(), ": forward, backward")
+    ours = arms.pop("ours")
+    assert ours.num_rows > 300
+    assert ours.target == 20.0
+    assert ours.met
+    assert len(arms) == 3
+    assert all(arm.median > ours.median for arm in arms.values())
+
+
+@pytest.mark.parametrize("part", [": forward, backward", ": forward", ": backward", ": accumulate"])
+def test_the_intervals_hold_what_they_promise(part):
+    assert 70.0 <= by_arm(quick_scores(), part)["ours"].coverage <= 90.0
+
+
+def test_a_model_that_was_fitted_on_is_not_scored():
+    models = cpu_ops.rows_by_model()
+    few = {name: models[name] for name in ("resnet-tiny", "vgg-tiny", "gpt-tiny")}
+    with pytest.raises(MeasurementError, match="fitted on"):
+        cpu_ops.answer_left_out(few, ("gpt-tiny",), ("vgg-tiny",))
+
+
+def test_relatives_of_what_is_scored_teach_nothing(monkeypatch):
+    taught = []
+    fit = cpu_ops.fit_op_regressor
+    monkeypatch.setattr(cpu_ops, "fit_op_regressor", lambda rows, *rest: (taught.extend(rows), fit(rows, *rest))[1])
+    models = cpu_ops.rows_by_model()
+    few = {name: models[name] for name in ("resnet18", "resnet34", "resnet50", "gpt-tiny")}
+    answers = cpu_ops.answer_left_out(few, ("resnet18",), ("resnet18",))
+    scored = {relatives(key) for key in answers["forward"].keys}
+    assert len(taught) > 50
+    assert len(scored) > 20
+    assert not scored & {relatives(row.key) for row in taught}
+
+
+def test_the_interval_of_a_measured_op_is_that_of_the_same_op_in_other_models():
+    models = cpu_ops.rows_by_model()
+    times = defaultdict(list)
+    for name, rows in models.items():
+        if name not in cpu_ops.scored_models():
+            for row in to_measurements(rows, "cpu").ops:
+                times[row.key].append((row.forward_s, row.backward_s))
+    pairs = [
+        (here[part], there[part])
+        for found in times.values()
+        for i, here in enumerate(found)
+        for j, there in enumerate(found)
+        for part in (0, 1)
+        if i != j and min(here[part], there[part]) > 2e-7
+    ]
+    measured, other = np.array(pairs).T
+    interval = fit_interval(measured, other)
+    assert (table.MEASURED.low, table.MEASURED.high) == (
+        pytest.approx(interval.low, abs=0.01),
+        pytest.approx(interval.high, abs=0.01),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_totals_of_models_left_out_lie_in_their_intervals():
+    totals = by_arm(cpu_ops.score_cpu_ops(), "others in turn: totals")["ours"]
+    assert totals.num_rows == 40
+    assert 70.0 <= totals.coverage <= 90.0
