@@ -19,6 +19,7 @@ from meshwright.cli.plan import plan
 from meshwright.cli.run import run as run_verb
 from meshwright.cli.show import show
 from meshwright.cli.simulate import simulate
+from meshwright.cli.validate import validate
 from meshwright.spec.errors import DocumentError, MeshwrightError
 
 # Modules that are not part of the core: how they are called, and the extra that brings them.
@@ -36,7 +37,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (capture, measure, plan, simulate, run_verb, compare, show, doctor):
+for verb in (capture, measure, plan, simulate, run_verb, compare, validate, show, doctor):
     app.command()(verb)
 
 

@@ -1,0 +1,116 @@
+"""``meshwright validate``: how far predictions are from public measurements, and from one's own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from meshwright.cli.models import JsonOption
+from meshwright.cli.output import note, print_json, print_tables, terminal_sink
+
+if TYPE_CHECKING:
+    from meshwright.validation import DataSet, Score
+
+
+def validate(
+    sets: Annotated[
+        list[str] | None, typer.Argument(metavar="[SET]...", help="Data sets to score; all without one.")
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Name the data sets; score nothing.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the sets that take long.")] = False,
+    steps: Annotated[
+        Path | None,
+        typer.Option(help="Score step predictions on your own table instead (.csv, columns of training_steps.csv)."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the scores as a page, too (.md), with date and versions.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Score predictions on public measurements: rows left out, ours beside the baselines, errors in per cent.
+
+    The exit code is 0 whether targets are met or not; `--json` says which are.
+    """
+    from meshwright.spec.events import NullSink
+    from meshwright.validation import find_datasets, score_datasets
+
+    if steps is not None:
+        if sets or listed or quick or out is not None:
+            raise typer.BadParameter("--steps scores your own table alone; it takes no SET, --list, --quick or --out.")
+        _score_own_steps(steps, as_json)
+        return
+    datasets = find_datasets(sets or [], quick=quick)
+    if listed:
+        _list_datasets(datasets, as_json)
+        return
+    scored = []
+    with terminal_sink(as_json) as events:
+        for dataset, scores in score_datasets(datasets, events or NullSink()):
+            scored.append((dataset, scores))
+            if not as_json:
+                _print_scores(f"{dataset.name}: {dataset.about}", scores)
+    if out is not None:
+        _write_page(scored, out)
+    if as_json:
+        page = {"file": str(out)} if out is not None else {}
+        print_json({"sets": {dataset.name: _score_rows(scores) for dataset, scores in scored}, **page})
+    elif out is not None:
+        print_tables(Text(f"scores written to {out}"))
+
+
+def _score_own_steps(path: Path, as_json: bool) -> None:
+    from meshwright.validation import read_table, score_step_table
+
+    scores, left_out = score_step_table(read_table(path))
+    if as_json:
+        print_json({"sets": {str(path): _score_rows(scores)}, "left_out": dict(left_out)})
+        return
+    _print_scores(f"{path}: by source", scores)
+    for reason, count in left_out.items():
+        note(f"{path}: {count} left out: {reason}")
+
+
+def _list_datasets(datasets: Sequence[DataSet], as_json: bool) -> None:
+    from meshwright.report import make_table
+
+    rows = [{"set": dataset.name, "about": dataset.about, "quick": dataset.quick} for dataset in datasets]
+    if as_json:
+        print_json({"sets": rows})
+    else:
+        print_tables(make_table(rows))
+
+
+def _score_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
+    from meshwright.validation import tabulate_scores
+
+    return tabulate_scores(scores)
+
+
+def _print_scores(title: str, scores: Sequence[Score]) -> None:
+    from meshwright.report.narrow import NarrowTable
+    from meshwright.validation import SCORE_HEADINGS, score_cells
+
+    cells = score_cells(scores)
+    # The first column names parts and arms; columns of which no part has a figure are left out.
+    used = [i for i in range(len(SCORE_HEADINGS)) if any(row[i].strip("–") for row in cells)]
+    table = NarrowTable(
+        [SCORE_HEADINGS[i] for i in used],
+        [[row[i] for i in used] for row in cells],
+        numeric=[SCORE_HEADINGS[i] not in (SCORE_HEADINGS[0], "target") for i in used],
+        close=True,
+    )
+    print_tables(Text(title), table)
+
+
+def _write_page(scored: Sequence[tuple[DataSet, tuple[Score, ...]]], out: Path) -> None:
+    from meshwright.spec.errors import DocumentError
+    from meshwright.spec.files import write_text
+    from meshwright.validation import scores_page
+
+    if out.suffix != ".md":
+        raise DocumentError(f"{out}: the page of scores is written in Markdown. Choose a name that ends in .md.")
+    write_text(scores_page(scored), out)

@@ -1,0 +1,116 @@
+"""Every public data set with its score, and the scoring of a user's own table of steps.
+
+A set's function fits what has to be fitted on rows that are not scored, refuses rows that were seen, and returns ours
+beside the baselines on the same rows. Here they are only listed, run one after the other and put into rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshwright.cost.steps import load_step_model
+from meshwright.spec import DocumentError, MeasurementError, suggest
+from meshwright.validation.cpu_ops import score_cpu_ops
+from meshwright.validation.scores import Score, score_rows
+from meshwright.validation.step_model import predict_cases
+from meshwright.validation.step_rows import read_steps, row_hash
+from meshwright.validation.steps import score_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from meshwright.spec import EventSink
+    from meshwright.validation.datasets import StepRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSet:
+    """A set that can be named on the command line; ``quick`` ones take less than half a minute on two cores."""
+
+    name: str
+    about: str
+    score: Callable[[], tuple[Score, ...]]
+    quick: bool = True
+
+
+DATASETS = (
+    DataSet(
+        name="steps", about="published training steps of transformers on A100, H100, H200, B200", score=score_steps
+    ),
+    DataSet(name="cpu_ops", about="ops of two models left out, measured on one core", score=score_cpu_ops),
+)
+
+
+def find_datasets(names: Sequence[str], *, quick: bool = False) -> tuple[DataSet, ...]:
+    """The named sets, or all; with ``quick`` without those that take long. Raises DocumentError for another name."""
+    known = {dataset.name: dataset for dataset in DATASETS}
+    for name in names:
+        if name not in known:
+            raise DocumentError(f"{name!r} is no data set that can be scored{suggest(name, known)}.")
+    chosen = [known[name] for name in dict.fromkeys(names)] or list(DATASETS)
+    return tuple(dataset for dataset in chosen if dataset.quick or not quick)
+
+
+def score_datasets(datasets: Sequence[DataSet], events: EventSink) -> Iterator[tuple[DataSet, tuple[Score, ...]]]:
+    """Score one set after the other."""
+    for done, dataset in enumerate(datasets):
+        events.progress(f"score {dataset.name}", done, len(datasets))
+        yield dataset, dataset.score()
+    events.progress("score", len(datasets), len(datasets))
+
+
+def score_step_table(rows: Sequence[StepRow]) -> tuple[tuple[Score, ...], Counter[str]]:
+    """Score step predictions on rows with the columns of ``training_steps.csv``, by source; and what was left out, why.
+
+    Raises MeasurementError if no row can be scored.
+    """
+    model = load_step_model()
+    seen = {int(text, 16) for text in model.fitted_rows}
+    left_out = Counter[str]()
+    unseen = [row for row in rows if row_hash(row) not in seen]
+    left_out["rows that the model was fitted on"] = len(rows) - len(unseen)
+    timed = [row for row in unseen if row.get("iter_time_s")]
+    left_out["no measured seconds (iter_time_s)"] = len(unseen) - len(timed)
+    cases, odd = read_steps(timed) if timed else ([], Counter[str]())
+    left_out += odd
+    if not cases:
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in (+left_out).items()) or "there is none"
+        raise MeasurementError(f"No row of the table can be scored: {reasons}.")
+    scores = []
+    for source, group in groupby(sorted(cases, key=lambda case: case.source), key=lambda case: case.source):
+        mine = list(group)
+        measured = np.array([case.measured_s for case in mine], np.float64)
+        scores.append(score_rows("steps", source, "op list and pipeline", measured, predict_cases(mine, model)))
+    return tuple(scores), +left_out
+
+
+def tabulate_scores(scores: Sequence[Score]) -> list[dict[str, Any]]:
+    """One row per part and arm, in order: rows, errors in per cent, and every target of it with whether it is met."""
+    merged: dict[tuple[str, str, str], list[Score]] = {}
+    for score in scores:
+        merged.setdefault((score.dataset, score.part, score.arm), []).append(score)
+    rows = []
+    for (_, part, arm), alike in merged.items():
+        first, aimed = alike[0], [score for score in alike if score.target is not None]
+        rows.append(
+            {
+                "part": part,
+                "arm": arm,
+                "rows": first.num_rows,
+                "mape": first.mape,
+                "median": first.median,
+                "p90": first.p90,
+                "worst": first.worst,
+                "coverage": first.coverage,
+                "width": first.width,
+                "targets": {score.judged: score.target for score in aimed},
+                "met": [bool(score.met) for score in aimed],
+            }
+        )
+    return rows

@@ -1,0 +1,190 @@
+"""``validate`` as a user types it: sets, own tables, what is left out, pages; and what a score says."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from meshwright.cli.main import invoke
+from meshwright.cost.prediction import Predictions
+from meshwright.spec import DocumentError, MeasurementError, NullSink
+from meshwright.validation import (
+    DATASETS,
+    DataSet,
+    Score,
+    find_datasets,
+    load_records,
+    load_steps,
+    load_table,
+    score_cells,
+    score_datasets,
+    score_rows,
+    score_step_table,
+    scores_page,
+    tabulate_scores,
+)
+from meshwright.validation import validate as validate_module
+from meshwright.validation.datasets import read_table
+
+
+def made_up() -> tuple[Score, ...]:
+    measured = np.array([1.0, 2.0, 4.0, 8.0])
+    predicted = np.array([1.1, 2.0, 3.0, 8.0])
+    ours = Predictions(seconds=predicted, low_s=predicted * 0.9, high_s=predicted * 1.1, basis=("measured",) * 4)
+    return (
+        score_rows("set", "part | one", "ours", measured, ours, target=9.0),
+        score_rows("set", "part | one", "ours", measured, ours, judged="worst", target=20.0),
+        score_rows("set", "part | one", "a line", measured, predicted * 2),
+    )
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    sets = (
+        DataSet(name="first", about="a set", score=made_up),
+        DataSet(name="long", about="one that takes long", score=made_up, quick=False),
+    )
+    monkeypatch.setattr(validate_module, "DATASETS", sets)
+
+    def run_line(*words):
+        code = invoke(["validate", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_line
+
+
+def test_a_score_against_arithmetic():
+    ours, _, line = made_up()
+    assert ours.num_rows == 4
+    assert ours.mape == pytest.approx((10 + 0 + 25 + 0) / 4)
+    assert ours.median == pytest.approx(5.0)
+    assert ours.worst == pytest.approx(25.0)
+    assert ours.coverage == pytest.approx(75.0)
+    assert ours.width == pytest.approx(20.0)
+    assert ours.met is True
+    assert (line.met, line.coverage) == (None, None)
+
+
+def test_targets_of_one_arm_share_its_line():
+    ours, line = tabulate_scores(made_up())
+    assert ours["targets"] == {"mape": 9.0, "worst": 20.0}
+    assert ours["met"] == [True, False]
+    assert line["targets"] == {}
+    part, first, second = score_cells(made_up())
+    assert part[0] == "part | one"
+    assert first == ["· ours", "4", "8.75", "5.00", "20.5", "25.0", "75.0", "20.0", "MAPE ≤ 9 met, worst ≤ 20 missed"]
+    assert second[-3:] == ["–", "–", ""]
+
+
+def test_every_set_once(run):
+    code, out, _ = run()
+    assert code == 0
+    assert out.count("part | one") == 2
+    assert "first: a set" in out
+    assert max(map(len, out.splitlines())) <= 80
+    code, out, _ = run("--quick", "--json")
+    assert list(json.loads(out)["sets"]) == ["first"]
+    code, out, _ = run("long", "long", "--json")
+    (name,), (rows,) = zip(*json.loads(out)["sets"].items(), strict=True)
+    assert (name, len(rows), rows[0]["met"]) == ("long", 2, [True, False])
+
+
+def test_sets_are_listed(run):
+    code, out, _ = run("--list")
+    assert code == 0
+    assert "one that takes long" in out
+    assert [row["set"] for row in json.loads(run("--list", "--json")[1])["sets"]] == ["first", "long"]
+
+
+def test_a_page_says_when_and_how_it_was_made(run, tmp_path):
+    code, out, _ = run("first", "--out", "page.md")
+    assert code == 0
+    assert "scores written to page.md" in out
+    text = (tmp_path / "page.md").read_text()
+    assert "`meshwright validate first --out docs/accuracy.md`" in text
+    assert "| part \\| one |" in text
+    assert "| · ours | 4 | 8.75 |" in text
+    assert run("first", "--out", "page.txt")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["frist"], 1, "did you mean 'first'?"),
+        (["first", "--steps", "x.csv"], 2, "--steps scores your own table alone"),
+        (["--quick", "--steps", "x.csv"], 2, "--steps scores your own table alone"),
+        (["--steps", "x.csv"], 1, "x.csv: cannot be read"),
+    ],
+)
+def test_what_cannot_be_meant(run, words, code, told):
+    found, _, err = run(*words)
+    assert found == code
+    assert told in " ".join(err.replace("│", " ").split())
+
+
+def write_steps(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_own_steps_are_scored_and_seen_rows_are_not(run, tmp_path):
+    rows = load_steps()
+    korthikanti = [row for row in rows if row["id"].startswith("korth-t5")]
+    seen = [row for row in rows if row["id"].startswith("sc21-t1")][:2]
+    untimed = [{**korthikanti[0], "iter_time_s": ""}]
+    write_steps(tmp_path / "mine.csv", [*korthikanti, *seen, *untimed])
+    code, out, err = run("--steps", "mine.csv", "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    (score,) = document["sets"]["mine.csv"]
+    assert score["rows"] == len(korthikanti) == 8
+    assert document["left_out"] == {
+        "rows that the model was fitted on": 2,
+        "no measured seconds (iter_time_s)": 1,
+    }
+    code, out, err = run("--steps", "mine.csv")
+    assert "2 left out: rows that the model was fitted on" in err
+    assert "Korthikanti" in out
+
+
+def test_tables_of_nothing_but_seen_rows_are_refused():
+    seen = [row for row in load_steps() if row["id"].startswith("sc21-t1")]
+    with pytest.raises(MeasurementError, match=rf"rows that the model was fitted on \({len(seen)}\)"):
+        score_step_table(seen)
+    with pytest.raises(MeasurementError, match="there is none"):
+        score_step_table([])
+
+
+@pytest.mark.parametrize("content", ["", "a,a\n1,2\n", "a,b\n1\n", "\xff"])
+def test_odd_tables_are_refused(tmp_path, content):
+    (tmp_path / "x.csv").write_bytes(content.encode("latin1"))
+    with pytest.raises(DocumentError, match=r"x\.csv: not a table in CSV"):
+        read_table(tmp_path / "x.csv")
+
+
+def test_shipped_tables_are_there():
+    assert {name: len(load_records(name)) for name in ("v100", "kernels", "nccl")} == {
+        "v100": 8123, "kernels": 48_000, "nccl": 11_181
+    }  # fmt: skip
+    assert (len(load_steps()), len(load_steps(single_node=True))) == (278, 736)
+    assert len(load_table("zero_bubble_rates_table5")) == 12
+    with pytest.raises(DocumentError, match=r"did you mean 'v100'\?"):
+        load_records("v10")
+
+
+def test_sets_have_names_of_their_own():
+    names = [dataset.name for dataset in DATASETS]
+    assert len(set(names)) == len(names) >= 1
+    assert [dataset.name for dataset in find_datasets([])] == names
+    made = DataSet(name="x", about="y", score=made_up)
+    ((_, scores),) = score_datasets([made], NullSink())
+    assert "# Accuracy" in scores_page([(made, scores)])
