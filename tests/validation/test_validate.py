@@ -11,23 +11,17 @@ import pytest
 from meshwright.cli.main import invoke
 from meshwright.cost.prediction import Predictions
 from meshwright.spec import DocumentError, MeasurementError, NullSink
-from meshwright.validation import (
+from meshwright.validation import Score, load_records, load_steps, load_table, read_table, score_rows
+from meshwright.validation import validate as validate_module
+from meshwright.validation.page import score_cells, scores_page
+from meshwright.validation.validate import (
     DATASETS,
     DataSet,
-    Score,
     find_datasets,
-    load_records,
-    load_steps,
-    load_table,
-    score_cells,
     score_datasets,
-    score_rows,
     score_step_table,
-    scores_page,
     tabulate_scores,
 )
-from meshwright.validation import validate as validate_module
-from meshwright.validation.datasets import read_table
 
 
 def made_up() -> tuple[Score, ...]:

@@ -13,7 +13,8 @@ from meshwright.cli.models import JsonOption
 from meshwright.cli.output import note, print_json, print_tables, terminal_sink
 
 if TYPE_CHECKING:
-    from meshwright.validation import DataSet, Score
+    from meshwright.validation import Score
+    from meshwright.validation.validate import DataSet
 
 
 def validate(
@@ -36,7 +37,7 @@ def validate(
     The exit code is 0 whether targets are met or not; `--json` says which are.
     """
     from meshwright.spec.events import NullSink
-    from meshwright.validation import find_datasets, score_datasets
+    from meshwright.validation.validate import find_datasets, score_datasets
 
     if steps is not None:
         if sets or listed or quick or out is not None:
@@ -63,7 +64,8 @@ def validate(
 
 
 def _score_own_steps(path: Path, as_json: bool) -> None:
-    from meshwright.validation import read_table, score_step_table
+    from meshwright.validation import read_table
+    from meshwright.validation.validate import score_step_table
 
     scores, left_out = score_step_table(read_table(path))
     if as_json:
@@ -85,14 +87,14 @@ def _list_datasets(datasets: Sequence[DataSet], as_json: bool) -> None:
 
 
 def _score_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
-    from meshwright.validation import tabulate_scores
+    from meshwright.validation.validate import tabulate_scores
 
     return tabulate_scores(scores)
 
 
 def _print_scores(title: str, scores: Sequence[Score]) -> None:
     from meshwright.report.narrow import NarrowTable
-    from meshwright.validation import SCORE_HEADINGS, score_cells
+    from meshwright.validation.page import SCORE_HEADINGS, score_cells
 
     cells = score_cells(scores)
     # The first column names parts and arms; columns of which no part has a figure are left out.
@@ -109,7 +111,7 @@ def _print_scores(title: str, scores: Sequence[Score]) -> None:
 def _write_page(scored: Sequence[tuple[DataSet, tuple[Score, ...]]], out: Path) -> None:
     from meshwright.spec.errors import DocumentError
     from meshwright.spec.files import write_text
-    from meshwright.validation import scores_page
+    from meshwright.validation.page import scores_page
 
     if out.suffix != ".md":
         raise DocumentError(f"{out}: the page of scores is written in Markdown. Choose a name that ends in .md.")
