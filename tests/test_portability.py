@@ -210,7 +210,7 @@ def test_documents_are_the_same_bytes_on_every_system(tmp_path):
     class File:
         def __init__(self, handle, mode, **options):
             os.close(handle)
-            written.append(options)
+            written.append((mode, options))
 
         def __enter__(self):
             return self
@@ -219,9 +219,9 @@ def test_documents_are_the_same_bytes_on_every_system(tmp_path):
             pass
 
         def writelines(self, pieces):
-            Path(tmp_path / "held").write_text("".join(pieces), encoding="utf-8")
+            written.append(b"".join(pieces))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files.os, "fdopen", File)
         files.write_text("one\ntwo\n", tmp_path / "x.sh")
-    assert written == [{"encoding": "utf-8", "newline": "\n"}]
+    assert written == [("wb", {}), b"one\ntwo\n"]
