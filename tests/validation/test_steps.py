@@ -7,10 +7,10 @@ import pytest
 
 from meshwright.cost.steps import load_step_model
 from meshwright.spec import MeasurementError
-from meshwright.validation.datasets import load_steps
+from meshwright.validation.datasets import load_records, load_steps
 from meshwright.validation.scores import score_rows
 from meshwright.validation.splits import refuse_seen
-from meshwright.validation.step_model import fit_steps, is_fitted, predict_cases
+from meshwright.validation.step_model import fit_steps, is_fitted, measured_shares, predict_cases
 from meshwright.validation.step_rows import read_step, read_steps, row_hash
 from meshwright.validation.steps import predict_steps, score_steps
 
@@ -54,7 +54,7 @@ def test_fitted_rows_are_those_of_the_rule(rows):
 
 def test_the_shipped_model_is_the_fit(rows):
     cases, _ = read_steps([row for row in rows if is_fitted(row)])
-    found, shipped = fit_steps(cases), load_step_model().efficiencies
+    found, shipped = fit_steps(cases, load_step_model()), load_step_model().efficiencies
     assert found.product == pytest.approx(shipped.product, rel=1e-6)
     assert found.memory == pytest.approx(shipped.memory, rel=1e-6)
     assert found.network == pytest.approx(shipped.network, rel=1e-6)
@@ -122,3 +122,19 @@ def test_scores_of_all_parts():
     # vTrain's own error on the rows of its set with many nodes (MICRO 2024, abstract).
     assert by_part["vTrain, many nodes", ours].mape < 14.73
     assert all(score.coverage is not None for score in scores if score.arm == ours and score.target is not None)
+
+
+def test_shares_of_products_are_those_of_the_kernels():
+    kernels = load_records("kernels")
+    shipped = load_step_model().product_shares
+    found = measured_shares(kernels)
+    assert found == {device: pytest.approx(shares) for device, shares in shipped.items()}
+    # By hand: of the products of at least 2e11 FLOPs on an A100, half are faster than the share of 312 TFLOP/s.
+    mine = kernels.where(op="matmul", device="A100")
+    m, n, k = (mine.size(name).astype(float) for name in ("m", "n", "k"))
+    rates = 2 * m * n * k / mine.seconds
+    large = (2 * m * n * k >= 2e11) & (m >= 1024) & (n >= 1024) & (k >= 1024)
+    faster = rates[large] > found["A100"]["bfloat16"] * 312e12
+    assert abs(faster.mean() - 0.5) < 0.01
+    assert load_step_model().product_scales("A100")["bfloat16"] == 1.0
+    assert load_step_model().product_scales("V100") == {}

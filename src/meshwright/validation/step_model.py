@@ -4,7 +4,8 @@ Fitted on (rule written down before any score was looked at): the rows of Naraya
 ZeRO, Table 1 and the PTD-P half of Table 2, 16 rows on A100; their seconds follow from hardware FLOPs (eq. 3), full
 recompute included. They are other runs of Megatron-LM on the same kind of device than those of Korthikanti et al., with
 which they share three sizes of model (175B, 530B, 1T) but no setup. Nothing else is fitted on any row of steps; devices
-other than the A100 take the same shares of their own datasheets.
+other than the A100 take the same shares of their datasheets, that of products times what large products alone reach
+there over what they reach on an A100 (tables of kernels).
 
 Intervals: those of a source come from the residuals of the *other* sources in its regime, every source counting alike,
 never from its own rows. Residuals of the fitted rows are those of whole models left out. The shipped intervals, for
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.cost.prediction import Basis, Interval, Predictions, fit_interval
-from meshwright.cost.steps import StepModel, StepPrices, fit_efficiencies, predict_layer, predict_step
+from meshwright.cost.steps import PRIOR, StepModel, StepPrices, fit_efficiencies, predict_layer, predict_step
+from meshwright.spec import load_cluster
 from meshwright.validation.step_rows import read_steps, row_hash
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from meshwright.cost.prediction import Floats
     from meshwright.cost.steps import Efficiencies, Regime
+    from meshwright.records import Records
     from meshwright.validation.step_rows import StepCase
 
 RULE = "Narayanan et al., SC 2021 (arXiv 2104.04473), Tables 1 and 2, 16 bits, without ZeRO, on A100 80 GB"
@@ -37,6 +40,11 @@ FITTED_SOURCE, FITTED_DEVICE = "2104.04473", "A100"
 # Chosen by looking at where vTrain's rows on one node leave the prediction: it decides which interval a row has, and no
 # prediction.
 _SMALL_OP_S = 1.0e-4
+# Products that fill any of the measured devices, as those of training do.
+_LARGE_FLOPS, _LARGE_SIZE = 2e11, 1024
+# Devices without a table of kernels: best product measured over that of an A100, as shares of their peaks
+# (stas00/ml-engineering, achievable matmul: 1745 of 2250 and 271 of 312 TFLOP/s).
+_PUBLISHED_RATIOS = {"B200": (1745 / 2250) / (271 / 312)}
 # Every source gives as many residuals as this, at even quantiles, so that 700 rows do not outvote 8.
 _RESIDUALS_PER_SOURCE = 21
 # Without another source in the regime, a factor of two either way: what a roofline is worth at least.
@@ -52,16 +60,16 @@ def is_fitted(row: Mapping[str, str]) -> bool:
     )
 
 
-def predict_case(case: StepCase, efficiencies: Efficiencies) -> float:
+def predict_case(case: StepCase, model: StepModel) -> float:
     """Seconds of one row's step."""
-    return predict_step(case.shape, _prices(case, efficiencies), case.software, case.schedule).seconds
+    return predict_step(case.shape, _prices(case, model), case.software, case.schedule).seconds
 
 
 def predict_cases(
     cases: Sequence[StepCase], model: StepModel, intervals: Mapping[Regime, Interval] | None = None
 ) -> Predictions:
     """Seconds of each case's step, shape (cases,), with the interval of its regime (a shipped one unless given)."""
-    seconds = np.array([predict_case(case, model.efficiencies) for case in cases])
+    seconds = np.array([predict_case(case, model) for case in cases])
     regimes = [regime_of(case, model) for case in cases]
     chosen = [model.intervals[regime] if intervals is None else intervals[regime] for regime in regimes]
     basis: tuple[Basis, ...] = tuple("regressed" if regime == "fitted" else "transferred" for regime in regimes)
@@ -75,41 +83,67 @@ def predict_cases(
 
 def regime_of(case: StepCase, model: StepModel) -> Regime:
     """What the interval of a case depends on (`cost.steps.Regime`)."""
-    layer = predict_layer(case.shape, _prices(case, model.efficiencies), case.software)
+    layer = predict_layer(case.shape, _prices(case, model), case.software)
     if layer.forward_s < layer.num_ops * _SMALL_OP_S:
         return "small"
     return "fitted" if case.kind.name == model.device else "elsewhere"
 
 
-def fit_steps(cases: Sequence[StepCase]) -> Efficiencies:
-    """The efficiencies that explain the measured steps of these cases best."""
+def fit_steps(cases: Sequence[StepCase], model: StepModel) -> Efficiencies:
+    """The efficiencies with which the model explains the measured steps of these cases best."""
     measured = np.array([case.measured_s for case in cases], np.float64)
-    return fit_efficiencies(lambda tried: np.array([predict_case(case, tried) for case in cases]), measured)
+
+    def predict(tried: Efficiencies) -> Floats:
+        trial = replace(model, efficiencies=tried)
+        return np.array([predict_case(case, trial) for case in cases])
+
+    return fit_efficiencies(predict, measured)
 
 
-def fit_model(rows: Sequence[Mapping[str, str]]) -> StepModel:
-    """The model that ships: fitted on the rows of the rule, its intervals from all rows."""
+def measured_shares(kernels: Records) -> dict[str, dict[str, float]]:
+    """By device and dtype, the median share of the peak of large products, from a table of measured kernels."""
+    shares: dict[str, dict[str, float]] = {}
+    products = kernels.where(op="matmul")
+    for device, dtype in sorted(set(zip(products.device, products.dtype, strict=True))):
+        kind = load_cluster(device).device_kinds[0]
+        mine = products.where(device=device, dtype=dtype)
+        sizes = np.stack([mine.size(name) for name in ("m", "n", "k")]).astype(np.float64)
+        flops = 2 * sizes.prod(axis=0)
+        large = (flops >= _LARGE_FLOPS) & (sizes.min(axis=0) >= _LARGE_SIZE)
+        if dtype in kind.peak_flops_per_s and large.any():
+            rate = float(np.median(flops[large] / mine.seconds[large]))
+            shares.setdefault(device, {})[dtype] = rate / kind.peak_flops_per_s[dtype]
+    for device, ratio in _PUBLISHED_RATIOS.items():
+        shares.setdefault(device, {"bfloat16": ratio * shares[FITTED_DEVICE]["bfloat16"]})
+    return shares
+
+
+def fit_model(rows: Sequence[Mapping[str, str]], kernels: Records) -> StepModel:
+    """The model that ships: fitted on the rows of the rule, intervals from all rows, shares from ``kernels``."""
     mine = [row for row in rows if is_fitted(row)]
     fitted = read_steps(mine)[0]
     model = StepModel(
         device=FITTED_DEVICE,
         rule=RULE,
-        efficiencies=fit_steps(fitted),
+        efficiencies=PRIOR,
+        product_shares=measured_shares(kernels),
         intervals={},
         fitted_rows=tuple(f"{row_hash(row):016x}" for row in mine),
     )
+    model = replace(model, efficiencies=fit_steps(fitted, model))
     others = read_steps([row for row in rows if not is_fitted(row)])[0]
     return replace(model, intervals=Residuals(fitted, others, model).intervals())
 
 
-def predict_left_out(cases: Sequence[StepCase]) -> Floats:
+def predict_left_out(cases: Sequence[StepCase], model: StepModel) -> Floats:
     """Seconds of each case by the fit to the cases of the other models, shape (cases,)."""
     sizes = [(case.shape.layers, case.shape.hidden) for case in cases]
     seconds = np.empty(len(cases))
     for size in sorted(set(sizes)):
-        efficiencies = fit_steps([case for case, other in zip(cases, sizes, strict=True) if other != size])
+        rest = [case for case, other in zip(cases, sizes, strict=True) if other != size]
+        without = replace(model, efficiencies=fit_steps(rest, model))
         for index in (i for i, other in enumerate(sizes) if other == size):
-            seconds[index] = predict_case(cases[index], efficiencies)
+            seconds[index] = predict_case(cases[index], without)
     return seconds
 
 
@@ -122,7 +156,7 @@ class Residuals:
             "elsewhere": defaultdict(list),
             "small": defaultdict(list),
         }
-        seconds = [*predict_left_out(fitted), *(predict_case(case, model.efficiencies) for case in others)]
+        seconds = [*predict_left_out(fitted, model), *(predict_case(case, model) for case in others)]
         for case, predicted in zip((*fitted, *others), seconds, strict=True):
             if case.measured_s is not None:
                 self._ratios[regime_of(case, model)][case.source].append((case.measured_s, float(predicted)))
@@ -147,11 +181,12 @@ def _even(count: int) -> Floats:
     return (np.arange(count) + 0.5) / count
 
 
-def _prices(case: StepCase, efficiencies: Efficiencies) -> StepPrices:
+def _prices(case: StepCase, model: StepModel) -> StepPrices:
     return StepPrices(
         kind=case.kind,
         node=case.node,
         setup=case.setup,
-        efficiencies=efficiencies,
+        efficiencies=model.efficiencies,
+        product_scales=model.product_scales(case.kind.name),
         attention_share=case.software.attention_share.get(case.kind.name),
     )

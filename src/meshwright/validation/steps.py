@@ -100,7 +100,7 @@ def score_steps() -> tuple[Score, ...]:
         own = _own_predictions(mine)
         if own is not None:
             scores.append(score_rows(DATASET, name, "SimuMax", measured, own))
-    left = predict_left_out(fitted)
+    left = predict_left_out(fitted, model)
     scores.append(score_rows(DATASET, "SC'21, each model left out", OURS, _measured(fitted), left))
     return (*scores, *_score_layers(model))
 

@@ -23,15 +23,25 @@ Regime = Literal["fitted", "elsewhere", "small"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """Efficiencies of one kind of device, the intervals of each regime, and the hashes of the fitted rows (hex)."""
+    """Efficiencies of one kind of device, the intervals of each regime, and the hashes of the fitted rows (hex).
+
+    ``product_shares``: by kind of device and dtype, the share of the peak that large products alone were measured to
+    reach. What products reach in training on another device, or in another dtype, is taken to differ as they do.
+    """
 
     device: str
     rule: str
     efficiencies: Efficiencies
+    product_shares: dict[str, dict[str, float]]
     intervals: dict[Regime, Interval]
     fitted_rows: tuple[str, ...]
 
     SCHEMA_VERSION: ClassVar[int] = 1
+
+    def product_scales(self, device: str) -> dict[str, float]:
+        """By dtype, what products reach on a kind of device over what 16-bit ones reach on the fitted kind."""
+        here = self.product_shares[self.device]["bfloat16"]
+        return {dtype: share / here for dtype, share in self.product_shares.get(device, {}).items()}
 
 
 @cache

@@ -1,13 +1,14 @@
 """What one op of a training step costs on a device of a node, by three efficiencies of that device.
 
-    products      max(FLOPs / (peak · e_product) + launch, bytes / (memory bandwidth · e_memory) + launch)
+    products      max(FLOPs / (peak · e_product · scale), bytes / (memory bandwidth · e_memory)) + launch
     attention     the same, with the share of the peak that its kernels are published to reach, where one is given
     passes        bytes / (memory bandwidth · e_memory) + launch
     collectives   ring: steps · latency + share · bytes / (bandwidth of the slowest place on the ring · e_network)
 
 The share is 2(r-1)/r for an all-reduce of r ranks and (r-1)/r for the other collectives (Patarasu and Yuan, JPDC 2009).
 A group with d ranks on each node has that share of the node's NICs: other groups of the same step use the rest at the
-same time. ``product_seconds``, where given, replaces the first line by a predictor of kernels on this device.
+same time. The scale of a dtype is what large products reach on this device over what they reach on the one whose
+efficiencies are used, both measured alone.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from typing import TYPE_CHECKING
 from meshwright.cost.roofline import LAUNCH_S, peak_flops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable, Mapping
 
     from meshwright.cost.steps.ops import CountedOp
     from meshwright.cost.transformer import TrainingSetup
     from meshwright.spec import DeviceKind, Node
 
 _SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class StepPrices:
     node: Node
     setup: TrainingSetup
     efficiencies: Efficiencies
-    product_seconds: Callable[[CountedOp], float] | None = None
+    product_scales: Mapping[str, float] = field(default_factory=dict)
     attention_share: float | None = None
     _rings: dict[str, Ring] = field(init=False, repr=False, default_factory=dict)
 
@@ -82,12 +82,11 @@ class StepPrices:
         moving = self.pass_seconds(op.num_bytes)
         if op.op == "memory":
             return moving
-        if self.product_seconds is not None:
-            return self.product_seconds(op) / self.efficiencies.product + LAUNCH_S
-        share = self.efficiencies.product
+        dtype = self._dtype(op)
+        share = self.efficiencies.product * self.product_scales.get(dtype, 1.0)
         if op.op == "attention" and self.attention_share is not None:
             share = self.attention_share
-        return max(op.flops / (self._peak(op) * share) + LAUNCH_S, moving)
+        return max(op.flops / (peak_flops(self.kind, dtype) * share) + LAUNCH_S, moving)
 
     def total(self, ops: Iterable[CountedOp]) -> float:
         """All ops, one after the other, each as often as it counts."""
@@ -119,7 +118,7 @@ class StepPrices:
             latency = num_nodes * node.nic.latency_s + (num_ranks - num_nodes) * node.device_link.latency_s
         return Ring(num_ranks=num_ranks, bandwidth_bytes_per_s=bandwidth * self.efficiencies.network, latency_s=latency)
 
-    def _peak(self, op: CountedOp) -> float:
-        # Only products with parameters run in 8 bits; attention's own stay in 16 (Transformer Engine, torchao).
-        precision = self.setup.precision if op.weighted else ("bf16" if self.setup.precision == "fp8" else "fp16")
-        return peak_flops(self.kind, _DTYPES[precision])
+    def _dtype(self, op: CountedOp) -> str:
+        # Only products with parameters run in 8 bits; attention's own stay in 16 (Transformer Engine, torchao). Both
+        # 16-bit formats have one rate.
+        return "float8_e4m3fn" if self.setup.precision == "fp8" and op.weighted else "bfloat16"
