@@ -43,6 +43,7 @@ CLUSTER = Cluster(
             source="made up",
             num_multiprocessors=10,
             cache_bytes=2**20,
+            clock_hz=1e9,
             compute_capability=8.0,
         ),
     ),

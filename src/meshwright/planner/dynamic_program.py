@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.simulator.compile import compiled
+from meshwright.cost.compiled import compiled
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.simulator.compile import compiled
+from meshwright.cost.compiled import compiled
 from meshwright.simulator.heap import pop, push
 
 Ids = NDArray[np.int64]

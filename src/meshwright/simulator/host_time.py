@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.simulator.compile import compiled
+from meshwright.cost.compiled import compiled
 from meshwright.simulator.engine import Network
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.unroll import Unrolled

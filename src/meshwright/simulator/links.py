@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.simulator.compile import compiled
+from meshwright.cost.compiled import compiled
 
 
 @compiled

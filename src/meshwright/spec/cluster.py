@@ -44,8 +44,8 @@ class Link:
 class DeviceKind:
     """A kind of device by its datasheet.
 
-    ``peak_flops_per_s`` maps a dtype name to dense (not sparse) operations per second. A GPU's ``num_multiprocessors``
-    and ``cache_bytes`` (L2) let kernels be predicted in tiles and waves; ``compute_capability`` is CUDA's. 0: unstated.
+    ``peak_flops_per_s`` maps a dtype name to dense (not sparse) operations per second. Of a GPU, multiprocessors, L2
+    cache, boost clock and CUDA's compute capability let kernels be predicted in tiles and waves; 0 means: not stated.
     """
 
     name: str
@@ -55,6 +55,7 @@ class DeviceKind:
     source: str
     num_multiprocessors: int = 0
     cache_bytes: int = 0
+    clock_hz: float = 0.0
     compute_capability: float = 0.0
 
     def __post_init__(self) -> None:
@@ -63,10 +64,10 @@ class DeviceKind:
             raise ClusterError(
                 f"Device kind {self.name!r}: memory, bandwidth and at least one peak rate must be positive."
             )
-        if not min(self.num_multiprocessors, self.cache_bytes, self.compute_capability) >= 0:
+        if not min(self.num_multiprocessors, self.cache_bytes, self.clock_hz, self.compute_capability) >= 0:
             raise ClusterError(
-                f"Device kind {self.name!r}: multiprocessors, cache and compute capability must not be negative; "
-                "leave out what is not known."
+                f"Device kind {self.name!r}: multiprocessors, cache, clock and compute capability must not be "
+                "negative; leave out what is not known."
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numba
 import pytest
 
-from meshwright.simulator.compile import compiled
+from meshwright.cost.compiled import compiled
 
 
 def test_compiles_without_a_place_for_the_cache():

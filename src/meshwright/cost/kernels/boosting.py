@@ -1,0 +1,176 @@
+"""Stage two: what the law leaves over, as a sum of small trees over features of the query.
+
+    f(x) = Σ over trees v[leaf],   leaf = Σ over levels 2^level · [x[feature] > threshold]
+
+All nodes of a level ask the same question, so a tree is a table of 2^depth values and a query is priced without
+branches. Each tree is fitted to what the ones before left over: the question of a level is the one with the largest
+gain Σ over leaves g²/(n + r), with g the sum and n the number of residuals, and a leaf moves by ``rate``·g/(n + r).
+
+Sources: Friedman, Stochastic gradient boosting (2002); Prokhorenkova et al., CatBoost (2018), for symmetric trees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.cost.compiled import compiled
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from meshwright.cost.prediction import Floats
+
+# Rows that are priced at a time, so that their features stay in the processor's cache.
+_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How trees are grown. ``holding``: r above; the shares are those of rows and features that a tree may look at."""
+
+    num_trees: int = 300
+    depth: int = 6
+    num_bins: int = 64
+    rate: float = 0.1
+    holding: float = 4.0
+    row_share: float = 0.7
+    feature_share: float = 0.6
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trees:
+    """``features`` and ``thresholds`` of shape (trees, depth), ``values`` of shape (trees, 2^depth)."""
+
+    features: NDArray[np.int32]
+    thresholds: NDArray[np.float32]
+    values: NDArray[np.float32]
+
+    def evaluate(self, columns: NDArray[np.float32]) -> Floats:
+        """The sum for each query, shape (queries,), for features of shape (features, queries)."""
+        total = np.zeros(columns.shape[1], np.float32)
+        _add(np.ascontiguousarray(columns), self.features, self.thresholds, self.values, total)
+        return total.astype(np.float64)
+
+
+def fit_trees(columns: NDArray[np.float32], target: Floats, settings: Settings) -> Trees:
+    """Trees for features of shape (features, rows) and what is to be explained, shape (rows,), at least one row."""
+    rng = np.random.default_rng(settings.seed)
+    edges, bins = _bin(columns, settings.num_bins)
+    num_features, num_rows = columns.shape
+    binned = bins.astype(np.float32)
+    rest = target.astype(np.float64).copy()
+    shape = (settings.num_trees, settings.depth)
+    features, places = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    values = np.zeros((settings.num_trees, 2**settings.depth), np.float32)
+    for tree in range(settings.num_trees):
+        rows = np.flatnonzero(rng.random(num_rows) < settings.row_share)
+        allowed = np.flatnonzero(rng.random(num_features) < settings.feature_share)
+        if not (len(rows) and len(allowed)):
+            continue
+        _grow(
+            bins, rest, rows, allowed, settings.num_bins, settings.holding, features[tree], places[tree], values[tree]
+        )
+        values[tree] *= settings.rate
+        step = np.zeros(num_rows, np.float32)
+        _add(
+            binned, features[tree : tree + 1], places[tree : tree + 1].astype(np.float32), values[tree : tree + 1], step
+        )
+        rest -= step
+    return Trees(features=features, thresholds=edges[features, places], values=values)
+
+
+def _bin(columns: NDArray[np.float32], num_bins: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    """(upper edges of the bins, shape (features, bins); the bin of every entry): x > edges[b] means a bin above b."""
+    edges = np.full((len(columns), num_bins), np.inf, np.float32)
+    bins = np.empty(columns.shape, np.uint8)
+    for index, column in enumerate(columns):
+        distinct = np.unique(column)
+        cuts = np.unique(np.quantile(column, np.linspace(0, 1, num_bins + 1)[1:-1], method="inverted_cdf"))
+        if len(distinct) <= num_bins:
+            cuts = distinct[:-1]
+        edges[index, : len(cuts)] = cuts
+        bins[index] = np.searchsorted(cuts, column, side="left")
+    return edges, bins
+
+
+@compiled
+def _grow(
+    bins: NDArray[np.uint8],
+    rest: Floats,
+    rows: NDArray[np.int64],
+    allowed: NDArray[np.int64],
+    num_bins: int,
+    holding: float,
+    features: NDArray[np.int32],
+    places: NDArray[np.int32],
+    values: NDArray[np.float32],
+) -> None:
+    """One tree on the sampled rows: writes its questions, and what each leaf is worth."""
+    leaves = np.zeros(len(rows), np.int32)
+    for level in range(len(features)):
+        best = -np.inf
+        for feature in allowed:
+            gain, cut = _ask(bins[feature], rest, rows, leaves, 1 << level, num_bins, holding)
+            if gain > best:
+                best, features[level], places[level] = gain, feature, cut
+        for index in range(len(rows)):
+            leaves[index] |= np.int32(bins[features[level], rows[index]] > places[level]) << level
+    sums, counts = np.zeros(len(values)), np.zeros(len(values))
+    for index in range(len(rows)):
+        sums[leaves[index]] += rest[rows[index]]
+        counts[leaves[index]] += 1
+    for leaf in range(len(values)):
+        values[leaf] = sums[leaf] / (counts[leaf] + holding)
+
+
+@compiled
+def _ask(
+    column: NDArray[np.uint8],
+    rest: Floats,
+    rows: NDArray[np.int64],
+    leaves: NDArray[np.int32],
+    num_leaves: int,
+    num_bins: int,
+    holding: float,
+) -> tuple[float, int]:
+    """(gain, bin) of the best cut of all leaves at one bin of a feature."""
+    sums, counts = np.zeros((num_leaves, num_bins)), np.zeros((num_leaves, num_bins))
+    for index in range(len(rows)):
+        sums[leaves[index], column[rows[index]]] += rest[rows[index]]
+        counts[leaves[index], column[rows[index]]] += 1
+    gains = np.zeros(num_bins - 1)
+    for leaf in range(num_leaves):
+        whole, number = sums[leaf].sum(), counts[leaf].sum()
+        below, few = 0.0, 0.0
+        for cut in range(num_bins - 1):
+            below += sums[leaf, cut]
+            few += counts[leaf, cut]
+            gains[cut] += below**2 / (few + holding) + (whole - below) ** 2 / (number - few + holding)
+    best = int(np.argmax(gains))
+    return gains[best], best
+
+
+@compiled
+def _add(
+    columns: NDArray[np.float32],
+    features: NDArray[np.int32],
+    thresholds: NDArray[np.float32],
+    values: NDArray[np.float32],
+    total: NDArray[np.float32],
+) -> None:
+    """Add what the trees say of queries (columns of shape (features, queries)) to ``total``, block by block."""
+    leaves = np.empty(_BLOCK, np.int32)
+    for start in range(0, len(total), _BLOCK):
+        size = min(_BLOCK, len(total) - start)
+        for tree in range(len(values)):
+            leaves[:] = 0
+            for level in range(features.shape[1]):
+                column, threshold = columns[features[tree, level]], thresholds[tree, level]
+                for row in range(size):
+                    leaves[row] |= np.int32(column[start + row] > threshold) << level
+            for row in range(size):
+                total[start + row] += values[tree, leaves[row]]

@@ -1,0 +1,178 @@
+"""What a GPU kernel asks of the device, in seconds at datasheet rates, for every way in which it may be cut into tiles.
+
+A product (m, k) by (k, n) in tiles of (a, b) over s splits of k, on S multiprocessors of P/S FLOP/s each:
+
+    waves   w = ⌈ ⌈m/a⌉ · ⌈n/b⌉ · s / S ⌉                what is left idle in the last wave is tail quantisation
+    work    w · 2·a·b·(k/s) / (P/S)                      arithmetic of whole tiles: tile quantisation
+    pull    w · (a + b)·(k/s)·width / (B/S)              what a block loads, at its share of the memory's bandwidth
+    steps   w · (k/s) / 64                               turns of the inner loop, each of which has its latency
+    area    w · a·b                                      elements that the blocks of one multiprocessor write
+    fill    ⌈m/a⌉ · ⌈n/b⌉ · s / (w·S)                    share of the waves' places that blocks take
+    merge   s > 1: 2·4·m·n·s bytes                       partial sums written and read again
+
+A batch of products takes ``count`` times the blocks and bytes. Attention with d elements per head is the same with
+queries as rows, keys as the inner dimension (those that the mask leaves, on average) and 4·d FLOPs per pair; decoding
+packs the query heads of one key head into the rows.
+
+Sources: NVIDIA, Matrix Multiplication Background User's Guide; Dao, FlashAttention-2 (2023), and Flash-Decoding (2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.cost.kernels.tiles import dispatch_of, packs_heads, tiles_of
+from meshwright.cost.roofline import peak_flops
+from meshwright.spec.units import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from meshwright.cost.prediction import Floats
+    from meshwright.spec import DeviceKind
+
+# Bytes of a written element at least: results of float8 products are bfloat16 (vLLM, torch._scaled_mm).
+_OUTPUT_BYTES = 2
+# Weights that the benchmark behind the shipped rows takes in turn, so that none stays in the cache (collect_gemm.py of
+# ai-dynamo/aiconfigurator); activations and results are the same each time, as those that a step has just made.
+_WEIGHT_COPIES = 6
+# Elements of the inner dimension that one turn of a kernel's loop takes (CUTLASS: 32 to 128).
+_STEP = 64
+# Rows of a block of queries, and blocks of keys that one head's keys are split into (FlashAttention 2 and 3).
+_QUERY_ROWS = (64, 128)
+_KEY_SPLITS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Demand:
+    """Of n queries and c ways to cut each: shapes (c, n); without the ways: (n,). Seconds unless said otherwise.
+
+    ``reuse``: FLOPs per element loaded of a tile, a·b/(a+b). ``extra``: passes beside the kernel (quantisation).
+    ``cached``: bytes that pass between two uses of the same, as a share of the cache; ``units``: multiprocessors.
+    """
+
+    work: Floats
+    reuse: Floats
+    pull: Floats
+    waves: Floats
+    steps: Floats
+    area: Floats
+    splits: Floats
+    merge: Floats
+    fill: Floats
+    flops: Floats
+    memory: Floats
+    cached: Floats
+    extra: Floats
+    bandwidth: float
+    units: int
+    clock_hz: float
+
+
+def demand_of(op: str, sizes: Mapping[str, Floats], dtype: str, kernel: str, device: DeviceKind) -> Demand:
+    """What queries of one op, dtype and kernel family demand of a device that states its multiprocessors and cache."""
+    if op == "matmul":
+        return _product(sizes, dtype, kernel, device)
+    return _attention(sizes, dtype, kernel, device, decode=op == "attention_decode")
+
+
+def split_dtype(dtype: str) -> tuple[str, str]:
+    """(arithmetic, keys and values) of a record's dtype: ``bfloat16:kv=float8_e4m3fn``; scaling is no dtype."""
+    first, _, rest = dtype.partition(":")
+    return first, rest.removeprefix("kv=") if rest.startswith("kv=") else first
+
+
+def _product(sizes: Mapping[str, Floats], dtype: str, kernel: str, device: DeviceKind) -> Demand:
+    m, n, k = (sizes[name] for name in ("m", "n", "k"))
+    count = sizes.get("count", np.ones_like(m))
+    name = split_dtype(dtype)[0]
+    width, peak = DTYPE_BYTES[name], peak_flops(device, name)
+    bandwidth, units = device.memory_bandwidth_bytes_per_s, float(device.num_multiprocessors)
+    ways = []
+    for a, b, s in tiles_of(dispatch_of(kernel, device.compute_capability), m, n, k):
+        blocks = count * np.ceil(m / a) * np.ceil(n / b) * s
+        waves = np.ceil(blocks / units)
+        depth = k / s
+        ways.append(
+            (
+                waves * 2 * a * b * depth * units / peak,
+                a * b / (a + b),
+                waves * (np.minimum(a, m) + np.minimum(b, n)) * depth * width * units / bandwidth,
+                waves,
+                waves * depth / _STEP,
+                waves * a * b,
+                s,
+                8 * count * m * n * s if s > 1 else 0.0,
+                blocks / (waves * units),
+            )
+        )
+    num_bytes = count * (width * (m * k + k * n) + max(width, _OUTPUT_BYTES) * m * n)
+    # Between two runs of one product of the benchmark, five others with weights of their own pass through the cache.
+    passing = num_bytes + (_WEIGHT_COPIES - 1) * width * count * k * n
+    # Activations of a float8 product arrive in bfloat16 and are scaled and written first.
+    extra = (2 + width) * count * m * k / bandwidth if width == 1 else np.zeros_like(m)
+    return _gather(ways, 2 * count * m * n * k / peak, num_bytes, passing, extra, device)
+
+
+def _attention(sizes: Mapping[str, Floats], dtype: str, kernel: str, device: DeviceKind, *, decode: bool) -> Demand:
+    batch, heads, kv_heads, dim = (sizes[name] for name in ("batch", "heads", "kv_heads", "head_dim"))
+    queries, keys, window = (sizes[name] for name in ("queries", "keys", "window"))
+    name, kv_name = split_dtype(dtype)
+    width, kv_width, peak = DTYPE_BYTES[name], DTYPE_BYTES[kv_name], peak_flops(device, name)
+    bandwidth, units = device.memory_bandwidth_bytes_per_s, float(device.num_multiprocessors)
+    seen = np.where(window > 0, np.minimum(window, keys), keys)
+    # Query i of q sees the keys up to its own, at most `seen`: on average seen · (1 - (seen - 1) / (2·q)) when all
+    # keys are the queries' own, and all that the window leaves in decoding.
+    mean = seen if decode else seen * (1 - (seen - 1) / (2 * queries))
+    packed = packs_heads(kernel, heads / kv_heads, window) if decode else np.zeros(len(heads), bool)
+    shared, groups = np.where(packed, heads / kv_heads, 1.0), np.where(packed, kv_heads, heads)
+    ways = []
+    for rows in _QUERY_ROWS:
+        for most in _KEY_SPLITS if decode else (1,):
+            splits = np.where(packed, most, 1)
+            blocks = batch * groups * np.ceil(queries * shared / rows) * splits
+            waves = np.ceil(blocks / units)
+            depth = mean / splits
+            ways.append(
+                (
+                    np.maximum(waves * depth, seen / splits) * 4 * rows * dim * units / peak,
+                    rows * dim / (rows + dim),
+                    waves * depth * 2 * dim * kv_width * units / bandwidth,
+                    waves,
+                    np.maximum(waves * depth, seen / splits) / _STEP,
+                    waves * rows * dim,
+                    splits,
+                    np.where(splits > 1, 8 * batch * heads * queries * dim * splits, 0.0),
+                    blocks / (waves * units),
+                )
+            )
+    num_bytes = 2 * width * batch * heads * queries * dim + 2 * kv_width * batch * kv_heads * seen * dim
+    flops = 4 * batch * heads * queries * mean * dim / peak
+    return _gather(ways, flops, num_bytes, num_bytes, np.zeros_like(batch), device)
+
+
+def _gather(
+    ways: Sequence[tuple[Floats | float, ...]],
+    flops: Floats,
+    num_bytes: Floats,
+    passing: Floats,
+    extra: Floats,
+    device: DeviceKind,
+) -> Demand:
+    columns = [
+        np.stack([np.broadcast_to(way[i], flops.shape) for way in ways]).astype(float) for i in range(len(ways[0]))
+    ]
+    names = ("work", "reuse", "pull", "waves", "steps", "area", "splits", "merge", "fill")
+    return Demand(
+        **dict(zip(names, columns, strict=True)),
+        flops=flops,
+        memory=num_bytes / device.memory_bandwidth_bytes_per_s,
+        cached=passing / float(device.cache_bytes),
+        extra=extra,
+        bandwidth=device.memory_bandwidth_bytes_per_s,
+        units=device.num_multiprocessors,
+        clock_hz=device.clock_hz,
+    )

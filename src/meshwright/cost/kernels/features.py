@@ -1,0 +1,67 @@
+"""What the second stage looks at: how the law explains a query, its sizes, and how they fall on tiles.
+
+Shares and ratios come first, so that what is learned on one device says something on another; sizes follow, because
+libraries choose kernels by them. Nothing names the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from meshwright.cost.kernels.demand import Demand
+    from meshwright.cost.kernels.law import Explained
+    from meshwright.cost.prediction import Floats
+
+SIZES: dict[str, tuple[str, ...]] = {
+    "matmul": ("m", "n", "k"),
+    "attention_prefill": ("batch", "heads", "kv_heads", "head_dim", "queries", "keys", "window"),
+    "attention_decode": ("batch", "heads", "kv_heads", "head_dim", "queries", "keys", "window"),
+}
+# The first of the features: likeness to measured rows is judged by them (`cost.kernels.correction`).
+NUM_PLACED = 10
+
+
+def features_of(
+    op: str, sizes: Mapping[str, Floats], demand: Demand, explained: Explained, family: int
+) -> NDArray[np.float32]:
+    """Features of n queries of one op and kernel family, shape (features, n)."""
+    chosen = explained.way, np.arange(len(explained.way))
+    seconds = explained.seconds
+    logs = [np.log1p(sizes[name]) for name in SIZES[op]]
+    placed = [
+        np.log(explained.compute / seconds),
+        np.log(explained.memory / seconds),
+        np.log(demand.flops / demand.memory),
+        np.log(demand.cached),
+        np.log(demand.waves[chosen]),
+        demand.fill[chosen],
+        np.log(seconds),
+        *logs[-3:],
+    ]
+    shares = [
+        np.log(demand.reuse[chosen]),
+        np.log(demand.splits[chosen]),
+        np.log(demand.pull[chosen] / seconds),
+        np.log(demand.steps[chosen]),
+    ]
+    return np.stack([*placed, *shares, *logs[:-3], *_alignment(op, sizes), np.full(len(seconds), family)]).astype(
+        np.float32
+    )
+
+
+def _alignment(op: str, sizes: Mapping[str, Floats]) -> list[Floats]:
+    if op == "matmul":
+        m, n, k = (sizes[name] for name in SIZES[op])
+        return [np.ceil(m / 64) * 64 / m, np.ceil(m / 16) * 16 / m, m % 8, n / 2 ** np.ceil(np.log2(n)), np.log(m * n),
+                np.log(n / k)]  # fmt: skip
+    shared = sizes["heads"] / sizes["kv_heads"]
+    whole = sizes["queries"] * shared
+    seen = np.where(sizes["window"] > 0, np.minimum(sizes["window"], sizes["keys"]), sizes["keys"])
+    return [np.log(shared), np.ceil(whole / 64) * 64 / whole, np.log(sizes["batch"] * sizes["kv_heads"]), np.log(seen)]

@@ -1,0 +1,274 @@
+"""Fitting: laws by device and family, trees by op, intervals on rows and on devices left out, and adapting to few rows.
+
+Every interval rests on rows that the figures behind it did not see: a fifth of the keys of the training rows is left
+out once (`regressed`), and every device once (`transferred`). Then all rows are used. Hyper-parameters are those of
+`boosting.Settings` and `law.FACTORS`; none is chosen here by looking at rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.cost.kernels.boosting import Settings, fit_trees
+from meshwright.cost.kernels.correction import Scale, fit_correction
+from meshwright.cost.kernels.demand import demand_of
+from meshwright.cost.kernels.features import NUM_PLACED, SIZES
+from meshwright.cost.kernels.law import first_prior, fit_law, shared_prior
+from meshwright.cost.kernels.model import MIN_ROWS, Group, Kernel, KernelModel, OpModel, explain, prior_of
+from meshwright.cost.kernels.tiles import dispatch_of, family_of
+from meshwright.cost.prediction import Interval, fit_interval
+from meshwright.spec import MeasurementError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from meshwright.cost.kernels.boosting import Trees
+    from meshwright.cost.kernels.correction import Correction
+    from meshwright.cost.kernels.demand import Demand
+    from meshwright.cost.kernels.law import Prior
+    from meshwright.cost.prediction import Floats
+    from meshwright.records import Records
+    from meshwright.spec import DeviceKind
+
+
+DEFAULTS = Settings()
+# One key in so many is left out for the intervals.
+_FOLDS = 5
+# Fewer residuals say less of an interval than those of all groups of the op together.
+_MIN_RESIDUALS = 20
+# Below this an interval from own rows is no wider than the rows themselves; that of devices left out counts too.
+_MIN_OWN = 9
+# Rows that a correction rests on at most: it looks at all of them for every query.
+_MAX_CORRECTED = 500
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """The rows of one group: what was asked, sizes and seconds of shape (rows,), and their keys."""
+
+    kernel: Kernel
+    sizes: Mapping[str, Floats]
+    seconds: Floats
+    keys: NDArray[np.object_]
+
+    def take(self, mask: NDArray[np.bool_]) -> Part:
+        """Some of the rows."""
+        return Part(
+            kernel=self.kernel,
+            sizes={name: column[mask] for name, column in self.sizes.items()},
+            seconds=self.seconds[mask],
+            keys=self.keys[mask],
+        )
+
+    def law(self, prior: Prior) -> Floats:
+        """The law's factors for these rows."""
+        return fit_law(self._demand(), self.seconds, prior)
+
+    def explain(self, factors: Floats, families: tuple[str, ...]) -> tuple[Floats, NDArray[np.float32]]:
+        """(residuals of the law, features) of the rows."""
+        law, columns = explain(self.kernel, self.sizes, self._demand(), factors, self.kernel.family, families)
+        return np.log(self.seconds) - law, columns
+
+    def _demand(self) -> Demand:
+        return demand_of(self.kernel.op, self.sizes, self.kernel.dtype, self.kernel.family, self.kernel.device)
+
+
+def fit_kernels(rows: Records, kinds: Mapping[str, DeviceKind], settings: Settings = DEFAULTS) -> KernelModel:
+    """The predictor from rows of ops in `features.SIZES` on devices of ``kinds``; other rows are not looked at.
+
+    Raises MeasurementError if no group has MIN_ROWS rows.
+    """
+    parts = split_parts(rows, kinds)
+    families = tuple(sorted({family_of(part.kernel.family) for part in parts}))
+    groups: list[Group] = []
+    ops = {}
+    for op in SIZES:
+        mine = [part for part in parts if part.kernel.op == op]
+        if mine:
+            found, ops[op] = _fit_op(mine, families, settings)
+            groups.extend(found)
+    return KernelModel(groups=tuple(groups), ops=ops, families=families, row_hashes=_hashes(rows, kinds))
+
+
+def adapt_kernels(model: KernelModel, rows: Records, kinds: Mapping[str, DeviceKind]) -> KernelModel:
+    """The model moved by further rows, few or many, of devices or families that it knows or not."""
+    groups = {group.key: group for group in model.groups}
+    for part in split_parts(rows, kinds):
+        group = _adapt(model, part)
+        groups[group.key] = group
+    hashes = np.union1d(model.row_hashes, _hashes(rows, kinds))
+    return replace(model, groups=tuple(groups.values()), row_hashes=hashes)
+
+
+def split_parts(rows: Records, kinds: Mapping[str, DeviceKind]) -> list[Part]:
+    """The rows by op, dtype, device and kernel family, sorted; those of other ops or devices are left out."""
+    known = np.isin(rows.op, list(SIZES)) & np.isin(rows.device, list(kinds))
+    names = list(zip(rows.op, rows.dtype, rows.device, rows.kernel, strict=True))
+    parts = []
+    for group in sorted({name for name, use in zip(names, known, strict=True) if use}):
+        some = rows.select(np.array([name == group for name in names], np.bool_))
+        op, dtype, device, family = group
+        parts.append(
+            Part(
+                kernel=Kernel(op=op, dtype=dtype, device=kinds[device], family=family),
+                sizes={name: some.size(name).astype(np.float64) for name in SIZES[op]},
+                seconds=some.seconds,
+                keys=some.shapes,
+            )
+        )
+    return parts
+
+
+def _hashes(rows: Records, kinds: Mapping[str, DeviceKind]) -> NDArray[np.uint64]:
+    known = np.isin(rows.op, list(SIZES)) & np.isin(rows.device, list(kinds))
+    return np.sort(rows.row_hashes()[known])
+
+
+def _fit_op(parts: list[Part], families: tuple[str, ...], settings: Settings) -> tuple[list[Group], OpModel]:
+    groups = _fit_laws(parts)
+    explained = [part.explain(group.factors, families) for part, group in zip(parts, groups, strict=True)]
+    trees = _fit_trees(explained, settings)
+    own, law_rests = _left_out_rows(parts, families, settings)
+    pooled = np.concatenate(own)
+    scale = Scale(
+        spread=np.maximum(np.concatenate([c[:NUM_PLACED] for _, c in explained], axis=1).std(axis=1), 1e-6),
+        amplitude=_deviation(law_rests),
+        noise=_deviation(pooled),
+    )
+    left_out = _left_out_devices(parts, groups, explained, families, settings)
+    everything = _interval(pooled)
+    fitted = [
+        replace(group, interval=_interval(rests) if len(rests) >= _MIN_RESIDUALS else everything)
+        for group, rests in zip(groups, own, strict=True)
+    ]
+    return fitted, OpModel(trees=trees, scale=scale, interval=_interval(left_out if len(left_out) else pooled))
+
+
+def _fit_laws(parts: list[Part]) -> list[Group]:
+    """Groups with their factors: large ones by their rows alone, small ones with large ones as prior."""
+    nothing = Interval(low=1.0, high=1.0)
+    groups = [
+        Group(
+            op=part.kernel.op,
+            dtype=part.kernel.dtype,
+            device=part.kernel.device.name,
+            family=family_of(part.kernel.family),
+            dispatch=dispatch_of(part.kernel.family, part.kernel.device.compute_capability),
+            num_rows=len(part.seconds),
+            factors=part.law(first_prior()) if len(part.seconds) >= MIN_ROWS else first_prior().mean,
+            interval=nothing,
+        )
+        for part in parts
+    ]
+    return [
+        group
+        if group.num_rows >= MIN_ROWS
+        else replace(group, factors=part.law(prior_of(groups, part.kernel, part.kernel.family)))
+        for part, group in zip(parts, groups, strict=True)
+    ]
+
+
+def _fit_trees(explained: list[tuple[Floats, NDArray[np.float32]]], settings: Settings) -> Trees:
+    columns = np.ascontiguousarray(np.concatenate([columns for _, columns in explained], axis=1))
+    return fit_trees(columns, np.concatenate([rests for rests, _ in explained]), settings)
+
+
+def _left_out_rows(parts: list[Part], families: tuple[str, ...], settings: Settings) -> tuple[list[Floats], Floats]:
+    """Residuals of a fifth of the keys, by part, from a fit without them; and those of the law alone, all together."""
+    keys = sorted({key for part in parts for key in part.keys})
+    chosen = np.random.default_rng(_SEED).permutation(len(keys))[: len(keys) // _FOLDS]
+    out = {keys[index] for index in chosen}
+    masks = [np.array([key in out for key in part.keys], np.bool_) for part in parts]
+    train = [part.take(~mask) for part, mask in zip(parts, masks, strict=True)]
+    groups = _fit_laws(train)
+    trees = _fit_trees(
+        [part.explain(group.factors, families) for part, group in zip(train, groups, strict=True)], settings
+    )
+    laws, rests = [], []
+    for part, mask, group in zip(parts, masks, groups, strict=True):
+        law, columns = part.take(mask).explain(group.factors, families)
+        laws.append(law)
+        rests.append(law - trees.evaluate(columns))
+    return rests, np.concatenate(laws)
+
+
+def _left_out_devices(
+    parts: list[Part],
+    groups: list[Group],
+    explained: list[tuple[Floats, NDArray[np.float32]]],
+    families: tuple[str, ...],
+    settings: Settings,
+) -> Floats:
+    """Residuals on every device from a fit without it, all together; none if there are no others."""
+    rests = []
+    for device in sorted({group.device for group in groups}):
+        others = [group for group in groups if group.device != device]
+        if not any(group.num_rows >= MIN_ROWS for group in others):
+            continue
+        trees = _fit_trees([e for e, group in zip(explained, groups, strict=True) if group.device != device], settings)
+        for part in parts:
+            if part.kernel.device.name == device:
+                prior = prior_of(others, part.kernel, part.kernel.family)
+                law, columns = part.explain(prior.mean, families)
+                rests.append(law - trees.evaluate(columns))
+    return np.concatenate(rests) if rests else np.zeros(0)
+
+
+def _adapt(model: KernelModel, part: Part) -> Group:
+    """One group moved by further rows, with an interval from folds of them."""
+    shared = model.ops.get(part.kernel.op)
+    if shared is None:
+        raise MeasurementError(f"The model knows no {part.kernel.op!r}; fit one with rows of it.")
+    known = next((group for group in model.groups if group.key == _key(part.kernel)), None)
+    prior = shared_prior([known.factors]) if known else prior_of(model.groups, part.kernel, part.kernel.family)
+    folds = np.random.default_rng(_SEED).permutation(len(part.seconds)) % min(_FOLDS, len(part.seconds))
+
+    def rests_of(train: Part, test: Part) -> tuple[Floats, Floats, Correction]:
+        factors = train.law(prior)
+        law, columns = train.explain(factors, model.families)
+        places = shared.scale.place(columns)
+        some = np.random.default_rng(_SEED).permutation(len(places))[:_MAX_CORRECTED]
+        rests = law - shared.trees.evaluate(columns)
+        correction = fit_correction(places[some], rests[some], shared.scale)
+        law, columns = test.explain(factors, model.families)
+        left = law - shared.trees.evaluate(columns) - correction.evaluate(shared.scale.place(columns))
+        return factors, left, correction
+
+    left = [
+        rests_of(part.take(folds != fold), part.take(folds == fold))[1] for fold in range(folds.max() + 1)
+        if len(part.seconds) > 1
+    ]  # fmt: skip
+    factors, _, correction = rests_of(part, part)
+    interval = _interval(np.concatenate(left)) if left else shared.interval
+    if len(part.seconds) < _MIN_OWN:
+        interval = Interval(low=min(interval.low, shared.interval.low), high=max(interval.high, shared.interval.high))
+    return Group(
+        op=part.kernel.op,
+        dtype=part.kernel.dtype,
+        device=part.kernel.device.name,
+        family=family_of(part.kernel.family),
+        dispatch=dispatch_of(part.kernel.family, part.kernel.device.compute_capability),
+        num_rows=len(part.seconds) + (known.num_rows if known else 0),
+        factors=factors,
+        interval=interval,
+        correction=correction,
+    )
+
+
+def _key(kernel: Kernel) -> tuple[str, str, str, str]:
+    return kernel.op, kernel.dtype, kernel.device.name, family_of(kernel.family)
+
+
+def _interval(rests: Floats) -> Interval:
+    return fit_interval(np.exp(rests), np.ones(len(rests)))
+
+
+def _deviation(rests: Floats) -> float:
+    """The standard deviation that the median of |residuals| stands for, if they were normal."""
+    return 1.4826 * float(np.median(np.abs(rests)))

@@ -1,0 +1,150 @@
+"""Stage one: seconds of a kernel by what it demands, with fifteen factors of the device and the kernel family.
+
+    compute = min over ways of  max(work·(1 + h/reuse)/e, pull/u, steps·r) + waves·w + area·o
+                                + s₀·log₂ splits + merge/(c·S)
+    memory  = (1 - f)·bytes/(B·m) + f·bytes/(c·S),   f = 1/(1 + (passing / (v·L2))^z)  the share that the cache holds
+    t       = (floor⁶ + (launch + (compute^p + memory^p)^(1/p) + extra)⁶)^(1/6)
+
+Factors are fitted as logarithms to ln t with a loss that is linear for large residuals; normal priors hold those of
+which the rows say nothing. For a device that was never measured the priors alone, moved to the mean of the devices that
+were (`shared_prior`), give its factors: few rows correct it.
+
+Sources: roofline with soft corners (Williams et al., CACM 2009); Levenberg-Marquardt steps; pseudo-Huber loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from meshwright.cost.kernels.demand import Demand
+    from meshwright.cost.prediction import Floats
+
+# (factor, value before any row is seen, deviation of its logarithm). Rates are shares of the datasheet's; times are
+# those of a kernel launch, of a block and of a turn of its loop as vendors' guides give them, within a factor of two.
+FACTORS: tuple[tuple[str, float, float], ...] = (
+    ("launch_s", 2.5e-6, 0.7),
+    ("arithmetic", 0.9, 0.2),
+    ("memory", 0.85, 0.15),
+    ("cache_bytes_per_s", 15e9, 0.7),
+    ("cache_share", 1.0, 0.5),
+    ("cache_slope", 3.0, 0.7),
+    ("sharpness", 3.0, 0.4),
+    ("half_reuse", 5.0, 0.8),
+    ("split_s", 5e-7, 0.7),
+    ("wave_s", 1.5e-6, 0.7),
+    ("pull", 5.0, 0.5),
+    ("floor_s", 1e-6, 2.0),
+    ("step_s", 5e-8, 0.7),
+    ("extra", 1.0, 0.3),
+    ("area_s", 1e-10, 1.0),
+)
+# Factors that are seconds or bytes per second are those at this clock; they are cycles, and scale with it.
+REFERENCE_CLOCK_HZ = 1.83e9
+# Seconds of the launch of a pass beside the kernel, as of the smallest kernels (`cost.roofline.LAUNCH_S`).
+_EXTRA_LAUNCH_S = 1.5e-6
+# Residuals beyond this count linearly: the spread of repeated measurements of one kernel.
+_SPREAD = 0.1
+_MAX_STEPS = 30
+_ENOUGH = 1e-3
+# Devices differ by at least this much in the logarithm of a factor, however alike the measured ones are.
+_MIN_DEVIATION = 0.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prior:
+    """Mean and deviation of the logarithms of all factors, each of shape (factors,)."""
+
+    mean: Floats
+    deviation: Floats
+
+
+def first_prior() -> Prior:
+    """What is believed before any row is seen."""
+    return Prior(
+        mean=np.log([value for _, value, _ in FACTORS]), deviation=np.array([deviation for *_, deviation in FACTORS])
+    )
+
+
+def shared_prior(fitted: Sequence[Floats]) -> Prior:
+    """What is believed of a device from the factors (logarithms) of others, at least one."""
+    first = first_prior()
+    table = np.array(fitted)
+    spread = table.std(axis=0, ddof=1) if len(table) > 1 else first.deviation / 2
+    # With n devices, the deviation of a further one from their mean is larger than theirs by √(1 + 1/n).
+    deviation = np.maximum(spread * np.sqrt(1 + 1 / len(table)), _MIN_DEVIATION)
+    return Prior(mean=table.mean(axis=0), deviation=np.minimum(deviation, first.deviation))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Explained:
+    """Of each query, shape (queries,): seconds, those of compute and of memory in them, and the way that was taken."""
+
+    seconds: Floats
+    compute: Floats
+    memory: Floats
+    way: NDArray[np.int64]
+
+
+def law_seconds(demand: Demand, factors: Floats) -> Explained:
+    """What the law says for logarithms of the factors."""
+    value = dict(zip((name for name, *_ in FACTORS), np.exp(np.clip(factors, -40.0, 40.0)).tolist(), strict=True))
+    cycle = REFERENCE_CLOCK_HZ / demand.clock_hz
+    cache = value["cache_bytes_per_s"] * demand.units / cycle
+    work = demand.work * ((1 + value["half_reuse"] / demand.reuse) / value["arithmetic"])
+    steps = demand.steps * (value["step_s"] * cycle)
+    busy = np.maximum(np.maximum(work, demand.pull / value["pull"]), steps)
+    ways = busy + (demand.waves * value["wave_s"] + demand.area * value["area_s"]) * cycle
+    ways += value["split_s"] * cycle * np.log2(demand.splits) + demand.merge / cache
+    way = ways.argmin(axis=0)
+    compute = ways[way, np.arange(len(way))]
+    held = 1 / (1 + (demand.cached / value["cache_share"]) ** value["cache_slope"])
+    memory = demand.memory * ((1 - held) / value["memory"] + held * demand.bandwidth / cache)
+    sharpness = value["sharpness"]
+    kernel = value["launch_s"] * cycle + (compute**sharpness + memory**sharpness) ** (1 / sharpness)
+    beside = np.where(demand.extra > 0, _EXTRA_LAUNCH_S * cycle + demand.extra / value["memory"], 0.0)
+    seconds = ((kernel + value["extra"] * beside) ** 6 + value["floor_s"] ** 6) ** (1 / 6)
+    return Explained(seconds=seconds, compute=compute, memory=memory, way=way)
+
+
+def fit_law(demand: Demand, seconds: Floats, prior: Prior) -> Floats:
+    """Logarithms of the factors, shape (factors,), from rows of shape (rows,); the prior's mean without rows."""
+    target = np.log(seconds)
+    factors, damping = prior.mean.copy(), 1e-2
+
+    def residuals(at: Floats) -> Floats:
+        return np.log(law_seconds(demand, at).seconds) - target
+
+    def loss(rest: Floats, at: Floats) -> float:
+        huber = 2 * (np.sqrt(1 + (rest / _SPREAD) ** 2) - 1)
+        return float(huber.sum() + (((at - prior.mean) / prior.deviation) ** 2).sum())
+
+    rest = residuals(factors)
+    now = loss(rest, factors)
+    for _ in range(_MAX_STEPS):
+        weights = 1 / np.sqrt(1 + (rest / _SPREAD) ** 2) / _SPREAD**2
+        slopes = np.stack([(residuals(factors + 1e-4 * unit) - rest) / 1e-4 for unit in np.eye(len(factors))], axis=1)
+        gradient = slopes.T @ (weights * rest) + (factors - prior.mean) / prior.deviation**2
+        curvature = slopes.T @ (slopes * weights[:, None]) + np.diag(prior.deviation**-2)
+        while damping < 1e6:
+            step = -np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
+            there = factors + step.clip(-1.0, 1.0)
+            new_rest = residuals(there)
+            new = loss(new_rest, there)
+            if new < now:
+                break
+            damping *= 4
+        else:
+            break
+        small = now - new < _ENOUGH * now
+        factors, rest, now, damping = there, new_rest, new, max(damping / 4, 1e-6)
+        if small:
+            break
+    return factors

@@ -1,0 +1,200 @@
+"""The predictor of GPU kernels: a law per device and family, trees for what it leaves over, a correction for few rows.
+
+    ln t = ln law(query; factors of device and family) + trees of the op(features) + correction(features)
+
+regressed    the device was measured: factors, trees and interval come from its rows (`fit.fit_kernels`) or, with few of
+             them, from those of other devices moved by its own (`fit.adapt_kernels`)
+transferred  it was not: the factors are the mean of those of the devices that were, nearest kin first
+
+Queries are priced in columns; nothing here depends on where the model came from. `KernelModel` is plain data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.cost.kernels.demand import demand_of, split_dtype
+from meshwright.cost.kernels.features import SIZES, features_of
+from meshwright.cost.kernels.law import law_seconds, shared_prior
+from meshwright.cost.kernels.tiles import dispatch_of, family_of
+from meshwright.cost.prediction import Interval, Predictions
+from meshwright.spec import MeasurementError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from meshwright.cost.kernels.boosting import Trees
+    from meshwright.cost.kernels.correction import Correction, Scale
+    from meshwright.cost.kernels.demand import Demand
+    from meshwright.cost.kernels.law import Prior
+    from meshwright.cost.prediction import Basis, Floats
+    from meshwright.spec import DeviceKind
+
+# Groups with fewer rows say too little of their device to stand for others.
+MIN_ROWS = 200
+# Queries that are priced at a time: their ways to be cut into tiles stay in the processor's cache.
+_CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """What is asked besides sizes: op, dtype, kernel family ("" for the usual one of the device) and the device."""
+
+    op: str
+    dtype: str
+    device: DeviceKind
+    family: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """What was learned of one op, dtype, device and family: the law's factors (logarithms) and how far they go."""
+
+    op: str
+    dtype: str
+    device: str
+    family: str
+    dispatch: str
+    num_rows: int
+    factors: Floats
+    interval: Interval
+    correction: Correction | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What a query is matched by."""
+        return self.op, self.dtype, self.device, self.family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpModel:
+    """What all groups of an op share: trees, the scale of corrections, and the interval on a device left out."""
+
+    trees: Trees
+    scale: Scale
+    interval: Interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KernelModel:
+    """The fitted predictor. ``row_hashes``: those of the rows that it was fitted on."""
+
+    groups: tuple[Group, ...]
+    ops: Mapping[str, OpModel]
+    families: tuple[str, ...]
+    row_hashes: NDArray[np.uint64]
+    _by_key: dict[tuple[str, str, str, str], Group] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._by_key.update((group.key, group) for group in self.groups)
+
+    def predict(self, kernel: Kernel, sizes: Mapping[str, ArrayLike]) -> Predictions:
+        """Seconds of n queries; ``sizes`` are columns of shape (n,) by the names in `features.SIZES` (window may be 0).
+
+        A matmul may have a ``count`` of equal products. Raises MeasurementError for sizes that are not positive, for an
+        op that the model does not know, and for a device whose datasheet does not state multiprocessors, cache, clock.
+        """
+        columns = _check(kernel, sizes)
+        if kernel.op not in self.ops:
+            raise MeasurementError(f"No predictor of {kernel.op!r}; there are those of {', '.join(sorted(self.ops))}.")
+        family = kernel.family or self.usual_family(kernel)
+        group = self._by_key.get((kernel.op, kernel.dtype, kernel.device.name, family_of(family)))
+        factors = group.factors if group is not None else prior_of(self.groups, kernel, family).mean
+        shared = self.ops[kernel.op]
+        logs = np.concatenate(
+            [
+                self._chunk(kernel, {name: column[start : start + _CHUNK] for name, column in columns.items()}, family,
+                            factors, group)
+                for start in range(0, len(columns[SIZES[kernel.op][0]]), _CHUNK)
+            ]
+            or [np.zeros(0)]
+        )  # fmt: skip
+        seconds = np.exp(logs)
+        low, high = (group.interval if group is not None else shared.interval).around(seconds)
+        basis: Basis = "transferred" if group is None else "regressed"
+        return Predictions(seconds=seconds, low_s=low, high_s=high, basis=(basis,) * len(seconds))
+
+    def usual_family(self, kernel: Kernel) -> str:
+        """The family with the most rows of the op: of device and dtype, of the dtype, of its arithmetic, of any."""
+        for kin in _kin(kernel, None):
+            counts = Counter({group.family: 0 for group in self.groups})
+            counts.update({group.key[3]: group.num_rows for group in self.groups if kin(group)})
+            if counts.total():
+                return counts.most_common(1)[0][0]
+        return ""
+
+    def _chunk(
+        self, kernel: Kernel, sizes: Mapping[str, Floats], family: str, factors: Floats, group: Group | None
+    ) -> Floats:
+        demand = demand_of(kernel.op, sizes, kernel.dtype, family, kernel.device)
+        law, columns = explain(kernel, sizes, demand, factors, family, self.families)
+        shared = self.ops[kernel.op]
+        total = law + shared.trees.evaluate(columns)
+        if group is not None and group.correction is not None:
+            total += group.correction.evaluate(shared.scale.place(columns))
+        return total
+
+
+def prior_of(groups: Iterable[Group], kernel: Kernel, family: str) -> Prior:
+    """What other devices say of a kernel family: the nearest kin of which there are MIN_ROWS.
+
+    Raises MeasurementError if nothing of the op was measured so often.
+    """
+    large = [group for group in groups if group.num_rows >= MIN_ROWS]
+    for kin in _kin(kernel, family):
+        found = [group.factors for group in large if kin(group)]
+        if found:
+            return shared_prior(found)
+    raise MeasurementError(f"No group of {kernel.op!r} has {MIN_ROWS} rows, so nothing can be transferred.")
+
+
+def explain(
+    kernel: Kernel, sizes: Mapping[str, Floats], demand: Demand, factors: Floats, family: str, families: tuple[str, ...]
+) -> tuple[Floats, NDArray[np.float32]]:
+    """(logarithm of the law's seconds, features of shape (features, n)) of queries under given factors."""
+    explained = law_seconds(demand, factors)
+    known = family_of(family)
+    number = families.index(known) if known in families else -1
+    return np.log(explained.seconds), features_of(kernel.op, sizes, demand, explained, number)
+
+
+def _kin(kernel: Kernel, family: str | None) -> Iterable[Callable[[Group], bool]]:
+    """Tests of kinship, nearest first; without a family, those by which the usual one is found."""
+    arithmetic = split_dtype(kernel.dtype)[0]
+    if family is None:
+        yield lambda g: (g.op, g.dtype, g.device) == (kernel.op, kernel.dtype, kernel.device.name)
+    else:
+        same = family_of(family), dispatch_of(family, kernel.device.compute_capability)
+        yield lambda g: (g.op, g.dtype, g.family, g.dispatch) == (kernel.op, kernel.dtype, *same)
+    yield lambda g: (g.op, g.dtype) == (kernel.op, kernel.dtype)
+    yield lambda g: g.op == kernel.op and split_dtype(g.dtype)[0] == arithmetic
+    yield lambda g: g.op == kernel.op and split_dtype(g.dtype)[0] == "bfloat16"
+    yield lambda g: g.op == kernel.op
+
+
+def _check(kernel: Kernel, sizes: Mapping[str, ArrayLike]) -> dict[str, Floats]:
+    device = kernel.device
+    if not (device.num_multiprocessors and device.cache_bytes and device.clock_hz):
+        raise MeasurementError(
+            f"The datasheet of {device.name!r} states no multiprocessors, cache or clock; kernels on it are not "
+            "predicted. State num_multiprocessors, cache_bytes and clock_hz of the device kind."
+        )
+    names = SIZES.get(kernel.op, ())
+    if missing := [name for name in names if name not in sizes]:
+        raise MeasurementError(f"{kernel.op}: no sizes {', '.join(missing)}; expected {', '.join(names)}.")
+    wanted = {name: sizes[name] for name in (*names, *(("count",) if "count" in sizes else ()))}
+    columns = {name: np.atleast_1d(np.asarray(column, np.float64)) for name, column in wanted.items()}
+    for name, column in columns.items():
+        wrong = ~(np.isfinite(column) & (column >= (0 if name == "window" else 1)))
+        if wrong.any():
+            place = int(np.flatnonzero(wrong)[0])
+            raise MeasurementError(
+                f"{kernel.op}: {name} is {column[place]} in query {place}; expected a positive number."
+            )
+    return columns
