@@ -7,9 +7,10 @@ which they share three sizes of model (175B, 530B, 1T) but no setup. Nothing els
 other than the A100 take the same shares of their datasheets, that of products times what large products alone reach
 there over what they reach on an A100 (tables of kernels).
 
-Intervals: those of a source come from the residuals of the *other* sources in its regime, every source counting alike,
-never from its own rows. Residuals of the fitted rows are those of whole models left out. The shipped intervals, for
-rows of a new source, come from all sources.
+Intervals: those of a paper's or repository's rows come from the residuals of the *others* in their regime, each
+counting alike, never from its own; how much of them an interval must hold to hold 80 % of one that is left out is
+decided among these others, too. Residuals of the fitted rows are those of whole models left out. The shipped
+intervals, for rows that somebody else measured, come from all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.prediction import Basis, Interval, Predictions, fit_interval
+from meshwright.cost.prediction import INTERVAL_SHARE, Basis, Interval, Predictions
 from meshwright.cost.steps import PRIOR, StepModel, StepPrices, fit_efficiencies, predict_layer, predict_step
 from meshwright.spec import load_cluster
 from meshwright.validation.step_rows import read_steps, row_hash
@@ -45,10 +46,12 @@ _LARGE_FLOPS, _LARGE_SIZE = 2e11, 1024
 # Devices without a table of kernels: best product measured over that of an A100, as shares of their peaks
 # (stas00/ml-engineering, achievable matmul: 1745 of 2250 and 271 of 312 TFLOP/s).
 _PUBLISHED_RATIOS = {"B200": (1745 / 2250) / (271 / 312)}
-# Every source gives as many residuals as this, at even quantiles, so that 700 rows do not outvote 8.
-_RESIDUALS_PER_SOURCE = 21
-# Without another source in the regime, a factor of two either way: what a roofline is worth at least.
-_NO_SOURCE = Interval(low=0.5, high=2.0)
+# Every origin gives as many residuals as this, at even quantiles, so that 700 rows do not outvote 8.
+_RESIDUALS_EACH = 21
+# Shares of pooled residuals that an interval may hold; more than 80 % because origins differ among themselves.
+_SHARES = (INTERVAL_SHARE, 0.85, 0.9, 0.95, 0.98, 1.0)
+# Where nobody else measured in the regime, a factor of two either way: what a roofline is worth at least.
+_NOBODY_ELSE = Interval(low=0.5, high=2.0)
 
 
 def is_fitted(row: Mapping[str, str]) -> bool:
@@ -65,13 +68,12 @@ def predict_case(case: StepCase, model: StepModel) -> float:
     return predict_step(case.shape, _prices(case, model), case.software, case.schedule).seconds
 
 
-def predict_cases(
-    cases: Sequence[StepCase], model: StepModel, intervals: Mapping[Regime, Interval] | None = None
-) -> Predictions:
-    """Seconds of each case's step, shape (cases,), with the interval of its regime (a shipped one unless given)."""
+def predict_cases(cases: Sequence[StepCase], model: StepModel, residuals: Residuals | None = None) -> Predictions:
+    """Seconds of each case's step, shape (cases,), with the interval of its regime: shipped, or from other origins."""
     seconds = np.array([predict_case(case, model) for case in cases])
     regimes = [regime_of(case, model) for case in cases]
-    chosen = [model.intervals[regime] if intervals is None else intervals[regime] for regime in regimes]
+    without = {} if residuals is None else {origin: residuals.intervals(origin) for origin in {c.origin for c in cases}}
+    chosen = [without.get(case.origin, model.intervals)[regime] for case, regime in zip(cases, regimes, strict=True)]
     basis: tuple[Basis, ...] = tuple("regressed" if regime == "fitted" else "transferred" for regime in regimes)
     return Predictions(
         seconds=seconds,
@@ -132,7 +134,7 @@ def fit_model(rows: Sequence[Mapping[str, str]], kernels: Records) -> StepModel:
     )
     model = replace(model, efficiencies=fit_steps(fitted, model))
     others = read_steps([row for row in rows if not is_fitted(row)])[0]
-    return replace(model, intervals=Residuals(fitted, others, model).intervals())
+    return replace(model, intervals=Residuals(fitted, predict_left_out(fitted, model), others, model).intervals())
 
 
 def predict_left_out(cases: Sequence[StepCase], model: StepModel) -> Floats:
@@ -148,37 +150,57 @@ def predict_left_out(cases: Sequence[StepCase], model: StepModel) -> Floats:
 
 
 class Residuals:
-    """Measured over predicted, by source and regime: what intervals are made of."""
+    """Measured over predicted, by origin and regime: what intervals are made of.
 
-    def __init__(self, fitted: Sequence[StepCase], others: Sequence[StepCase], model: StepModel) -> None:
+    ``left_out_s``: of the fitted cases, what `predict_left_out` says, shape (fitted,).
+    """
+
+    def __init__(
+        self, fitted: Sequence[StepCase], left_out_s: Floats, others: Sequence[StepCase], model: StepModel
+    ) -> None:
         self._ratios: dict[Regime, dict[str, list[tuple[float, float]]]] = {
             "fitted": defaultdict(list),
             "elsewhere": defaultdict(list),
             "small": defaultdict(list),
         }
-        seconds = [*predict_left_out(fitted, model), *(predict_case(case, model) for case in others)]
+        seconds = [*left_out_s, *(predict_case(case, model) for case in others)]
         for case, predicted in zip((*fitted, *others), seconds, strict=True):
             if case.measured_s is not None:
-                self._ratios[regime_of(case, model)][case.source].append((case.measured_s, float(predicted)))
+                self._ratios[regime_of(case, model)][case.origin].append((case.measured_s, float(predicted)))
 
     def intervals(self, without: str = "") -> dict[Regime, Interval]:
-        """The interval of each regime from all sources but one."""
-        return {regime: self._interval(sources, without) for regime, sources in self._ratios.items()}
-
-    def _interval(self, sources: Mapping[str, list[tuple[float, float]]], without: str) -> Interval:
-        ratios = [
-            np.quantile([math.log(measured / predicted) for measured, predicted in rows], _even(_RESIDUALS_PER_SOURCE))
-            for source, rows in sorted(sources.items())
-            if source != without
-        ]
-        if not ratios:
-            return _NO_SOURCE
-        together = np.exp(np.concatenate(ratios))
-        return fit_interval(together, np.ones_like(together))
+        """The interval of each regime from all origins but one."""
+        return {
+            regime: _interval([_thinned(rows) for origin, rows in sorted(origins.items()) if origin != without])
+            for regime, origins in self._ratios.items()
+        }
 
 
-def _even(count: int) -> Floats:
-    return (np.arange(count) + 0.5) / count
+def _thinned(rows: Sequence[tuple[float, float]]) -> Floats:
+    """Logarithms of measured over predicted at even quantiles, shape (residuals each,)."""
+    logarithms = [math.log(measured / predicted) for measured, predicted in rows]
+    return np.quantile(logarithms, (np.arange(_RESIDUALS_EACH) + 0.5) / _RESIDUALS_EACH)
+
+
+def _interval(origins: Sequence[Floats]) -> Interval:
+    """The narrowest share of all residuals whose like, from all origins but one, holds 80 % of that one on average."""
+    if not origins:
+        return _NOBODY_ELSE
+    for share in _SHARES:
+        held = [_held(origin, _ends([*origins[:i], *origins[i + 1 :]], share)) for i, origin in enumerate(origins)]
+        if len(origins) == 1 or np.mean(held) >= INTERVAL_SHARE:
+            break
+    low, high = np.exp(_ends(origins, share)).tolist()
+    return Interval(low=low, high=high)
+
+
+def _ends(origins: Sequence[Floats], share: float) -> Floats:
+    together = np.concatenate(origins) if origins else np.zeros(1)
+    return np.quantile(together, [(1 - share) / 2, (1 + share) / 2])
+
+
+def _held(origin: Floats, ends: Floats) -> float:
+    return float(((ends[0] <= origin) & (origin <= ends[1])).mean())
 
 
 def _prices(case: StepCase, model: StepModel) -> StepPrices:

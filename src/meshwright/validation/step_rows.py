@@ -59,6 +59,12 @@ class StepCase:
     node: Node
     measured_s: float | None
 
+    @property
+    def origin(self) -> str:
+        """Who measured it: the paper or the repository that the source names, whatever table of it."""
+        named = re.search(r"arXiv \d{4}\.\d{4,5}", self.source) or re.match(r"[\w.-]+/[\w.-]+", self.source)
+        return named[0] if named else self.source
+
 
 def read_steps(rows: Sequence[Mapping[str, str]]) -> tuple[list[StepCase], Counter[str]]:
     """The rows that can be predicted, in their order, and how many were left out for which reason.

@@ -36,13 +36,23 @@ OURS, CONSTANT = "op list and pipeline", "constant share of the peak"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Rows that are scored together: their ids and devices start so, and they are of one regime if that is given."""
+    """Rows that are scored together: their ids start so; their bandwidth and regime are these, where given."""
 
     name: str
-    ids: str
+    ids: str = ""
     device: str = ""
+    bandwidth_bytes_per_s: float | None = None
     regime: Regime | None = None
     targets: tuple[tuple[str, float | None], ...] = (("mape", None),)
+
+    def holds(self, case: StepCase, regime: Regime) -> bool:
+        """Whether a case belongs here."""
+        return (
+            case.row_id.startswith(self.ids)
+            and case.kind.name.startswith(self.device)
+            and self.bandwidth_bytes_per_s in (None, case.kind.memory_bandwidth_bytes_per_s)
+            and self.regime in (None, regime)
+        )
 
 
 PARTS = (
@@ -53,12 +63,15 @@ PARTS = (
     Part(name="vTrain, one node, ops from 100 µs on", ids="vtrain-single", regime="fitted"),
     Part(name="Zero Bubble", ids="zb-"),
     Part(name="SC'21, ZeRO-3", ids="sc21-t2-ZeRO"),
-    Part(name="llm-foundry, A100 80 GB", ids="mpt-", device="A100-80GB"),
-    Part(name="llm-foundry, A100 40 GB", ids="mpt-", device="A100-40GB"),
+    Part(name="llm-foundry, A100 80 GB", ids="mpt-", device="A100", bandwidth_bytes_per_s=2039e9),
+    Part(name="llm-foundry, A100 40 GB", ids="mpt-", device="A100", bandwidth_bytes_per_s=1555e9),
     Part(name="llm-foundry, H100", ids="mpt-", device="H100"),
     Part(name="torchtitan, H100", ids="tt-", device="H100"),
     Part(name="torchtitan, H200", ids="tt-", device="H200"),
     Part(name="SimuMax, B200", ids="simumax-"),
+    Part(name="all on A100, ops from 100 µs on", regime="fitted"),
+    Part(name="all on other devices, ops from 100 µs on", regime="elsewhere"),
+    Part(name="all with shorter ops", regime="small"),
 )
 
 
@@ -82,27 +95,36 @@ def score_steps() -> tuple[Score, ...]:
     rows = [*load_steps(), *load_steps(single_node=True)]
     fitted = read_steps([row for row in rows if is_fitted(row)])[0]
     scored = [row for row in rows if not is_fitted(row) and row.get("iter_time_s")]
-    share = _fit_constant(fitted)
-    residuals = Residuals(fitted, read_steps(scored)[0], model)
     seen = np.array([int(row, 16) for row in model.fitted_rows], np.uint64)
+    refuse_seen(DATASET, seen, np.array([row_hash(row) for row in scored], np.uint64))
+    cases = read_steps(scored)[0]
+    left_out_s = predict_left_out(fitted, model)
+    predicted = predict_cases(cases, model, Residuals(fitted, left_out_s, cases, model))
+    constant_s = _flops_seconds(cases) / _fit_constant(fitted)
+    simulated = {row["id"]: seconds for row in scored if (seconds := _own_prediction(row)) is not None}
     scores: list[Score] = []
     for part in PARTS:
-        mine = [row for row in scored if row["id"].startswith(part.ids) and row["device"].startswith(part.device)]
-        refuse_seen(DATASET, seen, np.array([row_hash(row) for row in mine], np.uint64))
-        cases, left_out = read_steps(mine)
-        cases = [case for case in cases if part.regime in (None, regime_of(case, model))]
-        name = part.name + (f" ({left_out.total()} rows left out)" if left_out else "")
-        predicted = predict_cases(cases, model, residuals.intervals(without=cases[0].source))
-        measured = _measured(cases)
+        mine = [index for index, case in enumerate(cases) if part.holds(case, regime_of(case, model))]
+        measured = _measured([cases[index] for index in mine])
         for judged, target in part.targets:
-            scores.append(score_rows(DATASET, name, OURS, measured, predicted, judged=judged, target=target))
-        scores.append(score_rows(DATASET, name, CONSTANT, measured, _flops_seconds(cases) / share))
-        own = _own_predictions(mine)
-        if own is not None:
-            scores.append(score_rows(DATASET, name, "SimuMax", measured, own))
-    left = predict_left_out(fitted, model)
-    scores.append(score_rows(DATASET, "SC'21, each model left out", OURS, _measured(fitted), left))
+            ours = _choose(predicted, mine)
+            scores.append(score_rows(DATASET, part.name, OURS, measured, ours, judged=judged, target=target))
+        scores.append(score_rows(DATASET, part.name, CONSTANT, measured, constant_s[mine]))
+        names = [cases[index].row_id for index in mine]
+        if all(name in simulated for name in names):
+            own = np.array([simulated[name] for name in names])
+            scores.append(score_rows(DATASET, part.name, "SimuMax", measured, own))
+    scores.append(score_rows(DATASET, "SC'21, each model left out", OURS, _measured(fitted), left_out_s))
     return (*scores, *_score_layers(model))
+
+
+def _choose(predicted: Predictions, rows: Sequence[int]) -> Predictions:
+    return Predictions(
+        seconds=predicted.seconds[rows],
+        low_s=predicted.low_s[rows],
+        high_s=predicted.high_s[rows],
+        basis=tuple(predicted.basis[row] for row in rows),
+    )
 
 
 def _score_layers(model: StepModel) -> tuple[Score, ...]:
@@ -140,10 +162,10 @@ def _flops(case: StepCase) -> float:
     return case.setup.num_microbatches * ((layer + again) * case.shape.layers + head) / case.setup.pp
 
 
-def _own_predictions(rows: Sequence[Mapping[str, str]]) -> Floats | None:
-    """What the source's own simulator predicted, where its notes say so in every row."""
-    found = [re.match(r"SimuMax prediction ([\d.]+) ms", row.get("notes", "")) for row in rows]
-    return np.array([float(match[1]) / 1e3 for match in found if match]) if all(found) else None
+def _own_prediction(row: Mapping[str, str]) -> float | None:
+    """What the source's own simulator predicted, s, where its notes say so."""
+    found = re.match(r"SimuMax prediction ([\d.]+) ms", row.get("notes", ""))
+    return float(found[1]) / 1e3 if found else None
 
 
 def _measured(cases: Sequence[StepCase]) -> Floats:
