@@ -66,7 +66,7 @@ class GraphMaker:
     def op(self, kind, inputs, outputs, **facts):
         self.ops.append(Op(name=f"op{len(self.ops)}", kind=kind, inputs=inputs, outputs=outputs, **facts))
 
-    def graph(self):
+    def graph(self, **facts):
         return Graph(
             name="made",
             tensors=tuple(self.tensors),
@@ -75,6 +75,7 @@ class GraphMaker:
             inputs=tuple(i for i, tensor in enumerate(self.tensors) if tensor.role == "input"),
             outputs=self.ops[-1].outputs,
             mode=self.mode,
+            **facts,
         )
 
 

@@ -61,7 +61,7 @@ def _train(source: ModelSource, optimizer: str) -> None:
     stepper = make_optimizer(list(source.model.parameters()), described, None)
     for _ in range(_NUM_STEPS):
         stepper.zero_grad()
-        source.compute_loss().backward()  # type: ignore[no-untyped-call]
+        source.compute_loss().backward()
         stepper.step()
 
 
@@ -82,8 +82,8 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _largest_total(profiler: profile) -> int:
     # torch offers the single events only here; tests/training/test_peak_memory.py notices when they move.
-    assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
+    kineto: Any = profiler.profiler
+    events = kineto.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     total = largest = 0
     for _, num_bytes in changes:

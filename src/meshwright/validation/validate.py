@@ -17,6 +17,7 @@ import numpy as np
 from meshwright.cost.steps import load_step_model
 from meshwright.spec import DocumentError, MeasurementError, suggest
 from meshwright.validation.cpu_ops import score_cpu_ops
+from meshwright.validation.memory import score_memory
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.step_model import predict_cases
 from meshwright.validation.step_rows import read_steps, row_hash
@@ -44,6 +45,7 @@ DATASETS = (
         name="steps", about="published training steps of transformers on A100, H100, H200, B200", score=score_steps
     ),
     DataSet(name="cpu_ops", about="ops of two models left out, measured on one core", score=score_cpu_ops),
+    DataSet(name="memory", about="peaks of training here and of published runs", score=score_memory),
 )
 
 

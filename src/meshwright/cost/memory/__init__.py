@@ -1,17 +1,22 @@
 """How many bytes: of a stage, of a whole step on one device op by op, of a transformer from its sizes alone."""
 
+from meshwright.cost.memory.frameworks import DevicePeak, predict_device_peak
 from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak
 from meshwright.cost.memory.lifetimes import recompute_layers
 from meshwright.cost.memory.stage import StageMemory, weigh_stage
 from meshwright.cost.memory.step import predict_step_memory, trace_step
+from meshwright.cost.memory.transformer import saved_bytes
 
 __all__ = [
+    "DevicePeak",
     "MemoryEvents",
     "Peak",
     "StageMemory",
     "find_peak",
+    "predict_device_peak",
     "predict_step_memory",
     "recompute_layers",
+    "saved_bytes",
     "trace_step",
     "weigh_stage",
 ]

@@ -5,8 +5,9 @@ A range of ops that is computed again keeps nothing but what it reads from outsi
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from meshwright.spec import GraphError
@@ -24,13 +25,15 @@ class Lifetimes:
     """Of the storages of a graph.
 
     ``kept`` outlive the forward. ``last_used[op]`` are those whose last reader (their maker, where nobody reads them)
-    is the op, ``released[op]`` those that no backward after that of the op reads. ``starts[stop]`` is where the range
-    of ops that ends before ``stop`` begins, ``recomputed`` are all ops of such ranges.
+    is the op, ``released[op]`` those that no backward after that of the op reads; ``released_again[op]`` likewise, of
+    values that were computed again. ``starts[stop]`` is where the range of ops that ends before ``stop`` begins,
+    ``recomputed`` are all ops of such ranges.
     """
 
     kept: frozenset[int]
     last_used: Mapping[int, Sequence[int]]
     released: Mapping[int, Sequence[int]]
+    released_again: Mapping[int, Sequence[int]]
     starts: Mapping[int, int]
     recomputed: frozenset[int]
 
@@ -44,15 +47,18 @@ def find_lifetimes(graph: Graph, ranges: Ranges) -> Lifetimes:
     """Lifetimes of a training step. Raises GraphError for ranges that overlap or leave the graph."""
     _check_ranges(graph, ranges)
     tensors = graph.tensors
-    recomputed = frozenset(op for start, stop in ranges for op in range(start, stop))
+    range_of = {op: start for start, stop in ranges for op in range(start, stop)}
+    makers = _makers(graph)
     last_use: dict[int, int] = {}
     needed: dict[int, int] = {}
+    needed_again: dict[int, int] = {}
     kept = {tensors[i].storage for i in graph.outputs}
     for index, op in enumerate(graph.ops):
         last_use.update((tensors[i].storage, index) for i in (*op.outputs, *op.inputs))
         for storage in {tensors[i].storage for i in op.saved}:
-            needed.setdefault(storage, index)
-            if index not in recomputed:
+            is_again = index in range_of and range_of.get(makers.get(storage, -1)) == range_of[index]
+            (needed_again if is_again else needed).setdefault(storage, index)
+            if index not in range_of:
                 kept.add(storage)
     for start, stop in ranges:
         for storage in _read_by(graph, start, stop):
@@ -62,9 +68,20 @@ def find_lifetimes(graph: Graph, ranges: Ranges) -> Lifetimes:
         kept=frozenset(kept),
         last_used=_by_op(last_use),
         released=_by_op(needed),
+        released_again=_by_op(needed_again),
         starts={stop: start for start, stop in ranges},
-        recomputed=recomputed,
+        recomputed=frozenset(range_of),
     )
+
+
+def _makers(graph: Graph) -> dict[int, int]:
+    """The op that first writes each storage."""
+    makers: dict[int, int] = {}
+    for index, op in enumerate(graph.ops):
+        for i in (*op.outputs, *op.saved):
+            if graph.tensors[i].role in ("activation", "saved"):
+                makers.setdefault(graph.tensors[i].storage, index)
+    return makers
 
 
 def _by_op(ops: dict[int, int]) -> dict[int, list[int]]:
@@ -83,9 +100,8 @@ def _read_by(graph: Graph, start: int, stop: int) -> set[int]:
 
 
 def _check_ranges(graph: Graph, ranges: Ranges) -> None:
-    times = Counter(op for start, stop in ranges for op in range(start, stop))
     inside = all(0 <= start < stop <= len(graph.ops) for start, stop in ranges)
-    if not inside or any(count > 1 for count in times.values()):
+    if not inside or any(before[1] > after[0] for before, after in pairwise(sorted(ranges))):
         raise GraphError(
             f"Ranges of ops to compute again were given as {list(ranges)}; expected ranges within 0:{len(graph.ops)} "
             "that do not overlap. Take them from `recompute_layers`."

@@ -141,6 +141,7 @@ class _Step:
     def backward(self) -> None:
         """All ops in reverse, after the loss's own gradient."""
         loss = self._graph.outputs[0]
+        self.ledger.begin("gradient of the loss")
         self._gradients[loss] = _Gradient(self.ledger.take(self._sizes[loss], WORKSPACE))
         for index in reversed(range(len(self._graph.ops))):
             if index + 1 in self._lives.starts:
@@ -148,10 +149,8 @@ class _Step:
             op = self._graph.ops[index]
             self.ledger.begin(f"backward of {op.name}")
             self._differentiate(op)
-            for storage in self._lives.released.get(index, ()):
-                for blocks in (self._values, self._again):
-                    if storage in blocks:
-                        self.ledger.free(blocks.pop(storage))
+            self._release(self._values, self._lives.released.get(index, ()))
+            self._release(self._again, self._lives.released_again.get(index, ()))
         for block in (*self._values.values(), *self._again.values()):
             self.ledger.free(block)
         self._values.clear()
@@ -257,6 +256,11 @@ class _Step:
             self._gradients[tensor] = _Gradient(self.ledger.take(self._sizes[tensor], WORKSPACE))
             self._drop(there)
             self._drop(gradient)
+
+    def _release(self, blocks: dict[int, int], storages: Sequence[int]) -> None:
+        for storage in storages:
+            if storage in blocks:
+                self.ledger.free(blocks.pop(storage))
 
     def _borrow(self, num_bytes: int) -> None:
         if num_bytes:

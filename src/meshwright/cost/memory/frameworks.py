@@ -1,0 +1,150 @@
+"""The peak of a device when a training framework lays a transformer out: Megatron-LM, and PyTorch's FSDP2 (torchtitan).
+
+Allocated bytes are the largest of a few moments; reserved ones add what the caching allocator holds for other streams.
+
+Megatron-LM 0.14 with Transformer Engine 2.11, mixed precision:
+    resident    parameter 2 + gradient 4 (--accumulate-allreduce-grads-in-fp32) + master and states 12 / (dp · cp) bytes
+                with the distributed optimizer; experts are shared by dp · cp / ep ranks
+                (megatron/core/distributed/param_and_grad_buffer.py, megatron/core/optimizer/distrib_optimizer.py)
+    gradients that are added by the product itself still need an output: Transformer Engine keeps one of each shape
+                (transformer_engine/pytorch/module/base.py, get_dummy_wgrad), the head takes one for a while
+                (megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication)
+    loss        fused: the gradient of the logits replaces them (transformer_engine/pytorch/cross_entropy.py)
+    context parallel attention keeps its result before it is exchanged (release notes of 2.8)
+FSDP2 and torchtitan, parameters in 4 bytes:
+    resident    (parameter 4 + gradient 4 + states 8) / (dp · cp) bytes
+    gathered    in 2 bytes: embedding, last norm and head all the time, one block and the next; with pipelines all
+                blocks, and their gradients in 4 bytes (torchtitan, parallelize_llama.py: reshard_after_forward; torch,
+                _fsdp_param.py: to_accumulated_grad_if_needed)
+    loss        logits in 4 bytes: their logarithm of the softmax, its gradient, theirs; split over tp a product and a
+                sum more (torch, distributed/tensor/parallel/loss.py); compiled, logits and their gradient in 2 bytes
+    reserved    blocks belong to the stream that took them (torch, c10/cuda/CUDACachingAllocator.cpp): those of the
+                largest gather (2 bytes) and of the largest reduction (4 bytes) are never used by computation
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.cost.memory.transformer import (
+    count_parameters,
+    head_bytes,
+    in_flight,
+    layers_of_stage,
+    logits,
+    saved_bytes,
+)
+
+if TYPE_CHECKING:
+    from meshwright.cost.transformer import TrainingSetup, TransformerShape
+
+Framework = Literal["megatron", "fsdp2"]
+
+_HALF, _FULL = 2, 4
+# Master weight and Adam's two states in 4 bytes each.
+_MASTER_AND_STATES = 12
+# Workspace of cuBLAS on Hopper and later, of torch and of Transformer Engine each (torch, CUDABlas.cpp:
+# parseChosenWorkspaceSize; transformer_engine/pytorch/module/base.py: get_cublas_workspace_size_bytes).
+_CUBLAS_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePeak:
+    """Bytes of a device of the fullest stage: allocated by tensors, and reserved from the driver for them."""
+
+    stage: int
+    moment: str
+    allocated_bytes: int
+    reserved_bytes: int
+    parts: dict[str, int]
+
+    @property
+    def owner(self) -> str:
+        """The part that has most of the allocated bytes."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+
+def predict_device_peak(
+    shape: TransformerShape, setup: TrainingSetup, framework: Framework, *, fused_loss: bool
+) -> DevicePeak:
+    """The fullest device of a step; parts add up to the allocated bytes."""
+    predict = _megatron_peak if framework == "megatron" else _fsdp2_peak
+    peaks = [predict(shape, setup, stage, fused_loss=fused_loss) for stage in range(setup.pp)]
+    return max(peaks, key=lambda peak: peak.allocated_bytes)
+
+
+def activation_bytes(shape: TransformerShape, setup: TrainingSetup, stage: int) -> int:
+    """What the layers of a stage keep of all microbatches in flight."""
+    layers = sum(sum(saved_bytes(shape, setup, i).values()) for i in layers_of_stage(shape, setup, stage))
+    return round(layers * in_flight(setup, stage))
+
+
+def _megatron_peak(shape: TransformerShape, setup: TrainingSetup, stage: int, *, fused_loss: bool) -> DevicePeak:
+    held = count_parameters(shape, setup, stage)
+    ranks = setup.dp * setup.cp
+    sharded = (ranks, ranks // setup.ep) if setup.zero else (1, 1)
+    parts = {
+        "parameters": _HALF * (held.dense + held.experts),
+        "gradients": _FULL * (held.dense + held.experts),
+        "optimizer states": _MASTER_AND_STATES * (held.dense // sharded[0] + held.experts // max(sharded[1], 1)),
+        "activations": activation_bytes(shape, setup, stage),
+        "unused weight gradients": _HALF * sum(rows * columns for rows, columns in held.products),
+        "workspace": 2 * _CUBLAS_BYTES,
+    }
+    if setup.cp > 1 and setup.recompute != "full":
+        width = shape.heads * shape.head_dim // setup.tp
+        count = len(layers_of_stage(shape, setup, stage)) * in_flight(setup, stage)
+        parts["activations"] += round(_HALF * setup.tokens * width * count)
+    moments = {"backward of a layer": {"workspace": _backward_bytes(shape, setup)}}
+    if stage == setup.pp - 1:
+        num_logits = logits(shape, setup)
+        per_logit = _HALF if fused_loss else _HALF + 2 * _FULL
+        moments["loss"] = {
+            "activations": head_bytes(shape, setup),
+            "logits": per_logit * num_logits,
+            "workspace": _HALF * (shape.vocab * shape.hidden // setup.tp + setup.tokens * shape.hidden),
+        }
+    return _fullest(stage, parts, moments, reserved=0)
+
+
+def _fsdp2_peak(shape: TransformerShape, setup: TrainingSetup, stage: int, *, fused_loss: bool) -> DevicePeak:
+    held = count_parameters(shape, setup, stage)
+    ranks, count = setup.dp * setup.cp, held.dense + held.experts
+    root = held.embedding + held.head
+    parts = {
+        "parameters": _FULL * count // ranks,
+        "gradients": _FULL * count // ranks,
+        "optimizer states": 2 * _FULL * count // ranks,
+        "gathered parameters": _HALF * (count if setup.pp > 1 else root + 2 * held.largest_layer),
+        "activations": activation_bytes(shape, setup, stage),
+        "workspace": _CUBLAS_BYTES,
+    }
+    if setup.pp > 1:
+        parts["gradients"] += _FULL * count
+    again = sum(saved_bytes(shape, replace(setup, recompute="none"), layer=0).values())
+    backward = _backward_bytes(shape, setup) + (again if setup.recompute != "none" else 0)
+    moments = {"backward of a layer": {"workspace": backward + _HALF * held.largest_layer}}
+    if stage == setup.pp - 1:
+        per_logit = 2 * _HALF if fused_loss else (4 if setup.tp > 1 else 3) * _FULL
+        moments["loss"] = {"activations": head_bytes(shape, setup), "logits": per_logit * logits(shape, setup)}
+    return _fullest(stage, parts, moments, reserved=(_HALF + _FULL) * max(root, held.largest_layer))
+
+
+def _backward_bytes(shape: TransformerShape, setup: TrainingSetup) -> int:
+    """Gradients while the widest product of a layer goes backward: of its input and of its wide output."""
+    wide = shape.ffn * (2 if shape.gated else 1) // setup.tp
+    if shape.experts is not None:
+        experts = shape.experts
+        wide = max(wide, experts.top_k * (2 * experts.ffn + shape.hidden) // setup.tp)
+    return _HALF * setup.tokens * (wide + shape.hidden)
+
+
+def _fullest(stage: int, parts: dict[str, int], moments: dict[str, dict[str, int]], *, reserved: int) -> DevicePeak:
+    """The moment that takes most beside what is there at all of them."""
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    sums = dict(parts)
+    for part, num_bytes in moments[moment].items():
+        sums[part] = sums.get(part, 0) + num_bytes
+    total = sum(sums.values())
+    return DevicePeak(stage=stage, moment=moment, allocated_bytes=total, reserved_bytes=total + reserved, parts=sums)

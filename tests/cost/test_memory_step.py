@@ -1,0 +1,141 @@
+"""Memory of a step op by op: by hand, against a real step with its tensors followed, and what must always hold."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.cost.memory import find_peak, predict_step_memory, recompute_layers, trace_step
+from meshwright.spec import GraphError, Optimizer, Workload, load_shipped_graph
+from tests.cost.facts import B, GraphMaker
+
+SGD, MOMENTUM, ADAMW = Optimizer(kind="sgd"), Optimizer(kind="sgd", momentum=True), Optimizer(kind="adamw")
+WEIGHT = 8 * 8 * 4
+
+
+def chain(num_layers):
+    """x → linear (8x8) → exp → ... → sum: every linear keeps its input, every exp its output."""
+    make = GraphMaker()
+    value = make.tensor("x", (B, 8), role="input", grad=False)
+    bounds = []
+    for i in range(num_layers):
+        weight = make.tensor(f"weight{i}", (8, 8), role="parameter")
+        wide = make.tensor(f"wide{i}", (B, 8))
+        make.op("aten.linear.default", (value, weight), (wide,), saved=(value, weight))
+        value = make.tensor(f"y{i}", (B, 8))
+        make.op("aten.exp.default", (wide,), (value,), saved=(value,))
+        bounds.append((2 * i, 2 * i + 2))
+    loss = make.tensor("loss", ())
+    make.op("aten.sum.default", (value,), (loss,))
+    return make.graph(has_loss=True), bounds
+
+
+def peak_of(graph, samples, optimizer=SGD, **options):
+    return predict_step_memory(graph, Workload(global_batch=samples, optimizer=optimizer), **options)
+
+
+def test_a_chain_by_hand():
+    graph, _ = chain(2)
+    rows = 1000 * 8 * 4  # one value of 1000 samples
+    peak = peak_of(graph, 1000)
+    # Backward of the second linear: y0 is kept for two ops, the gradient of wide1 arrived, those of y0 and of the
+    # weight are made; y1 is gone, the loss (4 bytes) is still there.
+    assert peak.moment == "backward of op2"
+    assert peak.num_bytes == 2 * WEIGHT + rows + (rows + rows + rows + WEIGHT + 4)
+    assert peak.parts["parameters"] == 2 * WEIGHT
+    assert peak.parts["gradients"] == WEIGHT
+    assert peak.parts["inputs"] == rows
+    assert peak.parts["saved activations"] == rows + 4
+    assert peak.parts["workspace"] == 2 * rows
+
+
+def test_states_and_gradients_by_optimizer():
+    graph, _ = chain(3)
+    few = {optimizer.name: peak_of(graph, 1, optimizer) for optimizer in (SGD, MOMENTUM, ADAMW)}
+    # With one sample weights are all that counts: three of them, their gradients, states and copies.
+    values = 10 * 8 * 4
+    assert few["sgd"].num_bytes == pytest.approx(6 * WEIGHT, abs=values)
+    assert few["sgd+momentum"].num_bytes == pytest.approx(9 * WEIGHT, abs=values)
+    assert few["adamw"].num_bytes == pytest.approx(12 * WEIGHT + 2 * WEIGHT, abs=values)
+    assert few["adamw"].owner == "optimizer states"
+    all_at_once = peak_of(graph, 1, ADAMW, device="cuda")
+    assert all_at_once.num_bytes == pytest.approx(15 * WEIGHT, abs=values)
+
+
+@given(layers=st.integers(2, 8), samples=st.sampled_from([1, 64, 4096]), optimizer=st.sampled_from([SGD, ADAMW]))
+def test_every_step_frees_what_it_takes_and_recomputing_keeps_less(layers, samples, optimizer):
+    graph, bounds = chain(layers)
+    events = trace_step(graph, Workload(global_batch=samples, optimizer=optimizer))
+    live, sizes = {}, {}
+    for block, num_bytes, part in zip(events.block, events.num_bytes, events.part, strict=True):
+        if num_bytes >= 0 and block not in live:
+            live[block] = sizes[block] = (num_bytes, part)
+        else:
+            assert live.pop(block) == (-num_bytes, part)
+    # What is left is what is there between steps: weights, input, states.
+    states = layers * (2 * WEIGHT + 4) if optimizer is ADAMW else 0
+    assert sum(size for size, _ in live.values()) == layers * WEIGHT + samples * 32 + states
+    # The more layers are computed again, the less is there when the backward begins: with all, what they read.
+    workload = Workload(global_batch=samples, optimizer=optimizer)
+    kept = []
+    for count in range(layers // 2 + 1):
+        pairs = [(bounds[2 * i][0], bounds[2 * i + 1][1]) for i in range(count)]
+        events = trace_step(graph, workload, recompute=pairs)
+        begin = next(i for i, moment in enumerate(events.moment) if events.moments[moment] == "gradient of the loss")
+        kept.append(int(events.in_use()[begin]))
+    assert all(after < before for before, after in itertools.pairwise(kept))
+
+
+def test_recomputing_by_groups_of_layers_by_hand():
+    graph, bounds = chain(16)
+    rows = 4096 * 8 * 4
+    plain = peak_of(graph, 4096)
+    assert plain.parts["saved activations"] == 15 * rows + 4
+    # Four groups of four layers, each of which keeps what it reads. When the third is computed again, there are the
+    # inputs of the second and third, its four results, the last one's input and gradient, and four weights' gradients.
+    groups = [(bounds[i][0], bounds[i + 3][1]) for i in range(0, 16, 4)]
+    peak = peak_of(graph, 4096, recompute=groups)
+    assert peak.moment == "forward of op23 again"
+    assert peak.num_bytes == 16 * WEIGHT + rows + (2 + 4 + 2) * rows + 4 * WEIGHT + 4
+
+
+def test_gradients_of_several_microbatches_gather_in_place():
+    graph, _ = chain(4)
+    rows = 256 * 8 * 4
+    one, four = peak_of(graph, 256), peak_of(graph, 1024, num_microbatches=4)
+    # Beside what one takes: the last microbatch finds all four gradients, and makes one more.
+    assert one.parts["gradients"] == WEIGHT
+    assert four.num_bytes - one.num_bytes == 4 * WEIGHT
+    assert one.parts["inputs"] == four.parts["inputs"] == rows
+
+
+def test_a_repeated_step_peaks_alike():
+    graph = load_shipped_graph("gpt-tiny")
+    events = trace_step(graph, Workload(global_batch=4, optimizer=SGD))
+    peaks = [int(events.in_use()[chosen].max()) for chosen in (slice(0, len(events.block) // 2), slice(None))]
+    assert peaks[0] == peaks[1] == find_peak(events).num_bytes
+
+
+@pytest.mark.parametrize("ranges", [[(0, 3), (2, 5)], [(-1, 2)], [(3, 3)], [(0, 10**6)]])
+def test_ranges_that_cannot_be_are_refused(ranges):
+    with pytest.raises(GraphError, match="overlap"):
+        peak_of(chain(3)[0], 1, recompute=ranges)
+
+
+def test_what_has_no_step_is_refused():
+    graph, _ = chain(1)
+    with pytest.raises(GraphError, match="divides"):
+        peak_of(graph, 3, num_microbatches=2)
+    names = ("name", "tensors", "ops", "layers", "inputs", "outputs")
+    without_loss = type(graph)(**{name: getattr(graph, name) for name in names})
+    with pytest.raises(GraphError, match="loss"):
+        peak_of(without_loss, 1)
+
+
+def test_layers_give_their_ranges():
+    graph = load_shipped_graph("gpt-tiny")
+    ranges = recompute_layers(graph, range(len(graph.layers)))
+    assert [start for start, _ in ranges[1:]] == [stop for _, stop in itertools.islice(ranges, len(ranges) - 1)]
