@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.measure_calibrate import calibrate_table
 from meshwright.cli.measure_cluster import write_cluster
 from meshwright.cli.measure_from import import_files
 from meshwright.cli.models import ImageOption, JsonOption, SequenceOption, model_sizes
@@ -52,28 +53,46 @@ def measure(
     device: Annotated[
         str | None, typer.Option(help="With --from: the name of the device kind, where a file does not say it.")
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Train a few steps of MODEL here and correct the table at --out by them."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time the model's ops, the optimizers and the links of this machine, with every process busy at once.
 
     With --cluster, describe the machine instead: devices, memory, links and network cards, as a file for plan. With
-    --from, nothing is timed: files of measurements become rows of a table.
+    --from, nothing is timed: files of measurements become rows of a table. With --calibrate, a table that is there is
+    corrected by --repeats real steps, half of which only judge it.
     """
     if sources:
-        if model is not None or cluster or force or microbatch_size or sequence_length or image_size:
+        if model is not None or cluster or calibrate or force or microbatch_size or sequence_length or image_size:
             raise typer.BadParameter("--from times nothing; it takes --out, --device and --json alone.")
         import_files(sources, out or Path("measurements.parquet"), device=device, as_json=as_json)
         return
     if device is not None:
         raise typer.BadParameter("--device belongs to --from; what is timed here names its device itself.")
     if cluster:
-        if model is not None or microbatch_size or sequence_length is not None or image_size is not None:
+        if model is not None or calibrate or microbatch_size or sequence_length is not None or image_size is not None:
             raise typer.BadParameter("--cluster describes the machine; it takes no MODEL and no sizes of one.")
         write_cluster(out or Path("cluster.toml"), num_ranks=ranks, repeats=repeats, force=force, as_json=as_json)
         return
     if force:
         raise typer.BadParameter("--force belongs to --cluster; a table of measurements is completed, not replaced.")
     out = out or Path("measurements.json")
+    if calibrate:
+        if model is None or len(microbatch_size or []) > 1:
+            raise typer.BadParameter("--calibrate trains one MODEL with one microbatch size: give it, and -m once.")
+        calibrate_table(
+            model,
+            out,
+            (microbatch_size or [1])[0],
+            sizes=model_sizes(sequence_length, image_size),
+            num_ranks=ranks,
+            num_steps=repeats,
+            as_json=as_json,
+        )
+        return
 
     from meshwright.measurement import merge_measurements
     from meshwright.records import save_measurements

@@ -8,7 +8,7 @@ change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -134,6 +134,12 @@ class Timeline:
             f"Timeline, {self.origin}: {self.num_spans:,} spans of {self.num_ranks:,} ranks over "
             f"{format_seconds(self.duration_s)}"
         )
+
+    def until(self, step: int) -> Timeline:
+        """The spans of the steps before a step; the samples of memory are kept."""
+        chosen = self.step < step
+        columns = ("track", "opcode", "stage", "microbatch", "peer", "step", "num_bytes", "start_ps", "end_ps")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in columns})
 
     def step_seconds(self) -> NDArray[np.float64]:
         """Seconds of each step, shape (num_steps,).

@@ -1,5 +1,6 @@
 """The user's training API: prepare, step, save; and the ready job that `meshwright run` starts."""
 
+from meshwright.training.calibrate import Calibration, calibrate_here
 from meshwright.training.job import Job, RunResult, load_source, make_batches, make_optimizer
 from meshwright.training.launch import run_plan, torchrun_command
 from meshwright.training.measure import measure_here
@@ -8,9 +9,11 @@ from meshwright.training.text import text_batches
 from meshwright.training.trainer import Trainer, prepare
 
 __all__ = [
+    "Calibration",
     "Job",
     "RunResult",
     "Trainer",
+    "calibrate_here",
     "leave",
     "load_source",
     "make_batches",

@@ -34,7 +34,7 @@ def measure_here(
     """
     events = events or NullSink()
     if reference is not None:
-        _captured(reference, sizes, None)  # a model that cannot be captured is refused here, not in the processes
+        captured_model(reference, sizes, None)  # a model that cannot be captured is refused here, not in the processes
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     overhead_s = measure_overhead()
@@ -51,9 +51,9 @@ def measure_here(
 
 def op_source(reference: str, sizes: Sizes, batch_size: int) -> OpSource:
     """What `measurement` times: the captured model, its parts, and batches made of its example's samples."""
-    source, captured = _captured(reference, sizes, None)
+    source, captured = captured_model(reference, sizes, None)
     if captured.graph.batch_size not in (None, batch_size):
-        source, captured = _captured(reference, sizes, batch_size)
+        source, captured = captured_model(reference, sizes, batch_size)
 
     def batch(count: int) -> Sequence[torch.Tensor]:
         example = (source.inputs, source.targets)
@@ -68,7 +68,8 @@ def op_source(reference: str, sizes: Sizes, batch_size: int) -> OpSource:
 
 
 @lru_cache(maxsize=4)
-def _captured(reference: str, sizes: Sizes, batch_size: int | None) -> tuple[ModelSource, Captured]:
+def captured_model(reference: str, sizes: Sizes, batch_size: int | None) -> tuple[ModelSource, Captured]:
+    """The model of a reference and its training graph; for one batch size, or None for all where it can be."""
     options: dict[str, Any] = dict(sizes)
     source = load_model(reference, batch_size=batch_size, **options)
     captured = capture_model(

@@ -1,0 +1,136 @@
+"""Correct a measurement table by a few real steps on this host, and tell by other steps whether that helped.
+
+The model trains under the best plan for the given ranks. The first half of the recorded steps fits one factor each for
+forward, backward and optimizer step (`cost.calibration`); the second half judges the step time predicted before and
+after.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.cost import CostModel
+from meshwright.cost.calibration import Correction, apply_calibration, fit_calibration
+from meshwright.planner import search_plans
+from meshwright.simulator import Simulation, simulate_plan
+from meshwright.spec import (
+    Cluster,
+    EventSink,
+    Graph,
+    MeasurementError,
+    Measurements,
+    Plan,
+    Timeline,
+    Workload,
+    load_cluster,
+    read_document,
+    write_document,
+)
+from meshwright.training.job import Job
+from meshwright.training.launch import run_plan
+from meshwright.training.measure import Sizes, captured_model
+
+# Steps before the recorded ones: allocator and oneDNN's cache warm up in the first.
+_WARM_UP_STEPS = 2
+_MICROBATCHES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """The corrected table, and how far steps that it was not corrected by are from the prediction before and after."""
+
+    table: Measurements
+    corrections: tuple[Correction, ...]
+    num_fitted: int
+    num_judged: int
+    measured_s: float
+    before_s: float
+    after_s: float
+
+    @property
+    def error_before(self) -> float:
+        """Of the step time, (predicted - measured) / measured."""
+        return self.before_s / self.measured_s - 1.0
+
+    @property
+    def error_after(self) -> float:
+        """As `error_before`, with the corrected table."""
+        return self.after_s / self.measured_s - 1.0
+
+
+def calibrate_here(
+    reference: str,
+    table: Measurements,
+    microbatch_size: int,
+    *,
+    sizes: Sizes = (),
+    num_ranks: int = 2,
+    num_steps: int = 10,
+    events: EventSink | None = None,
+) -> Calibration:
+    """Train ``num_steps`` recorded steps of the model on ``num_ranks`` processes of this host and correct the table.
+
+    Raises MeasurementError for a table of another device or fewer than two steps, and what planning and running raise.
+    """
+    cluster = load_cluster(f"{num_ranks}xcpu")
+    device = cluster.device_kind(0).name
+    if table.device != device or num_steps < 2:
+        raise MeasurementError(
+            f"A table of device {table.device!r} was to be corrected by {num_steps} steps; expected a table of "
+            f"{device!r}, whose steps can run here, and at least 2 steps: one to fit and one to judge."
+        )
+    graph = captured_model(reference, sizes, None)[1].graph
+    if graph.batch_size not in (None, microbatch_size):
+        graph = captured_model(reference, sizes, microbatch_size)[1].graph
+    workload = Workload(global_batch=microbatch_size * _MICROBATCHES * num_ranks, precision="float32")
+    plan = search_plans(
+        lambda _: graph,
+        cluster,
+        workload,
+        cost=CostModel(cluster=cluster, measurements=table),
+        model=reference,
+        model_sizes=sizes,
+        microbatch_sizes=(microbatch_size,),
+        max_plans=1,
+    ).best.plan
+    measured = _run(plan, num_steps, events)
+    return correct_table(table, plan, graph, cluster, measured, reference)
+
+
+def correct_table(
+    table: Measurements, plan: Plan, graph: Graph, cluster: Cluster, measured: Timeline, reference: str
+) -> Calibration:
+    """Fit on the first half of the measured steps, judge on the second. Raises MeasurementError for fewer than two."""
+    seconds = measured.step_seconds()
+    half = len(seconds) // 2
+    if not half:
+        raise MeasurementError(f"{len(seconds)} steps were recorded; expected one to fit and one to judge at least.")
+    before = _simulate(plan, graph, cluster, table)
+    bare = _simulate(plan, graph, cluster, replace(table, overhead_s=0.0))
+    corrections = fit_calibration(before.timeline, bare.timeline, measured.until(half))
+    corrected = apply_calibration(table, corrections, f"{half} steps of {reference}")
+    return Calibration(
+        table=corrected,
+        corrections=corrections,
+        num_fitted=half,
+        num_judged=len(seconds) - half,
+        measured_s=float(np.median(seconds[half:])),
+        before_s=before.step_time_s,
+        after_s=_simulate(plan, graph, cluster, corrected).step_time_s,
+    )
+
+
+def _simulate(plan: Plan, graph: Graph, cluster: Cluster, table: Measurements) -> Simulation:
+    cost = CostModel(cluster=cluster, measurements=table, precision=plan.workload.precision)
+    return simulate_plan(plan, graph, cluster, cost=cost)
+
+
+def _run(plan: Plan, num_steps: int, events: EventSink | None) -> Timeline:
+    with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as folder:
+        path = write_document(plan, Path(folder) / "plan.json")
+        job = Job(plan=str(path), num_steps=num_steps + _WARM_UP_STEPS, num_recorded_steps=num_steps)
+        return read_document(Timeline, run_plan(job, Path(folder) / "run", events).timeline)
