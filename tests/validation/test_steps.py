@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from meshwright.cost.prediction import Interval
 from meshwright.cost.steps import load_step_model
 from meshwright.spec import MeasurementError
 from meshwright.validation.datasets import load_records, load_steps
 from meshwright.validation.scores import score_rows
 from meshwright.validation.splits import refuse_seen
-from meshwright.validation.step_model import fit_steps, is_fitted, measured_shares, predict_cases
+from meshwright.validation.step_model import Residuals, fit_steps, is_fitted, measured_shares, predict_cases
 from meshwright.validation.step_rows import read_step, read_steps, row_hash
 from meshwright.validation.steps import predict_steps, score_steps
 
@@ -138,3 +141,33 @@ def test_shares_of_products_are_those_of_the_kernels():
     assert abs(faster.mean() - 0.5) < 0.01
     assert load_step_model().product_scales("A100")["bfloat16"] == 1.0
     assert load_step_model().product_scales("V100") == {}
+
+
+def test_rows_of_one_paper_or_repository_have_one_origin(rows):
+    origins = {read_step(row).origin for row in [*rows, *load_steps(single_node=True)[:3]]}
+    assert origins == {
+        "arXiv 2104.04473",
+        "arXiv 2205.05198",
+        "arXiv 2401.10241",
+        "VIA-Research/vTrain",
+        "mosaicml/llm-foundry",
+        "pytorch/torchtitan",
+        "MooreThreads/SimuMax",
+    }
+
+
+def test_an_interval_never_looks_at_its_own_origin(rows):
+    model = load_step_model()
+    fitted = read_steps([row for row in rows if is_fitted(row)])[0][:4]
+    others = read_steps([*named(rows, "korth-t5"), *named(rows, "zb-t4-6.2B"), *named(rows, "mpt-1")])[0]
+    left_out = np.array([case.measured_s * 1.02 for case in fitted])
+    spoiled = [
+        replace(case, measured_s=case.measured_s * 10) if case.origin == "arXiv 2205.05198" else case for case in others
+    ]
+    honest, dishonest = (Residuals(fitted, left_out, cases, model) for cases in (others, spoiled))
+    assert honest.intervals("arXiv 2205.05198") == dishonest.intervals("arXiv 2205.05198")
+    assert honest.intervals() != dishonest.intervals()
+    for interval in honest.intervals().values():
+        assert interval.low < interval.high
+    # Without anybody else in a regime nothing is claimed but a factor of two.
+    assert honest.intervals()["small"] == Interval(low=0.5, high=2.0)
