@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -20,43 +23,57 @@ def free_port() -> int:
 
 
 def run_ranks(module: str, world_size: int, *arguments: str, timeout_s: float = 300) -> None:
-    """Run ``python -m module arguments`` once per rank; fails with the output of every rank that failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / f"rank{rank}.txt" for rank in range(world_size)]
-        codes = _run_to_end(module, outputs, arguments, timeout_s)
-        failed = [rank for rank, code in enumerate(codes) if code != 0]
-        texts = [f"rank {rank} ended with {codes[rank]}:\n{outputs[rank].read_text()[-4000:]}" for rank in failed]
-    assert not failed, "\n".join(texts)
-
-
-def _run_to_end(module: str, outputs: list[Path], arguments: tuple[str, ...], timeout_s: float) -> list[int | None]:
+    """Run ``python -m module world_size arguments``, which calls `fork_ranks`; fails with what was printed."""
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(len(outputs)),
+        "WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
+        # Ranks compute on CPUs, and a process that has met a GPU cannot be forked.
+        "CUDA_VISIBLE_DEVICES": "",
     }
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, output in enumerate(outputs):
-            with output.open("w") as file:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", module, *arguments],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    cwd=ROOT,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
-            ranks.append(process)
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            codes = [process.poll() for process in ranks]
-            if all(code is not None for code in codes) or any(code not in (None, 0) for code in codes):
-                break
-            time.sleep(0.05)
-        return [process.poll() for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(world_size), *arguments],
+            env=environment,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout_s)
+        finally:
+            # The ranks are of its session, whether it has ended or not.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=30)
+        output.seek(0)
+        assert code == 0, f"{module} ended with {code}:\n{output.read()[-8000:]}"
+
+
+def fork_ranks(world_size: int, run: Callable[[], None]) -> None:
+    """Run a function in a fork of this process per rank: all have what was made before. Exits as soon as one fails."""
+    ranks = [_fork_rank(rank, run) for rank in range(world_size)]
+    for _ in ranks:
+        _, status = os.wait()
+        if status != 0:
+            sys.exit(1)
+
+
+def _fork_rank(rank: int, run: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        code = 1
+        try:
+            run()
+            code = 0
+        except BaseException:
+            print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+    return child

@@ -1,4 +1,6 @@
-"""One rank of the equality tests: runs every case of this world size and compares it with a serial loop.
+"""The ranks of the equality tests: every case of a world size, compared with a serial loop.
+
+Models are captured once, before the ranks are forked; tests of `training` let every rank capture for itself.
 
 The reference knows nothing of the executor: it is an eager loop over the same microbatches, seeded per microbatch.
 Batch-norm statistics are those of replica 0: after a microbatch that another replica of the buffer's stage computes,
@@ -20,6 +22,7 @@ from meshwright.program import with_schedule
 from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, slice_graph
 from meshwright.training.state import gather_state
+from tests.processes import fork_ranks
 from tests.runtime.cases import CASES, MICROBATCH_SIZE, NUM_MICROBATCHES, NUM_STEPS, RUN_SEED
 from tests.runtime.models import MODELS
 
@@ -147,33 +150,37 @@ def run_case(captured, loops, layout, schedule, optimizer_name):
     }
 
 
-def main(dtype_name: str, out: str) -> None:
-    run_models(MODELS, CASES, dtype_name, out)
-
-
-def run_models(models, cases, dtype_name: str, out: str) -> None:
-    """Train every model in every case of this world size; rank 0 writes the results."""
-    dist.init_process_group("gloo")
+def run_models(models, cases, world_size: str, dtype_name: str, out: str) -> None:
+    """Train every model in every case of a world size; rank 0 writes the results."""
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, dtype_name))
+    captured = {name: capture_case(make) for name, make in models.items()}
+    fork_ranks(int(world_size), lambda: train_all(captured, cases[int(world_size)], Path(out)))
+
+
+def capture_case(make):
+    torch.manual_seed(5)
+    case = make()
+    case.model.train()
+    torch.manual_seed(7)
+    inputs, targets = case.make_batch(MICROBATCH_SIZE + 1)
+    captured = capture_model(case.model, inputs, targets=targets, loss=case.loss, verify=False)
+    return captured, SerialLoops(case, {key: value.clone() for key, value in case.model.state_dict().items()})
+
+
+def train_all(captured_models, cases, out):
+    dist.init_process_group("gloo")
     results = {}
-    for name, make in models.items():
-        torch.manual_seed(5)
-        case = make()
-        case.model.train()
-        torch.manual_seed(7)
-        inputs, targets = case.make_batch(MICROBATCH_SIZE + 1)
-        captured = capture_model(case.model, inputs, targets=targets, loss=case.loss, verify=False)
-        loops = SerialLoops(case, {key: value.clone() for key, value in case.model.state_dict().items()})
-        for key, layout, schedule, optimizer in cases[dist.get_world_size()]:
+    for name, (captured, loops) in captured_models.items():
+        for key, layout, schedule, optimizer in cases:
             result = run_case(captured, loops, layout, schedule, optimizer)
             if result is not None:
                 results[f"{name}/{key}"] = result
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(results))
+        out.write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_models(MODELS, CASES, *sys.argv[1:])

@@ -1,4 +1,4 @@
-"""One rank of the equality tests of Hugging Face models; see `equality_worker` for what is compared with what."""
+"""The ranks of the equality tests of Hugging Face models; see `equality_worker` for what is compared with what."""
 
 from __future__ import annotations
 

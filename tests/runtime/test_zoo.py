@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.processes import run_ranks
-from tests.runtime.zoo_worker import LAYOUTS, SIZES
+from tests.runtime.zoo_worker import CASES, SIZES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
@@ -16,11 +16,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = tmp_path_factory.mktemp("zoo") / "results.json"
-    run_ranks("tests.runtime.zoo_worker", 2, str(path), timeout_s=300)
+    run_ranks("tests.runtime.zoo_worker", 2, "float64", str(path), timeout_s=300)
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("layout", ["-".join(map(str, layout)) for layout in LAYOUTS])
+@pytest.mark.parametrize("layout", [key for key, *_ in CASES[2]])
 @pytest.mark.parametrize("name", SIZES)
 def test_state_and_losses_equal_a_serial_loop(results, name, layout):
     result = results[f"{name}/{layout}"]
