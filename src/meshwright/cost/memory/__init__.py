@@ -1,5 +1,6 @@
 """How many bytes: of a stage, of a whole step on one device op by op, of a transformer from its sizes alone."""
 
+from meshwright.cost.memory.allocator import DevicePeaks, follow_allocator
 from meshwright.cost.memory.frameworks import DevicePeak, predict_device_peak
 from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak
 from meshwright.cost.memory.lifetimes import recompute_layers
@@ -9,10 +10,12 @@ from meshwright.cost.memory.transformer import saved_bytes
 
 __all__ = [
     "DevicePeak",
+    "DevicePeaks",
     "MemoryEvents",
     "Peak",
     "StageMemory",
     "find_peak",
+    "follow_allocator",
     "predict_device_peak",
     "predict_step_memory",
     "recompute_layers",
