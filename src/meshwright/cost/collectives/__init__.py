@@ -1,0 +1,19 @@
+"""What collectives cost: by datasheet on the graph of links, and from measurements of this or another place."""
+
+from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS, CollectiveOp
+from meshwright.cost.collectives.fitted import CollectiveModel
+from meshwright.cost.collectives.fitting import fit_collectives
+from meshwright.cost.collectives.groups import Group, group_in_mesh, place_group
+from meshwright.cost.collectives.topologies import Topology, load_topology
+
+__all__ = [
+    "COLLECTIVE_OPS",
+    "CollectiveModel",
+    "CollectiveOp",
+    "Group",
+    "Topology",
+    "fit_collectives",
+    "group_in_mesh",
+    "load_topology",
+    "place_group",
+]

@@ -1,0 +1,85 @@
+"""What a collective moves: steps, and bytes through the busiest port for each byte of the full tensor.
+
+The full tensor is what an all-reduce sums, an all-gather yields, a reduce-scatter takes in, and what all ranks of an
+all-to-all hold together. n ranks on N nodes, r = n/N of them on each, G groups through each NIC, L rings or trees
+over the links of a node at once:
+
+                    inside a node                        through a NIC                    steps
+    all-reduce      ring  2(n-1)/(n·L), tree  1/L        ring  G·2(n-1)/n                 2(n-1)
+                                                         tree  G·1 for N = 2, else G·2    2(r-1) + 2·log₂ N
+    all-gather      (n-1)/(n·L)                          G·(n-1)/n                        n-1
+    reduce-scatter  (n-1)/(n·L)                          G·(n-1)/n                        n-1
+    all-to-all      (n-1)/n²                             G·r(n-r)/n²                      n-1
+    broadcast       1/L                                  G                                n-1
+    send            1                                    G                                1
+
+A ring enters and leaves each node once, whatever r is. In two nodes the two trees of NCCL carry half of the tensor up
+one way and down the other; from three nodes on some node sends to two children and its parent. Spare machines help
+as in BytePS: `parameter_server_seconds` is its closed form, with the ring (k = 0) and M/B (k = n) as limits.
+
+Sources: Patarasu and Yuan, JPDC 69 (2009); Sanders, Speck, Träff, Parallel Computing 35 (2009), two trees; NCCL
+src/graph/tuning.cc and trees.cc; Jiang et al., OSDI 2020 (BytePS), 4.1.
+"""
+
+from __future__ import annotations
+
+from math import log2
+from typing import TYPE_CHECKING, Literal, get_args
+
+from meshwright.spec import MeasurementError
+
+if TYPE_CHECKING:
+    from meshwright.cost.collectives.groups import Group
+
+CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+COLLECTIVE_OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
+Algorithm = Literal["ring", "tree"]
+
+
+def count_steps(op: CollectiveOp, group: Group, algorithm: Algorithm = "ring") -> float:
+    """Messages that follow one another, per rank."""
+    num_ranks = group.num_ranks
+    if op == "send":
+        return 1.0
+    if op == "all_reduce":
+        if algorithm == "tree":
+            return 2.0 * (group.ranks_per_node - 1.0 + log2(group.num_nodes))
+        return 2.0 * (num_ranks - 1)
+    return float(num_ranks - 1)
+
+
+def port_share(op: CollectiveOp, group: Group, *, num_lanes: float = 1.0, algorithm: Algorithm = "ring") -> float:
+    """Bytes through the busiest port, one way, per byte of the full tensor (see the module's table); 0 for one rank."""
+    num_ranks, per_node = group.num_ranks, group.ranks_per_node
+    if num_ranks == 1:
+        return 0.0
+    around = (num_ranks - 1) / num_ranks
+    if group.num_nodes == 1:
+        summing = 1.0 if algorithm == "tree" else 2 * around
+        shares = {"all_reduce": summing / num_lanes, "all_to_all": around / num_ranks}
+        shares |= {"broadcast": 1.0 / num_lanes, "send": 1.0}
+        return shares.get(op, around / num_lanes)
+    if op == "all_reduce" and algorithm == "tree":
+        return group.num_sharing * (1.0 if group.num_nodes == 2 else 2.0)
+    shares = {
+        "all_reduce": 2 * around,
+        "all_to_all": per_node * (num_ranks - per_node) / num_ranks**2,
+        "broadcast": 1.0,
+        "send": 1.0,
+    }
+    return group.num_sharing * shares.get(op, around)
+
+
+def parameter_server_seconds(
+    num_machines: int, num_spare: int, num_bytes: float, bandwidth_bytes_per_s: float
+) -> float:
+    """Seconds to sum ``num_bytes`` of n machines with k spare ones, by BytePS: 2n(n-1)M / ((n² + kn - 2k)·B).
+
+    Raises MeasurementError for fewer than two machines, or for more spare machines than machines (more do not help).
+    """
+    if num_machines < 2 or not 0 <= num_spare <= num_machines:
+        raise MeasurementError(
+            f"{num_machines} machines and {num_spare} spare ones; expected at least two, and 0 to {num_machines} spare."
+        )
+    shared = num_machines**2 + num_spare * num_machines - 2 * num_spare
+    return 2 * num_machines * (num_machines - 1) * num_bytes / (shared * bandwidth_bytes_per_s)

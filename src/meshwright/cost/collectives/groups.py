@@ -1,0 +1,71 @@
+"""Where a collective runs: how many ranks, on how many nodes, and how many groups use the same way out at once.
+
+A group of n ranks lies on N nodes with n/N ranks each. Groups that run the same collective at the same time (the
+columns of a mesh) share the NIC of every node that they touch: ``num_sharing`` counts them. Inside one node it matters
+which devices take part where the links between them differ: ``stride`` is the distance between neighbouring ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from meshwright.spec import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshwright.spec import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The place of a collective; two groups of one place take the same time. Raises ClusterError if it cannot be."""
+
+    num_ranks: int
+    num_nodes: int = 1
+    num_sharing: int = 1
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_nodes <= self.num_ranks or self.num_sharing < 1 or self.stride < 1:
+            raise ClusterError(
+                f"A group of {self.num_ranks} ranks on {self.num_nodes} nodes, {self.num_sharing} sharing, stride "
+                f"{self.stride}: expected at least one of each, and a rank for every node."
+            )
+
+    @property
+    def ranks_per_node(self) -> float:
+        """Ranks of the group in each of its nodes."""
+        return self.num_ranks / self.num_nodes
+
+
+def group_in_mesh(num_ranks: int, stride: int, devices_per_node: int) -> Group:
+    """One of the groups {i, i + stride, ...} that a mesh of equal nodes is cut into, all of which run at once.
+
+    A group that fits into one node is alone in its links: its place does not depend on the other groups.
+    """
+    if (num_ranks - 1) * stride < devices_per_node:
+        return Group(num_ranks=num_ranks, stride=stride if num_ranks > 1 else 1)
+    per_node = max(devices_per_node // stride, 1)
+    return Group(
+        num_ranks=num_ranks,
+        num_nodes=-(-num_ranks // per_node),
+        num_sharing=devices_per_node // min(per_node, num_ranks),
+    )
+
+
+def place_group(cluster: Cluster, ranks: Sequence[int], concurrent: Sequence[Sequence[int]] = ()) -> Group:
+    """The place of a group of ranks while other groups run the same collective.
+
+    A group among the ``concurrent`` counts as sharing if it reaches beyond a node that this one touches.
+    """
+    nodes = {cluster.node_index(rank) for rank in ranks}
+    if len(nodes) == 1:
+        gaps = {after - before for before, after in pairwise(sorted(ranks))}
+        return Group(num_ranks=len(ranks), stride=gaps.pop() if len(gaps) == 1 else 1)
+    others = [{cluster.node_index(rank) for rank in group} for group in concurrent if set(group) != set(ranks)]
+    crossing = [touched for touched in others if len(touched) > 1]
+    busiest = max(sum(node in touched for touched in crossing) for node in nodes)
+    return Group(num_ranks=len(ranks), num_nodes=len(nodes), num_sharing=1 + busiest)

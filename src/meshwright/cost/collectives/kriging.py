@@ -1,0 +1,273 @@
+"""Seconds between measured sizes of many series at once: a kriging of series that resemble each other.
+
+    t = w·(1 + y),  w = α + β·x     the line of the series itself, α, β ≥ 0, least squares of relative errors
+    cov(y, y') = (a·a' + b·b')·e^(-|Δ log₂ x| / 12)·(σ₁²·[same layout] + σ₂²·[same series] + σ₃²·s) + (…)·σ₄²·s'
+               + e^(-|Δ log₂ x| / d)·(τ₁²·[same layout] + τ₂²·[same series] + τ₃²·s) + (…)·τ₄²·s'
+               + ε²·(t/w)²·[same row],      a = α/w, b = β·x/w
+
+The exponential covariance of a latency that drifts and a bandwidth that drifts is linear interpolation where nothing
+else is known; other series of the same layout average the noise, and siblings (s = e^(-|Δ log₂ ranks| / κ - |Δ log₂
+nodes| / λ), at equal bytes; s' at equal bytes per rank) bend where a protocol switches. The parameters are not tuned:
+`NUM_DRAWS` of them are drawn over wide ranges with a fixed seed, each is judged by leaving the rows of one key out at
+a time (in closed form), and the mean of the best `NUM_KEPT` answers; the same draws serve every table. The same rows
+decide what share a straight line between the neighbours gets. Outside the measured sizes the kriging answers alone: it
+returns to the line of the series.
+
+Sources: Cressie, Statistics for Spatial Data (1993), 3.2; leaving out in closed form: Dubrule, Mathematical Geology
+15 (1983).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.spec import MeasurementError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from meshwright.cost.prediction import Floats
+
+NUM_DRAWS = 32
+NUM_KEPT = 4
+_SEED = 20261121
+# Octaves over which latency and bandwidth of a series drift: half of the 30 that collectives are measured over.
+_DRIFT = 12.0
+# No answer lies below this share of the series' own line.
+_LOWEST = 0.1
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Points:
+    """Rows of series, each column of shape (rows,).
+
+    ``series`` and ``layout`` say what a row belongs to, ``ranks`` and ``nodes`` where that runs; rows of one ``key``
+    are left out together when parameters are judged. A series has one row per key.
+    """
+
+    size: Floats
+    series: NDArray[np.int64]
+    layout: NDArray[np.int64]
+    ranks: Floats
+    nodes: Floats
+    key: NDArray[np.int64]
+
+    def select(self, rows: NDArray[np.int64]) -> Points:
+        """The rows of the given indices."""
+        return Points(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Covariance:
+    """One draw of the parameters in the module's formula."""
+
+    drift: tuple[float, float, float, float]
+    bend: tuple[float, float, float, float]
+    bend_octaves: float
+    rank_octaves: float
+    node_octaves: float
+    noise: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Interpolation:
+    """``seconds`` at the asked rows, shape (asked,), and what their errors will be like.
+
+    ``left_out``: seconds at the known rows, each as if its key had been left out, shape (known,); nan for the smallest
+    and the largest of a series.
+    """
+
+    seconds: Floats
+    left_out: Floats
+
+
+def interpolate(known: Points, seconds: Floats, asked: Points) -> Interpolation:
+    """Seconds at the asked rows from those of the known ones, shape (known,).
+
+    Raises MeasurementError for an asked series that is not among the known ones.
+    """
+    if missing := set(asked.series.tolist()) - set(known.series.tolist()):
+        raise MeasurementError(f"{len(missing)} series have no measured size; interpolate series that were measured.")
+    lines = {int(index): _fit_line(known.size[rows], seconds[rows]) for index, rows in _by(known.series)}
+    here, there = _Line.of(known, lines), _Line.of(asked, lines)
+    straight = _between_neighbours(known, seconds, known, strictly=True)
+    judged = np.isfinite(straight)
+    among, towards = _Likeness.of(known, known), _Likeness.of(asked, known)
+    relative = seconds / here.total
+    judgements = []
+    for draw in _draws():
+        matrix = among.covariance(draw, here, here)
+        matrix[np.diag_indices_from(matrix)] += (draw.noise * relative) ** 2
+        inverse: Floats = np.linalg.inv(matrix).astype(np.float64)
+        weights: Floats = inverse @ (relative - 1.0)
+        left_out = np.maximum(relative - _left_out_residuals(inverse, weights, known.key), _LOWEST) * here.total
+        judgements.append(
+            _Judgement(
+                error=_mean_error(left_out[judged], seconds[judged]), draw=draw, weights=weights, left_out=left_out
+            )
+        )
+    kept = sorted(judgements, key=lambda judgement: judgement.error)[:NUM_KEPT]
+    answers = [1.0 + towards.covariance(one.draw, there, here) @ one.weights for one in kept]
+    kriged = there.total * _geometric_mean([np.maximum(answer, _LOWEST) for answer in answers])
+    left_out = _geometric_mean([one.left_out for one in kept])
+    share = _choose_share(straight[judged], left_out[judged], seconds[judged])
+    own = _between_neighbours(known, seconds, asked, strictly=False)
+    return Interpolation(
+        seconds=np.where(np.isfinite(own), own**share * kriged ** (1.0 - share), kriged),
+        left_out=straight**share * left_out ** (1.0 - share),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Judgement:
+    """What a draw answers for rows left out, its mean relative error there, and the weights of the known rows."""
+
+    error: float
+    draw: Covariance
+    weights: Floats
+    left_out: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Line:
+    """w of the module's formula at each row and the shares of its two terms, each of shape (rows,)."""
+
+    latency: Floats
+    transfer: Floats
+    total: Floats
+
+    @classmethod
+    def of(cls, rows: Points, lines: dict[int, tuple[float, float]]) -> _Line:
+        alpha, beta = np.array([lines[int(index)] for index in rows.series]).reshape(-1, 2).T
+        total = alpha + beta * rows.size
+        return cls(latency=alpha / total, transfer=beta * rows.size / total, total=total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Likeness:
+    """How alike two sets of rows are, each of shape (first, second): octaves between them, and what they share."""
+
+    by_size: Floats
+    by_part: Floats
+    by_ranks: Floats
+    by_nodes: Floats
+    layout: NDArray[np.bool_]
+    series: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, first: Points, second: Points) -> _Likeness:
+        def octaves(left: Floats, right: Floats) -> Floats:
+            apart: Floats = np.abs(np.log2(left)[:, None] - np.log2(right)[None, :])
+            return apart
+
+        return cls(
+            by_size=octaves(first.size, second.size),
+            by_part=octaves(first.size / first.ranks, second.size / second.ranks),
+            by_ranks=octaves(first.ranks, second.ranks),
+            by_nodes=octaves(first.nodes, second.nodes),
+            layout=first.layout[:, None] == second.layout[None, :],
+            series=first.series[:, None] == second.series[None, :],
+        )
+
+    def covariance(self, draw: Covariance, first: _Line, second: _Line) -> Floats:
+        near = np.exp(-self.by_ranks / draw.rank_octaves - self.by_nodes / draw.node_octaves)
+
+        def term(scales: tuple[float, float, float, float], octaves: float) -> Floats:
+            own = scales[0] ** 2 * self.layout + scales[1] ** 2 * self.series + scales[2] ** 2 * near
+            return own * np.exp(-self.by_size / octaves) + scales[3] ** 2 * near * np.exp(-self.by_part / octaves)
+
+        linear = first.latency[:, None] * second.latency[None, :] + first.transfer[:, None] * second.transfer[None, :]
+        covariance: Floats = linear * term(draw.drift, _DRIFT) + term(draw.bend, draw.bend_octaves)
+        return covariance
+
+
+def _fit_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
+    """(α, β) ≥ 0 of least squares of relative errors; the better of the two one-term fits where one is negative."""
+    scale = sizes.max()
+    design = np.stack([1.0 / seconds, sizes / (scale * seconds)], axis=1)
+    alpha, beta = np.linalg.lstsq(design, np.ones(len(sizes)), rcond=None)[0]
+    if alpha < 0 or beta < 0:
+        alone = design.sum(axis=0) / (design**2).sum(axis=0)
+        errors = ((design * alone - 1.0) ** 2).sum(axis=0)
+        alpha, beta = (alone[0], 0.0) if errors[0] <= errors[1] else (0.0, alone[1])
+    return float(alpha), float(beta / scale)
+
+
+def _between_neighbours(known: Points, seconds: Floats, asked: Points, *, strictly: bool) -> Floats:
+    """Seconds on the straight line between the next sizes of the own series, shape (asked,); nan where one is missing.
+
+    ``strictly``: a size is not its own neighbour, as if it had been left out.
+    """
+    answer = np.full(len(asked.size), np.nan)
+    for index, rows in _by(known.series):
+        order = rows[np.argsort(known.size[rows], kind="stable")]
+        sizes, times, mine = known.size[order], seconds[order], np.flatnonzero(asked.series == index)
+        above = np.searchsorted(sizes, asked.size[mine], side="right" if strictly else "left")
+        below = np.searchsorted(sizes, asked.size[mine], side="left" if strictly else "right") - 1
+        there = (below >= 0) & (above < len(sizes))
+        mine, above, below = mine[there], above[there], below[there]
+        span = np.maximum(sizes[above] - sizes[below], np.finfo(np.float64).tiny)
+        share = (asked.size[mine] - sizes[below]) / span
+        answer[mine] = times[below] + share * (times[above] - times[below])
+    return answer
+
+
+def _left_out_residuals(inverse: Floats, weights: Floats, key: NDArray[np.int64]) -> Floats:
+    """Residuals of rows when those of their key are left out: r = (K⁻¹)_gg⁻¹ · (K⁻¹ y)_g, shape (rows,)."""
+    residuals = np.empty(len(key))
+    for _, rows in _by(key):
+        residuals[rows] = np.linalg.solve(inverse[np.ix_(rows, rows)], weights[rows])
+    return residuals
+
+
+def _choose_share(straight: Floats, kriged: Floats, seconds: Floats) -> float:
+    """The share of straight lines in the geometric mean of both that serves rows left out best."""
+    errors = [_mean_error(straight**share * kriged ** (1.0 - share), seconds) for share in _SHARES]
+    return _SHARES[int(np.argmin(errors))]
+
+
+def _geometric_mean(columns: Sequence[Floats]) -> Floats:
+    mean: Floats = np.exp(np.mean(np.log(columns), axis=0))
+    return mean
+
+
+def _mean_error(predicted: Floats, seconds: Floats) -> float:
+    return float(np.abs(predicted / seconds - 1.0).mean()) if len(seconds) else 0.0
+
+
+def _by(labels: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
+    """Each label and the indices of its rows."""
+    order = np.argsort(labels, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+    return [(int(labels[rows[0]]), rows) for rows in groups if len(rows)]
+
+
+def _draws() -> list[Covariance]:
+    """The parameters that are tried: independent draws from short lists that span each range by factors of two."""
+    random = np.random.default_rng(_SEED)
+
+    def one_of(*values: float) -> float:
+        return float(random.choice(values))
+
+    return [
+        Covariance(
+            drift=(
+                one_of(0.05, 0.1, 0.2, 0.4),
+                one_of(0.05, 0.1, 0.2, 0.4),
+                one_of(0.0, 0.1, 0.2, 0.4),
+                one_of(0.0, 0.1, 0.2, 0.4),
+            ),
+            bend=(one_of(0.0, 0.03, 0.1), one_of(0.0, 0.03), one_of(0.0, 0.03, 0.1), one_of(0.0, 0.03, 0.1)),
+            bend_octaves=one_of(0.5, 1.0, 2.0, 4.0),
+            rank_octaves=one_of(0.5, 1.0, 2.0, 4.0),
+            node_octaves=one_of(0.5, 1.0, 2.0, 4.0),
+            noise=one_of(0.01, 0.02, 0.03, 0.05),
+        )
+        for _ in range(NUM_DRAWS)
+    ]

@@ -1,0 +1,204 @@
+"""How far predictions of collectives are from public measurements: between sizes, on a larger cluster, in other groups.
+
+    v100    sizes left out in folds: `meshwright.validation.series`; and a cluster never profiled: fitted on two nodes
+            of eight V100, scored on the groups of four nodes that cross nodes, 64 MiB and more
+    nccl    groups of 4 of NCCL tables of A100, B200, H100, H200 and L40S, fitted on groups of 2 and 8; groups of 3, 5,
+            6, 7 of vTrain's all-reduces, fitted on 2, 4 and 8; 1 MiB and more
+
+`fit_collectives` sees the training rows alone; it has no parameter to tune. Baselines, fitted on the same rows by least
+squares of relative errors with terms that are not negative: the line α·steps + β·(bytes through the port) of the ring,
+and on the cluster five terms with NIC sharing: 1, steps, log₂ n, bytes by the own link, bytes by the NIC. Which form
+the transfer has was settled on groups of one node of the V100s and on groups of 4 of vTrain's tables (both are training
+rows here; predicted from groups of 2 and 8), and by NCCL's sources.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+from sklearn.linear_model import LinearRegression
+
+from meshwright.cost.collectives import fit_collectives, load_topology
+from meshwright.cost.collectives.algorithms import count_steps, port_share
+from meshwright.cost.collectives.fitting import collective_rows, groups_of
+from meshwright.cost.prediction import Predictions
+from meshwright.spec import MeasurementError
+from meshwright.validation.datasets import load_records
+from meshwright.validation.scores import Score, score_rows
+from meshwright.validation.series import OPS, score_series
+from meshwright.validation.splits import refuse_seen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from meshwright.cost.collectives import CollectiveModel, CollectiveOp, Group, Topology
+    from meshwright.cost.prediction import Basis, Floats
+    from meshwright.records import Records
+
+    Terms = Callable[[CollectiveOp, Group], tuple[list[float], list[float]]]
+
+# The project's targets in per cent: of the cluster never profiled by op, of the NCCL tables.
+_CLUSTER_TARGETS = {"all_reduce": 12.0, "all_gather": 5.0, "reduce_scatter": 6.0, "all_to_all": 10.0}
+_GROUPS_TARGET = 10.0
+_BASIS: tuple[Basis, ...] = ("transferred",)
+_LARGE_BYTES, _MEDIUM_BYTES = 64 * 2**20, 2**20
+
+
+def score_collectives() -> tuple[Score, ...]:
+    """All scores of collectives; takes minutes (five folds of five ops)."""
+    return (*score_series(), *score_new_cluster(), *score_new_groups())
+
+
+def score_new_cluster() -> tuple[Score, ...]:
+    """Four nodes predicted from two: per op, all that was measured and what is no plateau."""
+    rows = load_records("v100")
+    nodes, per_node = rows.op != "matmul", 8
+    rows = rows.select(nodes)
+    across = (rows.size("ranks") - 1) * rows.size("stride") >= per_node
+    eights = rows.size("devices_per_node") == per_node
+    fitted = rows.select((rows.size("nodes") == 2) & eights)
+    model = fit_collectives(fitted, _topology_of("V100"))
+    asked = rows.select(
+        (rows.size("nodes") == 4) & eights & across & (rows.size("bytes") >= _LARGE_BYTES) & ~rows.has_flag("noop")
+    )
+    refuse_seen("v100", _seen(model), asked.row_hashes())
+    base = collective_rows(rows.select((rows.size("nodes") == 2) & eights & across))
+    scores = []
+    for op in OPS:
+        mine = asked.where(op=op)
+        for what, chosen in (("", mine.select(~mine.has_flag("plateau"))), (", plateaus too", mine)):
+            part = f"{op}, (4, 8) from (2, 8), ≥ 64 MiB{what}"
+            scores.append(_score(part, "v100", model, chosen, _CLUSTER_TARGETS[op] if not what else None))
+            for arm, terms in (("five terms with NIC sharing", _five_terms), ("alpha-beta line", _line_terms)):
+                line = _fit_terms(base.where(op=op), chosen, terms)
+                scores.append(score_rows("v100", part, arm, chosen.seconds, line))
+    return tuple(scores)
+
+
+def score_new_groups() -> tuple[Score, ...]:
+    """Group sizes that were left out of the NCCL tables, per file, and per device and op."""
+    tables = load_records("nccl")
+    by_vtrain = np.array(["vTrain" in source for source in tables.source])
+    return (
+        *_score_groups("aiconfigurator", tables.select(~by_vtrain), fitted=(2, 8)),
+        *_score_groups("vTrain", tables.select(by_vtrain), fitted=(2, 4, 8)),
+    )
+
+
+def _score_groups(name: str, rows: Records, fitted: tuple[int, ...]) -> list[Score]:
+    """Scores over all tables of a file, ≥ 1 MiB."""
+    known = np.isin(rows.size("ranks"), fitted)
+    seconds: list[Floats] = []
+    found: list[Predictions] = []
+    lines: list[Floats] = []
+    labels: list[str] = []
+    order = sorted(range(len(rows)), key=lambda index: _table_of(rows, index))
+    for table, members in groupby(order, key=lambda index: _table_of(rows, index)):
+        mine = np.array(list(members))
+        training, left_out = rows.select(mine[known[mine]]), rows.select(mine[~known[mine]])
+        left_out = left_out.select(left_out.size("bytes") >= _MEDIUM_BYTES)
+        model = fit_collectives(training, _topology_of(table[0]))
+        refuse_seen("nccl", _seen(model), left_out.row_hashes())
+        for op in sorted(set(left_out.op)):
+            chosen = left_out.where(op=op)
+            seconds.append(chosen.seconds)
+            found.append(_predict(model, chosen))
+            lines.append(_fit_terms(collective_rows(training.where(op=op)), chosen, _line_terms))
+            labels += [f"{table[0]} {op}"] * len(chosen)
+    measured, ours, line = np.concatenate(seconds), _concat(found), np.concatenate(lines)
+    groups = ", ".join(map(str, sorted(set(rows.size("ranks").tolist()) - set(fitted))))
+    part = f"{name}, groups of {groups} from {', '.join(map(str, fitted))}, ≥ 1 MiB"
+    scores = [
+        score_rows("nccl", part, "ours", measured, ours, target=_GROUPS_TARGET),
+        score_rows("nccl", part, "alpha-beta line", measured, line),
+    ]
+    places = np.array(labels)
+    for label in sorted(set(labels)):
+        at = places == label
+        scores.append(score_rows("nccl", f"{name}, {label}", "ours", measured[at], _select(ours, at)))
+        scores.append(score_rows("nccl", f"{name}, {label}", "alpha-beta line", measured[at], line[at]))
+    return scores
+
+
+def _table_of(rows: Records, index: int) -> tuple[str, str, str]:
+    """What one table is: a device, a version of NCCL, a file."""
+    source = rows.source[index]
+    return rows.device[index], rows.software[index], "" if "vTrain" in source else source
+
+
+def _topology_of(device: str) -> Topology | None:
+    return load_topology("dgx1-v100") if device == "V100" else None
+
+
+def _seen(model: CollectiveModel) -> NDArray[np.uint64]:
+    return np.array([int(text, 16) for text in model.row_hashes], np.uint64)
+
+
+def _predict(model: CollectiveModel, rows: Records) -> Predictions:
+    """Predictions of rows of one op, in their order."""
+    sizes, places = rows.size("bytes").astype(np.float64), groups_of(rows)
+    seconds, low, high = (np.empty(len(rows)) for _ in range(3))
+    for group in set(places):
+        mine = np.array([place == group for place in places])
+        found = model.predict(rows.op[0], group, sizes[mine])
+        if found is None:
+            raise MeasurementError(
+                f"No measured group is like {group} for {rows.op[0]}; measure one that crosses nodes."
+            )
+        seconds[mine], low[mine], high[mine] = found.seconds, found.low_s, found.high_s
+    return Predictions(seconds=seconds, low_s=low, high_s=high, basis=_BASIS * len(rows))
+
+
+def _score(part: str, dataset: str, model: CollectiveModel, rows: Records, target: float | None) -> Score:
+    return score_rows(dataset, part, "ours", rows.seconds, _predict(model, rows), target=target)
+
+
+def _line_terms(op: CollectiveOp, group: Group) -> tuple[list[float], list[float]]:
+    """Terms of the baseline in seconds, and in seconds per byte."""
+    return [count_steps(op, group)], [port_share(op, group)]
+
+
+def _five_terms(op: CollectiveOp, group: Group) -> tuple[list[float], list[float]]:
+    through_nic = port_share(op, group)
+    return [1.0, count_steps(op, group), float(np.log2(group.num_ranks))], [
+        through_nic / group.num_sharing,
+        through_nic,
+    ]
+
+
+def _fit_terms(known: Records, asked: Records, terms: Terms) -> Floats:
+    """Seconds of the asked rows by a sum of terms, fitted with least squares of relative errors, none negative."""
+
+    def design(rows: Records) -> Floats:
+        sizes = rows.size("bytes")
+        parts = (terms(op, group) for op, group in zip(rows.op, groups_of(rows), strict=True))
+        return np.array(
+            [
+                [*fixed, *(share * size for share in per_byte)]
+                for (fixed, per_byte), size in zip(parts, sizes, strict=True)
+            ]
+        )
+
+    matrix = design(known) / known.seconds[:, None]
+    scale = matrix.max(axis=0)
+    fit = LinearRegression(fit_intercept=False, positive=True).fit(matrix / scale, np.ones(len(known)))
+    line: Floats = design(asked) @ (fit.coef_ / scale)
+    return line
+
+
+def _concat(parts: list[Predictions]) -> Predictions:
+    return Predictions(
+        seconds=np.concatenate([part.seconds for part in parts]),
+        low_s=np.concatenate([part.low_s for part in parts]),
+        high_s=np.concatenate([part.high_s for part in parts]),
+        basis=tuple(basis for part in parts for basis in part.basis),
+    )
+
+
+def _select(found: Predictions, rows: NDArray[np.bool_]) -> Predictions:
+    basis = tuple(name for name, kept in zip(found.basis, rows, strict=True) if kept)
+    return Predictions(seconds=found.seconds[rows], low_s=found.low_s[rows], high_s=found.high_s[rows], basis=basis)
