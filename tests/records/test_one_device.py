@@ -119,6 +119,13 @@ def test_rows_that_such_a_table_cannot_hold_are_left_aside():
     assert (table.ops, table.optimizers, table.transfers) == ((), (), ())
 
 
+def test_a_group_that_is_alone_on_a_larger_node_is_a_transfer():
+    shapes = "bytes=64;ranks=2;groups=1;stride=1;nodes=1;devices_per_node=8"
+    records = make_records(op="all_gather", shapes=shapes, phase=["", "host"], device="d", seconds=[2.0, 1.0])
+    (row,) = to_measurements(records, "d").transfers
+    assert row == TransferMeasurement(kind="all_gather", num_ranks=2, num_bytes=64, seconds=2.0, host_s=1.0)
+
+
 def test_impossible_figures_are_refused():
     step = OptimizerMeasurement(kind="sgd", dtype="float32", num_elements=1, num_tensors=1, seconds=float("nan"))
     with pytest.raises(MeasurementError, match="no number"):

@@ -1,5 +1,6 @@
 """Times ops, optimizer steps and transfers on this machine, into the one measurement table."""
 
+from meshwright.measurement.links import measure_links, measure_links_here
 from meshwright.measurement.machine import ALL_OPTIMIZERS, measure_machine
 from meshwright.measurement.merge import merge_measurements
 from meshwright.measurement.ops import Company, OpRun, measure_ops
@@ -17,6 +18,8 @@ __all__ = [
     "RankContext",
     "Segment",
     "build_segments",
+    "measure_links",
+    "measure_links_here",
     "measure_machine",
     "measure_ops",
     "measure_optimizers",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -21,7 +22,7 @@ from meshwright.spec.measurements import TransferKind
 
 DEFAULT_SIZES = (4, 2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)
 # Messages up to this size are timed in batches of this many.
-_SMALL_BYTES, _BATCH = 2**16, 20
+_SMALL_BYTES, BATCH = 2**16, 20
 _SEND_RANKS = 2
 
 
@@ -67,24 +68,61 @@ def _time(
     repeats: int,
 ) -> TransferMeasurement:
     num_bytes = buffer.numel() * buffer.element_size()
-    batch = _BATCH if num_bytes <= _SMALL_BYTES else 1
-    messages = 2 * batch if kind == "send" else batch
-    samples = []
-    for repeat in range(repeats + 1):
-        dist.barrier(group)
-        host, start = time.process_time_ns(), time.perf_counter_ns()
-        for _ in range(batch):
-            action(buffer)
-        elapsed = (time.perf_counter_ns() - start, time.process_time_ns() - host)
-        if repeat:  # the first one opens connections
-            samples.append(elapsed)
-    seconds, host_s = np.array(samples).T / 1e9 / messages
-    low, middle, high = np.percentile(seconds, (10, 50, 90))
+    taken = time_messages(
+        partial(action, buffer),
+        messages=2 if kind == "send" else 1,
+        batch=BATCH if num_bytes <= _SMALL_BYTES else 1,
+        repeats=repeats,
+        meet=partial(dist.barrier, group),
+    )
     return TransferMeasurement(
         kind=kind,
         num_ranks=dist.get_world_size(group),
         num_bytes=num_bytes,
+        seconds=taken.seconds,
+        spread=taken.spread,
+        host_s=taken.host_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Median seconds of a message, (p90 - p10) / median of them, seconds of the processor, and how many were timed."""
+
+    seconds: float
+    spread: float
+    host_s: float
+    num_samples: int
+
+
+def time_messages(
+    action: Callable[[], object],
+    *,
+    messages: int,
+    batch: int,
+    repeats: int,
+    meet: Callable[[], object],
+    finish: Callable[[], object] = lambda: None,
+) -> Timing:
+    """Time an action of ``messages`` messages, in batches, so that the meeting before small ones does not count.
+
+    ``meet`` makes all ranks begin together; ``finish`` waits until a device has done what it was told.
+    """
+    samples = []
+    for repeat in range(repeats + 1):
+        meet()
+        host, start = time.process_time_ns(), time.perf_counter_ns()
+        for _ in range(batch):
+            action()
+        finish()
+        elapsed = (time.perf_counter_ns() - start, time.process_time_ns() - host)
+        if repeat:  # the first one opens connections
+            samples.append(elapsed)
+    seconds, host_s = np.array(samples).T / 1e9 / (messages * batch)
+    low, middle, high = np.percentile(seconds, (10, 50, 90))
+    return Timing(
         seconds=float(middle),
         spread=float((high - low) / middle),
         host_s=float(np.median(host_s)),
+        num_samples=repeats * batch,
     )

@@ -127,7 +127,8 @@ def _optimizers(rows: Records) -> Iterator[OptimizerMeasurement]:
 def _transfers(rows: Records, times: dict[tuple[str, str, str], int]) -> Iterator[TransferMeasurement]:
     for kind, shapes, phase, seconds, spread in _columns(rows, "op shapes phase seconds spread"):
         sizes = _sizes(shapes)
-        if phase or kind not in _TRANSFERS or shapes != _group(sizes.get("bytes", 0), sizes.get("ranks", 0)):
+        alone = all(sizes.get(name) == 1 for name in ("groups", "stride", "nodes"))
+        if phase or kind not in _TRANSFERS or not alone or sizes["ranks"] < 2:
             continue
         host = times.get((kind, shapes, "host"))
         yield TransferMeasurement(

@@ -1,0 +1,74 @@
+"""``meshwright measure --links``: every collective between the ranks at hand, and what the fitted model makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rich.text import Text
+
+from meshwright.cli.output import print_json, print_tables, terminal_sink
+
+if TYPE_CHECKING:
+    from meshwright.cost.prediction import Interval
+    from meshwright.records import Records
+    from meshwright.spec.measurements import TransferKind
+
+
+def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
+    """Time the links of this machine (under torchrun: of all its machines), write the rows, show what they come to."""
+    from meshwright.cost.collectives import fit_collectives
+    from meshwright.measurement import measure_links, measure_links_here
+    from meshwright.records import add_records
+    from meshwright.report import make_table
+    from meshwright.training import started_by_torchrun
+
+    with terminal_sink(as_json) as events:
+        found = (
+            measure_links_here(events=events)
+            if started_by_torchrun()
+            else measure_links(num_ranks=num_ranks, events=events)
+        )
+    if found is None:
+        return
+    add_records(found, out)
+    walls = found.where(phase="")
+    scale = fit_collectives(walls).interpolated
+    rows = place_rows(walls)
+    if as_json:
+        errors = {"small": _range(scale.latency), "large": _range(scale.bandwidth)}
+        print_json({"places": rows, "interpolated": errors, "file": str(out)})
+        return
+    print_tables(
+        make_table(rows, title="t = latency + bytes / bandwidth, bytes of the full tensor"),
+        "Sizes between those measured: 80 % of those left out took "
+        f"{_share(scale.latency)} of the prediction where latency counts, {_share(scale.bandwidth)} where bytes do.",
+        Text(f"{len(found)} rows written to {out}"),
+    )
+
+
+def place_rows(walls: Records) -> list[dict[str, Any]]:
+    """One row per op and place: ranks of a group, groups at once, their stride, and the fitted line over its sizes."""
+    from meshwright.report import fit_transfers
+    from meshwright.spec import TransferMeasurement
+
+    sizes = [walls.size(name).tolist() for name in ("ranks", "groups", "stride", "bytes")]
+    places: dict[tuple[str, int, int, int], list[TransferMeasurement]] = {}
+    for op, ranks, groups, stride, num_bytes, seconds in zip(walls.op, *sizes, walls.seconds.tolist(), strict=True):
+        kind = cast("TransferKind", op)
+        row = TransferMeasurement(kind=kind, num_ranks=ranks, num_bytes=num_bytes, seconds=seconds)
+        places.setdefault((op, ranks, groups, stride), []).append(row)
+    rows = []
+    for (op, ranks, groups, stride), mine in places.items():
+        latency_s, bandwidth = fit_transfers(mine)
+        place = {"op": op, "ranks": ranks, "groups": groups, "stride": stride}
+        rows.append({**place, "sizes": len(mine), "latency_s": latency_s, "bandwidth_bytes_per_s": bandwidth})
+    return rows
+
+
+def _range(interval: Interval) -> list[float]:
+    return [interval.low, interval.high]
+
+
+def _share(interval: Interval) -> str:
+    return f"{100 * interval.low:.0f} to {100 * interval.high:.0f} %"

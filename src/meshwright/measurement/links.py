@@ -1,0 +1,249 @@
+"""How long every collective takes between the ranks at hand, by its bytes and by the place of its group.
+
+    places, of N ranks      the first r ranks alone;  all N / r groups of neighbours at once;  all N / r groups at
+    for every r that        stride N / r at once (as the two dimensions of a mesh lie in a cluster)
+    divides N
+
+    send     half a round trip, ranks 0 and 1; all other ops within every group of a place, all groups together
+
+The seconds that are left are shared out evenly over the cells (op, place, size) that are left. A cell is repeated as
+often as its share allows; a size of which a few repetitions take several times that ends its series. Ranks agree on
+both, so that none waits alone. With GPUs the groups talk over NCCL, else over gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from meshwright.measurement.processes import RankContext, run_ranks
+from meshwright.measurement.transfers import BATCH, Timing, time_messages
+from meshwright.records import Records, make_records, named_shapes
+from meshwright.records.importing.public import DEVICES
+from meshwright.records.table import columns_of
+from meshwright.spec import EventSink
+from meshwright.spec.measurements import TransferKind
+
+LINK_SIZES = tuple(4**exponent for exponent in range(2, 14))
+# With the start of the processes and the fit, under a minute.
+BUDGET_S = 30.0
+_MOST_REPEATS, _FEWEST_REPEATS = 20, 3
+# Fewest repetitions that would take so many times the share of their cell end the series: larger sizes take longer.
+_PATIENCE = 4.0
+_ELEMENT_BYTES = 4
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Groups that run at once: ``groups[i]`` are the ranks of group i, ``stride`` apart."""
+
+    groups: tuple[tuple[int, ...], ...]
+    stride: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of each group."""
+        return len(self.groups[0])
+
+
+def list_places(num_ranks: int) -> list[Place]:
+    """Every place of groups among so many ranks, at least two, each once."""
+    places = []
+    for size in (size for size in range(2, num_ranks + 1) if num_ranks % size == 0):
+        count = num_ranks // size
+        places.append(Place(groups=(tuple(range(size)),), stride=1))
+        if count > 1:
+            neighbours = tuple(tuple(range(first, first + size)) for first in range(0, num_ranks, size))
+            strided = tuple(tuple(range(first, num_ranks, count)) for first in range(count))
+            places += [Place(groups=neighbours, stride=1), Place(groups=strided, stride=count)]
+    return places
+
+
+def measure_links(
+    *,
+    num_ranks: int = 2,
+    sizes: Sequence[int] = LINK_SIZES,
+    budget_s: float = BUDGET_S,
+    timeout_s: float = 300.0,
+    events: EventSink | None = None,
+) -> Records:
+    """Rows of every collective among ``num_ranks`` new processes of this machine, one GPU each where there are so many.
+
+    Raises MeasurementError when a process fails or ``timeout_s`` passes.
+    """
+    device: Device = "cuda" if torch.cuda.device_count() >= num_ranks else "cpu"
+    parts = run_ranks(
+        _measure_rank, tuple(sizes), budget_s, device, num_ranks=num_ranks, timeout_s=timeout_s, events=events
+    )
+    return _records(parts, num_nodes=1, num_ranks=num_ranks, device=device)
+
+
+def measure_links_here(
+    *, sizes: Sequence[int] = LINK_SIZES, budget_s: float = BUDGET_S, events: EventSink | None = None
+) -> Records | None:
+    """As `measure_links`, but this process is one rank of torchrun's, on one machine or several; None but on rank 0."""
+    local_size, local_rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    device: Device = "cuda" if torch.cuda.device_count() >= local_size else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("gloo")
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    mine = _time_places(tuple(sizes), budget_s, device, events if rank == 0 else None)
+    parts: list[dict[_Cell, Timing]] = [{} for _ in range(num_ranks)]
+    dist.all_gather_object(parts, mine)
+    dist.destroy_process_group()
+    if rank:
+        return None
+    return _records(parts, num_nodes=num_ranks // local_size, num_ranks=num_ranks, device=device)
+
+
+_Cell = tuple[TransferKind, int, int, int, int]  # op, ranks, groups, stride, bytes
+
+
+def _measure_rank(context: RankContext, sizes: tuple[int, ...], budget_s: float, device: Device) -> dict[_Cell, Timing]:
+    if device == "cuda":
+        torch.cuda.set_device(context.rank)
+    return _time_places(sizes, budget_s, device, context.events)
+
+
+def _time_places(
+    sizes: tuple[int, ...], budget_s: float, device: Device, events: EventSink | None
+) -> dict[_Cell, Timing]:
+    """What this rank took in every cell that it takes part in."""
+    start, rank, places = time.monotonic(), dist.get_rank(), list_places(dist.get_world_size())
+    backend = "nccl" if device == "cuda" else "gloo"
+    groups = {place: _own_group(place, backend) for place in places}
+    series = list(_series(places))
+    taken: dict[_Cell, Timing] = {}
+    for done, (op, place) in enumerate(series):
+        group = groups[place] if op != "send" or rank < 2 else None
+        for index, size in enumerate(sorted(sizes)):
+            action, num_bytes = _prepare(op, size, place.num_ranks, group, device)
+            num_left = (len(series) - done) * len(sizes) - index
+            batch, repeats = _agree(action, device, (budget_s - (time.monotonic() - start)) / num_left)
+            if not repeats and index:
+                break
+            timing = time_messages(
+                action,
+                messages=2 if op == "send" else 1,
+                batch=batch or 1,
+                repeats=repeats or _FEWEST_REPEATS,  # every series has its smallest size
+                meet=dist.barrier,
+                finish=partial(_finish, device),
+            )
+            if group is not None:
+                taken[op, place.num_ranks, len(place.groups), place.stride, num_bytes] = timing
+        if events is not None:
+            events.progress("measure links", done + 1, len(series))
+    return taken
+
+
+def _own_group(place: Place, backend: str) -> dist.ProcessGroup | None:
+    """The group of a place that this rank is in; every rank has to make every group."""
+    made = [dist.new_group(list(ranks), backend=backend) for ranks in place.groups]
+    return next((group for group, ranks in zip(made, place.groups, strict=True) if dist.get_rank() in ranks), None)
+
+
+def _series(places: Sequence[Place]) -> Iterator[tuple[TransferKind, Place]]:
+    """Every op in every place; a send is between the first two ranks, wherever they are."""
+    for op in get_args(TransferKind):
+        yield from ((op, place) for place in places if op != "send" or place == places[0])
+
+
+def _prepare(
+    op: TransferKind, num_bytes: int, num_ranks: int, group: dist.ProcessGroup | None, device: Device
+) -> tuple[Callable[[], object], int]:
+    """The call of one message, of nothing for ranks that only watch; and the bytes of its full tensor, rounded up."""
+    step = num_ranks * (num_ranks if op == "all_to_all" else 1)
+    count = -(-num_bytes // (_ELEMENT_BYTES * step)) * step
+    if group is None:
+        return lambda: None, count * _ELEMENT_BYTES
+    full = torch.zeros(count, dtype=torch.float32, device=device)
+    part = torch.zeros(count // num_ranks, dtype=torch.float32, device=device)
+    first = dist.get_global_rank(group, 0)
+    calls: dict[TransferKind, Callable[[], object]] = {
+        "send": partial(_round_trip, full, group),
+        "all_reduce": partial(dist.all_reduce, full, group=group),
+        "all_gather": partial(dist.all_gather_single, full, part, group=group),
+        "reduce_scatter": partial(dist.reduce_scatter_single, part, full, group=group),
+        "all_to_all": partial(dist.all_to_all_single, torch.empty_like(part), part, group=group),
+        "broadcast": partial(dist.broadcast, full, src=first, group=group),
+    }
+    return calls[op], count * _ELEMENT_BYTES
+
+
+def _round_trip(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+    if dist.get_rank() == 0:
+        dist.send(buffer, 1, group=group)
+        dist.recv(buffer, 1, group=group)
+    else:
+        dist.recv(buffer, 0, group=group)
+        dist.send(buffer, 0, group=group)
+
+
+def _agree(action: Callable[[], object], device: Device, share_s: float) -> tuple[int, int]:
+    """(messages in a batch, batches) of a cell, by the slowest rank's second try and the smallest share; none to stop.
+
+    The first try opens connections.
+    """
+    action()
+    _finish(device)
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    _finish(device)
+    worst = torch.tensor((time.perf_counter() - start, -share_s), dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    once_s, share_s = float(worst[0]), -float(worst[1])
+    if _FEWEST_REPEATS * once_s > _PATIENCE * share_s:
+        return 0, 0
+    affordable = int(share_s / max(once_s, 1e-9))
+    batch = min(max(affordable // _FEWEST_REPEATS, 1), BATCH)
+    return batch, min(max(affordable // batch, _FEWEST_REPEATS), _MOST_REPEATS)
+
+
+def _finish(device: Device) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _records(parts: Sequence[dict[_Cell, Timing]], *, num_nodes: int, num_ranks: int, device: Device) -> Records:
+    """The mean over ranks of every cell; the processor's own seconds only where ranks share processors."""
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    per_node = num_ranks // num_nodes
+    rows = []
+    for cell in dict.fromkeys(cell for part in parts for cell in part):
+        op, ranks, groups, stride, num_bytes = cell
+        timings = [part[cell] for part in parts if cell in part]
+        shapes = named_shapes(
+            bytes=num_bytes, ranks=ranks, groups=groups, stride=stride, nodes=num_nodes, devices_per_node=per_node
+        )
+        about = {"op": op, "shapes": shapes, "num_samples": sum(timing.num_samples for timing in timings)}
+        seconds, spread, host_s = (
+            float(np.mean([getattr(timing, figure) for timing in timings]))
+            for figure in ("seconds", "spread", "host_s")
+        )
+        rows.append({**about, "phase": "", "seconds": seconds, "spread": spread})
+        if device == "cpu" and host_s > 0:
+            rows.append({**about, "phase": "host", "seconds": host_s, "spread": 0.0})
+    return make_records(
+        **columns_of(rows, ("op", "shapes", "num_samples", "phase", "seconds", "spread")),
+        dtype="float32",
+        device=DEVICES.get(name, name),
+        software=f"torch {torch.__version__}, Python {platform.python_version()}",
+        kernel="NCCL" if device == "cuda" else "gloo",
+        source=f"{num_ranks} ranks on {num_nodes} machines, all busy at once",
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
