@@ -87,6 +87,9 @@ def test_interleaving_that_a_table_leaves_out_is_known(rows):
         ("iter_time_s", "-1", "no positive number of seconds"),
         ("kv_heads", "7", "cannot share"),
         ("ep", "4", "experts whose number"),
+        ("tp", "7", "do not multiply"),
+        ("layers", "99999999999", "more than 10000"),
+        ("layers", "7", "fewer layers than stages"),
     ],
 )
 def test_rows_that_say_too_little_are_named(rows, column, value, reason):

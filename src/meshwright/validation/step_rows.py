@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 NEEDED = ("id", "source", "family", "layers", "hidden", "heads", "seq", "device", "n_devices", "tp", "pp", "dp")
 # A vocabulary that a row does not state: GPT-2's (VIA-Research/vTrain, src/config.py has the same default).
 _GPT2_VOCAB = 50257
+# More than any model has; a table with a slip of the pen ends here and not in memory.
+_MAX_LAYERS = 10_000
 # Chunks per device of SC'21's interleaved runs, which its table leaves out: layers and stages of the model, and
 # layers per stage over --num-layers-per-virtual-pipeline-stage of NVIDIA/Megatron-LM, examples/sc21 (run_table_1.sh; 96
 # layers: run_figure_12.sh). The table says "interleaved" of two models that the script runs without: fewest chunks.
@@ -98,8 +100,8 @@ def read_step(row: Mapping[str, str]) -> StepCase:
         raise MeasurementError("tp, pp, dp and cp do not multiply to the number of devices")
     if shape.experts is None and setup.ep > 1:
         raise MeasurementError("experts whose number and width the columns do not say")
-    if shape.heads % setup.tp or shape.layers < setup.pp:
-        raise MeasurementError("heads that tp does not divide, or fewer layers than stages")
+    if shape.heads % setup.tp or not setup.pp <= shape.layers <= _MAX_LAYERS:
+        raise MeasurementError(f"heads that tp does not divide, fewer layers than stages, or more than {_MAX_LAYERS}")
     return StepCase(
         row_id=row["id"],
         source=row["source"],

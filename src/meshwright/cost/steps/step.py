@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from meshwright.cost.steps.ops import HALF, SINGLE, CountedOp, embedding_ops, head_ops, layer_ops, recomputed_ops
@@ -72,10 +73,11 @@ def predict_step(
     """Seconds of one optimizer step of the model, laid out as ``prices.setup`` says."""
     setup = prices.setup
     counts = layers_per_stage(shape.layers, setup.pp)
+    spans = list(zip(accumulate(counts, initial=0), counts, strict=False))
     layers = {kind: predict_layer(shape, prices, software, kind) for kind in _kinds(shape)}
-    stages = [_stage(shape, prices, layers, sum(counts[:i]), count) for i, count in enumerate(counts)]
+    stages = [_stage(shape, prices, layers, first, count) for first, count in spans]
     pipeline = pipeline_seconds(stages, setup.num_microbatches, schedule, setup.chunks)
-    parameters = max(_stage_parameters(shape, prices, sum(counts[:i]), count) for i, count in enumerate(counts))
+    parameters = max(_stage_parameters(shape, prices, first, count) for first, count in spans)
     return StepSeconds(
         pipeline_s=pipeline,
         bubble_s=pipeline - setup.num_microbatches * max(stage.seconds for stage in stages),
