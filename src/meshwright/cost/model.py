@@ -13,16 +13,17 @@ Answers are kept, so that asking again costs a dictionary look-up.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from meshwright.cost.classes import classify_ops
+from meshwright.cost.kernels import price_kernels
 from meshwright.cost.memory import StageMemory, weigh_stage
 from meshwright.cost.optimizers import copy_seconds, optimizer_curves, step_seconds, trainable_elements
-from meshwright.cost.prices import OpPrices, gather_prices
-from meshwright.cost.table import OpTable, price_op
+from meshwright.cost.prices import End, OpPrices, gather_prices
+from meshwright.cost.table import ROOFLINE, OpTable, key_in, price_op
 from meshwright.cost.transfers import TransferTable, ring_seconds, slowest_link
 from meshwright.spec import Cluster, DeviceKind, Graph, Measurements
 from meshwright.spec.measurements import BUCKET_COPY
@@ -39,11 +40,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostModel:
-    """Prices for one cluster, from one measurement table (or none), for models that run in ``precision``."""
+    """Prices for one cluster, from one measurement table (or none), for models that run in ``precision``.
+
+    ``ops_at``: all ops of a graph as fast or as slow as the 80 % interval of their sum allows; see `at_end`.
+    """
 
     cluster: Cluster
     measurements: Measurements | None = None
     precision: Precision = "float32"
+    ops_at: End | None = None
     _ops: OpTable | None = field(init=False, repr=False, default=None)
     _transfers: TransferTable | None = field(init=False, repr=False, default=None)
     _optimizers: dict[str, Curve] = field(init=False, repr=False, default_factory=dict)
@@ -69,6 +74,10 @@ class CostModel:
         """Seconds of every op at a batch size on a device. Raises GraphError for a batch it was not captured for."""
         key = ("ops", self._known(graph), batch_size, device_kind.name)
         return self._keep(key, lambda: self._price_ops(graph, batch_size, device_kind))
+
+    def at_end(self, end: End) -> CostModel:
+        """The same prices, but all ops at one end of the 80 % interval of their sum."""
+        return replace(self, ops_at=end)
 
     def explain_basis(self, graph: Graph, batch_size: int) -> str:
         """One sentence: how many ops are priced by measurement, and what the others' figures are worth."""
@@ -145,13 +154,14 @@ class CostModel:
         graph.check_batch_size(batch_size)
         classes = self._keep(("classes", self._known(graph)), lambda: classify_ops(graph))
         table = self._ops if self.is_measured(kind) else None
-        prices = [
-            price_op(graph, graph.ops[index], batch_size, kind, self.precision, table)
-            for index in classes.representatives
-        ]
+        ops = [graph.ops[index] for index in classes.representatives]
+        bounds = [price_op(graph, op, batch_size, kind, self.precision, table) for op in ops]
+        keys = [key_in(self.precision, graph, op, batch_size) for op in ops]
+        prices = price_kernels(bounds, graph, ops, keys, batch_size, kind, self.precision, ROOFLINE)
         backward_ops = np.array([op.phase == "backward" for op in graph.ops], bool)
         # An op of a joint graph's backward half runs once, in the backward.
-        return gather_prices(prices, classes.class_of, backward_ops)
+        gathered = gather_prices(prices, classes.class_of, backward_ops)
+        return gathered if self.ops_at is None else gathered.at_end(self.ops_at)
 
     def _send(self, ranks: tuple[int, int], num_bytes: float) -> float:
         if self._transfers is not None and self._measured_among(ranks):

@@ -4,7 +4,7 @@
     interpolated  the same op was measured at batch sizes below and above: linear between the nearest two
     regressed     ops of its family were measured: `cost.ops`
     transferred   it was measured on one side only: the nearest time × (roofline here / roofline there)
-    roofline      nothing like it was ever measured
+    roofline      nothing like it was ever measured; products and attention on GPUs then ask `cost.kernels`
 
 "The same op" is decided by the key alone: an entry belongs to batch size n exactly if ``op_key(graph, op, n)`` is it.
 The intervals hold measured / predicted of four out of five ops, forward and backward, of the models in
@@ -53,7 +53,7 @@ class OpTable:
 
     def key(self, graph: Graph, op: Op, batch_size: int) -> str:
         """The op's key at the precision that the model runs in."""
-        return _FLOAT_IN_KEY.sub(f":{self._dtype}", op_key(graph, op, batch_size))
+        return key_in(self._dtype, graph, op, batch_size)
 
     def find(self, key: str) -> OpSeconds | None:
         """The entry of exactly this key."""
@@ -89,6 +89,11 @@ class OpTable:
             if rest == 0 and batch_size > 0 and entry is not None and self.key(graph, op, batch_size) == key:
                 found[batch_size] = entry
         return dict(sorted(found.items()))
+
+
+def key_in(dtype: str, graph: Graph, op: Op, batch_size: int) -> str:
+    """The op's key where floating tensors are of ``dtype``."""
+    return _FLOAT_IN_KEY.sub(f":{dtype}", op_key(graph, op, batch_size))
 
 
 def price_op(graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, table: OpTable | None) -> OpPrice:

@@ -1,1 +1,17 @@
 """How long a GPU kernel takes: products and attention, on devices that were measured, partly measured or never."""
+
+from meshwright.cost.kernels.fit import adapt_kernels, fit_kernels
+from meshwright.cost.kernels.model import Kernel, KernelModel
+from meshwright.cost.kernels.prices import price_kernels
+from meshwright.cost.kernels.store import read_model, shipped_model, write_model
+
+__all__ = [
+    "Kernel",
+    "KernelModel",
+    "adapt_kernels",
+    "fit_kernels",
+    "price_kernels",
+    "read_model",
+    "shipped_model",
+    "write_model",
+]

@@ -85,6 +85,19 @@ def split_dtype(dtype: str) -> tuple[str, str]:
     return first, rest.removeprefix("kv=") if rest.startswith("kv=") else first
 
 
+def seen_keys(keys: Floats, window: Floats) -> Floats:
+    """Keys that a query sees at most, a window of 0 being none."""
+    return np.where(window > 0, np.minimum(window, keys), keys)
+
+
+def mean_keys(queries: Floats, keys: Floats, window: Floats) -> Floats:
+    """Keys that a query sees on average under a causal mask; the last query stands at the last key."""
+    seen = seen_keys(keys, window)
+    # Of the queries, so many stand too early to see all that the window lets them.
+    early = np.clip(seen - np.maximum(keys - queries, 0.0), 0.0, queries)
+    return seen - early * np.maximum(early - 1, 0.0) / (2 * queries)
+
+
 def _product(sizes: Mapping[str, Floats], dtype: str, kernel: str, device: DeviceKind) -> Demand:
     m, n, k = (sizes[name] for name in ("m", "n", "k"))
     count = sizes.get("count", np.ones_like(m))
@@ -123,10 +136,8 @@ def _attention(sizes: Mapping[str, Floats], dtype: str, kernel: str, device: Dev
     name, kv_name = split_dtype(dtype)
     width, kv_width, peak = DTYPE_BYTES[name], DTYPE_BYTES[kv_name], peak_flops(device, name)
     bandwidth, units = device.memory_bandwidth_bytes_per_s, float(device.num_multiprocessors)
-    seen = np.where(window > 0, np.minimum(window, keys), keys)
-    # Query i of q sees the keys up to its own, at most `seen`: on average seen · (1 - (seen - 1) / (2·q)) when all
-    # keys are the queries' own, and all that the window leaves in decoding.
-    mean = seen if decode else seen * (1 - (seen - 1) / (2 * queries))
+    seen = seen_keys(keys, window)
+    mean = mean_keys(queries, keys, window)
     packed = packs_heads(kernel, heads / kv_heads, window) if decode else np.zeros(len(heads), bool)
     shared, groups = np.where(packed, heads / kv_heads, 1.0), np.where(packed, kv_heads, heads)
     ways = []

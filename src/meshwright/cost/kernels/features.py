@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.cost.kernels.demand import seen_keys
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -56,6 +58,11 @@ def features_of(
     )
 
 
+def num_features(op: str) -> int:
+    """How many features an op has: placed ones, four shares and the family, the other sizes, alignment."""
+    return NUM_PLACED + 5 + len(SIZES[op]) - 3 + (6 if op == "matmul" else 4)
+
+
 def _alignment(op: str, sizes: Mapping[str, Floats]) -> list[Floats]:
     if op == "matmul":
         m, n, k = (sizes[name] for name in SIZES[op])
@@ -63,5 +70,5 @@ def _alignment(op: str, sizes: Mapping[str, Floats]) -> list[Floats]:
                 np.log(n / k)]  # fmt: skip
     shared = sizes["heads"] / sizes["kv_heads"]
     whole = sizes["queries"] * shared
-    seen = np.where(sizes["window"] > 0, np.minimum(sizes["window"], sizes["keys"]), sizes["keys"])
+    seen = seen_keys(sizes["keys"], sizes["window"])
     return [np.log(shared), np.ceil(whole / 64) * 64 / whole, np.log(sizes["batch"] * sizes["kv_heads"]), np.log(seen)]

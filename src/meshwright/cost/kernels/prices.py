@@ -1,0 +1,150 @@
+"""Prices of the products and attentions of a graph on a GPU, by the predictor of kernels that ships with Meshwright.
+
+    forward   one product (m, k) by (k, n), or one fused attention
+    backward  a product for each input that wants a gradient: (m, n) by (n, k) and (k, m) by (m, n); attention runs 2.5
+              times the FLOPs of its forward and is taken to reach the same share of the peak, so it is `transferred`
+
+Convolutions are the products that they are as implicit GEMMs. Attention without a causal mask takes the forward's time
+by its FLOPs. All else, and devices whose datasheet names no multiprocessors, keep the price that they have.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.cost.kernels.demand import mean_keys
+from meshwright.cost.kernels.model import Kernel
+from meshwright.cost.kernels.store import shipped_model
+from meshwright.cost.ops.work import read_work
+from meshwright.cost.prices import OpPrice
+from meshwright.cost.roofline import OpSeconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from meshwright.cost.prediction import Basis, Interval, Predictions
+    from meshwright.spec import DeviceKind, Graph, Op
+
+# FLOPs of the backward of attention over those of its forward: five products, one of them repeated (Dao et al., 2022).
+_ATTENTION_BACKWARD = 2.5
+_ATTENTION_DIMS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One kernel to be asked for: of which op, in which pass, how often its seconds count."""
+
+    place: int
+    backward: bool
+    times: float
+    op: str
+    sizes: Mapping[str, float]
+
+
+def price_kernels(
+    prices: Sequence[OpPrice],
+    graph: Graph,
+    ops: Sequence[Op],
+    keys: Sequence[str],
+    batch_size: int,
+    kind: DeviceKind,
+    dtype: str,
+    unsure: Interval,
+) -> list[OpPrice]:
+    """The prices of some ops, those that rest on a roofline replaced where the predictor knows the kernel.
+
+    ``keys``: those of the ops in the measurement table at ``dtype``; ``unsure``: the interval of what stays a roofline.
+    """
+    found = list(prices)
+    if not (kind.num_multiprocessors and kind.cache_bytes and kind.clock_hz):
+        return found
+    calls = [
+        call
+        for place, (price, op, key) in enumerate(zip(prices, ops, keys, strict=True))
+        if price.basis == "roofline"
+        for call in _calls(place, price, graph, op, key, batch_size)
+    ]
+    by_op: dict[str, list[_Call]] = defaultdict(list)
+    for call in calls:
+        by_op[call.op].append(call)
+    parts: dict[int, list[tuple[_Call, Predictions, int]]] = defaultdict(list)
+    for name, asked in by_op.items():
+        columns = {size: np.array([call.sizes[size] for call in asked], np.float64) for size in asked[0].sizes}
+        predicted = shipped_model().predict(Kernel(op=name, dtype=dtype, device=kind), columns)
+        for row, call in enumerate(asked):
+            parts[call.place].append((call, predicted, row))
+    for place, rows in parts.items():
+        found[place] = _gather(prices[place], rows, unsure)
+    return found
+
+
+def _calls(place: int, price: OpPrice, graph: Graph, op: Op, key: str, batch_size: int) -> list[_Call]:
+    work = read_work(key)
+    if work is None or work.family not in ("product", "convolution", "attention"):
+        return []
+    if work.family == "attention":
+        return _attention_calls(place, price, graph, op, batch_size)
+    m, n, k, count = (float(round(2.0**size)) for size in work.sizes)
+    sizes = [(m, n, k)]
+    if price.seconds.backward_s > 0:
+        # As many products as gradients are wanted; where one is, it is that of the first input that has one.
+        left, right = _wanted(graph, op)
+        sizes += [(m, k, n)] * left + [(k, n, m)] * right
+    return [
+        _Call(
+            place=place,
+            backward=index > 0,
+            times=1.0,
+            op="matmul",
+            sizes={"m": rows, "n": columns, "k": depth, "count": count},
+        )
+        for index, (rows, columns, depth) in enumerate(sizes)
+    ]
+
+
+def _wanted(graph: Graph, op: Op) -> tuple[bool, bool]:
+    """Whether the left and the right factor of a product want a gradient."""
+    flags = [graph.tensors[index].requires_grad for index in op.inputs]
+    first = 1 if op.kind.split(".")[1:2] in (["addmm"], ["baddbmm"]) else 0
+    return flags[first], flags[first + 1]
+
+
+def _attention_calls(place: int, price: OpPrice, graph: Graph, op: Op, batch_size: int) -> list[_Call]:
+    shapes = [[extent.at(batch_size) for extent in graph.tensors[index].shape] for index in op.inputs[:2]]
+    if any(len(shape) != _ATTENTION_DIMS for shape in shapes):
+        return []
+    (batch, heads, queries, dim), (_, kv_heads, keys, _) = shapes
+    causal = dict(op.attributes).get("is_causal") in (True, "True")
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "queries": queries, "keys": keys}
+    name = "attention_decode" if queries == 1 else "attention_prefill"
+    # Pairs of a query and a key over those that a causal mask leaves.
+    left = float(mean_keys(*(np.array([float(number)]) for number in (queries, keys, 0)))[0])
+    share = 1.0 if causal else keys / left
+    passes = [(False, share)] + [(True, share * _ATTENTION_BACKWARD)] * (price.seconds.backward_s > 0)
+    columns = {**{size: float(number) for size, number in sizes.items()}, "window": 0.0}
+    return [_Call(place=place, backward=b, times=times, op=name, sizes=columns) for b, times in passes]
+
+
+def _gather(price: OpPrice, rows: list[tuple[_Call, Predictions, int]], unsure: Interval) -> OpPrice:
+    """One price from the kernels of its passes; what adds gradients stays what it was."""
+    basis: Basis = "regressed"
+    ends = {}
+    for end in ("seconds", "low_s", "high_s"):
+        sums = [0.0, 0.0]
+        for call, predicted, row in rows:
+            sums[call.backward] += call.times * float(getattr(predicted, end)[row])
+        ends[end] = sums
+    for call, predicted, row in rows:
+        if predicted.basis[row] != "regressed" or call.times != 1.0:
+            basis = "transferred"
+    added = price.seconds.accumulate_s
+    factors = {"seconds": 1.0, "low_s": unsure.low, "high_s": unsure.high}
+    seconds, low, high = (
+        OpSeconds(forward_s=sums[0], backward_s=sums[1], accumulate_s=added * factors[end])
+        for end, sums in ends.items()
+    )
+    return OpPrice(seconds=seconds, low=low, high=high, basis=basis)
