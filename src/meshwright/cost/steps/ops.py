@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from meshwright.cost.transformer import Experts, TrainingSetup, TransformerShape
+    from meshwright.cost.transformer import Experts, LatentAttention, TrainingSetup, TransformerShape
 
 Op = Literal["matmul", "bmm", "attention", "memory", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Part = Literal["forward", "input_gradient", "weight_gradient"]
@@ -140,11 +140,11 @@ def recomputed_ops(ops: tuple[CountedOp, ...], recompute: str) -> tuple[CountedO
 
 
 def _attention(shape: TransformerShape, setup: TrainingSetup) -> list[CountedOp]:
+    if shape.latent is not None:
+        return _latent_attention(shape, shape.latent, setup)
     tokens, tp = setup.tokens, setup.tp
     heads, kv_heads = shape.heads // tp or 1, shape.kv_heads // tp or 1
     queries = setup.seq // setup.cp
-    if shape.latent is not None:
-        return _latent_attention(shape, setup)
     out = heads * shape.head_dim
     ops = [
         _matmul("qkv", tokens, out + 2 * kv_heads * shape.head_dim, shape.hidden),
@@ -167,9 +167,8 @@ def _attention(shape: TransformerShape, setup: TrainingSetup) -> list[CountedOp]
     ]
 
 
-def _latent_attention(shape: TransformerShape, setup: TrainingSetup) -> list[CountedOp]:
-    latent, tokens, heads = shape.latent, setup.tokens, shape.heads // setup.tp or 1
-    assert latent is not None
+def _latent_attention(shape: TransformerShape, latent: LatentAttention, setup: TrainingSetup) -> list[CountedOp]:
+    tokens, heads = setup.tokens, shape.heads // setup.tp or 1
     width = latent.content_dim + latent.rotary_dim
     return [
         _matmul("query down", tokens, latent.query_rank, shape.hidden),
