@@ -4,6 +4,7 @@ from meshwright.cost.memory.allocator import DevicePeaks, follow_allocator
 from meshwright.cost.memory.frameworks import DevicePeak, predict_device_peak
 from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak
 from meshwright.cost.memory.lifetimes import recompute_layers
+from meshwright.cost.memory.options import MemoryOptions, RankMemory, weigh_rank
 from meshwright.cost.memory.stage import StageMemory, weigh_stage
 from meshwright.cost.memory.step import predict_step_memory, trace_step
 from meshwright.cost.memory.transformer import saved_bytes
@@ -12,7 +13,9 @@ __all__ = [
     "DevicePeak",
     "DevicePeaks",
     "MemoryEvents",
+    "MemoryOptions",
     "Peak",
+    "RankMemory",
     "StageMemory",
     "find_peak",
     "follow_allocator",
@@ -21,5 +24,6 @@ __all__ = [
     "recompute_layers",
     "saved_bytes",
     "trace_step",
+    "weigh_rank",
     "weigh_stage",
 ]

@@ -1,0 +1,212 @@
+"""What a stage of a graph needs on a rank when it is sharded, computed again or moved to the host: closed forms.
+
+With N ranks that hold the same stage, of which each group of e shares out the experts, P elements of parameters (those
+of experts divided by e, and shared by N / e ranks only), width w and s bytes of states per element:
+
+    parameters    w·P,   ZeRO-3: w·P / N + two layers gathered in full
+    gradients     w·P,   ZeRO-2, 3: w·P / N + one layer
+    states        s·P,   ZeRO-1, 2, 3: s·P / N                       (Rajbhandari et al., SC 2020, section 5)
+    activations   microbatches in flight · what is kept; computed again: what ranges read, and one range inside
+    host          states, per step 2·w·P / N bytes over PCIe         (Ren et al., ZeRO-Offload, ATC 2021, section 4)
+    NVMe          states, read and written once a step on top        (Rajbhandari et al., ZeRO-Infinity, SC 2021)
+    activations on the host: each kept byte goes there and comes back; two layers' stay
+
+A `Plan` knows none of this yet: these functions answer for given options.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.cost.memory.lifetimes import find_lifetimes
+from meshwright.cost.memory.stage import weigh_stage
+from meshwright.cost.optimizers import state_bytes
+from meshwright.spec import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from meshwright.cost.memory.lifetimes import Ranges
+    from meshwright.cost.transformer import ZeroStage
+    from meshwright.spec import Graph, Link, StageSlice, Workload
+
+# Layers whose parameters or activations are on the device at once: the one that computes and the next.
+_LAYERS_AT_HAND = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """How a stage is kept. ``states_on`` and ``activations_on`` say where they are between uses.
+
+    ``recompute``: ranges of ops that are computed again, from `recompute_layers`. ``num_expert_ranks`` divides
+    ``num_ranks``. Raises PlanError otherwise.
+    """
+
+    num_ranks: int = 1
+    num_expert_ranks: int = 1
+    zero: ZeroStage = 0
+    recompute: Ranges = ()
+    states_on: Literal["device", "host", "nvme"] = "device"
+    activations_on: Literal["device", "host"] = "device"
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.num_expert_ranks < 1 or self.num_ranks % self.num_expert_ranks:
+            raise PlanError(
+                f"{self.num_ranks} ranks were to share experts among {self.num_expert_ranks}; expected positive "
+                "numbers of which the second divides the first. Choose such."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank on its device, on its host and on NVMe, and bytes moved per step to and from each."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    buffer_bytes: int
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+    host_moved_bytes: int = 0
+    nvme_moved_bytes: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Peak on the device."""
+        parts = (self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes, self.activation_bytes)
+        return sum(parts) + self.buffer_bytes
+
+    def moving_seconds(self, pcie: Link, nvme_bandwidth_bytes_per_s: float | None = None) -> float:
+        """Seconds of a step that the links need for what is moved, one after the other; 0 if nothing is.
+
+        Raises PlanError where something lies on NVMe and its bandwidth is not given.
+        """
+        seconds = pcie.seconds(self.host_moved_bytes) if self.host_moved_bytes else 0.0
+        if not self.nvme_moved_bytes:
+            return seconds
+        if nvme_bandwidth_bytes_per_s is None:
+            raise PlanError(
+                "States lie on NVMe, but its bandwidth was not given; expected bytes per second. Take them from the "
+                "drive's datasheet, for reading and writing in turn."
+            )
+        return seconds + self.nvme_moved_bytes / nvme_bandwidth_bytes_per_s
+
+
+def weigh_rank(
+    graph: Graph,
+    stage: StageSlice,
+    batch_size: int,
+    workload: Workload,
+    options: MemoryOptions,
+    *,
+    num_in_flight: int = 1,
+    num_microbatches: int = 1,
+) -> RankMemory:
+    """Memory of a rank of a stage for microbatches of ``batch_size`` samples, in training.
+
+    Raises GraphError for a batch or for ranges that the graph does not have.
+    """
+    plain = weigh_stage(graph, stage, batch_size, workload)
+    width, states = workload.float_bytes, state_bytes(workload.optimizer, workload.precision)
+    shards = _Shards(graph, stage, options)
+    all_elements, trainable = shards.held(stage.parameters), shards.held(_trainable(graph, stage.parameters))
+    layer = shards.largest_layer()
+    parameters, gradients, kept_states = width * all_elements, width * trainable, states * trainable
+    if options.zero >= 1:
+        kept_states = states * shards.sharded(_trainable(graph, stage.parameters))
+    if options.zero >= 2:
+        gradients = width * (shards.sharded(_trainable(graph, stage.parameters)) + layer)
+    if options.zero == 3:
+        parameters = width * (shards.sharded(stage.parameters) + _LAYERS_AT_HAND * layer)
+    kept, inside = _kept_bytes(graph, stage, batch_size, width, options.recompute)
+    around = plain.received_bytes + plain.input_bytes + plain.sent_bytes
+    on_device, activations_moved, activations_away = num_in_flight * (kept + around), 0, 0
+    if options.activations_on == "host":
+        at_hand = min(num_in_flight * kept, _LAYERS_AT_HAND * _largest_saved(graph, stage, batch_size, width))
+        activations_away = num_in_flight * kept - at_hand
+        on_device = num_in_flight * around + at_hand
+        activations_moved = 2 * num_microbatches * kept
+    away = kept_states if options.states_on != "device" else 0
+    exchanged = 2 * width * shards.sharded(_trainable(graph, stage.parameters)) if away else 0
+    return RankMemory(
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
+        optimizer_bytes=kept_states - away,
+        activation_bytes=on_device + inside + plain.workspace_bytes,
+        buffer_bytes=plain.buffer_bytes,
+        host_bytes=activations_away + (away if options.states_on == "host" else 0),
+        nvme_bytes=away if options.states_on == "nvme" else 0,
+        host_moved_bytes=activations_moved + exchanged,
+        nvme_moved_bytes=2 * away if options.states_on == "nvme" else 0,
+    )
+
+
+class _Shards:
+    """Elements of a stage's parameters that a rank holds, in full or as its share."""
+
+    def __init__(self, graph: Graph, stage: StageSlice, options: MemoryOptions) -> None:
+        self._graph, self._stage, self._options = graph, stage, options
+
+    def held(self, parameters: Iterable[int]) -> int:
+        """Elements where nothing is sharded but experts."""
+        return sum(self._elements(i) // self._expert_ranks(i) for i in parameters)
+
+    def sharded(self, parameters: Iterable[int]) -> int:
+        """Elements of a rank's share, rounded up per parameter as sharding by rows does."""
+        return sum(-(-self._elements(i) // self._options.num_ranks) for i in parameters)
+
+    def largest_layer(self) -> int:
+        """Elements of the layer of the stage that holds most."""
+        mine, ops = set(self._stage.parameters), set(self._stage.ops)
+        layers = (
+            {i for op in range(layer.start, layer.stop) if op in ops for i in self._graph.ops[op].inputs if i in mine}
+            for layer in self._graph.layers
+        )
+        return max((self.held(layer) for layer in layers), default=0)
+
+    def _elements(self, parameter: int) -> int:
+        return self._graph.tensors[parameter].num_elements(0)
+
+    def _expert_ranks(self, parameter: int) -> int:
+        # Experts are stacked along the first dim of parameters of a module of that name.
+        is_expert = "experts" in self._graph.tensors[parameter].name.split(".")
+        return self._options.num_expert_ranks if is_expert else 1
+
+
+def _trainable(graph: Graph, parameters: Iterable[int]) -> list[int]:
+    return [i for i in parameters if graph.tensors[i].requires_grad]
+
+
+def _kept_bytes(graph: Graph, stage: StageSlice, batch_size: int, width: int, ranges: Ranges) -> tuple[int, int]:
+    """Bytes that a microbatch keeps, and what the range that keeps most inside takes when it is computed again."""
+    elsewhere = {graph.tensors[i].storage for channel in stage.incoming for i in channel.tensors}
+    elsewhere |= {graph.tensors[i].storage for i in stage.inputs}
+    mine = set(stage.ops)
+    lives = find_lifetimes(graph, tuple(item for item in ranges if item[0] in mine))
+    touched = _saved_storages(graph, mine) | _read_storages(graph, mine)
+    kept = (touched & lives.kept) - elsewhere
+    inside = (_saved_storages(graph, set(range(start, stop))) - kept for start, stop in ranges if start in mine)
+    sizes = [sum(_bytes(graph, i, batch_size, width) for i in storages) for storages in inside]
+    return sum(_bytes(graph, i, batch_size, width) for i in kept), max(sizes, default=0)
+
+
+def _largest_saved(graph: Graph, stage: StageSlice, batch_size: int, width: int) -> int:
+    mine = set(stage.ops)
+    layers = (mine & set(range(layer.start, layer.stop)) for layer in graph.layers)
+    return max(sum(_bytes(graph, i, batch_size, width) for i in _saved_storages(graph, ops)) for ops in layers)
+
+
+def _saved_storages(graph: Graph, ops: set[int]) -> set[int]:
+    storages = {graph.tensors[i].storage for op in ops for i in graph.ops[op].saved}
+    return {i for i in storages if graph.tensors[i].role in ("activation", "saved")}
+
+
+def _read_storages(graph: Graph, ops: set[int]) -> set[int]:
+    read = {i for op in ops for i in graph.ops[op].inputs}
+    return {graph.tensors[i].storage for i in read if graph.tensors[i].role == "activation"}
+
+
+def _bytes(graph: Graph, tensor: int, batch_size: int, width: int) -> int:
+    return graph.tensors[tensor].num_bytes(batch_size, width)
