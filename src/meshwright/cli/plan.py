@@ -81,7 +81,13 @@ def plan(
 ) -> None:
     """Search for the fastest layout that fits and explain it. Needs no GPU and allocates no weight."""
     from meshwright.cost import CostModel
-    from meshwright.planner import NothingFitsError, plans_document, search_plans
+    from meshwright.planner import (
+        NothingFitsError,
+        explain_step_interval,
+        plans_document,
+        predict_step_interval,
+        search_plans,
+    )
     from meshwright.records import load_measurements
     from meshwright.report import fit_table, plans_table
 
@@ -132,6 +138,7 @@ def plan(
         written = [*written, put_page(document, page, open_browser)]
     size = plans.best.plan.microbatch_size
     basis = cost.explain_basis(graph_for(size), size)
+    interval = predict_step_interval(best, graph_for(size), machine, cost)
     if as_json:
         places = {"file": files.plan, "script": files.script, "page": page}
         print_json(
@@ -139,11 +146,13 @@ def plan(
                 "plans": plans.rows(),
                 "ranks": plans.best.memory_rows(),
                 "basis": basis,
+                "step_interval_s": interval,
                 **{name: str(path) if path else None for name, path in places.items()},
             }
         )
         return
-    print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), basis, "")
+    sure = filter(None, (basis, explain_step_interval(interval)))
+    print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *sure, "")
     # Names of files may hold square brackets, which rich would read as markup.
     print_tables(fit_table(plans.best.memory_rows()), *map(Text, written or [no_files(model)]))
 

@@ -41,7 +41,7 @@ def simulate(
     """Predict when every instruction of a plan runs, its step time and each rank's peak memory."""
     from meshwright.cli.schedules import compare, compared_schedules
     from meshwright.cost import CostModel
-    from meshwright.planner import rank_simulation, simulation_document
+    from meshwright.planner import explain_step_interval, predict_step_interval, rank_simulation, simulation_document
     from meshwright.program import with_schedule
     from meshwright.records import load_measurements
     from meshwright.report import draw_grid, timeline_rows, timeline_table, write_trace
@@ -57,6 +57,7 @@ def simulate(
     captured = graph_of_plan(document, graph)
     result = simulate_plan(document, captured, machine, cost=cost, num_steps=steps)
     basis = cost.explain_basis(captured, document.microbatch_size)
+    interval = predict_step_interval(document, captured, machine, cost)
     rows, comparison = compare(document, captured, machine, cost, compared_schedules(document, against))
     if out is not None:
         write_document(result.timeline, out)
@@ -74,6 +75,7 @@ def simulate(
                 "plan": str(plan),
                 "step_time_s": result.step_time_s,
                 "basis": basis,
+                "step_interval_s": interval,
                 **timeline_rows(result.timeline),
                 **({"schedules": rows} if rows else {}),
                 **files,
@@ -82,7 +84,7 @@ def simulate(
         return
     print_tables(
         timeline_table(result.timeline),
-        basis,
+        *filter(None, (basis, explain_step_interval(interval))),
         draw_grid(result.timeline, width=grid_width(result.timeline.num_ranks)),
         *comparison,
     )

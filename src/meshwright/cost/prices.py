@@ -11,8 +11,8 @@ Measured: `meshwright validate cpu_ops`, part "totals".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from meshwright.cost.prediction import Interval
     from meshwright.cost.roofline import OpSeconds
+
+End = Literal["low", "high"]
 
 # Of these bases all ops of a device err together.
 _SHARED: tuple[Basis, ...] = ("transferred", "roofline")
@@ -71,6 +73,21 @@ class OpPrices:
         seconds = self.forward_s[chosen] + self.backward_s[chosen]
         low, high = self.low_s[chosen, :2].sum(axis=1), self.high_s[chosen, :2].sum(axis=1)
         return add_intervals(seconds, low, high, self.group[chosen])
+
+    def at_end(self, end: End) -> OpPrices:
+        """All ops times one factor, so that their sum is at one end of its interval, which is nothing else then."""
+        whole = self.total()
+        factor = (whole.low_s if end == "low" else whole.high_s) / whole.seconds if whole.seconds else 1.0
+        columns = np.stack([self.forward_s, self.backward_s, self.accumulate_s], axis=1) * factor
+        columns.setflags(write=False)
+        return replace(
+            self,
+            forward_s=columns[:, 0],
+            backward_s=columns[:, 1],
+            accumulate_s=columns[:, 2],
+            low_s=columns,
+            high_s=columns,
+        )
 
 
 def price_around(seconds: OpSeconds, interval: Interval, basis: Basis) -> OpPrice:

@@ -8,6 +8,7 @@ from meshwright.planner.candidates import Coverage
 from meshwright.planner.diagnosis import NothingFitsError
 from meshwright.planner.dynamic_program import SlicingProblem
 from meshwright.planner.evaluate import Breakdown, RankedPlan, evaluate_plan, rank_simulation
+from meshwright.planner.interval import explain_step_interval, predict_step_interval
 from meshwright.planner.pages import plans_document, simulation_document
 from meshwright.planner.plans import Plans, explain_difference
 from meshwright.planner.schedules import compare_schedules, schedule_rows
@@ -25,7 +26,9 @@ __all__ = [
     "compare_schedules",
     "evaluate_plan",
     "explain_difference",
+    "explain_step_interval",
     "plans_document",
+    "predict_step_interval",
     "rank_simulation",
     "schedule_rows",
     "search_plans",
