@@ -182,22 +182,25 @@ def test_the_last_and_the_first_stage_have_fewer_layers():
     assert layers_per_stage(126, 8)[0] == layers_per_stage(126, 8)[-1] == 15
 
 
-@given(num_ranks=st.integers(2, 8), num_bytes=st.integers(1, 2**32))
-def test_a_ring_within_a_node_moves_what_a_ring_moves(num_ranks, num_bytes):
-    ring = prices(replace(SETUP, tp=num_ranks if 16 % num_ranks == 0 else 2)).ring(num_ranks, 1)
-    latency = ring_seconds(num_ranks, 0, ring.latency_s / num_ranks, 1.0)
-    moved = ring.seconds("all_reduce", num_bytes) - ring.seconds("all_reduce", 0)
-    assert moved == pytest.approx(ring_seconds(num_ranks, num_bytes, 0.0, 300e9), rel=1e-6)
-    assert ring.seconds("all_reduce", 0) == pytest.approx(latency * num_ranks / (num_ranks - 1))
+@given(num_ranks=st.sampled_from([2, 4, 8, 16]), num_bytes=st.integers(1, 2**32))
+def test_a_group_within_a_node_is_a_ring_over_its_links(num_ranks, num_bytes):
+    seconds = prices(replace(SETUP, tp=num_ranks), kind="16xA100").collective_seconds("tensor", "all_reduce", num_bytes)
+    assert seconds == pytest.approx(ring_seconds(num_ranks, num_bytes, 3.4e-6, 300e9), rel=1e-9)
 
 
-def test_a_group_across_nodes_has_its_share_of_the_nics():
-    at = prices(SETUP)
-    # Eight NICs of 25 GB/s: all of a node's devices together, one device of each node alone, half of them.
-    assert at.ring(16, 1).bandwidth_bytes_per_s == 200e9
-    assert at.ring(4, 8).bandwidth_bytes_per_s == 25e9
-    assert at.ring(32, 2).bandwidth_bytes_per_s == 100e9
-    assert at.ring(8, 1).bandwidth_bytes_per_s == 300e9
+# Eight NICs of 25 GB/s: of a node's eight devices all belong to the group, one, or four, the others to other groups.
+@pytest.mark.parametrize(("tp", "dp", "bandwidth"), [(1, 16, 200e9), (8, 4, 25e9), (2, 32, 100e9), (1, 8, 300e9)])
+def test_a_group_across_nodes_has_its_share_of_the_nics(tp, dp, bandwidth):
+    at = prices(replace(SETUP, tp=tp, dp=dp))
+    small, large = (at.collective_seconds("data", "all_gather", size) for size in (0, 2**34))
+    assert large - small == pytest.approx((dp - 1) / dp * 2**34 / bandwidth)
+    assert small > 0
+
+
+def test_stages_on_other_nodes_are_reached_by_nics():
+    near, far = (prices(replace(SETUP, tp=tp, pp=2)) for tp in (1, 8))
+    assert near.collective_seconds("pipeline", "send", 2**30) == pytest.approx(3.4e-6 + 2**30 / 300e9)
+    assert far.collective_seconds("pipeline", "send", 2**30) == pytest.approx(9.6e-6 + 2**30 / 25e9)
 
 
 @pytest.mark.parametrize(

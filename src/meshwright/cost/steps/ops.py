@@ -274,7 +274,7 @@ def _collectives(shape: TransformerShape, setup: TrainingSetup, experts: Experts
         ops.append(_collective("all_gather", keys, "context", "input_gradient", hidden_by="input_gradient"))
         ops.append(_collective("reduce_scatter", keys, "context", "input_gradient", hidden_by="input_gradient"))
     if experts is not None and setup.ep > 1:
-        routed = whole * experts.top_k
+        routed = whole * experts.top_k * setup.ep
         ops += [replace(_collective("all_to_all", routed, "expert", "forward"), count=2.0)]
         ops += [replace(_collective("all_to_all", routed, "expert", "input_gradient"), count=2.0)]
     return ops

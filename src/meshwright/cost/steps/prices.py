@@ -3,29 +3,29 @@
     products      max(FLOPs / (peak · e_product · scale), bytes / (memory bandwidth · e_memory)) + launch
     attention     the same, with the share of the peak that its kernels are published to reach, where one is given
     passes        bytes / (memory bandwidth · e_memory) + launch
-    collectives   ring: steps · latency + share · bytes / (bandwidth of the slowest place on the ring · e_network)
+    collectives   steps · latency + bytes through the busiest port / (its bandwidth · e_network)
 
-The share is 2(r-1)/r for an all-reduce of r ranks and (r-1)/r for the other collectives (Patarasu and Yuan, JPDC 2009).
-A group with d ranks on each node has that share of the node's NICs: other groups of the same step use the rest at the
-same time. The scale of a dtype is what large products reach on this device over what they reach on the one whose
-efficiencies are used, both measured alone.
+Steps, ports and how groups share the NICs of a node are those of `cost.collectives`, by rings; the same collective runs
+in all groups of a kind at once. The scale of a dtype is what large products reach on this device over what they reach
+on the one whose efficiencies are used, both measured alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from meshwright.cost.collectives.algorithms import count_steps, port_share
+from meshwright.cost.collectives.groups import Group
 from meshwright.cost.roofline import LAUNCH_S, peak_flops
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from meshwright.cost.collectives import CollectiveOp
     from meshwright.cost.steps.ops import CountedOp
     from meshwright.cost.transformer import TrainingSetup
     from meshwright.spec import DeviceKind, Node
-
-_SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +35,6 @@ class Efficiencies:
     product: float
     memory: float
     network: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
-    """The slowest place on a ring of ranks: bytes per second of one rank, and seconds of one round of all steps."""
-
-    num_ranks: int
-    bandwidth_bytes_per_s: float
-    latency_s: float
-
-    def seconds(self, op: str, num_bytes: float) -> float:
-        """One collective over a full tensor of ``num_bytes`` (of an all-to-all: what one rank holds)."""
-        if self.num_ranks < 2:
-            return 0.0
-        share = _SHARES[op]
-        moved = share * (self.num_ranks - 1) / self.num_ranks * num_bytes
-        return share * self.latency_s + moved / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,21 +47,24 @@ class StepPrices:
     efficiencies: Efficiencies
     product_scales: Mapping[str, float] = field(default_factory=dict)
     attention_share: float | None = None
-    _rings: dict[str, Ring] = field(init=False, repr=False, default_factory=dict)
+    _places: dict[str, Group] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         setup = self.setup
         # Ranks are numbered tensor group first, then context, then data, then pipeline (Megatron-LM's order).
-        self._rings["tensor"] = self.ring(setup.tp, 1)
-        self._rings["context"] = self.ring(setup.cp, setup.tp)
-        self._rings["expert"] = self.ring(setup.ep, setup.tp)
-        self._rings["data"] = self.ring(setup.dp * setup.cp, setup.tp)
-        self._rings["embedding"] = self.ring(min(setup.pp, 2), setup.num_devices // setup.pp)
+        next_stage = setup.num_devices // setup.pp
+        self._places["tensor"] = self.place(setup.tp, 1)
+        self._places["context"] = self.place(setup.cp, setup.tp)
+        self._places["expert"] = self.place(setup.ep, setup.tp)
+        self._places["data"] = self.place(setup.dp * setup.cp, setup.tp)
+        self._places["pipeline"] = self.place(min(setup.pp, 2), next_stage)
+        # The first and the last stage share the embedding.
+        self._places["embedding"] = self.place(min(setup.pp, 2), next_stage * max(setup.pp - 1, 1))
 
     def seconds(self, op: CountedOp) -> float:
         """One run of an op; a collective of a single rank takes no time."""
         if op.group:
-            return self.collective_seconds(op.group, op.op, op.num_bytes)
+            return self.collective_seconds(op.group, cast("CollectiveOp", op.op), op.num_bytes)
         moving = self.pass_seconds(op.num_bytes)
         if op.op == "memory":
             return moving
@@ -96,27 +82,32 @@ class StepPrices:
         """A kernel that reads and writes so many bytes."""
         return num_bytes / (self.kind.memory_bandwidth_bytes_per_s * self.efficiencies.memory) + LAUNCH_S
 
-    def collective_seconds(self, group: str, op: str, num_bytes: float) -> float:
-        """A collective of the tensor, context, expert, data or embedding group that a rank belongs to."""
-        return self._rings[group].seconds(op, num_bytes)
+    def collective_seconds(self, group: str, op: CollectiveOp, num_bytes: float) -> float:
+        """A collective over a full tensor of ``num_bytes``, or a send, in a group that a rank belongs to.
 
-    def send_seconds(self, num_bytes: float) -> float:
-        """A message to the next pipeline stage."""
-        ranks_between = self.setup.num_devices // self.setup.pp
-        return self.ring(2, ranks_between).latency_s + num_bytes / self.ring(2, ranks_between).bandwidth_bytes_per_s
+        ``group``: "tensor", "context", "expert", "data", "pipeline" or "embedding".
+        """
+        place = self._places[group]
+        if place.num_ranks == 1:
+            return 0.0
+        inside, nic = self.node.device_link, self.node.nic
+        steps = count_steps(op, place)
+        within = port_share(op, Group(num_ranks=place.num_ranks)) * num_bytes / inside.bandwidth_bytes_per_s
+        if place.num_nodes == 1:
+            return steps * inside.latency_s + within / self.efficiencies.network
+        crossing = place.num_nodes / place.num_ranks
+        latency = steps * (crossing * nic.latency_s + (1 - crossing) * inside.latency_s)
+        across = port_share(op, place) * num_bytes / (nic.bandwidth_bytes_per_s * self.node.num_nics)
+        slowest = max(across, within) if place.ranks_per_node > 1 else across
+        return latency + slowest / self.efficiencies.network
 
-    def ring(self, num_ranks: int, stride: int) -> Ring:
-        """The ring through every ``stride``-th rank."""
-        node, per_node = self.node, self.node.num_devices
+    def place(self, num_ranks: int, stride: int) -> Group:
+        """Where the group of every ``stride``-th rank lies, the step's other groups of the kind running beside it."""
+        per_node = self.node.num_devices
         members = min(max(per_node // stride, 1), num_ranks)
         if members == num_ranks:
-            bandwidth, latency = node.device_link.bandwidth_bytes_per_s, num_ranks * node.device_link.latency_s
-        else:
-            nics = node.nic.bandwidth_bytes_per_s * node.num_nics * members / per_node
-            bandwidth = min(node.device_link.bandwidth_bytes_per_s, nics) if members > 1 else nics
-            num_nodes = -(-num_ranks // members)
-            latency = num_nodes * node.nic.latency_s + (num_ranks - num_nodes) * node.device_link.latency_s
-        return Ring(num_ranks=num_ranks, bandwidth_bytes_per_s=bandwidth * self.efficiencies.network, latency_s=latency)
+            return Group(num_ranks=num_ranks)
+        return Group(num_ranks=num_ranks, num_nodes=-(-num_ranks // members), num_sharing=per_node // members)
 
     def _dtype(self, op: CountedOp) -> str:
         # Only products with parameters run in 8 bits; attention's own stay in 16 (Transformer Engine, torchao). Both

@@ -124,7 +124,7 @@ def _stage(
     if setup.pp > 1:
         # Each of the tensor group's devices sends its share (scatter/gather; sequence parallelism).
         shared = HALF * setup.tokens * shape.hidden / setup.tp
-        transfers = 2 * setup.chunks * prices.send_seconds(shared)
+        transfers = 2 * setup.chunks * prices.collective_seconds("pipeline", "send", shared)
     return StageSeconds(
         forward_s=parts["forward"],
         input_gradient_s=parts["input_gradient"],
