@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.cost.collectives.algorithms import ring_seconds
 from meshwright.cost.steps import (
     Efficiencies,
     StageSeconds,
@@ -23,7 +24,6 @@ from meshwright.cost.steps import (
     predict_step,
     recomputed_ops,
 )
-from meshwright.cost.transfers import ring_seconds
 from meshwright.cost.transformer import Experts, TrainingSetup, TransformerShape
 from meshwright.spec import load_cluster
 

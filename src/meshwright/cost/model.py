@@ -3,7 +3,8 @@
 One question per method, each answered from the measurement table where it applies (the device kind has the table's
 name, ranks share a node) and from datasheet figures elsewhere:
 
-    price_ops           table, ops, prices, roofline    send_seconds, all_reduce_seconds   transfers
+    price_ops           table, ops, prices, roofline    send_seconds, all_reduce_seconds   transfers, collectives
+    predict_collective  collectives                     collective_seconds                 collectives
     optimizer_seconds   optimizers                      bucket_seconds                     optimizers
     stage_memory        memory                          peak_memory                        memory
 
@@ -19,29 +20,37 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from meshwright.cost.classes import classify_ops
+from meshwright.cost.collectives.datasheet import price_collective
+from meshwright.cost.collectives.groups import place_group
 from meshwright.cost.kernels import price_kernels
 from meshwright.cost.memory import StageMemory, weigh_stage
 from meshwright.cost.optimizers import copy_seconds, optimizer_curves, step_seconds, trainable_elements
+from meshwright.cost.prediction import Predictions
 from meshwright.cost.prices import End, OpPrices, gather_prices
 from meshwright.cost.table import ROOFLINE, OpTable, key_in, price_op
-from meshwright.cost.transfers import TransferTable, ring_seconds, slowest_link
+from meshwright.cost.transfers import TransferTable
 from meshwright.spec import Cluster, DeviceKind, Graph, Measurements
 from meshwright.spec.measurements import BUCKET_COPY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from meshwright.cost.collectives import CollectiveModel, CollectiveOp
     from meshwright.cost.curves import Curve
+    from meshwright.cost.prediction import Basis, Floats
     from meshwright.spec import Optimizer, StageSlice, Workload
     from meshwright.spec.workload import Precision
 
 T = TypeVar("T")
+
+_ROOFLINE: tuple[Basis, ...] = ("roofline",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostModel:
     """Prices for one cluster, from one measurement table (or none), for models that run in ``precision``.
 
+    ``collectives``: what was fitted on measured collectives of this kind of cluster (`fit_collectives`).
     ``ops_at``: all ops of a graph as fast or as slow as the 80 % interval of their sum allows; see `at_end`.
     """
 
@@ -49,6 +58,7 @@ class CostModel:
     measurements: Measurements | None = None
     precision: Precision = "float32"
     ops_at: End | None = None
+    collectives: CollectiveModel | None = None
     _ops: OpTable | None = field(init=False, repr=False, default=None)
     _transfers: TransferTable | None = field(init=False, repr=False, default=None)
     _optimizers: dict[str, Curve] = field(init=False, repr=False, default_factory=dict)
@@ -120,6 +130,34 @@ class CostModel:
         group = tuple(ranks)
         return self._keep(("all_reduce", group, num_bytes), lambda: self._all_reduce(group, num_bytes))
 
+    def collective_seconds(
+        self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, concurrent: Sequence[Sequence[int]] = ()
+    ) -> float:
+        """Seconds of a collective among the ranks, in any order, while the ``concurrent`` groups run the same.
+
+        ``num_bytes`` are those of the full tensor: what an all-gather yields, what a reduce-scatter takes in.
+        """
+        key = ("collective", op, tuple(ranks), num_bytes, tuple(map(tuple, concurrent)))
+        sizes = np.array([num_bytes], np.float64)
+        return self._keep(key, lambda: float(self.predict_collective(op, ranks, sizes, concurrent).seconds[0]))
+
+    def predict_collective(
+        self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Sequence[Sequence[int]] = ()
+    ) -> Predictions:
+        """Seconds of a collective for many sizes (shape (n,)), with intervals and basis.
+
+        Measured on this kind of device where `collectives` has it or something comparable; else from the datasheet's
+        links, whose interval is not known: it spans from half to twice.
+        """
+        group = place_group(self.cluster, ranks, concurrent)
+        kinds = {self.cluster.device_kind(rank).name for rank in ranks}
+        if self.collectives is not None and kinds == {self.collectives.device}:
+            found = self.collectives.predict(op, group, num_bytes)
+            if found is not None:
+                return found
+        seconds = price_collective(self.cluster, op, ranks, group, num_bytes)
+        return Predictions(seconds=seconds, low_s=seconds / 2, high_s=seconds * 2, basis=_ROOFLINE * len(num_bytes))
+
     def all_reduce_host_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
         """Seconds of processor time that an all-reduce takes from each rank; 0 where not measured."""
         group = tuple(ranks)
@@ -175,8 +213,7 @@ class CostModel:
             measured = self._transfers.all_reduce(len(ranks), num_bytes)
             if measured is not None:
                 return measured
-        latency, bandwidth = self._keep(("ring", ranks), lambda: slowest_link(self.cluster, ranks))
-        return ring_seconds(len(ranks), num_bytes, latency, bandwidth)
+        return self.collective_seconds("all_reduce", ranks, num_bytes)
 
     def _measured_among(self, ranks: tuple[int, ...]) -> bool:
         """Whether the transfer table applies: all ranks of the measured kind, on one node."""

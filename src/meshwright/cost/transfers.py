@@ -1,10 +1,8 @@
-"""How long bytes take between ranks: measured where the ranks are of the measured kind and share a node, else by links.
+"""How long bytes take between ranks that share a node of the measured kind, and how much processor time they cost.
 
-    send         t = α + n/β of the link between the two ranks
-    all-reduce   ring over k ranks: t = 2(k-1)·α + 2(k-1)/k · n/β, with the slowest link on the way round
-
-Patarasu and Yuan (JPDC 2009) for the ring's terms. A number of ranks that was not measured is transferred from the
-nearest that was: its latency grows with k-1, its bytes with (k-1)/k.
+A number of ranks that was not measured is transferred from the nearest that was, by the ring's terms (Patarasu and
+Yuan, JPDC 2009): its latency grows with k-1, its bytes with (k-1)/k. Ranks of other kinds or nodes, and other
+collectives, are priced by `meshwright.cost.collectives`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING
 from meshwright.cost.curves import Curve, fit_curve
 
 if TYPE_CHECKING:
-    from meshwright.spec import Cluster, Measurements
+    from meshwright.spec import Measurements
 
 
 class TransferTable:
@@ -46,16 +44,3 @@ class TransferTable:
     def _nearest(self, kind: str, num_ranks: int) -> int | None:
         measured = [ranks for found, ranks, _ in self._curves if found == kind]
         return min(measured, key=lambda ranks: (abs(ranks - num_ranks), ranks), default=None)
-
-
-def ring_seconds(num_ranks: int, num_bytes: float, latency_s: float, bandwidth_bytes_per_s: float) -> float:
-    """A ring all-reduce of ``num_bytes`` over links of one latency and bandwidth; 0 for a single rank."""
-    steps = 2 * (num_ranks - 1)
-    return steps * latency_s + steps / num_ranks * num_bytes / bandwidth_bytes_per_s
-
-
-def slowest_link(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[float, float]:
-    """(largest latency in s, smallest bandwidth in bytes/s) on the ring through ``ranks`` in the order given."""
-    neighbours = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
-    links = [cluster.link_between(here, there) for here, there in neighbours]
-    return max(link.latency_s for link in links), min(link.bandwidth_bytes_per_s for link in links)

@@ -24,12 +24,10 @@ src/graph/tuning.cc and trees.cc; Jiang et al., OSDI 2020 (BytePS), 4.1.
 from __future__ import annotations
 
 from math import log2
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
+from meshwright.cost.collectives.groups import Group
 from meshwright.spec import MeasurementError
-
-if TYPE_CHECKING:
-    from meshwright.cost.collectives.groups import Group
 
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 COLLECTIVE_OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
@@ -68,6 +66,13 @@ def port_share(op: CollectiveOp, group: Group, *, num_lanes: float = 1.0, algori
         "send": 1.0,
     }
     return group.num_sharing * shares.get(op, around)
+
+
+def ring_seconds(num_ranks: int, num_bytes: float, latency_s: float, bandwidth_bytes_per_s: float) -> float:
+    """A ring all-reduce of ``num_bytes`` over links of one latency and bandwidth; 0 for a single rank."""
+    group = Group(num_ranks=num_ranks)
+    share = port_share("all_reduce", group)
+    return count_steps("all_reduce", group) * latency_s + share * num_bytes / bandwidth_bytes_per_s
 
 
 def parameter_server_seconds(

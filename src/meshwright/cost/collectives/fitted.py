@@ -15,7 +15,8 @@ reduce-scatter and an all-gather, each transferred by itself (two nodes say noth
 tensor through a NIC once there, twice from three nodes on, and is preferred up to two; src/graph/tuning.cc).
 
 The error of a transfer is taken to grow with √h, h octaves of ranks from the nearest measured group, a·b/(a + b)
-between two: that of a random walk. Its scale comes from predicting each measured group from the others, `fit_collectives`.
+between two: that of a random walk. Its scale comes from predicting each measured group from the others
+(`fit_collectives`).
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def fit_collectives(rows: Records, topology: Topology | None = None) -> Collecti
     devices = sorted(set(usable.device))
     if len(devices) != 1:
         raise MeasurementError(
-            f"{len(usable)} usable rows of collectives, of devices {', '.join(devices) or 'none'}; expected some, of one "
-            "device. Select its rows."
+            f"{len(usable)} usable rows of collectives, of devices {', '.join(devices) or 'none'}; expected some, of "
+            "one device. Select its rows."
         )
     groups = groups_of(usable)
     sizes = usable.size("bytes").astype(np.float64)
@@ -100,7 +100,7 @@ def collective_rows(rows: Records) -> Records:
 
 def groups_of(rows: Records) -> list[Group]:
     """The place of each row's group in its mesh."""
-    columns = (rows.size(name).tolist() for name in ("ranks", "stride", "devices_per_node"))
+    columns = (rows.size(name).tolist() for name in ("ranks", "stride", "devices_per_node", "groups", "nodes"))
     return [group_in_mesh(*sizes) for sizes in zip(*columns, strict=True)]
 
 

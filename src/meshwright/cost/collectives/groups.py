@@ -1,8 +1,9 @@
 """Where a collective runs: how many ranks, on how many nodes, and how many groups use the same way out at once.
 
 A group of n ranks lies on N nodes with n/N ranks each. Groups that run the same collective at the same time (the
-columns of a mesh) share the NIC of every node that they touch: ``num_sharing`` counts them. Inside one node it matters
-which devices take part where the links between them differ: ``stride`` is the distance between neighbouring ranks.
+columns of a mesh) share the NIC of every node that they touch, or what the devices of one node share (the memory of a
+host): ``num_sharing`` counts them. Inside one node it matters which devices take part where the links between them
+differ: ``stride`` is the distance between neighbouring ranks.
 """
 
 from __future__ import annotations
@@ -41,13 +42,12 @@ class Group:
         return self.num_ranks / self.num_nodes
 
 
-def group_in_mesh(num_ranks: int, stride: int, devices_per_node: int) -> Group:
-    """One of the groups {i, i + stride, ...} that a mesh of equal nodes is cut into, all of which run at once.
-
-    A group that fits into one node is alone in its links: its place does not depend on the other groups.
-    """
+def group_in_mesh(num_ranks: int, stride: int, devices_per_node: int, num_groups: int, num_nodes: int) -> Group:
+    """One of the groups {i, i + stride, ...} that a mesh of equal nodes is cut into, all of which run at once."""
     if (num_ranks - 1) * stride < devices_per_node:
-        return Group(num_ranks=num_ranks, stride=stride if num_ranks > 1 else 1)
+        return Group(
+            num_ranks=num_ranks, stride=stride if num_ranks > 1 else 1, num_sharing=max(-(-num_groups // num_nodes), 1)
+        )
     per_node = max(devices_per_node // stride, 1)
     return Group(
         num_ranks=num_ranks,
@@ -59,13 +59,14 @@ def group_in_mesh(num_ranks: int, stride: int, devices_per_node: int) -> Group:
 def place_group(cluster: Cluster, ranks: Sequence[int], concurrent: Sequence[Sequence[int]] = ()) -> Group:
     """The place of a group of ranks while other groups run the same collective.
 
-    A group among the ``concurrent`` counts as sharing if it reaches beyond a node that this one touches.
+    Of the ``concurrent`` groups those share that use the same kind of way from a node that this one touches: out of it
+    if this group crosses nodes, inside if it does not.
     """
     nodes = {cluster.node_index(rank) for rank in ranks}
-    if len(nodes) == 1:
-        gaps = {after - before for before, after in pairwise(sorted(ranks))}
-        return Group(num_ranks=len(ranks), stride=gaps.pop() if len(gaps) == 1 else 1)
     others = [{cluster.node_index(rank) for rank in group} for group in concurrent if set(group) != set(ranks)]
-    crossing = [touched for touched in others if len(touched) > 1]
-    busiest = max(sum(node in touched for touched in crossing) for node in nodes)
-    return Group(num_ranks=len(ranks), num_nodes=len(nodes), num_sharing=1 + busiest)
+    alike = [touched for touched in others if (len(touched) > 1) == (len(nodes) > 1)]
+    sharing = 1 + max(sum(node in touched for touched in alike) for node in nodes)
+    gaps = {after - before for before, after in pairwise(sorted(ranks))} if len(nodes) == 1 else set()
+    return Group(
+        num_ranks=len(ranks), num_nodes=len(nodes), num_sharing=sharing, stride=gaps.pop() if len(gaps) == 1 else 1
+    )

@@ -1,0 +1,134 @@
+"""Seconds of a collective by the figures of the links alone: the fastest algorithm and protocol for each size.
+
+n ranks on N nodes, r on each of them; α_d, B_d of the links inside, α_n of the NICs, and B_n bytes per second out of a
+node: all its NICs that the group can use, shared with the groups that run beside it. S bytes of the full tensor; the
+shares of S that pass a port are those of `port_share`.
+
+    flat ring     steps·α + S·max(share inside / B_d, share across / B_n)
+    tree          2(r-1)·α_d + 2·⌈log₂ N⌉·α_n + S·max(1 / B_d, (1 or 2) / B_n)              all-reduce, broadcast (half)
+    hierarchical  reduce-scatter inside, the op across on the parts, all-gather inside; one after the other
+
+Devices that NCCL does not serve (without a compute capability: processors) have the ring of gloo alone. A ring stands
+in the order that crosses each node once, whatever the order of the ranks (`best_ring` on this graph), and enters a node
+through as many NICs as it has ranks there. Which of inside and across is the faster is not assumed.
+
+Sources: Patarasu and Yuan, JPDC 69 (2009); NCCL src/graph/tuning.cc; Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.cost.collectives.algorithms import count_steps, port_share
+from meshwright.cost.collectives.groups import Group
+from meshwright.cost.collectives.protocols import PLAIN, load_nccl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
+    from meshwright.cost.collectives.protocols import Protocol
+    from meshwright.cost.prediction import Floats
+    from meshwright.spec import Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """The slowest of the links that a group uses: seconds and bytes per second inside a node and out of one."""
+
+    inside_s: float
+    inside_bytes_per_s: float
+    across_s: float
+    across_bytes_per_s: float
+
+    def through(self, protocol: Protocol) -> Ways:
+        """The same links, used by a protocol."""
+        return Ways(
+            inside_s=self.inside_s * protocol.inside_latency_share,
+            inside_bytes_per_s=self.inside_bytes_per_s * protocol.bandwidth_share,
+            across_s=self.across_s * protocol.across_latency_share,
+            across_bytes_per_s=self.across_bytes_per_s * protocol.bandwidth_share,
+        )
+
+
+# What stands before and after the op across nodes, on the parts that the devices of a node share out among them.
+_PARTS_INSIDE: dict[CollectiveOp, tuple[CollectiveOp, ...]] = {
+    "all_reduce": ("reduce_scatter", "all_gather"),
+    "all_gather": ("all_gather",),
+    "reduce_scatter": ("reduce_scatter",),
+}
+
+
+def price_collective(
+    cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: Group, num_bytes: Floats
+) -> Floats:
+    """Seconds of an op among ``ranks``, placed as ``group``, for messages of shape (n,) in bytes of the full tensor."""
+    if group.num_ranks == 1:
+        return np.zeros(len(num_bytes))
+    ways = find_ways(cluster, ranks, group)
+    if not all(cluster.device_kind(rank).compute_capability for rank in ranks):
+        return _ring(op, group, ways.through(PLAIN), num_bytes)
+    candidates = [
+        protocol.base_s + seconds
+        for protocol in load_nccl().protocols
+        for seconds in _candidates(op, group, ways.through(protocol), num_bytes)
+    ]
+    fastest: Floats = np.min(candidates, axis=0)
+    return fastest
+
+
+def find_ways(cluster: Cluster, ranks: Sequence[int], group: Group) -> Ways:
+    """The slowest links among the ranks; a way that is not used (one node, one device each) is as fast as can be."""
+    nodes: dict[int, int] = {}
+    for rank in ranks:
+        nodes[cluster.node_index(rank)] = nodes.get(cluster.node_index(rank), 0) + 1
+    inner = [cluster.nodes[index].device_link for index, count in nodes.items() if count > 1]
+    outer = []
+    if len(nodes) > 1:
+        for index, count in nodes.items():
+            node = cluster.nodes[index]
+            rails = min(node.num_nics, count)
+            crowd = max(1.0, group.num_sharing * rails / node.num_nics)
+            outer.append((node.nic.latency_s, node.nic.bandwidth_bytes_per_s * rails / crowd))
+    return Ways(
+        inside_s=max((link.latency_s for link in inner), default=0.0),
+        inside_bytes_per_s=min((link.bandwidth_bytes_per_s for link in inner), default=np.inf),
+        across_s=max((latency for latency, _ in outer), default=0.0),
+        across_bytes_per_s=min((bandwidth for _, bandwidth in outer), default=np.inf),
+    )
+
+
+def _candidates(op: CollectiveOp, group: Group, ways: Ways, sizes: Floats) -> list[Floats]:
+    """Seconds by every algorithm that the op and the place allow."""
+    inside = Group(num_ranks=max(round(group.ranks_per_node), 1))
+    across = Group(num_ranks=group.num_nodes, num_nodes=group.num_nodes)
+    found = [_ring(op, group, ways, sizes)]
+    if op in ("all_reduce", "broadcast"):
+        times = 2 if op == "all_reduce" else 1
+        hops = (inside.num_ranks - 1) * ways.inside_s + ceil(log2(group.num_nodes)) * ways.across_s
+        found.append(times * hops + sizes * _busiest(op, group, ways, 1.0, algorithm="tree"))
+    even = group.num_ranks == inside.num_ranks * group.num_nodes
+    if even and min(inside.num_ranks, group.num_nodes) > 1 and op in _PARTS_INSIDE:
+        latency = sum(count_steps(part, inside) for part in _PARTS_INSIDE[op]) * ways.inside_s
+        latency += count_steps(op, across) * ways.across_s
+        moved = sum(port_share(part, inside) for part in _PARTS_INSIDE[op]) / ways.inside_bytes_per_s
+        moved += port_share(op, across) / ways.across_bytes_per_s
+        found.append(latency + sizes * moved)
+    return found
+
+
+def _ring(op: CollectiveOp, group: Group, ways: Ways, sizes: Floats) -> Floats:
+    within = port_share(op, Group(num_ranks=group.num_ranks))
+    return count_steps(op, group) * max(ways.inside_s, ways.across_s) + sizes * _busiest(op, group, ways, within)
+
+
+def _busiest(op: CollectiveOp, group: Group, ways: Ways, within: float, algorithm: Algorithm = "ring") -> float:
+    """Seconds per byte of the full tensor in the slower of the ports inside a node and out of it."""
+    # What other groups take of the NICs is in the bandwidth already.
+    alone = Group(num_ranks=group.num_ranks, num_nodes=group.num_nodes)
+    outward = port_share(op, alone, algorithm=algorithm) if group.num_nodes > 1 else 0.0
+    return max(within / ways.inside_bytes_per_s, outward / ways.across_bytes_per_s)
