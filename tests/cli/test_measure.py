@@ -1,28 +1,15 @@
 """``measure --from`` and measurement tables of many devices, as a user types them."""
 
 import json
+from functools import partial
 
 import pytest
 
-from meshwright.cli.main import invoke
 from meshwright.records import make_records
 from meshwright.records.parquet import read_records, write_records
 from meshwright.spec import load_shipped_graph, op_key
 from tests.records.test_importing import PROFILE
 from tests.records.test_trace import FLOATS, op
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run_line(*words):
-        code = invoke([str(word) for word in words])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run_line
 
 
 def test_files_of_other_tools_become_one_table(run, tmp_path):
@@ -67,7 +54,9 @@ def test_long_traces_are_listed_in_part(run, tmp_path):
         (["--from", "graph.txt", "--device", "V100", "--out", "m.json"], 1, "ends in .parquet"),
         (["--from", "graph.txt", "--device", "V100", "--out", "m.txt"], 1, "end in .json"),
         (["gpt-tiny", "--from", "graph.txt"], 2, "--from times nothing"),
-        (["--cluster", "--from", "graph.txt"], 2, "--from times nothing"),
+        (["--cluster", "--from", "graph.txt"], 2, "--from and --cluster are different things"),
+        (["gpt-tiny", "--links"], 2, "--links times transfers; it takes no MODEL"),
+        (["--links", "--force"], 2, "--force belongs to --cluster"),
         (["--device", "V100"], 2, "--device belongs to --from"),
     ],
 )
@@ -103,3 +92,22 @@ def test_without_pyarrow(run, monkeypatch):
     code, _, err = run("plan", "gpt-tiny", "--cluster", "2xcpu", "--measurements", "m.parquet")
     assert code == 1
     assert "needs pyarrow, which is not installed. Run: pip install 'meshwright[tables]'" in err
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_links_become_rows_and_a_line_for_each_place(run, monkeypatch):
+    import meshwright.measurement as measurement
+
+    quick = partial(measurement.measure_links, sizes=(16, 4096), budget_s=1.0)
+    monkeypatch.setattr(measurement, "measure_links", quick)
+    code, out, err = run("measure", "--links")
+    assert code == 0, err
+    assert "rows written to measurements.parquet" in out
+    ops = {"send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"}
+    assert all(op in out for op in ops)
+    assert set(read_records("measurements.parquet").op) == ops
+    places = json.loads(run("measure", "--links", "--json")[1])["places"]
+    assert {row["op"] for row in places} == ops
+    assert all(row["latency_s"] >= 0 for row in places)
+    assert run("plan", "gpt-tiny", "--cluster", "2xcpu", "--measurements", "measurements.parquet")[0] == 0

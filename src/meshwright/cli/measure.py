@@ -10,10 +10,18 @@ import typer
 from meshwright.cli.measure_calibrate import calibrate_table
 from meshwright.cli.measure_cluster import write_cluster
 from meshwright.cli.measure_from import import_files
+from meshwright.cli.measure_links import measure_links_table
 from meshwright.cli.models import ImageOption, JsonOption, SequenceOption, model_sizes
 from meshwright.cli.output import print_json, print_tables, terminal_sink
 from meshwright.spec.codec import read_document
 from meshwright.spec.measurements import Measurements
+
+# What these do instead of timing a model.
+_WITHOUT_MODEL = {
+    "--from": "times nothing; it takes --out, --device and --json alone.",
+    "--cluster": "describes the machine; it takes no MODEL and no sizes of one.",
+    "--links": "times transfers; it takes no MODEL and no sizes of one.",
+}
 
 
 def measure(
@@ -24,8 +32,8 @@ def measure(
             "--out",
             "-o",
             help="The table (.json, measurements.json; or .parquet, for many devices); what it holds already is kept "
-            "or renewed. With --from: measurements.parquet. With --cluster: the cluster file (.toml or .json, "
-            "cluster.toml), which must be new.",
+            "or renewed. With --from and --links: measurements.parquet. With --cluster: the cluster file (.toml or "
+            ".json, cluster.toml), which must be new.",
         ),
     ] = None,
     microbatch_size: Annotated[
@@ -53,6 +61,14 @@ def measure(
     device: Annotated[
         str | None, typer.Option(help="With --from: the name of the device kind, where a file does not say it.")
     ] = None,
+    links: Annotated[
+        bool,
+        typer.Option(
+            "--links",
+            help="Time every collective between --ranks processes instead, in under a minute; under torchrun between "
+            "its ranks, on several machines.",
+        ),
+    ] = False,
     calibrate: Annotated[
         bool,
         typer.Option("--calibrate", help="Train a few steps of MODEL here and correct the table at --out by them."),
@@ -62,38 +78,54 @@ def measure(
     """Time the model's ops, the optimizers and the links of this machine, with every process busy at once.
 
     With --cluster, describe the machine instead: devices, memory, links and network cards, as a file for plan. With
-    --from, nothing is timed: files of measurements become rows of a table. With --calibrate, a table that is there is
-    corrected by --repeats real steps, half of which only judge it.
+    --from, nothing is timed: files of measurements become rows of a table. With --links, only transfers are timed:
+    every collective, in every place that a group can have. With --calibrate, a table that is there is corrected by
+    --repeats real steps, half of which only judge it.
     """
-    if sources:
-        if model is not None or cluster or calibrate or force or microbatch_size or sequence_length or image_size:
-            raise typer.BadParameter("--from times nothing; it takes --out, --device and --json alone.")
-        import_files(sources, out or Path("measurements.parquet"), device=device, as_json=as_json)
-        return
-    if device is not None:
+    modes = {"--from": bool(sources), "--cluster": cluster, "--links": links, "--calibrate": calibrate}
+    mode = _one_of([name for name, given in modes.items() if given])
+    sizes = model_sizes(sequence_length, image_size)
+    if mode in _WITHOUT_MODEL and (model is not None or microbatch_size or sizes):
+        raise typer.BadParameter(f"{mode} {_WITHOUT_MODEL[mode]}")
+    if device is not None and mode != "--from":
         raise typer.BadParameter("--device belongs to --from; what is timed here names its device itself.")
-    if cluster:
-        if model is not None or calibrate or microbatch_size or sequence_length is not None or image_size is not None:
-            raise typer.BadParameter("--cluster describes the machine; it takes no MODEL and no sizes of one.")
-        write_cluster(out or Path("cluster.toml"), num_ranks=ranks, repeats=repeats, force=force, as_json=as_json)
-        return
-    if force:
+    if force and mode != "--cluster":
         raise typer.BadParameter("--force belongs to --cluster; a table of measurements is completed, not replaced.")
-    out = out or Path("measurements.json")
-    if calibrate:
+    if mode == "--from":
+        import_files(sources or [], out or Path("measurements.parquet"), device=device, as_json=as_json)
+    elif mode == "--cluster":
+        write_cluster(out or Path("cluster.toml"), num_ranks=ranks, repeats=repeats, force=force, as_json=as_json)
+    elif mode == "--links":
+        measure_links_table(out or Path("measurements.parquet"), num_ranks=ranks, as_json=as_json)
+    elif mode == "--calibrate":
         if model is None or len(microbatch_size or []) > 1:
             raise typer.BadParameter("--calibrate trains one MODEL with one microbatch size: give it, and -m once.")
-        calibrate_table(
-            model,
-            out,
-            (microbatch_size or [1])[0],
-            sizes=model_sizes(sequence_length, image_size),
-            num_ranks=ranks,
-            num_steps=repeats,
-            as_json=as_json,
-        )
-        return
+        size = (microbatch_size or [1])[0]
+        place = out or Path("measurements.json")
+        calibrate_table(model, place, size, sizes=sizes, num_ranks=ranks, num_steps=repeats, as_json=as_json)
+    else:
+        batches = microbatch_size or ([1, 2, 4] if model else [])
+        place = out or Path("measurements.json")
+        _measure_table(model, place, batches, sizes=sizes, num_ranks=ranks, repeats=repeats, as_json=as_json)
 
+
+def _one_of(modes: list[str]) -> str:
+    """The one thing that was asked for; empty for the usual one."""
+    if len(modes) > 1:
+        raise typer.BadParameter(f"{' and '.join(modes)} are different things; give one of them.")
+    return modes[0] if modes else ""
+
+
+def _measure_table(
+    model: str | None,
+    out: Path,
+    microbatch_sizes: list[int],
+    *,
+    sizes: tuple[tuple[str, int], ...],
+    num_ranks: int,
+    repeats: int,
+    as_json: bool,
+) -> None:
     from meshwright.measurement import merge_measurements
     from meshwright.records import save_measurements
     from meshwright.report import measurement_rows, measurement_table
@@ -103,9 +135,9 @@ def measure(
     with terminal_sink(as_json) as events:
         table = measure_here(
             model,
-            microbatch_size or ([1, 2, 4] if model else []),
-            sizes=model_sizes(sequence_length, image_size),
-            num_ranks=ranks,
+            microbatch_sizes,
+            sizes=sizes,
+            num_ranks=num_ranks,
             repeats=repeats,
             events=events,
         )

@@ -125,16 +125,19 @@ def _time_places(
     start, rank, places = time.monotonic(), dist.get_rank(), list_places(dist.get_world_size())
     backend = "nccl" if device == "cuda" else "gloo"
     groups = {place: _own_group(place, backend) for place in places}
-    series = list(_series(places))
+    live = list(_series(places))
     taken: dict[_Cell, Timing] = {}
-    for done, (op, place) in enumerate(series):
-        group = groups[place] if op != "send" or rank < 2 else None
-        for index, size in enumerate(sorted(sizes)):
+    # Size by size over all series, so that where time runs out all lack their largest sizes and none lacks all.
+    for index, size in enumerate(sorted(sizes)):
+        ended = []
+        for done, (op, place) in enumerate(live):
+            group = groups[place] if op != "send" or rank < 2 else None
             action, num_bytes = _prepare(op, size, place.num_ranks, group, device)
-            num_left = (len(series) - done) * len(sizes) - index
+            num_left = len(live) * (len(sizes) - index) - done
             batch, repeats = _agree(action, device, (budget_s - (time.monotonic() - start)) / num_left)
             if not repeats and index:
-                break
+                ended.append((op, place))
+                continue
             timing = time_messages(
                 action,
                 messages=2 if op == "send" else 1,
@@ -145,8 +148,9 @@ def _time_places(
             )
             if group is not None:
                 taken[op, place.num_ranks, len(place.groups), place.stride, num_bytes] = timing
+        live = [one for one in live if one not in ended]
         if events is not None:
-            events.progress("measure links", done + 1, len(series))
+            events.progress("measure links", index + 1, len(sizes))
     return taken
 
 
@@ -219,12 +223,17 @@ def _finish(device: Device) -> None:
         torch.cuda.synchronize()
 
 
+def _order(cell: _Cell) -> tuple[int, tuple[int, ...]]:
+    """As in `TransferKind`, then by place and size."""
+    return get_args(TransferKind).index(cell[0]), cell[1:]
+
+
 def _records(parts: Sequence[dict[_Cell, Timing]], *, num_nodes: int, num_ranks: int, device: Device) -> Records:
     """The mean over ranks of every cell; the processor's own seconds only where ranks share processors."""
     name = torch.cuda.get_device_name() if device == "cuda" else device
     per_node = num_ranks // num_nodes
     rows = []
-    for cell in dict.fromkeys(cell for part in parts for cell in part):
+    for cell in sorted({cell for part in parts for cell in part}, key=_order):
         op, ranks, groups, stride, num_bytes = cell
         timings = [part[cell] for part in parts if cell in part]
         shapes = named_shapes(
