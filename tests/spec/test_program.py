@@ -140,6 +140,8 @@ def test_sums_over_spans(timeline):
 
 def test_the_seconds_of_each_step():
     assert TIMELINE.step_seconds() == pytest.approx([15e-12, 25e-12])
+    assert TIMELINE.until(1).step_seconds() == pytest.approx([15e-12])
+    assert TIMELINE.until(0).num_spans == 0
     assert TIMELINE.busy_seconds() == pytest.approx([30e-12, 0])
     assert TIMELINE.bubble_fraction() == pytest.approx(1 - 30 / 80)
     assert [TIMELINE.name(i) for i in range(3)] == ["F0.0", "send 0→1.0", "B0.0"]

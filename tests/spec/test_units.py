@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from meshwright.spec import (
     MeasurementError,
     OpMeasurement,
+    OptimizerMeasurement,
     TransferMeasurement,
     format_bytes,
     format_flops,
@@ -85,10 +86,14 @@ def test_the_key_of_an_op():
     assert op_key(GRAPH, replace(linear, name="other", module="c"), 3) == op_key(GRAPH, linear, 3)
 
 
-def test_impossible_measurements():
-    with pytest.raises(MeasurementError):
-        OpMeasurement(key="k", forward_s=-1.0, backward_s=0.0, num_samples=1)
-    for changes in ({"seconds": 0.0}, {"num_bytes": -1}, {"num_ranks": 1}):
+@pytest.mark.parametrize("odd", [-1.0, float("nan"), float("inf")])
+def test_impossible_measurements(odd):
+    for name in ("forward_s", "backward_s", "accumulate_s", "spread"):
+        with pytest.raises(MeasurementError, match="no number"):
+            OpMeasurement(**{"key": "k", "forward_s": 1.0, "backward_s": 1.0, "num_samples": 1, name: odd})
+    with pytest.raises(MeasurementError, match="impossible"):
+        OptimizerMeasurement(kind="adamw", dtype="float32", num_elements=1, num_tensors=1, seconds=odd)
+    for changes in ({"seconds": 0.0}, {"seconds": odd}, {"host_s": odd}, {"num_bytes": -1}, {"num_ranks": 1}):
         values = {"kind": "send", "num_ranks": 2, "num_bytes": 1, "seconds": 1.0}
         with pytest.raises(MeasurementError):
             TransferMeasurement(**{**values, **changes})

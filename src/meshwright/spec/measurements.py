@@ -7,6 +7,7 @@ An op is known by its key: kind, shapes and dtypes of its inputs, and the attrib
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -37,8 +38,8 @@ class OpMeasurement:
     accumulate_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.forward_s, self.backward_s, self.accumulate_s) < 0:
-            raise MeasurementError(f"Op {self.key!r} has a negative time; measure again.")
+        if not _sound(self.forward_s, self.backward_s, self.accumulate_s, self.spread):
+            raise MeasurementError(f"Op {self.key!r} has a time that is negative or no number; measure again.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,10 @@ class OptimizerMeasurement:
     num_elements: int
     num_tensors: int
     seconds: float
+
+    def __post_init__(self) -> None:
+        if not _sound(self.seconds, self.num_elements, self.num_tensors):
+            raise MeasurementError(f"Optimizer step {self!r} is impossible; measure again.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +73,8 @@ class TransferMeasurement:
     host_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.seconds <= 0 or self.num_bytes < 0 or self.num_ranks < 2:
+        sound = _sound(self.seconds, self.num_bytes, self.spread, self.host_s)
+        if not sound or self.seconds == 0 or self.num_ranks < 2:
             raise MeasurementError(f"Transfer {self!r} is impossible; measure again.")
 
 
@@ -90,6 +96,10 @@ class Measurements:
     overhead_s: float = 0.0
 
     SCHEMA_VERSION: ClassVar[int] = 1
+
+
+def _sound(*figures: float) -> bool:
+    return all(0 <= figure < math.inf for figure in figures)
 
 
 def op_key(graph: Graph, op: Op, batch_size: int) -> str:
