@@ -61,8 +61,9 @@ def test_states_and_gradients_by_optimizer():
     assert few["sgd+momentum"].num_bytes == pytest.approx(9 * WEIGHT, abs=values)
     assert few["adamw"].num_bytes == pytest.approx(12 * WEIGHT + 2 * WEIGHT, abs=values)
     assert few["adamw"].owner == "optimizer states"
-    all_at_once = peak_of(graph, 1, ADAMW, device="cuda")
-    assert all_at_once.num_bytes == pytest.approx(15 * WEIGHT, abs=values)
+    for loop, copies in [("tensors", 2), ("foreach", 3), ("fused", 0)]:
+        assert peak_of(graph, 1, ADAMW, loop=loop).num_bytes == pytest.approx((12 + copies) * WEIGHT, abs=values)
+    assert peak_of(graph, 1, ADAMW, device="cuda") == peak_of(graph, 1, ADAMW, loop="fused")
 
 
 @given(layers=st.integers(2, 8), samples=st.sampled_from([1, 64, 4096]), optimizer=st.sampled_from([SGD, ADAMW]))

@@ -1,9 +1,11 @@
 """Program × prices → Timeline and peak memory, on a virtual clock.
 
 `simulate_plan` builds and prices a plan's program (`pricing`), then runs it: `unroll` lays the sections behind each
-other, `engine` finds when each instruction ends, `memory` follows the bytes, `simulation` sums up.
+other, `engine` finds when each instruction ends, `memory` follows the bytes, `simulation` sums up. `allocation` follows
+one rank's memory op by op.
 """
 
+from meshwright.simulator.allocation import RankAllocation, allocate_rank
 from meshwright.simulator.plan import simulate_plan
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.pricing import price_program
@@ -13,9 +15,11 @@ from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation
 __all__ = [
     "PeakMemory",
     "Prices",
+    "RankAllocation",
     "RankSeconds",
     "SectionPrices",
     "Simulation",
+    "allocate_rank",
     "price_program",
     "simulate_plan",
     "simulate_program",

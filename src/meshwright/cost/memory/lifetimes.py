@@ -15,7 +15,7 @@ from meshwright.spec import GraphError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from meshwright.spec import Graph
+    from meshwright.spec import Graph, StageSlice
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -43,17 +43,25 @@ def recompute_layers(graph: Graph, layers: Iterable[int]) -> Ranges:
     return tuple((graph.layers[i].start, graph.layers[i].stop) for i in layers)
 
 
-def find_lifetimes(graph: Graph, ranges: Ranges) -> Lifetimes:
-    """Lifetimes of a training step. Raises GraphError for ranges that overlap or leave the graph."""
+def find_lifetimes(graph: Graph, ranges: Ranges, stage: StageSlice) -> Lifetimes:
+    """Lifetimes in a stage: what it sends is kept, what it received stays until its backward is done.
+
+    Ranges of other stages are not its own. Raises GraphError for ranges that overlap or leave the graph.
+    """
     _check_ranges(graph, ranges)
+    mine = set(stage.ops)
+    ranges = tuple(item for item in ranges if item[0] in mine)
     tensors = graph.tensors
     range_of = {op: start for start, stop in ranges for op in range(start, stop)}
     makers = _makers(graph)
     last_use: dict[int, int] = {}
     needed: dict[int, int] = {}
     needed_again: dict[int, int] = {}
-    kept = {tensors[i].storage for i in graph.outputs}
-    for index, op in enumerate(graph.ops):
+    received = {tensors[i].storage for channel in stage.incoming for i in channel.tensors}
+    kept = {tensors[i].storage for channel in stage.outgoing for i in channel.tensors}
+    kept |= {tensors[i].storage for i in stage.outputs} | received
+    for index in stage.ops:
+        op = graph.ops[index]
         last_use.update((tensors[i].storage, index) for i in (*op.outputs, *op.inputs))
         for storage in {tensors[i].storage for i in op.saved}:
             is_again = index in range_of and range_of.get(makers.get(storage, -1)) == range_of[index]
@@ -67,7 +75,7 @@ def find_lifetimes(graph: Graph, ranges: Ranges) -> Lifetimes:
     return Lifetimes(
         kept=frozenset(kept),
         last_used=_by_op(last_use),
-        released=_by_op(needed),
+        released=_by_op({storage: op for storage, op in needed.items() if storage not in received}),
         released_again=_by_op(needed_again),
         starts={stop: start for start, stop in ranges},
         recomputed=frozenset(range_of),

@@ -184,7 +184,7 @@ def _kept_bytes(graph: Graph, stage: StageSlice, batch_size: int, width: int, ra
     elsewhere = {graph.tensors[i].storage for channel in stage.incoming for i in channel.tensors}
     elsewhere |= {graph.tensors[i].storage for i in stage.inputs}
     mine = set(stage.ops)
-    lives = find_lifetimes(graph, tuple(item for item in ranges if item[0] in mine))
+    lives = find_lifetimes(graph, ranges, stage)
     touched = _saved_storages(graph, mine) | _read_storages(graph, mine)
     kept = (touched & lives.kept) - elsewhere
     inside = (_saved_storages(graph, set(range(start, stop))) - kept for start, stop in ranges if start in mine)

@@ -1,0 +1,265 @@
+"""Walks through the ops of a stage and writes what each takes and frees; the model stands in `step`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.cost.memory.backward import Backend, backward_workspace_bytes, forward_workspace_bytes, passes_on
+from meshwright.cost.memory.ledger import Ledger
+from meshwright.cost.memory.lifetimes import find_lifetimes
+from meshwright.cost.optimizers import MASTER_BYTES
+from meshwright.spec import GraphError
+from meshwright.spec.memory import (
+    BUCKETS,
+    BUFFERS,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER,
+    PARAMETERS,
+    RECEIVED,
+    SAVED,
+    SENT,
+    WORKSPACE,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence, Set
+
+    from meshwright.cost.memory.lifetimes import Ranges
+    from meshwright.spec import Channel, Graph, Op, StageSlice, Workload
+
+# How torch goes over the parameters in an optimizer's step: one by one, all at once, or in one kernel.
+OptimizerLoop = Literal["tensors", "foreach", "fused"]
+# AdamW counts its steps in one float32 per parameter tensor.
+_COUNTER_BYTES = 4
+
+
+@dataclass(slots=True)
+class _Gradient:
+    """A gradient's storage and how many values share it."""
+
+    block: int
+    holders: int = 1
+
+
+class StageWalk:
+    """One rank's stage: ``forward`` and ``backward`` of microbatches in any order that their data allows, ``optimize``.
+
+    Raises GraphError for a graph that cannot be trained or a batch that it does not describe.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        stage: StageSlice,
+        workload: Workload,
+        batch_size: int,
+        ranges: Ranges,
+        device: Backend,
+        loop: OptimizerLoop,
+    ) -> None:
+        graph.check_batch_size(batch_size)
+        if not graph.has_loss or graph.mode != "training" or any(op.phase == "backward" for op in graph.ops):
+            raise GraphError(
+                f"Graph {graph.name!r} has no loss, is for inference, or holds its own backward; expected a forward "
+                "that ends in a loss. Capture the model with its loss, for training."
+            )
+        self.ledger = Ledger()
+        self._graph, self._stage, self._workload = graph, stage, workload
+        self._device, self._loop = device, loop
+        self._sizes = [tensor.num_bytes(batch_size, workload.float_bytes) for tensor in graph.tensors]
+        self._elements = [tensor.num_elements(batch_size) for tensor in graph.tensors]
+        self._lives = find_lifetimes(graph, ranges, stage)
+        # Blocks of values by storage: of the microbatches in flight, and of what is computed again.
+        self._values: dict[int, dict[int, int]] = {}
+        self._again: dict[int, int] = {}
+        # Of gradients by tensor.
+        self._gradients: dict[int, _Gradient] = {}
+        self._parameter_gradients: dict[int, int] = {}
+        self._num_inputs = 0
+
+    def build(self, bucket_bytes: int) -> None:
+        """The stage's state: there all the time."""
+        for part, tensors in ((PARAMETERS, self._stage.parameters), (BUFFERS, self._stage.buffers)):
+            for i in tensors:
+                if self._graph.tensors[i].storage == i:
+                    self.ledger.take(self._sizes[i], part)
+        if bucket_bytes:
+            self.ledger.take(bucket_bytes, BUCKETS)
+
+    def forward(self, microbatch: int) -> None:
+        """All ops; what no backward needs goes after its last use."""
+        values = self._values[microbatch] = {}
+        self.ledger.begin("inputs")
+        # The memory of a batch is used again by a later one.
+        if len(self._values) > self._num_inputs:
+            self._num_inputs += 1
+            for i in self._stage.inputs:
+                self.ledger.take(self._sizes[i], INPUTS)
+        for i in _tensors(self._stage.incoming):
+            values[self._graph.tensors[i].storage] = self.ledger.take(self._sizes[i], RECEIVED)
+        for index in self._stage.ops:
+            op = self._graph.ops[index]
+            self.ledger.begin(f"forward of {op.name}")
+            keeps = index not in self._lives.recomputed
+            self._compute(index, op, values, self._lives.kept, keeps_internals=keeps)
+        if not self._stage.has_backward:
+            self._end(microbatch)
+
+    def backward(self, microbatch: int) -> None:
+        """All ops in reverse, after the gradient of the loss or those that later stages send."""
+        values = self._values[microbatch]
+        self.ledger.begin("gradient of the loss" if not self._stage.outgoing else "gradients of what was sent")
+        for i in self._graph.outputs[:1] if self._stage.outputs else ():
+            self._gradients[i] = _Gradient(self.ledger.take(self._sizes[i], WORKSPACE))
+        arrived = [(i, self.ledger.take(self._sizes[i], RECEIVED)) for i in _gradients(self._stage.outgoing)]
+        for i, block in arrived:
+            # Who received it holds it until the backward is done.
+            self._deliver(i, _Gradient(block, holders=2))
+        for index in reversed(self._stage.ops):
+            if index + 1 in self._lives.starts:
+                self._recompute(self._lives.starts[index + 1], index + 1)
+            op = self._graph.ops[index]
+            self.ledger.begin(f"backward of {op.name}")
+            self._differentiate(op)
+            self._release(values, self._lives.released.get(index, ()))
+            self._release(self._again, self._lives.released_again.get(index, ()))
+        for gradient in self._gradients.values():
+            self._drop(gradient)
+        self._gradients.clear()
+        for _, block in arrived:
+            self.ledger.free(block)
+        self._end(microbatch)
+
+    def _end(self, microbatch: int) -> None:
+        for block in (*self._values.pop(microbatch).values(), *self._again.values()):
+            self.ledger.free(block)
+        self._again.clear()
+
+    def optimize(self, *, first: bool) -> None:
+        """One step of the optimizer over all parameters that have a gradient, then the gradients go."""
+        kind, num_states = self._workload.optimizer.kind, self._workload.optimizer.num_states
+        mixed = self._workload.precision == "bfloat16"
+        width = MASTER_BYTES if mixed else self._workload.float_bytes
+        sizes = {i: self._elements[i] * width for i in self._parameter_gradients}
+        for parameter, size in sizes.items():
+            self.ledger.begin(f"optimizer step of {self._graph.tensors[parameter].name}")
+            if first:
+                for _ in range(num_states + int(mixed)):
+                    self.ledger.take(size, OPTIMIZER)
+                if kind == "adamw":
+                    self.ledger.take(_COUNTER_BYTES, OPTIMIZER)
+            if kind == "adamw" and self._loop == "tensors":
+                for copy in [self.ledger.take(size, WORKSPACE) for _ in range(2)]:
+                    self.ledger.free(copy)
+        if kind == "adamw" and self._loop == "foreach":
+            self.ledger.begin("optimizer step of all parameters")
+            for copy in [self.ledger.take(size, WORKSPACE) for size in sizes.values()]:
+                self.ledger.free(copy)
+        self.ledger.begin("gradients set to none")
+        for block in self._parameter_gradients.values():
+            self.ledger.free(block)
+        self._parameter_gradients.clear()
+
+    def _compute(self, index: int, op: Op, blocks: dict[int, int], kept: Set[int], *, keeps_internals: bool) -> None:
+        """Take the outputs of an op; free what had its last use, unless it is kept."""
+        tensors = self._graph.tensors
+        own = [i for i in op.outputs if tensors[i].storage == i]
+        for i in own:
+            blocks[i] = self.ledger.take(self._sizes[i], SAVED if i in kept else WORKSPACE)
+        internal = [i for i in op.saved if tensors[i].role == "saved" and tensors[i].storage == i]
+        for i in internal:
+            blocks[i] = self.ledger.take(self._sizes[i], SAVED if keeps_internals else WORKSPACE)
+        self._borrow(forward_workspace_bytes(self._graph, op, self._sizes, self._device))
+        if not keeps_internals:
+            for i in internal:
+                self.ledger.free(blocks.pop(i))
+        for storage in self._lives.last_used.get(index, ()):
+            if storage in blocks and storage not in kept:
+                self.ledger.free(blocks.pop(storage))
+
+    def _recompute(self, start: int, stop: int) -> None:
+        """Compute a range again, up to the last value that its backward reads."""
+        tensors = self._graph.tensors
+        needed = {tensors[i].storage for op in self._graph.ops[start:stop] for i in op.saved}
+        savers = [index for index in range(start, stop) if self._graph.ops[index].saved]
+        for index in range(start, savers[-1] + 1 if savers else start):
+            op = self._graph.ops[index]
+            made = {tensors[i].storage for i in (*op.outputs, *op.saved) if tensors[i].role in ("activation", "saved")}
+            made &= {*op.outputs, *(i for i in op.saved if tensors[i].role == "saved")}
+            if index == savers[-1] and not made & {tensors[i].storage for i in op.saved}:
+                break
+            self.ledger.begin(f"forward of {op.name} again")
+            self._compute(index, op, self._again, needed, keeps_internals=True)
+        for storage in [storage for storage in self._again if storage not in needed]:
+            self.ledger.free(self._again.pop(storage))
+
+    def _differentiate(self, op: Op) -> None:
+        """The backward of one op: gradients of its inputs are made or passed on, those of its outputs go."""
+        tensors, sizes = self._graph.tensors, self._sizes
+        arrived = {i: self._gradients.pop(i) for i in op.outputs if i in self._gradients}
+        if not arrived:
+            return
+        inputs = [i for i in dict.fromkeys(op.inputs) if tensors[i].requires_grad]
+        first = next(iter(arrived))
+        made: list[tuple[int, _Gradient]] = []
+        for i in inputs:
+            if len(arrived) == 1 and passes_on(op.kind, self._elements[i], self._elements[first]):
+                arrived[first].holders += 1
+                made.append((i, arrived[first]))
+            else:
+                made.append((i, _Gradient(self.ledger.take(sizes[i], self._part_of_gradient(i)))))
+        self._borrow(backward_workspace_bytes(self._graph, op, sizes, self._device))
+        for gradient in arrived.values():
+            self._drop(gradient)
+        for i, gradient in made:
+            self._deliver(i, gradient)
+
+    def _part_of_gradient(self, tensor: int) -> int:
+        if self._graph.tensors[tensor].role == "parameter":
+            return WORKSPACE if tensor in self._parameter_gradients else GRADIENTS
+        return SENT if tensor in _gradients(self._stage.incoming) else WORKSPACE
+
+    def _deliver(self, tensor: int, gradient: _Gradient) -> None:
+        """Hand a gradient on to the op that made the tensor, or to the parameter."""
+        if self._graph.tensors[tensor].role == "parameter":
+            if tensor in self._parameter_gradients:
+                self._drop(gradient)
+            elif gradient.holders == 1:
+                self._parameter_gradients[tensor] = gradient.block
+            else:
+                self._parameter_gradients[tensor] = self.ledger.take(self._sizes[tensor], GRADIENTS)
+                self._drop(gradient)
+            return
+        there = self._gradients.get(tensor)
+        if there is None:
+            self._gradients[tensor] = gradient
+        elif there.holders == 1:
+            self._drop(gradient)
+        else:
+            self._gradients[tensor] = _Gradient(self.ledger.take(self._sizes[tensor], WORKSPACE))
+            self._drop(there)
+            self._drop(gradient)
+
+    def _release(self, blocks: dict[int, int], storages: Sequence[int]) -> None:
+        for storage in storages:
+            if storage in blocks:
+                self.ledger.free(blocks.pop(storage))
+
+    def _borrow(self, num_bytes: int) -> None:
+        if num_bytes:
+            self.ledger.free(self.ledger.take(num_bytes, WORKSPACE))
+
+    def _drop(self, gradient: _Gradient) -> None:
+        gradient.holders -= 1
+        if not gradient.holders:
+            self.ledger.free(gradient.block)
+
+
+def _tensors(channels: Sequence[Channel]) -> list[int]:
+    return list(dict.fromkeys(i for channel in channels for i in channel.tensors))
+
+
+def _gradients(channels: Sequence[Channel]) -> list[int]:
+    return [i for channel in channels for i in channel.gradients]

@@ -1,0 +1,99 @@
+"""What a rank's allocator sees when it runs its part of a plan, op by op: allocated and reserved bytes.
+
+The simulator's peak is quick to find for every plan: it takes one workspace for all of a microbatch, mostly more than
+is needed, and nothing for the optimizer's step. Here every tensor of every op is taken and freed in the order of the rank's program
+(`cost.memory.trace_stage`), and a GPU's caching allocator is followed (`cost.memory.follow_allocator`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.cost.memory import Peak, find_peak, follow_allocator, trace_stage
+from meshwright.program import build_program, gradient_buckets
+from meshwright.spec import Opcode, check_plan, format_bytes, slice_graph
+
+if TYPE_CHECKING:
+    from meshwright.spec import Cluster, DeviceKind, Graph, Plan, Program
+
+# Beyond as many as are in flight at once, microbatches repeat what was there before; one more shows it.
+_MORE_MICROBATCHES = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAllocation:
+    """Bytes of one rank: its peak by part and when, in whole blocks of its allocator, and reserved from the driver.
+
+    ``reserved_bytes`` is None where the device's allocator keeps nothing for later.
+    """
+
+    rank: int
+    peak: Peak
+    allocated_bytes: int
+    reserved_bytes: int | None
+
+    def explain(self) -> str:
+        """One sentence."""
+        held = ""
+        if self.reserved_bytes is not None:
+            held = f", for which the allocator reserves {format_bytes(self.reserved_bytes)}"
+        return (
+            f"Op by op, rank {self.rank} allocates {format_bytes(self.allocated_bytes)}{held}; most of it are "
+            f"{self.peak.owner}."
+        )
+
+
+def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> RankAllocation:
+    """Follow the memory of a rank of a plan for training over two steps. Raises as `simulate_plan` does."""
+    check_plan(plan, graph, cluster)
+    stage = slice_graph(graph, plan.bounds)[plan.stage_of(rank)]
+    order = compute_order(build_program(plan, graph), rank)
+    held = [bucket for bucket in gradient_buckets(graph, plan) if stage.index in bucket.stages]
+    caches = has_caching_allocator(cluster.device_kind(rank))
+    events = trace_stage(
+        graph,
+        stage,
+        plan.workload,
+        plan.microbatch_size,
+        repeat_free(order),
+        device="cuda" if caches else "cpu",
+        bucket_bytes=sum(bucket.num_bytes for bucket in held),
+    )
+    peak = find_peak(events)
+    if not caches:
+        return RankAllocation(rank=rank, peak=peak, allocated_bytes=peak.num_bytes, reserved_bytes=None)
+    seen = follow_allocator(events)
+    return RankAllocation(
+        rank=rank, peak=peak, allocated_bytes=seen.allocated_bytes, reserved_bytes=seen.reserved_bytes
+    )
+
+
+def has_caching_allocator(kind: DeviceKind) -> bool:
+    """Whether torch computes there with CUDA: a device whose datasheet has a rate for float16."""
+    return "float16" in kind.peak_flops_per_s
+
+
+def compute_order(program: Program, rank: int) -> list[tuple[bool, int]]:
+    """What a rank computes in a step: (is it a backward, of which microbatch)."""
+    order = []
+    for stream in program.streams_of(rank):
+        if program.streams[stream].name != "compute":
+            continue
+        for _, section in program.sections():
+            for index in section.stream_range(stream):
+                opcode = int(section.opcode[index])
+                if opcode in (Opcode.FORWARD, Opcode.BACKWARD):
+                    order.append((opcode == Opcode.BACKWARD, int(section.microbatch[index])))
+    return order
+
+
+def repeat_free(order: list[tuple[bool, int]]) -> list[tuple[bool, int]]:
+    """The order with as many microbatches as are ever in flight at once, and one more."""
+    in_flight = most = 0
+    for is_backward, _ in order:
+        in_flight += -1 if is_backward else 1
+        most = max(most, in_flight)
+    kept = sorted({microbatch for _, microbatch in order})[: most + _MORE_MICROBATCHES]
+    chosen = set(kept)
+    return [item for item in order if item[1] in chosen]
