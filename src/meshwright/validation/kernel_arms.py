@@ -13,12 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from sklearn.cluster import AgglomerativeClustering
-from sklearn.ensemble import RandomForestRegressor
-from sklearn.linear_model import LinearRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from sklearn.svm import SVR
 
 from meshwright.cost.kernels.demand import demand_of
 
@@ -74,6 +68,11 @@ def fitted_arms(*, slow: bool) -> tuple[Arm, ...]:
     )
     if not slow:
         return forms
+    # An optional extra: only this comparison needs it.
+    from sklearn.ensemble import RandomForestRegressor  # noqa: PLC0415
+    from sklearn.linear_model import LinearRegression  # noqa: PLC0415
+    from sklearn.svm import SVR  # noqa: PLC0415
+
     return (
         *forms,
         ("linear regression", lambda train, test: _learned(train, test, LinearRegression())),
@@ -97,6 +96,9 @@ def _bulk(train: Part, test: Part) -> Floats:
 
 
 def _learned(train: Part, test: Part, regressor: Regressor, most: int | None = None) -> Floats:
+    from sklearn.pipeline import make_pipeline  # noqa: PLC0415
+    from sklearn.preprocessing import StandardScaler  # noqa: PLC0415
+
     some = np.random.default_rng(0).permutation(len(train.seconds))[:most]
     here, target = _features(train)[some], np.log(train.seconds[some])
     used = select_features(here, target)
@@ -108,6 +110,8 @@ def _learned(train: Part, test: Part, regressor: Regressor, most: int | None = N
 
 def select_features(features: Floats, target: Floats) -> NDArray[np.int64]:
     """Columns of features (rows, features): of each cluster of alike ones, the one that ranks the target best."""
+    from sklearn.cluster import AgglomerativeClustering  # noqa: PLC0415
+
     ranks = np.argsort(np.argsort(np.column_stack([features, target]), axis=0), axis=0).astype(float)
     varied = np.flatnonzero(features.std(axis=0) > 0)
     if len(varied) < 2:

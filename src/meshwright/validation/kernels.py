@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.cost.kernels.fit import adapt_kernels, fit_kernels, split_parts
-from meshwright.cost.prediction import Predictions
+from meshwright.cost.prediction import Predictions, join_predictions
 from meshwright.spec import load_cluster
 from meshwright.validation.datasets import load_records
 from meshwright.validation.kernel_arms import best_constant, fitted_arms, roofline_seconds
@@ -158,13 +158,8 @@ def _score(op: str, part: str, outcomes: list[Outcome], judged: str, target: flo
 
 
 def _join(outcomes: list[Outcome]) -> tuple[Floats, Predictions]:
-    ours = [outcome.ours for outcome in outcomes]
-    return np.concatenate([outcome.measured for outcome in outcomes]), Predictions(
-        seconds=np.concatenate([p.seconds for p in ours]),
-        low_s=np.concatenate([p.low_s for p in ours]),
-        high_s=np.concatenate([p.high_s for p in ours]),
-        basis=tuple(basis for p in ours for basis in p.basis),
-    )
+    ours = join_predictions([outcome.ours for outcome in outcomes])
+    return np.concatenate([outcome.measured for outcome in outcomes]), ours
 
 
 def _name(kernel: Kernel) -> str:

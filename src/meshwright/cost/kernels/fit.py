@@ -41,6 +41,8 @@ DEFAULTS = Settings()
 _FOLDS = 5
 # Fewer residuals say less of an interval than those of all groups of the op together.
 _MIN_RESIDUALS = 20
+# Of devices left out when there is only one: as wide as that of a roofline (`cost.table.ROOFLINE`).
+_UNKNOWN = Interval(low=0.1, high=10.0)
 # Below this an interval from own rows is no wider than the rows themselves; that of devices left out counts too.
 _MIN_OWN = 9
 # Rows that a correction rests on at most: it looks at all of them for every query.
@@ -141,13 +143,16 @@ def _fit_op(parts: list[Part], families: tuple[str, ...], settings: Settings) ->
         amplitude=_deviation(law_rests),
         noise=_deviation(pooled),
     )
-    left_out = _left_out_devices(parts, groups, explained, families, settings)
+    near, far = _left_out_devices(parts, groups, explained, families, settings)
     everything = _interval(pooled)
     fitted = [
         replace(group, interval=_interval(rests) if len(rests) >= _MIN_RESIDUALS else everything)
         for group, rests in zip(groups, own, strict=True)
     ]
-    return fitted, OpModel(trees=trees, scale=scale, interval=_interval(left_out if len(left_out) else pooled))
+    # What was never left out is no surer than what was.
+    worst = _interval(np.concatenate([near, far])) if len(near) + len(far) else _UNKNOWN
+    intervals = [_interval(rests) if len(rests) >= _MIN_RESIDUALS else worst for rests in (near, far)]
+    return fitted, OpModel(trees=trees, scale=scale, near=intervals[0], far=intervals[1])
 
 
 def _fit_laws(parts: list[Part]) -> list[Group]:
@@ -169,7 +174,7 @@ def _fit_laws(parts: list[Part]) -> list[Group]:
     return [
         group
         if group.num_rows >= MIN_ROWS
-        else replace(group, factors=part.law(prior_of(groups, part.kernel, part.kernel.family)))
+        else replace(group, factors=part.law(prior_of(groups, part.kernel, part.kernel.family)[0]))
         for part, group in zip(parts, groups, strict=True)
     ]
 
@@ -204,9 +209,9 @@ def _left_out_devices(
     explained: list[tuple[Floats, NDArray[np.float32]]],
     families: tuple[str, ...],
     settings: Settings,
-) -> Floats:
-    """Residuals on every device from a fit without it, all together; none if there are no others."""
-    rests = []
+) -> tuple[Floats, Floats]:
+    """Residuals on every device from a fit without it: where the same code was measured on another, and elsewhere."""
+    rests: tuple[list[Floats], list[Floats]] = ([], [])
     for device in sorted({group.device for group in groups}):
         others = [group for group in groups if group.device != device]
         if not any(group.num_rows >= MIN_ROWS for group in others):
@@ -214,10 +219,11 @@ def _left_out_devices(
         trees = _fit_trees([e for e, group in zip(explained, groups, strict=True) if group.device != device], settings)
         for part in parts:
             if part.kernel.device.name == device:
-                prior = prior_of(others, part.kernel, part.kernel.family)
+                prior, same = prior_of(others, part.kernel, part.kernel.family)
                 law, columns = part.explain(prior.mean, families)
-                rests.append(law - trees.evaluate(columns))
-    return np.concatenate(rests) if rests else np.zeros(0)
+                rests[0 if same else 1].append(law - trees.evaluate(columns))
+    near, far = (np.concatenate([np.zeros(0), *found]) for found in rests)
+    return near, far
 
 
 def _adapt(model: KernelModel, part: Part) -> Group:
@@ -226,7 +232,11 @@ def _adapt(model: KernelModel, part: Part) -> Group:
     if shared is None:
         raise MeasurementError(f"The model knows no {part.kernel.op!r}; fit one with rows of it.")
     known = next((group for group in model.groups if group.key == _key(part.kernel)), None)
-    prior = shared_prior([known.factors]) if known else prior_of(model.groups, part.kernel, part.kernel.family)
+    if known is not None:
+        prior, alone = shared_prior([known.factors]), known.interval
+    else:
+        prior, near = prior_of(model.groups, part.kernel, part.kernel.family)
+        alone = shared.near if near else shared.far
     folds = np.random.default_rng(_SEED).permutation(len(part.seconds)) % min(_FOLDS, len(part.seconds))
 
     def rests_of(train: Part, test: Part) -> tuple[Floats, Floats, Correction]:
@@ -245,9 +255,9 @@ def _adapt(model: KernelModel, part: Part) -> Group:
         if len(part.seconds) > 1
     ]  # fmt: skip
     factors, _, correction = rests_of(part, part)
-    interval = _interval(np.concatenate(left)) if left else shared.interval
+    interval = _interval(np.concatenate(left)) if left else alone
     if len(part.seconds) < _MIN_OWN:
-        interval = Interval(low=min(interval.low, shared.interval.low), high=max(interval.high, shared.interval.high))
+        interval = Interval(low=min(interval.low, alone.low), high=max(interval.high, alone.high))
     return Group(
         op=part.kernel.op,
         dtype=part.kernel.dtype,

@@ -52,8 +52,8 @@ REFERENCE_CLOCK_HZ = 1.83e9
 _EXTRA_LAUNCH_S = 1.5e-6
 # Residuals beyond this count linearly: the spread of repeated measurements of one kernel.
 _SPREAD = 0.1
-_MAX_STEPS = 30
-_ENOUGH = 1e-3
+_MAX_STEPS = 100
+_ENOUGH = 1e-4
 # Devices differ by at least this much in the logarithm of a factor, however alike the measured ones are.
 _MIN_DEVIATION = 0.15
 

@@ -74,11 +74,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpModel:
-    """What all groups of an op share: trees, the scale of corrections, and the interval on a device left out."""
+    """What all groups of an op share: trees, the scale of corrections, and two intervals on devices left out.
+
+    ``near``: where the same code was measured on another device; ``far``: where only other code was.
+    """
 
     trees: Trees
     scale: Scale
-    interval: Interval
+    near: Interval
+    far: Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,8 +109,12 @@ class KernelModel:
             raise MeasurementError(f"No predictor of {kernel.op!r}; there are those of {', '.join(sorted(self.ops))}.")
         family = kernel.family or self.usual_family(kernel)
         group = self._by_key.get((kernel.op, kernel.dtype, kernel.device.name, family_of(family)))
-        factors = group.factors if group is not None else prior_of(self.groups, kernel, family).mean
         shared = self.ops[kernel.op]
+        if group is not None:
+            factors, interval = group.factors, group.interval
+        else:
+            prior, near = prior_of(self.groups, kernel, family)
+            factors, interval = prior.mean, shared.near if near else shared.far
         logs = np.concatenate(
             [
                 self._chunk(kernel, {name: column[start : start + _CHUNK] for name, column in columns.items()}, family,
@@ -116,7 +124,7 @@ class KernelModel:
             or [np.zeros(0)]
         )  # fmt: skip
         seconds = np.exp(logs)
-        low, high = (group.interval if group is not None else shared.interval).around(seconds)
+        low, high = interval.around(seconds)
         basis: Basis = "transferred" if group is None else "regressed"
         return Predictions(seconds=seconds, low_s=low, high_s=high, basis=(basis,) * len(seconds))
 
@@ -141,16 +149,16 @@ class KernelModel:
         return total
 
 
-def prior_of(groups: Iterable[Group], kernel: Kernel, family: str) -> Prior:
-    """What other devices say of a kernel family: the nearest kin of which there are MIN_ROWS.
+def prior_of(groups: Iterable[Group], kernel: Kernel, family: str) -> tuple[Prior, bool]:
+    """What other devices say of a kernel family, the nearest kin with MIN_ROWS; and whether it is the same code.
 
     Raises MeasurementError if nothing of the op was measured so often.
     """
     large = [group for group in groups if group.num_rows >= MIN_ROWS]
-    for kin in _kin(kernel, family):
+    for distance, kin in enumerate(_kin(kernel, family)):
         found = [group.factors for group in large if kin(group)]
         if found:
-            return shared_prior(found)
+            return shared_prior(found), distance == 0
     raise MeasurementError(f"No group of {kernel.op!r} has {MIN_ROWS} rows, so nothing can be transferred.")
 
 

@@ -79,7 +79,8 @@ def _encode_op(shared: OpModel) -> dict[str, Any]:
         "spread": shared.scale.spread.tolist(),
         "amplitude": shared.scale.amplitude,
         "noise": shared.scale.noise,
-        "interval": [shared.interval.low, shared.interval.high],
+        "near": [shared.near.low, shared.near.high],
+        "far": [shared.far.low, shared.far.high],
     }
 
 
@@ -128,7 +129,8 @@ def _decode_op(op: str, found: dict[str, Any]) -> OpModel:
         amplitude=float(_positive(found["amplitude"])),
         noise=float(_positive(found["noise"])),
     )
-    return OpModel(trees=trees, scale=scale, interval=_decode_interval(found["interval"]))
+    near, far = _decode_interval(found["near"]), _decode_interval(found["far"])
+    return OpModel(trees=trees, scale=scale, near=near, far=far)
 
 
 def _decode_group(found: dict[str, Any]) -> Group:
