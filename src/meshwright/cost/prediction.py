@@ -8,6 +8,7 @@ The interval comes from residuals of rows left out: with r = ln(measured / predi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,16 @@ class Predictions:
     low_s: Floats
     high_s: Floats
     basis: tuple[Basis, ...]
+
+
+def join_predictions(parts: Sequence[Predictions]) -> Predictions:
+    """All queries of all parts (at least one), in order."""
+    return Predictions(
+        seconds=np.concatenate([part.seconds for part in parts]),
+        low_s=np.concatenate([part.low_s for part in parts]),
+        high_s=np.concatenate([part.high_s for part in parts]),
+        basis=tuple(basis for part in parts for basis in part.basis),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

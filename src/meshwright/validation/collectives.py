@@ -23,7 +23,7 @@ from sklearn.linear_model import LinearRegression
 from meshwright.cost.collectives import fit_collectives, load_topology
 from meshwright.cost.collectives.algorithms import count_steps, port_share
 from meshwright.cost.collectives.fitting import collective_rows, groups_of
-from meshwright.cost.prediction import Predictions
+from meshwright.cost.prediction import Predictions, join_predictions
 from meshwright.spec import MeasurementError
 from meshwright.validation.datasets import load_records
 from meshwright.validation.scores import Score, score_rows
@@ -109,7 +109,7 @@ def _score_groups(name: str, rows: Records, fitted: tuple[int, ...]) -> list[Sco
             found.append(_predict(model, chosen))
             lines.append(_fit_terms(collective_rows(training.where(op=op)), chosen, _line_terms))
             labels += [f"{table[0]} {op}"] * len(chosen)
-    measured, ours, line = np.concatenate(seconds), _concat(found), np.concatenate(lines)
+    measured, ours, line = np.concatenate(seconds), join_predictions(found), np.concatenate(lines)
     groups = ", ".join(map(str, sorted(set(rows.size("ranks").tolist()) - set(fitted))))
     part = f"{name}, groups of {groups} from {', '.join(map(str, fitted))}, ≥ 1 MiB"
     scores = [
@@ -188,15 +188,6 @@ def _fit_terms(known: Records, asked: Records, terms: Terms) -> Floats:
     fit = LinearRegression(fit_intercept=False, positive=True).fit(matrix / scale, np.ones(len(known)))
     line: Floats = design(asked) @ (fit.coef_ / scale)
     return line
-
-
-def _concat(parts: list[Predictions]) -> Predictions:
-    return Predictions(
-        seconds=np.concatenate([part.seconds for part in parts]),
-        low_s=np.concatenate([part.low_s for part in parts]),
-        high_s=np.concatenate([part.high_s for part in parts]),
-        basis=tuple(basis for part in parts for basis in part.basis),
-    )
 
 
 def _select(found: Predictions, rows: NDArray[np.bool_]) -> Predictions:

@@ -25,7 +25,7 @@ import numpy as np
 
 from meshwright.cost.ops import PASSES, OpRegressor, Pass, fit_op_regressor, read_work, relatives
 from meshwright.cost.ops.explain import bound_amounts
-from meshwright.cost.prediction import Floats, Predictions
+from meshwright.cost.prediction import Floats, Predictions, join_predictions
 from meshwright.cost.prices import add_intervals
 from meshwright.records import Records, to_measurements
 from meshwright.spec import OpMeasurement, load_cluster
@@ -178,18 +178,9 @@ def _two_passes(answers: dict[Pass, Answers]) -> tuple[Answers, Answers]:
     return answers["forward"], answers["backward"]
 
 
-def _join(parts: Sequence[Predictions]) -> Predictions:
-    return Predictions(
-        seconds=np.concatenate([part.seconds for part in parts]),
-        low_s=np.concatenate([part.low_s for part in parts]),
-        high_s=np.concatenate([part.high_s for part in parts]),
-        basis=tuple(basis for part in parts for basis in part.basis),
-    )
-
-
 def _score(part: str, answers: Sequence[Answers], target: float | None = None) -> list[Score]:
     measured = np.concatenate([answer.measured_s for answer in answers])
-    ours = _join([answer.ours for answer in answers])
+    ours = join_predictions([answer.ours for answer in answers])
     scores = [score_rows(DATASET, part, "ours", measured, ours, judged="median", target=target)]
     for arm in answers[0].arms:
         seconds = np.concatenate([answer.arms[arm] for answer in answers])
