@@ -22,7 +22,7 @@ def validate(
         list[str] | None, typer.Argument(metavar="[SET]...", help="Data sets to score; all without one.")
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Name the data sets; score nothing.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the sets that take long.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Score only parts of the sets that take long.")] = False,
     steps: Annotated[
         Path | None,
         typer.Option(help="Score step predictions on your own table instead (.csv, columns of training_steps.csv)."),
@@ -44,13 +44,13 @@ def validate(
             raise typer.BadParameter("--steps scores your own table alone; it takes no SET, --list, --quick or --out.")
         _score_own_steps(steps, as_json)
         return
-    datasets = find_datasets(sets or [], quick=quick)
+    datasets = find_datasets(sets or [])
     if listed:
         _list_datasets(datasets, as_json)
         return
     scored = []
     with terminal_sink(as_json) as events:
-        for dataset, scores in score_datasets(datasets, events or NullSink()):
+        for dataset, scores in score_datasets(datasets, events or NullSink(), quick=quick):
             scored.append((dataset, scores))
             if not as_json:
                 _print_scores(f"{dataset.name}: {dataset.about}", scores)
@@ -79,7 +79,7 @@ def _score_own_steps(path: Path, as_json: bool) -> None:
 def _list_datasets(datasets: Sequence[DataSet], as_json: bool) -> None:
     from meshwright.report import make_table
 
-    rows = [{"set": dataset.name, "about": dataset.about, "quick": dataset.quick} for dataset in datasets]
+    rows = [{"set": dataset.name, "about": dataset.about} for dataset in datasets]
     if as_json:
         print_json({"sets": rows})
     else:

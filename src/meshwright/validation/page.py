@@ -39,7 +39,7 @@ def score_cells(scores: Sequence[Score]) -> list[list[str]]:
             cells.append([row["part"], *[""] * (len(SCORE_HEADINGS) - 1)])
             before = row["part"]
         targets = [
-            f"{_NAMES.get(judged, judged)} ≤ {target:g} {'met' if met else 'missed'}"
+            f"{_NAMES.get(judged, judged)} ≤ {target:.3g} {'met' if met else 'missed'}"
             for (judged, target), met in zip(row["targets"].items(), row["met"], strict=True)
         ]
         errors = [_number(row[name]) for name in ("mape", "median", "p90", "worst", "coverage", "width")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,9 @@ import numpy as np
 
 from meshwright.cost.steps import load_step_model
 from meshwright.spec import DocumentError, MeasurementError, suggest
+from meshwright.validation.collectives import score_collectives, score_new_groups
 from meshwright.validation.cpu_ops import score_cpu_ops
+from meshwright.validation.kernels import score_kernels
 from meshwright.validation.memory import score_memory
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.step_model import predict_cases
@@ -30,40 +33,69 @@ if TYPE_CHECKING:
     from meshwright.validation.datasets import StepRow
 
 
+Scorer = Callable[[], tuple[Score, ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
-    """A set that can be named on the command line; ``quick`` ones take less than half a minute on two cores."""
+    """A set that can be named on the command line; ``quick`` scores a part of it in less than half a minute."""
 
     name: str
     about: str
-    score: Callable[[], tuple[Score, ...]]
-    quick: bool = True
+    score: Scorer
+    quick: Scorer
 
 
 DATASETS = (
     DataSet(
-        name="steps", about="published training steps of transformers on A100, H100, H200, B200", score=score_steps
+        name="collectives",
+        about="collectives and products of V100: between sizes, on a larger cluster; NCCL in groups of other sizes",
+        score=score_collectives,
+        quick=score_new_groups,
     ),
-    DataSet(name="cpu_ops", about="ops of two models left out, measured on one core", score=score_cpu_ops),
-    DataSet(name="memory", about="peaks of training here and of published runs", score=score_memory),
+    DataSet(
+        name="kernels",
+        about="GEMM and attention of A100, H100, H200, L40S: other sizes, and devices left out",
+        score=score_kernels,
+        quick=partial(score_kernels, quick=True),
+    ),
+    DataSet(
+        name="cpu_ops",
+        about="ops of two models left out, measured on one core",
+        score=score_cpu_ops,
+        quick=partial(score_cpu_ops, quick=True),
+    ),
+    DataSet(
+        name="memory",
+        about="peaks of training here and of published runs",
+        score=score_memory,
+        quick=score_memory,
+    ),
+    DataSet(
+        name="steps",
+        about="published training steps of transformers on A100, H100, H200, B200",
+        score=score_steps,
+        quick=score_steps,
+    ),
 )
 
 
-def find_datasets(names: Sequence[str], *, quick: bool = False) -> tuple[DataSet, ...]:
-    """The named sets, or all; with ``quick`` without those that take long. Raises DocumentError for another name."""
+def find_datasets(names: Sequence[str]) -> tuple[DataSet, ...]:
+    """The named sets, or all. Raises DocumentError for another name."""
     known = {dataset.name: dataset for dataset in DATASETS}
     for name in names:
         if name not in known:
             raise DocumentError(f"{name!r} is no data set that can be scored{suggest(name, known)}.")
-    chosen = [known[name] for name in dict.fromkeys(names)] or list(DATASETS)
-    return tuple(dataset for dataset in chosen if dataset.quick or not quick)
+    return tuple(known[name] for name in dict.fromkeys(names)) or DATASETS
 
 
-def score_datasets(datasets: Sequence[DataSet], events: EventSink) -> Iterator[tuple[DataSet, tuple[Score, ...]]]:
-    """Score one set after the other."""
+def score_datasets(
+    datasets: Sequence[DataSet], events: EventSink, *, quick: bool = False
+) -> Iterator[tuple[DataSet, tuple[Score, ...]]]:
+    """Score one set after the other; with ``quick`` only parts of those that take long."""
     for done, dataset in enumerate(datasets):
         events.progress(f"score {dataset.name}", done, len(datasets))
-        yield dataset, dataset.score()
+        yield dataset, dataset.quick() if quick else dataset.score()
     events.progress("score", len(datasets), len(datasets))
 
 
