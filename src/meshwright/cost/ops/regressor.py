@@ -86,8 +86,10 @@ class _Process:
         blocks: defaultdict[str, list[int]] = defaultdict(list)
         for place, name in enumerate(names):
             blocks[name].append(place)
-        ratios = np.empty(len(names))
+        ratios: Floats = np.abs(self.weights) / np.sqrt(np.diag(self.inverse))
         for block in blocks.values():
+            if len(block) == 1:
+                continue
             covariance = np.linalg.inv(self.inverse[np.ix_(block, block)])
             ratios[block] = np.abs(covariance @ self.weights[block]) / np.sqrt(np.diag(covariance))
         return ratios
