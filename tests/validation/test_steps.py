@@ -90,6 +90,7 @@ def test_interleaving_that_a_table_leaves_out_is_known(rows):
         ("tp", "7", "do not multiply"),
         ("layers", "99999999999", "more than 10000"),
         ("layers", "7", "fewer layers than stages"),
+        ("devices_per_node", "99999999", "more than 1024 devices"),
     ],
 )
 def test_rows_that_say_too_little_are_named(rows, column, value, reason):

@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.cost.steps import Software, find_software
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 NEEDED = ("id", "source", "family", "layers", "hidden", "heads", "seq", "device", "n_devices", "tp", "pp", "dp")
 # A vocabulary that a row does not state: GPT-2's (VIA-Research/vTrain, src/config.py has the same default).
 _GPT2_VOCAB = 50257
-# More than any model has; a table with a slip of the pen ends here and not in memory.
-_MAX_LAYERS = 10_000
+# More than any model and any node has; a table with a slip of the pen ends here and not in memory.
+_MAX_LAYERS, _MAX_PER_NODE = 10_000, 1024
 # Chunks per device of SC'21's interleaved runs, which its table leaves out: layers and stages of the model, and
 # layers per stage over --num-layers-per-virtual-pipeline-stage of NVIDIA/Megatron-LM, examples/sc21 (run_table_1.sh; 96
 # layers: run_figure_12.sh). The table says "interleaved" of two models that the script runs without: fewest chunks.
@@ -213,8 +214,10 @@ def _hardware(row: Mapping[str, str]) -> tuple[DeviceKind, Node]:
     name = next((kind for kind in shipped_kinds() if re.match(rf"{kind}\b", device)), None)
     if name is None:
         raise MeasurementError(f"a device that is not described: {device!r}")
-    cluster = load_cluster(f"{_number(row, 'devices_per_node', 8)}x{name}")
-    kind, node = cluster.device_kinds[0], cluster.nodes[0]
+    per_node = _number(row, "devices_per_node", 8)
+    if per_node > _MAX_PER_NODE:
+        raise MeasurementError(f"more than {_MAX_PER_NODE} devices in a node")
+    kind, node = _shipped(name, per_node)
     variant = next((bandwidth for mark, bandwidth in _VARIANTS.items() if device.startswith(mark)), None)
     if variant is not None:
         kind = replace(kind, memory_bandwidth_bytes_per_s=variant)
@@ -223,6 +226,12 @@ def _hardware(row: Mapping[str, str]) -> tuple[DeviceKind, Node]:
         link = replace(node.nic, bandwidth_bytes_per_s=int(stated[1]) * 1e9 / 8 / node.num_nics)
         node = replace(node, nic=link)
     return kind, node
+
+
+@cache
+def _shipped(name: str, per_node: int) -> tuple[DeviceKind, Node]:
+    cluster = load_cluster(f"{per_node}x{name}")
+    return cluster.device_kinds[0], cluster.nodes[0]
 
 
 def _seconds(row: Mapping[str, str]) -> float | None:
