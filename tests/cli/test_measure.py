@@ -94,6 +94,23 @@ def test_without_pyarrow(run, monkeypatch):
     assert "needs pyarrow, which is not installed. Run: pip install 'meshwright[tables]'" in err
 
 
+def test_a_table_of_many_devices_is_shown(run, tmp_path):
+    write_records(
+        make_records(op="matmul", shapes="m=1;n=2;k=3", device=["A", "A", "B"], seconds=[1, 2, 3]), "m.parquet"
+    )
+    code, out, _ = run("show", "m.parquet")
+    assert code == 0
+    assert "m.parquet: 3 rows" in out
+    first, second = json.loads(run("show", "m.parquet", "--json")[1])["ops"]
+    assert first == {"device": "A", "op": "matmul", "rows": 2, "fastest_s": 1.0, "slowest_s": 2.0}
+    assert second["device"] == "B"
+    code, _, err = run("show", "m.parquet", "--schedule")
+    assert (code, "only listed" in err) == (1, True)
+    (tmp_path / "odd.parquet").write_bytes(b"PAR1")
+    assert run("show", "odd.parquet")[0] == 1
+    assert run("show", "absent.parquet")[0] == 1
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_links_become_rows_and_a_line_for_each_place(run, monkeypatch):

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from meshwright.cli.output import note, print_json, print_tables
+from meshwright.cli.records import op_rows, op_tables
 from meshwright.spec.units import format_count
 
 if TYPE_CHECKING:
     from meshwright.records import Imported
 
-# A trace of a large model has hundreds of ops; ``--json`` lists them all.
-_MAX_LISTED = 20
-
 
 def import_files(files: list[Path], out: Path, *, device: str | None, as_json: bool) -> None:
     """Read every file, write what was taken into the table, and show what was taken and what was left out."""
     from meshwright.records import add_records, concat_records, import_file
-    from meshwright.report import make_table
 
     taken = {path: import_file(path, device=device) for path in files}
     add_records(concat_records(item.records for item in taken.values()), out)
@@ -29,12 +25,8 @@ def import_files(files: list[Path], out: Path, *, device: str | None, as_json: b
         print_json({"files": [file_rows(path, item) for path, item in taken.items()], "file": str(out)})
         return
     for path, item in taken.items():
-        rows = op_rows(item)
-        print_tables(
-            Text(f"{path}: {item.kind}, {format_count(len(item.records), 'row')}"),
-            make_table(rows[:_MAX_LISTED]),
-            *([f"and {len(rows) - _MAX_LISTED} ops more"] if len(rows) > _MAX_LISTED else []),
-        )
+        heading = f"{path}: {item.kind}, {format_count(len(item.records), 'row')}"
+        print_tables(Text(heading), *op_tables(item.records))
         for reason, count in item.left_out.items():
             if count:
                 note(f"{path}: {count} left out: {reason}")
@@ -44,16 +36,4 @@ def import_files(files: list[Path], out: Path, *, device: str | None, as_json: b
 def file_rows(path: Path, imported: Imported) -> dict[str, Any]:
     """What became of a file, as plain data."""
     left_out = {reason: count for reason, count in imported.left_out.items() if count}
-    return {"file": str(path), "kind": imported.kind, "ops": op_rows(imported), "left_out": left_out}
-
-
-def op_rows(imported: Imported) -> list[dict[str, Any]]:
-    """One row per device and op, those with the most rows first: how many, and the range of their times in s."""
-    records = imported.records
-    counts = Counter(zip(records.device, records.op, strict=True))
-    rows = []
-    for (device, op), count in counts.most_common():
-        seconds = records.where(device=device, op=op).seconds
-        times = {"fastest_s": float(seconds.min()), "slowest_s": float(seconds.max())}
-        rows.append({"device": device, "op": op, "rows": count, **times})
-    return rows
+    return {"file": str(path), "kind": imported.kind, "ops": op_rows(imported.records), "left_out": left_out}

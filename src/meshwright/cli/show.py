@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ import typer
 from meshwright.cli.models import JsonOption
 from meshwright.cli.output import grid_width, note, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, page_path, provenance, put_page
+from meshwright.cli.records import show_records
 from meshwright.cli.show_prices import Pricing, show_prices
 from meshwright.cli.systems import System, show_settings
 from meshwright.cli.zoo import ZOO, show_zoo
@@ -87,9 +89,10 @@ def show(
     _check_views(text=schedule or system is not None, program=program, asks_page=asks_page, pricing=pricing)
     if document is None:
         raise DocumentError("No document was given. Give a file or a cluster's short form, or --play for a page.")
-    if document == ZOO:
-        others = program or schedule or system or asks_page or pricing.cluster or batch_size != 1
-        show_zoo(as_json, bool(others))
+    if document == ZOO or Path(document).suffix == ".parquet":
+        others = bool(program or schedule or system or asks_page or pricing.cluster or batch_size != 1)
+        listing = show_zoo if document == ZOO else partial(show_records, Path(document))
+        listing(as_json, others)
         return
     page = page_path(html, open_browser, "document")
     value = read_any(document)

@@ -1,6 +1,6 @@
 """The one measurement table of many devices, and what is read into it."""
 
-from meshwright.records.files import add_records, load_measurements, save_measurements
+from meshwright.records.files import add_records, load_measurements, read_records_at, save_measurements
 from meshwright.records.importing import Imported, import_file
 from meshwright.records.one_device import from_measurements, to_measurements
 from meshwright.records.table import (
@@ -28,6 +28,7 @@ __all__ = [
     "make_records",
     "merge_records",
     "named_shapes",
+    "read_records_at",
     "save_measurements",
     "to_measurements",
 ]

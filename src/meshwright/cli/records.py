@@ -1,0 +1,52 @@
+"""Tables of many devices on the terminal: one line per device and op."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from meshwright.cli.output import print_json, print_tables
+from meshwright.spec.errors import DocumentError
+from meshwright.spec.units import format_count
+
+if TYPE_CHECKING:
+    from meshwright.records import Records
+
+# A trace of a large model has hundreds of ops; ``--json`` lists them all.
+_MAX_LISTED = 20
+
+
+def show_records(path: Path, as_json: bool, other_options: bool) -> None:
+    """Show a measurement table (.parquet): what it holds, by device and op."""
+    from meshwright.records import read_records_at
+
+    if other_options:
+        raise DocumentError(f"{path}: a table of many devices is only listed; leave all options but --json out.")
+    records = read_records_at(path)
+    if as_json:
+        print_json({"file": str(path), "rows": len(records), "ops": op_rows(records)})
+    else:
+        print_tables(Text(f"{path}: {format_count(len(records), 'row')}"), *op_tables(records))
+
+
+def op_rows(records: Records) -> list[dict[str, Any]]:
+    """One row per device and op, those with the most rows first: how many, and the range of their times in s."""
+    counts = Counter(zip(records.device, records.op, strict=True))
+    rows = []
+    for (device, op), count in counts.most_common():
+        seconds = records.where(device=device, op=op).seconds
+        times = {"fastest_s": float(seconds.min()), "slowest_s": float(seconds.max())}
+        rows.append({"device": device, "op": op, "rows": count, **times})
+    return rows
+
+
+def op_tables(records: Records) -> list[Any]:
+    """The first of `op_rows` as a table, and how many more there are."""
+    from meshwright.report import make_table
+
+    rows = op_rows(records)
+    more = len(rows) - _MAX_LISTED
+    return [make_table(rows[:_MAX_LISTED]), *([f"and {more} ops more"] if more > 0 else [])]
