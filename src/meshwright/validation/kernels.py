@@ -64,6 +64,13 @@ def kinds() -> dict[str, DeviceKind]:
     return {name: load_cluster(name).device_kinds[0] for name in DEVICES}
 
 
+def folds_of(rows: Records, op: str) -> NDArray[np.int64]:
+    """The committed fold of each row, shape (rows,), of all or some of the shipped rows of an op."""
+    keys = load_records("kernels").where(op=op).shapes
+    known = dict(zip(keys, read_folds(SPLITS[op], list(keys)), strict=True))
+    return np.array([known[key] for key in rows.shapes], np.int64)
+
+
 def given_rows(keys: list[str], draw: int, num_given: int) -> NDArray[np.bool_]:
     """Which rows (shape: rows) of a device that was left out a draw gives: those of ``num_given`` keys."""
     distinct = sorted(set(keys))
@@ -88,7 +95,7 @@ def score_kernels(*, quick: bool = False) -> tuple[Score, ...]:
 
 def score_folds(rows: Records, op: str, folds: Sequence[int] = range(5), *, slow_arms: bool = True) -> Iterator[Score]:
     """Rows left out fold by fold on measured devices, per device, dtype and kernel family."""
-    fold_of = read_folds(SPLITS[op], list(rows.shapes))
+    fold_of = folds_of(rows, op)
     parts: dict[str, list[Outcome]] = {}
     for fold in folds:
         train, test = rows.select(fold_of != fold), rows.select(fold_of == fold)

@@ -1,0 +1,114 @@
+"""Graphs on GPUs: which ops the predictor of kernels prices, as which products, and what it leaves alone."""
+
+import pytest
+
+from meshwright.cost import CostModel
+from meshwright.cost.kernels import Kernel, shipped_model
+from meshwright.spec import Extent, load_cluster
+from tests.cost.facts import B, GraphMaker, linear_graph, make_table, op_row
+
+H100 = load_cluster("H100")
+KIND = H100.device_kinds[0]
+
+
+def model(precision="bfloat16", **facts):
+    return CostModel(cluster=H100, precision=precision, **facts)
+
+
+def product(m, n, k, count=1):
+    sizes = {"m": m, "n": n, "k": k, "count": count}
+    return shipped_model().predict(Kernel(op="matmul", dtype="bfloat16", device=KIND), sizes)
+
+
+def wide_graph(grad):
+    """x (b, 512, 1024) → linear to (b, 512, 4096)."""
+    make = GraphMaker()
+    x = make.tensor("x", (B, 512, 1024), role="input" if not grad else "activation", grad=grad)
+    if grad:
+        make.op("aten.randn.default", (), (x,))
+    weight = make.tensor("weight", (4096, 1024), role="parameter")
+    y = make.tensor("y", (B, 512, 4096))
+    make.op("aten.linear.default", (x, weight), (y,), saved=(x,), flops=Extent(0, 2 * 512 * 1024 * 4096))
+    return make.graph()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_linear_op_is_one_product_forward_and_one_for_each_gradient(grad):
+    prices = model().price_ops(wide_graph(grad), 3, KIND)
+    m = 3 * 512
+    forward, to_input, to_weight = product(m, 4096, 1024), product(m, 1024, 4096), product(1024, 4096, m)
+    assert prices.forward_s[-1] == pytest.approx(forward.seconds[0])
+    backward = to_weight.seconds[0] + (to_input.seconds[0] if grad else 0)
+    assert prices.backward_s[-1] == pytest.approx(backward)
+    assert prices.low_s[-1, 0] == pytest.approx(forward.low_s[0])
+    assert prices.high_s[-1, 0] == pytest.approx(forward.high_s[0])
+    assert prices.basis[-1] == "regressed"
+
+
+def test_in_inference_nothing_runs_backward():
+    prices = model().price_ops(linear_graph("inference"), 2, KIND)
+    assert prices.forward_s[0] > 0
+    assert prices.backward_s[0] == 0.0
+
+
+def test_a_batched_product_counts_its_products():
+    make = GraphMaker("inference")
+    left = make.tensor("left", (B, 16, 256, 64), role="input", grad=False)
+    right = make.tensor("right", (B, 16, 64, 128), role="input", grad=False)
+    make.op("aten.matmul.default", (left, right), (make.tensor("y", (B, 16, 256, 128), grad=False),))
+    prices = model().price_ops(make.graph(), 2, KIND)
+    assert prices.forward_s[0] == pytest.approx(product(256, 128, 64, count=32).seconds[0])
+
+
+def test_a_convolution_is_its_implicit_product():
+    make = GraphMaker("inference")
+    x = make.tensor("x", (B, 64, 56, 56), role="input", grad=False)
+    weight = make.tensor("weight", (128, 64, 3, 3), role="parameter")
+    attributes = (("stride", "[2, 2]"), ("padding", "[1, 1]"))
+    y = make.tensor("y", (B, 128, 28, 28))
+    make.op("aten.conv2d.default", (x, weight), (y,), attributes=attributes)
+    prices = model().price_ops(make.graph(), 4, KIND)
+    assert prices.forward_s[0] == pytest.approx(product(4 * 28 * 28, 128, 64 * 9).seconds[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_is_one_fused_kernel_each_way(causal):
+    make = GraphMaker()
+    parts = [make.tensor(name, (B, heads, 1024, 128)) for name, heads in (("q", 32), ("k", 8), ("v", 8))]
+    for part in parts:
+        make.op("aten.randn.default", (), (part,))
+    y = make.tensor("y", (B, 32, 1024, 128))
+    attributes = (("is_causal", str(causal)),)
+    make.op("aten.scaled_dot_product_attention.default", tuple(parts), (y,), attributes=attributes, saved=tuple(parts))
+    prices = model().price_ops(make.graph(), 2, KIND)
+    sizes = {"batch": 2, "heads": 32, "kv_heads": 8, "head_dim": 128, "queries": 1024, "keys": 1024, "window": 0}
+    kernel = Kernel(op="attention_prefill", dtype="bfloat16", device=KIND)
+    alone = shipped_model().predict(kernel, sizes).seconds[0]
+    pairs = 1.0 if causal else 1024 / 512.5
+    assert prices.forward_s[-1] == pytest.approx(pairs * alone)
+    assert prices.backward_s[-1] == pytest.approx(2.5 * pairs * alone)
+    assert prices.basis[-1] == "transferred"
+
+
+def test_other_ops_keep_their_roofline():
+    prices = model().price_ops(linear_graph(), 2, KIND)
+    assert prices.basis == ("regressed", "roofline", "roofline")
+
+
+def test_a_measured_op_wins():
+    graph = linear_graph()
+    table = make_table([op_row(graph, 0, 2, 7.0, 8.0, 9.0, dtype="bfloat16")], device="H100")
+    prices = model(measurements=table).price_ops(graph, 2, KIND)
+    assert prices.forward_s[0] == 7.0
+    assert prices.basis[0] == "measured"
+
+
+@pytest.mark.parametrize(("device", "precision"), [("V100", "float32"), ("B200", "bfloat16"), ("H100", "float32")])
+def test_what_was_never_measured_is_transferred(device, precision):
+    cluster = load_cluster(device)
+    kind = cluster.device_kinds[0]
+    prices = CostModel(cluster=cluster, precision=precision).price_ops(wide_graph(grad=True), 8, kind)
+    assert prices.basis[-1] == "transferred"
+    share = 2 * 8 * 512 * 1024 * 4096 / kind.peak_flops_per_s[precision] / prices.forward_s[-1]
+    assert 0.3 < share < 1.0
+    assert prices.low_s[-1, 0] < prices.forward_s[-1] < prices.high_s[-1, 0]
