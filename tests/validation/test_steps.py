@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshwright.cost.prediction import Interval
 from meshwright.cost.steps import load_step_model
@@ -14,7 +16,7 @@ from meshwright.validation.datasets import load_records, load_steps
 from meshwright.validation.scores import score_rows
 from meshwright.validation.splits import refuse_seen
 from meshwright.validation.step_model import Residuals, fit_steps, is_fitted, measured_shares, predict_cases
-from meshwright.validation.step_rows import read_step, read_steps, row_hash
+from meshwright.validation.step_rows import NEEDED, read_step, read_steps, row_hash
 from meshwright.validation.steps import predict_steps, score_steps
 
 
@@ -175,3 +177,16 @@ def test_an_interval_never_looks_at_its_own_origin(rows):
         assert interval.low < interval.high
     # Without anybody else in a regime nothing is claimed but a factor of two.
     assert honest.intervals()["small"] == Interval(low=0.5, high=2.0)
+
+
+COLUMNS = (*NEEDED, "gbs_seq", "mbs", "n_microbatches", "vpp", "cp", "ep", "kv_heads", "ffn", "vocab", "precision")
+CELLS = st.one_of(st.sampled_from(["", "0", "-1", "nan", "1e9", "8", "64", "512", "A100", "moe"]), st.text(max_size=8))
+
+
+@given(changes=st.dictionaries(st.sampled_from(COLUMNS), CELLS, min_size=1, max_size=4))
+def test_damaged_rows_are_left_out_or_predicted(changes):
+    row = {**named(load_steps(), "korth-t5-22B-full")[0], **changes}
+    cases, left_out = read_steps([row])
+    assert len(cases) + left_out.total() == 1
+    if cases:
+        assert 0 < predict_cases(cases, load_step_model()).seconds[0] < float("inf")

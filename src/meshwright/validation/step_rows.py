@@ -138,7 +138,7 @@ def _shape(row: Mapping[str, str]) -> TransformerShape:
         kv_heads=_number(row, "kv_heads", heads),
         head_dim=hidden // heads,
         ffn=_number(row, "ffn", 4 * hidden),
-        vocab=int(vocab) if vocab.isdigit() else _GPT2_VOCAB,
+        vocab=int(vocab) if re.fullmatch(r"[0-9]{1,12}", vocab) else _GPT2_VOCAB,
         gated=is_llama,
         biased=row["family"] == "gpt",
         root_norm=is_llama,
