@@ -1,0 +1,97 @@
+"""Scores of collectives: targets that are reached stay reached; arms by hand; nothing scored was seen."""
+
+import numpy as np
+import pytest
+
+from meshwright.cost.collectives.kriging import Points, interpolate
+from meshwright.spec import MeasurementError
+from meshwright.validation.collectives import score_new_cluster, score_new_groups
+from meshwright.validation.datasets import load_records
+from meshwright.validation.series import fold_keys, score_series
+
+
+def points(sizes, series, key=None):
+    """Points of one layout."""
+    count = len(sizes)
+    return Points(
+        size=np.array(sizes, float),
+        series=np.array(series),
+        layout=np.zeros(count, int),
+        ranks=np.full(count, 4.0),
+        nodes=np.ones(count),
+        key=np.array(key if key is not None else range(count)),
+    )
+
+
+def test_a_line_is_found_between_and_beyond_its_points():
+    sizes = np.array([2.0**power for power in range(4, 24)])
+    known, seconds = points(sizes, [0] * 20), 2e-5 + 1e-9 * sizes
+    asked = np.array([100.0, 3e4, 5e6, 2.0**25])
+    found = interpolate(known, seconds, points(asked, [0] * 4))
+    assert found.seconds == pytest.approx(2e-5 + 1e-9 * asked, rel=1e-6)
+    assert np.isnan(found.left_out).sum() == 2
+    assert found.left_out[1:-1] == pytest.approx(seconds[1:-1], rel=1e-6)
+
+
+def test_a_second_series_halves_the_noise_of_the_first():
+    random = np.random.default_rng(3)
+    sizes = np.array([2.0**power for power in range(4, 28)])
+    truth = 2e-5 + 1e-10 * sizes
+    one = truth * np.exp(random.normal(0, 0.05, 24))
+    two = truth * np.exp(random.normal(0, 0.05, 24))
+    kept = np.arange(24) % 3 != 1
+    rows = np.concatenate([sizes[kept], sizes[kept]])
+    known = points(rows, [0] * kept.sum() + [1] * kept.sum(), key=[*range(kept.sum())] * 2)
+    asked = points(sizes[~kept], [0] * int((~kept).sum()))
+    found = interpolate(known, np.concatenate([one[kept], two[kept]]), asked).seconds
+    straight = np.interp(sizes[~kept], sizes[kept], one[kept])
+    error, other = (np.abs(np.log(arm / truth[~kept])).mean() for arm in (found, straight))
+    assert error < 0.75 * other
+
+
+def test_a_series_that_was_not_measured_is_refused():
+    with pytest.raises(MeasurementError, match="no measured size"):
+        interpolate(points([1, 2, 4], [0, 0, 0]), np.array([1.0, 2.0, 3.0]), points([3], [1]))
+
+
+def test_repetitions_of_a_layout_at_one_size_have_one_key():
+    rows = load_records("v100")
+    rows = rows.select(rows.op != "matmul")
+    keys = np.array(fold_keys(rows))
+    same = (rows.size("ranks") == 4) & (rows.size("stride") == 1) & (rows.size("bytes") == 2**20)
+    assert len({*keys[same]}) == 1
+    assert len(set(rows.dtype[same])) == 2
+    assert len(set(rows.op[same])) == 4
+
+
+def test_a_cluster_that_was_never_profiled():
+    scores = {(score.part, score.arm): score for score in score_new_cluster()}
+    part = "{}, (4, 8) from (2, 8), ≥ 64 MiB"
+    for op, reached in (("all_reduce", 12), ("reduce_scatter", 6), ("all_to_all", 10)):
+        ours = scores[part.format(op), "ours"]
+        assert ours.target == reached
+        assert ours.met
+        assert ours.mape < scores[part.format(op), "five terms with NIC sharing"].mape
+    # the target of 5 is missed by a little: what is reached must not get worse
+    assert scores[part.format("all_gather"), "ours"].mape < 6
+
+
+def test_groups_that_were_left_out():
+    scores = {(score.part, score.arm): score for score in score_new_groups()}
+    part = "vTrain, groups of 3, 5, 6, 7 from 2, 4, 8, ≥ 1 MiB"
+    assert scores[part, "ours"].met
+    assert scores[part, "ours"].mape < scores[part, "alpha-beta line"].mape / 2
+    part = "aiconfigurator, groups of 4 from 2, 8, ≥ 1 MiB"
+    assert scores[part, "ours"].mape < scores[part, "alpha-beta line"].mape / 2
+    for device in ("A100", "H100", "H200"):
+        assert scores[f"aiconfigurator, {device} all_reduce", "ours"].mape < 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sizes_left_out_of_one_fold():
+    ours, lines, one_line = score_series(("reduce_scatter",), (0,))[:3]
+    assert (ours.arm, lines.arm, one_line.arm) == ("ours", "piecewise linear", "pipeDejavu's line")
+    assert ours.mape < lines.mape < one_line.mape
+    assert 70 <= ours.coverage <= 90
+    assert ours.target == pytest.approx(0.9 * lines.mape)
