@@ -104,6 +104,8 @@ def test_a_page_says_when_and_how_it_was_made(run, tmp_path):
     assert "`meshwright validate first --out docs/accuracy.md`" in text
     assert "| part \\| one |" in text
     assert "| · ours | 4 | 8.75 |" in text
+    assert "1 of 2 are met" in text
+    assert "| first | part \\| one | ours | worst | 25.0 | ≤ 20 | missed |" in text
     assert run("first", "--out", "page.txt")[0] == 1
 
 

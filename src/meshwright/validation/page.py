@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from meshwright.validation.validate import tabulate_scores
+from meshwright.validation.validate import DATASETS, tabulate_scores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from meshwright.validation.validate import DataSet
 
 SCORE_HEADINGS = ("part · arm", "n", "MAPE", "median", "p90", "worst", "inside", "width", "target")
+TARGET_HEADINGS = ("set", "part", "arm", "figure", "reached", "target", "")
 _NAMES = {"mape": "MAPE"}
 _NOTHING = "–"
 
@@ -47,23 +48,46 @@ def score_cells(scores: Sequence[Score]) -> list[list[str]]:
     return cells
 
 
+def target_cells(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> list[list[str]]:
+    """One row per target: set, part, arm, figure, reached, wanted, met or missed."""
+    return [
+        [
+            dataset.name,
+            score.part,
+            score.arm,
+            _NAMES.get(score.judged, score.judged),
+            _number(getattr(score, score.judged)),
+            f"≤ {score.target:.3g}",
+            "met" if score.met else "missed",
+        ]
+        for dataset, scores in scored
+        for score in scores
+        if score.target is not None
+    ]
+
+
 def scores_page(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> str:
     """The page of all scores."""
     names = [dataset.name for dataset, _ in scored]
+    named = [] if names == [dataset.name for dataset in DATASETS] else names
     head = _HEAD.format(
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        command=" ".join(["meshwright", "validate", *names, "--out", "docs/accuracy.md"]),
+        command=" ".join(["meshwright", "validate", *named, "--out", "docs/accuracy.md"]),
         python=platform.python_version(),
         packages=", ".join(_versions("numpy", "scikit-learn", "numba")),
     )
-    parts = [head]
+    targets = target_cells(scored)
+    met = sum(row[-1] == "met" for row in targets)
+    parts = [head, f"\n## Targets\n\n{met} of {len(targets)} are met.\n\n", _markdown(TARGET_HEADINGS, targets)]
     for dataset, scores in scored:
-        rows = [SCORE_HEADINGS, ["---"] * len(SCORE_HEADINGS), *score_cells(scores)]
-        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-        parts.append(
-            f"\n## {dataset.name}\n\n{dataset.about[0].upper()}{dataset.about[1:]}.\n\n" + "\n".join(lines) + "\n"
-        )
+        about = dataset.about[0].upper() + dataset.about[1:]
+        parts.append(f"\n## {dataset.name}\n\n{about}.\n\n" + _markdown(SCORE_HEADINGS, score_cells(scores)))
     return "".join(parts)
+
+
+def _markdown(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    rows = [headings, ["---"] * len(headings), *cells]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
 
 
 def _number(value: float | None) -> str:
