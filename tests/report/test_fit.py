@@ -110,3 +110,12 @@ def test_when_nothing_fits_the_nearest_plan_tells_which_ranks_are_over():
     over = re.search(r"on rank (\d+) .*?: ([\d.]+) MiB too much", str(caught.value))
     assert int(over[1]) == tightest["rank"]
     assert float(over[2]) == pytest.approx(-tightest["headroom_bytes"] / 2**20, rel=0.01)
+
+
+def test_a_note_stands_between_the_verdict_and_the_table():
+    console = Console(file=io.StringIO(), width=96)
+    console.print(fit_table([row(0, 0, PARTS)], note="Op by op, rank 0 allocates 400 MiB."))
+    lines = [line.strip() for line in console.file.getvalue().splitlines() if line.strip()]
+    assert lines[0].startswith("Fits: ")
+    assert lines[1] == "Op by op, rank 0 allocates 400 MiB."
+    assert lines[2].startswith("rank stage")

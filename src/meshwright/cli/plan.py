@@ -90,6 +90,7 @@ def plan(
     )
     from meshwright.records import load_measurements
     from meshwright.report import fit_table, plans_table
+    from meshwright.simulator import allocate_rank, can_follow
 
     if memory_limit is not None and not 0 < memory_limit <= MAX_MEMORY_LIMIT_GIB:
         raise typer.BadParameter(
@@ -132,11 +133,16 @@ def plan(
     # The reference as it was given, so that `simulate` and `run` find the same cluster.
     best = replace(plans.best.plan, cluster=cluster)
     written = write_plan_files(files, best, machine)
+    size = best.microbatch_size
+    followed = can_follow(graph_for(size))
+    allocation = allocate_rank(best, graph_for(size), machine, plans.best.fullest_rank) if followed else None
+    held = allocation.explain() if allocation else ""
     if page is not None:
         documents = {"plan.json": encode_document(best)}
-        document = plans_document(plans, graph_for, machine, cost, provenance=provenance(), documents=documents)
+        document = plans_document(
+            plans, graph_for, machine, cost, remark=held, provenance=provenance(), documents=documents
+        )
         written = [*written, put_page(document, page, open_browser)]
-    size = plans.best.plan.microbatch_size
     basis = cost.explain_basis(graph_for(size), size)
     interval = predict_step_interval(best, graph_for(size), machine, cost)
     if as_json:
@@ -145,6 +151,7 @@ def plan(
             {
                 "plans": plans.rows(),
                 "ranks": plans.best.memory_rows(),
+                "allocation": allocation.row() if allocation else None,
                 "basis": basis,
                 "step_interval_s": interval,
                 **{name: str(path) if path else None for name, path in places.items()},
@@ -154,7 +161,7 @@ def plan(
     sure = filter(None, (basis, explain_step_interval(interval)))
     print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *sure, "")
     # Names of files may hold square brackets, which rich would read as markup.
-    print_tables(fit_table(plans.best.memory_rows()), *map(Text, written or [no_files(model)]))
+    print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(model)]))
 
 
 def print_misfit(error: NothingFitsError, as_json: bool) -> None:

@@ -29,6 +29,7 @@ def plans_document(
     cluster: Cluster,
     cost: CostModel,
     *,
+    remark: str = "",
     provenance: Mapping[str, str] | None = None,
     documents: Mapping[str, Any] | None = None,
 ) -> Row:
@@ -39,6 +40,7 @@ def plans_document(
         graph_for: Microbatch size → graph, as it was given to the search.
         cluster: The cluster that was searched for.
         cost: The cost model of the search.
+        remark: A line below the explanation of the best plan.
         provenance: What the page says about its origin.
         documents: What can be saved from the page; by default the best plan.
     """
@@ -52,7 +54,8 @@ def plans_document(
             if not results or num_spans + timeline.num_spans <= MAX_PAGE_SPANS:
                 timelines.append(timeline)
             num_spans += timeline.num_spans
-        results.append(_predicted_part(item, timelines, graph, cluster, cost, explanation=plans.explain(item.plan)))
+        words = "\n".join(filter(None, (plans.explain(item.plan), "" if results else remark)))
+        results.append(_predicted_part(item, timelines, graph, cluster, cost, explanation=words))
     best = plans.best
     return page_document(
         f"{best.plan.model} on {best.plan.cluster}",

@@ -24,10 +24,11 @@ Row = dict[str, Any]
 _HEADINGS = {"parameters": "params"}
 
 
-def fit_table(rows: Sequence[Row]) -> RenderableType:
+def fit_table(rows: Sequence[Row], note: str = "") -> RenderableType:
     """Verdict and peak of every rank, from `RankedPlan.memory_rows`, in 80 columns.
 
-    Where all ranks may use the same, the verdict says how much, and rows say what is left of it.
+    Where all ranks may use the same, the verdict says how much, and rows say what is left of it. ``note`` stands below
+    the verdict.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
     groups = (_HEADINGS.get(group, group) for group in MEMORY_GROUPS)
@@ -45,7 +46,7 @@ def fit_table(rows: Sequence[Row]) -> RenderableType:
             *(format_bytes(num_bytes) for num_bytes in group_parts(row["parts_bytes"]).values()),
             style=style,
         )
-    return Group(Text(verdict(rows)), table)
+    return Group(Text(verdict(rows)), *([Text(note)] if note else []), table)
 
 
 def verdict(rows: Sequence[Row]) -> str:

@@ -1,14 +1,14 @@
 """What a rank's allocator sees when it runs its part of a plan, op by op: allocated and reserved bytes.
 
 The simulator's peak is quick to find for every plan: it takes one workspace for all of a microbatch, mostly more than
-is needed, and nothing for the optimizer's step. Here every tensor of every op is taken and freed in the order of the rank's program
-(`cost.memory.trace_stage`), and a GPU's caching allocator is followed (`cost.memory.follow_allocator`).
+is needed, and nothing for the optimizer's step. Here every tensor of every op is taken and freed in the order of the
+rank's program (`cost.memory.trace_stage`), and a GPU's caching allocator is followed (`cost.memory.follow_allocator`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.cost.memory import Peak, find_peak, follow_allocator, trace_stage
 from meshwright.program import build_program, gradient_buckets
@@ -33,6 +33,16 @@ class RankAllocation:
     allocated_bytes: int
     reserved_bytes: int | None
 
+    def row(self) -> dict[str, Any]:
+        """Plain values: ``rank``, ``allocated_bytes``, ``reserved_bytes``, ``owner`` and ``moment`` of the peak."""
+        return {
+            "rank": self.rank,
+            "allocated_bytes": self.allocated_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "owner": self.peak.owner,
+            "moment": self.peak.moment,
+        }
+
     def explain(self) -> str:
         """One sentence."""
         held = ""
@@ -44,8 +54,16 @@ class RankAllocation:
         )
 
 
+def can_follow(graph: Graph) -> bool:
+    """Whether a graph is one for training that ends in its loss and leaves the backward to autograd."""
+    return graph.has_loss and graph.mode == "training" and all(op.phase == "forward" for op in graph.ops)
+
+
 def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> RankAllocation:
-    """Follow the memory of a rank of a plan for training over two steps. Raises as `simulate_plan` does."""
+    """Follow the memory of a rank of a plan for training over two steps.
+
+    Raises as `simulate_plan` does, and GraphError unless `can_follow`.
+    """
     check_plan(plan, graph, cluster)
     stage = slice_graph(graph, plan.bounds)[plan.stage_of(rank)]
     order = compute_order(build_program(plan, graph), rank)

@@ -40,6 +40,8 @@ _ADDITIVE = ("aten.add.", "aten.add_.")
 _PRODUCTS = ("aten.mul.", "aten.div.", "aten.mul_.", "aten.div_.")
 _CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.conv_transpose")
 _MAX_IMAGE_CHANNELS = 3
+_FLOAT_BYTES = 4
+_LINE_ELEMENTS, _ALIASED_ELEMENTS = 16, 256
 
 
 def passes_on(kind: str, input_elements: int, output_elements: int) -> bool:
@@ -68,6 +70,35 @@ def forward_workspace_bytes(graph: Graph, op: Op, sizes: Sequence[int], device: 
     if op.kind.startswith(_CONVOLUTIONS) and device == "cpu":
         return sizes[op.outputs[0]] + sizes[op.inputs[1]] + _copied_input(graph, op, sizes)
     return 0
+
+
+def unrecorded_bytes(graph: Graph, op: Op, batch_size: int, device: Backend) -> dict[int, int]:
+    """Bytes of values that an op saves and a graph records as empty, for their size is the library's secret."""
+    if not op.kind.startswith("aten.lstm") or device != "cpu":
+        return {}
+    shapes = [[extent.at(batch_size) for extent in graph.tensors[i].shape] for i in op.inputs]
+    batch, length, _ = shapes[0]
+    # Of each direction the weights of the input, (4·hidden, inputs), stand first.
+    weights = [shape for shape in shapes if len(shape) == 2][::2]
+    empty = [i for i in op.saved if graph.tensors[i].role == "saved" and not graph.tensors[i].num_elements(batch_size)]
+    sizes = [_lstm_bytes(batch, length, inputs, gates // 4) for gates, inputs in weights]
+    return dict(zip(empty, sizes, strict=False))
+
+
+def _lstm_bytes(batch: int, length: int, inputs: int, hidden: int) -> int:
+    """What oneDNN keeps of a direction for its backward: gates of all steps, states and their gradients of one more.
+
+    The rows' padding is that of oneDNN (src/cpu/rnn/rnn_utils.cpp, get_good_ld); how many states there are was found
+    from the sizes that torch 2.13 allocates for six shapes.
+    """
+    states = 6 * _padded(max(inputs, hidden)) + 5 * _padded(hidden)
+    return _FLOAT_BYTES * batch * ((length + 1) * states + length * _padded(4 * hidden))
+
+
+def _padded(row: int) -> int:
+    """Elements of a row: whole cache lines, but not a multiple of 256 elements."""
+    lines = -(-row // _LINE_ELEMENTS) * _LINE_ELEMENTS
+    return lines + _LINE_ELEMENTS if lines % _ALIASED_ELEMENTS == 0 else lines
 
 
 def _copied_input(graph: Graph, op: Op, sizes: Sequence[int]) -> int:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.cost.memory.backward import Backend, backward_workspace_bytes, forward_workspace_bytes, passes_on
+from meshwright.cost.memory.backward import (
+    Backend,
+    backward_workspace_bytes,
+    forward_workspace_bytes,
+    passes_on,
+    unrecorded_bytes,
+)
 from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
 from meshwright.cost.optimizers import MASTER_BYTES
@@ -69,6 +75,9 @@ class StageWalk:
         self._graph, self._stage, self._workload = graph, stage, workload
         self._device, self._loop = device, loop
         self._sizes = [tensor.num_bytes(batch_size, workload.float_bytes) for tensor in graph.tensors]
+        for op in graph.ops:
+            for i, num_bytes in unrecorded_bytes(graph, op, batch_size, device).items():
+                self._sizes[i] = num_bytes
         self._elements = [tensor.num_elements(batch_size) for tensor in graph.tensors]
         self._lives = find_lifetimes(graph, ranges, stage)
         # Blocks of values by storage: of the microbatches in flight, and of what is computed again.
