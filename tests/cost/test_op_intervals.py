@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel, add_intervals
+from meshwright.cost.table import ROOFLINE
 from tests.cost.facts import KIND, linear_graph, make_cluster, make_table, op_row
 from tests.graphs import chain_graph
 
@@ -55,3 +56,13 @@ def test_a_measured_op_is_as_unsure_as_another_run_or_its_own_spread():
     assert 0.5 < quiet.low_s[0, 0] < 1.0 < quiet.high_s[0, 0] < 1.6
     assert (wide.low_s[0, 0], wide.high_s[0, 0]) == (pytest.approx(0.2), pytest.approx(1.8))
     assert not quiet.low_s.flags.writeable
+
+
+def test_a_spread_beyond_reason_leaves_the_interval_finite():
+    graph = linear_graph()
+    row = op_row(graph, 0, 2, 1.0)
+    wild = type(row)(key=row.key, forward_s=1.0, backward_s=1.0, num_samples=5, spread=1e300)
+    prices = CostModel(cluster=make_cluster(), measurements=make_table((wild,))).price_ops(graph, 2, KIND)
+    assert prices.low_s[0, 0] == 0.0
+    assert prices.high_s[0, 0] == ROOFLINE.high
+    assert prices.total().high_s < 100.0

@@ -73,6 +73,22 @@ def test_another_road_through_torch_is_another_variant():
     assert plain.operator == causal.operator == dropped.operator
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "aten.linear.default(0x8:float32,4x8:float32|11)",
+        "aten.relu.default(0:float32|1)",
+        "aten.linear.default(|)",
+        "aten.linear.default(8:float32,4x8:float8|11)",
+        "aten.conv2d.default(1x3x4x4:float32,4x3x3x3:float32;stride=[0, 0]|11)",
+        f"aten.linear.default({10**20}x{10**20}:float32,5x{10**20}:float32|11)",
+        f"aten.relu.default({'9' * 5000}:float32|1)",
+    ],
+)
+def test_damaged_keys_are_not_described(key):
+    assert read_work(key) is None
+
+
 @given(
     st.text(max_size=80)
     | st.from_regex(r"aten\.(linear|conv2d|sum|cat|lstm|bmm)\.x\([0-9x:float32,;=\[\]a-z]{0,60}\|[01]{0,4}\)")

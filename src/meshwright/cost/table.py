@@ -104,9 +104,12 @@ def price_op(graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str
     key = table.key(graph, op, batch_size)
     exact = table.find(key)
     if exact is not None:
-        # The spread of one run says less than another run would: it only ever widens the interval.
+        # The spread of one run says less than another run would: it only ever widens the interval. Measured ops are
+        # never less sure than rooflines.
         half = table.spread(key) / 2
-        wide = Interval(low=max(min(MEASURED.low, 1 - half), 0.0), high=max(MEASURED.high, 1 + half))
+        wide = Interval(
+            low=max(min(MEASURED.low, 1 - half), 0.0), high=min(max(MEASURED.high, 1 + half), ROOFLINE.high)
+        )
         return price_around(exact, wide, "measured")
     known = table.measured_batches(graph, op)
     if known and min(known) < batch_size < max(known):

@@ -48,6 +48,8 @@ _MIN_ROWS = 4
 _UNEXPLAINED = 0.5
 # Twice what reading the clock costs (`measurement.clock`): times below it are its noise.
 _RESOLUTION_S = 2e-7
+# A day: no op takes so long, so such a row teaches nothing of others.
+_MOST_S = 86_400.0
 # The spread is (p90 - p10) / median: 2.56 deviations of a normal distribution.
 _SPREAD_DEVIATIONS = 2.56
 # The quantile of a normal deviation that holds INTERVAL_SHARE; used where rows are too few to have one of their own.
@@ -151,7 +153,7 @@ def fit_op_regressor(rows: Sequence[OpMeasurement], kind: DeviceKind, dtype: str
         families: defaultdict[Family, list[tuple[OpWork, OpMeasurement]]] = defaultdict(list)
         for row in rows:
             work = read_work(row.key)
-            if work is None or work.dtype not in ("", dtype) or _seconds(row, part) <= _RESOLUTION_S:
+            if work is None or work.dtype not in ("", dtype) or not _RESOLUTION_S < _seconds(row, part) < _MOST_S:
                 continue
             if _amount(work, part).num_kernels:
                 families[work.family].append((work, row))

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from meshwright.spec.graph import MAX_GRAPH_BYTES, MAX_GRAPH_FLOPS
 from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
 
 Family = Literal["product", "convolution", "attention", "recurrent", "norm", "pointwise", "reduction", "copy", "view"]
@@ -53,6 +54,8 @@ _FIRST_PARAMETER: dict[Family, int] = {"product": 1, "convolution": 1, "norm": 1
 # Products of two values that the model computes.
 _NO_PARAMETERS = frozenset({"bmm", "baddbmm", "matmul", "outer"})
 _KEY = re.compile(r"(?P<kind>[^(]+)\((?P<tensors>[^;|]*)(?P<attributes>(?:;[^|]*)?)\|(?P<grads>[01]*)\)", re.DOTALL)
+# What no op of a graph reaches (`spec.graph`): a key that says more is damaged.
+_MOST = float(max(MAX_GRAPH_BYTES, MAX_GRAPH_FLOPS))
 # Products in the backward of attention beside the two of its forward (Dao et al. 2022: five with recomputed scores).
 _ATTENTION_BACKWARD = 2.5
 
@@ -127,6 +130,8 @@ def _read_work(key: str) -> OpWork | None:
             forward, backward, sizes = _recurrent(call)
         case _:
             forward, backward, sizes = _traffic(call, family)
+    if any(0 in shape for shape in call.shapes) or max(forward.flops, forward.num_bytes) > _MOST:
+        return None
     held = [call.num_bytes(i) for i in _parameter_places(call, family) if call.grads[i]]
     m, n, k, count = (math.log2(max(size, 1.0)) for size in sizes)
     return OpWork(
