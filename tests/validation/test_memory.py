@@ -21,7 +21,7 @@ def test_targets_are_reached():
     cpu = scores["peak of training on a CPU", "ours"]
     assert cpu.num_rows >= 8
     assert cpu.mape < scores["peak of training on a CPU", "growth of the process"].mape
-    assert cpu.mape < scores["peak of training on a CPU", "planner's bound"].mape
+    assert cpu.mape < scores["peak of training on a CPU", "planner's quick figure"].mape
     # The formula's shares, in points of per cent.
     assert scores["activation percentages (formula)", "ours"].worst <= 2
 
