@@ -52,7 +52,7 @@ def score_memory() -> tuple[Score, ...]:
 
 
 def score_training() -> tuple[Score, ...]:
-    """Peaks of real training steps on a CPU: the prediction, the planner's quick figure and the growth of the process."""
+    """Peaks of real training on a CPU: ours, the planner's quick figure, and the growth of the process."""
     rows = load_table("memory_training")
     measured, predicted = _column(rows, "peak_bytes"), np.array([predict_row(row) for row in rows])
     part = "peak of training on a CPU"
