@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.memory import MemoryOptions, predict_step_memory, recompute_layers, weigh_rank, weigh_stage
+from meshwright.cost.memory import MemoryOptions, find_peak, recompute_layers, trace_step, weigh_rank, weigh_stage
 from meshwright.spec import Link, Optimizer, PlanError, Workload, load_shipped_graph, slice_graph
 
 GPT, MIXTRAL = load_shipped_graph("gpt-tiny"), load_shipped_graph("mixtral-tiny")
@@ -75,7 +75,7 @@ def test_recomputing_keeps_what_ranges_read():
     inside = plain.activation_bytes - again.activation_bytes
     # Three quarters of the four microbatches' blocks, less their inputs, are gone; one block's inside is there once.
     assert 0.8 < inside / plain.activation_bytes < 1
-    walked = [predict_step_memory(GPT, Workload(global_batch=2), recompute=item) for item in ((), blocks)]
+    walked = [find_peak(trace_step(GPT, Workload(global_batch=2), recompute=item)) for item in ((), blocks)]
     one = [weigh(GPT, recompute=item).activation_bytes for item in ((), blocks)]
     # Both ways of counting agree on what recomputing saves, but for some values while one op computes.
     saved_by_walking = walked[0].parts["saved activations"] + walked[0].parts["workspace"]

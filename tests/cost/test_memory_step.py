@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.memory import find_peak, predict_step_memory, recompute_layers, trace_step
+from meshwright.cost.memory import find_peak, recompute_layers, trace_step
 from meshwright.spec import GraphError, Optimizer, Workload, load_shipped_graph
+from meshwright.spec.shipped import shipped_graphs
 from tests.cost.facts import B, GraphMaker
 
 SGD, MOMENTUM, ADAMW = Optimizer(kind="sgd"), Optimizer(kind="sgd", momentum=True), Optimizer(kind="adamw")
@@ -34,7 +35,7 @@ def chain(num_layers):
 
 
 def peak_of(graph, samples, optimizer=SGD, **options):
-    return predict_step_memory(graph, Workload(global_batch=samples, optimizer=optimizer), **options)
+    return find_peak(trace_step(graph, Workload(global_batch=samples, optimizer=optimizer), **options))
 
 
 def test_a_chain_by_hand():
@@ -140,3 +141,36 @@ def test_layers_give_their_ranges():
     graph = load_shipped_graph("gpt-tiny")
     ranges = recompute_layers(graph, range(len(graph.layers)))
     assert [start for start, _ in ranges[1:]] == [stop for _, stop in itertools.islice(ranges, len(ranges) - 1)]
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_graphs() if name.endswith("-tiny")])
+def test_larger_batches_and_wider_numbers_never_need_less(name):
+    graph = load_shipped_graph(name)
+    peaks = [peak_of(graph, samples, ADAMW).num_bytes for samples in (2, 4, 16)]
+    assert peaks == sorted(peaks)
+    half = find_peak(trace_step(graph, Workload(global_batch=4, optimizer=ADAMW, precision="bfloat16")))
+    full = find_peak(trace_step(graph, Workload(global_batch=4, optimizer=ADAMW)))
+    assert half.parts["parameters"] <= full.parts["parameters"]
+    # Every peak is named by what goes on then.
+    assert full.moment.startswith(("forward of ", "backward of ", "optimizer step of "))
+
+
+def test_a_convolution_on_a_cpu_works_on_copies():
+    make = GraphMaker()
+    image = make.tensor("image", (B, 3, 8, 8), role="input", grad=False)
+    weights = [make.tensor(f"weight{i}", (16, channels, 1, 1), role="parameter") for i, channels in enumerate((3, 16))]
+    first, second = (make.tensor(f"y{i}", (B, 16, 8, 8)) for i in range(2))
+    make.op("aten.conv2d.default", (image, weights[0]), (first,), saved=(image, weights[0]))
+    make.op("aten.conv2d.default", (first, weights[1]), (second,), saved=(first, weights[1]))
+    loss = make.tensor("loss", ())
+    make.op("aten.sum.default", (second,), (loss,))
+    graph = make.graph(has_loss=True)
+    inside = 100 * 16 * 64 * 4
+    peaks = {device: peak_of(graph, 100, device=device) for device in ("cpu", "cuda")}
+    # oneDNN: copies of the input and of the output beside them in the forward; of both in the backward.
+    assert peaks["cpu"].num_bytes - peaks["cuda"].num_bytes >= inside
+    for kind in ("aten.conv2d.default", "aten.lstm.input", "aten.cross_entropy_loss.default", "aten.mul.Tensor"):
+        odd = GraphMaker()
+        end = odd.tensor("end", ())
+        odd.op(kind, (), (end,))
+        assert peak_of(odd.graph(has_loss=True), 1).num_bytes >= 4

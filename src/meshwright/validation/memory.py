@@ -1,6 +1,6 @@
 """How far are predicted bytes from measured ones: of real training here, and of published runs.
 
-    training on this machine    `cost.memory.predict_step_memory` against torch's own account of its allocations
+    training on this machine    `cost.memory.trace_step` against torch's own account of its allocations
                                 (``data/memory_training.csv``, by ``scripts/measure_memory.py``)
     SimuMax B200, torchtitan    `cost.memory.predict_device_peak` against rows of ``data/training_steps.csv``
     activation percentages      the formula of Korthikanti et al. against their figure 7: a check, not an accuracy
@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.memory import predict_device_peak, predict_step_memory, recompute_layers, saved_bytes, weigh_stage
+from meshwright.cost.memory import (
+    find_peak,
+    predict_device_peak,
+    recompute_layers,
+    saved_bytes,
+    trace_step,
+    weigh_stage,
+)
 from meshwright.cost.prediction import Predictions, fit_interval
 from meshwright.cost.transformer import TrainingSetup, TransformerShape
 from meshwright.spec import Optimizer, Workload, load_shipped_graph, slice_graph
@@ -67,7 +74,7 @@ def predict_row(row: StepRow) -> float:
     """Peak bytes of a case of ``memory_training.csv``."""
     graph = load_shipped_graph(row["model"])
     again = [i for i, layer in enumerate(graph.layers) if "." in layer.name] if row["recompute"] == "full" else []
-    return predict_step_memory(graph, _workload(row), recompute=recompute_layers(graph, again)).num_bytes
+    return find_peak(trace_step(graph, _workload(row), recompute=recompute_layers(graph, again))).num_bytes
 
 
 def score_published() -> tuple[Score, ...]:

@@ -6,7 +6,7 @@ from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak
 from meshwright.cost.memory.lifetimes import recompute_layers
 from meshwright.cost.memory.options import MemoryOptions, RankMemory, weigh_rank
 from meshwright.cost.memory.stage import StageMemory, weigh_stage
-from meshwright.cost.memory.step import predict_step_memory, trace_stage, trace_step
+from meshwright.cost.memory.step import trace_stage, trace_step
 from meshwright.cost.memory.transformer import saved_bytes
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "find_peak",
     "follow_allocator",
     "predict_device_peak",
-    "predict_step_memory",
     "recompute_layers",
     "saved_bytes",
     "trace_stage",

@@ -40,6 +40,8 @@ _ADDITIVE = ("aten.add.", "aten.add_.")
 _PRODUCTS = ("aten.mul.", "aten.div.", "aten.mul_.", "aten.div_.")
 _CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.conv_transpose")
 _MAX_IMAGE_CHANNELS = 3
+# Batch, length and features of a sequence.
+_SEQUENCE_DIMS = 3
 _FLOAT_BYTES = 4
 _LINE_ELEMENTS, _ALIASED_ELEMENTS = 16, 256
 
@@ -54,29 +56,31 @@ def passes_on(kind: str, input_elements: int, output_elements: int) -> bool:
 
 def backward_workspace_bytes(graph: Graph, op: Op, sizes: Sequence[int], device: Backend) -> int:
     """Bytes that the op's backward needs beside the gradients that it makes; ``sizes`` are those of all tensors."""
+    if not op.inputs or not op.outputs:
+        return 0
     output = sizes[op.outputs[0]]
     if op.kind.startswith("aten.cross_entropy_loss"):
         # nll_loss makes the gradient of the logarithm of the softmax, from which that of the logits is made.
         return sizes[op.inputs[0]]
     if op.kind.startswith(_PRODUCTS):
         return output if any(sizes[i] < output for i in op.inputs) else 0
-    if op.kind.startswith(_CONVOLUTIONS) and device == "cpu":
+    if device == "cpu" and _is_convolution(graph, op):
         return output + _copied_input(graph, op, sizes)
     return 0
 
 
 def forward_workspace_bytes(graph: Graph, op: Op, sizes: Sequence[int], device: Backend) -> int:
     """Bytes that the op's forward needs beside its outputs and what it saves."""
-    if op.kind.startswith(_CONVOLUTIONS) and device == "cpu":
+    if device == "cpu" and _is_convolution(graph, op):
         return sizes[op.outputs[0]] + sizes[op.inputs[1]] + _copied_input(graph, op, sizes)
     return 0
 
 
 def unrecorded_bytes(graph: Graph, op: Op, batch_size: int, device: Backend) -> dict[int, int]:
     """Bytes of values that an op saves and a graph records as empty, for their size is the library's secret."""
-    if not op.kind.startswith("aten.lstm") or device != "cpu":
-        return {}
     shapes = [[extent.at(batch_size) for extent in graph.tensors[i].shape] for i in op.inputs]
+    if not op.kind.startswith("aten.lstm") or device != "cpu" or not shapes or len(shapes[0]) != _SEQUENCE_DIMS:
+        return {}
     batch, length, _ = shapes[0]
     # Of each direction the weights of the input, (4·hidden, inputs), stand first.
     weights = [shape for shape in shapes if len(shape) == 2][::2]
@@ -99,6 +103,12 @@ def _padded(row: int) -> int:
     """Elements of a row: whole cache lines, but not a multiple of 256 elements."""
     lines = -(-row // _LINE_ELEMENTS) * _LINE_ELEMENTS
     return lines + _LINE_ELEMENTS if lines % _ALIASED_ELEMENTS == 0 else lines
+
+
+def _is_convolution(graph: Graph, op: Op) -> bool:
+    """Whether it is one with an input that has channels, a weight and an output."""
+    known = op.kind.startswith(_CONVOLUTIONS) and len(op.inputs) > 1 and len(op.outputs) > 0
+    return known and len(graph.tensors[op.inputs[0]].shape) > 1
 
 
 def _copied_input(graph: Graph, op: Op, sizes: Sequence[int]) -> int:

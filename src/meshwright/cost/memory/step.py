@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak
 from meshwright.cost.memory.walk import StageWalk
 from meshwright.spec import GraphError, slice_graph
 
@@ -27,26 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.cost.memory.backward import Backend
+    from meshwright.cost.memory.ledger import MemoryEvents
     from meshwright.cost.memory.walk import OptimizerLoop
     from meshwright.spec import Graph, StageSlice, Workload
 
 # The first step makes the optimizer's states, the second is like all later ones.
 _NUM_STEPS = 2
-
-
-def predict_step_memory(
-    graph: Graph,
-    workload: Workload,
-    *,
-    num_microbatches: int = 1,
-    recompute: Sequence[tuple[int, int]] = (),
-    device: Backend = "cpu",
-    loop: OptimizerLoop | None = None,
-) -> Peak:
-    """Peak of a steady training step on one device, all of the model and the batch on it; see `trace_step`."""
-    return find_peak(
-        trace_step(graph, workload, num_microbatches=num_microbatches, recompute=recompute, device=device, loop=loop)
-    )
 
 
 def trace_step(

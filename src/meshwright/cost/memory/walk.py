@@ -74,7 +74,7 @@ class StageWalk:
         self.ledger = Ledger()
         self._graph, self._stage, self._workload = graph, stage, workload
         self._device, self._loop = device, loop
-        self._sizes = [tensor.num_bytes(batch_size, workload.float_bytes) for tensor in graph.tensors]
+        self._sizes = [max(tensor.num_bytes(batch_size, workload.float_bytes), 0) for tensor in graph.tensors]
         for op in graph.ops:
             for i, num_bytes in unrecorded_bytes(graph, op, batch_size, device).items():
                 self._sizes[i] = num_bytes
