@@ -90,7 +90,7 @@ def plan(
     )
     from meshwright.records import load_measurements
     from meshwright.report import fit_table, plans_table
-    from meshwright.simulator import allocate_rank, can_follow
+    from meshwright.simulator import allocate_rank
 
     if memory_limit is not None and not 0 < memory_limit <= MAX_MEMORY_LIMIT_GIB:
         raise typer.BadParameter(
@@ -134,8 +134,7 @@ def plan(
     best = replace(plans.best.plan, cluster=cluster)
     written = write_plan_files(files, best, machine)
     size = best.microbatch_size
-    followed = can_follow(graph_for(size))
-    allocation = allocate_rank(best, graph_for(size), machine, plans.best.fullest_rank) if followed else None
+    allocation = allocate_rank(best, graph_for(size), machine, plans.best.fullest_rank)
     held = allocation.explain() if allocation else ""
     if page is not None:
         documents = {"plan.json": encode_document(best)}

@@ -45,7 +45,7 @@ def simulate(
     from meshwright.program import with_schedule
     from meshwright.records import load_measurements
     from meshwright.report import draw_grid, timeline_rows, timeline_table, write_trace
-    from meshwright.simulator import allocate_rank, can_follow, simulate_plan
+    from meshwright.simulator import allocate_rank, simulate_plan
 
     page = page_path(html, open_browser, "simulation")
     document = read_document(Plan, plan)
@@ -65,10 +65,10 @@ def simulate(
         write_trace([result.timeline], trace)
     if page is not None:
         ranked = rank_simulation(result, document, machine)
-        followed = can_follow(captured)
-        held = allocate_rank(document, captured, machine, ranked.fullest_rank).explain() if followed else ""
+        allocation = allocate_rank(document, captured, machine, ranked.fullest_rank)
+        remark = allocation.explain() if allocation else ""
         drawn = simulation_document(
-            ranked, result.timeline, captured, machine, cost, remark=held, provenance=provenance()
+            ranked, result.timeline, captured, machine, cost, remark=remark, provenance=provenance()
         )
         put_page(drawn, page, open_browser)
     written = {"timeline": out, "trace": trace, "page": page}

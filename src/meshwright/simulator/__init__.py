@@ -5,7 +5,7 @@ other, `engine` finds when each instruction ends, `memory` follows the bytes, `s
 one rank's memory op by op.
 """
 
-from meshwright.simulator.allocation import RankAllocation, allocate_rank, can_follow
+from meshwright.simulator.allocation import RankAllocation, allocate_rank
 from meshwright.simulator.plan import simulate_plan
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.pricing import price_program
@@ -20,7 +20,6 @@ __all__ = [
     "SectionPrices",
     "Simulation",
     "allocate_rank",
-    "can_follow",
     "price_program",
     "simulate_plan",
     "simulate_program",

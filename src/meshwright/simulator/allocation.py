@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Beyond as many as are in flight at once, microbatches repeat what was there before; one more shows it.
 _MORE_MICROBATCHES = 1
+# Computations of ops in a step; so many take about five seconds to follow.
+MAX_VISITS = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +56,18 @@ class RankAllocation:
         )
 
 
-def can_follow(graph: Graph) -> bool:
-    """Whether a graph is one for training that ends in its loss and leaves the backward to autograd."""
-    return graph.has_loss and graph.mode == "training" and all(op.phase == "forward" for op in graph.ops)
+def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> RankAllocation | None:
+    """Follow the memory of a rank of a plan for training over two steps. Raises as `simulate_plan` does.
 
-
-def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> RankAllocation:
-    """Follow the memory of a rank of a plan for training over two steps.
-
-    Raises as `simulate_plan` does, and GraphError unless `can_follow`.
+    None for a graph without a loss or with a backward of its own, and where more than `MAX_VISITS` ops are in flight.
     """
     check_plan(plan, graph, cluster)
+    if not graph.has_loss or graph.mode != "training" or any(op.phase == "backward" for op in graph.ops):
+        return None
     stage = slice_graph(graph, plan.bounds)[plan.stage_of(rank)]
-    order = compute_order(build_program(plan, graph), rank)
+    order = repeat_free(compute_order(build_program(plan, graph), rank))
+    if len(order) * len(stage.ops) > MAX_VISITS:
+        return None
     held = [bucket for bucket in gradient_buckets(graph, plan) if stage.index in bucket.stages]
     caches = has_caching_allocator(cluster.device_kind(rank))
     events = trace_stage(
@@ -74,7 +75,7 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
         stage,
         plan.workload,
         plan.microbatch_size,
-        repeat_free(order),
+        order,
         device="cuda" if caches else "cpu",
         bucket_bytes=sum(bucket.num_bytes for bucket in held),
     )
