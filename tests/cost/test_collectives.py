@@ -20,14 +20,21 @@ from meshwright.cost.collectives import (
 )
 from meshwright.cost.collectives.algorithms import parameter_server_seconds, port_share, ring_seconds
 from meshwright.cost.collectives.protocols import load_nccl
-from meshwright.cost.collectives.rings import best_ring, best_tree, count_rings, count_trees, ring_bottleneck
+from meshwright.cost.collectives.rings import (
+    best_ring,
+    best_tree,
+    count_rings,
+    count_trees,
+    link_matrix,
+    ring_bottleneck,
+)
 from meshwright.records import make_records, named_shapes
 from meshwright.spec import ClusterError, MeasurementError, decode_document, encode_document, load_cluster
 
 MIB = 2**20
 
 
-def link_matrix(count, seed, most=5):
+def draw_links(count, seed, most=5):
     values = np.random.default_rng(seed).integers(0, most + 1, (count, count))
     upper = np.triu(values, 1)
     return upper + upper.T
@@ -110,7 +117,7 @@ def test_places_that_cannot_be_are_refused(wrong):
 @pytest.mark.parametrize("seed", range(12))
 def test_the_best_ring_is_that_of_all_orders(seed):
     count = 4 + seed % 4
-    links = link_matrix(count, seed).astype(float)
+    links = draw_links(count, seed).astype(float)
     best = max(ring_bottleneck(links, (0, *rest)) for rest in permutations(range(1, count)))
     order = best_ring(links)
     assert sorted(order) == list(range(count))
@@ -126,10 +133,21 @@ def test_a_ring_over_many_nodes_enters_each_once_whatever_the_numbering():
     assert sum(node[here] != node[there] for here, there in zip(order, (*order[1:], order[0]), strict=True)) == 4
 
 
+def test_the_links_of_a_cluster_are_those_between_its_ranks():
+    cluster, ranks = load_cluster("2x4xA100"), (6, 1, 5, 0, 2, 4)
+    links = link_matrix(cluster, ranks)
+    for row, here in enumerate(ranks):
+        for column, there in enumerate(ranks):
+            if here != there:
+                assert links[row, column] == cluster.link_between(here, there).bandwidth_bytes_per_s
+    order = [cluster.node_index(ranks[index]) for index in best_ring(links)]
+    assert sum(here != there for here, there in zip(order, (*order[1:], order[0]), strict=True)) == 2
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_no_tree_has_a_faster_slowest_link(seed):
     count = 5
-    links = link_matrix(count, seed).astype(float)
+    links = draw_links(count, seed).astype(float)
     parents = best_tree(links)
     slowest = min(links[rank, parents[rank]] for rank in range(1, count))
     # by brute force: the fastest threshold at which the ranks still connect
@@ -152,7 +170,7 @@ def test_a_hybrid_cube_mesh_holds_the_rings_that_nvidia_names():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_trees_are_as_many_as_can_be_taken_away(seed):
-    links = link_matrix(4, seed, most=2)
+    links = draw_links(4, seed, most=2)
     rows, columns = np.triu_indices(4, 1)
     trees = [
         [edges]

@@ -27,6 +27,11 @@ def test_the_picture_of_the_schedules_is_what_the_simulator_says(drawn):
     assert schedules.PICTURE.read_text() == schedules.draw(), "run python docs/pictures/schedules.py"
 
 
+def test_the_picture_of_collectives_is_what_the_model_says(drawn):
+    collectives = drawn("collectives")
+    assert collectives.PICTURE.read_text() == collectives.draw(), "run python docs/pictures/collectives.py"
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_pictures_of_the_systems_are_what_the_simulator_says(drawn, system):
     systems = drawn("systems")

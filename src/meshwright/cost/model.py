@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from meshwright.cost.classes import classify_ops
-from meshwright.cost.collectives.datasheet import price_collective
+from meshwright.cost.collectives.datasheet import quote_collective
 from meshwright.cost.collectives.groups import place_group
 from meshwright.cost.kernels import price_kernels
 from meshwright.cost.memory import StageMemory, weigh_stage
@@ -149,13 +149,15 @@ class CostModel:
         Measured on this kind of device where `collectives` has it or something comparable; else from the datasheet's
         links, whose interval is not known: it spans from half to twice.
         """
-        group = place_group(self.cluster, ranks, concurrent)
-        kinds = {self.cluster.device_kind(rank).name for rank in ranks}
+        place = (tuple(ranks), tuple(map(tuple, concurrent)))
+        group = self._keep(("place", *place), lambda: place_group(self.cluster, ranks, concurrent))
+        kinds = self._keep(("kinds", place[0]), lambda: {self.cluster.device_kind(rank).name for rank in ranks})
         if self.collectives is not None and kinds == {self.collectives.device}:
             found = self.collectives.predict(op, group, num_bytes)
             if found is not None:
                 return found
-        seconds = price_collective(self.cluster, op, ranks, group, num_bytes)
+        tariff = self._keep(("tariff", op, *place), lambda: quote_collective(self.cluster, op, ranks, group))
+        seconds = tariff.price(num_bytes)
         return Predictions(seconds=seconds, low_s=seconds / 2, high_s=seconds * 2, basis=_ROOFLINE * len(num_bytes))
 
     def all_reduce_host_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:

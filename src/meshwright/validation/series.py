@@ -5,8 +5,11 @@ every op, dtype and mesh at once, so that no repetition gives an answer away. No
 fitted nor scored. A size is inner if its series keeps a smaller and a larger one; the others are reported apart.
 
 Beside it on the same folds: straight lines between the measured sizes (Alpa's rule) and pipeDejavu's least-squares
-line per series (``pickle_find_pattern.py``). Nothing of the kriging is chosen on scored rows: the parameters of each
-fold are those that serve keys left out of its training rows best (`meshwright.cost.collectives.kriging`).
+line per series (``pickle_find_pattern.py``). Also what measuring again would have said, which no arm is given: the mean
+of the other repetitions of a layout at a size (in other dtypes, on other meshes).
+
+Nothing of the kriging is chosen on scored rows: the parameters of each fold are those that serve keys left out of its
+training rows best (`meshwright.cost.collectives.kriging`).
 """
 
 from __future__ import annotations
@@ -128,9 +131,20 @@ def _score_op(op: str, rows: Records, points: Points, folds: NDArray[np.int64], 
                 arms["piecewise linear"][scored[index]] = np.interp(size, sizes, seconds)
                 arms["pipeDejavu's line"][scored[index]] = np.polyval(np.polyfit(sizes, seconds, 1), size)
     done = np.isfinite(arms["ours"])
-    return _compare(op, rows.seconds, arms, done & inner, "inner sizes") + _compare(
-        op, rows.seconds, arms, done & ~inner, "end sizes"
-    )
+    floor = _other_repetitions(_number(list(zip(points.layout, points.key, strict=True))), rows.seconds)
+    again = done & inner & np.isfinite(floor)
+    scores = _compare(op, rows.seconds, arms, done & inner, "inner sizes")
+    if again.any():
+        part = f"{op}, inner sizes"
+        scores.append(score_rows(DATASET, part, "the other repetitions", rows.seconds[again], floor[again]))
+    return scores + _compare(op, rows.seconds, arms, done & ~inner, "end sizes")
+
+
+def _other_repetitions(key: NDArray[np.int64], seconds: Floats) -> Floats:
+    """The mean of the other rows of each row's key, shape (rows,); nan where there are none."""
+    counts = np.bincount(key)[key]
+    others = np.bincount(key, weights=seconds)[key] - seconds
+    return np.where(counts > 1, others / np.maximum(counts - 1, 1), np.nan)
 
 
 def _compare(op: str, seconds: Floats, arms: dict[str, Floats], rows: NDArray[np.bool_], what: str) -> list[Score]:

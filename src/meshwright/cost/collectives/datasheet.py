@@ -63,22 +63,36 @@ _PARTS_INSIDE: dict[CollectiveOp, tuple[CollectiveOp, ...]] = {
 }
 
 
-def price_collective(
-    cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: Group, num_bytes: Floats
-) -> Floats:
-    """Seconds of an op among ``ranks``, placed as ``group``, for messages of shape (n,) in bytes of the full tensor."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tariff:
+    """The ways that a collective has: each a latency and seconds per byte of the full tensor, both of shape (ways,)."""
+
+    latency_s: Floats
+    s_per_byte: Floats
+
+    def price(self, num_bytes: Floats) -> Floats:
+        """Seconds of the fastest way for each size, shape (n,)."""
+        fastest = np.full(len(num_bytes), np.inf)
+        for latency_s, s_per_byte in zip(self.latency_s, self.s_per_byte, strict=True):
+            np.minimum(fastest, latency_s + num_bytes * s_per_byte, out=fastest)
+        return fastest
+
+
+def quote_collective(cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: Group) -> Tariff:
+    """The tariff of an op among ``ranks``, placed as ``group``; a single rank takes no time."""
     if group.num_ranks == 1:
-        return np.zeros(len(num_bytes))
+        return Tariff(latency_s=np.zeros(1), s_per_byte=np.zeros(1))
     ways = find_ways(cluster, ranks, group)
-    if not all(cluster.device_kind(rank).compute_capability for rank in ranks):
-        return _ring(op, group, ways.through(PLAIN), num_bytes)
-    candidates = [
-        protocol.base_s + seconds
-        for protocol in load_nccl().protocols
-        for seconds in _candidates(op, group, ways.through(protocol), num_bytes)
-    ]
-    fastest: Floats = np.min(candidates, axis=0)
-    return fastest
+    if all(cluster.device_kind(rank).compute_capability for rank in ranks):
+        found = [
+            (protocol.base_s + latency_s, s_per_byte)
+            for protocol in load_nccl().protocols
+            for latency_s, s_per_byte in _list_ways(op, group, ways.through(protocol))
+        ]
+    else:
+        found = [_ring(op, group, ways.through(PLAIN))]
+    latencies, rates = np.array(found, np.float64).T
+    return Tariff(latency_s=latencies, s_per_byte=rates)
 
 
 def find_ways(cluster: Cluster, ranks: Sequence[int], group: Group) -> Ways:
@@ -102,28 +116,27 @@ def find_ways(cluster: Cluster, ranks: Sequence[int], group: Group) -> Ways:
     )
 
 
-def _candidates(op: CollectiveOp, group: Group, ways: Ways, sizes: Floats) -> list[Floats]:
-    """Seconds by every algorithm that the op and the place allow."""
+def _list_ways(op: CollectiveOp, group: Group, ways: Ways) -> list[tuple[float, float]]:
+    """(latency, seconds per byte) of every algorithm that the op and the place allow."""
     inside = Group(num_ranks=max(round(group.ranks_per_node), 1))
     across = Group(num_ranks=group.num_nodes, num_nodes=group.num_nodes)
-    found = [_ring(op, group, ways, sizes)]
+    found = [_ring(op, group, ways)]
     if op in ("all_reduce", "broadcast"):
         times = 2 if op == "all_reduce" else 1
         hops = (inside.num_ranks - 1) * ways.inside_s + ceil(log2(group.num_nodes)) * ways.across_s
-        found.append(times * hops + sizes * _busiest(op, group, ways, 1.0, algorithm="tree"))
+        found.append((times * hops, _busiest(op, group, ways, 1.0, algorithm="tree")))
     even = group.num_ranks == inside.num_ranks * group.num_nodes
     if even and min(inside.num_ranks, group.num_nodes) > 1 and op in _PARTS_INSIDE:
         latency = sum(count_steps(part, inside) for part in _PARTS_INSIDE[op]) * ways.inside_s
-        latency += count_steps(op, across) * ways.across_s
         moved = sum(port_share(part, inside) for part in _PARTS_INSIDE[op]) / ways.inside_bytes_per_s
-        moved += port_share(op, across) / ways.across_bytes_per_s
-        found.append(latency + sizes * moved)
+        latency += count_steps(op, across) * ways.across_s
+        found.append((latency, moved + port_share(op, across) / ways.across_bytes_per_s))
     return found
 
 
-def _ring(op: CollectiveOp, group: Group, ways: Ways, sizes: Floats) -> Floats:
+def _ring(op: CollectiveOp, group: Group, ways: Ways) -> tuple[float, float]:
     within = port_share(op, Group(num_ranks=group.num_ranks))
-    return count_steps(op, group) * max(ways.inside_s, ways.across_s) + sizes * _busiest(op, group, ways, within)
+    return count_steps(op, group) * max(ways.inside_s, ways.across_s), _busiest(op, group, ways, within)
 
 
 def _busiest(op: CollectiveOp, group: Group, ways: Ways, within: float, algorithm: Algorithm = "ring") -> float:

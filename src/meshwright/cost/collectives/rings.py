@@ -20,13 +20,26 @@ import numpy as np
 from meshwright.spec import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from meshwright.cost.prediction import Floats
+    from meshwright.spec import Cluster
 
 MAX_EXACT = 12
+
+
+def link_matrix(cluster: Cluster, ranks: Sequence[int]) -> Floats:
+    """Bandwidth in bytes/s between each two of the ranks, as `Cluster.link_between` has it, shape (ranks, ranks)."""
+    places = np.array([cluster.node_index(rank) for rank in ranks])
+    inside = np.array([node.device_link.bandwidth_bytes_per_s for node in cluster.nodes])[places]
+    out = np.array([node.nic.bandwidth_bytes_per_s for node in cluster.nodes])[places]
+    links: Floats = np.where(
+        places[:, None] == places[None, :], inside[:, None], np.minimum(out[:, None], out[None, :])
+    )
+    np.fill_diagonal(links, 0.0)
+    return links
 
 
 def best_ring(links: Floats) -> tuple[int, ...]:
