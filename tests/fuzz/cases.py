@@ -6,6 +6,7 @@ get lines that end before they do.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.fuzz.corpus import Document
+from tests.fuzz.foreign import foreign_files
 from tests.fuzz.mutations import HOSTILE_NUMBERS, HOSTILE_WORDS, any_of, spoil_bytes, spoil_data, tweak_data, written
 from tests.fuzz.requests import requests
 
@@ -81,16 +83,20 @@ LINES: dict[str, tuple[str, ...]] = {
         "show {} --json",
         "simulate plan.json --graph graph.json --measurements {}",
         "plan graph.json --cluster 2xcpu --batch 4 --precision float32 --measurements {} --top 1",
+        "measure --from {} --out table.parquet",
     ),
     "workload": ("show {}", "simulate {} --graph graph.json"),
 }
 _KIND_OF = {"predicted.json": "timeline", "measured.json": "timeline"}
-_VERBS = ("capture", "measure", "plan", "simulate", "run", "compare", "show", "doctor", "", "bogus", "-h", "--version")
+_VERBS = (
+    "capture", "measure", "plan", "simulate", "run", "compare", "validate", "show", "doctor", "", "bogus", "-h",
+    "--version",
+)  # fmt: skip
 _OPTIONS = (
     "--cluster", "--batch", "--out", "-o", "--json", "-m", "--microbatch-size", "--schedule", "--measurements", "--top",
     "--stages", "--ranks", "--memory-limit", "--precision", "--optimizer", "--graph", "--steps", "--trace", "--program",
     "--as", "--batch-size", "--sequence-length", "--image-size", "--inference", "--repeats", "--force", "--bogus", "--",
-    "--against", "--launch", "--slurm", "--html", "-", "-x",
+    "--against", "--launch", "--slurm", "--html", "--from", "--device", "--list", "-", "-x",
 )  # fmt: skip
 _SOUND = (
     "graph.json",
@@ -167,6 +173,7 @@ def cases(corpus: dict[str, Document]) -> st.SearchStrategy[Case]:
         *[_line_cases(corpus)] * 15,
         *[asked] * 25,
         *[_schedule_cases(corpus)] * 9,
+        *[_foreign_cases(corpus)] * 25,
         st.one_of(models),
     ]
     return st.integers(0, len(kinds) - 1).flatmap(lambda place: kinds[place])
@@ -210,6 +217,19 @@ def _schedule_cases(draw: st.DrawFn, corpus: dict[str, Document]) -> Case:
 
 
 @st.composite
+def _foreign_cases(draw: st.DrawFn, corpus: dict[str, Document]) -> Case:
+    files = foreign_files()
+    name = draw(st.sampled_from(sorted(files)))
+    content, lines = files[name]
+    if name.endswith(".json") and draw(st.booleans()):
+        content = written(tweak_data(draw, json.loads(content)), ".json")
+    else:
+        content = spoil_bytes(draw, content)
+    words = tuple(draw(st.sampled_from(lines)).replace("{}", name).split())
+    return Case(arguments=words, files={**_named(corpus, words), name: content})
+
+
+@st.composite
 def _model_cases(draw: st.DrawFn, name: str, data: Any) -> Case:
     spoiled = (tweak_data if draw(st.booleans()) else spoil_data)(draw, data)
     line = draw(st.sampled_from((f"capture {name}", f"plan {name} --cluster 2xA100 --batch 4 --top 1")))
@@ -222,7 +242,7 @@ def _line_cases(draw: st.DrawFn, corpus: dict[str, Document]) -> Case:
     rest = st.lists(st.sampled_from(_OPTIONS) | values | st.text(max_size=8), max_size=6)
     words = [draw(st.sampled_from(_VERBS)), *draw(rest)]
     # What would measure, serve, run ranks or look at the machine is made to end before it does so.
-    if words[0] in ("measure", "run", "doctor", "capture"):
+    if words[0] in ("measure", "run", "doctor", "capture", "validate"):
         words.append("--no-such-option")
     arguments = tuple(_as_typed(word) for word in words)
     return Case(arguments=arguments, files=_named(corpus, arguments))

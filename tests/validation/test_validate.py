@@ -76,6 +76,11 @@ def test_targets_of_one_arm_share_its_line():
     assert second[-3:] == ["–", "–", ""]
 
 
+def test_a_name_of_any_length_is_drawn_briefly():
+    score = score_rows("set", "x" * 5000, "ours", np.ones(2), np.ones(2))
+    assert score_cells([score])[0][0] == "x" * 100 + "…"
+
+
 def test_every_set_once(run):
     code, out, _ = run()
     assert code == 0

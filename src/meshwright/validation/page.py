@@ -19,6 +19,7 @@ SCORE_HEADINGS = ("part · arm", "n", "MAPE", "median", "p90", "worst", "inside"
 TARGET_HEADINGS = ("set", "part", "arm", "figure", "reached", "target", "")
 _NAMES = {"mape": "MAPE"}
 _NOTHING = "–"
+_MAX_PART = 100
 
 _HEAD = """# Accuracy
 
@@ -37,7 +38,7 @@ def score_cells(scores: Sequence[Score]) -> list[list[str]]:
     before = None
     for row in tabulate_scores(scores):
         if row["part"] != before:
-            cells.append([row["part"], *[""] * (len(SCORE_HEADINGS) - 1)])
+            cells.append([_brief(row["part"]), *[""] * (len(SCORE_HEADINGS) - 1)])
             before = row["part"]
         targets = [
             f"{_NAMES.get(judged, judged)} ≤ {target:.3g} {'met' if met else 'missed'}"
@@ -88,6 +89,11 @@ def scores_page(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> str:
 def _markdown(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     rows = [headings, ["---"] * len(headings), *cells]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+
+
+def _brief(part: str) -> str:
+    """A part may be the name that a stranger's table gives its source."""
+    return part if len(part) <= _MAX_PART else f"{part[:_MAX_PART]}…"
 
 
 def _number(value: float | None) -> str:
