@@ -15,7 +15,8 @@ FSDP2 and torchtitan, parameters in 4 bytes:
     resident    (parameter 4 + gradient 4 + states 8) / (dp · cp) bytes
     gathered    in 2 bytes: embedding, last norm and head all the time, one block and the next; with pipelines all
                 blocks, and their gradients in 4 bytes (torchtitan, parallelize_llama.py: reshard_after_forward; torch,
-                _fsdp_param.py: to_accumulated_grad_if_needed)
+                _fsdp_param.py: to_accumulated_grad_if_needed); what tensor parallelism gathers for a product is kept
+                for its backward (torch, distributed/tensor/parallel/style.py: PrepareModuleInput, ColwiseParallel)
     loss        logits in 4 bytes: their logarithm of the softmax, its gradient, theirs; split over tp a product and a
                 sum more (torch, distributed/tensor/parallel/loss.py); compiled, logits and their gradient in 2 bytes
     reserved    blocks belong to the stream that took them (torch, c10/cuda/CUDACachingAllocator.cpp): those of the
@@ -112,6 +113,8 @@ def _fsdp2_peak(shape: TransformerShape, setup: TrainingSetup, stage: int, *, fu
     held = count_parameters(shape, setup, stage)
     ranks, count = setup.dp * setup.cp, held.dense + held.experts
     root = held.embedding + held.head
+    # Products keep the inputs that tensor parallelism gathers for them, two in a layer and one in the head.
+    gathered = _HALF * setup.tokens * shape.hidden if setup.tp > 1 else 0
     parts = {
         "parameters": _FULL * count // ranks,
         "gradients": _FULL * count // ranks,
@@ -120,14 +123,20 @@ def _fsdp2_peak(shape: TransformerShape, setup: TrainingSetup, stage: int, *, fu
         "activations": activation_bytes(shape, setup, stage),
         "workspace": _CUBLAS_BYTES,
     }
+    if setup.recompute == "none":
+        count_kept = len(layers_of_stage(shape, setup, stage)) * in_flight(setup, stage)
+        parts["activations"] += round(2 * gathered * count_kept)
     if setup.pp > 1:
         parts["gradients"] += _FULL * count
-    again = sum(saved_bytes(shape, replace(setup, recompute="none"), layer=0).values())
+    again = sum(saved_bytes(shape, replace(setup, recompute="none"), layer=0).values()) + 2 * gathered
     backward = _backward_bytes(shape, setup) + (again if setup.recompute != "none" else 0)
     moments = {"backward of a layer": {"workspace": backward + _HALF * held.largest_layer}}
     if stage == setup.pp - 1:
         per_logit = 2 * _HALF if fused_loss else (4 if setup.tp > 1 else 3) * _FULL
-        moments["loss"] = {"activations": head_bytes(shape, setup), "logits": per_logit * logits(shape, setup)}
+        moments["loss"] = {
+            "activations": head_bytes(shape, setup) + gathered,
+            "logits": per_logit * logits(shape, setup),
+        }
     return _fullest(stage, parts, moments, reserved=(_HALF + _FULL) * max(root, held.largest_layer))
 
 

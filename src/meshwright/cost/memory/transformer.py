@@ -13,6 +13,7 @@ keep it for each of a token's top_k, latent attention for the tensors of its two
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,10 +41,16 @@ class StageParameters:
 
 
 def layers_of_stage(shape: TransformerShape, setup: TrainingSetup, stage: int) -> tuple[int, ...]:
-    """Indices of the layers that a pipeline stage holds; what does not divide evenly goes to the first stages."""
+    """Indices of the layers that a pipeline stage holds.
+
+    Where they do not divide evenly, the last and the first part have one fewer, then those next to them, for they hold
+    head and embedding (torchtitan, generate_llm_fqn_per_model_part; Qi et al., ICLR 2024, section 5.1).
+    """
     parts = setup.pp * setup.chunks
-    base, more = divmod(shape.layers, parts)
-    starts = [base * part + min(part, more) for part in range(parts + 1)]
+    inwards = [part for pair in zip(reversed(range(parts)), range(parts), strict=True) for part in pair][:parts]
+    fewer = set(inwards[: -shape.layers % parts])
+    most = -(-shape.layers // parts)
+    starts = list(itertools.accumulate((most - (part in fewer) for part in range(parts)), initial=0))
     mine = range(stage, parts, setup.pp)
     return tuple(layer for part in mine for layer in range(starts[part], starts[part + 1]))
 
