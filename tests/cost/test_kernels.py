@@ -59,10 +59,10 @@ def test_demand_of_a_product_counts_tiles_and_waves(m, n, k):
     for way, ((a, b), splits) in enumerate(itertools.product(CANDIDATES, SPLITS)):
         blocks = math.ceil(m / a) * math.ceil(n / b) * splits
         waves = math.ceil(blocks / 100)
-        assert demand.waves[way, 0] == waves
-        assert demand.fill[way, 0] == pytest.approx(blocks / (100 * waves))
+        assert demand.each("waves")[way, 0] == waves
+        assert demand.each("fill")[way, 0] == pytest.approx(blocks / (100 * waves))
         # Whole waves of whole tiles never do less than the product itself.
-        assert demand.work[way, 0] >= demand.flops[0] * (1 - 1e-12)
+        assert demand.each("work")[way, 0] >= demand.flops[0] * (1 - 1e-12)
     assert demand.flops[0] == pytest.approx(2 * m * n * k / 300e12)
     assert demand.memory[0] == pytest.approx(2 * (m * k + k * n + m * n) / 2e12)
 

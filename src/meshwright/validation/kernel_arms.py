@@ -127,7 +127,7 @@ def select_features(features: Floats, target: Floats) -> NDArray[np.int64]:
 
 def _features(part: Part) -> Floats:
     demand = _demand(part)
-    widest = demand.waves.min(axis=0), demand.waves.max(axis=0), demand.fill[-1]
+    widest = demand.each("waves").min(axis=0), demand.each("waves").max(axis=0), demand.each("fill")[-1]
     shares = (demand.flops, demand.memory, demand.flops / demand.memory, demand.cached, *widest)
     features: Floats = np.log(
         np.column_stack([*(column + 1.0 for column in part.sizes.values()), *(s + 1e-12 for s in shares)])

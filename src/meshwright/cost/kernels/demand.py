@@ -24,16 +24,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.cost.compiled import compiled
 from meshwright.cost.kernels.tiles import dispatch_of, packs_heads, tiles_of
 from meshwright.cost.roofline import peak_flops
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from meshwright.cost.prediction import Floats
     from meshwright.spec import DeviceKind
 
+WAYS = ("work", "loads", "pull", "waves", "steps", "area", "doublings", "merge", "fill")
 # Bytes of a written element at least: results of float8 products are bfloat16 (vLLM, torch._scaled_mm).
 _OUTPUT_BYTES = 2
 # Weights that the benchmark behind the shipped rows takes in turn, so that none stays in the cache (collect_gemm.py of
@@ -48,21 +50,14 @@ _KEY_SPLITS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Demand:
-    """Of n queries and c ways to cut each: shapes (c, n); without the ways: (n,). Seconds unless said otherwise.
+    """Of n queries and c ways to cut each: ``ways`` of shape (c, quantities, n), in the order of WAYS; others (n,).
 
-    ``reuse``: FLOPs per element loaded of a tile, a·b/(a+b). ``extra``: passes beside the kernel (quantisation).
-    ``cached``: bytes that pass between two uses of the same, as a share of the cache; ``units``: multiprocessors.
+    Seconds unless said otherwise. ``loads``: elements loaded per pair of FLOPs in a tile, 1/a + 1/b; ``doublings``:
+    log₂ splits. ``extra``: passes beside the kernel (quantisation). ``cached``: bytes that pass between two uses of the
+    same, as a share of the cache; ``units``: multiprocessors.
     """
 
-    work: Floats
-    reuse: Floats
-    pull: Floats
-    waves: Floats
-    steps: Floats
-    area: Floats
-    splits: Floats
-    merge: Floats
-    fill: Floats
+    ways: Floats
     flops: Floats
     memory: Floats
     cached: Floats
@@ -70,6 +65,10 @@ class Demand:
     bandwidth: float
     units: int
     clock_hz: float
+
+    def each(self, quantity: str) -> Floats:
+        """A quantity of WAYS by way and query, shape (c, n)."""
+        return self.ways[:, WAYS.index(quantity)]
 
 
 def demand_of(op: str, sizes: Mapping[str, Floats], dtype: str, kernel: str, device: DeviceKind) -> Demand:
@@ -104,30 +103,50 @@ def _product(sizes: Mapping[str, Floats], dtype: str, kernel: str, device: Devic
     name = split_dtype(dtype)[0]
     width, peak = DTYPE_BYTES[name], peak_flops(device, name)
     bandwidth, units = device.memory_bandwidth_bytes_per_s, float(device.num_multiprocessors)
-    ways = []
-    for a, b, s in tiles_of(dispatch_of(kernel, device.compute_capability), m, n, k):
-        blocks = count * np.ceil(m / a) * np.ceil(n / b) * s
-        waves = np.ceil(blocks / units)
-        depth = k / s
-        ways.append(
-            (
-                waves * 2 * a * b * depth * units / peak,
-                a * b / (a + b),
-                waves * (np.minimum(a, m) + np.minimum(b, n)) * depth * width * units / bandwidth,
-                waves,
-                waves * depth / _STEP,
-                waves * a * b,
-                s,
-                8 * count * m * n * s if s > 1 else 0.0,
-                blocks / (waves * units),
-            )
-        )
+    tiles = list(tiles_of(dispatch_of(kernel, device.compute_capability), m, n, k))
+    ways = np.empty((len(tiles), len(WAYS), len(m)))
+    for way, (rows, columns, splits) in enumerate(tiles):
+        # Of tiles, which are powers of two, the inverse is exact.
+        a, b = np.full(m.shape, np.divide(1.0, rows)), np.full(m.shape, np.divide(1.0, columns))
+        _cut(m, n, k, count, a, b, float(splits), units, units / peak, width * units / bandwidth, ways[way])
     num_bytes = count * (width * (m * k + k * n) + max(width, _OUTPUT_BYTES) * m * n)
     # Between two runs of one product of the benchmark, five others with weights of their own pass through the cache.
     passing = num_bytes + (_WEIGHT_COPIES - 1) * width * count * k * n
     # Activations of a float8 product arrive in bfloat16 and are scaled and written first.
     extra = (2 + width) * count * m * k / bandwidth if width == 1 else np.zeros_like(m)
     return _gather(ways, 2 * count * m * n * k / peak, num_bytes, passing, extra, device)
+
+
+@compiled
+def _cut(
+    m: Floats,
+    n: Floats,
+    k: Floats,
+    count: Floats,
+    a: Floats,
+    b: Floats,
+    splits: float,
+    units: float,
+    flop_s: float,
+    byte_s: float,
+    way: Floats,
+) -> None:
+    """What products demand in tiles of 1/a by 1/b, into ``way`` (quantities, queries) in the order of `WAYS`."""
+    part, step, doublings, merged = 1 / splits, 1 / _STEP, np.log2(splits), 8 * splits if splits > 1 else 0.0
+    for i in range(len(m)):
+        rows, columns = np.divide(1.0, a[i]), np.divide(1.0, b[i])
+        blocks = count[i] * np.ceil(m[i] * a[i]) * np.ceil(n[i] * b[i]) * splits
+        waves = np.ceil(np.divide(blocks, units))
+        turns = waves * k[i] * part
+        way[0, i] = turns * 2 * rows * columns * flop_s
+        way[1, i] = a[i] + b[i]
+        way[2, i] = turns * (min(rows, m[i]) + min(columns, n[i])) * byte_s
+        way[3, i] = waves
+        way[4, i] = turns * step
+        way[5, i] = waves * rows * columns
+        way[6, i] = doublings
+        way[7, i] = merged * count[i] * m[i] * n[i]
+        way[8, i] = np.divide(blocks, waves * units)
 
 
 def _attention(sizes: Mapping[str, Floats], dtype: str, kernel: str, device: DeviceKind, *, decode: bool) -> Demand:
@@ -150,35 +169,32 @@ def _attention(sizes: Mapping[str, Floats], dtype: str, kernel: str, device: Dev
             ways.append(
                 (
                     np.maximum(waves * depth, seen / splits) * 4 * rows * dim * units / peak,
-                    rows * dim / (rows + dim),
+                    1 / rows + 1 / dim,
                     waves * depth * 2 * dim * kv_width * units / bandwidth,
                     waves,
                     np.maximum(waves * depth, seen / splits) / _STEP,
                     waves * rows * dim,
-                    splits,
+                    np.log2(splits),
                     np.where(splits > 1, 8 * batch * heads * queries * dim * splits, 0.0),
                     blocks / (waves * units),
                 )
             )
+    stacked = np.array([np.broadcast_arrays(*way, batch)[:-1] for way in ways], np.float64)
     num_bytes = 2 * width * batch * heads * queries * dim + 2 * kv_width * batch * kv_heads * seen * dim
     flops = 4 * batch * heads * queries * mean * dim / peak
-    return _gather(ways, flops, num_bytes, num_bytes, np.zeros_like(batch), device)
+    return _gather(stacked, flops, num_bytes, num_bytes, np.zeros_like(batch), device)
 
 
 def _gather(
-    ways: Sequence[tuple[Floats | float, ...]],
+    ways: Floats,
     flops: Floats,
     num_bytes: Floats,
     passing: Floats,
     extra: Floats,
     device: DeviceKind,
 ) -> Demand:
-    columns = [
-        np.stack([np.broadcast_to(way[i], flops.shape) for way in ways]).astype(float) for i in range(len(ways[0]))
-    ]
-    names = ("work", "reuse", "pull", "waves", "steps", "area", "splits", "merge", "fill")
     return Demand(
-        **dict(zip(names, columns, strict=True)),
+        ways=ways,
         flops=flops,
         memory=num_bytes / device.memory_bandwidth_bytes_per_s,
         cached=passing / float(device.cache_bytes),

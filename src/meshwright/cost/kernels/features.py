@@ -34,7 +34,8 @@ def features_of(
     op: str, sizes: Mapping[str, Floats], demand: Demand, explained: Explained, family: int
 ) -> NDArray[np.float32]:
     """Features of n queries of one op and kernel family, shape (features, n)."""
-    chosen = explained.way, np.arange(len(explained.way))
+    chosen = demand.ways[explained.way, :, np.arange(len(explained.way))].T
+    _, loads, pull, waves, steps, _, doublings, _, fill = chosen
     seconds = explained.seconds
     logs = [np.log1p(sizes[name]) for name in SIZES[op]]
     placed = [
@@ -42,16 +43,16 @@ def features_of(
         np.log(explained.memory / seconds),
         np.log(demand.flops / demand.memory),
         np.log(demand.cached),
-        np.log(demand.waves[chosen]),
-        demand.fill[chosen],
+        np.log(waves),
+        fill,
         np.log(seconds),
         *logs[-3:],
     ]
     shares = [
-        np.log(demand.reuse[chosen]),
-        np.log(demand.splits[chosen]),
-        np.log(demand.pull[chosen] / seconds),
-        np.log(demand.steps[chosen]),
+        -np.log(loads),
+        np.log(2) * doublings,
+        np.log(pull / seconds),
+        np.log(steps),
     ]
     return np.stack([*placed, *shares, *logs[:-3], *_alignment(op, sizes), np.full(len(seconds), family)]).astype(
         np.float32

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 DEFAULTS = Settings()
 # One key in so many is left out for the intervals.
 _FOLDS = 5
-# Fewer residuals say less of an interval than those of all groups of the op together.
+# Fewer residuals say too little of an interval.
 _MIN_RESIDUALS = 20
 # Of devices left out when there is only one: as wide as that of a roofline (`cost.table.ROOFLINE`).
 _UNKNOWN = Interval(low=0.1, high=10.0)
@@ -144,9 +144,11 @@ def _fit_op(parts: list[Part], families: tuple[str, ...], settings: Settings) ->
         noise=_deviation(pooled),
     )
     near, far = _left_out_devices(parts, groups, explained, families, settings)
-    everything = _interval(pooled)
+    # Families with few rows err more than others: together they tell by how much.
+    small = np.concatenate([np.zeros(0), *(r for r, g in zip(own, groups, strict=True) if g.num_rows < MIN_ROWS)])
+    few = _interval(small if len(small) >= _MIN_RESIDUALS else pooled)
     fitted = [
-        replace(group, interval=_interval(rests) if len(rests) >= _MIN_RESIDUALS else everything)
+        replace(group, interval=_interval(rests) if group.num_rows >= MIN_ROWS else few)
         for group, rests in zip(groups, own, strict=True)
     ]
     # What was never left out is no surer than what was.

@@ -1,6 +1,6 @@
 """Stage one: seconds of a kernel by what it demands, with fifteen factors of the device and the kernel family.
 
-    compute = min over ways of  max(work·(1 + h/reuse)/e, pull/u, steps·r) + waves·w + area·o
+    compute = min over ways of  max(work·(1 + h·loads)/e, pull/u, steps·r) + waves·w + area·o
                                 + s₀·log₂ splits + merge/(c·S)
     memory  = (1 - f)·bytes/(B·m) + f·bytes/(c·S),   f = 1/(1 + (passing / (v·L2))^z)  the share that the cache holds
     t       = (floor⁶ + (launch + (compute^p + memory^p)^(1/p) + extra)⁶)^(1/6)
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from meshwright.cost.compiled import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,13 +100,19 @@ def law_seconds(demand: Demand, factors: Floats) -> Explained:
     value = dict(zip((name for name, *_ in FACTORS), np.exp(np.clip(factors, -40.0, 40.0)).tolist(), strict=True))
     cycle = REFERENCE_CLOCK_HZ / demand.clock_hz
     cache = value["cache_bytes_per_s"] * demand.units / cycle
-    work = demand.work * ((1 + value["half_reuse"] / demand.reuse) / value["arithmetic"])
-    steps = demand.steps * (value["step_s"] * cycle)
-    busy = np.maximum(np.maximum(work, demand.pull / value["pull"]), steps)
-    ways = busy + (demand.waves * value["wave_s"] + demand.area * value["area_s"]) * cycle
-    ways += value["split_s"] * cycle * np.log2(demand.splits) + demand.merge / cache
-    way = ways.argmin(axis=0)
-    compute = ways[way, np.arange(len(way))]
+    way, compute = _fastest(
+        demand.ways,
+        (
+            value["half_reuse"],
+            1 / value["arithmetic"],
+            1 / value["pull"],
+            value["step_s"] * cycle,
+            value["wave_s"] * cycle,
+            value["area_s"] * cycle,
+            value["split_s"] * cycle,
+            1 / cache,
+        ),
+    )
     held = 1 / (1 + (demand.cached / value["cache_share"]) ** value["cache_slope"])
     memory = demand.memory * ((1 - held) / value["memory"] + held * demand.bandwidth / cache)
     sharpness = value["sharpness"]
@@ -112,6 +120,24 @@ def law_seconds(demand: Demand, factors: Floats) -> Explained:
     beside = np.where(demand.extra > 0, _EXTRA_LAUNCH_S * cycle + demand.extra / value["memory"], 0.0)
     seconds = ((kernel + value["extra"] * beside) ** 6 + value["floor_s"] ** 6) ** (1 / 6)
     return Explained(seconds=seconds, compute=compute, memory=memory, way=way)
+
+
+@compiled
+def _fastest(ways: Floats, factors: tuple[float, ...]) -> tuple[NDArray[np.int64], Floats]:
+    """(the fastest way of each query, its seconds), each of shape (queries,), from what each way demands."""
+    half_reuse, work_share, pull_share, step_s, wave_s, area_s, split_s, byte_s = factors
+    best = np.zeros(ways.shape[2], np.int64)
+    compute = np.full(ways.shape[2], np.inf)
+    for way in range(len(ways)):
+        work, loads, pull, waves, steps, area, doublings, merge, _ = ways[way]
+        for i in range(len(best)):
+            loops = max(pull[i] * pull_share, steps[i] * step_s)
+            busy = max(work[i] * (1 + half_reuse * loads[i]) * work_share, loops)
+            beside = waves[i] * wave_s + area[i] * area_s
+            seconds = busy + beside + merge[i] * byte_s + doublings[i] * split_s
+            best[i] = way if seconds < compute[i] else best[i]
+            compute[i] = min(seconds, compute[i])
+    return best, compute
 
 
 def fit_law(demand: Demand, seconds: Floats, prior: Prior) -> Floats:

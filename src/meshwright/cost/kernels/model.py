@@ -11,7 +11,9 @@ Queries are priced in columns; nothing here depends on where the model came from
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 MIN_ROWS = 200
 # Queries that are priced at a time: their ways to be cut into tiles stay in the processor's cache.
 _CHUNK = 4096
+# From so many chunks on all cores work: the compiled loops do not hold the interpreter's lock.
+_MANY = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +119,18 @@ class KernelModel:
         else:
             prior, near = prior_of(self.groups, kernel, family)
             factors, interval = prior.mean, shared.near if near else shared.far
-        logs = np.concatenate(
-            [
-                self._chunk(kernel, {name: column[start : start + _CHUNK] for name, column in columns.items()}, family,
-                            factors, group)
-                for start in range(0, len(columns[SIZES[kernel.op][0]]), _CHUNK)
-            ]
-            or [np.zeros(0)]
-        )  # fmt: skip
+        starts = range(0, len(columns[SIZES[kernel.op][0]]), _CHUNK)
+        chunks = ({name: column[start : start + _CHUNK] for name, column in columns.items()} for start in starts)
+
+        def price(sizes: Mapping[str, Floats]) -> Floats:
+            return self._chunk(kernel, sizes, family, factors, group)
+
+        if len(starts) < _MANY:
+            parts = [price(chunk) for chunk in chunks]
+        else:
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                parts = list(pool.map(price, chunks))
+        logs = np.concatenate([np.zeros(0), *parts])
         seconds = np.exp(logs)
         low, high = interval.around(seconds)
         basis: Basis = "transferred" if group is None else "regressed"
