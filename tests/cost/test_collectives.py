@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.cost import CostModel
+from meshwright.cost import CostModel, load_cost_model
 from meshwright.cost.collectives import (
     COLLECTIVE_OPS,
     CollectiveModel,
@@ -28,8 +28,16 @@ from meshwright.cost.collectives.rings import (
     link_matrix,
     ring_bottleneck,
 )
-from meshwright.records import make_records, named_shapes
-from meshwright.spec import ClusterError, MeasurementError, decode_document, encode_document, load_cluster
+from meshwright.records import add_records, make_records, named_shapes
+from meshwright.spec import (
+    ClusterError,
+    MeasurementError,
+    decode_document,
+    encode_document,
+    load_cluster,
+    write_document,
+)
+from tests.cost.facts import make_cluster, make_table, transfer_row
 
 MIB = 2**20
 
@@ -392,3 +400,26 @@ def test_sizes_that_are_none_are_refused(size):
     model = fit_collectives(ring_rows([(8, 1, 1, 1, 8)]))
     with pytest.raises(MeasurementError, match="zero or more"):
         model.predict("all_gather", Group(num_ranks=8), np.array([size]))
+
+
+# --- from a file ---
+
+
+def test_a_table_of_many_devices_gives_its_collectives_across_nodes(tmp_path):
+    cluster = load_cluster("2x8xV100")
+    everybody = ring_rows([(8, 1, 1, 2, 8), (16, 1, 1, 2, 8)], bandwidth=3e9, device="V100")
+    path = add_records(everybody, tmp_path / "links.parquet")
+    cost = load_cost_model(cluster, path, "float32")
+    found = cost.predict_collective("all_gather", range(16), np.array([SIZES[5]], float))
+    assert found.basis == ("measured",)
+    assert found.seconds[0] == pytest.approx(15 * (5e-6 + SIZES[5] / 16 / 3e9))
+    assert cost.all_reduce_seconds(tuple(range(16)), SIZES[5]) == pytest.approx(30 * (5e-6 + SIZES[5] / 16 / 3e9))
+
+
+def test_a_table_of_one_device_gives_what_it_has_and_none_gives_the_datasheet(tmp_path):
+    cluster = make_cluster(num_nodes=2, num_devices=2)
+    table = make_table(transfers=(transfer_row("all_reduce", 2, 4, 1.0), transfer_row("all_reduce", 2, 8, 2.0)))
+    cost = load_cost_model(cluster, write_document(table, tmp_path / "box.json"), "float32")
+    assert cost.all_reduce_seconds((0, 1), 8) == cost.collective_seconds("all_reduce", (0, 1), 8) == 2.0
+    plain = load_cost_model(cluster, None, "float32")
+    assert cost.all_reduce_seconds((0, 2), 8) == plain.all_reduce_seconds((0, 2), 8)

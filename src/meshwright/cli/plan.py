@@ -80,7 +80,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Search for the fastest layout that fits and explain it. Needs no GPU and allocates no weight."""
-    from meshwright.cost import CostModel
+    from meshwright.cost import load_cost_model
     from meshwright.planner import (
         NothingFitsError,
         explain_step_interval,
@@ -88,7 +88,6 @@ def plan(
         predict_step_interval,
         search_plans,
     )
-    from meshwright.records import load_measurements
     from meshwright.report import fit_table, plans_table
     from meshwright.simulator import allocate_rank
 
@@ -107,9 +106,8 @@ def plan(
         precision=chosen,
         optimizer=Optimizer.named(optimizer),
     )
-    table = load_measurements(measurements, machine) if measurements is not None else None
     graph_for = graphs_of(model, model_sizes(sequence_length, image_size))
-    cost = CostModel(cluster=machine, measurements=table, precision=chosen)
+    cost = load_cost_model(machine, measurements, chosen)
     try:
         with terminal_sink(as_json) as events:
             plans = search_plans(

@@ -25,9 +25,8 @@ class Pricing:
 
 def show_prices(value: Any, document: str, pricing: Pricing, batch_size: int, as_json: bool) -> None:
     """Print one table per kind of device. Raises DocumentError if the document is not a graph."""
-    from meshwright.cost import CostModel
+    from meshwright.cost import load_cost_model
     from meshwright.cost.layers import priced_rows, priced_table
-    from meshwright.records import load_measurements
 
     if not isinstance(value, Graph):
         raise DocumentError(
@@ -35,9 +34,8 @@ def show_prices(value: Any, document: str, pricing: Pricing, batch_size: int, as
             "name or a captured graph; `meshwright simulate` prices a plan."
         )
     machine = load_cluster(pricing.cluster or "")
-    table = load_measurements(pricing.measurements, machine) if pricing.measurements is not None else None
     precision = pricing.precision or default_precision(machine.device_kind(0).peak_flops_per_s)
-    cost = CostModel(cluster=machine, measurements=table, precision=precision)
+    cost = load_cost_model(machine, pricing.measurements, precision)
     if as_json:
         devices = []
         for kind in machine.device_kinds:

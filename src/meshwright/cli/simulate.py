@@ -40,10 +40,9 @@ def simulate(
 ) -> None:
     """Predict when every instruction of a plan runs, its step time and each rank's peak memory."""
     from meshwright.cli.schedules import compare, compared_schedules
-    from meshwright.cost import CostModel
+    from meshwright.cost import load_cost_model
     from meshwright.planner import explain_step_interval, predict_step_interval, rank_simulation, simulation_document
     from meshwright.program import with_schedule
-    from meshwright.records import load_measurements
     from meshwright.report import draw_grid, timeline_rows, timeline_table, write_trace
     from meshwright.simulator import allocate_rank, simulate_plan
 
@@ -52,8 +51,7 @@ def simulate(
     if schedule is not None:
         document = with_schedule(document, schedule)
     machine = load_cluster(cluster or document.cluster)
-    table = load_measurements(measurements, machine) if measurements is not None else None
-    cost = CostModel(cluster=machine, measurements=table, precision=document.workload.precision)
+    cost = load_cost_model(machine, measurements, document.workload.precision)
     captured = graph_of_plan(document, graph)
     result = simulate_plan(document, captured, machine, cost=cost, num_steps=steps)
     basis = cost.explain_basis(captured, document.microbatch_size)

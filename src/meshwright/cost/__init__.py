@@ -1,9 +1,19 @@
 """What things cost: seconds and bytes of ops, transfers, optimizer steps and stages, measured or by datasheet."""
 
+from meshwright.cost.load import load_cost_model
 from meshwright.cost.memory import StageMemory
 from meshwright.cost.model import CostModel
 from meshwright.cost.prediction import Basis
 from meshwright.cost.prices import OpPrices, TotalSeconds, add_intervals
 from meshwright.cost.roofline import LAUNCH_S
 
-__all__ = ["LAUNCH_S", "Basis", "CostModel", "OpPrices", "StageMemory", "TotalSeconds", "add_intervals"]
+__all__ = [
+    "LAUNCH_S",
+    "Basis",
+    "CostModel",
+    "OpPrices",
+    "StageMemory",
+    "TotalSeconds",
+    "add_intervals",
+    "load_cost_model",
+]

@@ -1,7 +1,8 @@
 """From rows of the measurement table to a `CollectiveModel`: one series per op and place, errors from rows left out.
 
 Dtypes and repetitions of one op in one place are averaged per size. Not used: sizes at which nothing is done, points
-that the source raised to a neighbour's rate (flags ``noop``, ``plateau``), groups of one rank, zero seconds.
+that the source raised to a neighbour's rate (flags ``noop``, ``plateau``), groups of one rank, zero seconds, the host's
+share of a transfer (phase ``host``).
 
 Errors: `interpolated` from leaving each inner size out of its series (its neighbours answer), with the spread of the
 repetitions in them; ``moved_inside`` and ``moved_across`` (nodes) from predicting each series from those of the other
@@ -91,7 +92,7 @@ def fit_collectives(rows: Records, topology: Topology | None = None) -> Collecti
 
 def collective_rows(rows: Records) -> Records:
     """The rows that are collectives of at least two ranks and say what they seem to."""
-    ours = rows.select(np.isin(rows.op, COLLECTIVE_OPS))
+    ours = rows.select(np.isin(rows.op, COLLECTIVE_OPS) & (rows.phase == ""))
     if not len(ours):
         return ours
     flagged = ours.has_flag("noop") | ours.has_flag("plateau")
