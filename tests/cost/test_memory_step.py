@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.memory import find_peak, recompute_layers, trace_step
+from meshwright.cost.memory import find_peak, recompute_layers, recompute_runs, trace_step
 from meshwright.spec import GraphError, Optimizer, Workload, load_shipped_graph
 from meshwright.spec.shipped import shipped_graphs
 from tests.cost.facts import B, GraphMaker
@@ -174,3 +174,21 @@ def test_a_convolution_on_a_cpu_works_on_copies():
         end = odd.tensor("end", ())
         odd.op(kind, (), (end,))
         assert peak_of(odd.graph(has_loss=True), 1).num_bytes >= 4
+
+
+def test_selective_recompute_leaves_out_what_some_ops_keep():
+    graph, _ = chain(6)
+    rows = 4096 * 8 * 4
+    runs = recompute_runs(graph, ("aten.exp",))
+    assert runs == tuple((2 * i + 1, 2 * i + 2) for i in range(6))
+    selective = peak_of(graph, 4096, recompute=runs)
+    # The results of exp are kept for the next linear anyway, all but the last; now its six inputs are kept too: worse
+    # here, and said so. In the last one's backward there are its result again and the gradient that it makes.
+    assert selective.moment == "backward of op11"
+    assert selective.num_bytes == 6 * WEIGHT + rows + (5 + 6 + 2) * rows + 8
+    gpt = load_shipped_graph("gpt-tiny")
+    attention = recompute_runs(gpt, ("aten.scaled_dot_product_attention",))
+    assert len(attention) == 4
+    kept = [peak_of(gpt, 8, recompute=ranges).parts["saved activations"] for ranges in ((), attention)]
+    # Of fused attention only the sums of scores (8 samples, 4 heads, 128 tokens) are not needed elsewhere.
+    assert kept[0] - kept[1] == 4 * (8 * 4 * 128 * 4)

@@ -3,7 +3,7 @@
 from meshwright.cost.memory.allocator import DevicePeaks, follow_allocator
 from meshwright.cost.memory.frameworks import DevicePeak, predict_device_peak
 from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak
-from meshwright.cost.memory.lifetimes import recompute_layers
+from meshwright.cost.memory.lifetimes import recompute_layers, recompute_runs
 from meshwright.cost.memory.options import MemoryOptions, RankMemory, weigh_rank
 from meshwright.cost.memory.stage import StageMemory, weigh_stage
 from meshwright.cost.memory.step import trace_stage, trace_step
@@ -21,6 +21,7 @@ __all__ = [
     "follow_allocator",
     "predict_device_peak",
     "recompute_layers",
+    "recompute_runs",
     "saved_bytes",
     "trace_stage",
     "trace_step",

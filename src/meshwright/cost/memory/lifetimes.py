@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from meshwright.spec import GraphError
@@ -41,6 +41,13 @@ class Lifetimes:
 def recompute_layers(graph: Graph, layers: Iterable[int]) -> Ranges:
     """The ranges of ops that computing these layers again means, each layer on its own."""
     return tuple((graph.layers[i].start, graph.layers[i].stop) for i in layers)
+
+
+def recompute_runs(graph: Graph, kinds: tuple[str, ...]) -> Ranges:
+    """The longest runs of ops whose kinds begin so: ``("aten.softmax", "aten.dropout")`` is selective recompute."""
+    runs = groupby(range(len(graph.ops)), key=lambda op: graph.ops[op].kind.startswith(kinds))
+    chosen = (list(ops) for is_chosen, ops in runs if is_chosen)
+    return tuple((ops[0], ops[-1] + 1) for ops in chosen)
 
 
 def find_lifetimes(graph: Graph, ranges: Ranges, stage: StageSlice) -> Lifetimes:
