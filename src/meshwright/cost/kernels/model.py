@@ -128,7 +128,7 @@ class KernelModel:
         if len(starts) < _MANY:
             parts = [price(chunk) for chunk in chunks]
         else:
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
                 parts = list(pool.map(price, chunks))
         logs = np.concatenate([np.zeros(0), *parts])
         seconds = np.exp(logs)
