@@ -76,6 +76,12 @@ def test_targets_of_one_arm_share_its_line():
     assert second[-3:] == ["–", "–", ""]
 
 
+def test_sets_are_named_where_there_are_several():
+    other = score_rows("other", "part | one", "ours", np.ones(2), np.ones(2))
+    parts = [row["part"] for row in tabulate_scores([*made_up(), other])]
+    assert parts == ["set: part | one", "set: part | one", "other: part | one"]
+
+
 def test_a_name_of_any_length_is_drawn_briefly():
     score = score_rows("set", "x" * 5000, "ours", np.ones(2), np.ones(2))
     assert score_cells([score])[0][0] == "x" * 100 + "…"
@@ -107,8 +113,10 @@ def test_a_page_says_when_and_how_it_was_made(run, tmp_path):
     assert "scores written to page.md" in out
     text = (tmp_path / "page.md").read_text()
     assert "`meshwright validate first --out docs/accuracy.md`" in text
-    assert "| part \\| one |" in text
-    assert "| · ours | 4 | 8.75 |" in text
+    row = (
+        "| part \\| one | 4 | 8.75 | 5.00 | 20.5 | 25.0 | 75.0 | 20.0 | MAPE ≤ 9 met, worst ≤ 20 missed | a line 92.5 |"
+    )
+    assert row in text
     assert "1 of 2 are met" in text
     assert "| first | part \\| one | ours | worst | 25.0 | ≤ 20 | missed |" in text
     assert run("first", "--out", "page.txt")[0] == 1

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.measurement.processes import RankContext, run_ranks
-from meshwright.measurement.transfers import BATCH, Timing, time_messages
+from meshwright.measurement.transfers import BATCH, Timing, round_trip, time_messages
 from meshwright.records import Records, make_records, named_shapes
 from meshwright.records.importing.public import DEVICES
 from meshwright.records.table import columns_of
@@ -178,7 +178,7 @@ def _prepare(
     part = torch.zeros(count // num_ranks, dtype=torch.float32, device=device)
     first = dist.get_global_rank(group, 0)
     calls: dict[TransferKind, Callable[[], object]] = {
-        "send": partial(_round_trip, full, group),
+        "send": partial(round_trip, full, group),
         "all_reduce": partial(dist.all_reduce, full, group=group),
         "all_gather": partial(dist.all_gather_single, full, part, group=group),
         "reduce_scatter": partial(dist.reduce_scatter_single, part, full, group=group),
@@ -186,15 +186,6 @@ def _prepare(
         "broadcast": partial(dist.broadcast, full, src=first, group=group),
     }
     return calls[op], count * _ELEMENT_BYTES
-
-
-def _round_trip(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
-    if dist.get_rank() == 0:
-        dist.send(buffer, 1, group=group)
-        dist.recv(buffer, 1, group=group)
-    else:
-        dist.recv(buffer, 0, group=group)
-        dist.send(buffer, 0, group=group)
 
 
 def _agree(action: Callable[[], object], device: Device, share_s: float) -> tuple[int, int]:

@@ -41,7 +41,7 @@ def measure_transfers(
         # One element of four bytes at least: gloo sums floats.
         buffer = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32)
         if rank < _SEND_RANKS:
-            rows.append(_time("send", buffer, _round_trip, groups[_SEND_RANKS], repeats))
+            rows.append(_time("send", buffer, round_trip, groups[_SEND_RANKS], repeats))
         for count, group in groups.items():
             dist.barrier()
             if rank < count:
@@ -51,13 +51,14 @@ def measure_transfers(
     return tuple(rows)
 
 
-def _round_trip(buffer: torch.Tensor) -> None:
+def round_trip(buffer: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """One message from rank 0 to rank 1 and back; both call it."""
     if dist.get_rank() == 0:
-        dist.send(buffer, 1)
-        dist.recv(buffer, 1)
+        dist.send(buffer, 1, group=group)
+        dist.recv(buffer, 1, group=group)
     else:
-        dist.recv(buffer, 0)
-        dist.send(buffer, 0)
+        dist.recv(buffer, 0, group=group)
+        dist.send(buffer, 0, group=group)
 
 
 def _time(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, get_args
 
-from meshwright.records.table import Records, Row, columns_of, make_records, named_shapes
+from meshwright.records.table import Records, Row, columns_of, make_records, named_shapes, parse_sizes
 from meshwright.spec import (
     MeasurementError,
     Measurements,
@@ -113,7 +113,7 @@ def _rows(table: Measurements) -> Iterator[Row]:
 
 def _optimizers(rows: Records) -> Iterator[OptimizerMeasurement]:
     for op, shapes, dtype, seconds in _columns(rows.where(phase="step"), "op shapes dtype seconds"):
-        sizes = _sizes(shapes)
+        sizes = parse_sizes(shapes) or {}
         if op.startswith(_OPTIMIZER) and sizes.keys() == {"elements", "tensors"}:
             yield OptimizerMeasurement(
                 kind=op.removeprefix(_OPTIMIZER),
@@ -126,7 +126,7 @@ def _optimizers(rows: Records) -> Iterator[OptimizerMeasurement]:
 
 def _transfers(rows: Records, times: dict[tuple[str, str, str], int]) -> Iterator[TransferMeasurement]:
     for kind, shapes, phase, seconds, spread in _columns(rows, "op shapes phase seconds spread"):
-        sizes = _sizes(shapes)
+        sizes = parse_sizes(shapes) or {}
         alone = all(sizes.get(name) == 1 for name in ("groups", "stride", "nodes"))
         if phase or kind not in _TRANSFERS or not alone or sizes["ranks"] < 2:
             continue
@@ -155,12 +155,6 @@ def _split_key(key: str) -> tuple[str, str]:
 def _dtype(shapes: str) -> str:
     """The dtype of the first input."""
     return shapes.partition(":")[2].partition(",")[0].partition(";")[0].partition("|")[0]
-
-
-def _sizes(shapes: str) -> dict[str, int]:
-    if "=" not in shapes or "|" in shapes:
-        return {}
-    return {name: int(size) for name, size in (part.split("=") for part in shapes.split(";"))}
 
 
 def _columns(rows: Records, names: str) -> Iterable[tuple[Any, ...]]:

@@ -104,13 +104,11 @@ class Records:
 
     def size(self, name: str) -> Integers:
         """The named integer of every row's shapes, shape (n,). Raises MeasurementError if a row has none."""
-        pattern = re.compile(rf"(?:^|;){re.escape(name)}=(\d+)(?:;|$)")
-        found = {text: pattern.search(text) for text in set(self.shapes)}
-        missing = sorted(text for text, match in found.items() if match is None)
+        found = {text: (parse_sizes(text) or {}).get(name) for text in set(self.shapes)}
+        missing = sorted(text for text, size in found.items() if size is None)
         if missing:
             raise MeasurementError(f"Rows of shapes {missing[0]!r} have no {name!r}. Select those that have it first.")
-        sizes = {text: int(match[1]) for text, match in found.items() if match is not None}
-        return np.array([sizes[text] for text in self.shapes], np.int64)
+        return np.array([found[text] for text in self.shapes], np.int64)
 
     def has_flag(self, flag: str) -> Mask:
         """Whether a row is flagged so, shape (n,)."""
@@ -176,6 +174,15 @@ def named_shapes(**sizes: int) -> str:
     return ";".join(f"{name}={int(size)}" for name, size in sizes.items())
 
 
+def parse_sizes(shapes: str) -> dict[str, int] | None:
+    """The sizes that `named_shapes` wrote; none for a captured op's inputs, None for a text that is neither."""
+    if not shapes or "|" in shapes:
+        return {}
+    if _NAMED.fullmatch(shapes) is None:
+        return None
+    return {name: int(size) for name, size in (part.split("=") for part in shapes.split(";"))}
+
+
 def find_faults(columns: Mapping[str, NDArray[Any]]) -> dict[str, Mask]:
     """What can be wrong with a row, in words, and the rows that are so (each of shape (n,)). All columns are needed."""
     seconds, spread = columns["seconds"], columns["spread"]
@@ -192,7 +199,7 @@ def find_faults(columns: Mapping[str, NDArray[Any]]) -> dict[str, Mask]:
         f"a phase other than {', '.join(map(repr, PHASES))}": _rows_where(columns["phase"], lambda x: x not in PHASES),
         f"flags other than {', '.join(FLAGS)}": _rows_where(columns["flags"], _odd_flags),
         "shapes that are neither named sizes (m=4;n=2) nor inputs of a captured op": _rows_where(
-            columns["shapes"], lambda text: _named_sizes(text) is None
+            columns["shapes"], lambda text: parse_sizes(text) is None
         ),
         "a size of zero without the flag 'noop'": _rows_where(columns["shapes"], _has_empty_size) & ~noop,
         f"a text of more than {MAX_TEXT} characters": np.any(too_long, axis=0),
@@ -210,17 +217,8 @@ def _odd_flags(text: str) -> bool:
     return len(set(words)) < len(words) or not set(words) <= set(FLAGS)
 
 
-def _named_sizes(text: str) -> dict[str, int] | None:
-    """Named sizes of a text of shapes, none for a captured op's; None if it is neither."""
-    if not text or "|" in text:
-        return {}
-    if _NAMED.fullmatch(text) is None:
-        return None
-    return {name: int(size) for name, size in (part.split("=") for part in text.split(";"))}
-
-
 def _has_empty_size(text: str) -> bool:
-    return any(size == 0 and name in _COUNTED for name, size in (_named_sizes(text) or {}).items())
+    return any(size == 0 and name in _COUNTED for name, size in (parse_sizes(text) or {}).items())
 
 
 def _complete(columns: Mapping[str, ArrayLike]) -> dict[str, NDArray[Any]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import platform
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from meshwright.validation.validate import DATASETS, tabulate_scores
+from meshwright.validation.validate import DATASETS, name_parts, tabulate_scores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.validation.validate import DataSet
 
 SCORE_HEADINGS = ("part · arm", "n", "MAPE", "median", "p90", "worst", "inside", "width", "target")
+PART_HEADINGS = ("part", *SCORE_HEADINGS[1:], "best baseline")
 TARGET_HEADINGS = ("set", "part", "arm", "figure", "reached", "target", "")
 _NAMES = {"mape": "MAPE"}
 _NOTHING = "–"
@@ -26,10 +28,31 @@ _HEAD = """# Accuracy
 **How far are predictions from measurements?** Every set below was measured by others or beforehand, and no row that is
 scored was seen when the predictor was made: [how](commands/validate.md). Errors are in per cent of the measured value;
 "inside" is the share of rows inside the 80 % interval, "width" the median width of the interval. A missed target stays
-in the table; the pages under Concepts say why.
+in the table; the pages under Concepts say why. Beside ours stands the best of the baselines on the same rows, by the
+figure of the target (else MAPE); `meshwright validate SET` prints them all.
 
 Made on {date} by `{command}` with Python {python}, {packages}.
 """
+
+
+def part_cells(scores: Sequence[Score]) -> list[list[str]]:
+    """Texts for `PART_HEADINGS`: one row per arm of ours, with the best baseline of the same part beside it.
+
+    Ours are the arms that give an interval or have a target; the best baseline is that of the smallest ``judged``.
+    """
+    rows = tabulate_scores(scores)
+    cells = []
+    for part, group in groupby(rows, key=lambda row: row["part"]):
+        arms = list(group)
+        ours = [row for row in arms if row["targets"] or row["coverage"] is not None] or arms[:1]
+        others = [row for row in arms if row not in ours]
+        for row in ours:
+            judged = next(iter(row["targets"]), "mape")
+            best = min(others, key=lambda other: other[judged], default=None)
+            beside = f"{best['arm']} {_number(best[judged])}" if best else _NOTHING
+            name = _brief(part) if len(ours) == 1 else f"{_brief(part)}; {row['arm']}"
+            cells.append([name, *_figures(row), beside])
+    return cells
 
 
 def score_cells(scores: Sequence[Score]) -> list[list[str]]:
@@ -40,13 +63,18 @@ def score_cells(scores: Sequence[Score]) -> list[list[str]]:
         if row["part"] != before:
             cells.append([_brief(row["part"]), *[""] * (len(SCORE_HEADINGS) - 1)])
             before = row["part"]
-        targets = [
-            f"{_NAMES.get(judged, judged)} ≤ {target:.3g} {'met' if met else 'missed'}"
-            for (judged, target), met in zip(row["targets"].items(), row["met"], strict=True)
-        ]
-        errors = [_number(row[name]) for name in ("mape", "median", "p90", "worst", "coverage", "width")]
-        cells.append([f"· {row['arm']}", f"{row['rows']:,}", *errors, ", ".join(targets)])
+        cells.append([f"· {row['arm']}", *_figures(row)])
     return cells
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    """Rows, errors, coverage and width, and the targets."""
+    targets = [
+        f"{_NAMES.get(judged, judged)} ≤ {target:.3g} {'met' if met else 'missed'}"
+        for (judged, target), met in zip(row["targets"].items(), row["met"], strict=True)
+    ]
+    errors = [_number(row[name]) for name in ("mape", "median", "p90", "worst", "coverage", "width")]
+    return [f"{row['rows']:,}", *errors, ", ".join(targets)]
 
 
 def target_cells(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> list[list[str]]:
@@ -54,7 +82,7 @@ def target_cells(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> list[li
     return [
         [
             dataset.name,
-            score.part,
+            part,
             score.arm,
             _NAMES.get(score.judged, score.judged),
             _number(getattr(score, score.judged)),
@@ -62,7 +90,7 @@ def target_cells(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> list[li
             "met" if score.met else "missed",
         ]
         for dataset, scores in scored
-        for score in scores
+        for part, score in zip(name_parts(scores), scores, strict=True)
         if score.target is not None
     ]
 
@@ -82,7 +110,7 @@ def scores_page(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> str:
     parts = [head, f"\n## Targets\n\n{met} of {len(targets)} are met.\n\n", _markdown(TARGET_HEADINGS, targets)]
     for dataset, scores in scored:
         about = dataset.about[0].upper() + dataset.about[1:]
-        parts.append(f"\n## {dataset.name}\n\n{about}.\n\n" + _markdown(SCORE_HEADINGS, score_cells(scores)))
+        parts.append(f"\n## {dataset.name}\n\n{about}.\n\n" + _markdown(PART_HEADINGS, part_cells(scores)))
     return "".join(parts)
 
 

@@ -126,11 +126,11 @@ def score_step_table(rows: Sequence[StepRow]) -> tuple[tuple[Score, ...], Counte
 
 def tabulate_scores(scores: Sequence[Score]) -> list[dict[str, Any]]:
     """One row per part and arm, in order: rows, errors in per cent, and every target of it with whether it is met."""
-    merged: dict[tuple[str, str, str], list[Score]] = {}
-    for score in scores:
-        merged.setdefault((score.dataset, score.part, score.arm), []).append(score)
+    merged: dict[tuple[str, str], list[Score]] = {}
+    for part, score in zip(name_parts(scores), scores, strict=True):
+        merged.setdefault((part, score.arm), []).append(score)
     rows = []
-    for (_, part, arm), alike in merged.items():
+    for (part, arm), alike in merged.items():
         first, aimed = alike[0], [score for score in alike if score.target is not None]
         rows.append(
             {
@@ -148,3 +148,9 @@ def tabulate_scores(scores: Sequence[Score]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def name_parts(scores: Sequence[Score]) -> list[str]:
+    """The part of each score, with its data set before it where there are several."""
+    several = len({score.dataset for score in scores}) > 1
+    return [f"{score.dataset}: {score.part}" if several else score.part for score in scores]
