@@ -6,7 +6,8 @@ share of a transfer (phase ``host``).
 
 Errors: `interpolated` from leaving each inner size out of its series (its neighbours answer), with the spread of the
 repetitions in them; ``moved_inside`` and ``moved_across`` (nodes) from predicting each series from those of the other
-places, over √h (`fitted`); only γ is that of all places, since where two are known one alone says nothing of it.
+places, over √h (`fitted`); only γ is that of all places, since where two are known one alone says nothing of it. Sizes
+of a place err in one direction and places are few, so a transfer's interval is symmetric.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def fit_collectives(rows: Records, topology: Topology | None = None) -> Collecti
         device=devices[0],
         series=tuple(series),
         interpolated=_scale([(*part, 1.0, one.latency_s) for part, one in zip(inner, series, strict=True)]),
-        moved_inside=_scale(moved[False]),
-        moved_across=_scale(moved[True]),
+        moved_inside=_scale(moved[False], symmetric=True),
+        moved_across=_scale(moved[True], symmetric=True),
         topology=topology,
         row_hashes=tuple(f"{value:016x}" for value in usable.row_hashes().tolist()),
     )
@@ -129,15 +130,15 @@ def _left_out_place(
     return np.array(one.seconds), moved.seconds, sqrt(moved.octaves), moved.latency_s
 
 
-def _scale(parts: Sequence[tuple[Floats, Floats, float, float]]) -> ErrorScale:
-    """The error scale of (measured, predicted, √h, latency) parts, by regime."""
+def _scale(parts: Sequence[tuple[Floats, Floats, float, float]], *, symmetric: bool = False) -> ErrorScale:
+    """The error scale of (measured, predicted, √h, latency) parts, by regime; ``symmetric``: signs are alike."""
     regimes: tuple[list[Floats], list[Floats]] = ([np.empty(0)], [np.empty(0)])
     for measured, predicted, stretch, latency_s in parts:
         if stretch > 0:
             logs = np.log(measured / predicted) / stretch
             in_latency: NDArray[np.bool_] = latency_s > predicted / 2
-            regimes[0].append(logs[in_latency])
-            regimes[1].append(logs[~in_latency])
+            for regime, mine in zip(regimes, (logs[in_latency], logs[~in_latency]), strict=True):
+                regime.extend([mine, -mine] if symmetric else [mine])
     latency, bandwidth = (np.concatenate(logs) for logs in regimes)
     fitted = [_interval(logs) if len(logs) >= _FEWEST else None for logs in (latency, bandwidth)]
     return ErrorScale(latency=fitted[0] or fitted[1] or _UNKNOWN, bandwidth=fitted[1] or fitted[0] or _UNKNOWN)
