@@ -25,7 +25,7 @@ from meshwright.cost.kernels.correction import Scale, fit_correction
 from meshwright.cost.kernels.demand import demand_of, mean_keys
 from meshwright.cost.kernels.law import first_prior, fit_law, law_seconds
 from meshwright.cost.kernels.tiles import CANDIDATES, SPLITS, dispatch_of, tiles_of
-from meshwright.records import concat_records
+from meshwright.records import concat_records, make_records
 from meshwright.spec import DocumentError, MeasurementError, load_cluster
 from tests.cost.kernels import LIBRARY, make_gpu, make_rows, rule_seconds
 
@@ -178,6 +178,17 @@ def test_given_rows_make_a_new_device_surer():
     assert error(some) < 0.5 * error(model)
     assert set(ask(some, gpu, **sizes).basis) == {"regressed"}
     assert len(some.row_hashes) == len(model.row_hashes) + 40
+
+
+def test_flagged_rows_and_other_devices_are_left_out():
+    rows = make_rows(GPUS["g3"], count=3)
+    nothing = make_records(
+        op="matmul", shapes="m=0;n=1;k=1", dtype="bfloat16", device="g3", seconds=[0.0], flags="noop"
+    )
+    other = make_rows(make_gpu("g9"), count=5)
+    some = adapt_kernels(small_model(), concat_records([rows, nothing, other]), GPUS)
+    assert len(some.row_hashes) == len(small_model().row_hashes) + 3
+    assert {group.device for group in some.groups} == {"g1", "g2", "g3"}
 
 
 def test_one_row_is_enough_to_adapt_to():

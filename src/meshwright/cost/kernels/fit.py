@@ -109,8 +109,8 @@ def adapt_kernels(model: KernelModel, rows: Records, kinds: Mapping[str, DeviceK
 
 
 def split_parts(rows: Records, kinds: Mapping[str, DeviceKind]) -> list[Part]:
-    """The rows by op, dtype, device and kernel family, sorted; those of other ops or devices are left out."""
-    known = np.isin(rows.op, list(SIZES)) & np.isin(rows.device, list(kinds))
+    """The rows by op, dtype, device and kernel family, sorted; flagged rows, other ops and devices are left out."""
+    known = _usable(rows, kinds)
     names = list(zip(rows.op, rows.dtype, rows.device, rows.kernel, strict=True))
     parts = []
     for group in sorted({name for name, use in zip(names, known, strict=True) if use}):
@@ -128,8 +128,13 @@ def split_parts(rows: Records, kinds: Mapping[str, DeviceKind]) -> list[Part]:
 
 
 def _hashes(rows: Records, kinds: Mapping[str, DeviceKind]) -> NDArray[np.uint64]:
+    return np.sort(rows.row_hashes()[_usable(rows, kinds)])
+
+
+def _usable(rows: Records, kinds: Mapping[str, DeviceKind]) -> NDArray[np.bool_]:
     known = np.isin(rows.op, list(SIZES)) & np.isin(rows.device, list(kinds))
-    return np.sort(rows.row_hashes()[known])
+    usable: NDArray[np.bool_] = known & (rows.flags == "")
+    return usable
 
 
 def _fit_op(parts: list[Part], families: tuple[str, ...], settings: Settings) -> tuple[list[Group], OpModel]:
