@@ -112,17 +112,24 @@ def third_party_imports(path: Path) -> set[str]:
     return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"meshwright"}
 
 
+# Names of packages that are imported under another one.
+IMPORTED_AS = {"scikit_learn": "sklearn"}
+# Extras that packages without torch may use, beside the core.
+EXTRAS_WITHOUT_TORCH = {"records": ("tables",), "validation": ("tables", "validate")}
+
+
+def declared(lines):
+    names = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines}
+    return {IMPORTED_AS.get(name, name) for name in names}
+
+
 def test_what_the_code_imports_is_what_the_project_declares():
-    core = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in PROJECT["project"]["dependencies"]}
-    extras = {
-        re.match(r"[\w-]+", line)[0].replace("-", "_")
-        for name, lines in PROJECT["project"]["optional-dependencies"].items()
-        if name not in ("dev", "docs")
-        for line in lines
-    }
+    core = declared(PROJECT["project"]["dependencies"])
+    extras = {name: declared(lines) for name, lines in PROJECT["project"]["optional-dependencies"].items()}
     for path in MODULES:
         package = path.relative_to(SOURCE).parts[0]
-        allowed = core if package in TORCH_FREE else core | extras
+        usable = EXTRAS_WITHOUT_TORCH.get(package, ()) if package in TORCH_FREE else set(extras) - {"dev", "docs"}
+        allowed = core.union(*(extras[name] for name in usable))
         assert third_party_imports(path) <= allowed, path
 
 
