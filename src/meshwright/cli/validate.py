@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,6 +55,7 @@ def validate(
             scored.append((dataset, scores))
             if not as_json:
                 _print_scores(f"{dataset.name}: {dataset.about}", scores)
+                sys.stdout.flush()  # whoever reads a pipe sees each set when it is done
     if out is not None:
         _write_page(scored, out)
     if as_json:
