@@ -41,7 +41,7 @@ DEFAULTS = Settings()
 _FOLDS = 5
 # Fewer residuals say too little of an interval.
 _MIN_RESIDUALS = 20
-# Of devices left out when there is only one: as wide as that of a roofline (`cost.table.ROOFLINE`).
+# Where no row says how far off a transfer is: as high as that of a roofline (`cost.table.ROOFLINE`), and as low.
 _UNKNOWN = Interval(low=0.1, high=10.0)
 # Below this an interval from own rows is no wider than the rows themselves; that of devices left out counts too.
 _MIN_OWN = 9
@@ -156,9 +156,7 @@ def _fit_op(parts: list[Part], families: tuple[str, ...], settings: Settings) ->
         replace(group, interval=_interval(rests) if group.num_rows >= MIN_ROWS else few)
         for group, rests in zip(groups, own, strict=True)
     ]
-    # What was never left out is no surer than what was.
-    worst = _interval(np.concatenate([near, far])) if len(near) + len(far) else _UNKNOWN
-    intervals = [_interval(rests) if len(rests) >= _MIN_RESIDUALS else worst for rests in (near, far)]
+    intervals = [_interval(rests) if len(rests) >= _MIN_RESIDUALS else _UNKNOWN for rests in (near, far)]
     return fitted, OpModel(trees=trees, scale=scale, near=intervals[0], far=intervals[1])
 
 
