@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.cost.kernels.boosting import Settings
 from meshwright.cost.kernels.fit import fit_kernels, split_parts
+from meshwright.cost.kernels.model import MIN_ROWS
 from meshwright.records import concat_records
 from meshwright.spec import MeasurementError
 from meshwright.validation import kernels
@@ -102,9 +103,12 @@ def test_a_device_left_out_and_its_first_rows():
 @pytest.mark.timeout(1800)
 def test_measured_devices_in_full():
     rows = load_records("kernels").where(op="attention_decode")
-    for score in score_folds(rows, "attention_decode", slow_arms=False):
-        if score.arm == "ours":
-            assert score.met, score
+    scores = [s for s in score_folds(rows, "attention_decode", slow_arms=False) if s.arm == "ours"]
+    large = [score for score in scores if score.num_rows >= MIN_ROWS]
+    assert len(large) == 7
+    for score in large:
+        assert score.met, score
+        assert 70 <= score.coverage <= 90, score
 
 
 def test_the_kinds_are_those_of_the_rows():
