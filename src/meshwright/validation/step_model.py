@@ -134,19 +134,25 @@ def fit_model(rows: Sequence[Mapping[str, str]], kernels: Records) -> StepModel:
     )
     model = replace(model, efficiencies=fit_steps(fitted, model))
     others = read_steps([row for row in rows if not is_fitted(row)])[0]
-    return replace(model, intervals=Residuals(fitted, predict_left_out(fitted, model), others, model).intervals())
+    return replace(
+        model, intervals=Residuals(fitted, predict_left_out(fitted, fitted, model), others, model).intervals()
+    )
 
 
-def predict_left_out(cases: Sequence[StepCase], model: StepModel) -> Floats:
-    """Seconds of each case by the fit to the cases of the other models, shape (cases,)."""
-    sizes = [(case.shape.layers, case.shape.hidden) for case in cases]
-    seconds = np.empty(len(cases))
-    for size in sorted(set(sizes)):
-        rest = [case for case, other in zip(cases, sizes, strict=True) if other != size]
+def predict_left_out(asked: Sequence[StepCase], fitted: Sequence[StepCase], model: StepModel) -> Floats:
+    """Seconds of each asked case by the fit to those cases that have another size of model, shape (asked,)."""
+    seconds = np.empty(len(asked))
+    for size in sorted({_size_of(case) for case in asked}):
+        rest = [case for case in fitted if _size_of(case) != size]
         without = replace(model, efficiencies=fit_steps(rest, model))
-        for index in (i for i, other in enumerate(sizes) if other == size):
-            seconds[index] = predict_case(cases[index], without)
+        for index, case in enumerate(asked):
+            if _size_of(case) == size:
+                seconds[index] = predict_case(case, without)
     return seconds
+
+
+def _size_of(case: StepCase) -> tuple[int, int]:
+    return case.shape.layers, case.shape.hidden
 
 
 class Residuals:
