@@ -187,6 +187,15 @@ def test_a_mapping_whose_key_would_take_forever_to_hash():
     assert time.monotonic() - start < 30  # not 2^100 steps
 
 
+@pytest.mark.parametrize("length", [9, 100_000])
+def test_a_text_longer_than_a_number_is_never_encoded(length):
+    """Kept once and encoded a thousand times, it would take a thousand times the file."""
+    text = b"X" + struct.pack("<I", length) + b"a" * length + b"q\x00"
+    calls = b"c_codecs\nencode\nq\x01](" + b"h\x01h\x00X\x06\x00\x00\x00latin1\x86R" * 1000 + b"e"
+    with pytest.raises(DocumentError, match=r"calls '_codecs\.encode' in a way that is not plain data"):
+        load_pickle(b"\x80\x02" + text + calls + b"\x87.", ())
+
+
 def test_a_list_that_holds_itself_ends():
     value = load_pickle(b"\x80\x02]q\x00h\x00a.", ())
     assert value[0] is value

@@ -28,6 +28,8 @@ _MAX_INTEGER_BYTES = 16
 
 _REMEDY = "Only tables of numbers are read; write the file anew as CSV or parquet if you trust its origin."
 _SCALARS = {"f8": "<d", "i8": "<q"}
+# A text stands for the bytes of one number; a longer one, kept once and encoded a thousand times, would fill the memory.
+_MAX_ENCODED = max(map(struct.calcsize, _SCALARS.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ class _Machine:
                 self._stack.append(struct.unpack(_SCALARS[dtype.code], raw)[0])
             case ("collections.defaultdict", ()) | ("collections.defaultdict", (Name(),)):
                 self._stack.append(Pairs())
-            case ("_codecs.encode", (str() as text, "latin1")):
+            case ("_codecs.encode", (str() as text, "latin1")) if len(text) <= _MAX_ENCODED:
                 self._stack.append(text.encode("latin1"))
             case _:
                 raise DocumentError(f"A pickle that calls {name.text!r} in a way that is not plain data. {_REMEDY}")
