@@ -83,6 +83,30 @@ def test_fitted_rows_are_those_of_the_rule(rows):
         refuse_seen("steps", seen, np.array([row_hash(mine[3]), row_hash(named(rows, "korth")[0])], np.uint64))
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"id": "mine", "notes": "measured again", "license": ""},
+        {"source": "somebody", "framework": "PyTorch", "model": "x", "cluster": "ours"},
+        {"mbs": "", "cp": "1", "vocab": "", "kv_heads": "", "ffn": ""},
+        {"device": "A100", "hidden": "12288.0"},
+    ],
+)
+def test_a_fitted_row_in_other_words_is_refused(rows, edit):
+    fitted = next(row for row in rows if is_fitted(row) and row["hidden"] == "12288")
+    seen = np.array([int(text, 16) for text in load_step_model().fitted_rows], np.uint64)
+    edited = {**fitted, **edit, "iter_time_s": fitted["iter_time_s"] + "0"}
+    with pytest.raises(MeasurementError, match="1 of 1 rows"):
+        refuse_seen("steps", seen, np.array([row_hash(edited)], np.uint64))
+    for name, other in (("dp", "3"), ("hidden", "6144"), ("iter_time_s", "1.5"), ("recompute", "none")):
+        refuse_seen("steps", seen, np.array([row_hash({**edited, name: other})], np.uint64))
+
+
+def test_runs_of_different_rows_differ(rows):
+    timed = [row for row in rows if row["iter_time_s"]]
+    assert len({row_hash(row) for row in timed}) >= len(timed) - 2
+
+
 def test_the_shipped_model_is_the_fit(rows):
     cases, _ = read_steps([row for row in rows if is_fitted(row)])
     found, shipped = fit_steps(cases, load_step_model()), load_step_model().efficiencies

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind, Node
 
 NEEDED = ("id", "source", "family", "layers", "hidden", "heads", "seq", "device", "n_devices", "tp", "pp", "dp")
+# Columns whose numbers tell one run from another (`row_hash`).
+_RUN = ("layers", "hidden", "heads", "seq", "n_devices", "tp", "pp", "dp", "gbs_seq")
 # A vocabulary that a row does not state: GPT-2's (VIA-Research/vTrain, src/config.py has the same default).
 _GPT2_VOCAB = 50257
 # More than any model and any node has; a table with a slip of the pen ends here and not in memory.
@@ -117,9 +119,29 @@ def read_step(row: Mapping[str, str]) -> StepCase:
 
 
 def row_hash(row: Mapping[str, str]) -> int:
-    """64 bits of what a row says and measured, the same on every machine."""
-    text = "\n".join(f"{name}={row[name]}" for name in sorted(row) if row[name])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    """64 bits of the run that a row is of: model, layout, device and seconds to four digits; the same on every machine.
+
+    What can be said of a run in other words (id, source, notes, framework, what defaults fill) is no part of it.
+    """
+    device = row.get("device", "")
+    said = (
+        next((kind for kind in shipped_kinds() if re.match(rf"{kind}\b", device)), device),
+        *(_plain(row.get(name, "")) for name in _RUN),
+        _plain(row.get("iter_time_s", ""), digits=4),
+        _zero(row.get("zero_or_sharding", "")),
+        _recompute(row.get("recompute", "")),
+        _precision(row.get("precision", "")),
+        row.get("seq_parallel", "") == "1",
+    )
+    return int.from_bytes(hashlib.sha256("\n".join(map(str, said)).encode()).digest()[:8], "big")
+
+
+def _plain(text: str, digits: int = 12) -> str:
+    """A number as it would be written anywhere, "1.50" as "1.5"; another text as it stands."""
+    try:
+        return f"{float(text):.{digits}g}"
+    except ValueError:
+        return text.strip()
 
 
 def _shape(row: Mapping[str, str]) -> TransformerShape:
