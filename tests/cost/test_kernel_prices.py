@@ -1,10 +1,14 @@
 """Graphs on GPUs: which ops the predictor of kernels prices, as which products, and what it leaves alone."""
 
+import numpy as np
 import pytest
 
-from meshwright.cost import CostModel
-from meshwright.cost.kernels import Kernel, shipped_model
+from meshwright.cost import CostModel, load_cost_model
+from meshwright.cost.kernels import Kernel, adapt_kernels, shipped_model
+from meshwright.records import make_records, named_shapes
+from meshwright.records.parquet import write_records
 from meshwright.spec import Extent, load_cluster
+from meshwright.validation.datasets import load_records
 from tests.cost.facts import B, GraphMaker, linear_graph, make_table, op_row
 
 H100 = load_cluster("H100")
@@ -112,3 +116,32 @@ def test_what_was_never_measured_is_transferred(device, precision):
     share = 2 * 8 * 512 * 1024 * 4096 / kind.peak_flops_per_s[precision] / prices.forward_s[-1]
     assert 0.3 < share < 1.0
     assert prices.low_s[-1, 0] < prices.forward_s[-1] < prices.high_s[-1, 0]
+
+
+def own_rows(factor, count, kernel=""):
+    """Products on an H100 that take ``factor`` times what the shipped predictor says."""
+    sizes = dict(zip("mnk", 2.0 ** np.random.default_rng(0).integers(6, 13, (3, count)), strict=True))
+    seconds = factor * shipped_model().predict(Kernel(op="matmul", dtype="bfloat16", device=KIND), sizes).seconds
+    shapes = [named_shapes(m=m, n=n, k=k) for m, n, k in zip(*sizes.values(), strict=True)]
+    return make_records(
+        op="matmul", shapes=shapes, dtype="bfloat16", device="H100", kernel=kernel, seconds=seconds, source="own"
+    ).dedupe()
+
+
+@pytest.mark.parametrize(
+    ("count", "kernel", "error"), [(30, "", 0.2), (400, "", 0.1), (400, "a kernel of my own", 0.2)]
+)
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_own_rows_of_products_move_the_prices_of_a_graph(tmp_path, factor, count, kernel, error):
+    path = write_records(own_rows(factor, count, kernel), tmp_path / "own.parquet")
+    graph = wide_graph(grad=True)
+    shipped, adapted = (load_cost_model(H100, at, "bfloat16").price_ops(graph, 3, KIND) for at in (None, path))
+    assert adapted.forward_s[-1] / shipped.forward_s[-1] == pytest.approx(factor, rel=error)
+    assert adapted.backward_s[-1] / shipped.backward_s[-1] == pytest.approx(factor, rel=error)
+    assert adapted.basis[-1] == shipped.basis[-1]
+    assert adapted.forward_s[:-1].tolist() == shipped.forward_s[:-1].tolist()
+
+
+def test_rows_that_the_predictor_has_seen_leave_it_as_it_is():
+    some = load_records("kernels").where(op="matmul", device="H100").select(np.arange(50))
+    assert adapt_kernels(shipped_model(), some, {"H100": KIND}) is shipped_model()

@@ -1,4 +1,4 @@
-"""A cost model for a cluster from a file of measurements: ops, optimizers and transfers, and the collectives fitted."""
+"""A cost model for a cluster from a file of measurements: ops, optimizers, transfers, collectives, kernels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from meshwright.cost.collectives import CollectiveModel, fit_collectives
 from meshwright.cost.collectives.fitting import collective_rows
+from meshwright.cost.kernels import adapt_kernels, is_tiled, shipped_model
 from meshwright.cost.model import CostModel
 from meshwright.records import from_measurements, load_measurements, read_records_at
 
 if TYPE_CHECKING:
+    from meshwright.cost.kernels import KernelModel
     from meshwright.records import Records
     from meshwright.spec import Cluster
     from meshwright.spec.workload import Precision
@@ -24,12 +26,26 @@ def load_cost_model(cluster: Cluster, path: Path | str | None, precision: Precis
     if path is None:
         return CostModel(cluster=cluster, precision=precision)
     measured = load_measurements(path, cluster)
-    many = Path(path).suffix == ".parquet"
-    rows = read_records_at(Path(path)).where(device=measured.device) if many else from_measurements(measured)
-    return CostModel(cluster=cluster, measurements=measured, precision=precision, collectives=_fit_if_measured(rows))
+    rows = read_records_at(Path(path)) if Path(path).suffix == ".parquet" else from_measurements(measured)
+    return CostModel(
+        cluster=cluster,
+        measurements=measured,
+        precision=precision,
+        collectives=_fit_if_measured(rows.where(device=measured.device)),
+        kernels=_adapt_if_measured(rows, cluster),
+    )
 
 
 def _fit_if_measured(rows: Records) -> CollectiveModel | None:
     """The collectives among the rows, the latest of each; None if there are none."""
     usable = collective_rows(rows.dedupe(("op", "phase", "shapes", "dtype")))
     return fit_collectives(usable) if len(usable) else None
+
+
+def _adapt_if_measured(rows: Records, cluster: Cluster) -> KernelModel | None:
+    """The shipped predictor of kernels moved by those among the rows; None if there are none that it has not seen."""
+    kinds = {kind.name: kind for kind in cluster.device_kinds if is_tiled(kind)}
+    if not kinds:
+        return None
+    adapted = adapt_kernels(shipped_model(), rows.dedupe(), kinds)
+    return adapted if adapted is not shipped_model() else None

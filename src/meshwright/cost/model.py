@@ -22,7 +22,7 @@ import numpy as np
 from meshwright.cost.classes import classify_ops
 from meshwright.cost.collectives.datasheet import quote_collective
 from meshwright.cost.collectives.groups import place_group
-from meshwright.cost.kernels import price_kernels
+from meshwright.cost.kernels import is_tiled, price_kernels, shipped_model
 from meshwright.cost.memory import StageMemory, weigh_stage
 from meshwright.cost.optimizers import copy_seconds, optimizer_curves, step_seconds, trainable_elements
 from meshwright.cost.prediction import Predictions
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from meshwright.cost.collectives import CollectiveModel, CollectiveOp
     from meshwright.cost.curves import Curve
+    from meshwright.cost.kernels import KernelModel
     from meshwright.cost.prediction import Basis, Floats
     from meshwright.spec import Optimizer, StageSlice, Workload
     from meshwright.spec.workload import Precision
@@ -51,6 +52,7 @@ class CostModel:
     """Prices for one cluster, from one measurement table (or none), for models that run in ``precision``.
 
     ``collectives``: what was fitted on measured collectives of this kind of cluster (`fit_collectives`).
+    ``kernels``: the predictor of products and attention on GPUs, None for the one that ships (`adapt_kernels`).
     ``ops_at``: all ops of a graph as fast or as slow as the 80 % interval of their sum allows; see `at_end`.
     """
 
@@ -59,6 +61,7 @@ class CostModel:
     precision: Precision = "float32"
     ops_at: End | None = None
     collectives: CollectiveModel | None = None
+    kernels: KernelModel | None = None
     _ops: OpTable | None = field(init=False, repr=False, default=None)
     _transfers: TransferTable | None = field(init=False, repr=False, default=None)
     _optimizers: dict[str, Curve] = field(init=False, repr=False, default_factory=dict)
@@ -197,7 +200,10 @@ class CostModel:
         ops = [graph.ops[index] for index in classes.representatives]
         bounds = [price_op(graph, op, batch_size, kind, self.precision, table) for op in ops]
         keys = [key_in(self.precision, graph, op, batch_size) for op in ops]
-        prices = price_kernels(bounds, graph, ops, keys, batch_size, kind, self.precision, ROOFLINE)
+        prices = bounds
+        if is_tiled(kind):
+            kernels = self.kernels or shipped_model()
+            prices = price_kernels(kernels, bounds, graph, ops, keys, batch_size, kind, self.precision, ROOFLINE)
         backward_ops = np.array([op.phase == "backward" for op in graph.ops], bool)
         # An op of a joint graph's backward half runs once, in the backward.
         gathered = gather_prices(prices, classes.class_of, backward_ops)

@@ -1,7 +1,7 @@
 """How long a GPU kernel takes: products and attention, on devices that were measured, partly measured or never."""
 
 from meshwright.cost.kernels.fit import adapt_kernels, fit_kernels
-from meshwright.cost.kernels.model import Kernel, KernelModel
+from meshwright.cost.kernels.model import Kernel, KernelModel, is_tiled
 from meshwright.cost.kernels.prices import price_kernels
 from meshwright.cost.kernels.store import read_model, shipped_model, write_model
 
@@ -10,6 +10,7 @@ __all__ = [
     "KernelModel",
     "adapt_kernels",
     "fit_kernels",
+    "is_tiled",
     "price_kernels",
     "read_model",
     "shipped_model",

@@ -99,13 +99,31 @@ def fit_kernels(rows: Records, kinds: Mapping[str, DeviceKind], settings: Settin
 
 
 def adapt_kernels(model: KernelModel, rows: Records, kinds: Mapping[str, DeviceKind]) -> KernelModel:
-    """The model moved by further rows, few or many, of devices or families that it knows or not."""
+    """The model moved by further rows, few or many, of devices or families that it knows or not.
+
+    Rows that name no family are of the usual one. Rows that the model has seen are left out; without others it comes
+    back as it is.
+    """
+    rows = rows.select(_usable(rows, kinds))
+    rows = rows.select(~np.isin(rows.row_hashes(), model.row_hashes))
+    if not len(rows):
+        return model
     groups = {group.key: group for group in model.groups}
-    for part in split_parts(rows, kinds):
+    for part in split_parts(_name_families(model, rows, kinds), kinds):
         group = _adapt(model, part)
         groups[group.key] = group
     hashes = np.union1d(model.row_hashes, _hashes(rows, kinds))
     return replace(model, groups=tuple(groups.values()), row_hashes=hashes)
+
+
+def _name_families(model: KernelModel, rows: Records, kinds: Mapping[str, DeviceKind]) -> Records:
+    asked = list(zip(rows.op, rows.dtype, rows.device, strict=True))
+    usual = {
+        (op, dtype, device): model.usual_family(Kernel(op=op, dtype=dtype, device=kinds[device]))
+        for op, dtype, device in set(asked)
+    }
+    names = [kernel or usual[query] for kernel, query in zip(rows.kernel, asked, strict=True)]
+    return replace(rows, kernel=np.array(names, object))
 
 
 def split_parts(rows: Records, kinds: Mapping[str, DeviceKind]) -> list[Part]:

@@ -137,7 +137,10 @@ class KernelModel:
         return Predictions(seconds=seconds, low_s=low, high_s=high, basis=(basis,) * len(seconds))
 
     def usual_family(self, kernel: Kernel) -> str:
-        """The family with the most rows of the op: of device and dtype, of the dtype, of its arithmetic, of any."""
+        """The family with the most rows of the op: of device and dtype, of the dtype, of its arithmetic, of any.
+
+        On a device that the model was adapted to, one that own rows were given of.
+        """
         for kin in _kin(kernel, None):
             counts = Counter({group.family: 0 for group in self.groups})
             counts.update({group.key[3]: group.num_rows for group in self.groups if kin(group)})
@@ -155,6 +158,11 @@ class KernelModel:
         if group is not None and group.correction is not None:
             total += group.correction.evaluate(shared.scale.place(columns))
         return total
+
+
+def is_tiled(device: DeviceKind) -> bool:
+    """Whether a datasheet says what kernels are predicted by: multiprocessors, cache and clock."""
+    return bool(device.num_multiprocessors and device.cache_bytes and device.clock_hz)
 
 
 def prior_of(groups: Iterable[Group], kernel: Kernel, family: str) -> tuple[Prior, bool]:
@@ -184,7 +192,9 @@ def _kin(kernel: Kernel, family: str | None) -> Iterable[Callable[[Group], bool]
     """Tests of kinship, nearest first; without a family, those by which the usual one is found."""
     arithmetic = split_dtype(kernel.dtype)[0]
     if family is None:
-        yield lambda g: (g.op, g.dtype, g.device) == (kernel.op, kernel.dtype, kernel.device.name)
+        asked = kernel.op, kernel.dtype, kernel.device.name
+        yield lambda g: (g.op, g.dtype, g.device) == asked and g.correction is not None
+        yield lambda g: (g.op, g.dtype, g.device) == asked
     else:
         same = family_of(family), dispatch_of(family, kernel.device.compute_capability)
         yield lambda g: (g.op, g.dtype, g.family, g.dispatch) == (kernel.op, kernel.dtype, *same)
@@ -195,10 +205,9 @@ def _kin(kernel: Kernel, family: str | None) -> Iterable[Callable[[Group], bool]
 
 
 def _check(kernel: Kernel, sizes: Mapping[str, ArrayLike]) -> dict[str, Floats]:
-    device = kernel.device
-    if not (device.num_multiprocessors and device.cache_bytes and device.clock_hz):
+    if not is_tiled(kernel.device):
         raise MeasurementError(
-            f"The datasheet of {device.name!r} states no multiprocessors, cache or clock; kernels on it are not "
+            f"The datasheet of {kernel.device.name!r} states no multiprocessors, cache or clock; kernels on it are not "
             "predicted. State num_multiprocessors, cache_bytes and clock_hz of the device kind."
         )
     names = SIZES.get(kernel.op, ())

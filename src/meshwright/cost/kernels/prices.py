@@ -1,11 +1,11 @@
-"""Prices of the products and attentions of a graph on a GPU, by the predictor of kernels that ships with Meshwright.
+"""Prices of the products and attentions of a graph on a GPU, by the predictor of kernels.
 
     forward   one product (m, k) by (k, n), or one fused attention
     backward  a product for each input that wants a gradient: (m, n) by (n, k) and (k, m) by (m, n); attention runs 2.5
               times the FLOPs of its forward and is taken to reach the same share of the peak, so it is `transferred`
 
 Convolutions are the products that they are as implicit GEMMs. Attention without a causal mask takes the forward's time
-by its FLOPs. All else, and devices whose datasheet names no multiprocessors, keep the price that they have.
+by its FLOPs. All else keeps the price that it has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 
 from meshwright.cost.kernels.demand import mean_keys
 from meshwright.cost.kernels.model import Kernel
-from meshwright.cost.kernels.store import shipped_model
 from meshwright.cost.ops.work import read_work
 from meshwright.cost.prices import OpPrice
 from meshwright.cost.roofline import OpSeconds
@@ -26,6 +25,7 @@ from meshwright.cost.roofline import OpSeconds
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from meshwright.cost.kernels.model import KernelModel
     from meshwright.cost.prediction import Basis, Interval, Predictions
     from meshwright.spec import DeviceKind, Graph, Op
 
@@ -46,6 +46,7 @@ class _Call:
 
 
 def price_kernels(
+    model: KernelModel,
     prices: Sequence[OpPrice],
     graph: Graph,
     ops: Sequence[Op],
@@ -60,8 +61,6 @@ def price_kernels(
     ``keys``: those of the ops in the measurement table at ``dtype``; ``unsure``: the interval of what stays a roofline.
     """
     found = list(prices)
-    if not (kind.num_multiprocessors and kind.cache_bytes and kind.clock_hz):
-        return found
     calls = [
         call
         for place, (price, op, key) in enumerate(zip(prices, ops, keys, strict=True))
@@ -74,7 +73,7 @@ def price_kernels(
     parts: dict[int, list[tuple[_Call, Predictions, int]]] = defaultdict(list)
     for name, asked in by_op.items():
         columns = {size: np.array([call.sizes[size] for call in asked], np.float64) for size in asked[0].sizes}
-        predicted = shipped_model().predict(Kernel(op=name, dtype=dtype, device=kind), columns)
+        predicted = model.predict(Kernel(op=name, dtype=dtype, device=kind), columns)
         for row, call in enumerate(asked):
             parts[call.place].append((call, predicted, row))
     for place, rows in parts.items():
