@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from meshwright.records.importing import import_file
-from meshwright.spec import DocumentError
+from meshwright.records.importing import import_file, trace
+from meshwright.spec import DTYPE_BYTES, DocumentError
 
 
 def op(name, start, duration, dims=(), kinds=(), values=(), launch=0, thread=1, category="cpu_op"):
@@ -101,7 +101,7 @@ def test_kernels_count_where_there_are_any(tmp_path):
 def test_a_device_has_to_be_named_where_there_are_several(tmp_path):
     events = [op("aten::relu", 0, 1, [[4]], ["float"], launch=1), kernel("k", 1, 1)]
     names = [{"name": "NVIDIA H100"}, {"name": "NVIDIA A100"}]
-    for properties in (names, [], None, 7):
+    for properties in (names, [], None, 7, [{"name": None}], [{}], [names[0], {"name": 5}], [{"name": [1]}]):
         with pytest.raises(DocumentError, match="--device"):
             import_file(write(tmp_path, events, deviceProperties=properties))
 
@@ -144,6 +144,51 @@ def test_odd_events_become_no_row(tmp_path, event):
     assert set(rows_of(write(tmp_path, [event, sound]))) == {("aten.neg", "4:float32|")}
     with pytest.raises(DocumentError, match="record_shapes=True"):
         import_file(write(tmp_path, [event]))
+
+
+HUGE = 10**400
+NO_TIME = "ops whose start or duration is negative or no number"
+ODD_KERNELS = "ops with a kernel whose duration is negative or no number"
+NOT_TENSORS = "ops with inputs that cannot be (negative sizes, texts that are none)"
+EMPTY = "ops on tensors without elements"
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([op("aten::relu", 0, -5, [[4]], ["float"])], NO_TIME),
+        ([op("aten::relu", 0, HUGE, [[4]], ["float"])], NO_TIME),
+        ([op("aten::relu", 1e308, 1, [[4]], ["float"])], NO_TIME),
+        ([op("aten::relu", 0, True, [[4]], ["float"])], NO_TIME),
+        ([op("aten::mul", 0, 1, [[4], [-4]], FLOATS)], NOT_TENSORS),
+        ([op("aten::mul", 0, 1, [[4], "4"], FLOATS)], NOT_TENSORS),
+        ([op("aten::mul", 0, 1, [[4], [4]], ["float", ["float"]])], NOT_TENSORS),
+        ([op("aten::mul", 0, 1, [[4], []], ["float", "Scalar"], ["", {"a": 1}])], NOT_TENSORS),
+        ([op("aten::relu", 0, 1, [[0, 4]], ["float"])], EMPTY),
+        ([op("aten::mm", 0, 1, [[0, 4], [4, 4]], FLOATS)], EMPTY),
+        ([op("aten::relu", 0, 1, [[4]], ["float"], launch=1), kernel("k", -5, 1), kernel("k", 20, 1)], ODD_KERNELS),
+        ([op("aten::relu", 0, 1, [[4]], ["float"], launch=1), kernel("k", HUGE, 1)], ODD_KERNELS),
+        ([op("aten::relu", 0, 1, [[4]], ["float"], launch=1), kernel("k", "5", 1)], ODD_KERNELS),
+    ],
+)
+def test_rows_that_cannot_be_are_left_out_and_counted(tmp_path, events, reason):
+    sound = [op("aten::neg", 100, 2, [[4]], ["float"], launch=7), kernel("k", 2, 7)]
+    sound = sound if events[0]["args"]["External id"] else sound[:1]
+    imported = import_file(write(tmp_path, [*events, *sound]), device="mine")
+    assert imported.records.op.tolist() == ["aten.neg"]
+    assert {reason: count for reason, count in imported.left_out.items() if count} == {reason: 1}
+    with pytest.raises(DocumentError, match="1 ops"):
+        import_file(write(tmp_path, events), device="mine")
+
+
+@pytest.mark.parametrize("base", [HUGE, -1, "x", None, True, 1e300])
+def test_an_odd_clock_gives_no_date(tmp_path, base):
+    path = write(tmp_path, [op("aten::relu", 0, 1, [[4]], ["float"])], baseTimeNanoseconds=base)
+    assert import_file(path).records.date.tolist() == [""]
+
+
+def test_every_type_of_the_profiler_has_a_size():
+    assert set(trace._DTYPES.values()) <= set(DTYPE_BYTES)
 
 
 def test_a_trace_that_torch_wrote(tmp_path):

@@ -28,7 +28,7 @@ _MAX_INTEGER_BYTES = 16
 
 _REMEDY = "Only tables of numbers are read; write the file anew as CSV or parquet if you trust its origin."
 _SCALARS = {"f8": "<d", "i8": "<q"}
-# A text stands for the bytes of one number; a longer one, kept once and encoded a thousand times, would fill the memory.
+# A text stands for the bytes of one number; a longer one, kept once and encoded often, would fill the memory.
 _MAX_ENCODED = max(map(struct.calcsize, _SCALARS.values()))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from meshwright.records.importing.imported import Imported
 from meshwright.records.importing.public import DEVICES
 from meshwright.records.table import Row, columns_of, keep_sound, named_shapes
-from meshwright.spec import DTYPE_BYTES, DocumentError
+from meshwright.spec import DocumentError
 
 # Names of C++ types as the profiler writes them.
 _DTYPES = {
@@ -42,10 +42,15 @@ _DTYPES = {
     "c10::complex<float>": "complex64",
     "c10::complex<double>": "complex128",
 }
-assert set(_DTYPES.values()) <= set(DTYPE_BYTES)
 _NO_SHAPES = "ops without shapes of tensors (record with record_shapes=True)"
 _NO_KERNEL = "ops that start no kernel"
 _NO_AGREEMENT = "ops of no named operator (collectives, custom ones)"
+_NO_TIME = "ops whose start or duration is negative or no number"
+_ODD_KERNELS = "ops with a kernel whose duration is negative or no number"
+_NOT_TENSORS = "ops with inputs that cannot be (negative sizes, texts that are none)"
+_EMPTY = "ops on tensors without elements"
+# The profiler counts nanoseconds in 64 bits and writes microseconds.
+_MAX_NANOSECONDS = 2**63
 
 
 @dataclass(slots=True)
@@ -71,24 +76,29 @@ def read_trace(data: dict[str, Any], *, device: str | None, source: str) -> Impo
     """
     events = [event for event in data["traceEvents"] if isinstance(event, dict) and event.get("ph") == "X"]
     kernels = _kernels_by_launch(events)
-    left_out = {_NO_SHAPES: 0, _NO_KERNEL: 0, _NO_AGREEMENT: 0}
+    left_out = dict.fromkeys((_NO_SHAPES, _NO_KERNEL, _NO_AGREEMENT, _NO_TIME, _ODD_KERNELS, _NOT_TENSORS, _EMPTY), 0)
+    left_out[_NO_TIME] = sum(event.get("cat") == "cpu_op" and not _is_timed(event) for event in events)
     samples: dict[tuple[str, str, str], list[tuple[float, str]]] = defaultdict(list)
     for event in _outermost(events, kernels):
         if not event.name.startswith("aten::"):
             left_out[_NO_AGREEMENT] += 1
             continue
         described = _describe(event)
-        if described is None:
-            left_out[_NO_SHAPES] += 1
+        if isinstance(described, str):
+            left_out[described] += 1
         elif kernels and not event.kernels:
             left_out[_NO_KERNEL] += 1
+        elif any(math.isnan(seconds) for seconds, _ in event.kernels):
+            left_out[_ODD_KERNELS] += 1
         elif kernels:
             samples[described].append((math.fsum(s for s, _ in event.kernels), max(event.kernels)[1]))
         else:
             samples[described].append(((event.end - event.start) / 1e6, ""))
     if not samples:
+        found = "; ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
         raise DocumentError(
-            f"{source}: a trace without ops that have shapes. Record with torch.profiler.profile(record_shapes=True)."
+            f"{source}: a trace without ops that have shapes and times ({found or 'no op at all'}). Record with "
+            "torch.profiler.profile(record_shapes=True)."
         )
     records, odd = keep_sound(
         **columns_of(_rows(samples), ("op", "phase", "shapes", "dtype", "kernel", "seconds", "spread", "num_samples")),
@@ -117,13 +127,14 @@ def _rows(samples: dict[tuple[str, str, str], list[tuple[float, str]]]) -> Itera
 
 
 def _kernels_by_launch(events: list[dict[str, Any]]) -> dict[int, list[tuple[float, str]]]:
-    """(seconds, family) of the kernels of each op, by the id that both carry."""
+    """(seconds, family) of the kernels of each op, by the id that both carry; seconds are NaN where they cannot be."""
     found: dict[int, list[tuple[float, str]]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "kernel" and isinstance(event.get("args"), dict):
             launch = event["args"].get("External id")
-            if isinstance(launch, int) and isinstance(event.get("dur"), int | float):
-                found[launch].append((event["dur"] / 1e6, _family(str(event.get("name")))))
+            if isinstance(launch, int):
+                seconds = event["dur"] / 1e6 if _is_time(event.get("dur")) else math.nan
+                found[launch].append((seconds, _family(str(event.get("name")))))
     return found
 
 
@@ -131,8 +142,7 @@ def _outermost(events: list[dict[str, Any]], kernels: dict[int, list[tuple[float
     """The operators that no other operator calls, thread by thread, with the kernels of all that they call."""
     threads: dict[tuple[str, str], list[_Event]] = defaultdict(list)
     for event in events:
-        place = event.get("ts"), event.get("dur")
-        if event.get("cat") != "cpu_op" or not all(_finite(number) for number in place):
+        if event.get("cat") != "cpu_op" or not _is_timed(event):
             continue
         name, start, length = str(event.get("name")), float(event["ts"]), float(event["dur"])
         # The nodes of autograd hold the operators of the backward; they are none themselves.
@@ -154,24 +164,40 @@ def _outermost(events: list[dict[str, Any]], kernels: dict[int, list[tuple[float
             yield outer
 
 
-def _finite(number: Any) -> bool:
-    return isinstance(number, int | float) and 0 <= number < math.inf
+def _is_timed(event: dict[str, Any]) -> bool:
+    return _is_time(event.get("ts")) and _is_time(event.get("dur"))
 
 
-def _describe(event: _Event) -> tuple[str, str, str] | None:
-    """(op, shapes, dtype) of an operator; None if the trace does not tell its tensors."""
+def _is_time(microseconds: Any) -> bool:
+    return _is_number(microseconds) and 1000 * microseconds < _MAX_NANOSECONDS
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number of at least 0; NaN is none."""
+    return type(value) in (int, float) and value >= 0
+
+
+def _describe(event: _Event) -> tuple[str, str, str] | str:
+    """(op, shapes, dtype) of an operator, or why it has no row."""
     dims, kinds = event.arguments.get("Input Dims"), event.arguments.get("Input type")
     values = event.arguments.get("Concrete Inputs", [])
     if not isinstance(dims, list) or not isinstance(kinds, list) or len(dims) != len(kinds):
-        return None
+        return _NO_SHAPES
+    given = [value or "" for value in values] if isinstance(values, list) else []
+    if not all(isinstance(text, str) for text in (*kinds, *given)):
+        return _NOT_TENSORS
     tensors, others = [], []
     for place, (shape, kind) in enumerate(zip(dims, kinds, strict=True)):
-        if kind in _DTYPES and _is_shape(shape):
+        if kind in _DTYPES:
+            if not _is_shape(shape):
+                return _NOT_TENSORS
             tensors.append((tuple(shape), _DTYPES[kind]))
-        elif isinstance(values, list) and place < len(values) and values[place] not in ("", None):
-            others.append(f"arg{place}={values[place]}")
+        elif place < len(given) and given[place]:
+            others.append(f"arg{place}={given[place]}")
     if not tensors:
-        return None
+        return _NO_SHAPES
+    if any(0 in shape for shape, _ in tensors):
+        return _EMPTY
     name = event.name.removeprefix("aten::")
     product = _PRODUCTS[name](*(shape for shape, _ in tensors)) if name in _PRODUCTS else None
     if product is not None:
@@ -211,20 +237,22 @@ def _family(name: str) -> str:
 def _date(data: dict[str, Any], events: list[dict[str, Any]]) -> str:
     """The day on which the trace was begun; empty where it does not say."""
     base = data.get("baseTimeNanoseconds", 0)
-    begun = min((event["ts"] for event in events if _finite(event.get("ts"))), default=0.0)
-    nanoseconds = int(base) + int(1e3 * begun) if _finite(base) and base else 0
-    return str(np.datetime64(nanoseconds, "ns").astype("datetime64[D]")) if 0 < nanoseconds < 2**63 else ""
+    begun = min((event["ts"] for event in events if _is_time(event.get("ts"))), default=0.0)
+    nanoseconds = int(base) + int(1e3 * begun) if _is_number(base) and 0 < base < _MAX_NANOSECONDS else 0
+    return str(np.datetime64(nanoseconds, "ns").astype("datetime64[D]")) if 0 < nanoseconds < _MAX_NANOSECONDS else ""
 
 
 def _device(data: dict[str, Any], has_kernels: bool, source: str) -> str:
     if not has_kernels:
         return "cpu"
     found = data.get("deviceProperties")
-    names = {str(item.get("name")) for item in found if isinstance(item, dict)} if isinstance(found, list) else set()
-    if len(names) != 1:
+    given = [item.get("name") for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+    names = sorted({name for name in given if isinstance(name, str) and name})
+    if len(names) != 1 or not all(name in names for name in given):
+        known = ", ".join(name[:100] for name in names[:8])
         raise DocumentError(
-            f"{source}: kernels of devices {', '.join(sorted(names)) or 'that are not named'}; expected one kind. Name "
-            "it with --device."
+            f"{source}: kernels of devices {known or 'that are not named'}; expected one kind, named. Name it with "
+            "--device."
         )
-    (name,) = names
+    name = names[0]
     return DEVICES.get(name, name)
