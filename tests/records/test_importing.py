@@ -111,6 +111,16 @@ def test_gemm_in_milliseconds(tmp_path):
     assert records.source[0] == "g.parquet"
 
 
+def test_other_columns_of_a_public_table_are_not_unpacked(tmp_path):
+    path = parquet(tmp_path / "g.parquet", {**GEMM, "notes": [1, 2], "other": 7})
+    assert len(import_file(path).records) == 2
+    names = list(GEMM)
+    table = pa.table([pa.array([GEMM[name]]) for name in [*names, "m"]], names=[*names, "m"])
+    pq.write_table(table, path)
+    with pytest.raises(DocumentError, match=r"g\.parquet.*a column twice"):
+        import_file(path)
+
+
 def test_attention_counts_the_keys_that_are_there(tmp_path):
     records = import_file(parquet(tmp_path / "a.parquet", ATTENTION)).records
     assert records.op[0] == "attention_prefill"

@@ -95,3 +95,24 @@ def test_a_text_that_repeats_is_kept_once(tmp_path):
     path = write_records(make_records(op="o", device="d", seconds=np.ones(10_000), source=long), tmp_path / "t.parquet")
     assert path.stat().st_size < 20_000
     assert len({id(text) for text in read_records(path).source}) == 1
+
+
+def test_equal_numbers_count_as_what_they_take_once_unpacked(tmp_path, monkeypatch):
+    """A file of a few kilobytes that stands for megabytes is refused before it is unpacked."""
+    path = write_records(make_records(op="o", device="d", seconds=np.ones(20_000)), tmp_path / "t.parquet")
+    monkeypatch.setattr(parquet, "MAX_UNPACKED_BYTES", 10 * path.stat().st_size)
+    monkeypatch.setattr(parquet.pq.ParquetFile, "read", lambda *_, **__: pytest.fail("unpacked"))
+    with pytest.raises(DocumentError, match="20000 rows that take 2080000 bytes"):
+        read_records(path)
+
+
+def test_a_spoilt_page_is_told_by_its_checksum(tmp_path):
+    """Without checksums a changed figure would be another sound figure."""
+    seconds = np.random.default_rng(0).random(1000) + 1
+    path = write_records(make_records(op="o", device="d", seconds=seconds), tmp_path / "t.parquet")
+    content = bytearray(path.read_bytes())
+    meta = pq.ParquetFile(path).metadata.row_group(0).column(COLUMNS.index("seconds"))
+    content[meta.data_page_offset - 100] ^= 1  # the page of the dictionary, which stands before
+    path.write_bytes(bytes(content))
+    with pytest.raises(DocumentError, match="checksum"):
+        read_records(path)

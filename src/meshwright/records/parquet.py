@@ -1,13 +1,14 @@
 """Measurement tables as parquet files: one schema with a version, whole or not at all, within limits.
 
 The columns are those of `Records`; a column more, less or of another type is an error, since a table in other units
-would look the same. Texts are stored as dictionaries, which makes repeated ones cheap. Needs pyarrow
-(``meshwright[tables]``). Nothing of a file is executed.
+would look the same. Texts are stored as dictionaries, which makes repeated ones cheap. Pages carry checksums, which are
+compared where a file has them. Needs pyarrow (``meshwright[tables]``). Nothing of a file is executed.
 """
 
 from __future__ import annotations
 
 import io
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from meshwright.spec.files import read_regular, write_bytes
 from meshwright.spec.parsing import MAX_DOCUMENT_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -32,6 +34,8 @@ MAX_FILE_BYTES = MAX_DOCUMENT_BYTES
 MAX_ROWS = 5_000_000
 # A few kilobytes can stand for gigabytes of equal values: what the columns take once they are unpacked.
 MAX_UNPACKED_BYTES = 2**30
+# A number, or a reference to a text.
+_BYTES_PER_CELL = 8
 
 
 def write_records(records: Records, path: Path | str) -> Path:
@@ -43,65 +47,83 @@ def write_records(records: Records, path: Path | str) -> Path:
     }
     table = pa.table(columns).replace_schema_metadata({_SCHEMA_KEY: f"records/{SCHEMA_VERSION}"})
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd", compression_level=9)
+    pq.write_table(table, sink, compression="zstd", compression_level=9, write_page_checksum=True)
     return write_bytes(sink.getvalue(), path)
 
 
 def read_records(path: Path | str) -> Records:
     """Read a table. Raises DocumentError for a file that is none, and names the rows that cannot be."""
     path = Path(path)
-    return parse_records(parse_table(read_regular(path, MAX_FILE_BYTES + 1), path), path)
+    return parse_records(read_regular(path, MAX_FILE_BYTES + 1), path)
 
 
-def is_records(table: pa.Table) -> bool:
+def parse_schema(content: bytes, path: Path) -> pa.Schema:
+    """The columns of any parquet file, of which nothing is unpacked. Raises DocumentError."""
+    if len(content) > MAX_FILE_BYTES:
+        raise DocumentError(f"{path}: more than {MAX_FILE_BYTES} bytes, to which tables are limited. Split the table.")
+    with _readable(path):
+        schema = pq.read_schema(io.BytesIO(content))
+        if len(set(schema.names)) < len(schema.names):
+            raise ValueError("a column twice")
+        return schema
+
+
+def is_records(schema: pa.Schema) -> bool:
     """Whether a parquet file says that it is a measurement table (of any version)."""
-    return _SCHEMA_KEY in (table.schema.metadata or {})
+    return _SCHEMA_KEY in (schema.metadata or {})
 
 
-def parse_records(table: pa.Table, path: Path) -> Records:
-    """The rows of a table that was read; messages name ``path``. Raises DocumentError."""
-    version = (table.schema.metadata or {}).get(_SCHEMA_KEY, b"").decode(errors="replace")
+def parse_records(content: bytes, path: Path) -> Records:
+    """The rows of a table; messages name ``path``. Raises DocumentError."""
+    schema = parse_schema(content, path)
+    version = (schema.metadata or {}).get(_SCHEMA_KEY, b"").decode(errors="replace")
     if version != f"records/{SCHEMA_VERSION}":
         raise DocumentError(
             f"{path}: expected a measurement table 'records/{SCHEMA_VERSION}', found {version or 'another table'!r}. "
             "`meshwright measure --from` reads tables of other kinds."
         )
-    if sorted(table.column_names) != sorted(COLUMNS):
-        odd = sorted(set(table.column_names) ^ set(COLUMNS)) or ["a column twice"]
+    if odd := sorted(set(schema.names) ^ set(COLUMNS)):
         raise DocumentError(f"{path}: unknown or missing columns ({', '.join(odd)}). Write the table again.")
     try:
-        return make_records(**{name: read_column(table, name) for name in COLUMNS})
+        return make_records(**parse_columns(content, path, COLUMNS))
     except MeasurementError as error:
         raise DocumentError(f"{path}: {error}") from None
 
 
-def parse_table(content: bytes, path: Path) -> pa.Table:
-    """Any parquet file within the limits, its columns unpacked. Raises DocumentError."""
-    if len(content) > MAX_FILE_BYTES:
-        raise DocumentError(f"{path}: more than {MAX_FILE_BYTES} bytes, to which tables are limited. Split the table.")
-    try:
-        schema = pq.read_schema(io.BytesIO(content))
-        if nested := [field.name for field in schema if pa.types.is_nested(field.type)]:
+def parse_columns(content: bytes, path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """The named columns of any parquet file within the limits. Raises DocumentError; pages must match their sums."""
+    schema = parse_schema(content, path)
+    with _readable(path):
+        wanted = [schema.field(name) for name in names]
+        if nested := [field.name for field in wanted if pa.types.is_nested(field.type)]:
             raise ValueError(f"column {nested[0]!r} holds lists; expected texts and numbers")
         # A text that repeats a million times is kept once.
-        texts = [field.name for field in schema if _holds_texts(field.type)]
-        file = pq.ParquetFile(io.BytesIO(content), read_dictionary=texts)
+        texts = [field.name for field in wanted if _holds_texts(field.type)]
+        file = pq.ParquetFile(io.BytesIO(content), read_dictionary=texts, page_checksum_verification=True)
         meta = file.metadata
-        unpacked = sum(meta.row_group(index).total_byte_size for index in range(meta.num_row_groups))
+        # Equal numbers are stored once and unpacked into one each.
+        encoded = sum(meta.row_group(index).total_byte_size for index in range(meta.num_row_groups))
+        unpacked = max(encoded, meta.num_rows * len(wanted) * _BYTES_PER_CELL)
         if meta.num_rows > MAX_ROWS or unpacked > MAX_UNPACKED_BYTES:
             raise DocumentError(
                 f"{path}: {meta.num_rows} rows that take {unpacked} bytes; tables are limited to {MAX_ROWS} rows and "
                 f"{MAX_UNPACKED_BYTES} bytes. Split the table."
             )
-        table = file.read()
+        table = file.read(columns=[field.name for field in wanted])
         table.validate(full=True)
-        return table
+    return {name: _column(table, name) for name in names}
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (pa.ArrowException, OSError, ValueError) as error:
         what = str(error).splitlines()[0][:200]
         raise DocumentError(f"{path}: not a parquet file that can be read ({what}). Make it again.") from None
 
 
-def read_column(table: pa.Table, name: str) -> NDArray[Any]:
+def _column(table: pa.Table, name: str) -> NDArray[Any]:
     """A column of texts (dtype object, missing ones empty) or numbers (missing ones NaN). Raises DocumentError."""
     column = table.column(name).combine_chunks()
     if pa.types.is_dictionary(column.type) and _holds_texts(column.type):

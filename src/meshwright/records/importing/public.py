@@ -22,7 +22,7 @@ from meshwright.records.table import keep_sound, named_shapes
 from meshwright.spec import DTYPE_BYTES, DocumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from numpy.typing import NDArray
 
@@ -65,6 +65,14 @@ def read_public(columns: Columns, *, source: str) -> Imported | None:
                 ) from None
             return Imported(kind=kind, records=records, left_out=left_out)
     return None
+
+
+def public_columns(names: Collection[str]) -> list[str]:
+    """Those of the named columns that `read_public` reads; none if it knows no such table."""
+    for needed, _, _ in _KINDS:
+        if needed <= set(names):
+            return [name for name in names if name in needed | {"source"}]
+    return []
 
 
 def _gemm(columns: Columns) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from meshwright.records.importing.alpa import read_database, read_results
 from meshwright.records.importing.imported import Imported
 from meshwright.records.importing.pipedream import read_profile
-from meshwright.records.importing.public import read_public
+from meshwright.records.importing.public import public_columns, read_public
 from meshwright.records.importing.trace import is_trace, read_trace
 from meshwright.records.one_device import from_measurements
 from meshwright.records.text_files import parse_csv, read_unpacked
@@ -65,13 +65,12 @@ def import_file(path: Path | str, *, device: str | None = None) -> Imported:
 
 
 def _parquet(path: Path, content: bytes) -> Imported:
-    from meshwright.records.parquet import is_records, parse_records, parse_table, read_column  # noqa: PLC0415
+    from meshwright.records.parquet import is_records, parse_columns, parse_records, parse_schema  # noqa: PLC0415
 
-    table = parse_table(content, path)
-    if is_records(table):
-        return Imported(kind="a measurement table", records=parse_records(table, path))
-    columns = {name: read_column(table, name) for name in table.column_names}
-    imported = read_public(columns, source=path.name)
+    schema = parse_schema(content, path)
+    if is_records(schema):
+        return Imported(kind="a measurement table", records=parse_records(content, path))
+    imported = read_public(parse_columns(content, path, public_columns(schema.names)), source=path.name)
     if imported is None:
         raise _unknown(path)
     return imported
