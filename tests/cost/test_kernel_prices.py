@@ -1,5 +1,7 @@
 """Graphs on GPUs: which ops the predictor of kernels prices, as which products, and what it leaves alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -46,13 +48,18 @@ def test_a_linear_op_is_one_product_forward_and_one_for_each_gradient(grad):
     assert prices.backward_s[-1] == pytest.approx(backward)
     assert prices.low_s[-1, 0] == pytest.approx(forward.low_s[0])
     assert prices.high_s[-1, 0] == pytest.approx(forward.high_s[0])
-    assert prices.basis[-1] == "regressed"
+    # The products of gradients have other layouts than the measured ones.
+    assert prices.basis[-1] == "transferred"
+    near = shipped_model().ops["matmul"].near
+    assert prices.low_s[-1, 1] == pytest.approx(near.low * backward)
+    assert prices.high_s[-1, 1] == pytest.approx(near.high * backward)
 
 
 def test_in_inference_nothing_runs_backward():
     prices = model().price_ops(linear_graph("inference"), 2, KIND)
     assert prices.forward_s[0] > 0
     assert prices.backward_s[0] == 0.0
+    assert prices.basis[0] == "regressed"
 
 
 def test_a_batched_product_counts_its_products():
@@ -62,6 +69,9 @@ def test_a_batched_product_counts_its_products():
     make.op("aten.matmul.default", (left, right), (make.tensor("y", (B, 16, 256, 128), grad=False),))
     prices = model().price_ops(make.graph(), 2, KIND)
     assert prices.forward_s[0] == pytest.approx(product(256, 128, 64, count=32).seconds[0])
+    near = shipped_model().ops["matmul"].near
+    assert prices.basis == ("transferred",)
+    assert prices.high_s[0, 0] == pytest.approx(near.high * prices.forward_s[0])
 
 
 def test_a_convolution_is_its_implicit_product():
@@ -73,6 +83,10 @@ def test_a_convolution_is_its_implicit_product():
     make.op("aten.conv2d.default", (x, weight), (y,), attributes=attributes)
     prices = model().price_ops(make.graph(), 4, KIND)
     assert prices.forward_s[0] == pytest.approx(product(4 * 28 * 28, 128, 64 * 9).seconds[0])
+    far = shipped_model().ops["matmul"].far
+    assert prices.basis == ("transferred",)
+    assert prices.low_s[0, 0] == pytest.approx(far.low * prices.forward_s[0])
+    assert prices.high_s[0, 0] == pytest.approx(far.high * prices.forward_s[0])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -91,12 +105,15 @@ def test_attention_is_one_fused_kernel_each_way(causal):
     pairs = 1.0 if causal else 1024 / 512.5
     assert prices.forward_s[-1] == pytest.approx(pairs * alone)
     assert prices.backward_s[-1] == pytest.approx(2.5 * pairs * alone)
+    far = shipped_model().ops["attention_prefill"].far
+    assert prices.low_s[-1, 1] == pytest.approx(far.low * prices.backward_s[-1])
+    assert prices.high_s[-1, 1] == pytest.approx(far.high * prices.backward_s[-1])
     assert prices.basis[-1] == "transferred"
 
 
 def test_other_ops_keep_their_roofline():
     prices = model().price_ops(linear_graph(), 2, KIND)
-    assert prices.basis == ("regressed", "roofline", "roofline")
+    assert prices.basis == ("transferred", "roofline", "roofline")
 
 
 def test_a_measured_op_wins():
@@ -145,3 +162,11 @@ def test_own_rows_of_products_move_the_prices_of_a_graph(tmp_path, factor, count
 def test_rows_that_the_predictor_has_seen_leave_it_as_it_is():
     some = load_records("kernels").where(op="matmul", device="H100").select(np.arange(50))
     assert adapt_kernels(shipped_model(), some, {"H100": KIND}) is shipped_model()
+
+
+def test_own_rows_make_a_dtype_that_was_never_measured_regressed(tmp_path):
+    rows = own_rows(3.0, 30)
+    path = write_records(replace(rows, dtype=np.full(len(rows), "float32", object)), tmp_path / "own.parquet")
+    graph = linear_graph("inference")
+    shipped, adapted = (load_cost_model(H100, at, "float32").price_ops(graph, 3, KIND).basis[0] for at in (None, path))
+    assert (shipped, adapted) == ("transferred", "regressed")

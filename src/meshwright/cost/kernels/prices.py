@@ -2,17 +2,20 @@
 
     forward   one product (m, k) by (k, n), or one fused attention
     backward  a product for each input that wants a gradient: (m, n) by (n, k) and (k, m) by (m, n); attention runs 2.5
-              times the FLOPs of its forward and is taken to reach the same share of the peak, so it is `transferred`
+              times the FLOPs of its forward and is taken to reach the same share of the peak
 
-Convolutions are the products that they are as implicit GEMMs. Attention without a causal mask takes the forward's time
-by its FLOPs. All else keeps the price that it has.
+What was measured are products of activations and weights, one at a time, and causal attention, forward. A price is
+`regressed` if it rests on nothing else. The same library at work on other layouts, on many products at once or without
+a mask is as unsure as the same code on another device; convolutions, priced as the products that they are as implicit
+GEMMs, and attention's backward as other code there (`OpModel.near`, `OpModel.far`). Attention without a causal mask
+takes the forward's time by its FLOPs. All else keeps the price that it has.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -33,14 +36,18 @@ if TYPE_CHECKING:
 _ATTENTION_BACKWARD = 2.5
 _ATTENTION_DIMS = 4
 
+# How a kernel is to those that were measured.
+_Kinship = Literal["same", "near", "far"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One kernel to be asked for: of which op, in which pass, how often its seconds count."""
+    """One kernel to be asked for: of which op, in which pass, how often its seconds count, how like measured ones."""
 
     place: int
     backward: bool
     times: float
+    kinship: _Kinship
     op: str
     sizes: Mapping[str, float]
 
@@ -77,7 +84,7 @@ def price_kernels(
         for row, call in enumerate(asked):
             parts[call.place].append((call, predicted, row))
     for place, rows in parts.items():
-        found[place] = _gather(prices[place], rows, unsure)
+        found[place] = _gather(prices[place], rows, model, unsure)
     return found
 
 
@@ -93,11 +100,13 @@ def _calls(place: int, price: OpPrice, graph: Graph, op: Op, key: str, batch_siz
         # As many products as gradients are wanted; where one is, it is that of the first input that has one.
         left, right = _wanted(graph, op)
         sizes += [(m, k, n)] * left + [(k, n, m)] * right
+    kinship: _Kinship = "far" if work.family == "convolution" else "same" if count == 1 else "near"
     return [
         _Call(
             place=place,
             backward=index > 0,
             times=1.0,
+            kinship="near" if index and kinship == "same" else kinship,
             op="matmul",
             sizes={"m": rows, "n": columns, "k": depth, "count": count},
         )
@@ -123,27 +132,35 @@ def _attention_calls(place: int, price: OpPrice, graph: Graph, op: Op, batch_siz
     # Pairs of a query and a key over those that a causal mask leaves.
     left = float(mean_keys(*(np.array([float(number)]) for number in (queries, keys, 0)))[0])
     share = 1.0 if causal else keys / left
-    passes = [(False, share)] + [(True, share * _ATTENTION_BACKWARD)] * (price.seconds.backward_s > 0)
+    passes: list[tuple[bool, float, _Kinship]] = [(False, share, "same" if share == 1 else "near")]
+    if price.seconds.backward_s > 0:
+        passes.append((True, share * _ATTENTION_BACKWARD, "far"))
     columns = {**{size: float(number) for size, number in sizes.items()}, "window": 0.0}
-    return [_Call(place=place, backward=b, times=times, op=name, sizes=columns) for b, times in passes]
+    return [
+        _Call(place=place, backward=backward, times=times, kinship=kinship, op=name, sizes=columns)
+        for backward, times, kinship in passes
+    ]
 
 
-def _gather(price: OpPrice, rows: list[tuple[_Call, Predictions, int]], unsure: Interval) -> OpPrice:
+def _gather(
+    price: OpPrice, rows: list[tuple[_Call, Predictions, int]], model: KernelModel, unsure: Interval
+) -> OpPrice:
     """One price from the kernels of its passes; what adds gradients stays what it was."""
     basis: Basis = "regressed"
-    ends = {}
-    for end in ("seconds", "low_s", "high_s"):
-        sums = [0.0, 0.0]
-        for call, predicted, row in rows:
-            sums[call.backward] += call.times * float(getattr(predicted, end)[row])
-        ends[end] = sums
+    sums = np.zeros((3, 2))
     for call, predicted, row in rows:
-        if predicted.basis[row] != "regressed" or call.times != 1.0:
+        seconds, low, high = (float(ends[row]) for ends in (predicted.seconds, predicted.low_s, predicted.high_s))
+        if call.kinship != "same":
+            shared = model.ops[call.op]
+            wide = shared.near if call.kinship == "near" else shared.far
+            low, high = min(low, seconds * wide.low), max(high, seconds * wide.high)
+        if call.kinship != "same" or predicted.basis[row] != "regressed":
             basis = "transferred"
-    added = price.seconds.accumulate_s
-    factors = {"seconds": 1.0, "low_s": unsure.low, "high_s": unsure.high}
-    seconds, low, high = (
-        OpSeconds(forward_s=sums[0], backward_s=sums[1], accumulate_s=added * factors[end])
-        for end, sums in ends.items()
+        sums[:, int(call.backward)] += call.times * np.array([seconds, low, high])
+    found, lowest, highest = (
+        OpSeconds(
+            forward_s=float(forward), backward_s=float(backward), accumulate_s=price.seconds.accumulate_s * factor
+        )
+        for (forward, backward), factor in zip(sums, (1.0, unsure.low, unsure.high), strict=True)
     )
-    return OpPrice(seconds=seconds, low=low, high=high, basis=basis)
+    return OpPrice(seconds=found, low=lowest, high=highest, basis=basis)
