@@ -1,6 +1,7 @@
 """Collectives by hand, by brute force and by their limits: bytes through a port, rings on links, datasheet, fits."""
 
-from itertools import permutations
+from dataclasses import replace
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from meshwright.cost.collectives import (
     place_group,
 )
 from meshwright.cost.collectives.algorithms import parameter_server_seconds, port_share, ring_seconds
+from meshwright.cost.collectives.datasheet import quote_collective
 from meshwright.cost.collectives.protocols import load_nccl
 from meshwright.cost.collectives.rings import (
     best_ring,
@@ -239,15 +241,64 @@ def test_small_messages_go_by_latency_and_large_ones_by_bandwidth():
     cost, ranks = CostModel(cluster=cluster), tuple(range(8))
     fast, *_, plain = load_nccl().protocols
     link = cluster.nodes[0].device_link
-    # LL over a tree: 2·(r-1) hops; Simple over a ring: 2·(n-1)/n of the bytes
+    # LL: 2·(r-1) hops of a ring or a tree; Simple over a ring: 2·(n-1)/n of the bytes
     small = fast.base_s + 14 * fast.inside_latency_share * link.latency_s
     assert cost.collective_seconds("all_reduce", ranks, 1.0) == pytest.approx(small, rel=1e-3)
     large = 2 * 7 / 8 * 2**34 / link.bandwidth_bytes_per_s
-    assert cost.collective_seconds("all_reduce", ranks, 2**34) == pytest.approx(
-        2**34 / link.bandwidth_bytes_per_s, rel=0.01
-    )
+    assert cost.collective_seconds("all_reduce", ranks, 2**34) == pytest.approx(large, rel=0.01)
     assert cost.collective_seconds("all_gather", ranks, 2**34) == pytest.approx(large / 2, rel=0.01)
     assert plain.bandwidth_share == 1.0
+
+
+def bound_per_byte(op, cluster, counts):
+    """Seconds per byte that no algorithm beats whose devices talk by their own link and whose nodes by their NICs.
+
+    ``counts``: ranks by node. A sum of n tensors moves 2(n-1) of them (Patarasu and Yuan); of the rest a device must
+    get, or give, what the others of its node hold, and a node what the other nodes hold.
+    """
+    ranks, found = sum(counts.values()), [0.0]
+    for index, count in counts.items():
+        node, outside = cluster.nodes[index], ranks - count
+        inside = {"all_reduce": 2 * (count - 1) / count, "all_to_all": (count - 1) / ranks**2}
+        inside |= dict.fromkeys(("broadcast", "send"), float(count > 1))
+        found.append(inside.get(op, (count - 1) / ranks) / node.device_link.bandwidth_bytes_per_s)
+        nodes = len(counts)
+        across = {"all_reduce": 2 * (nodes - 1) / nodes, "all_to_all": count * outside / ranks**2}
+        across |= dict.fromkeys(("broadcast", "send"), float(nodes > 1))
+        found.append(across.get(op, outside / ranks) / (node.nic.bandwidth_bytes_per_s * node.num_nics))
+    return max(found)
+
+
+@pytest.mark.parametrize("op", COLLECTIVE_OPS)
+@pytest.mark.parametrize(("num_nics", "device_bandwidth"), [(1, 300e9), (2, 300e9), (4, 10e9)])
+def test_no_algorithm_is_faster_than_its_links(op, num_nics, device_bandwidth):
+    cluster = load_cluster("3x4xA100")
+    link = replace(cluster.nodes[0].device_link, bandwidth_bytes_per_s=device_bandwidth)
+    nodes = tuple(replace(node, num_nics=num_nics, device_link=link) for node in cluster.nodes)
+    cluster = replace(cluster, nodes=nodes)
+    sizes = np.array([1.0, 2**12, 2**20, 2**30])
+    for counts in product(range(5), repeat=3):
+        ranks = [4 * node + device for node, count in enumerate(counts) for device in range(count)]
+        if len(ranks) == 2 or (len(ranks) > 2 and op != "send"):
+            tariff = quote_collective(cluster, op, ranks, place_group(cluster, ranks))
+            bound = bound_per_byte(op, cluster, {node: count for node, count in enumerate(counts) if count})
+            assert (tariff.s_per_byte >= bound * (1 - 1e-12)).all(), counts
+            assert (tariff.price(sizes) >= bound * sizes).all(), counts
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_lanes_carry_a_sum_faster_than_all_links_together(seed):
+    links = draw_links(3 + seed % 4, seed)
+    topology = Topology(name="drawn", source="", links=tuple(map(tuple, links.tolist())), host_share=1e-9)
+    algorithm, lanes = topology.lanes_among(tuple(range(len(links))))
+    share = port_share("all_reduce", Group(num_ranks=len(links)), num_lanes=lanes, algorithm=algorithm)
+    # 2(n-1) tensors, over every link both ways
+    assert share >= 2 * (len(links) - 1) / links.sum()
+
+
+def test_a_sum_of_eight_a100s_takes_what_a_port_takes():
+    cost = CostModel(cluster=load_cluster("8xA100"))
+    assert cost.collective_seconds("all_reduce", range(8), 512 * MIB) >= 2 * 7 / 8 * 512 * MIB / 300e9
 
 
 def test_groups_that_share_nics_wait_for_each_other_where_there_are_too_few():

@@ -2,17 +2,19 @@
 
 The full tensor is what an all-reduce sums, an all-gather yields, a reduce-scatter takes in, and what all ranks of an
 all-to-all hold together. n ranks on N nodes, r = n/N of them on each, G groups through each NIC, L rings or trees
-over the links of a node at once:
+over the links of a node at once (1 where each device has one port to a switch):
 
                     inside a node                        through a NIC                    steps
-    all-reduce      ring  2(n-1)/(n·L), tree  1/L        ring  G·2(n-1)/n                 2(n-1)
-                                                         tree  G·1 for N = 2, else G·2    2(r-1) + 2·log₂ N
+    all-reduce      ring  2(n-1)/(n·L)                   ring  G·2(n-1)/n                 2(n-1)
+                    tree  1 for n = 2, else 2; or 1/L    tree  G·1 for N = 2, else G·2    2(r-1) + 2·log₂ N
     all-gather      (n-1)/(n·L)                          G·(n-1)/n                        n-1
     reduce-scatter  (n-1)/(n·L)                          G·(n-1)/n                        n-1
     all-to-all      (n-1)/n²                             G·r(n-r)/n²                      n-1
     broadcast       1/L                                  G                                n-1
     send            1                                    G                                1
 
+The tree inside a node is a chain: a device between two others sends the sums up and the result down, both through its
+one port to a switch. Where links run from pair to pair the two take opposite directions of different links: 1/L.
 A ring enters and leaves each node once, whatever r is. In two nodes the two trees of NCCL carry half of the tensor up
 one way and down the other; from three nodes on some node sends to two children and its parent. Spare machines help
 as in BytePS: `parameter_server_seconds` is its closed form, with the ring (k = 0) and M/B (k = n) as limits.
@@ -46,17 +48,24 @@ def count_steps(op: CollectiveOp, group: Group, algorithm: Algorithm = "ring") -
     return float(num_ranks - 1)
 
 
-def port_share(op: CollectiveOp, group: Group, *, num_lanes: float = 1.0, algorithm: Algorithm = "ring") -> float:
-    """Bytes through the busiest port, one way, per byte of the full tensor (see the module's table); 0 for one rank."""
+def port_share(
+    op: CollectiveOp, group: Group, *, num_lanes: float | None = None, algorithm: Algorithm = "ring"
+) -> float:
+    """Bytes through the busiest port, one way, per byte of the full tensor (see the module's table); 0 for one rank.
+
+    ``num_lanes``: L, of links that run from pair to pair; None for devices that have one port to a switch each.
+    """
     num_ranks, per_node = group.num_ranks, group.ranks_per_node
     if num_ranks == 1:
         return 0.0
     around = (num_ranks - 1) / num_ranks
     if group.num_nodes == 1:
-        summing = 1.0 if algorithm == "tree" else 2 * around
-        shares = {"all_reduce": summing / num_lanes, "all_to_all": around / num_ranks}
-        shares |= {"broadcast": 1.0 / num_lanes, "send": 1.0}
-        return shares.get(op, around / num_lanes)
+        chain = float(min(num_ranks - 1, 2)) if num_lanes is None else 1.0
+        summing = chain if algorithm == "tree" else 2 * around
+        lanes = num_lanes or 1.0
+        shares = {"all_reduce": summing / lanes, "all_to_all": around / num_ranks}
+        shares |= {"broadcast": 1.0 / lanes, "send": 1.0}
+        return shares.get(op, around / lanes)
     if op == "all_reduce" and algorithm == "tree":
         return group.num_sharing * (1.0 if group.num_nodes == 2 else 2.0)
     shares = {

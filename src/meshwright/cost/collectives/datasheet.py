@@ -5,7 +5,7 @@ node: all its NICs that the group can use, shared with the groups that run besid
 shares of S that pass a port are those of `port_share`.
 
     flat ring     steps·α + S·max(share inside / B_d, share across / B_n)
-    tree          2(r-1)·α_d + 2·⌈log₂ N⌉·α_n + S·max(1 / B_d, (1 or 2) / B_n)              all-reduce, broadcast (half)
+    tree          2(r-1)·α_d + 2·⌈log₂ N⌉·α_n + S·max((1 or 2) / B_d, (1 or 2) / B_n)       all-reduce, broadcast (half)
     hierarchical  reduce-scatter inside, the op across on the parts, all-gather inside; one after the other
 
 Devices that NCCL does not serve (without a compute capability: processors) have the ring of gloo alone. A ring stands
@@ -17,6 +17,7 @@ Sources: Patarasu and Yuan, JPDC 69 (2009); NCCL src/graph/tuning.cc; Thakur, Ra
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from meshwright.cost.collectives.protocols import PLAIN, load_nccl
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
+    from meshwright.cost.collectives.algorithms import CollectiveOp
     from meshwright.cost.collectives.protocols import Protocol
     from meshwright.cost.prediction import Floats
     from meshwright.spec import Cluster
@@ -82,28 +83,31 @@ def quote_collective(cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], g
     """The tariff of an op among ``ranks``, placed as ``group``; a single rank takes no time."""
     if group.num_ranks == 1:
         return Tariff(latency_s=np.zeros(1), s_per_byte=np.zeros(1))
-    ways = find_ways(cluster, ranks, group)
+    counts = _count_by_node(cluster, ranks)
+    ways = find_ways(cluster, counts, group)
     if all(cluster.device_kind(rank).compute_capability for rank in ranks):
         found = [
             (protocol.base_s + latency_s, s_per_byte)
             for protocol in load_nccl().protocols
-            for latency_s, s_per_byte in _list_ways(op, group, ways.through(protocol))
+            for latency_s, s_per_byte in _list_ways(op, group, counts, ways.through(protocol))
         ]
     else:
-        found = [_ring(op, group, ways.through(PLAIN))]
+        found = [_ring(op, group, counts, ways.through(PLAIN))]
     latencies, rates = np.array(found, np.float64).T
     return Tariff(latency_s=latencies, s_per_byte=rates)
 
 
-def find_ways(cluster: Cluster, ranks: Sequence[int], group: Group) -> Ways:
+def _count_by_node(cluster: Cluster, ranks: Sequence[int]) -> Counter[int]:
+    """How many of the ranks each node has, by the node's index."""
+    return Counter(cluster.node_index(rank) for rank in ranks)
+
+
+def find_ways(cluster: Cluster, counts: Counter[int], group: Group) -> Ways:
     """The slowest links among the ranks; a way that is not used (one node, one device each) is as fast as can be."""
-    nodes: dict[int, int] = {}
-    for rank in ranks:
-        nodes[cluster.node_index(rank)] = nodes.get(cluster.node_index(rank), 0) + 1
-    inner = [cluster.nodes[index].device_link for index, count in nodes.items() if count > 1]
+    inner = [cluster.nodes[index].device_link for index, count in counts.items() if count > 1]
     outer = []
-    if len(nodes) > 1:
-        for index, count in nodes.items():
+    if len(counts) > 1:
+        for index, count in counts.items():
             node = cluster.nodes[index]
             rails = min(node.num_nics, count)
             crowd = max(1.0, group.num_sharing * rails / node.num_nics)
@@ -116,16 +120,17 @@ def find_ways(cluster: Cluster, ranks: Sequence[int], group: Group) -> Ways:
     )
 
 
-def _list_ways(op: CollectiveOp, group: Group, ways: Ways) -> list[tuple[float, float]]:
+def _list_ways(op: CollectiveOp, group: Group, counts: Counter[int], ways: Ways) -> list[tuple[float, float]]:
     """(latency, seconds per byte) of every algorithm that the op and the place allow."""
-    inside = Group(num_ranks=max(round(group.ranks_per_node), 1))
+    inside = Group(num_ranks=max(counts.values()))
     across = Group(num_ranks=group.num_nodes, num_nodes=group.num_nodes)
-    found = [_ring(op, group, ways)]
+    found = [_ring(op, group, counts, ways)]
     if op in ("all_reduce", "broadcast"):
         times = 2 if op == "all_reduce" else 1
         hops = (inside.num_ranks - 1) * ways.inside_s + ceil(log2(group.num_nodes)) * ways.across_s
-        found.append((times * hops, _busiest(op, group, ways, 1.0, algorithm="tree")))
-    even = group.num_ranks == inside.num_ranks * group.num_nodes
+        outward = port_share(op, across, algorithm="tree")
+        found.append((times * hops, _busiest(ways, port_share(op, inside, algorithm="tree"), outward)))
+    even = min(counts.values()) == inside.num_ranks
     if even and min(inside.num_ranks, group.num_nodes) > 1 and op in _PARTS_INSIDE:
         latency = sum(count_steps(part, inside) for part in _PARTS_INSIDE[op]) * ways.inside_s
         moved = sum(port_share(part, inside) for part in _PARTS_INSIDE[op]) / ways.inside_bytes_per_s
@@ -134,14 +139,17 @@ def _list_ways(op: CollectiveOp, group: Group, ways: Ways) -> list[tuple[float, 
     return found
 
 
-def _ring(op: CollectiveOp, group: Group, ways: Ways) -> tuple[float, float]:
-    within = port_share(op, Group(num_ranks=group.num_ranks))
-    return count_steps(op, group) * max(ways.inside_s, ways.across_s), _busiest(op, group, ways, within)
-
-
-def _busiest(op: CollectiveOp, group: Group, ways: Ways, within: float, algorithm: Algorithm = "ring") -> float:
-    """Seconds per byte of the full tensor in the slower of the ports inside a node and out of it."""
+def _ring(op: CollectiveOp, group: Group, counts: Counter[int], ways: Ways) -> tuple[float, float]:
+    """(latency, seconds per byte) of the flat ring; of all pairs at once for an all-to-all."""
     # What other groups take of the NICs is in the bandwidth already.
-    alone = Group(num_ranks=group.num_ranks, num_nodes=group.num_nodes)
-    outward = port_share(op, alone, algorithm=algorithm) if group.num_nodes > 1 else 0.0
+    outward = port_share(op, Group(num_ranks=group.num_ranks, num_nodes=group.num_nodes))
+    if op == "all_to_all":
+        # Nodes with unlike numbers of ranks send unlike shares out.
+        outward = max(count * (group.num_ranks - count) for count in counts.values()) / group.num_ranks**2
+    within = port_share(op, Group(num_ranks=group.num_ranks))
+    return count_steps(op, group) * max(ways.inside_s, ways.across_s), _busiest(ways, within, outward)
+
+
+def _busiest(ways: Ways, within: float, outward: float) -> float:
+    """Seconds per byte of the full tensor in the slower of the ports inside a node and out of it, by their shares."""
     return max(within / ways.inside_bytes_per_s, outward / ways.across_bytes_per_s)
