@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost.memory import predict_device_peak, saved_bytes
-from meshwright.cost.memory.transformer import count_parameters, in_flight, layers_of_stage
-from meshwright.cost.transformer import Experts, LatentAttention, TrainingSetup, TransformerError, TransformerShape
+from meshwright.cost.memory.transformer import in_flight
+from meshwright.cost.parameters import count_parameters
+from meshwright.cost.transformer import (
+    Experts,
+    LatentAttention,
+    TrainingSetup,
+    TransformerError,
+    TransformerShape,
+    layers_of_stage,
+)
 
 ONE = TrainingSetup(seq=2048, microbatch_size=1, num_microbatches=1)
 # Sizes from the models' own configuration files.
@@ -104,7 +112,7 @@ def test_known_models_have_their_known_sizes():
 @pytest.mark.parametrize("shape", [LLAMA_8B, replace(LLAMA_8B, layers=30), DEEPSEEK_V3])
 def test_stages_share_the_layers_and_devices_the_parameters(shape):
     for pp, chunks in [(1, 1), (4, 1), (4, 2), (7, 3)]:
-        setup = replace(ONE, pp=pp, chunks=chunks)
+        setup = replace(ONE, pp=pp, chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b")
         held = [layer for stage in range(pp) for layer in layers_of_stage(shape, setup, stage)]
         assert sorted(held) == list(range(shape.layers))
         assert total(shape, setup) == total(shape)
@@ -130,9 +138,9 @@ def count_by_running(pp, chunks, microbatches):
 
 @given(st.integers(2, 12), st.integers(1, 4), st.integers(1, 64))
 def test_microbatches_in_flight_are_those_of_the_order_that_runs(pp, chunks, microbatches):
-    setup = replace(ONE, pp=pp, chunks=chunks, num_microbatches=microbatches)
+    setup = replace(ONE, pp=pp, chunks=chunks, num_microbatches=microbatches, schedule="interleaved")
     assert in_flight(setup, 0) == pytest.approx(count_by_running(pp, chunks, microbatches))
-    assert in_flight(replace(setup, schedule="gpipe"), 0) == microbatches
+    assert in_flight(replace(setup, schedule="gpipe", chunks=1), 0) == microbatches
     if chunks > 1 and microbatches * chunks >= pp * (chunks + 1):
         # Korthikanti et al., section 4.2.3.
         assert in_flight(setup, 0) / pp == pytest.approx(1 + (pp - 1) / (pp * chunks))
@@ -165,3 +173,9 @@ def test_sizes_that_cannot_be_are_refused():
         replace(LLAMA_8B, kv_heads=5)
     with pytest.raises(TransformerError, match="cannot be split"):
         replace(ONE, seq=2049, cp=2)
+    with pytest.raises(TransformerError, match="'nonsense' is no schedule"):
+        replace(ONE, schedule="nonsense")
+    with pytest.raises(TransformerError, match="2 chunks per stage cannot run as '1f1b'"):
+        replace(ONE, pp=2, chunks=2)
+    with pytest.raises(TransformerError, match=r"ep = 3 does not divide the 8 devices"):
+        replace(ONE, dp=4, cp=2, ep=3)

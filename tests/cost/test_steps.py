@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost.collectives.algorithms import ring_seconds
+from meshwright.cost.memory import predict_device_peak
+from meshwright.cost.parameters import count_parameters, layer_parameters
 from meshwright.cost.steps import (
     Efficiencies,
     StageSeconds,
@@ -18,13 +20,12 @@ from meshwright.cost.steps import (
     fit_efficiencies,
     head_ops,
     layer_ops,
-    layers_per_stage,
     pipeline_seconds,
     predict_layer,
     predict_step,
     recomputed_ops,
 )
-from meshwright.cost.transformer import Experts, TrainingSetup, TransformerShape
+from meshwright.cost.transformer import Experts, TrainingSetup, TransformerError, TransformerShape, layers_of_stage
 from meshwright.spec import load_cluster
 
 GPT = TransformerShape(
@@ -171,15 +172,82 @@ def test_bubble_rates_are_near_those_of_zero_bubble(stages, microbatches, times,
 
 @given(num_layers=st.integers(1, 200), num_stages=st.integers(1, 64))
 def test_layers_are_spread_evenly(num_layers, num_stages):
-    counts = layers_per_stage(num_layers, num_stages)
+    if num_layers < num_stages:
+        with pytest.raises(TransformerError, match="at least one layer each"):
+            counts_of(num_layers, num_stages)
+        return
+    counts = counts_of(num_layers, num_stages)
     assert sum(counts) == num_layers
-    assert len(counts) == num_stages
     assert max(counts) - min(counts) <= 1
 
 
 def test_the_last_and_the_first_stage_have_fewer_layers():
-    assert layers_per_stage(22, 8) == (2, 3, 3, 3, 3, 3, 3, 2)  # Qi et al., 2024, section 5.1
-    assert layers_per_stage(126, 8)[0] == layers_per_stage(126, 8)[-1] == 15
+    assert counts_of(22, 8) == [2, 3, 3, 3, 3, 3, 3, 2]  # Qi et al., 2024, section 5.1
+    assert counts_of(126, 8)[0] == counts_of(126, 8)[-1] == 15
+    assert counts_of(7, 5) == [1, 2, 2, 1, 1]
+
+
+def counts_of(num_layers, num_stages):
+    shape, setup = replace(GPT, layers=num_layers), replace(SETUP, pp=num_stages)
+    return [len(layers_of_stage(shape, setup, stage)) for stage in range(num_stages)]
+
+
+@pytest.mark.parametrize("experts", [None, Experts(num_experts=8, top_k=2, ffn=2048, num_shared=1, num_dense_layers=1)])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_parameters_are_the_matrices_that_the_ops_multiply_by(experts, tp):
+    shape, setup = (
+        replace(GPT, experts=experts, gated=True, biased=False),
+        replace(SETUP, tp=tp, dp=4, ep=4 if experts else 1),
+    )
+    for layer in (0, 5):
+        sizes = [
+            (op.count, dict(op.sizes)) for op in layer_ops(shape, setup, layer) if op.weighted and op.part == "forward"
+        ]
+        multiplied = sum(count * size["n"] * size["k"] for count, size in sizes)
+        assert layer_parameters(shape, setup, layer) == multiplied + 2 * shape.hidden  # two norms
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_step_updates_the_parameters_that_memory_counts(zero):
+    # 7 layers over 5 stages: the fullest stage is one of the middle for the optimizer, as for memory.
+    shape, setup = replace(GPT, layers=7), replace(SETUP, pp=5, zero=zero)
+    fullest = max(count_parameters(shape, setup, stage).dense for stage in range(5))
+    at = prices(setup)
+    copies = 0 if zero else 22
+    assert predict_step(shape, at, MEGATRON).optimizer_s == pytest.approx(at.pass_seconds(fullest * (40 + copies)))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p"])
+def test_a_step_follows_the_schedule_of_its_setup(schedule):
+    setup = replace(SETUP, pp=4, schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
+    bubbles = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 0.5, "zb-2p": 0.0}
+    found = predict_step(GPT, prices(setup), MEGATRON)
+    # Two chunks send twice as often, which makes the stages a little longer.
+    plain = predict_step(GPT, prices(replace(SETUP, pp=4)), MEGATRON)
+    share = found.bubble_s / plain.bubble_s
+    if schedule == "zb-1p":
+        assert bubbles["zb-2p"] < share < bubbles["1f1b"]
+    else:
+        assert share == pytest.approx(bubbles[schedule], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("experts", "changes", "told"),
+    [
+        (8, {"dp": 16, "ep": 16}, "8 experts cannot be laid out over ep = 16"),
+        (8, {"dp": 3, "ep": 3}, "8 experts cannot be laid out over ep = 3"),
+        (0, {"dp": 2, "ep": 2}, "No experts cannot be laid out"),
+        (0, {"tp": 3}, "16 heads cannot be split over tp = 3"),
+        (0, {"pp": 25}, "24 layers cannot be split over pp = 25"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(experts, changes, told):
+    shape = replace(GPT, experts=Experts(num_experts=experts, top_k=2, ffn=2048) if experts else None)
+    setup = replace(SETUP, **changes)
+    with pytest.raises(TransformerError, match=told):
+        predict_step(shape, prices(setup), MEGATRON)
+    with pytest.raises(TransformerError, match=told):
+        predict_device_peak(shape, setup, "megatron", fused_loss=False)
 
 
 @given(num_ranks=st.sampled_from([2, 4, 8, 16]), num_bytes=st.integers(1, 2**32))

@@ -138,10 +138,10 @@ def test_interleaving_that_a_table_leaves_out_is_known(rows):
         ("iter_time_s", "nan", "no positive number of seconds"),
         ("iter_time_s", "-1", "no positive number of seconds"),
         ("kv_heads", "7", "cannot share"),
-        ("ep", "4", "experts whose number"),
+        ("ep", "4", "does not divide the 1 devices"),
         ("tp", "7", "do not multiply"),
         ("layers", "99999999999", "more than 10000"),
-        ("layers", "7", "fewer layers than stages"),
+        ("layers", "7", "at least one layer each"),
         ("devices_per_node", "99999999", "more than 1024 devices"),
     ],
 )

@@ -1,7 +1,7 @@
 """The shape of a decoder-only transformer and how a training step lays it out, where there is no captured graph.
 
-Public measurements name sizes, not modules. From these two values `cost.memory.transformer` predicts bytes; whoever
-prices ops takes them from the same values.
+Public measurements name sizes, not modules. From these two values `cost.memory.transformer` predicts bytes and
+`cost.steps` seconds; `cost.parameters` counts what a stage holds, for both.
 
     shape    L layers, hidden h, a heads (k of keys and values, each d wide), inner width f, vocabulary v
     setup    tp · cp · dp · pp devices; each microbatch is b sequences of s tokens; m microbatches per step
@@ -12,8 +12,9 @@ A device holds s / cp tokens of a sequence; with sequence parallelism norms and 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from meshwright.spec import MeshwrightError
 
@@ -21,8 +22,14 @@ from meshwright.spec import MeshwrightError
 # attention and every second matrix product (torchtitan, activation checkpoint mode "selective", option "op"); "full":
 # all of a layer but its input.
 Recompute = Literal["none", "selective", "op", "full"]
+# In which order a stage takes its microbatches (Narayanan et al., SC 2021, section 2.2; Qi et al., ICLR 2024).
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p"]
 # 0: nothing sharded; 1: optimizer states; 2: gradients too; 3: parameters too (Rajbhandari et al., SC 2020).
 ZeroStage = Literal[0, 1, 2, 3]
+
+
+# Bytes of an element in 16 bits, and of one in single precision.
+HALF, SINGLE = 2, 4
 
 
 class TransformerError(MeshwrightError):
@@ -99,7 +106,8 @@ class TransformerShape:
 class TrainingSetup:
     """How one step runs.
 
-    ``seq``: tokens of a whole sequence. ``chunks``: parts of the model per pipeline stage (interleaving).
+    ``seq``: tokens of a whole sequence. ``chunks``: parts of the model per pipeline stage, more than one
+    where ``schedule`` is "interleaved".
     ``fused_attention``: no matrix of scores is kept (FlashAttention). ``precision`` as in the measured rows: "fp16",
     "bf16", "fp8".
     """
@@ -116,7 +124,7 @@ class TrainingSetup:
     sequence_parallel: bool = False
     zero: ZeroStage = 0
     recompute: Recompute = "none"
-    schedule: str = "1f1b"
+    schedule: Schedule = "1f1b"
     fused_attention: bool = True
     precision: Literal["fp16", "bf16", "fp8"] = "bf16"
 
@@ -127,6 +135,21 @@ class TrainingSetup:
             raise TransformerError(
                 f"{self.seq} tokens cannot be split over cp = {self.cp} and tp = {self.tp}; expected a multiple. "
                 "Choose a longer sequence or fewer devices per sequence."
+            )
+        if self.schedule not in get_args(Schedule):
+            raise TransformerError(
+                f"{self.schedule!r} is no schedule of a pipeline; expected one of {', '.join(get_args(Schedule))}. "
+                "Choose one."
+            )
+        if self.chunks > 1 and self.schedule != "interleaved":
+            raise TransformerError(
+                f"{self.chunks} chunks per stage cannot run as {self.schedule!r}; expected schedule = 'interleaved'. "
+                "Choose it, or one chunk."
+            )
+        if self.dp * self.cp % self.ep:
+            raise TransformerError(
+                f"ep = {self.ep} does not divide the {self.dp * self.cp} devices of dp · cp, over which experts are "
+                "laid out. Choose a divisor of them."
             )
 
     @property
@@ -143,6 +166,42 @@ class TrainingSetup:
     def local_tokens(self) -> int:
         """Tokens of a microbatch in a device's norms and dropouts."""
         return self.tokens // (self.tp if self.sequence_parallel else 1)
+
+
+def layers_of_stage(shape: TransformerShape, setup: TrainingSetup, stage: int) -> tuple[int, ...]:
+    """Indices of the layers that a pipeline stage holds.
+
+    Where they do not divide evenly, the last and the first part have one fewer, then those next to them, for they hold
+    head and embedding (torchtitan, generate_llm_fqn_per_model_part; Qi et al., ICLR 2024, section 5.1). Raises
+    TransformerError for a setup in which the model cannot be laid out.
+    """
+    check_layout(shape, setup)
+    parts = setup.pp * setup.chunks
+    inwards = [part for pair in zip(reversed(range(parts)), range(parts), strict=True) for part in pair][:parts]
+    fewer = set(inwards[: -shape.layers % parts])
+    most = -(-shape.layers // parts)
+    starts = list(itertools.accumulate((most - (part in fewer) for part in range(parts)), initial=0))
+    mine = range(stage, parts, setup.pp)
+    return tuple(layer for part in mine for layer in range(starts[part], starts[part + 1]))
+
+
+def check_layout(shape: TransformerShape, setup: TrainingSetup) -> None:
+    """Raise TransformerError unless every device gets whole heads and experts, and at least one layer."""
+    if shape.layers < setup.pp:
+        raise TransformerError(
+            f"{shape.layers} layers cannot be split over pp = {setup.pp} stages; expected at least one layer each. "
+            "Choose fewer stages."
+        )
+    if shape.heads % setup.tp:
+        raise TransformerError(
+            f"{shape.heads} heads cannot be split over tp = {setup.tp}; expected a divisor of them. Choose one."
+        )
+    num_experts = shape.experts.num_experts if shape.experts else 1
+    if num_experts % setup.ep:
+        raise TransformerError(
+            f"{num_experts if shape.experts else 'No'} experts cannot be laid out over ep = {setup.ep}; expected a "
+            "divisor of their number, 1 for a model without. Choose one."
+        )
 
 
 def _require_positive(value: TransformerShape | TrainingSetup, names: tuple[str, ...]) -> None:

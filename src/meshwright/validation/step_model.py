@@ -65,7 +65,7 @@ def is_fitted(row: Mapping[str, str]) -> bool:
 
 def predict_case(case: StepCase, model: StepModel) -> float:
     """Seconds of one row's step."""
-    return predict_step(case.shape, _prices(case, model), case.software, case.schedule).seconds
+    return predict_step(case.shape, _prices(case, model), case.software).seconds
 
 
 def predict_cases(cases: Sequence[StepCase], model: StepModel, residuals: Residuals | None = None) -> Predictions:

@@ -17,15 +17,21 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.cost.steps import Software, find_software
-from meshwright.cost.transformer import Experts, LatentAttention, TrainingSetup, TransformerError, TransformerShape
+from meshwright.cost.transformer import (
+    Experts,
+    LatentAttention,
+    TrainingSetup,
+    TransformerError,
+    TransformerShape,
+    check_layout,
+)
 from meshwright.spec import MeasurementError, load_cluster
 from meshwright.spec.cluster import shipped_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from meshwright.cost.steps.pipeline import Schedule
-    from meshwright.cost.transformer import Recompute, ZeroStage
+    from meshwright.cost.transformer import Recompute, Schedule, ZeroStage
     from meshwright.spec import DeviceKind, Node
 
 NEEDED = ("id", "source", "family", "layers", "hidden", "heads", "seq", "device", "n_devices", "tp", "pp", "dp")
@@ -45,6 +51,15 @@ _DEEPSEEK = {
     "deepseekv2": Experts(num_experts=160, top_k=6, ffn=1536, num_shared=2, num_dense_layers=1),
     "deepseekv3": Experts(num_experts=256, top_k=8, ffn=2048, num_shared=1, num_dense_layers=1),
 }
+# How rows name schedules, by the start of the name; longer ones first.
+_SCHEDULES: dict[str, Schedule] = {
+    "gpipe": "gpipe",
+    "interleaved": "interleaved",
+    "1f1b-i": "interleaved",
+    "1f1b": "1f1b",
+    "zb-1p": "zb-1p",
+    "zb-2p": "zb-2p",
+}
 # Memory bandwidth of variants of a shipped kind, bytes/s: NVIDIA A100 datasheet (40 GB SXM); the cluster column of
 # torchtitan's rows (96 GB of HBM2e).
 _VARIANTS = {"A100-40GB": 1555e9, "H100-96GB": 2.4e12}
@@ -59,7 +74,6 @@ class StepCase:
     shape: TransformerShape
     setup: TrainingSetup
     software: Software
-    schedule: Schedule
     kind: DeviceKind
     node: Node
     measured_s: float | None
@@ -101,17 +115,15 @@ def read_step(row: Mapping[str, str]) -> StepCase:
     setup = replace(_setup(row), fused_attention=software.fused_attention)
     if setup.num_devices != _number(row, "n_devices"):
         raise MeasurementError("tp, pp, dp and cp do not multiply to the number of devices")
-    if shape.experts is None and setup.ep > 1:
-        raise MeasurementError("experts whose number and width the columns do not say")
-    if shape.heads % setup.tp or not setup.pp <= shape.layers <= _MAX_LAYERS:
-        raise MeasurementError(f"heads that tp does not divide, fewer layers than stages, or more than {_MAX_LAYERS}")
+    if shape.layers > _MAX_LAYERS:
+        raise MeasurementError(f"more than {_MAX_LAYERS} layers")
+    check_layout(shape, setup)
     return StepCase(
         row_id=row["id"],
         source=row["source"],
         shape=shape,
         setup=setup,
         software=software,
-        schedule=_schedule(row),
         kind=kind,
         node=node,
         measured_s=_seconds(row),
@@ -191,7 +203,7 @@ def _setup(row: Mapping[str, str]) -> TrainingSetup:
         num_microbatches=microbatches,
         tp=_number(row, "tp"),
         pp=pp,
-        # Where schedule and chunks are both known; torchtitan's interleaved schedule has two chunks unless told.
+        # torchtitan's interleaved schedule has two chunks unless told.
         chunks=max(chunks, 2) if row.get("schedule", "").startswith("Interleaved") else chunks,
         dp=dp,
         cp=_number(row, "cp", 1),
@@ -199,18 +211,19 @@ def _setup(row: Mapping[str, str]) -> TrainingSetup:
         sequence_parallel=row.get("seq_parallel", "") == "1",
         zero=_zero(row.get("zero_or_sharding", "")),
         recompute=_recompute(row.get("recompute", "")),
-        schedule=row.get("schedule", "") or "1f1b",
+        schedule=_schedule(row.get("schedule", ""), chunks),
         precision=_precision(row.get("precision", "")),
     )
 
 
-def _schedule(row: Mapping[str, str]) -> Schedule:
-    name = row.get("schedule", "").lower()
-    if name.startswith(("interleaved", "1f1b-i")):
-        return "interleaved"
-    if name.startswith("zb-1p"):
-        return "zb-1p"
-    return "zb-2p" if name.startswith("zb-2p") else "1f1b"
+def _schedule(text: str, chunks: int) -> Schedule:
+    name = text.lower()
+    if name in ("", "n/a"):
+        return "interleaved" if chunks > 1 else "1f1b"
+    found = next((schedule for start, schedule in _SCHEDULES.items() if name.startswith(start)), None)
+    if found is None:
+        raise MeasurementError(f"a schedule that is not described; {', '.join(_SCHEDULES)} are known")
+    return found
 
 
 def _zero(text: str) -> ZeroStage:

@@ -28,21 +28,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.cost.memory.transformer import (
-    count_parameters,
-    head_bytes,
-    in_flight,
-    layers_of_stage,
-    logits,
-    saved_bytes,
-)
+from meshwright.cost.memory.transformer import head_bytes, in_flight, logits, saved_bytes
+from meshwright.cost.parameters import count_parameters, gate_and_up
+from meshwright.cost.transformer import HALF, SINGLE, layers_of_stage
 
 if TYPE_CHECKING:
     from meshwright.cost.transformer import TrainingSetup, TransformerShape
 
 Framework = Literal["megatron", "fsdp2"]
 
-_HALF, _FULL = 2, 4
 # Master weight and Adam's two states in 4 bytes each.
 _MASTER_AND_STATES = 12
 # Workspace of cuBLAS on Hopper and later, of torch and of Transformer Engine each (torch, CUDABlas.cpp:
@@ -69,7 +63,10 @@ class DevicePeak:
 def predict_device_peak(
     shape: TransformerShape, setup: TrainingSetup, framework: Framework, *, fused_loss: bool
 ) -> DevicePeak:
-    """The fullest device of a step; parts add up to the allocated bytes."""
+    """The fullest device of a step; parts add up to the allocated bytes.
+
+    Raises TransformerError for a setup in which the model cannot be laid out.
+    """
     predict = _megatron_peak if framework == "megatron" else _fsdp2_peak
     peaks = [predict(shape, setup, stage, fused_loss=fused_loss) for stage in range(setup.pp)]
     return max(peaks, key=lambda peak: peak.allocated_bytes)
@@ -86,25 +83,25 @@ def _megatron_peak(shape: TransformerShape, setup: TrainingSetup, stage: int, *,
     ranks = setup.dp * setup.cp
     sharded = (ranks, ranks // setup.ep) if setup.zero else (1, 1)
     parts = {
-        "parameters": _HALF * (held.dense + held.experts),
-        "gradients": _FULL * (held.dense + held.experts),
-        "optimizer states": _MASTER_AND_STATES * (held.dense // sharded[0] + held.experts // max(sharded[1], 1)),
+        "parameters": HALF * (held.dense + held.experts),
+        "gradients": SINGLE * (held.dense + held.experts),
+        "optimizer states": _MASTER_AND_STATES * (held.dense // sharded[0] + held.experts // sharded[1]),
         "activations": activation_bytes(shape, setup, stage),
-        "unused weight gradients": _HALF * sum(rows * columns for rows, columns in held.products),
+        "unused weight gradients": HALF * sum(rows * columns for rows, columns in held.products),
         "workspace": 2 * _CUBLAS_BYTES,
     }
     if setup.cp > 1 and setup.recompute != "full":
         width = shape.heads * shape.head_dim // setup.tp
         count = len(layers_of_stage(shape, setup, stage)) * in_flight(setup, stage)
-        parts["activations"] += round(_HALF * setup.tokens * width * count)
+        parts["activations"] += round(HALF * setup.tokens * width * count)
     moments = {"backward of a layer": {"workspace": _backward_bytes(shape, setup)}}
     if stage == setup.pp - 1:
         num_logits = logits(shape, setup)
-        per_logit = _HALF if fused_loss else _HALF + 2 * _FULL
+        per_logit = HALF if fused_loss else HALF + 2 * SINGLE
         moments["loss"] = {
             "activations": head_bytes(shape, setup),
             "logits": per_logit * num_logits,
-            "workspace": _HALF * (shape.vocab * shape.hidden // setup.tp + setup.tokens * shape.hidden),
+            "workspace": HALF * (shape.vocab * shape.hidden // setup.tp + setup.tokens * shape.hidden),
         }
     return _fullest(stage, parts, moments, reserved=0)
 
@@ -114,12 +111,12 @@ def _fsdp2_peak(shape: TransformerShape, setup: TrainingSetup, stage: int, *, fu
     ranks, count = setup.dp * setup.cp, held.dense + held.experts
     root = held.embedding + held.head
     # Products keep the inputs that tensor parallelism gathers for them, two in a layer and one in the head.
-    gathered = _HALF * setup.tokens * shape.hidden if setup.tp > 1 else 0
+    gathered = HALF * setup.tokens * shape.hidden if setup.tp > 1 else 0
     parts = {
-        "parameters": _FULL * count // ranks,
-        "gradients": _FULL * count // ranks,
-        "optimizer states": 2 * _FULL * count // ranks,
-        "gathered parameters": _HALF * (count if setup.pp > 1 else root + 2 * held.largest_layer),
+        "parameters": SINGLE * count // ranks,
+        "gradients": SINGLE * count // ranks,
+        "optimizer states": 2 * SINGLE * count // ranks,
+        "gathered parameters": HALF * (count if setup.pp > 1 else root + 2 * held.largest_layer),
         "activations": activation_bytes(shape, setup, stage),
         "workspace": _CUBLAS_BYTES,
     }
@@ -127,26 +124,26 @@ def _fsdp2_peak(shape: TransformerShape, setup: TrainingSetup, stage: int, *, fu
         count_kept = len(layers_of_stage(shape, setup, stage)) * in_flight(setup, stage)
         parts["activations"] += round(2 * gathered * count_kept)
     if setup.pp > 1:
-        parts["gradients"] += _FULL * count
+        parts["gradients"] += SINGLE * count
     again = sum(saved_bytes(shape, replace(setup, recompute="none"), layer=0).values()) + 2 * gathered
     backward = _backward_bytes(shape, setup) + (again if setup.recompute != "none" else 0)
-    moments = {"backward of a layer": {"workspace": backward + _HALF * held.largest_layer}}
+    moments = {"backward of a layer": {"workspace": backward + HALF * held.largest_layer}}
     if stage == setup.pp - 1:
-        per_logit = 2 * _HALF if fused_loss else (4 if setup.tp > 1 else 3) * _FULL
+        per_logit = 2 * HALF if fused_loss else (4 if setup.tp > 1 else 3) * SINGLE
         moments["loss"] = {
             "activations": head_bytes(shape, setup) + gathered,
             "logits": per_logit * logits(shape, setup),
         }
-    return _fullest(stage, parts, moments, reserved=(_HALF + _FULL) * max(root, held.largest_layer))
+    return _fullest(stage, parts, moments, reserved=(HALF + SINGLE) * max(root, held.largest_layer))
 
 
 def _backward_bytes(shape: TransformerShape, setup: TrainingSetup) -> int:
     """Gradients while the widest product of a layer goes backward: of its input and of its wide output."""
-    wide = shape.ffn * (2 if shape.gated else 1) // setup.tp
+    wide = gate_and_up(shape) // setup.tp
     if shape.experts is not None:
         experts = shape.experts
         wide = max(wide, experts.top_k * (2 * experts.ffn + shape.hidden) // setup.tp)
-    return _HALF * setup.tokens * (wide + shape.hidden)
+    return HALF * setup.tokens * (wide + shape.hidden)
 
 
 def _fullest(stage: int, parts: dict[str, int], moments: dict[str, dict[str, int]], *, reserved: int) -> DevicePeak:

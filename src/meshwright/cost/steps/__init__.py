@@ -3,7 +3,7 @@
 from meshwright.cost.steps.fit import PRIOR, fit_efficiencies
 from meshwright.cost.steps.model import Regime, StepModel, load_step_model
 from meshwright.cost.steps.ops import CountedOp, embedding_ops, head_ops, layer_ops, recomputed_ops
-from meshwright.cost.steps.pipeline import StageSeconds, layers_per_stage, pipeline_seconds
+from meshwright.cost.steps.pipeline import StageSeconds, pipeline_seconds
 from meshwright.cost.steps.prices import Efficiencies, StepPrices
 from meshwright.cost.steps.software import Software, find_software
 from meshwright.cost.steps.step import LayerSeconds, StepSeconds, predict_layer, predict_step
@@ -24,7 +24,6 @@ __all__ = [
     "fit_efficiencies",
     "head_ops",
     "layer_ops",
-    "layers_per_stage",
     "load_step_model",
     "pipeline_seconds",
     "predict_layer",

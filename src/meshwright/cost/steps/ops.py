@@ -21,6 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from meshwright.cost.transformer import HALF, SINGLE, check_layout
+
 if TYPE_CHECKING:
     from meshwright.cost.transformer import Experts, LatentAttention, TrainingSetup, TransformerShape
 
@@ -28,8 +30,6 @@ Op = Literal["matmul", "bmm", "attention", "memory", "all_reduce", "all_gather",
 Part = Literal["forward", "input_gradient", "weight_gradient"]
 Group = Literal["", "tensor", "context", "expert"]
 
-# Bytes of an element in 16 bits, and of one in single precision.
-HALF, SINGLE = 2, 4
 # Matrix products of attention's backward without stored scores: scores again, and gradients of values, probabilities,
 # queries and keys (Dao, FlashAttention-2, 2023, section 3.1).
 _ATTENTION_BACKWARD_PRODUCTS = 5
@@ -92,7 +92,11 @@ class CountedOp:
 
 
 def layer_ops(shape: TransformerShape, setup: TrainingSetup, layer: int) -> tuple[CountedOp, ...]:
-    """All ops of one layer for one microbatch, forward and backward, nothing recomputed."""
+    """All ops of one layer for one microbatch, forward and backward, nothing recomputed.
+
+    Raises TransformerError for a setup in which the model cannot be laid out.
+    """
+    check_layout(shape, setup)
     experts = None if shape.is_dense(layer) else shape.experts
     forward = [*_attention(shape, setup), *_feed_forward(shape, setup, experts), *_block_passes(shape, setup)]
     return (
@@ -143,7 +147,7 @@ def _attention(shape: TransformerShape, setup: TrainingSetup) -> list[CountedOp]
     if shape.latent is not None:
         return _latent_attention(shape, shape.latent, setup)
     tokens, tp = setup.tokens, setup.tp
-    heads, kv_heads = shape.heads // tp or 1, shape.kv_heads // tp or 1
+    heads, kv_heads = shape.heads // tp, shape.kv_heads // tp or 1
     queries = setup.seq // setup.cp
     out = heads * shape.head_dim
     ops = [
@@ -168,7 +172,7 @@ def _attention(shape: TransformerShape, setup: TrainingSetup) -> list[CountedOp]
 
 
 def _latent_attention(shape: TransformerShape, latent: LatentAttention, setup: TrainingSetup) -> list[CountedOp]:
-    tokens, heads = setup.tokens, shape.heads // setup.tp or 1
+    tokens, heads = setup.tokens, shape.heads // setup.tp
     width = latent.content_dim + latent.rotary_dim
     return [
         _matmul("query down", tokens, latent.query_rank, shape.hidden),
@@ -199,7 +203,7 @@ def _feed_forward(shape: TransformerShape, setup: TrainingSetup, experts: Expert
     if experts is None:
         return _gated_products(setup.tokens, shape.hidden, shape.ffn // setup.tp, shape.gated)
     # Tokens spread evenly over the experts; a device computes its share of them.
-    local = max(experts.num_experts // setup.ep, 1)
+    local = experts.num_experts // setup.ep
     tokens = max(setup.tokens * experts.top_k // local, 1)
     routed = _gated_products(tokens, shape.hidden, max(experts.ffn // setup.tp, 1), gated=True)
     ops = [replace(op, count=float(local)) for op in routed]

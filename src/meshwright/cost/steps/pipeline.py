@@ -15,12 +15,12 @@ gradients).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Schedule = Literal["1f1b", "interleaved", "zb-1p", "zb-2p"]
+    from meshwright.cost.transformer import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +51,3 @@ def pipeline_seconds(
         kept = slowest.seconds - 2 * slowest.weight_gradient_s
         return steady + fill * max(kept, 0.0) / slowest.seconds
     return steady + fill / (chunks if schedule == "interleaved" else 1)
-
-
-def layers_per_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as they go; the last and then the first stage have fewer, for head and embedding.
-
-    Shape (stages,). Stages in the middle lose layers only when more than two are missing.
-    """
-    most = -(-num_layers // num_stages)
-    counts = [most] * num_stages
-    order = [num_stages - 1, 0, *range(1, num_stages - 1)]
-    for missing in range(most * num_stages - num_layers):
-        counts[order[missing % num_stages]] -= 1
-    return tuple(counts)

@@ -11,14 +11,14 @@ What the software hides is said by `software`.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from meshwright.cost.steps.ops import HALF, SINGLE, CountedOp, embedding_ops, head_ops, layer_ops, recomputed_ops
-from meshwright.cost.steps.pipeline import Schedule, StageSeconds, layers_per_stage, pipeline_seconds
+from meshwright.cost.parameters import count_parameters, layer_parameters
+from meshwright.cost.steps.ops import CountedOp, embedding_ops, head_ops, layer_ops, recomputed_ops
+from meshwright.cost.steps.pipeline import StageSeconds, pipeline_seconds
+from meshwright.cost.transformer import HALF, SINGLE, layers_of_stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,17 +67,16 @@ class LayerSeconds:
     num_ops: float
 
 
-def predict_step(
-    shape: TransformerShape, prices: StepPrices, software: Software, schedule: Schedule = "1f1b"
-) -> StepSeconds:
-    """Seconds of one optimizer step of the model, laid out as ``prices.setup`` says."""
+def predict_step(shape: TransformerShape, prices: StepPrices, software: Software) -> StepSeconds:
+    """Seconds of one optimizer step of the model, laid out as ``prices.setup`` says.
+
+    Raises TransformerError for a setup in which the model cannot be laid out.
+    """
     setup = prices.setup
-    counts = layers_per_stage(shape.layers, setup.pp)
-    spans = list(zip(accumulate(counts, initial=0), counts, strict=False))
     layers = {kind: predict_layer(shape, prices, software, kind) for kind in _kinds(shape)}
-    stages = [_stage(shape, prices, layers, first, count) for first, count in spans]
-    pipeline = pipeline_seconds(stages, setup.num_microbatches, schedule, setup.chunks)
-    parameters = max(_stage_parameters(shape, prices, first, count) for first, count in spans)
+    stages = [_stage(shape, prices, layers, stage) for stage in range(setup.pp)]
+    pipeline = pipeline_seconds(stages, setup.num_microbatches, setup.schedule, setup.chunks)
+    parameters = max(_stage_parameters(shape, prices, stage) for stage in range(setup.pp))
     return StepSeconds(
         pipeline_s=pipeline,
         bubble_s=pipeline - setup.num_microbatches * max(stage.seconds for stage in stages),
@@ -92,7 +91,7 @@ def predict_layer(shape: TransformerShape, prices: StepPrices, software: Softwar
     ops = _ops_of(shape, prices, layer)
     forward = _part(ops, "forward", prices, software)
     again = forward if setup.recompute == "full" else prices.total(recomputed_ops(ops, setup.recompute))
-    parameters = _parameters(ops)
+    parameters = layer_parameters(shape, setup, layer)
     width = _gradient_bytes(prices)
     accumulated = 0.0 if setup.zero >= 2 else parameters * width * (1 if software.fused_accumulation else 3)
     adding = prices.pass_seconds(accumulated) if accumulated else 0.0
@@ -104,22 +103,20 @@ def predict_layer(shape: TransformerShape, prices: StepPrices, software: Softwar
     )
 
 
-def _stage(
-    shape: TransformerShape, prices: StepPrices, layers: Mapping[int, LayerSeconds], first: int, count: int
-) -> StageSeconds:
+def _stage(shape: TransformerShape, prices: StepPrices, layers: Mapping[int, LayerSeconds], stage: int) -> StageSeconds:
     setup = prices.setup
-    mine = [layers[_kind_of(shape, first + i)] for i in range(count)]
+    mine = [layers[_kind_of(shape, layer)] for layer in layers_of_stage(shape, setup, stage)]
     edges: tuple[CountedOp, ...] = ()
-    if first == 0:
+    if stage == 0:
         edges += embedding_ops(shape, setup)
-    if first + count == shape.layers:
+    if stage == setup.pp - 1:
         edges += head_ops(shape, setup)
     parts = {
         part: sum(getattr(layer, f"{part}_s") for layer in mine) + prices.total(op for op in edges if op.part == part)
         for part in ("forward", "input_gradient", "weight_gradient")
     }
     if setup.zero >= 2:
-        _add_sharding(parts, prices, _stage_parameters(shape, prices, first, count), count)
+        _add_sharding(parts, prices, _stage_parameters(shape, prices, stage), len(mine))
     transfers = 0.0
     if setup.pp > 1:
         # Each of the tensor group's devices sends its share (scatter/gather; sequence parallelism).
@@ -191,20 +188,10 @@ def _part(ops: tuple[CountedOp, ...], part: str, prices: StepPrices, software: S
     return seconds
 
 
-def _stage_parameters(shape: TransformerShape, prices: StepPrices, first: int, count: int) -> float:
-    """Parameters of a stage on one device."""
-    kinds = Counter(_kind_of(shape, first + i) for i in range(count))
-    layers = sum(number * _parameters(_ops_of(shape, prices, kind)) for kind, number in kinds.items())
-    table = shape.vocab * shape.hidden / prices.setup.tp
-    is_first, is_last = first == 0, first + count == shape.layers
-    tables = 1 if is_first and is_last and shape.tied else is_first + is_last
-    return layers + tables * table
-
-
-def _parameters(ops: tuple[CountedOp, ...]) -> float:
-    """Elements of the matrices of a layer on one device (norms and biases are a thousandth of them)."""
-    sizes = [(op.count, dict(op.sizes)) for op in ops if op.weighted and op.part == "forward"]
-    return sum(count * size["n"] * size["k"] for count, size in sizes)
+def _stage_parameters(shape: TransformerShape, prices: StepPrices, stage: int) -> int:
+    """Parameters of a stage on one device, its experts' included."""
+    held = count_parameters(shape, prices.setup, stage)
+    return held.dense + held.experts
 
 
 def _gradient_bytes(prices: StepPrices) -> int:
