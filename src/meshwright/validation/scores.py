@@ -22,7 +22,8 @@ class Score:
     """Errors of one arm on one part of a data set, all in per cent but ``num_rows``.
 
     ``arm``: ours or the baseline's name. ``target``: the figure that ``judged`` ("mape", "median" or "worst") is to
-    reach; None for baselines and for parts that are only reported.
+    reach; None for baselines and for parts that are only reported. ``note``: what a reader of the figure has to know of
+    the rows (how many are not in it, whether the form was chosen with them in view); shown below the table.
     """
 
     dataset: str
@@ -37,6 +38,7 @@ class Score:
     width: float | None = None
     judged: str = "mape"
     target: float | None = None
+    note: str = ""
 
     @property
     def met(self) -> bool | None:
@@ -53,6 +55,7 @@ def score_rows(
     *,
     judged: str = "mape",
     target: float | None = None,
+    note: str = "",
 ) -> Score:
     """Score predictions of n rows (shape (n,), all positive) that the arm was not fitted on.
 
@@ -83,6 +86,7 @@ def score_rows(
         width=width,
         judged=judged,
         target=target,
+        note=note,
     )
 
 

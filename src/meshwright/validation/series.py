@@ -4,9 +4,10 @@ Five folds (``splits/v100_collectives.json``, ``splits/v100_matmul.json``) of ke
 every op, dtype and mesh at once, so that no repetition gives an answer away. No-op and plateau points are neither
 fitted nor scored. A size is inner if its series keeps a smaller and a larger one; the others are reported apart.
 
-Beside it on the same folds: straight lines between the measured sizes (Alpa's rule) and pipeDejavu's least-squares
-line per series (``pickle_find_pattern.py``). Also what measuring again would have said, which no arm is given: the mean
-of the other repetitions of a layout at a size (in other dtypes, on other meshes).
+Beside it on the same folds: straight lines between the measured sizes, the last one extended beyond them (Alpa's rule,
+``mesh_profiling.py``), and pipeDejavu's least-squares line per series (``pickle_find_pattern.py``). Also what measuring
+again would have said, which no arm is given: the mean of the other repetitions of a layout at a size (in other dtypes,
+on other meshes).
 
 Nothing of the kriging is chosen on scored rows: the parameters of each fold are those that serve keys left out of its
 training rows best (`meshwright.cost.collectives.kriging`).
@@ -128,7 +129,7 @@ def _score_op(op: str, rows: Records, points: Points, folds: NDArray[np.int64], 
                 sizes, seconds = known.size[mine], rows.seconds[fitted][mine]
                 size = asked.size[index]
                 inner[scored[index]] = sizes.min() < size < sizes.max()
-                arms["piecewise linear"][scored[index]] = np.interp(size, sizes, seconds)
+                arms["piecewise linear"][scored[index]] = _straight(size, sizes, seconds)
                 arms["pipeDejavu's line"][scored[index]] = np.polyval(np.polyfit(sizes, seconds, 1), size)
     done = np.isfinite(arms["ours"])
     floor = _other_repetitions(_number(list(zip(points.layout, points.key, strict=True))), rows.seconds)
@@ -138,6 +139,17 @@ def _score_op(op: str, rows: Records, points: Points, folds: NDArray[np.int64], 
         part = f"{op}, inner sizes"
         scores.append(score_rows(DATASET, part, "the other repetitions", rows.seconds[again], floor[again]))
     return scores + _compare(op, rows.seconds, arms, done & ~inner, "end sizes")
+
+
+def _straight(size: float, sizes: Floats, seconds: Floats) -> float:
+    """Seconds on the straight line through the two sizes beside one, or through the last two before it."""
+    order = np.argsort(sizes)
+    if len(order) == 1:
+        return float(seconds[0])
+    right = int(np.clip(np.searchsorted(sizes[order], size), 1, len(order) - 1))
+    before, after = order[right - 1], order[right]
+    slope = (seconds[after] - seconds[before]) / (sizes[after] - sizes[before])
+    return float(seconds[before] + slope * (size - sizes[before]))
 
 
 def _other_repetitions(key: NDArray[np.int64], seconds: Floats) -> Floats:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 NUM_DRAWS = 32
 NUM_KEPT = 4
 _SEED = 20261121
-# Octaves over which latency and bandwidth of a series drift: half of the 30 that collectives are measured over.
+# Octaves over which latency and bandwidth of a series drift. A guess, fitted to nothing: not far from half of those
+# that a table spans (23 of NCCL's, 31 of the V100s').
 _DRIFT = 12.0
 # No answer lies below this share of the series' own line.
 _LOWEST = 0.1

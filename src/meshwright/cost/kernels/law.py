@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from meshwright.cost.kernels.demand import Demand
     from meshwright.cost.prediction import Floats
 
-# (factor, value before any row is seen, deviation of its logarithm). Rates are shares of the datasheet's; times are
-# those of a kernel launch, of a block and of a turn of its loop as vendors' guides give them, within a factor of two.
+# (factor, value before any row is seen, deviation of its logarithm). Rates are shares of the datasheet's. The values
+# are guesses of the right order, from no source; the wide deviations (a factor of two for times) let rows correct them.
 FACTORS: tuple[tuple[str, float, float], ...] = (
     ("launch_s", 2.5e-6, 0.7),
     ("arithmetic", 0.9, 0.2),
