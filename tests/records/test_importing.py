@@ -66,7 +66,11 @@ NCCL = {
 
 
 def parquet(path, row, **changes):
-    pq.write_table(pa.table({name: [value, value] for name, value in {**row, **changes}.items()}), path)
+    return rows_parquet(path, [{**row, **changes}] * 2)
+
+
+def rows_parquet(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 
@@ -155,7 +159,11 @@ def test_all_reduces_of_vtrain_in_microseconds(tmp_path):
         ({"gemm_dtype": "int3"}, "'int3' is not known"),
         ({"device": "", "system": "abacus"}, "'abacus' is not known"),
         ({"m": 1.5}, "no whole numbers"),
-        ({"latency": "fast"}, "odd figures"),
+        ({"latency": "fast"}, "column 'latency' holds texts"),
+        ({"latency": "0.25"}, "column 'latency' holds texts"),
+        ({"m": float("nan")}, "no whole numbers"),
+        ({"m": float("inf")}, "no whole numbers"),
+        ({"latency": True}, r"g\.parquet: .*column 'latency' is of type bool"),
         ({"framework": "other"}, "'other' is not known"),
     ],
 )
@@ -175,9 +183,12 @@ def test_odd_public_tables_are_refused(tmp_path, changes, told):
     ],
 )
 def test_rows_that_cannot_be_are_left_out_and_counted(tmp_path, changes, reason):
-    imported = import_file(parquet(tmp_path / "g.parquet", GEMM, **changes))
-    assert len(imported.records) == 0
+    odd = {**GEMM, **changes}
+    imported = import_file(rows_parquet(tmp_path / "g.parquet", [*[GEMM] * 198, odd, odd]))
+    assert len(imported.records) == 198
     assert imported.left_out == {reason: 2}
+    with pytest.raises(DocumentError, match=r"3 of 200 rows cannot be \(3 with .*the file is spoilt"):
+        import_file(rows_parquet(tmp_path / "g.parquet", [*[GEMM] * 197, odd, odd, odd]))
 
 
 def test_our_own_tables(tmp_path):

@@ -111,7 +111,7 @@ def parse_columns(content: bytes, path: Path, names: Sequence[str]) -> dict[str,
             )
         table = file.read(columns=[field.name for field in wanted])
         table.validate(full=True)
-    return {name: _column(table, name) for name in names}
+        return {name: _column(table, name) for name in names}
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _column(table: pa.Table, name: str) -> NDArray[Any]:
-    """A column of texts (dtype object, missing ones empty) or numbers (missing ones NaN). Raises DocumentError."""
+    """A column of texts (dtype object, missing ones empty) or numbers (missing ones NaN). Raises ValueError."""
     column = table.column(name).combine_chunks()
     if pa.types.is_dictionary(column.type) and _holds_texts(column.type):
         texts = np.array([text or "" for text in (*column.dictionary.to_pylist(), None)], object)
@@ -135,7 +135,7 @@ def _column(table: pa.Table, name: str) -> NDArray[Any]:
         return numbers
     if pa.types.is_null(column.type):
         return np.full(len(column), np.nan)
-    raise DocumentError(f"Column {name!r} is of type {column.type}; expected texts or numbers. Write the table again.")
+    raise ValueError(f"column {name!r} is of type {column.type}; expected texts or numbers")
 
 
 def _holds_texts(kind: pa.DataType) -> bool:

@@ -163,16 +163,20 @@ def _integers(column: NDArray[Any], *, missing: int | None = None) -> NDArray[np
     figures = np.array([np.nan if text == "" else text for text in column], np.float64)
     if missing is not None:
         figures[np.isnan(figures)] = missing
-    whole = figures.astype(np.int64)
-    if not np.array_equal(whole, figures):
+    if not (np.isfinite(figures).all() and np.array_equal(figures, np.trunc(figures))):
         raise ValueError("sizes that are no whole numbers")
-    return whole
+    return figures.astype(np.int64)
 
 
 def _columns(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+# The columns of these tables that hold numbers; in a CSV, they are texts too.
+NUMBERS = _columns(
+    "m n k batch_size isl step num_heads num_key_value_heads head_dim window_size num_gpus message_size n_gpus "
+    "size_bytes latency out_of_place_time_us"
+)
 _KINDS: tuple[tuple[frozenset[str], str, Callable[[Columns], dict[str, Any]]], ...] = (
     (_columns("gemm_dtype m n k latency system device framework version kernel_source"), "GEMM kernels", _gemm),
     (

@@ -17,7 +17,7 @@ import numpy as np
 from meshwright.records.importing.alpa import read_database, read_results
 from meshwright.records.importing.imported import Imported
 from meshwright.records.importing.pipedream import read_profile
-from meshwright.records.importing.public import public_columns, read_public
+from meshwright.records.importing.public import NUMBERS, public_columns, read_public
 from meshwright.records.importing.trace import is_trace, read_trace
 from meshwright.records.one_device import from_measurements
 from meshwright.records.text_files import parse_csv, read_unpacked
@@ -32,6 +32,9 @@ _KNOWN = (
     "our own tables (.parquet, .json), traces of torch's profiler, Alpa's database and results, PipeDream's profiles, "
     "tables of aiconfigurator and vTrain"
 )
+
+# The share of rows that may be odd by themselves; the tables that are known have none.
+_MAX_REFUSED = 0.01
 
 
 def import_file(path: Path | str, *, device: str | None = None) -> Imported:
@@ -70,10 +73,26 @@ def _parquet(path: Path, content: bytes) -> Imported:
     schema = parse_schema(content, path)
     if is_records(schema):
         return Imported(kind="a measurement table", records=parse_records(content, path))
-    imported = read_public(parse_columns(content, path, public_columns(schema.names)), source=path.name)
+    columns = parse_columns(content, path, public_columns(schema.names))
+    if texts := [name for name, column in columns.items() if name in NUMBERS and column.dtype == object]:
+        raise DocumentError(f"{path}: column {texts[0]!r} holds texts; expected numbers. Write the table again.")
+    imported = read_public(columns, source=path.name)
     if imported is None:
         raise _unknown(path)
+    _refuse_spoilt(imported, path)
     return imported
+
+
+def _refuse_spoilt(imported: Imported, path: Path) -> None:
+    """Public tables carry no checksums: where many figures cannot be, those that can be are spoilt as likely."""
+    num_refused = sum(imported.left_out.values())
+    num_rows = len(imported.records) + num_refused
+    if num_refused > _MAX_REFUSED * num_rows:
+        what = ", ".join(f"{count} with {reason}" for reason, count in imported.left_out.items())
+        raise DocumentError(
+            f"{path}: {num_refused} of {num_rows} rows cannot be ({what}); the file is spoilt, or in other units. "
+            "Fetch it again, or leave those rows out."
+        )
 
 
 def _json(data: Any, path: Path, device: str | None) -> Imported:
