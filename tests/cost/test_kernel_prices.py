@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.cost import CostModel, load_cost_model
 from meshwright.cost.kernels import Kernel, adapt_kernels, shipped_model
+from meshwright.cost.table import GPU_ROOFLINE, ROOFLINE
 from meshwright.records import make_records, named_shapes
 from meshwright.records.parquet import write_records
 from meshwright.spec import Extent, load_cluster
@@ -114,6 +115,8 @@ def test_attention_is_one_fused_kernel_each_way(causal):
 def test_other_ops_keep_their_roofline():
     prices = model().price_ops(linear_graph(), 2, KIND)
     assert prices.basis == ("transferred", "roofline", "roofline")
+    assert prices.high_s[1, 0] == pytest.approx(GPU_ROOFLINE.high * prices.forward_s[1])
+    assert GPU_ROOFLINE.low < 1.0 < GPU_ROOFLINE.high < ROOFLINE.high
 
 
 def test_a_measured_op_wins():

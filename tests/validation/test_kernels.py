@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from meshwright.cost.kernels.boosting import Settings
+from meshwright.cost.kernels.demand import demand_of
 from meshwright.cost.kernels.fit import fit_kernels, split_parts
 from meshwright.cost.kernels.model import MIN_ROWS
+from meshwright.cost.prediction import fit_interval
+from meshwright.cost.roofline import LAUNCH_S
+from meshwright.cost.table import GPU_ROOFLINE
 from meshwright.records import concat_records
 from meshwright.spec import MeasurementError
 from meshwright.validation import kernels
@@ -114,3 +118,15 @@ def test_measured_devices_in_full():
 def test_the_kinds_are_those_of_the_rows():
     rows = load_records("kernels")
     assert set(rows.device) == set(kinds())
+
+
+def test_the_interval_of_rooflines_on_gpus_is_that_of_products_which_the_memory_bounds():
+    ends, count = [], 0
+    for part in split_parts(products(), kinds()):
+        demand = demand_of("matmul", part.sizes, part.kernel.dtype, part.kernel.family, part.kernel.device)
+        bound = demand.memory > demand.flops
+        ends.append(fit_interval(part.seconds[bound], demand.memory[bound] + LAUNCH_S))
+        count += int(bound.sum())
+    assert (len(ends), count) == (4, 8401)
+    assert min(interval.low for interval in ends) == pytest.approx(GPU_ROOFLINE.low, abs=0.005)
+    assert max(interval.high for interval in ends) == pytest.approx(GPU_ROOFLINE.high, abs=0.005)

@@ -1,8 +1,10 @@
-"""How long an op takes where nothing was measured: the roofline of its device, a lower bound.
+"""How long an op takes where nothing was measured: the roofline of its device.
 
     seconds = max(FLOPs / peak(dtype), bytes / memory bandwidth) + kernels · launch
 
 Williams, Waterman, Patterson: Roofline (CACM 2009), with the device's datasheet figures; bytes by `traits`.
+Mostly too short, as few ops reach the speeds of a datasheet. Yet no bound: what a cache still holds does not come from
+memory. How far off it is: `table.ROOFLINE`, `table.GPU_ROOFLINE`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _CONSTANTS = np.exp(np.linspace(-2.0, 5.0, 701))
 
 
 def roofline_seconds(part: Part) -> Floats:
-    """The datasheet's lower bound of every row."""
+    """The datasheet's roofline of every row, without a launch."""
     demand = _demand(part)
     bound: Floats = np.maximum(demand.flops, demand.memory)
     return bound
