@@ -35,6 +35,13 @@ def _kind_lines(kind: DeviceKind, place: str, remarks: Remarks) -> Iterator[str]
     yield _commented(f"memory_bytes = {kind.memory_bytes}", remarks.get(f"{place}.memory_bytes"))
     rate = f"memory_bandwidth_bytes_per_s = {_number(kind.memory_bandwidth_bytes_per_s)}"
     yield _commented(rate, remarks.get(f"{place}.memory_bandwidth_bytes_per_s"))
+    figures = {
+        "num_multiprocessors": str(kind.num_multiprocessors),
+        "cache_bytes": str(kind.cache_bytes),
+        "clock_hz": _number(kind.clock_hz),
+        "compute_capability": _number(kind.compute_capability),
+    }
+    yield from (f"{key} = {value}" for key, value in figures.items() if getattr(kind, key))
     yield f"source = {_string(kind.source)}"
     yield ""
     yield _commented("[device_kinds.peak_flops_per_s]", remarks.get(f"{place}.peak_flops_per_s"))
