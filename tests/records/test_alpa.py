@@ -161,3 +161,12 @@ def test_result_cells_are_never_run(tmp_path, cell):
     with pytest.raises(DocumentError, match="no row of Alpa's results"):
         import_file(path, device="V100")
     assert [item.name for item in tmp_path.iterdir()] == ["results.tsv"]
+
+
+def test_a_series_with_two_times_is_refused(write):
+    groups, others = ((0, 1), (2, 3)), ((4, 5), (6, 7))
+    twice = {(groups, "f32"): [(1024, 1e-3)], (others, "f32"): [(1024, 9e-3)]}
+    with pytest.raises(DocumentError, match="1 points were measured twice, with different times"):
+        import_file(write(all_reduce_cost_dict=twice), device="V100")
+    same = {(groups, "f32"): [(1024, 1e-3)], (others, "f32"): [(1024, 1e-3)]}
+    assert len(import_file(write(all_reduce_cost_dict=same), device="V100").records) == 1

@@ -51,6 +51,8 @@ MAX_TEXT = 100_000
 _OF_KERNELS = ("elements", "tensors", "m", "n", "k", "batch", "heads", "kv_heads", "head_dim", "queries", "keys")
 _COUNTED = frozenset((*_OF_KERNELS, "bytes", "ranks", "groups", "nodes", "devices_per_node"))
 _NAMED = re.compile(r"[a-z][a-z0-9_]*=\d{1,18}(?:;[a-z][a-z0-9_]*=\d{1,18})*")
+# The longest step of a public table takes minutes; more than a day is another unit.
+MAX_SECONDS = 86_400.0
 _DEFAULTS: dict[str, Any] = {"spread": 0.0, "num_samples": 0, **dict.fromkeys(TEXTS, "")}
 
 
@@ -175,12 +177,17 @@ def named_shapes(**sizes: int) -> str:
 
 
 def parse_sizes(shapes: str) -> dict[str, int] | None:
-    """The sizes that `named_shapes` wrote; none for a captured op's inputs, None for a text that is neither."""
+    """The sizes that `named_shapes` wrote; none for a captured op's inputs, None for a text that is neither.
+
+    A size that is named twice is neither.
+    """
     if not shapes or "|" in shapes:
         return {}
     if _NAMED.fullmatch(shapes) is None:
         return None
-    return {name: int(size) for name, size in (part.split("=") for part in shapes.split(";"))}
+    pairs = [part.split("=") for part in shapes.split(";")]
+    sizes = {name: int(size) for name, size in pairs}
+    return sizes if len(sizes) == len(pairs) else None
 
 
 def find_faults(columns: Mapping[str, NDArray[Any]]) -> dict[str, Mask]:
@@ -191,6 +198,7 @@ def find_faults(columns: Mapping[str, NDArray[Any]]) -> dict[str, Mask]:
     return {
         "seconds that are no number": ~np.isfinite(seconds),
         "negative seconds": np.isfinite(seconds) & (seconds < 0),
+        f"more seconds than a day has ({MAX_SECONDS:.0f})": np.isfinite(seconds) & (seconds > MAX_SECONDS),
         "zero seconds without the flag 'noop'": (seconds == 0) & ~noop,
         "a spread that is negative or no number": ~(np.isfinite(spread) & (spread >= 0)),
         "a negative number of samples": columns["num_samples"] < 0,
@@ -202,6 +210,7 @@ def find_faults(columns: Mapping[str, NDArray[Any]]) -> dict[str, Mask]:
             columns["shapes"], lambda text: parse_sizes(text) is None
         ),
         "a size of zero without the flag 'noop'": _rows_where(columns["shapes"], _has_empty_size) & ~noop,
+        "more ranks in their groups than the nodes have devices": _rows_where(columns["shapes"], _outgrows_mesh),
         f"a text of more than {MAX_TEXT} characters": np.any(too_long, axis=0),
     }
 
@@ -219,6 +228,12 @@ def _odd_flags(text: str) -> bool:
 
 def _has_empty_size(text: str) -> bool:
     return any(size == 0 and name in _COUNTED for name, size in (parse_sizes(text) or {}).items())
+
+
+def _outgrows_mesh(text: str) -> bool:
+    sizes = parse_sizes(text) or {}
+    ranks = sizes.get("ranks", 0) * sizes.get("groups", 1)
+    return "nodes" in sizes and "devices_per_node" in sizes and ranks > sizes["nodes"] * sizes["devices_per_node"]
 
 
 def _complete(columns: Mapping[str, ArrayLike]) -> dict[str, NDArray[Any]]:
@@ -240,8 +255,13 @@ def _complete(columns: Mapping[str, ArrayLike]) -> dict[str, NDArray[Any]]:
 def _as_column(name: str, values: ArrayLike) -> NDArray[Any]:
     kind: Any = {"seconds": np.float64, "spread": np.float64, "num_samples": np.int64}.get(name, object)
     try:
+        given = np.asarray(values)
+        if kind is not object and given.size and given.dtype.kind not in "iuf":
+            raise TypeError("texts, or other things that are no numbers")
+        if kind is np.int64 and given.dtype.kind == "f" and not np.isfinite(given).all():
+            raise ValueError("missing ones")
         array = np.array(values, kind)
-        if kind is np.int64 and not np.array_equal(array, np.asarray(values)):
+        if kind is np.int64 and not np.array_equal(array, given):
             raise ValueError("fractions")
     except (TypeError, ValueError, OverflowError):
         raise MeasurementError(

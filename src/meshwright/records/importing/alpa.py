@@ -63,6 +63,10 @@ def read_database(content: bytes, *, device: str, source: str) -> Imported:
                 )
     # The products are the same on every mesh: they were timed once.
     distinct = {(row["op"], row["shapes"], row["dtype"], row["seconds"]): row for row in rows}
+    if twice := len(distinct) - len({identity[:3] for identity in distinct}):
+        raise DocumentError(
+            f"{source}: {twice} points were measured twice, with different times. Leave one of the two series out."
+        )
     columns = columns_of(distinct.values(), ("op", "shapes", "dtype", "seconds", "flags"))
     records, left_out = keep_sound(**columns, device=device, software="Alpa (OSDI'22)", source=source)
     return Imported(kind="Alpa's profiling database", records=records, left_out=left_out)
