@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+from meshwright.cost import CostModel
+from meshwright.cost.collectives.errors import load_datasheet_errors
 from meshwright.cost.collectives.kriging import Points, interpolate
-from meshwright.spec import MeasurementError
+from meshwright.spec import MeasurementError, load_cluster
+from meshwright.validation.collective_errors import fit_datasheet_errors, score_datasheet
 from meshwright.validation.collectives import score_new_cluster, score_new_groups
 from meshwright.validation.datasets import load_records
 from meshwright.validation.series import _straight, fold_keys, score_series
@@ -110,3 +113,38 @@ def test_sizes_left_out_of_one_fold():
     assert ours.mape < lines.mape < one_line.mape
     assert 70 <= ours.coverage <= 90
     assert ours.target == pytest.approx(0.9 * lines.mape)
+
+
+# --- by datasheet ---
+
+
+def test_the_shipped_factors_are_those_of_the_rows():
+    shipped, anew = load_datasheet_errors(), fit_datasheet_errors(load_records("nccl"))
+    assert (shipped.devices, shipped.rows_sha256) == (anew.devices, anew.rows_sha256)
+    for op, scale in anew.scales.items():
+        for regime in ("latency", "bandwidth"):
+            mine, theirs = getattr(shipped.scales[op], regime), getattr(scale, regime)
+            assert (mine.low, mine.high) == pytest.approx((theirs.low, theirs.high), rel=1e-9)
+
+
+def test_the_interval_by_datasheet_holds_devices_on_one_switch_that_it_has_not_seen():
+    scores = score_datasheet()
+    assert len(scores) == 21
+    for score in scores:
+        if score.part.split()[0] in ("A100", "B200", "H100", "H200"):
+            assert score.coverage >= 75, score
+
+
+def test_prices_by_datasheet_carry_the_shipped_factors():
+    cost, sizes = CostModel(cluster=load_cluster("8xA100")), np.array([1.0, 2.0**30])
+    for op in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all"):
+        scale = load_datasheet_errors().scales[op]
+        found = cost.predict_collective(op, range(8), sizes)
+        assert found.high_s / found.seconds == pytest.approx([scale.latency.high, scale.bandwidth.high])
+        assert found.low_s / found.seconds == pytest.approx([scale.latency.low, scale.bandwidth.low])
+    # a broadcast was not measured: as wide as the widest
+    sent = cost.predict_collective("broadcast", range(8), sizes)
+    widest = max(scale.bandwidth.high for scale in load_datasheet_errors().scales.values())
+    assert sent.high_s[1] / sent.seconds[1] == pytest.approx(widest)
+    processors = CostModel(cluster=load_cluster("4xcpu")).predict_collective("all_reduce", range(4), sizes)
+    assert processors.high_s / processors.low_s == pytest.approx([4.0, 4.0])

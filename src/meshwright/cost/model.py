@@ -21,11 +21,12 @@ import numpy as np
 
 from meshwright.cost.classes import classify_ops
 from meshwright.cost.collectives.datasheet import quote_collective
+from meshwright.cost.collectives.errors import datasheet_scale
+from meshwright.cost.collectives.fitted import with_interval
 from meshwright.cost.collectives.groups import place_group
 from meshwright.cost.kernels import is_tiled, price_kernels, shipped_model
 from meshwright.cost.memory import StageMemory, weigh_stage
 from meshwright.cost.optimizers import copy_seconds, optimizer_curves, step_seconds, trainable_elements
-from meshwright.cost.prediction import Predictions
 from meshwright.cost.prices import End, OpPrices, gather_prices
 from meshwright.cost.table import OpTable, key_in, price_op, roofline_interval
 from meshwright.cost.transfers import TransferTable
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from meshwright.cost.collectives import CollectiveModel, CollectiveOp
     from meshwright.cost.curves import Curve
     from meshwright.cost.kernels import KernelModel
-    from meshwright.cost.prediction import Basis, Floats
+    from meshwright.cost.prediction import Basis, Floats, Predictions
     from meshwright.spec import Optimizer, StageSlice, Workload
     from meshwright.spec.workload import Precision
 
@@ -150,7 +151,7 @@ class CostModel:
         """Seconds of a collective for many sizes (shape (n,)), with intervals and basis.
 
         Measured on this kind of device where `collectives` has it or something comparable; else from the datasheet's
-        links, whose interval is not known: it spans from half to twice.
+        links, with the interval that such prices had on public clusters (`collectives.errors`).
         """
         place = (tuple(ranks), tuple(map(tuple, concurrent)))
         group = self._keep(("place", *place), lambda: place_group(self.cluster, ranks, concurrent))
@@ -160,8 +161,9 @@ class CostModel:
             if found is not None:
                 return found
         tariff = self._keep(("tariff", op, *place), lambda: quote_collective(self.cluster, op, ranks, group))
-        seconds = tariff.price(num_bytes)
-        return Predictions(seconds=seconds, low_s=seconds / 2, high_s=seconds * 2, basis=_ROOFLINE * len(num_bytes))
+        scale = datasheet_scale(op, by_nccl=tariff.by_nccl)
+        latency_s, seconds = float(tariff.latency_s.min()), tariff.price(num_bytes)
+        return with_interval(seconds, latency_s, scale, 1.0, _ROOFLINE * len(num_bytes))
 
     def all_reduce_host_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
         """Seconds of processor time that an all-reduce takes from each rank; 0 where not measured."""

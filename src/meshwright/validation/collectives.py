@@ -4,7 +4,8 @@
             of eight V100, scored on the groups of four nodes that cross nodes, 64 MiB and more
     nccl    groups of 4 of NCCL tables of A100, B200, H100, H200 and L40S, fitted on groups of 2 and 8; groups of 3, 5,
             6, 7 of vTrain's all-reduces, fitted on 2, 4 and 8; 1 MiB and more; the smallest and the largest messages of
-            each table apart
+            each table apart; and prices by datasheet, with the interval of the other kinds of device:
+            `meshwright.validation.collective_errors`
 
 `fit_collectives` sees the training rows alone; no number in it is tuned on others. Its form is another matter: NCCL's
 sources, groups inside one node of the V100s and groups of 4 of vTrain's tables (training rows here) settled most of how
@@ -30,6 +31,7 @@ from meshwright.cost.collectives.algorithms import count_steps, port_share
 from meshwright.cost.collectives.fitting import collective_rows, groups_of
 from meshwright.cost.prediction import Predictions, join_predictions
 from meshwright.spec import MeasurementError
+from meshwright.validation.collective_errors import score_datasheet
 from meshwright.validation.datasets import load_records
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.series import OPS, score_series
@@ -57,7 +59,7 @@ _LARGE_BYTES, _MEDIUM_BYTES = 64 * 2**20, 2**20
 
 def score_collectives() -> tuple[Score, ...]:
     """All scores of collectives; takes minutes (five folds of five ops)."""
-    return (*score_series(), *score_new_cluster(), *score_new_groups())
+    return (*score_series(), *score_new_cluster(), *score_new_groups(), *score_datasheet())
 
 
 def score_new_cluster() -> tuple[Score, ...]:

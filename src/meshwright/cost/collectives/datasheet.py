@@ -66,10 +66,14 @@ _PARTS_INSIDE: dict[CollectiveOp, tuple[CollectiveOp, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tariff:
-    """The ways that a collective has: each a latency and seconds per byte of the full tensor, both of shape (ways,)."""
+    """The ways that a collective has: each a latency and seconds per byte of the full tensor, both of shape (ways,).
+
+    ``by_nccl``: whether NCCL serves the devices.
+    """
 
     latency_s: Floats
     s_per_byte: Floats
+    by_nccl: bool
 
     def price(self, num_bytes: Floats) -> Floats:
         """Seconds of the fastest way for each size, shape (n,)."""
@@ -81,11 +85,12 @@ class Tariff:
 
 def quote_collective(cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: Group) -> Tariff:
     """The tariff of an op among ``ranks``, placed as ``group``; a single rank takes no time."""
+    by_nccl = all(cluster.device_kind(rank).compute_capability for rank in ranks)
     if group.num_ranks == 1:
-        return Tariff(latency_s=np.zeros(1), s_per_byte=np.zeros(1))
+        return Tariff(latency_s=np.zeros(1), s_per_byte=np.zeros(1), by_nccl=by_nccl)
     counts = _count_by_node(cluster, ranks)
     ways = find_ways(cluster, counts, group)
-    if all(cluster.device_kind(rank).compute_capability for rank in ranks):
+    if by_nccl:
         found = [
             (protocol.base_s + latency_s, s_per_byte)
             for protocol in load_nccl().protocols
@@ -94,7 +99,7 @@ def quote_collective(cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], g
     else:
         found = [_ring(op, group, counts, ways.through(PLAIN))]
     latencies, rates = np.array(found, np.float64).T
-    return Tariff(latency_s=latencies, s_per_byte=rates)
+    return Tariff(latency_s=latencies, s_per_byte=rates, by_nccl=by_nccl)
 
 
 def _count_by_node(cluster: Cluster, ranks: Sequence[int]) -> Counter[int]:

@@ -102,7 +102,7 @@ class CollectiveModel:
         if own is not None:
             basis: tuple[Basis, ...] = tuple("measured" if size in own.sizes else "interpolated" for size in num_bytes)
             seconds = own.at(num_bytes)
-            return _with_interval(seconds, own.latency_s, self.interpolated, 1.0, basis)
+            return with_interval(seconds, own.latency_s, self.interpolated, 1.0, basis)
         known = comparable([series for series in self.series if series.op == op], group)
         moved = transfer(op, group, num_bytes, known, latency_exponent(known), self.topology)
         if moved is None:
@@ -113,7 +113,7 @@ class CollectiveModel:
                 ring = halves[0].seconds + halves[1].seconds
                 moved = Transfer(np.minimum(moved.seconds, ring), moved.latency_s, moved.octaves)
         scale = self.moved_across if group.num_nodes > 1 else self.moved_inside
-        return _with_interval(moved.seconds, moved.latency_s, scale, sqrt(moved.octaves), _TRANSFERRED * len(num_bytes))
+        return with_interval(moved.seconds, moved.latency_s, scale, sqrt(moved.octaves), _TRANSFERRED * len(num_bytes))
 
     def find(self, op: CollectiveOp, group: Group) -> Series | None:
         """The measured series of an op in a place; devices behind one switch are all alike, whatever their stride."""
@@ -211,8 +211,8 @@ def _remoteness(series: Series, group: Group) -> tuple[float, int]:
     return octaves, abs(here.stride - group.stride)
 
 
-def _with_interval(
-    seconds: Floats, latency_s: float, scale: ErrorScale, stretch: float, basis: tuple[Basis, ...]
+def with_interval(
+    seconds: Floats, latency_s: float | Floats, scale: ErrorScale, stretch: float, basis: tuple[Basis, ...]
 ) -> Predictions:
     """Predictions with the interval of the regime: latency where it is more than half of the time."""
     in_latency = latency_s > seconds / 2

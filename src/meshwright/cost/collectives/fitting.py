@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # Before anything is known of an error: a factor of two, the range within which rules of thumb for NCCL agree with
 # measurements of other versions (constants of src/graph/tuning.cc between versions differ by up to that).
-_UNKNOWN = Interval(low=0.5, high=2.0)
+UNKNOWN = Interval(low=0.5, high=2.0)
 # Fewer residuals than this say nothing about quantiles at 10 and 90 %.
 _FEWEST = 10
 
@@ -141,7 +141,7 @@ def _scale(parts: Sequence[tuple[Floats, Floats, float, float]], *, symmetric: b
                 regime.extend([mine, -mine] if symmetric else [mine])
     latency, bandwidth = (np.concatenate(logs) for logs in regimes)
     fitted = [_interval(logs) if len(logs) >= _FEWEST else None for logs in (latency, bandwidth)]
-    return ErrorScale(latency=fitted[0] or fitted[1] or _UNKNOWN, bandwidth=fitted[1] or fitted[0] or _UNKNOWN)
+    return ErrorScale(latency=fitted[0] or fitted[1] or UNKNOWN, bandwidth=fitted[1] or fitted[0] or UNKNOWN)
 
 
 def _interval(logs: Floats) -> Interval:

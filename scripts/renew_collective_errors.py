@@ -1,0 +1,17 @@
+"""Fit the errors of collectives by datasheet anew and write src/meshwright/cost/models/collectives.json.
+
+.venv/bin/python scripts/renew_collective_errors.py
+"""
+
+from pathlib import Path
+
+from meshwright.spec import write_document
+from meshwright.validation.collective_errors import fit_datasheet_errors
+from meshwright.validation.datasets import load_records
+
+TARGET = Path(__file__).resolve().parent.parent / "src" / "meshwright" / "cost" / "models" / "collectives.json"
+
+if __name__ == "__main__":
+    errors = fit_datasheet_errors(load_records("nccl"))
+    write_document(errors, TARGET)
+    print(f"{TARGET.name}: {errors.scales}")
