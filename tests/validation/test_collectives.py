@@ -10,7 +10,7 @@ from meshwright.spec import MeasurementError, load_cluster
 from meshwright.validation.collective_errors import fit_datasheet_errors, score_datasheet
 from meshwright.validation.collectives import score_new_cluster, score_new_groups
 from meshwright.validation.datasets import load_records
-from meshwright.validation.series import _straight, fold_keys, score_series
+from meshwright.validation.series import _straight, count_flagged, fold_keys, score_series
 
 
 def points(sizes, series, key=None):
@@ -90,11 +90,20 @@ def test_straight_lines_go_on_beyond_their_ends():
     assert found == pytest.approx([1.0, 2.0, 2.5, 6.0, 9.0, 21.0])
 
 
+def test_rows_that_are_left_out_are_counted():
+    rows = load_records("v100")
+    flagged = {op: count_flagged(rows.where(op=op)) for op in sorted(set(rows.op))}
+    assert flagged["matmul"] == "of 128 rows 82 are not in it: 2 no-op, 80 plateau"
+    assert rows.has_flag("noop").sum() == 688
+    assert rows.has_flag("plateau").sum() == 1115
+
+
 def test_groups_that_were_left_out():
     scores = {(score.part, score.arm): score for score in score_new_groups()}
     part = "vTrain, groups of 3, 5, 6, 7 from 2, 4, 8, ≥ 1 MiB"
     assert scores[part, "ours"].met
     assert scores[part, "ours"].mape < scores[part, "alpha-beta line"].mape / 2
+    assert "with these rows in view" in scores[part, "ours"].note
     part = "aiconfigurator, groups of 4 from 2, 8, ≥ 1 MiB"
     assert scores[part, "ours"].mape < scores[part, "alpha-beta line"].mape / 2
     ends = part.replace("≥ 1 MiB", "end sizes")

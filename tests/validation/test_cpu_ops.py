@@ -44,6 +44,18 @@ def test_the_intervals_hold_what_they_promise(part):
     assert 70.0 <= by_arm(quick_scores(), part)["ours"].coverage <= 90.0
 
 
+def test_ops_without_a_time_are_counted():
+    timeless = {
+        part: by_arm(quick_scores(), f": {part}")["ours"].note.partition(" ops")[0]
+        for part in ("backward", "accumulate")
+    }
+    rows = [
+        row for name in cpu_ops.scored_models() for row in to_measurements(cpu_ops.rows_by_model()[name], "cpu").ops
+    ]
+    assert int(timeless["backward"]) == sum(row.backward_s == 0 for row in rows) == 8
+    assert int(timeless["accumulate"]) == sum(row.accumulate_s == 0 for row in rows) == 83
+
+
 def test_a_model_that_was_fitted_on_is_not_scored():
     models = cpu_ops.rows_by_model()
     few = {name: models[name] for name in ("resnet-tiny", "vgg-tiny", "gpt-tiny")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from meshwright.cost.prediction import Predictions
 from meshwright.spec import DocumentError, MeasurementError, NullSink
 from meshwright.validation import Score, load_records, load_steps, load_table, read_table, score_rows
 from meshwright.validation import validate as validate_module
-from meshwright.validation.page import score_cells, scores_page
+from meshwright.validation.page import number_notes, score_cells, scores_page
 from meshwright.validation.validate import (
     DATASETS,
     DataSet,
@@ -74,6 +75,19 @@ def test_targets_of_one_arm_share_its_line():
     assert part[0] == "part | one"
     assert first == ["· ours", "4", "8.75", "5.00", "20.5", "25.0", "75.0", "20.0", "MAPE ≤ 9 met, worst ≤ 20 missed"]
     assert second[-3:] == ["–", "–", ""]
+
+
+def test_notes_stand_below_the_table():
+    one, two, line = made_up()
+    noted = (replace(one, note="seen before"), replace(two, note="seen before"), replace(line, note="3 rows are out"))
+    _, first, second = score_cells(noted)
+    assert (first[0], second[0]) == ("· ours [1]", "· a line [2]")
+    assert number_notes(noted) == ["[1] seen before.", "[2] 3 rows are out."]
+    assert number_notes(made_up()) == []
+    page = scores_page([(DataSet(name="x", about="y", score=made_up, quick=made_up), noted)])
+    assert "| part \\| one [1] |" in page
+    assert "\n[2] 3 rows are out.\n" in page
+    assert [row["note"] for row in tabulate_scores(noted)] == ["seen before", "3 rows are out"]
 
 
 def test_sets_are_named_where_there_are_several():

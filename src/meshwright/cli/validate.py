@@ -96,7 +96,7 @@ def _score_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
 
 def _print_scores(title: str, scores: Sequence[Score]) -> None:
     from meshwright.report.narrow import NarrowTable
-    from meshwright.validation.page import SCORE_HEADINGS, score_cells
+    from meshwright.validation.page import SCORE_HEADINGS, number_notes, score_cells
 
     cells = score_cells(scores)
     # The first column names parts and arms; columns of which no part has a figure are left out.
@@ -107,7 +107,7 @@ def _print_scores(title: str, scores: Sequence[Score]) -> None:
         numeric=[SCORE_HEADINGS[i] not in (SCORE_HEADINGS[0], "target") for i in used],
         close=True,
     )
-    print_tables(Text(title), table)
+    print_tables(Text(title), table, *(Text(line) for line in number_notes(scores)))
 
 
 def _write_page(scored: Sequence[tuple[DataSet, tuple[Score, ...]]], out: Path) -> None:

@@ -51,13 +51,17 @@ _RESOLUTION_S = 2e-7
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answers:
-    """One pass of ops that were left out; arrays of shape (ops,). ``arms`` are the seconds that the baselines say."""
+    """One pass of ops that were left out; arrays of shape (ops,). ``arms`` are the seconds that the baselines say.
+
+    ``num_timeless``: ops besides these whose measured time is zero; nearly all of them have nothing to do in the pass.
+    """
 
     keys: tuple[str, ...]
     measured_s: Floats
     counts: Floats
     ours: Predictions
     arms: dict[str, Floats]
+    num_timeless: int
 
 
 def score_cpu_ops(*, quick: bool = False) -> tuple[Score, ...]:
@@ -150,6 +154,7 @@ def _answer(
     efficiency = np.log(known.seconds / known.roofline_s)
     constant = float(np.median(efficiency))
     return Answers(
+        num_timeless=len(rows) - len(asked.rows),
         keys=tuple(row.key for row in asked.rows),
         measured_s=asked.seconds,
         counts=np.array([row.num_samples for row in asked.rows], np.float64),
@@ -181,7 +186,13 @@ def _two_passes(answers: dict[Pass, Answers]) -> tuple[Answers, Answers]:
 def _score(part: str, answers: Sequence[Answers], target: float | None = None) -> list[Score]:
     measured = np.concatenate([answer.measured_s for answer in answers])
     ours = join_predictions([answer.ours for answer in answers])
-    scores = [score_rows(DATASET, part, "ours", measured, ours, judged="median", target=target)]
+    timeless = sum(answer.num_timeless for answer in answers)
+    note = (
+        f"{timeless} ops are not in it: their measured time is zero, or less than the clock can tell"
+        if timeless
+        else ""
+    )
+    scores = [score_rows(DATASET, part, "ours", measured, ours, judged="median", target=target, note=note)]
     for arm in answers[0].arms:
         seconds = np.concatenate([answer.arms[arm] for answer in answers])
         scores.append(score_rows(DATASET, part, arm, measured, seconds, judged="median"))

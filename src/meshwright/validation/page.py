@@ -25,8 +25,9 @@ _MAX_PART = 100
 
 _HEAD = """# Accuracy
 
-**How far are predictions from measurements?** Every set below was measured by others or beforehand, and no row that is
-scored was seen when the predictor was made: [how](commands/validate.md). Errors are in per cent of the measured value;
+**How far are predictions from measurements?** Every set below was measured by others or beforehand, and nothing that is
+fitted saw a row that it is scored on: [how](commands/validate.md). Where a form was chosen with a view of rows that are
+scored, a number in brackets leads to a note that says so. Errors are in per cent of the measured value;
 "inside" is the share of rows inside the 80 % interval, "width" the median width of the interval. A missed target stays
 in the table; the pages under Concepts say why. Beside ours stands the best of the baselines on the same rows, by the
 figure of the target (else MAPE); `meshwright validate SET` prints them all.
@@ -40,7 +41,7 @@ def part_cells(scores: Sequence[Score]) -> list[list[str]]:
 
     Ours are the arms that give an interval or have a target; the best baseline is that of the smallest ``judged``.
     """
-    rows = tabulate_scores(scores)
+    rows, notes = tabulate_scores(scores), list_notes(scores)
     cells = []
     for part, group in groupby(rows, key=lambda row: row["part"]):
         arms = list(group)
@@ -51,20 +52,35 @@ def part_cells(scores: Sequence[Score]) -> list[list[str]]:
             best = min(others, key=lambda other: other[judged], default=None)
             beside = f"{best['arm']} {_number(best[judged])}" if best else _NOTHING
             name = _brief(part) if len(ours) == 1 else f"{_brief(part)}; {row['arm']}"
-            cells.append([name, *_figures(row), beside])
+            cells.append([name + _mark(row["note"], notes), *_figures(row), beside])
     return cells
 
 
 def score_cells(scores: Sequence[Score]) -> list[list[str]]:
     """Texts for `SCORE_HEADINGS`: a line that names the part, then one for each arm."""
     cells: list[list[str]] = []
-    before = None
+    before, notes = None, list_notes(scores)
     for row in tabulate_scores(scores):
         if row["part"] != before:
             cells.append([_brief(row["part"]), *[""] * (len(SCORE_HEADINGS) - 1)])
             before = row["part"]
-        cells.append([f"· {row['arm']}", *_figures(row)])
+        cells.append([f"· {row['arm']}{_mark(row['note'], notes)}", *_figures(row)])
     return cells
+
+
+def list_notes(scores: Sequence[Score]) -> list[str]:
+    """The notes of the scores, each once; a table marks a score by the place of its note, from 1 on."""
+    return list(dict.fromkeys(score.note for score in scores if score.note))
+
+
+def number_notes(scores: Sequence[Score]) -> list[str]:
+    """The lines below a table of `score_cells` or `part_cells`."""
+    notes = list_notes(scores)
+    return [f"{_mark(note, notes).strip()} {note}." for note in notes]
+
+
+def _mark(note: str, notes: Sequence[str]) -> str:
+    return f" [{notes.index(note) + 1}]" if note else ""
 
 
 def _figures(row: dict[str, Any]) -> list[str]:
@@ -87,7 +103,7 @@ def target_cells(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> list[li
             _NAMES.get(score.judged, score.judged),
             _number(getattr(score, score.judged)),
             f"≤ {score.target:.3g}",
-            "met" if score.met else "missed",
+            ("met" if score.met else "missed") + (", see the note below" if "in view" in score.note else ""),
         ]
         for dataset, scores in scored
         for part, score in zip(name_parts(scores), scores, strict=True)
@@ -106,11 +122,12 @@ def scores_page(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> str:
         packages=", ".join(_versions("numpy", "scikit-learn", "numba")),
     )
     targets = target_cells(scored)
-    met = sum(row[-1] == "met" for row in targets)
+    met = sum(row[-1].startswith("met") for row in targets)
     parts = [head, f"\n## Targets\n\n{met} of {len(targets)} are met.\n\n", _markdown(TARGET_HEADINGS, targets)]
     for dataset, scores in scored:
         about = dataset.about[0].upper() + dataset.about[1:]
         parts.append(f"\n## {dataset.name}\n\n{about}.\n\n" + _markdown(PART_HEADINGS, part_cells(scores)))
+        parts += [f"\n{line}\n" for line in number_notes(scores)]
     return "".join(parts)
 
 

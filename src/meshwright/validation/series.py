@@ -15,6 +15,7 @@ training rows best (`meshwright.cost.collectives.kriging`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,8 +47,16 @@ def score_series(ops: Sequence[str] = (*OPS, "matmul"), folds: Sequence[int] = r
     rows = load_records(DATASET)
     scores: list[Score] = []
     for op in ops:
-        scores += _score_op(op, *(_matmul_points(rows) if op == "matmul" else _collective_points(rows, op)), folds)
+        found = _score_op(op, *(_matmul_points(rows) if op == "matmul" else _collective_points(rows, op)), folds)
+        scores += [replace(score, note=count_flagged(rows.where(op=op))) for score in found]
     return tuple(scores)
+
+
+def count_flagged(rows: Records) -> str:
+    """What is said of rows of an op that are neither fitted nor scored."""
+    noops, plateaus = rows.has_flag("noop"), rows.has_flag("plateau")
+    left_out = int((noops | plateaus).sum())
+    return f"of {len(rows)} rows {left_out} are not in it: {int(noops.sum())} no-op, {int(plateaus.sum())} plateau"
 
 
 def fold_keys(rows: Records) -> list[str]:

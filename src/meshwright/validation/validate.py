@@ -145,6 +145,7 @@ def tabulate_scores(scores: Sequence[Score]) -> list[dict[str, Any]]:
                 "width": first.width,
                 "targets": {score.judged: score.target for score in aimed},
                 "met": [bool(score.met) for score in aimed],
+                "note": first.note,
             }
         )
     return rows
