@@ -111,6 +111,36 @@ def test_a_table_of_many_devices_is_shown(run, tmp_path):
     assert run("show", "absent.parquet")[0] == 1
 
 
+@pytest.mark.parametrize("content", [PROFILE.splitlines()[0], '{"traceEvents": [%s]}'])
+def test_a_file_without_rows_writes_nothing(run, tmp_path, content):
+    zero = json.dumps(op("aten::relu", 0, 0, [[4]], ["float"]))
+    (tmp_path / "file.json").write_text(content.replace("%s", zero))
+    (tmp_path / "graph.txt").write_text(PROFILE)
+    code, _, err = run("measure", "--from", "graph.txt", "--from", "file.json", "--device", "V100")
+    assert code == 1
+    assert "without a row that can be used (1 " in err
+    assert "nothing was written" in err
+    assert not (tmp_path / "measurements.parquet").exists()
+
+
+def test_links_of_one_rank_are_refused_before_anything_is_timed(run, tmp_path, monkeypatch):
+    import meshwright.measurement as measurement
+
+    monkeypatch.setattr(measurement, "measure_links", lambda **_: pytest.fail("timed"))
+    code, _, err = run("measure", "--links", "--ranks", 1)
+    assert code == 1
+    assert "Give --ranks 2 or more" in err
+    assert not (tmp_path / "measurements.parquet").exists()
+
+
+def test_links_that_cannot_be_fitted_are_not_written(run, tmp_path, monkeypatch):
+    import meshwright.measurement as measurement
+
+    monkeypatch.setattr(measurement, "measure_links", lambda **_: make_records(seconds=[]))
+    assert run("measure", "--links")[0] == 1
+    assert not (tmp_path / "measurements.parquet").exists()
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_links_become_rows_and_a_line_for_each_place(run, monkeypatch):

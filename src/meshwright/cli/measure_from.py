@@ -9,6 +9,7 @@ from rich.text import Text
 
 from meshwright.cli.output import note, print_json, print_tables
 from meshwright.cli.records import op_rows, op_tables
+from meshwright.spec.errors import DocumentError
 from meshwright.spec.units import format_count
 
 if TYPE_CHECKING:
@@ -20,6 +21,13 @@ def import_files(files: list[Path], out: Path, *, device: str | None, as_json: b
     from meshwright.records import add_records, concat_records, import_file
 
     taken = {path: import_file(path, device=device) for path in files}
+    for path, item in taken.items():
+        if not len(item.records):
+            why = ", ".join(f"{count} {reason}" for reason, count in item.left_out.items() if count)
+            raise DocumentError(
+                f"{path}: {item.kind} without a row that can be used ({why or 'it is empty'}); nothing was written. "
+                "Give a file with measurements."
+            )
     add_records(concat_records(item.records for item in taken.values()), out)
     if as_json:
         print_json({"files": [file_rows(path, item) for path, item in taken.items()], "file": str(out)})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.text import Text
 
 from meshwright.cli.output import print_json, print_tables, terminal_sink
+from meshwright.spec.errors import MeasurementError
 
 if TYPE_CHECKING:
     from meshwright.cost.prediction import Interval
@@ -16,25 +18,31 @@ if TYPE_CHECKING:
 
 
 def measure_links_table(out: Path, *, num_ranks: int, as_json: bool) -> None:
-    """Time the links of this machine (under torchrun: of all its machines), write the rows, show what they come to."""
+    """Time the links of this machine (under torchrun: of all its machines), write the rows, show what they come to.
+
+    Raises MeasurementError for fewer than two ranks.
+    """
     from meshwright.cost.collectives import fit_collectives
     from meshwright.measurement import measure_links, measure_links_here
     from meshwright.records import add_records
     from meshwright.report import make_table
     from meshwright.training import started_by_torchrun
 
-    with terminal_sink(as_json) as events:
-        found = (
-            measure_links_here(events=events)
-            if started_by_torchrun()
-            else measure_links(num_ranks=num_ranks, events=events)
+    by_torchrun = started_by_torchrun()
+    ranks = int(os.environ["WORLD_SIZE"]) if by_torchrun else num_ranks
+    if ranks < 2:
+        raise MeasurementError(
+            f"Links were to be timed between {ranks} rank; expected at least 2. Give --ranks 2 or more, or start as "
+            "many by torchrun."
         )
+    with terminal_sink(as_json) as events:
+        found = measure_links_here(events=events) if by_torchrun else measure_links(num_ranks=num_ranks, events=events)
     if found is None:
         return
-    add_records(found, out)
     walls = found.where(phase="")
     scale = fit_collectives(walls).interpolated
     rows = place_rows(walls)
+    add_records(found, out)
     if as_json:
         errors = {"small": _range(scale.latency), "large": _range(scale.bandwidth)}
         print_json({"places": rows, "interpolated": errors, "file": str(out)})
