@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.ops import read_work
-from meshwright.spec import op_key
+from meshwright.cost.ops import read_work, relatives
+from meshwright.cost.table import OpTable
+from meshwright.spec import Measurements, OpMeasurement, op_key
 from meshwright.spec.shipped import load_shipped_graph
 
 
@@ -74,8 +75,46 @@ def test_another_road_through_torch_is_another_variant():
 
 
 @pytest.mark.parametrize(
+    ("key", "written"),
+    [
+        ("aten.zeros.default(;size=[2, 4, 64];dtype=float32|)", 2 * 4 * 64 * 4),
+        ("aten.new_zeros.default(4x64:float32;size=[4, 161, 64]|0)", (4 * 64 + 4 * 161 * 64) * 4),  # and the input
+        ("aten.arange.default(;end=512|)", 512 * 8),
+        ("aten.arange.start_step(;start=0;end=127;step=2;dtype=float32|)", 64 * 4),
+    ],
+)
+def test_what_is_made_has_the_size_that_was_asked_for(key, written):
+    assert read_work(key).forward.num_bytes == written
+
+
+def test_batches_of_what_is_made_differ():
+    graph = load_shipped_graph("gnmt-tiny")
+    op = next(op for op in graph.ops if ("size", "[2, b, 64]") in op.attributes)
+    keys = [op_key(graph, op, size) for size in (1, 64)]
+    one, many = map(read_work, keys)
+    assert many.forward.num_bytes == 64 * one.forward.num_bytes
+    assert many.sizes != one.sizes
+    assert relatives(keys[0]) == relatives(keys[1])
+    row = OpMeasurement(key=keys[0], forward_s=1.0, backward_s=0.0, num_samples=1)
+    table = OpTable(Measurements(device="cpu", software="", date="", ops=(row,)), "float32")
+    assert table.find(table.key(graph, op, 1)) is not None
+    assert table.find(table.key(graph, op, 64)) is None
+
+
+def test_attention_that_drops_does_not_compute_its_scores_again():
+    tensors = "2x4x8x16:float32,2x4x8x16:float32,2x4x8x16:float32"
+    plain, dropped = (
+        read_work(f"aten.scaled_dot_product_attention.default({tensors}{more}|111)") for more in ("", ";dropout_p=0.1")
+    )
+    assert plain.backward.flops == 2.5 * plain.forward.flops
+    assert dropped.backward.flops == 2 * dropped.forward.flops
+
+
+@pytest.mark.parametrize(
     "key",
     [
+        "aten.zeros.default(;size=[2, b, 64];dtype=float32|)",
+        "aten.arange.default(;end=8;step=0|)",
         "aten.linear.default(0x8:float32,4x8:float32|11)",
         "aten.relu.default(0:float32|1)",
         "aten.linear.default(|)",

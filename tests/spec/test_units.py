@@ -86,6 +86,25 @@ def test_the_key_of_an_op():
     assert op_key(GRAPH, replace(linear, name="other", module="c"), 3) == op_key(GRAPH, linear, 3)
 
 
+@pytest.mark.parametrize(
+    ("value", "at_3"),
+    [
+        ("[2, b, 64]", "[2, 3, 64]"),
+        ("[b]", "[3]"),
+        ("b", "3"),
+        ("[4*b+1, -1]", "[13, -1]"),
+        ("[2, 3, 64]", "[2, 3, 64]"),
+        ("bilinear", "bilinear"),
+        ("b->b", "b->b"),
+        ("[b, bb]", "[b, bb]"),
+        ("False", "False"),
+    ],
+)
+def test_sizes_among_attributes_are_those_of_the_batch(value, at_3):
+    op = replace(GRAPH.ops[0], attributes=(("size", value),))
+    assert op_key(GRAPH, op, 3) == f"aten.linear.default(3x4:float32,4x4:float32;size={at_3}|01)"
+
+
 @pytest.mark.parametrize("odd", [-1.0, float("nan"), float("inf")])
 def test_impossible_measurements(odd):
     for name in ("forward_s", "backward_s", "accumulate_s", "spread"):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Bytes of a master weight and of an optimizer state in mixed precision (spec: Workload.precision).
 MASTER_BYTES = 4
+# AdamW counts its steps in one float32 per parameter tensor (torch.optim.AdamW, state "step").
+STEP_COUNTER_BYTES = 4
 
 
 def state_bytes(optimizer: Optimizer, dtype: str) -> int:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MEASURED = Interval(low=0.70, high=1.43)
 INTERPOLATED = Interval(low=0.91, high=1.32)
 TRANSFERRED = Interval(low=0.69, high=1.35)
-ROOFLINE = Interval(low=0.64, high=10.0)
+ROOFLINE = Interval(low=0.64, high=9.9)
 GPU_ROOFLINE = Interval(low=0.65, high=2.58)
 
 _FLOAT_IN_KEY = re.compile(r":(?:float64|float32|float16|bfloat16)\b")

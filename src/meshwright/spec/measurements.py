@@ -8,16 +8,22 @@ An op is known by its key: kind, shapes and dtypes of its inputs, and the attrib
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from meshwright.spec.errors import MeasurementError
+from meshwright.spec.graph import Extent
 
 if TYPE_CHECKING:
     from meshwright.spec.graph import Graph, Op
 
 # ``OptimizerMeasurement.kind`` of copying gradients into an exchange bucket; the other kinds are `Optimizer.name`.
 BUCKET_COPY = "bucket_copy"
+
+# An attribute that is a size or a list of sizes, affine in the batch size, as `Extent` writes them.
+_SIZES = re.compile(r"\[?-?[\db+*-]+(?:, -?[\db+*-]+)*\]?")
+_SIZE = re.compile(r"[^\[\], ]+")
 
 TransferKind = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
@@ -103,9 +109,26 @@ def _sound(*figures: float) -> bool:
 
 
 def op_key(graph: Graph, op: Op, batch_size: int) -> str:
-    """The key of an op for a batch size: ``aten.linear.default(4x128x768:float32,...;attribute=value)``."""
+    """The key of an op for a batch size: ``aten.linear.default(4x128x768:float32,...;attribute=value)``.
+
+    Sizes among the attributes are those of the batch, too: ``size=[2, 4, 64]`` where the graph has ``[2, b, 64]``.
+    """
     tensors = (graph.tensors[i] for i in op.inputs)
     shapes = ",".join(f"{'x'.join(str(extent.at(batch_size)) for extent in t.shape)}:{t.dtype}" for t in tensors)
     grads = "".join("1" if graph.tensors[i].requires_grad else "0" for i in op.inputs)
-    attributes = "".join(f";{name}={value}" for name, value in op.attributes)
+    attributes = "".join(f";{name}={_at_batch(value, batch_size)}" for name, value in op.attributes)
     return f"{op.kind}({shapes}{attributes}|{grads})"
+
+
+def _at_batch(text: str, batch_size: int) -> str:
+    """An attribute with its sizes in numbers; every other one as it is."""
+    if "b" not in text or not _SIZES.fullmatch(text):
+        return text
+    try:
+        return _SIZE.sub(lambda size: _number(size[0], batch_size), text)
+    except ValueError:
+        return text
+
+
+def _number(size: str, batch_size: int) -> str:
+    return str(Extent.decode_scalar(size).at(batch_size)) if "b" in size else size

@@ -21,7 +21,7 @@ import numpy as np
 
 from meshwright.cost.kernels.demand import mean_keys
 from meshwright.cost.kernels.model import Kernel
-from meshwright.cost.ops.work import read_work
+from meshwright.cost.ops.work import ATTENTION_BACKWARD, read_work
 from meshwright.cost.prices import OpPrice
 from meshwright.cost.roofline import OpSeconds
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from meshwright.cost.prediction import Basis, Interval, Predictions
     from meshwright.spec import DeviceKind, Graph, Op
 
-# FLOPs of the backward of attention over those of its forward: five products, one of them repeated (Dao et al., 2022).
-_ATTENTION_BACKWARD = 2.5
 _ATTENTION_DIMS = 4
 
 # How a kernel is to those that were measured.
@@ -134,7 +132,7 @@ def _attention_calls(place: int, price: OpPrice, graph: Graph, op: Op, batch_siz
     share = 1.0 if causal else keys / left
     passes: list[tuple[bool, float, _Kinship]] = [(False, share, "same" if share == 1 else "near")]
     if price.seconds.backward_s > 0:
-        passes.append((True, share * _ATTENTION_BACKWARD, "far"))
+        passes.append((True, share * ATTENTION_BACKWARD, "far"))
     columns = {**{size: float(number) for size, number in sizes.items()}, "window": 0.0}
     return [
         _Call(place=place, backward=backward, times=times, kinship=kinship, op=name, sizes=columns)

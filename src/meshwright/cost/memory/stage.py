@@ -15,15 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.cost.optimizers import state_bytes
+from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meshwright.spec import Graph, StageSlice, Workload
-
-# AdamW counts its steps in one float32 per parameter tensor (torch.optim.AdamW, state "step").
-_STEP_COUNTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +78,7 @@ def weigh_stage(graph: Graph, stage_slice: StageSlice, batch_size: int, workload
     outgoing = [i for channel in stage_slice.outgoing for i in channel.tensors]
     sent = storages([*outgoing, *stage_slice.outputs]) - saved - elsewhere
     largest = max((size(i for i in op.outputs if graph.tensors[i].storage == i) for op in ops), default=0)
-    counters = _STEP_COUNTER_BYTES * len(trainable) if workload.optimizer.kind == "adamw" else 0
+    counters = STEP_COUNTER_BYTES * len(trainable) if workload.optimizer.kind == "adamw" else 0
     return StageMemory(
         parameter_bytes=size(stage_slice.parameters),
         buffer_bytes=size(stage_slice.buffers),

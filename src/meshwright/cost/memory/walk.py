@@ -14,7 +14,7 @@ from meshwright.cost.memory.backward import (
 )
 from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
-from meshwright.cost.optimizers import MASTER_BYTES
+from meshwright.cost.optimizers import MASTER_BYTES, STEP_COUNTER_BYTES
 from meshwright.spec import GraphError
 from meshwright.spec.memory import (
     BUCKETS,
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 # How torch goes over the parameters in an optimizer's step: one by one, all at once, or in one kernel.
 OptimizerLoop = Literal["tensors", "foreach", "fused"]
-# AdamW counts its steps in one float32 per parameter tensor.
-_COUNTER_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -158,7 +156,7 @@ class StageWalk:
                 for _ in range(num_states + int(mixed)):
                     self.ledger.take(size, OPTIMIZER)
                 if kind == "adamw":
-                    self.ledger.take(_COUNTER_BYTES, OPTIMIZER)
+                    self.ledger.take(STEP_COUNTER_BYTES, OPTIMIZER)
             if kind == "adamw" and self._loop == "tensors":
                 for copy in [self.ledger.take(size, WORKSPACE) for _ in range(2)]:
                     self.ledger.free(copy)

@@ -56,8 +56,14 @@ _NO_PARAMETERS = frozenset({"bmm", "baddbmm", "matmul", "outer"})
 _KEY = re.compile(r"(?P<kind>[^(]+)\((?P<tensors>[^;|]*)(?P<attributes>(?:;[^|]*)?)\|(?P<grads>[01]*)\)", re.DOTALL)
 # What no op of a graph reaches (`spec.graph`): a key that says more is damaged.
 _MOST = float(max(MAX_GRAPH_BYTES, MAX_GRAPH_FLOPS))
-# Products in the backward of attention beside the two of its forward (Dao et al. 2022: five with recomputed scores).
-_ATTENTION_BACKWARD = 2.5
+# Products of attention's backward over the two of its forward: gradients of values, probabilities, queries and keys,
+# and the scores again where they are not stored (Dao et al. 2022). torch stores them where it drops some.
+ATTENTION_BACKWARD = 2.5
+_STORED_ATTENTION_BACKWARD = 2.0
+# Arguments of arange with their defaults (torch, native_functions.yaml).
+_ARANGE = (("start", "0"), ("end", "0"), ("step", "1"))
+# A size that is no number: written before keys held those of the batch, which nothing tells any more.
+_SIZE_OF_BATCH = re.compile(r"\bb\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +123,7 @@ def read_work(key: str) -> OpWork | None:
 def _read_work(key: str) -> OpWork | None:
     call = _read_key(key)
     family = _FAMILY_OF.get(call.operator) if call is not None else None
-    if call is None or family is None:
+    if call is None or family is None or _SIZE_OF_BATCH.search(call.attributes.get("size", "")):
         return None
     if family == "view" and _does_work(call):
         family = "pointwise"
@@ -156,7 +162,10 @@ def relatives(key: str) -> str:
     held = _parameter_places(call, family)
     cut = 2 if family == "recurrent" else 1  # its states are (layers, batch, width)
     kept = [shape if i in held else shape[cut:] for i, shape in enumerate(call.shapes)]
-    return f"{call.operator}({kept};{sorted(call.attributes.items())}|{call.grads})"
+    attributes = dict(call.attributes)
+    if "size" in attributes:
+        attributes["size"] = str(attributes["size"].count(","))  # which of its numbers is the batch, no key says
+    return f"{call.operator}({kept};{sorted(attributes.items())}|{call.grads})"
 
 
 def _read_key(key: str) -> _Call | None:
@@ -187,8 +196,11 @@ def _qualities(call: _Call, family: Family) -> list[str]:
     """What makes an operator take another road through torch."""
     found = []
     if family == "attention":
-        drops = call.attributes.get("dropout_p", "0.0") != "0.0"
-        found += ["dropped" if drops else "fused", f"{len(call.shapes)} inputs", call.attributes.get("is_causal", "")]
+        found += [
+            "dropped" if _drops(call) else "fused",
+            f"{len(call.shapes)} inputs",
+            call.attributes.get("is_causal", ""),
+        ]
     if family == "convolution":
         found += ["point" if math.prod(call.shapes[1][2:]) == 1 else "window"]
     if call.dtypes and call.dtypes[0] not in FLOAT_DTYPES:
@@ -197,6 +209,10 @@ def _qualities(call: _Call, family: Family) -> list[str]:
     if family == "pointwise" and wanted and min(wanted) < max(wanted):
         found.append("broadcast")
     return found
+
+
+def _drops(call: _Call) -> bool:
+    return call.attributes.get("dropout_p", "0.0") != "0.0"
 
 
 def _parameter_places(call: _Call, family: Family | None) -> range:
@@ -249,7 +265,8 @@ def _attention(call: _Call) -> _Described:
     heads, queries, width, keys = math.prod(query[:-2]), query[-2], query[-1], key[-2]
     flops = 4.0 * heads * queries * keys * width
     moved = float(sum(call.num_bytes(i) for i in range(len(call.shapes))) + call.num_bytes(0))
-    backward = Amount(flops=_ATTENTION_BACKWARD * flops, num_bytes=2 * moved, num_kernels=2)
+    times = _STORED_ATTENTION_BACKWARD if _drops(call) else ATTENTION_BACKWARD
+    backward = Amount(flops=times * flops, num_bytes=2 * moved, num_kernels=2)
     return Amount(flops=flops, num_bytes=moved, num_kernels=1), backward, (queries, keys, width, heads)
 
 
@@ -269,9 +286,10 @@ def _recurrent(call: _Call) -> _Described:
 def _traffic(call: _Call, family: Family) -> _Described:
     """Ops that read their inputs and write one output."""
     count = len(call.shapes)
-    width = DTYPE_BYTES[call.dtypes[0]] if count else 8
-    largest = max((call.elements(i) for i in range(count)), default=0)
+    width = DTYPE_BYTES[call.dtypes[0] if count else call.attributes.get("dtype", "int64")]
+    largest: float = max((call.elements(i) for i in range(count)), default=0)
     written, read = _output_elements(call, family, largest), float(sum(call.num_bytes(i) for i in range(count)))
+    largest = largest if count else written
     if call.operator in _LOOKUPS and count:
         read += written * width - call.num_bytes(0)
     last = call.shapes[0][-1] if count and call.shapes[0] else 1
@@ -291,7 +309,7 @@ def _traffic(call: _Call, family: Family) -> _Described:
     return forward, backward, sizes
 
 
-def _output_elements(call: _Call, family: Family, largest: int) -> float:
+def _output_elements(call: _Call, family: Family, largest: float) -> float:
     if family == "reduction" and call.operator not in ("softmax", "log_softmax", "cumsum", "cross_entropy_loss"):
         if call.operator == "max_pool2d":
             return largest / math.prod(call.numbers("stride", 2, 1))
@@ -306,6 +324,9 @@ def _output_elements(call: _Call, family: Family, largest: int) -> float:
         return largest * math.prod(
             float(text) for text in re.findall(r"[\d.]+", call.attributes.get("scale_factors", ""))
         )
-    if not call.shapes:
-        return float(math.prod(int(text) for text in re.findall(r"\d+", call.attributes.get("size", "1"))))
-    return float(largest)
+    if call.operator == "arange":
+        start, end, step = (float(call.attributes.get(name, default)) for name, default in _ARANGE)
+        return float(max(math.ceil((end - start) / step), 0))
+    if "size" in call.attributes:
+        return float(math.prod(int(text) for text in re.findall(r"\d+", call.attributes["size"])))
+    return float(largest if call.shapes else 1)
