@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.cost.collectives import place_group
 from meshwright.cost.collectives.algorithms import ring_seconds
 from meshwright.cost.memory import predict_device_peak
 from meshwright.cost.parameters import count_parameters, layer_parameters
@@ -263,6 +264,23 @@ def test_a_group_across_nodes_has_its_share_of_the_nics(tp, dp, bandwidth):
     small, large = (at.collective_seconds("data", "all_gather", size) for size in (0, 2**34))
     assert large - small == pytest.approx((dp - 1) / dp * 2**34 / bandwidth)
     assert small > 0
+
+
+@pytest.mark.parametrize(("num_devices", "per_node"), [(8, 8), (16, 8), (32, 8), (16, 4)])
+def test_groups_lie_where_their_ranks_do(num_devices, per_node):
+    kind = f"{max(num_devices // per_node, 1)}x{per_node}xA100"
+    cluster = load_cluster(kind)
+    for tp, pp in ((2, 4), (1, 8), (4, 2), (2, 2)):
+        setup = replace(SETUP, tp=tp, pp=pp, dp=num_devices // (tp * pp))
+        priced, stage = prices(setup, kind=kind), num_devices // pp
+        # the first and the last stage, however far they are from each other
+        ends = (0, stage * (pp - 1))
+        assert priced.place(2, ends[1]).num_nodes == place_group(cluster, ends).num_nodes
+        data = [tuple(range(first, first + stage, tp)) for first in range(tp)]
+        here, there = priced.place(setup.dp, tp), place_group(cluster, data[0], data)
+        assert here.num_nodes == there.num_nodes
+        if here.num_nodes > 1:
+            assert here.num_sharing == there.num_sharing
 
 
 def test_stages_on_other_nodes_are_reached_by_nics():

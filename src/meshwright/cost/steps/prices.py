@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from meshwright.cost.collectives.algorithms import count_steps, port_share
-from meshwright.cost.collectives.groups import Group
+from meshwright.cost.collectives.groups import Group, group_in_mesh
 from meshwright.cost.roofline import LAUNCH_S, peak_flops
 
 if TYPE_CHECKING:
@@ -103,11 +103,8 @@ class StepPrices:
 
     def place(self, num_ranks: int, stride: int) -> Group:
         """Where the group of every ``stride``-th rank lies, the step's other groups of the kind running beside it."""
-        per_node = self.node.num_devices
-        members = min(max(per_node // stride, 1), num_ranks)
-        if members == num_ranks:
-            return Group(num_ranks=num_ranks)
-        return Group(num_ranks=num_ranks, num_nodes=-(-num_ranks // members), num_sharing=per_node // members)
+        per_node, num_devices = self.node.num_devices, self.setup.num_devices
+        return group_in_mesh(num_ranks, stride, per_node, num_devices // num_ranks, -(-num_devices // per_node))
 
     def _dtype(self, op: CountedOp) -> str:
         # Only products with parameters run in 8 bits; attention's own stay in 16 (Transformer Engine, torchao). Both
