@@ -13,16 +13,10 @@ from meshwright.cli.main import invoke
 from meshwright.cost.prediction import Predictions
 from meshwright.spec import DocumentError, MeasurementError, NullSink
 from meshwright.validation import Score, load_records, load_steps, load_table, read_table, score_rows
-from meshwright.validation import validate as validate_module
+from meshwright.validation import sets as sets_module
 from meshwright.validation.page import number_notes, score_cells, scores_page
-from meshwright.validation.validate import (
-    DATASETS,
-    DataSet,
-    find_datasets,
-    score_datasets,
-    score_step_table,
-    tabulate_scores,
-)
+from meshwright.validation.sets import DATASETS, DataSet, find_datasets
+from meshwright.validation.validate import score_datasets, score_step_table, tabulate_scores
 
 
 def made_up() -> tuple[Score, ...]:
@@ -44,7 +38,7 @@ def run(tmp_path, monkeypatch, capsys):
         DataSet(name="first", about="a set", score=made_up, quick=made_up),
         DataSet(name="long", about="one that takes long", score=made_up, quick=lambda: made_up()[2:]),
     )
-    monkeypatch.setattr(validate_module, "DATASETS", sets)
+    monkeypatch.setattr(sets_module, "DATASETS", sets)
 
     def run_line(*words):
         code = invoke(["validate", *map(str, words)])
@@ -134,6 +128,34 @@ def test_a_page_says_when_and_how_it_was_made(run, tmp_path):
     assert "1 of 2 are met" in text
     assert "| first | part \\| one | ours | worst | 25.0 | ≤ 20 | missed |" in text
     assert run("first", "--out", "page.txt")[0] == 1
+
+
+def test_a_page_of_more_sets_is_not_replaced_by_a_part(run, tmp_path):
+    page = tmp_path / "page.md"
+    assert run("--out", "page.md")[0] == 0
+    whole = page.read_text()
+    for words in (["long"], ["first", "long", "--quick"]):
+        code, out, err = run(*words, "--out", "page.md")
+        assert code == 1
+        assert "Choose another name" in " ".join(err.split())
+        assert "part | one" not in out  # before anything is scored
+        assert page.read_text() == whole
+    assert run("long", "first", "--out", "page.md")[0] == 0
+    assert run("long", "--out", "other.md")[0] == 0
+    assert run("--out", "other.md")[0] == 0
+
+
+def test_sets_are_named_without_what_scores_them(run_fresh):
+    loaded = run_fresh(
+        "from meshwright.cli.main import invoke; import sys; invoke(['validate', '--list']); print(*sys.modules)"
+    ).split()
+    assert not {"sklearn", "numba"} & set(loaded)
+
+
+def test_every_set_has_its_functions():
+    found = [scorer.find() for dataset in DATASETS for scorer in (dataset.score, dataset.quick)]
+    assert len({function.__module__ for function in found}) == len(DATASETS)
+    assert all(callable(function) for function in found)
 
 
 @pytest.mark.parametrize(

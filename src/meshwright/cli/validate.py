@@ -15,7 +15,7 @@ from meshwright.cli.output import note, print_json, print_tables, terminal_sink
 
 if TYPE_CHECKING:
     from meshwright.validation import Score
-    from meshwright.validation.validate import DataSet
+    from meshwright.validation.sets import DataSet
 
 
 def validate(
@@ -37,8 +37,7 @@ def validate(
 
     The exit code is 0 whether targets are met or not; `--json` says which are.
     """
-    from meshwright.spec.events import NullSink
-    from meshwright.validation.validate import find_datasets, score_datasets
+    from meshwright.validation.sets import find_datasets
 
     if steps is not None:
         if sets or listed or quick or out is not None:
@@ -49,6 +48,15 @@ def validate(
     if listed:
         _list_datasets(datasets, as_json)
         return
+    _score_sets(datasets, out, quick=quick, as_json=as_json)
+
+
+def _score_sets(datasets: Sequence[DataSet], out: Path | None, *, quick: bool, as_json: bool) -> None:
+    from meshwright.spec.events import NullSink
+    from meshwright.validation.validate import score_datasets
+
+    if out is not None:
+        _check_page(datasets, out, quick=quick)
     scored = []
     with terminal_sink(as_json) as events:
         for dataset, scores in score_datasets(datasets, events or NullSink(), quick=quick):
@@ -110,11 +118,26 @@ def _print_scores(title: str, scores: Sequence[Score]) -> None:
     print_tables(Text(title), table, *(Text(line) for line in number_notes(scores)))
 
 
-def _write_page(scored: Sequence[tuple[DataSet, tuple[Score, ...]]], out: Path) -> None:
+def _check_page(datasets: Sequence[DataSet], out: Path, *, quick: bool) -> None:
+    """Refuse, before anything is scored, what is no page, and to write a part over a page of more sets."""
     from meshwright.spec.errors import DocumentError
-    from meshwright.spec.files import write_text
-    from meshwright.validation.page import scores_page
+    from meshwright.validation.sets import DATASETS
 
     if out.suffix != ".md":
         raise DocumentError(f"{out}: the page of scores is written in Markdown. Choose a name that ends in .md.")
+    lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
+    there = {dataset.name for dataset in DATASETS if f"## {dataset.name}" in lines}
+    lost = sorted(there - {dataset.name for dataset in datasets})
+    if lost or (there and quick):
+        what = f"no scores of {', '.join(lost)}" if lost else "only parts of its sets (--quick)"
+        raise DocumentError(
+            f"{out}: a page of {', '.join(sorted(there))} would be replaced by one with {what}. Choose another name, "
+            "or score all of its sets."
+        )
+
+
+def _write_page(scored: Sequence[tuple[DataSet, tuple[Score, ...]]], out: Path) -> None:
+    from meshwright.spec.files import write_text
+    from meshwright.validation.page import scores_page
+
     write_text(scores_page(scored), out)

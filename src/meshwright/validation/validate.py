@@ -1,4 +1,4 @@
-"""Every public data set with its score, and the scoring of a user's own table of steps.
+"""Public data sets with their scores, and the scoring of a user's own table of steps.
 
 A set's function fits what has to be fitted on rows that are not scored, refuses rows that were seen, and returns ours
 beside the baselines on the same rows. Here they are only listed, run one after the other and put into rows.
@@ -7,86 +7,23 @@ beside the baselines on the same rows. Here they are only listed, run one after 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshwright.cost.steps import load_step_model
-from meshwright.spec import DocumentError, MeasurementError, suggest
-from meshwright.validation.collectives import score_collectives, score_new_groups
-from meshwright.validation.cpu_ops import score_cpu_ops
-from meshwright.validation.kernels import score_kernels
-from meshwright.validation.memory import score_memory
+from meshwright.spec import MeasurementError
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.step_model import predict_cases
 from meshwright.validation.step_rows import read_steps, row_hash
-from meshwright.validation.steps import score_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from meshwright.spec import EventSink
     from meshwright.validation.datasets import StepRow
-
-
-Scorer = Callable[[], tuple[Score, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSet:
-    """A set that can be named on the command line; ``quick`` scores a part of it in less than half a minute."""
-
-    name: str
-    about: str
-    score: Scorer
-    quick: Scorer
-
-
-DATASETS = (
-    DataSet(
-        name="collectives",
-        about="collectives and products of V100: between sizes, on a larger cluster; NCCL in groups of other sizes",
-        score=score_collectives,
-        quick=score_new_groups,
-    ),
-    DataSet(
-        name="kernels",
-        about="GEMM and attention of A100, H100, H200, L40S: other sizes, and devices left out",
-        score=score_kernels,
-        quick=partial(score_kernels, quick=True),
-    ),
-    DataSet(
-        name="cpu_ops",
-        about="ops of two models left out, measured on one core",
-        score=score_cpu_ops,
-        quick=partial(score_cpu_ops, quick=True),
-    ),
-    DataSet(
-        name="memory",
-        about="peaks of training here and of published runs",
-        score=score_memory,
-        quick=score_memory,
-    ),
-    DataSet(
-        name="steps",
-        about="published training steps of transformers on A100, H100, H200, B200",
-        score=score_steps,
-        quick=score_steps,
-    ),
-)
-
-
-def find_datasets(names: Sequence[str]) -> tuple[DataSet, ...]:
-    """The named sets, or all. Raises DocumentError for another name."""
-    known = {dataset.name: dataset for dataset in DATASETS}
-    for name in names:
-        if name not in known:
-            raise DocumentError(f"{name!r} is no data set that can be scored{suggest(name, known)}.")
-    return tuple(known[name] for name in dict.fromkeys(names)) or DATASETS
+    from meshwright.validation.sets import DataSet
 
 
 def score_datasets(
