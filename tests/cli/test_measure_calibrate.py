@@ -1,10 +1,12 @@
 """``measure --calibrate`` as it is typed; what it computes is tested in tests/training/test_calibrate.py."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from meshwright.spec import Measurements, read_document, write_document
+from meshwright.training.calibrate import Calibration
 
 
 @pytest.mark.distributed
@@ -13,16 +15,43 @@ def test_the_command_corrects_the_table_by_real_steps(run):
     code, _, error = run("measure", "gpt-tiny", "--calibrate", "-m", 1)
     assert code == 1
     assert "no table to correct" in error
-    table = Measurements(device="cpu", software="none", date="never", conditions="made up")
-    write_document(table, "measurements.json")
+    assert run("measure", "gpt-tiny", "-m", 1, "--repeats", 3)[0] == 0
+    table = read_document(Measurements, "measurements.json")
+    # So wrong that no noise of this machine hides it.
+    ops = tuple(replace(op, forward_s=10 * op.forward_s, backward_s=10 * op.backward_s) for op in table.ops)
+    write_document(replace(table, ops=ops, conditions="made up"), "measurements.json")
     code, out, error = run("measure", "gpt-tiny", "--calibrate", "-m", 1, "--ranks", 1, "--repeats", 4, "--json")
     assert code == 0, error
     report = json.loads(out)
     assert (report["steps_fitted"], report["steps_judged"]) == (2, 2)
     assert [item["part"] for item in report["corrections"]] == ["forward", "backward", "optimizer"]
     assert all(item["factor"] == item["measured_s"] / item["predicted_s"] > 0 for item in report["corrections"])
+    assert abs(report["error_after"]) + report["scatter"] < abs(report["error_before"])
     corrected = read_document(Measurements, "measurements.json")
     assert corrected.conditions.startswith("made up; calibration by 2 steps of gpt-tiny")
+
+
+def test_a_table_that_got_no_better_is_kept(run, monkeypatch):
+    import meshwright.training as training
+
+    table = Measurements(device="cpu", software="none", date="never", conditions="made up")
+    path = write_document(table, "measurements.json")
+    before = path.read_bytes()
+    worse = Calibration(
+        table=replace(table, conditions="worse"),
+        corrections=(),
+        num_fitted=2,
+        num_judged=2,
+        measured_s=1.0,
+        before_s=1.1,
+        after_s=1.2,
+        scatter=0.0,
+    )
+    monkeypatch.setattr(training, "calibrate_here", lambda *_, **__: worse)
+    code, _, error = run("measure", "gpt-tiny", "--calibrate", "-m", 1)
+    assert code == 1
+    assert "kept as it was" in error
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from meshwright.spec import (
     load_cluster,
     op_key,
 )
-from meshwright.training.calibrate import calibrate_here, correct_table
+from meshwright.training.calibrate import Calibration, calibrate_here, correct_table
 from tests.graphs import chain_graph, even_bounds, make_plan
 
 GRAPH = chain_graph(4)
@@ -100,6 +100,45 @@ def test_steps_that_judge_do_not_correct():
     found = correct_table(true_table(), PLAN, GRAPH, CLUSTER, joined, "chain")
     assert [item.factor for item in found.corrections] == pytest.approx([1.0] * 3)
     assert found.error_after < -0.8
+
+
+def judged(before_s, after_s, scatter):
+    return Calibration(
+        table=true_table(),
+        corrections=(),
+        num_fitted=4,
+        num_judged=4,
+        measured_s=1.0,
+        before_s=before_s,
+        after_s=after_s,
+        scatter=scatter,
+    )
+
+
+@pytest.mark.parametrize(
+    ("before_s", "after_s", "scatter", "told"),
+    [
+        (1.1, 0.8, 0.0, r"from \+10\.0% to -20\.0%: the table got no better"),
+        (1.1, 1.1, 0.0, "no better"),
+        (1.1, 1.05, 0.1, r"better by 5\.0%, but the 4 steps scatter by 10\.0%"),
+    ],
+)
+def test_a_table_that_other_steps_do_not_show_to_be_better_is_refused(before_s, after_s, scatter, told):
+    with pytest.raises(MeasurementError, match=rf"(?s){told}.*kept as it was"):
+        judged(before_s, after_s, scatter).refuse_worse()
+    judged(1.1, 0.95, 0.04).refuse_worse()
+
+
+def test_the_scatter_is_that_of_the_steps_that_judge():
+    even = timeline_of(true_table(), 8)
+    assert correct_table(true_table(), PLAN, GRAPH, CLUSTER, even, "chain").scatter == pytest.approx(0, abs=1e-6)
+    late = even.step == 7
+    slowed = replace(even, end_ps=np.where(late, even.end_ps + 10**12, even.end_ps))
+    seconds = slowed.step_seconds()[4:]
+    low, middle, high = np.percentile(seconds, (10, 50, 90))
+    scatter = correct_table(true_table(), PLAN, GRAPH, CLUSTER, slowed, "chain").scatter
+    assert scatter == pytest.approx((high - low) / middle / 2)
+    assert scatter > 0.1
 
 
 def test_one_slow_step_does_not_decide():

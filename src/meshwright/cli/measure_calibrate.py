@@ -19,7 +19,10 @@ def calibrate_table(
     num_steps: int,
     as_json: bool,
 ) -> None:
-    """Correct the table at ``out`` by real steps of the model; raises MeasurementError if there is no table."""
+    """Correct the table at ``out`` by real steps of the model.
+
+    Raises MeasurementError if there is no table, or if other steps do not show the corrected one to be better.
+    """
     from meshwright.records import load_measurements, save_measurements
     from meshwright.report import make_table
     from meshwright.spec import load_cluster
@@ -35,6 +38,7 @@ def calibrate_table(
         found = calibrate_here(
             model, known, microbatch_size, sizes=sizes, num_ranks=num_ranks, num_steps=num_steps, events=events
         )
+    found.refuse_worse()
     save_measurements(found.table, out)
     if as_json:
         print_json(
@@ -55,6 +59,7 @@ def calibrate_table(
                 "step_after_s": found.after_s,
                 "error_before": found.error_before,
                 "error_after": found.error_after,
+                "scatter": found.scatter,
                 "file": str(out),
             }
         )

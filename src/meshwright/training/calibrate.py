@@ -41,7 +41,10 @@ _MICROBATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The corrected table, and how far steps that it was not corrected by are from the prediction before and after."""
+    """The corrected table, and how far steps that it was not corrected by are from the prediction before and after.
+
+    ``scatter`` is that of those steps' median, as a share of it: (p90 - p10) / median / sqrt(number).
+    """
 
     table: Measurements
     corrections: tuple[Correction, ...]
@@ -50,6 +53,7 @@ class Calibration:
     measured_s: float
     before_s: float
     after_s: float
+    scatter: float
 
     @property
     def error_before(self) -> float:
@@ -60,6 +64,20 @@ class Calibration:
     def error_after(self) -> float:
         """As `error_before`, with the corrected table."""
         return self.after_s / self.measured_s - 1.0
+
+    def refuse_worse(self) -> None:
+        """Raise MeasurementError unless the judging steps show the corrected table to be better than chance."""
+        gained = abs(self.error_before) - abs(self.error_after)
+        if gained <= 0:
+            why = f"errors went from {self.error_before:+.1%} to {self.error_after:+.1%}: the table got no better"
+        elif gained <= self.scatter:
+            why = f"the table got better by {gained:.1%}, but the {self.num_judged} steps scatter by {self.scatter:.1%}"
+        else:
+            return
+        raise MeasurementError(
+            f"By steps that it was not corrected by, {why}. The table is kept as it was. Calibrate when nothing else "
+            "runs here, by more steps (--repeats), or measure the model's ops anew."
+        )
 
 
 def calibrate_here(
@@ -111,6 +129,7 @@ def correct_table(
         raise MeasurementError(f"{len(seconds)} steps were recorded; expected one to fit and one to judge at least.")
     before = _simulate(plan, graph, cluster, table)
     bare = _simulate(plan, graph, cluster, replace(table, overhead_s=0.0))
+    low, middle, high = np.percentile(seconds[half:], (10, 50, 90))
     corrections = fit_calibration(before.timeline, bare.timeline, measured.until(half))
     corrected = apply_calibration(table, corrections, f"{half} steps of {reference}")
     return Calibration(
@@ -118,9 +137,10 @@ def correct_table(
         corrections=corrections,
         num_fitted=half,
         num_judged=len(seconds) - half,
-        measured_s=float(np.median(seconds[half:])),
+        measured_s=float(middle),
         before_s=before.step_time_s,
         after_s=_simulate(plan, graph, cluster, corrected).step_time_s,
+        scatter=float((high - low) / middle / np.sqrt(len(seconds) - half)),
     )
 
 
