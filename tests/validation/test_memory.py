@@ -8,6 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+from meshwright.spec import MeasurementError
+from meshwright.validation import memory
 from meshwright.validation.datasets import load_table
 from meshwright.validation.memory import predict_row, score_memory
 from tests.test_layout import ROOT
@@ -51,3 +53,10 @@ def test_what_training_needs_now_is_what_was_measured(place):
     # Other versions of torch's libraries take other workspaces.
     assert peak == pytest.approx(float(row["peak_bytes"]), rel=0.03)
     assert np.isclose(predict_row(row), peak, rtol=0.03)
+
+
+def test_notes_without_what_simumax_predicts_are_named():
+    row = {"id": "simumax-1", "notes": "nothing of it"}
+    with pytest.raises(MeasurementError, match="'simumax-1' was to say what SimuMax predicts"):
+        memory._simumax_gib(row)
+    assert memory._simumax_gib({**row, "notes": "predicted 71.5 GiB"}) == 71.5

@@ -37,7 +37,7 @@ from meshwright.cost.memory import (
 )
 from meshwright.cost.prediction import Predictions, fit_interval
 from meshwright.cost.transformer import TrainingSetup, TransformerShape
-from meshwright.spec import Optimizer, Workload, load_shipped_graph, slice_graph
+from meshwright.spec import MeasurementError, Optimizer, Workload, load_shipped_graph, slice_graph
 from meshwright.validation.datasets import load_steps, load_table
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.step_rows import read_step
@@ -202,5 +202,8 @@ def _column(rows: Sequence[StepRow], name: str) -> Floats:
 
 def _simumax_gib(row: StepRow) -> float:
     found = re.search(r"([\d.]+) GiB", row["notes"])
-    assert found is not None, row["id"]
+    if found is None:
+        raise MeasurementError(
+            f"Row {row['id']!r} was to say what SimuMax predicts; expected a number of GiB in its notes. Restore them."
+        )
     return float(found[1])

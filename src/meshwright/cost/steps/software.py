@@ -50,10 +50,9 @@ class SoftwareList:
 
 def find_software(framework: str = "", source: str = "") -> Software:
     """The first entry whose parts stand in the framework and the source; the last one if none does."""
-    for entry in known_software():
-        if entry.framework in framework.lower() and entry.source in source.lower():
-            return entry
-    raise AssertionError("the last entry matches everything")
+    *entries, other = known_software()
+    found = (entry for entry in entries if entry.framework in framework.lower() and entry.source in source.lower())
+    return next(found, other)
 
 
 @cache
