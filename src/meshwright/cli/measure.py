@@ -85,12 +85,7 @@ def measure(
     modes = {"--from": bool(sources), "--cluster": cluster, "--links": links, "--calibrate": calibrate}
     mode = _one_of([name for name, given in modes.items() if given])
     sizes = model_sizes(sequence_length, image_size)
-    if mode in _WITHOUT_MODEL and (model is not None or microbatch_size or sizes):
-        raise typer.BadParameter(f"{mode} {_WITHOUT_MODEL[mode]}")
-    if device is not None and mode != "--from":
-        raise typer.BadParameter("--device belongs to --from; what is timed here names its device itself.")
-    if force and mode != "--cluster":
-        raise typer.BadParameter("--force belongs to --cluster; a table of measurements is completed, not replaced.")
+    _check_options(mode, of_model=bool(model is not None or microbatch_size or sizes), device=device, force=force)
     if mode == "--from":
         import_files(sources or [], out or Path("measurements.parquet"), device=device, as_json=as_json)
     elif mode == "--cluster":
@@ -98,15 +93,9 @@ def measure(
     elif mode == "--links":
         measure_links_table(out or Path("measurements.parquet"), num_ranks=ranks, as_json=as_json)
     elif mode == "--calibrate":
-        if model is None or len(microbatch_size or []) > 1:
-            raise typer.BadParameter("--calibrate trains one MODEL with one microbatch size: give it, and -m once.")
-        size = (microbatch_size or [1])[0]
-        place = out or Path("measurements.json")
-        calibrate_table(model, place, size, sizes=sizes, num_ranks=ranks, num_steps=repeats, as_json=as_json)
+        _calibrate(model, out, microbatch_size, sizes=sizes, num_ranks=ranks, num_steps=repeats, as_json=as_json)
     else:
-        batches = microbatch_size or ([1, 2, 4] if model else [])
-        place = out or Path("measurements.json")
-        _measure_table(model, place, batches, sizes=sizes, num_ranks=ranks, repeats=repeats, as_json=as_json)
+        _measure_table(model, out, microbatch_size, sizes=sizes, num_ranks=ranks, repeats=repeats, as_json=as_json)
 
 
 def _one_of(modes: list[str]) -> str:
@@ -116,10 +105,37 @@ def _one_of(modes: list[str]) -> str:
     return modes[0] if modes else ""
 
 
+def _check_options(mode: str, *, of_model: bool, device: str | None, force: bool) -> None:
+    """Refuse options that belong to another mode."""
+    if mode in _WITHOUT_MODEL and of_model:
+        raise typer.BadParameter(f"{mode} {_WITHOUT_MODEL[mode]}")
+    if device is not None and mode != "--from":
+        raise typer.BadParameter("--device belongs to --from; what is timed here names its device itself.")
+    if force and mode != "--cluster":
+        raise typer.BadParameter("--force belongs to --cluster; a table of measurements is completed, not replaced.")
+
+
+def _calibrate(
+    model: str | None,
+    out: Path | None,
+    microbatch_sizes: list[int] | None,
+    *,
+    sizes: tuple[tuple[str, int], ...],
+    num_ranks: int,
+    num_steps: int,
+    as_json: bool,
+) -> None:
+    if model is None or len(microbatch_sizes or []) > 1:
+        raise typer.BadParameter("--calibrate trains one MODEL with one microbatch size: give it, and -m once.")
+    size = (microbatch_sizes or [1])[0]
+    place = out or Path("measurements.json")
+    calibrate_table(model, place, size, sizes=sizes, num_ranks=num_ranks, num_steps=num_steps, as_json=as_json)
+
+
 def _measure_table(
     model: str | None,
-    out: Path,
-    microbatch_sizes: list[int],
+    out: Path | None,
+    microbatch_sizes: list[int] | None,
     *,
     sizes: tuple[tuple[str, int], ...],
     num_ranks: int,
@@ -131,11 +147,12 @@ def _measure_table(
     from meshwright.report import measurement_rows, measurement_table
     from meshwright.training import measure_here
 
+    out = out or Path("measurements.json")
     known = read_document(Measurements, out) if out.suffix == ".json" and out.exists() else None
     with terminal_sink(as_json) as events:
         table = measure_here(
             model,
-            microbatch_sizes,
+            microbatch_sizes or ([1, 2, 4] if model else []),
             sizes=sizes,
             num_ranks=num_ranks,
             repeats=repeats,
