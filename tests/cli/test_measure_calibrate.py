@@ -18,7 +18,7 @@ def test_the_command_corrects_the_table_by_real_steps(run):
     assert run("measure", "gpt-tiny", "-m", 1, "--repeats", 3)[0] == 0
     table = read_document(Measurements, "measurements.json")
     # So wrong that no noise of this machine hides it.
-    ops = tuple(replace(op, forward_s=10 * op.forward_s, backward_s=10 * op.backward_s) for op in table.ops)
+    ops = tuple(replace(op, forward_s=1e3 * op.forward_s, backward_s=1e3 * op.backward_s) for op in table.ops)
     write_document(replace(table, ops=ops, conditions="made up"), "measurements.json")
     code, out, error = run("measure", "gpt-tiny", "--calibrate", "-m", 1, "--ranks", 1, "--repeats", 4, "--json")
     assert code == 0, error
