@@ -19,9 +19,9 @@ def calibrate_table(
     num_steps: int,
     as_json: bool,
 ) -> None:
-    """Correct the table at ``out`` by real steps of the model.
+    """Correct the table at ``out`` by real steps of the model, unless other steps do not show it to be better.
 
-    Raises MeasurementError if there is no table, or if other steps do not show the corrected one to be better.
+    Raises MeasurementError if there is no table.
     """
     from meshwright.records import load_measurements, save_measurements
     from meshwright.report import make_table
@@ -38,8 +38,8 @@ def calibrate_table(
         found = calibrate_here(
             model, known, microbatch_size, sizes=sizes, num_ranks=num_ranks, num_steps=num_steps, events=events
         )
-    found.refuse_worse()
-    save_measurements(found.table, out)
+    if not found.why_kept:
+        save_measurements(found.table, out)
     if as_json:
         print_json(
             {
@@ -60,6 +60,7 @@ def calibrate_table(
                 "error_before": found.error_before,
                 "error_after": found.error_after,
                 "scatter": found.scatter,
+                "why_kept": found.why_kept or None,
                 "file": str(out),
             }
         )
@@ -82,8 +83,8 @@ def calibrate_table(
         )
     ]
     print_tables(
-        f"corrected by {found.num_fitted} steps of {model}:",
+        f"{'corrections' if found.why_kept else 'corrected'} by {found.num_fitted} steps of {model}:",
         make_table(parts),
         make_table(steps),
-        f"measurements written to {out}",
+        found.why_kept or f"measurements written to {out}",
     )

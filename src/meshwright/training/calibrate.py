@@ -65,18 +65,19 @@ class Calibration:
         """As `error_before`, with the corrected table."""
         return self.after_s / self.measured_s - 1.0
 
-    def refuse_worse(self) -> None:
-        """Raise MeasurementError unless the judging steps show the corrected table to be better than chance."""
+    @property
+    def why_kept(self) -> str:
+        """Why the old table is to be kept: the judging steps show no gain beyond chance. Empty if they do."""
         gained = abs(self.error_before) - abs(self.error_after)
         if gained <= 0:
             why = f"errors went from {self.error_before:+.1%} to {self.error_after:+.1%}: the table got no better"
         elif gained <= self.scatter:
             why = f"the table got better by {gained:.1%}, but the {self.num_judged} steps scatter by {self.scatter:.1%}"
         else:
-            return
-        raise MeasurementError(
-            f"By steps that it was not corrected by, {why}. The table is kept as it was. Calibrate when nothing else "
-            "runs here, by more steps (--repeats), or measure the model's ops anew."
+            return ""
+        return (
+            f"By steps that it was not corrected by, {why}. The table is kept as it was. If you expected more: calibrate "
+            "when nothing else runs here, by more steps (--repeats), or measure the model's ops anew."
         )
 
 
