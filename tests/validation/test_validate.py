@@ -161,7 +161,7 @@ def test_every_set_has_its_functions():
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (["frist"], 1, "did you mean 'first'?"),
+        (["firstt"], 1, "did you mean 'first'?"),
         (["first", "--steps", "x.csv"], 2, "--steps scores your own table alone"),
         (["--quick", "--steps", "x.csv"], 2, "--steps scores your own table alone"),
         (["--steps", "x.csv"], 1, "x.csv: cannot be read"),

@@ -51,10 +51,10 @@ class Layout:
 
     def stages(self, bounds: Sequence[tuple[int, int]], replicas: Sequence[int]) -> tuple[StagePlan, ...]:
         """Stages of these layers with so many replicas, each on its ranks."""
-        befores = accumulate((0, *replicas[:-1]))
+        places = accumulate((0, *replicas[:-1]))
         return tuple(
             StagePlan(start=start, stop=stop, ranks=self.ranks(before, take))
-            for (start, stop), take, before in zip(bounds, replicas, befores, strict=True)
+            for (start, stop), take, before in zip(bounds, replicas, places, strict=True)
         )
 
 

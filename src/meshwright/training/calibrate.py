@@ -76,7 +76,7 @@ class Calibration:
         else:
             return ""
         return (
-            f"By steps that it was not corrected by, {why}. The table is kept as it was. If you expected more: calibrate "
+            f"By steps that it was not corrected by, {why}. The table is kept as it was. To try again: calibrate "
             "when nothing else runs here, by more steps (--repeats), or measure the model's ops anew."
         )
 
