@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from meshwright.cost.classes import classify_ops
+from meshwright.cost.collectives.algorithms import check_messages
 from meshwright.cost.collectives.datasheet import quote_collective
 from meshwright.cost.collectives.errors import datasheet_scale
 from meshwright.cost.collectives.fitted import with_interval
@@ -153,6 +154,7 @@ class CostModel:
         Measured on this kind of device where `collectives` has it or something comparable; else from the datasheet's
         links, with the interval that such prices had on public clusters (`collectives.errors`).
         """
+        check_messages(op, num_bytes)
         place = (tuple(ranks), tuple(map(tuple, concurrent)))
         group = self._keep(("place", *place), lambda: place_group(self.cluster, ranks, concurrent))
         kinds = self._keep(("kinds", place[0]), lambda: {self.cluster.device_kind(rank).name for rank in ranks})
@@ -214,6 +216,7 @@ class CostModel:
         return gathered if self.ops_at is None else gathered.at_end(self.ops_at)
 
     def _send(self, ranks: tuple[int, int], num_bytes: float) -> float:
+        check_messages("send", num_bytes)
         if self._transfers is not None and self._measured_among(ranks):
             measured = self._transfers.send(num_bytes)
             if measured is not None:
@@ -221,6 +224,7 @@ class CostModel:
         return self.cluster.link_between(*ranks).seconds(num_bytes)
 
     def _all_reduce(self, ranks: tuple[int, ...], num_bytes: float) -> float:
+        check_messages("all_reduce", num_bytes)
         if self._transfers is not None and self._measured_among(ranks):
             measured = self._transfers.all_reduce(len(ranks), num_bytes)
             if measured is not None:

@@ -26,14 +26,34 @@ src/graph/tuning.cc and trees.cc; Jiang et al., OSDI 2020 (BytePS), 4.1.
 from __future__ import annotations
 
 from math import log2
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
 
 from meshwright.cost.collectives.groups import Group
-from meshwright.spec import MeasurementError
+from meshwright.spec import MeasurementError, suggest
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 COLLECTIVE_OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
 Algorithm = Literal["ring", "tree"]
+
+
+def check_messages(op: str, num_bytes: ArrayLike) -> None:
+    """Raise MeasurementError for an operation that is none, and for sizes that are negative or no numbers."""
+    if op not in COLLECTIVE_OPS:
+        raise MeasurementError(
+            f"{op!r} is no collective{suggest(op, COLLECTIVE_OPS)}; those known are {', '.join(COLLECTIVE_OPS)}."
+        )
+    sizes = np.atleast_1d(np.asarray(num_bytes, np.float64))
+    odd = sizes[~(np.isfinite(sizes) & (sizes >= 0))]
+    if len(odd):
+        raise MeasurementError(
+            f"{len(odd)} of {len(sizes)} messages have sizes such as {odd[0]} bytes; expected zero or more. Give the "
+            "bytes of the full tensor."
+        )
 
 
 def count_steps(op: CollectiveOp, group: Group, algorithm: Algorithm = "ring") -> float:
@@ -89,8 +109,12 @@ def parameter_server_seconds(
 ) -> float:
     """Seconds to sum ``num_bytes`` of n machines with k spare ones, by BytePS: 2n(n-1)M / ((n² + kn - 2k)·B).
 
-    Raises MeasurementError for fewer than two machines, or for more spare machines than machines (more do not help).
+    Raises MeasurementError for fewer than two machines, for more spare machines than machines (more do not help), for
+    negative bytes and for a bandwidth that is not positive.
     """
+    check_messages("all_reduce", num_bytes)
+    if not bandwidth_bytes_per_s > 0:
+        raise MeasurementError(f"A bandwidth of {bandwidth_bytes_per_s} bytes/s; expected a positive one.")
     if num_machines < 2 or not 0 <= num_spare <= num_machines:
         raise MeasurementError(
             f"{num_machines} machines and {num_spare} spare ones; expected at least two, and 0 to {num_machines} spare."

@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from meshwright.cost.collectives.algorithms import CollectiveOp, port_share
+from meshwright.cost.collectives.algorithms import CollectiveOp, check_messages, port_share
 from meshwright.cost.collectives.groups import Group
 from meshwright.cost.collectives.topologies import Topology
 from meshwright.cost.curves import Curve
 from meshwright.cost.prediction import Interval, Predictions
-from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,8 +92,7 @@ class CollectiveModel:
 
         None if nothing comparable was measured. Raises MeasurementError for sizes that are negative or no numbers.
         """
-        if not (np.isfinite(num_bytes) & (num_bytes >= 0)).all():
-            raise MeasurementError("Sizes of a collective must be bytes, zero or more; correct the others.")
+        check_messages(op, num_bytes)
         if group.num_ranks == 1:
             nothing = np.zeros(len(num_bytes))
             return Predictions(seconds=nothing, low_s=nothing, high_s=nothing, basis=_MEASURED * len(num_bytes))

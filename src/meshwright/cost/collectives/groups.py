@@ -61,7 +61,15 @@ def place_group(cluster: Cluster, ranks: Sequence[int], concurrent: Sequence[Seq
 
     Of the ``concurrent`` groups those share that use the same kind of way from a node that this one touches: out of it
     if this group crosses nodes, inside if it does not.
+
+    Raises ClusterError for ranks that the cluster does not have, and for groups that are empty or name a rank twice.
     """
+    for group in (ranks, *concurrent):
+        if not group or len(set(group)) < len(group) or not all(0 <= rank < cluster.num_ranks for rank in group):
+            last = cluster.num_ranks - 1
+            raise ClusterError(
+                f"A group of ranks {list(group)[:8]}: expected at least one, each once, from 0 to {last}."
+            )
     nodes = {cluster.node_index(rank) for rank in ranks}
     others = [{cluster.node_index(rank) for rank in group} for group in concurrent if set(group) != set(ranks)]
     alike = [touched for touched in others if (len(touched) > 1) == (len(nodes) > 1)]
