@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -53,7 +53,7 @@ def validate(
 
 def _score_sets(datasets: Sequence[DataSet], out: Path | None, *, quick: bool, as_json: bool) -> None:
     from meshwright.spec.events import NullSink
-    from meshwright.validation.validate import score_datasets
+    from meshwright.validation.validate import score_datasets, tabulate_scores
 
     if out is not None:
         _check_page(datasets, out, quick=quick)
@@ -68,18 +68,18 @@ def _score_sets(datasets: Sequence[DataSet], out: Path | None, *, quick: bool, a
         _write_page(scored, out)
     if as_json:
         page = {"file": str(out)} if out is not None else {}
-        print_json({"sets": {dataset.name: _score_rows(scores) for dataset, scores in scored}, **page})
+        print_json({"sets": {dataset.name: tabulate_scores(scores) for dataset, scores in scored}, **page})
     elif out is not None:
         print_tables(Text(f"scores written to {out}"))
 
 
 def _score_own_steps(path: Path, as_json: bool) -> None:
     from meshwright.validation import read_table
-    from meshwright.validation.validate import score_step_table
+    from meshwright.validation.validate import score_step_table, tabulate_scores
 
     scores, left_out = score_step_table(read_table(path))
     if as_json:
-        print_json({"sets": {str(path): _score_rows(scores)}, "left_out": dict(left_out)})
+        print_json({"sets": {str(path): tabulate_scores(scores)}, "left_out": dict(left_out)})
         return
     _print_scores(f"{path}: by source", scores)
     for reason, count in left_out.items():
@@ -94,12 +94,6 @@ def _list_datasets(datasets: Sequence[DataSet], as_json: bool) -> None:
         print_json({"sets": rows})
     else:
         print_tables(make_table(rows))
-
-
-def _score_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
-    from meshwright.validation.validate import tabulate_scores
-
-    return tabulate_scores(scores)
 
 
 def _print_scores(title: str, scores: Sequence[Score]) -> None:
