@@ -1,7 +1,8 @@
 """How long a GPU kernel takes: products and attention, on devices that were measured, partly measured or never."""
 
+from meshwright.cost.kernels.checks import is_tiled
 from meshwright.cost.kernels.fit import adapt_kernels, fit_kernels
-from meshwright.cost.kernels.model import Kernel, KernelModel, is_tiled
+from meshwright.cost.kernels.model import Kernel, KernelModel
 from meshwright.cost.kernels.prices import price_kernels
 from meshwright.cost.kernels.store import read_model, shipped_model, write_model
 

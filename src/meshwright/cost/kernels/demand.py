@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.cost.compiled import compiled
+from meshwright.cost.kernels.checks import split_dtype
 from meshwright.cost.kernels.tiles import dispatch_of, packs_heads, tiles_of
 from meshwright.cost.roofline import peak_flops
 from meshwright.spec.units import DTYPE_BYTES
@@ -76,12 +77,6 @@ def demand_of(op: str, sizes: Mapping[str, Floats], dtype: str, kernel: str, dev
     if op == "matmul":
         return _product(sizes, dtype, kernel, device)
     return _attention(sizes, dtype, kernel, device, decode=op == "attention_decode")
-
-
-def split_dtype(dtype: str) -> tuple[str, str]:
-    """(arithmetic, keys and values) of a record's dtype: ``bfloat16:kv=float8_e4m3fn``; scaling is no dtype."""
-    first, _, rest = dtype.partition(":")
-    return first, rest.removeprefix("kv=") if rest.startswith("kv=") else first
 
 
 def seen_keys(keys: Floats, window: Floats) -> Floats:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.cost.kernels.checks import SIZES
 from meshwright.cost.kernels.demand import seen_keys
 
 if TYPE_CHECKING:
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
     from meshwright.cost.kernels.law import Explained
     from meshwright.cost.prediction import Floats
 
-SIZES: dict[str, tuple[str, ...]] = {
-    "matmul": ("m", "n", "k"),
-    "attention_prefill": ("batch", "heads", "kv_heads", "head_dim", "queries", "keys", "window"),
-    "attention_decode": ("batch", "heads", "kv_heads", "head_dim", "queries", "keys", "window"),
-}
 # The first of the features: likeness to measured rows is judged by them (`cost.kernels.correction`).
 NUM_PLACED = 10
 

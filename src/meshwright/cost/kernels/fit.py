@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.cost.kernels.boosting import Settings, fit_trees
+from meshwright.cost.kernels.checks import SIZES, check_sizes, has_rate
 from meshwright.cost.kernels.correction import Scale, fit_correction
 from meshwright.cost.kernels.demand import demand_of
-from meshwright.cost.kernels.features import NUM_PLACED, SIZES
+from meshwright.cost.kernels.features import NUM_PLACED
 from meshwright.cost.kernels.law import first_prior, fit_law, shared_prior
 from meshwright.cost.kernels.model import MIN_ROWS, Group, Kernel, KernelModel, OpModel, explain, prior_of
 from meshwright.cost.kernels.tiles import dispatch_of, family_of
@@ -82,7 +83,7 @@ class Part:
 
 
 def fit_kernels(rows: Records, kinds: Mapping[str, DeviceKind], settings: Settings = DEFAULTS) -> KernelModel:
-    """The predictor from rows of ops in `features.SIZES` on devices of ``kinds``; other rows are not looked at.
+    """The predictor from rows of ops in `checks.SIZES` on devices of ``kinds``; other rows are not looked at.
 
     Raises MeasurementError if no group has MIN_ROWS rows.
     """
@@ -127,7 +128,10 @@ def _name_families(model: KernelModel, rows: Records, kinds: Mapping[str, Device
 
 
 def split_parts(rows: Records, kinds: Mapping[str, DeviceKind]) -> list[Part]:
-    """The rows by op, dtype, device and kernel family, sorted; flagged rows, other ops and devices are left out."""
+    """The rows by op, dtype, device and kernel family, sorted.
+
+    Flagged rows are left out, and those of other ops, of other devices and of dtypes that a datasheet has no rate of.
+    """
     known = _usable(rows, kinds)
     names = list(zip(rows.op, rows.dtype, rows.device, rows.kernel, strict=True))
     parts = []
@@ -137,7 +141,7 @@ def split_parts(rows: Records, kinds: Mapping[str, DeviceKind]) -> list[Part]:
         parts.append(
             Part(
                 kernel=Kernel(op=op, dtype=dtype, device=kinds[device], family=family),
-                sizes={name: some.size(name).astype(np.float64) for name in SIZES[op]},
+                sizes=check_sizes(op, {name: some.size(name) for name in SIZES[op]}),
                 seconds=some.seconds,
                 keys=some.shapes,
             )
@@ -150,7 +154,9 @@ def _hashes(rows: Records, kinds: Mapping[str, DeviceKind]) -> NDArray[np.uint64
 
 
 def _usable(rows: Records, kinds: Mapping[str, DeviceKind]) -> NDArray[np.bool_]:
-    known = np.isin(rows.op, list(SIZES)) & np.isin(rows.device, list(kinds))
+    asked = list(zip(rows.device, rows.dtype, strict=True))
+    rated = {pair for pair in set(asked) if pair[0] in kinds and has_rate(kinds[pair[0]], pair[1])}
+    known = np.isin(rows.op, list(SIZES)) & np.array([pair in rated for pair in asked], np.bool_)
     usable: NDArray[np.bool_] = known & (rows.flags == "")
     return usable
 

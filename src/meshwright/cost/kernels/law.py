@@ -99,7 +99,7 @@ def law_seconds(demand: Demand, factors: Floats) -> Explained:
     """What the law says for logarithms of the factors."""
     value = dict(zip((name for name, *_ in FACTORS), np.exp(np.clip(factors, -40.0, 40.0)).tolist(), strict=True))
     cycle = REFERENCE_CLOCK_HZ / demand.clock_hz
-    cache = value["cache_bytes_per_s"] * demand.units / cycle
+    cache_s = cycle / (value["cache_bytes_per_s"] * demand.units)
     way, compute = _fastest(
         demand.ways,
         (
@@ -110,11 +110,11 @@ def law_seconds(demand: Demand, factors: Floats) -> Explained:
             value["wave_s"] * cycle,
             value["area_s"] * cycle,
             value["split_s"] * cycle,
-            1 / cache,
+            cache_s,
         ),
     )
     held = 1 / (1 + (demand.cached / value["cache_share"]) ** value["cache_slope"])
-    memory = demand.memory * ((1 - held) / value["memory"] + held * demand.bandwidth / cache)
+    memory = demand.memory * ((1 - held) / value["memory"] + held * demand.bandwidth * cache_s)
     sharpness = value["sharpness"]
     kernel = value["launch_s"] * cycle + (compute**sharpness + memory**sharpness) ** (1 / sharpness)
     beside = np.where(demand.extra > 0, _EXTRA_LAUNCH_S * cycle + demand.extra / value["memory"], 0.0)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.kernels.demand import demand_of, split_dtype
-from meshwright.cost.kernels.features import SIZES, features_of
+from meshwright.cost.kernels.checks import check_device, check_sizes, split_dtype
+from meshwright.cost.kernels.demand import demand_of
+from meshwright.cost.kernels.features import features_of
 from meshwright.cost.kernels.law import law_seconds, shared_prior
 from meshwright.cost.kernels.tiles import dispatch_of, family_of
 from meshwright.cost.prediction import Interval, Predictions
@@ -103,14 +104,16 @@ class KernelModel:
         self._by_key.update((group.key, group) for group in self.groups)
 
     def predict(self, kernel: Kernel, sizes: Mapping[str, ArrayLike]) -> Predictions:
-        """Seconds of n queries; ``sizes`` are columns of shape (n,) by the names in `features.SIZES` (window may be 0).
+        """Seconds of n queries; ``sizes`` are columns of shape (n,) by the names in `checks.SIZES` (window may be 0).
 
-        A matmul may have a ``count`` of equal products. Raises MeasurementError for sizes that are not positive, for an
-        op that the model does not know, and for a device whose datasheet does not state multiprocessors, cache, clock.
+        A matmul may have a ``count`` of equal products. Raises MeasurementError for sizes that cannot be, for an op
+        that the model does not know, and for a device whose datasheet states no multiprocessors, cache or clock, or no
+        rate of the dtype (`checks`).
         """
-        columns = _check(kernel, sizes)
         if kernel.op not in self.ops:
             raise MeasurementError(f"No predictor of {kernel.op!r}; there are those of {', '.join(sorted(self.ops))}.")
+        check_device(kernel.device, kernel.dtype)
+        columns = check_sizes(kernel.op, sizes)
         family = kernel.family or self.usual_family(kernel)
         group = self._by_key.get((kernel.op, kernel.dtype, kernel.device.name, family_of(family)))
         shared = self.ops[kernel.op]
@@ -119,7 +122,7 @@ class KernelModel:
         else:
             prior, near = prior_of(self.groups, kernel, family)
             factors, interval = prior.mean, shared.near if near else shared.far
-        starts = range(0, len(columns[SIZES[kernel.op][0]]), _CHUNK)
+        starts = range(0, len(next(iter(columns.values()))), _CHUNK)
         chunks = ({name: column[start : start + _CHUNK] for name, column in columns.items()} for start in starts)
 
         def price(sizes: Mapping[str, Floats]) -> Floats:
@@ -130,8 +133,12 @@ class KernelModel:
         else:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 parts = list(pool.map(price, chunks))
-        logs = np.concatenate([np.zeros(0), *parts])
-        seconds = np.exp(logs)
+        seconds = np.concatenate([np.zeros(0), *parts])
+        if not (np.isfinite(seconds) & (seconds > 0)).all():
+            raise MeasurementError(
+                f"Seconds of {kernel.op!r} on {kernel.device.name!r} are beyond what a number holds. Correct the "
+                "rates, cache and clock of the device kind."
+            )
         low, high = interval.around(seconds)
         basis: Basis = "transferred" if group is None else "regressed"
         return Predictions(seconds=seconds, low_s=low, high_s=high, basis=(basis,) * len(seconds))
@@ -151,18 +158,16 @@ class KernelModel:
     def _chunk(
         self, kernel: Kernel, sizes: Mapping[str, Floats], family: str, factors: Floats, group: Group | None
     ) -> Floats:
-        demand = demand_of(kernel.op, sizes, kernel.dtype, family, kernel.device)
-        law, columns = explain(kernel, sizes, demand, factors, family, self.families)
         shared = self.ops[kernel.op]
-        total = law + shared.trees.evaluate(columns)
-        if group is not None and group.correction is not None:
-            total += group.correction.evaluate(shared.scale.place(columns))
-        return total
-
-
-def is_tiled(device: DeviceKind) -> bool:
-    """Whether a datasheet says what kernels are predicted by: multiprocessors, cache and clock."""
-    return bool(device.num_multiprocessors and device.cache_bytes and device.clock_hz)
+        # Datasheets that nobody could write lead beyond what numbers hold; `predict` refuses them by the result.
+        with np.errstate(all="ignore"):
+            demand = demand_of(kernel.op, sizes, kernel.dtype, family, kernel.device)
+            law, columns = explain(kernel, sizes, demand, factors, family, self.families)
+            total = law + shared.trees.evaluate(columns)
+            if group is not None and group.correction is not None:
+                total += group.correction.evaluate(shared.scale.place(columns))
+            seconds: Floats = np.exp(total)
+        return seconds
 
 
 def prior_of(groups: Iterable[Group], kernel: Kernel, family: str) -> tuple[Prior, bool]:
@@ -202,24 +207,3 @@ def _kin(kernel: Kernel, family: str | None) -> Iterable[Callable[[Group], bool]
     yield lambda g: g.op == kernel.op and split_dtype(g.dtype)[0] == arithmetic
     yield lambda g: g.op == kernel.op and split_dtype(g.dtype)[0] == "bfloat16"
     yield lambda g: g.op == kernel.op
-
-
-def _check(kernel: Kernel, sizes: Mapping[str, ArrayLike]) -> dict[str, Floats]:
-    if not is_tiled(kernel.device):
-        raise MeasurementError(
-            f"The datasheet of {kernel.device.name!r} states no multiprocessors, cache or clock; kernels on it are not "
-            "predicted. State num_multiprocessors, cache_bytes and clock_hz of the device kind."
-        )
-    names = SIZES.get(kernel.op, ())
-    if missing := [name for name in names if name not in sizes]:
-        raise MeasurementError(f"{kernel.op}: no sizes {', '.join(missing)}; expected {', '.join(names)}.")
-    wanted = {name: sizes[name] for name in (*names, *(("count",) if "count" in sizes else ()))}
-    columns = {name: np.atleast_1d(np.asarray(column, np.float64)) for name, column in wanted.items()}
-    for name, column in columns.items():
-        wrong = ~(np.isfinite(column) & (column >= (0 if name == "window" else 1)))
-        if wrong.any():
-            place = int(np.flatnonzero(wrong)[0])
-            raise MeasurementError(
-                f"{kernel.op}: {name} is {column[place]} in query {place}; expected a positive number."
-            )
-    return columns

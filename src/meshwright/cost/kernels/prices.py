@@ -8,7 +8,8 @@ What was measured are products of activations and weights, one at a time, and ca
 `regressed` if it rests on nothing else. The same library at work on other layouts, on many products at once or without
 a mask is as unsure as the same code on another device; convolutions, priced as the products that they are as implicit
 GEMMs, and attention's backward as other code there (`OpModel.near`, `OpModel.far`). Attention without a causal mask
-takes the forward's time by its FLOPs. All else keeps the price that it has.
+takes the forward's time by its FLOPs. All else keeps the price that it has: also what no device can hold, and all in a
+dtype of which the datasheet states no rate (`checks`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from meshwright.cost.kernels.checks import has_rate, wrong_sizes
 from meshwright.cost.kernels.demand import mean_keys
 from meshwright.cost.kernels.model import Kernel
 from meshwright.cost.ops.work import ATTENTION_BACKWARD, read_work
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from meshwright.cost.kernels.model import KernelModel
-    from meshwright.cost.prediction import Basis, Interval, Predictions
+    from meshwright.cost.prediction import Basis, Floats, Interval, Predictions
     from meshwright.spec import DeviceKind, Graph, Op
 
 _ATTENTION_DIMS = 4
@@ -65,6 +67,8 @@ def price_kernels(
 
     ``keys``: those of the ops in the measurement table at ``dtype``; ``unsure``: the interval of what stays a roofline.
     """
+    if not has_rate(kind, dtype):
+        return list(prices)
     found = list(prices)
     calls = [
         call
@@ -72,18 +76,24 @@ def price_kernels(
         if price.basis == "roofline"
         for call in _calls(place, price, graph, op, key, batch_size)
     ]
+    # An op of which one kernel cannot be is left alone.
+    odd = {call.place for call in calls if any(wrong.any() for wrong in wrong_sizes(_columns([call])).values())}
     by_op: dict[str, list[_Call]] = defaultdict(list)
     for call in calls:
-        by_op[call.op].append(call)
+        if call.op in model.ops and call.place not in odd:
+            by_op[call.op].append(call)
     parts: dict[int, list[tuple[_Call, Predictions, int]]] = defaultdict(list)
     for name, asked in by_op.items():
-        columns = {size: np.array([call.sizes[size] for call in asked], np.float64) for size in asked[0].sizes}
-        predicted = model.predict(Kernel(op=name, dtype=dtype, device=kind), columns)
+        predicted = model.predict(Kernel(op=name, dtype=dtype, device=kind), _columns(asked))
         for row, call in enumerate(asked):
             parts[call.place].append((call, predicted, row))
     for place, rows in parts.items():
         found[place] = _gather(prices[place], rows, model, unsure)
     return found
+
+
+def _columns(asked: Sequence[_Call]) -> dict[str, Floats]:
+    return {size: np.array([call.sizes[size] for call in asked], np.float64) for size in asked[0].sizes}
 
 
 def _calls(place: int, price: OpPrice, graph: Graph, op: Op, key: str, batch_size: int) -> list[_Call]:

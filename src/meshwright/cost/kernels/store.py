@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.kernels.boosting import Trees
+from meshwright.cost.kernels.checks import SIZES
 from meshwright.cost.kernels.correction import Correction, Scale
-from meshwright.cost.kernels.features import SIZES, num_features
+from meshwright.cost.kernels.features import num_features
 from meshwright.cost.kernels.law import FACTORS
 from meshwright.cost.kernels.model import Group, KernelModel, OpModel
 from meshwright.cost.prediction import Interval
