@@ -6,6 +6,8 @@ of its send (or the end of the receive before it in its stream, if later) to its
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,14 +44,7 @@ def simulate_with_memory(program: Program, prices: Prices, num_steps: int) -> tu
         )
     check_prices(program, prices)
     unrolled = unroll(program, prices, num_steps)
-    start_ps, end_ps = _run(program, unrolled, unrolled.network)
-    network = unrolled.network
-    for _ in range(HOST_ROUNDS if prices.host_ps.any() else 0):
-        charged = charge_host_time(program, unrolled, prices.host_ps, start_ps, end_ps)
-        if np.array_equal(charged.duration_ps, network.duration_ps):
-            break
-        network = charged
-        start_ps, end_ps = _run(program, unrolled, network)
+    _, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps)
     memory = follow_memory(
         rank_of_streams(program),
         unrolled.network.stream_offsets,
@@ -60,19 +55,11 @@ def simulate_with_memory(program: Program, prices: Prices, num_steps: int) -> tu
         prices.free_bytes,
         prices.resident_bytes,
     )
-    rows = [section for _, section in program.sections()]
-    source = unrolled.source
     timeline = Timeline(
         origin="predicted",
         num_ranks=program.num_ranks,
         tracks=program.streams,
-        track=unrolled.stream,
-        step=unrolled.step,
-        opcode=np.concatenate([section.opcode for section in rows])[source],
-        stage=np.concatenate([section.stage for section in rows])[source],
-        microbatch=np.concatenate([section.microbatch for section in rows])[source],
-        peer=np.concatenate([section.peer for section in rows])[source],
-        num_bytes=np.concatenate([section.num_bytes for section in rows])[source],
+        **instruction_columns(program, unrolled),
         start_ps=start_ps,
         end_ps=end_ps,
         memory_rank=memory.rank,
@@ -81,6 +68,29 @@ def simulate_with_memory(program: Program, prices: Prices, num_steps: int) -> tu
         peak_memory_bytes=tuple(memory.peak_parts_bytes.sum(axis=1).tolist()),
     )
     return timeline, memory
+
+
+def instruction_columns(program: Program, unrolled: Unrolled) -> dict[str, NDArray[Any]]:
+    """What each instruction of the unrolled program is: the columns of a Timeline but for its times."""
+    rows = [section for _, section in program.sections()]
+    names = ("opcode", "stage", "microbatch", "peer", "num_bytes")
+    facts = {name: np.concatenate([getattr(section, name) for section in rows])[unrolled.source] for name in names}
+    return {"track": unrolled.stream, "step": unrolled.step, **facts}
+
+
+def run_unrolled(
+    program: Program, unrolled: Unrolled, host_ps: NDArray[np.int64]
+) -> tuple[Network, NDArray[np.int64], NDArray[np.int64]]:
+    """Run until nothing changes: the network with processor time charged, and start and end of each span in ps."""
+    network = unrolled.network
+    start_ps, end_ps = _run(program, unrolled, network)
+    for _ in range(HOST_ROUNDS if host_ps.any() else 0):
+        charged = charge_host_time(program, unrolled, host_ps, start_ps, end_ps)
+        if np.array_equal(charged.duration_ps, network.duration_ps):
+            break
+        network = charged
+        start_ps, end_ps = _run(program, unrolled, network)
+    return network, start_ps, end_ps
 
 
 def _run(program: Program, unrolled: Unrolled, network: Network) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
