@@ -30,7 +30,7 @@ def simulate_plan(
     prices = price_program(program, plan, graph, cost)
     timeline, memory = simulate_with_memory(program, prices, num_steps)
     steady = timeline if num_steps >= STEADY_STEPS else simulate_with_memory(program, prices, STEADY_STEPS)[0]
-    window = step_window(steady)
+    window = step_window(steady.step, steady.end_ps)
     step_time_s = to_seconds(window[1] - window[0])
     ranks = rank_seconds(steady, window)
     mfu, hfu = _utilisation(plan, graph, cluster, step_time_s)

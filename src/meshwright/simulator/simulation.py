@@ -82,11 +82,10 @@ class Simulation:
 _COLUMNS = tuple(field.name for field in fields(RankSeconds))
 
 
-def step_window(timeline: Timeline) -> tuple[int, int]:
-    """Start and end of the last step in ps: from the end of the step before it (0 if there is none)."""
-    last = int(timeline.step.max(initial=0))
-    before = timeline.end_ps[timeline.step < last]
-    return int(before.max(initial=0)), int(timeline.end_ps.max(initial=0))
+def step_window(step: NDArray[np.int32], end_ps: NDArray[np.int64]) -> tuple[int, int]:
+    """Start and end of the last step in ps, of the step and end of every span: from the end of the one before it."""
+    before = end_ps[step < step.max(initial=0)]
+    return int(before.max(initial=0)), int(end_ps.max(initial=0))
 
 
 def rank_seconds(timeline: Timeline, window: tuple[int, int]) -> tuple[RankSeconds, ...]:
