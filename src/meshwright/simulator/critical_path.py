@@ -1,0 +1,210 @@
+"""Which chain of instructions makes a step as long as it is? Exact, in picoseconds, from the times of a simulation.
+
+Every instruction i starts at the moment s(i) at which the last thing that it needs happens: the one before it in its
+stream ends, an awaited instruction ends, a mark is raised inside one, the last member of its collective arrives, or the
+transfer that holds its links ends. What happens at s(i) is *tight* for i. The chain is walked back from the instruction
+that ends last, each time to a tight one, until it reaches the beginning of the window:
+
+    length = Σ (until(k) - max(s(k), begin)) = end - begin,     until(k) = s(k + 1)
+
+so its segments leave no gap and add up to the window. A mark cuts the instruction that raises it: what it does
+afterwards is not on the path.
+
+Where several are tight, the order is total: the one before in the stream, then what is awaited, then the holder of a
+link; among equals the lowest instruction id. A collective stands on the path as the lowest of its members with a
+tight one. The search takes time linear in the number of instructions. Source: the critical path method (Kelley and
+Walker 1959), here on a schedule that is known, so that one walk suffices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+from meshwright.simulator.engine import Network
+from meshwright.spec import ProgramError
+
+Ids = NDArray[np.int64]
+Times = NDArray[np.int64]
+Column = NDArray[np.int32]
+
+
+class Bound(IntEnum):
+    """What a segment of the path waited for before it began."""
+
+    BEGIN = 0
+    STREAM = 1
+    WAIT = 2
+    MARK = 3
+    LINK = 4
+
+
+# The compiled loops read plain numbers.
+BY_STREAM, BY_WAIT, BY_MARK, BY_LINK = (int(b) for b in (Bound.STREAM, Bound.WAIT, Bound.MARK, Bound.LINK))
+
+
+class _Index(NamedTuple):
+    """In CSR form: the members of each collective, ascending, and the streams that use each shared link."""
+
+    member_offsets: Ids
+    members: Ids
+    link_offsets: Ids
+    link_streams: Ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CriticalPath:
+    """Segments in order of time: instruction ids, from when to when (ps), and the `Bound` of each; all of shape (k,).
+
+    Each segment starts where the one before it ends.
+    """
+
+    instruction: Ids
+    start_ps: Times
+    end_ps: Times
+    bound: NDArray[np.int8]
+
+
+def find_critical_path(network: Network, start_ps: Times, end_ps: Times, window: tuple[int, int]) -> CriticalPath:
+    """The critical path between two moments (ps), the second of which is the end of an instruction.
+
+    ``start_ps`` and ``end_ps`` (n,) are the spans that the network's instructions took. Raises ProgramError if they
+    are not those of this network: something starts when nothing that it needs has happened.
+    """
+    begin, stop = window
+    last = np.flatnonzero(end_ps == stop)[:1]
+    if stop <= begin or not len(last):
+        return _path(np.zeros((4, 0), np.int64))
+    segments = np.empty((4, len(end_ps)), np.int64)
+    count = _walk(network, _index(network), start_ps, end_ps, begin, int(last[0]), segments)
+    path = _path(segments[:, :count][:, ::-1].copy())
+    if int(path.start_ps[0]) > begin:
+        raise ProgramError(
+            f"Instruction {int(path.instruction[0])} starts at {int(path.start_ps[0])} ps, but nothing that it needs "
+            "happens then. Give the network and the times of one simulation."
+        )
+    return path
+
+
+def _path(segments: Ids) -> CriticalPath:
+    instruction, start_ps, end_ps, bound = segments
+    return CriticalPath(instruction=instruction, start_ps=start_ps, end_ps=end_ps, bound=bound.astype(np.int8))
+
+
+def _index(network: Network) -> _Index:
+    joined = np.flatnonzero(network.collective >= 0)
+    sizes = network.collective_size
+    link_offsets, link_streams = _streams_of_links(network, int(network.route_links.max(initial=-1)) + 1)
+    return _Index(
+        member_offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        members=joined[np.argsort(network.collective[joined], kind="stable")],
+        link_offsets=link_offsets,
+        link_streams=link_streams,
+    )
+
+
+@compiled
+def _streams_of_links(network: Network, num_links: int) -> tuple[Ids, Ids]:
+    """The streams that use each link on routes for which others may wait, in CSR form."""
+    offsets, place = np.zeros(num_links + 1, np.int64), np.zeros(num_links, np.int64)
+    streams = np.empty(0, np.int64)
+    for counted in (False, True):
+        seen = np.full(num_links, -1, np.int64)
+        for stream in range(len(network.stream_offsets) - 1):
+            for i in range(network.stream_offsets[stream], network.stream_offsets[stream + 1]):
+                r = network.route[i]
+                if r < 0 or not network.route_shared[r]:
+                    continue
+                for q in range(network.route_offsets[r], network.route_offsets[r + 1]):
+                    link = network.route_links[q]
+                    if seen[link] < stream:
+                        seen[link] = stream
+                        if counted:
+                            streams[offsets[link] + place[link]] = stream
+                        place[link] += 1
+        if not counted:
+            offsets[1:] = np.cumsum(place)
+            streams, place = np.empty(offsets[-1], np.int64), np.zeros(num_links, np.int64)
+    return offsets, streams
+
+
+@compiled
+def _walk(network: Network, index: _Index, start_ps: Times, end_ps: Times, begin: int, last: int, segments: Ids) -> int:
+    """Write the segments, the last one first; return their number."""
+    i, until, count = last, int(end_ps[last]), 0
+    while True:
+        start, at, before, bound = int(start_ps[i]), i, -1, 0
+        if start > begin:
+            at, before, bound = _tight_member(network, index, start, end_ps, i)
+            if before < 0:
+                before, bound = _holder(network, index, start, end_ps, i), BY_LINK
+        segments[0, count], segments[1, count], segments[2, count] = at, max(start, begin), until
+        segments[3, count] = bound
+        count += 1
+        if before < 0:
+            return count
+        i, until = before, start
+
+
+@compiled
+def _tight_member(network: Network, index: _Index, start: int, end_ps: Times, i: int) -> tuple[int, int, int]:
+    """``i``, or the lowest member of its collective with a tight instruction; that instruction, -1 for none; why."""
+    c = network.collective[i]
+    if c < 0:
+        before, bound = _tight(network, start, end_ps, i)
+        return i, before, bound
+    for place in range(index.member_offsets[c], index.member_offsets[c + 1]):
+        before, bound = _tight(network, start, end_ps, index.members[place])
+        if before >= 0:
+            return int(index.members[place]), before, bound
+    return i, -1, 0
+
+
+@compiled
+def _tight(network: Network, start: int, end_ps: Times, i: int) -> tuple[int, int]:
+    """What happens at ``start`` and lets ``i`` go on: the one before it, or what it waits for; -1 for none."""
+    stream = np.searchsorted(network.stream_offsets, i, side="right") - 1
+    if i > network.stream_offsets[stream] and end_ps[i - 1] == start:
+        return i - 1, BY_STREAM
+    found, bound = -1, BY_WAIT
+    for w in range(network.wait_offsets[i], network.wait_offsets[i + 1]):
+        awaited, shift = int(network.waits[w]), network.wait_shift_ps[w]
+        if end_ps[awaited] + shift == start and (found < 0 or awaited < found):
+            found, bound = awaited, BY_MARK if shift < 0 else BY_WAIT
+    return found, bound
+
+
+@compiled
+def _holder(network: Network, index: _Index, start: int, end_ps: Times, i: int) -> int:
+    """The lowest instruction that holds a link of ``i`` until ``start``; -1 for none."""
+    found, r = -1, network.route[i]
+    if r < 0:
+        return found
+    for q in range(network.route_offsets[r], network.route_offsets[r + 1]):
+        link = network.route_links[q]
+        for place in range(index.link_offsets[link], index.link_offsets[link + 1]):
+            stream = index.link_streams[place]
+            stop = network.stream_offsets[stream + 1]
+            first = network.stream_offsets[stream]
+            k = int(first + np.searchsorted(end_ps[first:stop], start))
+            while k < stop and end_ps[k] == start and (found < 0 or k < found):
+                if _uses(network, k, link):
+                    found = k
+                k += 1
+    return found
+
+
+@compiled
+def _uses(network: Network, i: int, link: int) -> bool:
+    """Whether an instruction holds a link."""
+    r = network.route[i]
+    if r >= 0:
+        for q in range(network.route_offsets[r], network.route_offsets[r + 1]):
+            if network.route_links[q] == link:
+                return True
+    return False
