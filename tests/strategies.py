@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from meshwright.spec import (
     DTYPE_BYTES,
+    MAX_SECONDS,
+    MIN_SECONDS,
     Cluster,
     DeviceGroup,
     DeviceKind,
@@ -40,6 +42,7 @@ from meshwright.spec.program import STREAM_NAMES
 names = st.text(st.characters(exclude_categories=("Cs",)), max_size=6)
 positive = st.floats(min_value=1e-12, max_value=1e18)
 not_negative = st.just(0.0) | positive
+times = st.floats(MIN_SECONDS, MAX_SECONDS)
 counts = st.integers(1, 4)
 sizes = st.integers(1, 2**40)
 
@@ -307,11 +310,11 @@ measurements = st.builds(
         st.builds(
             OpMeasurement,
             key=names,
-            forward_s=not_negative,
-            backward_s=not_negative,
+            forward_s=st.just(0.0) | times,
+            backward_s=st.just(0.0) | times,
             num_samples=counts,
             spread=not_negative,
-            accumulate_s=not_negative,
+            accumulate_s=st.just(0.0) | times,
         )
     ),
     optimizers=few(
@@ -321,7 +324,7 @@ measurements = st.builds(
             dtype=names,
             num_elements=sizes,
             num_tensors=counts,
-            seconds=positive,
+            seconds=times,
         )
     ),
     transfers=few(
@@ -330,12 +333,12 @@ measurements = st.builds(
             kind=st.sampled_from(("send", "all_reduce")),
             num_ranks=st.integers(2, 8),
             num_bytes=sizes,
-            seconds=positive,
+            seconds=times,
             spread=not_negative,
-            host_s=not_negative,
+            host_s=st.just(0.0) | times,
         )
     ),
-    overhead_s=not_negative,
+    overhead_s=st.just(0.0) | times,
 )
 
 # Every type of document, by name.

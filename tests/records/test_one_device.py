@@ -11,6 +11,7 @@ from meshwright.records import concat_records, make_records
 from meshwright.records.one_device import from_measurements, to_measurements
 from meshwright.records.parquet import read_records, write_records
 from meshwright.spec import (
+    MIN_SECONDS,
     MeasurementError,
     Measurements,
     OpMeasurement,
@@ -19,7 +20,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.measurements import TransferKind
 
-times = st.floats(0, 100, allow_subnormal=False)
+times = st.just(0.0) | st.floats(MIN_SECONDS, 100)
 keys = st.sampled_from(
     [
         "aten.linear.default(4x8:float32,8x8:float32|11)",

@@ -31,6 +31,7 @@ def some_records(**changes):
         ({"seconds": [1.0, 1.0, float("inf")]}, r"seconds that are no number \(rows 2\)"),
         ({"seconds": [-1.0, 1.0, -1.0]}, r"2 of 3 rows have negative seconds \(rows 0, 2\)"),
         ({"seconds": [0.0, 1.0, 1.0]}, "zero seconds"),
+        ({"seconds": [1.0, 0.9e-12, 5e-324]}, r"seconds above 0 and below 1e-12 \(rows 1, 2\)"),
         ({"seconds": [1.0, 86_401.0, 1.0]}, r"more seconds than a day has \(86400\) \(rows 1\)"),
         ({"seconds": ["1.0", "2.0", "3.0"]}, "not float64"),
         ({"seconds": [True, True, True]}, "not float64"),

@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.spec import (
+    MAX_SECONDS,
+    MIN_SECONDS,
     MeasurementError,
+    Measurements,
     OpMeasurement,
     OptimizerMeasurement,
     TransferMeasurement,
@@ -105,17 +108,33 @@ def test_sizes_among_attributes_are_those_of_the_batch(value, at_3):
     assert op_key(GRAPH, op, 3) == f"aten.linear.default(3x4:float32,4x4:float32;size={at_3}|01)"
 
 
-@pytest.mark.parametrize("odd", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "odd", [-1.0, float("nan"), float("inf"), MAX_SECONDS * 1.001, 1e300, MIN_SECONDS / 1.001, 5e-324]
+)
 def test_impossible_measurements(odd):
-    for name in ("forward_s", "backward_s", "accumulate_s", "spread"):
+    for name in ("forward_s", "backward_s", "accumulate_s"):
         with pytest.raises(MeasurementError, match="no number"):
             OpMeasurement(**{"key": "k", "forward_s": 1.0, "backward_s": 1.0, "num_samples": 1, name: odd})
     with pytest.raises(MeasurementError, match="impossible"):
         OptimizerMeasurement(kind="adamw", dtype="float32", num_elements=1, num_tensors=1, seconds=odd)
+    with pytest.raises(MeasurementError, match="impossible"):
+        Measurements(device="cpu", software="", date="", overhead_s=odd)
     for changes in ({"seconds": 0.0}, {"seconds": odd}, {"host_s": odd}, {"num_bytes": -1}, {"num_ranks": 1}):
         values = {"kind": "send", "num_ranks": 2, "num_bytes": 1, "seconds": 1.0}
         with pytest.raises(MeasurementError):
             TransferMeasurement(**{**values, **changes})
+
+
+@pytest.mark.parametrize("seconds", [0.0, MIN_SECONDS, 1.0, MAX_SECONDS])
+def test_times_within_the_bounds(seconds):
+    op = OpMeasurement(key="k", forward_s=seconds, backward_s=seconds, accumulate_s=seconds, num_samples=1)
+    assert Measurements(device="cpu", software="", date="", ops=(op,), overhead_s=seconds).ops == (op,)
+
+
+@pytest.mark.parametrize("odd", [-1.0, float("nan"), float("inf")])
+def test_impossible_spreads(odd):
+    with pytest.raises(MeasurementError, match="no number"):
+        OpMeasurement(key="k", forward_s=1.0, backward_s=1.0, num_samples=1, spread=odd)
 
 
 def test_suggestions():

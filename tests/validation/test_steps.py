@@ -15,6 +15,7 @@ from meshwright.spec import MeasurementError
 from meshwright.validation.datasets import load_records, load_steps
 from meshwright.validation.scores import score_rows
 from meshwright.validation.splits import refuse_seen
+from meshwright.validation.step_cells import MEASURED, PRECISIONS, RECOMPUTES, SCHEDULES, SHARDINGS, SWITCHES
 from meshwright.validation.step_model import (
     Residuals,
     fit_steps,
@@ -23,7 +24,8 @@ from meshwright.validation.step_model import (
     predict_cases,
     predict_left_out,
 )
-from meshwright.validation.step_rows import NEEDED, read_step, read_steps, row_hash
+from meshwright.validation.step_rows import read_step, row_hash
+from meshwright.validation.step_table import LeftOut, list_reasons, read_steps
 from meshwright.validation.steps import WITHOUT_SIZE, predict_steps, score_steps
 
 
@@ -125,24 +127,40 @@ def test_interleaving_that_a_table_leaves_out_is_known(rows):
 @pytest.mark.parametrize(
     ("column", "value", "reason"),
     [
-        ("layers", "", "no number of layers"),
-        ("layers", "-3", "no number of layers"),
-        ("hidden", "nan", "no number of hidden"),
-        ("tp", "0", "no number of tp"),
-        ("seq", "1e9", "no number of seq"),
-        ("gbs_seq", "", "no number of gbs_seq"),
-        ("gbs_seq", "7", "a batch that is not"),
-        ("device", "TPU v4", "a device that is not described"),
-        ("family", "rnn", "a model of family"),
-        ("n_devices", "7", "do not multiply"),
-        ("iter_time_s", "nan", "no positive number of seconds"),
-        ("iter_time_s", "-1", "no positive number of seconds"),
+        ("layers", "", "layers: expected a positive whole number"),
+        ("layers", "-3", "layers: expected a positive whole number"),
+        ("hidden", "nan", "hidden: expected a positive whole number"),
+        ("tp", "0", "tp: expected a positive whole number"),
+        ("seq", "1e9", "seq: expected a positive whole number"),
+        ("gbs_seq", "", "gbs_seq: expected a positive whole number"),
+        ("gbs_seq", "7", "gbs_seq: expected mbs"),
+        ("device", "TPU v4", "device: expected one of A100"),
+        ("family", "rnn", "family: expected one of gpt"),
+        ("n_devices", "7", "n_devices: expected tp"),
+        ("iter_time_s", "nan", "iter_time_s: expected seconds from 1e-06 to 86400; found"),
+        ("iter_time_s", "-1", "iter_time_s: expected seconds from 1e-06 to 86400; found"),
         ("kv_heads", "7", "cannot share"),
         ("ep", "4", "does not divide the 1 devices"),
-        ("tp", "7", "do not multiply"),
-        ("layers", "99999999999", "more than 10000"),
+        ("tp", "7", "n_devices: expected tp"),
+        ("layers", "99999999999", "layers: expected at most 10000"),
         ("layers", "7", "at least one layer each"),
-        ("devices_per_node", "99999999", "more than 1024 devices"),
+        ("pp", "2000", "pp: expected at most 1024; found '2000' \\(line 3\\)"),
+        ("iter_time_s", "1e-320", "iter_time_s: expected seconds"),
+        ("iter_time_s", "1e300", "iter_time_s: expected seconds"),
+        ("status", "derived", "status: expected one of nothing, measured; found 'derived'"),
+        ("precision", "fp3", "precision: expected one of nothing, fp16"),
+        ("recompute", "maybe", "recompute: expected one of nothing, none"),
+        ("schedule", "1F1Bx", "schedule: expected one of nothing, n/a, gpipe"),
+        ("zero_or_sharding", "ZeRO-4", "zero_or_sharding: expected one of"),
+        ("seq_parallel", "yes", "seq_parallel: expected one of nothing, 0, 1"),
+        ("vocab", "many", "vocab: expected a positive whole number"),
+        ("vocab", "9" * 5000, "vocab: expected a positive whole number"),
+        ("kv_heads", "١٢", "kv_heads: expected a positive whole number"),
+        ("cluster", f"{'9' * 5000} Gb/s inter-node", "cluster: expected 1 to 999999 Gb/s"),
+        ("cluster", "0 Gb/s inter-node", "cluster: expected 1 to 999999 Gb/s"),
+        ("device", "H100-NVL", "device: expected one of A100"),
+        ("device", "A100-16GB", "device: expected a variant that is known, such as A100 of 86 GB"),
+        ("devices_per_node", "99999999", "devices_per_node: expected at most 1024"),
     ],
 )
 def test_rows_that_say_too_little_are_named(rows, column, value, reason):
@@ -151,15 +169,15 @@ def test_rows_that_say_too_little_are_named(rows, column, value, reason):
         predict_steps([good, {**good, column: value}])
     cases, left_out = read_steps([good, {**good, column: value}])
     assert len(cases) == 1
-    assert left_out.total() == 1
+    assert [reason.lines for reason in left_out] == [(3,)]
 
 
 def test_tables_without_rows_or_columns_are_refused(rows):
     with pytest.raises(MeasurementError, match="no rows"):
-        read_steps([])
+        predict_steps([])
     row = {key: value for key, value in rows[0].items() if key not in ("hidden", "tp")}
     with pytest.raises(MeasurementError, match="lacks the columns hidden, tp"):
-        read_steps([row])
+        predict_steps([row])
 
 
 def test_rows_without_a_time_can_be_predicted(rows):
@@ -232,14 +250,60 @@ def test_an_interval_never_looks_at_its_own_origin(rows):
     assert honest.intervals()["small"] == Interval(low=0.5, high=2.0)
 
 
-COLUMNS = (*NEEDED, "gbs_seq", "mbs", "n_microbatches", "vpp", "cp", "ep", "kv_heads", "ffn", "vocab", "precision")
-CELLS = st.one_of(st.sampled_from(["", "0", "-1", "nan", "1e9", "8", "64", "512", "A100", "moe"]), st.text(max_size=8))
+WORDS = {
+    "precision": PRECISIONS,
+    "recompute": RECOMPUTES,
+    "schedule": SCHEDULES,
+    "zero_or_sharding": SHARDINGS,
+    "seq_parallel": SWITCHES,
+    "status": MEASURED,
+}
+
+
+@given(column=st.sampled_from(sorted(WORDS)), data=st.data())
+def test_no_word_is_taken_for_another(rows, column, data):
+    """A word that is one letter off, cut off or longer is refused, unless it is a word of its own."""
+    good = named(rows, "korth-t5-22B-full")[0]
+    word = data.draw(st.sampled_from(sorted(WORDS[column])))
+    place, letter = data.draw(st.integers(0, len(word))), data.draw(st.characters(codec="utf-8"))
+    odd = data.draw(st.sampled_from([word[:place], word[place:], word[:place] + letter + word[place:], word + letter]))
+    row = {**good, column: odd}
+    known = odd.strip().lower() in WORDS[column]
+    cases, left_out = read_steps([row])
+    assert known or not cases
+    for reason in left_out:
+        # A known word may still contradict the rest of the row; then no cell is at fault.
+        assert known == (not reason.found)
+        assert reason.lines == (2,)
+    assert isinstance(row_hash(row), int)
+
+
+def test_rows_left_out_are_gathered_by_reason(rows):
+    good = named(rows, "korth-t5-22B-full")[0]
+    odd = [{**good, "layers": str(-index)} for index in range(3000)]
+    cases, (layers, heads) = read_steps([good, *odd, {**good, "kv_heads": "7"}], [*range(10, 10 + 3002)])
+    assert len(cases) == 1
+    assert (len(layers.lines), layers.lines[0], layers.found[1]) == (3000, 11, "-1")
+    assert str(layers) == (
+        "3000 left out: layers: expected a positive whole number of at most 12 digits; found '0' (line 11), '-1' "
+        "(line 12), '-2' (line 13), '-3' (line 14), ..."
+    )
+    assert str(heads).endswith("where each head has its own.; line 3011")
+    many = [LeftOut(reason=f"reason {index}", lines=(index,) * (1 + (index == 15))) for index in range(20)]
+    shown = list_reasons(many)
+    assert shown[0].startswith("2 left out: reason 15")
+    assert shown[12:] == ["8 left out for other reasons"]
+
+
+COLUMNS = tuple(load_steps()[0])
+ODD = ("", "0", "-1", "nan", "1e9", "1e-320", "9" * 12, "9" * 5000, "8", "64", "512", "A100", "cpu", "V100", "moe")
+CELLS = st.one_of(st.sampled_from([*ODD, "Interleaved", "1 Gb/s inter-node", "0 Gb/s inter-node"]), st.text(max_size=8))
 
 
 @given(changes=st.dictionaries(st.sampled_from(COLUMNS), CELLS, min_size=1, max_size=4))
 def test_damaged_rows_are_left_out_or_predicted(changes):
     row = {**named(load_steps(), "korth-t5-22B-full")[0], **changes}
     cases, left_out = read_steps([row])
-    assert len(cases) + left_out.total() == 1
+    assert len(cases) + sum(len(reason.lines) for reason in left_out) == 1
     if cases:
         assert 0 < predict_cases(cases, load_step_model()).seconds[0] < float("inf")

@@ -11,11 +11,13 @@ import pytest
 
 from meshwright.cli.main import invoke
 from meshwright.cost.prediction import Predictions
+from meshwright.records import text_files
 from meshwright.spec import DocumentError, MeasurementError, NullSink
 from meshwright.validation import Score, load_records, load_steps, load_table, read_table, score_rows
 from meshwright.validation import sets as sets_module
 from meshwright.validation.page import number_notes, score_cells, scores_page
 from meshwright.validation.sets import DATASETS, DataSet, find_datasets
+from meshwright.validation.step_table import MAX_ROWS
 from meshwright.validation.validate import score_datasets, score_step_table, tabulate_scores
 
 
@@ -149,7 +151,18 @@ def test_sets_are_named_without_what_scores_them(run_fresh):
     loaded = run_fresh(
         "from meshwright.cli.main import invoke; import sys; invoke(['validate', '--list']); print(*sys.modules)"
     ).split()
-    assert not {"sklearn", "numba"} & set(loaded)
+    assert not {"sklearn", "numba", "pyarrow", "torch"} & set(loaded)
+
+
+def test_missing_packages_are_named_with_the_extra_that_has_them_all(run_fresh, tmp_path):
+    (tmp_path / "mine.csv").write_text("id\n1\n")
+    script = (
+        "import sys; sys.stderr = sys.stdout; sys.modules['pyarrow'] = None; from meshwright.cli.main import invoke; "
+        f"print(invoke(['validate', 'collectives']), invoke(['validate', '--steps', {str(tmp_path / 'mine.csv')!r}]))"
+    )
+    done = run_fresh(script)
+    assert "needs pyarrow, which is not installed. Run: pip install 'meshwright[validate]'" in " ".join(done.split())
+    assert "lacks the columns source" in done  # a table of steps is read without it
 
 
 def test_every_set_has_its_functions():
@@ -185,16 +198,16 @@ def test_own_steps_are_scored_and_seen_rows_are_not(run, tmp_path):
     rows = load_steps()
     korthikanti = [row for row in rows if row["id"].startswith("korth-t5")]
     seen = [row for row in rows if row["id"].startswith("sc21-t1")][:2]
-    untimed = [{**korthikanti[0], "iter_time_s": ""}]
+    untimed = [{**korthikanti[0], "id": "", "iter_time_s": ""}]
     write_steps(tmp_path / "mine.csv", [*korthikanti, *seen, *untimed])
     code, out, err = run("--steps", "mine.csv", "--json")
     assert code == 0, err
     document = json.loads(out)
     (score,) = document["sets"]["mine.csv"]
     assert score["rows"] == len(korthikanti) == 8
-    assert document["left_out"] == {
-        "rows that the model was fitted on": 2,
-        "no measured seconds (iter_time_s)": 1,
+    assert {reason["reason"]: reason["lines"] for reason in document["left_out"]} == {
+        "rows that the model was fitted on": [10, 11],
+        "no measured seconds (iter_time_s)": [12],
     }
     code, out, err = run("--steps", "mine.csv")
     assert "2 left out: rows that the model was fitted on" in err
@@ -203,16 +216,60 @@ def test_own_steps_are_scored_and_seen_rows_are_not(run, tmp_path):
 
 def test_tables_of_nothing_but_seen_rows_are_refused():
     seen = [row for row in load_steps() if row["id"].startswith("sc21-t1")]
-    with pytest.raises(MeasurementError, match=rf"rows that the model was fitted on \({len(seen)}\)"):
+    with pytest.raises(MeasurementError, match=f"{len(seen)} left out: rows that the model was fitted on; line 2"):
         score_step_table(seen)
-    with pytest.raises(MeasurementError, match="there is none"):
+    with pytest.raises(MeasurementError, match="no rows"):
         score_step_table([])
+    rows = [load_steps()[0]] * (MAX_ROWS + 1)
+    with pytest.raises(MeasurementError, match="at most 100000"):
+        score_step_table(rows)
 
 
-@pytest.mark.parametrize("content", ["", "a,a\n1,2\n", "a,b\n1\n", "\xff"])
-def test_odd_tables_are_refused(tmp_path, content):
+def test_own_steps_that_cannot_be_are_named_by_line_and_cell(run, tmp_path):
+    good = next(row for row in load_steps() if row["id"].startswith("korth-t5"))
+    odd = [{"precision": "fp3"}, {"recompute": "maybe"}, {"status": "derived"}, {"iter_time_s": "1e-320"}]
+    rows = [good, *({**good, "id": str(place), **change} for place, change in enumerate(odd)), good]
+    write_steps(tmp_path / "mine.csv", rows)
+    code, out, err = run("--steps", "mine.csv")
+    assert code == 0
+    for line, change in enumerate(odd, start=3):
+        ((column, value),) = change.items()
+        said = next(text for text in err.splitlines() if f"left out: {column}: expected " in text)
+        assert said.startswith("mine.csv: 1 left out")
+        assert said.endswith(f"found {value!r} (line {line})")
+    assert "mine.csv: 1 left out: an id that a row above has; expected every id once, or none; line 7" in err
+    code, out, err = run("--steps", "mine.csv", "--json")
+    assert code == 0, err
+    assert sorted(reason["lines"] for reason in json.loads(out)["left_out"]) == [[3], [4], [5], [6], [7]]
+    write_steps(tmp_path / "mine.csv", rows[1:-1])
+    code, out, err = run("--steps", "mine.csv", "--json")
+    assert (code, out) == (1, "")
+    assert "mine.csv: No row of the table can be scored" in err
+    assert "found 'fp3' (line 2)" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "line 1 names no columns"),
+        ("a,a\n1,2\n", "line 1 names a column twice"),
+        ("a,b\n1,2\n\n'\n", "line 4 has 1 cells; expected 2"),
+        ('a,b\n"1\n\n",2\n1\n', "line 5 has 1 cells; expected 2"),
+        ("\xff", "can't decode"),
+    ],
+)
+def test_odd_tables_are_refused(tmp_path, content, told):
     (tmp_path / "x.csv").write_bytes(content.encode("latin1"))
-    with pytest.raises(DocumentError, match=r"x\.csv: not a table in CSV"):
+    with pytest.raises(DocumentError, match=rf"x\.csv: not a table in CSV \(.*{told}"):
+        read_table(tmp_path / "x.csv")
+
+
+def test_tables_of_more_cells_than_memory_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "x.csv").write_text("a,b\n" + "1,2\n" * 5)
+    monkeypatch.setattr(text_files, "_MAX_CELLS", 5 * (2 + 4))
+    assert len(read_table(tmp_path / "x.csv")) == 5
+    monkeypatch.setattr(text_files, "_MAX_CELLS", 5 * (2 + 4) - 1)
+    with pytest.raises(DocumentError, match="from line 6 on; split the table"):
         read_table(tmp_path / "x.csv")
 
 

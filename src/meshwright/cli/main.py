@@ -83,6 +83,8 @@ def invoke(arguments: list[str]) -> int:
         if module not in EXTRAS:
             raise
         name, extra = EXTRAS[module]
+        # Scoring needs all of its extra, of which this is the first that is missed.
+        extra = "validate" if arguments[:1] == ["validate"] else extra
         report_error(f"This verb needs {name}, which is not installed. Run: pip install 'meshwright[{extra}]'.")
         return 1
     except BrokenPipeError:

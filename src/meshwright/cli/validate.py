@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,16 +75,17 @@ def _score_sets(datasets: Sequence[DataSet], out: Path | None, *, quick: bool, a
 
 
 def _score_own_steps(path: Path, as_json: bool) -> None:
-    from meshwright.validation import read_table
-    from meshwright.validation.validate import score_step_table, tabulate_scores
+    from meshwright.validation.step_table import list_reasons
+    from meshwright.validation.validate import score_step_file, tabulate_scores
 
-    scores, left_out = score_step_table(read_table(path))
+    scores, left_out = score_step_file(path)
     if as_json:
-        print_json({"sets": {str(path): tabulate_scores(scores)}, "left_out": dict(left_out)})
+        reasons = [asdict(reason) for reason in left_out]
+        print_json({"sets": {str(path): tabulate_scores(scores)}, "left_out": reasons})
         return
     _print_scores(f"{path}: by source", scores)
-    for reason, count in left_out.items():
-        note(f"{path}: {count} left out: {reason}")
+    for reason in list_reasons(left_out):
+        note(f"{path}: {reason}")
 
 
 def _list_datasets(datasets: Sequence[DataSet], as_json: bool) -> None:

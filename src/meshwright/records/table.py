@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from meshwright.spec import MeasurementError
+from meshwright.spec import MAX_SECONDS, MIN_SECONDS, MeasurementError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,8 +51,6 @@ MAX_TEXT = 100_000
 _OF_KERNELS = ("elements", "tensors", "m", "n", "k", "batch", "heads", "kv_heads", "head_dim", "queries", "keys")
 _COUNTED = frozenset((*_OF_KERNELS, "bytes", "ranks", "groups", "nodes", "devices_per_node"))
 _NAMED = re.compile(r"[a-z][a-z0-9_]*=\d{1,18}(?:;[a-z][a-z0-9_]*=\d{1,18})*")
-# The longest step of a public table takes minutes; more than a day is another unit.
-MAX_SECONDS = 86_400.0
 _DEFAULTS: dict[str, Any] = {"spread": 0.0, "num_samples": 0, **dict.fromkeys(TEXTS, "")}
 
 
@@ -199,6 +197,7 @@ def find_faults(columns: Mapping[str, NDArray[Any]]) -> dict[str, Mask]:
         "seconds that are no number": ~np.isfinite(seconds),
         "negative seconds": np.isfinite(seconds) & (seconds < 0),
         f"more seconds than a day has ({MAX_SECONDS:.0f})": np.isfinite(seconds) & (seconds > MAX_SECONDS),
+        f"seconds above 0 and below {MIN_SECONDS:g}": (seconds > 0) & (seconds < MIN_SECONDS),
         "zero seconds without the flag 'noop'": (seconds == 0) & ~noop,
         "a spread that is negative or no number": ~(np.isfinite(spread) & (spread >= 0)),
         "a negative number of samples": columns["num_samples"] < 0,

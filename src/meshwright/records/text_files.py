@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 Row = dict[str, str]
 
+# A cell takes some 60 bytes as a Python string, a row as much as four cells: about a gigabyte at most.
+_MAX_CELLS, _CELLS_PER_ROW = 15_000_000, 4
+
 
 def read_unpacked(path: Path) -> bytes:
     """The content of a file that may be compressed. Raises DocumentError above the limit of documents."""
@@ -37,10 +40,27 @@ def read_unpacked(path: Path) -> bytes:
 
 def parse_csv(content: bytes, path: Path) -> list[Row]:
     """The rows of a table by the names in its first line. Raises DocumentError for rows of other lengths."""
+    return [row for _, row in number_rows(content, path)]
+
+
+def number_rows(content: bytes, path: Path) -> list[tuple[int, Row]]:
+    """As `parse_csv`, each row with the line on which it starts; the first line is 1."""
+    rows: list[tuple[int, Row]] = []
     try:
-        names, *rows = csv.reader(io.StringIO(content.decode("utf-8-sig")), strict=True)
-        if len(set(names)) < len(names):
-            raise ValueError("a column occurs twice")
-        return [dict(zip(names, row, strict=True)) for row in rows if row]
+        reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
+        names = next(reader, [])
+        if not names or len(set(names)) < len(names):
+            raise ValueError("line 1 names a column twice" if names else "line 1 names no columns")
+        room, line = _MAX_CELLS, reader.line_num + 1
+        for cells in reader:
+            if cells and len(cells) != len(names):
+                raise ValueError(f"line {line} has {len(cells)} cells; expected {len(names)}, as line 1 has")
+            room -= len(cells) + _CELLS_PER_ROW
+            if room < 0:
+                raise ValueError(f"more cells than tables are limited to, from line {line} on; split the table")
+            if cells:
+                rows.append((line, dict(zip(names, cells, strict=True))))
+            line = reader.line_num + 1
     except (csv.Error, ValueError) as error:
         raise DocumentError(f"{path}: not a table in CSV ({error}). Check which file was meant.") from None
+    return rows

@@ -31,6 +31,8 @@ from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.files import write_text
 from meshwright.spec.graph import Extent, Graph, Layer, Op, Tensor
 from meshwright.spec.measurements import (
+    MAX_SECONDS,
+    MIN_SECONDS,
     Measurements,
     OpMeasurement,
     OptimizerMeasurement,
@@ -72,6 +74,8 @@ from meshwright.spec.workload import Optimizer, Workload
 __all__ = [
     "DTYPE_BYTES",
     "FLOAT_DTYPES",
+    "MAX_SECONDS",
+    "MIN_SECONDS",
     "RNG_STATE_BYTES",
     "AllReduce",
     "Backward",

@@ -18,12 +18,21 @@ from meshwright.spec.graph import Extent
 if TYPE_CHECKING:
     from meshwright.spec.graph import Graph, Op
 
+# What a measured time can be, unless it is nothing: from the simulator's tick (a picosecond, a thousandth of a GPU's
+# cycle) to a day (the longest step of a public table takes minutes). What is outside is in another unit, and sums and
+# ratios of such figures leave the range of numbers.
+MIN_SECONDS, MAX_SECONDS = 1e-12, 86_400.0
+
 # ``OptimizerMeasurement.kind`` of copying gradients into an exchange bucket; the other kinds are `Optimizer.name`.
 BUCKET_COPY = "bucket_copy"
 
 # An attribute that is a size or a list of sizes, affine in the batch size, as `Extent` writes them.
 _SIZES = re.compile(r"\[?-?[\db+*-]+(?:, -?[\db+*-]+)*\]?")
 _SIZE = re.compile(r"[^\[\], ]+")
+
+_EXPECTED = (
+    f"a figure that is negative or no number, or seconds that are neither 0 nor from {MIN_SECONDS:g} to {MAX_SECONDS:g}"
+)
 
 TransferKind = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
@@ -44,8 +53,8 @@ class OpMeasurement:
     accumulate_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not _sound(self.forward_s, self.backward_s, self.accumulate_s, self.spread):
-            raise MeasurementError(f"Op {self.key!r} has a time that is negative or no number; measure again.")
+        if not (_are_times(self.forward_s, self.backward_s, self.accumulate_s) and _sound(self.spread)):
+            raise MeasurementError(f"Op {self.key!r} has {_EXPECTED}; measure again.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +68,8 @@ class OptimizerMeasurement:
     seconds: float
 
     def __post_init__(self) -> None:
-        if not _sound(self.seconds, self.num_elements, self.num_tensors):
-            raise MeasurementError(f"Optimizer step {self!r} is impossible; measure again.")
+        if not (_are_times(self.seconds) and _sound(self.num_elements, self.num_tensors)):
+            raise MeasurementError(f"Optimizer step {self!r} is impossible: {_EXPECTED}; measure again.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +88,11 @@ class TransferMeasurement:
     host_s: float = 0.0
 
     def __post_init__(self) -> None:
-        sound = _sound(self.seconds, self.num_bytes, self.spread, self.host_s)
+        sound = _are_times(self.seconds, self.host_s) and _sound(self.num_bytes, self.spread)
         if not sound or self.seconds == 0 or self.num_ranks < 2:
-            raise MeasurementError(f"Transfer {self!r} is impossible; measure again.")
+            raise MeasurementError(
+                f"Transfer {self!r} is impossible: fewer than two ranks, no seconds, or {_EXPECTED}; measure again."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +113,16 @@ class Measurements:
     overhead_s: float = 0.0
 
     SCHEMA_VERSION: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if not _are_times(self.overhead_s):
+            raise MeasurementError(
+                f"A host's overhead of {self.overhead_s} s is impossible: {_EXPECTED}; measure again."
+            )
+
+
+def _are_times(*seconds: float) -> bool:
+    return all(figure == 0 or MIN_SECONDS <= figure <= MAX_SECONDS for figure in seconds)
 
 
 def _sound(*figures: float) -> bool:

@@ -29,9 +29,9 @@ from sklearn.linear_model import LinearRegression
 from meshwright.cost.collectives import fit_collectives, load_topology
 from meshwright.cost.collectives.algorithms import count_steps, port_share
 from meshwright.cost.collectives.fitting import collective_rows, groups_of
-from meshwright.cost.prediction import Predictions, join_predictions
-from meshwright.spec import MeasurementError
+from meshwright.cost.prediction import join_predictions
 from meshwright.validation.collective_errors import score_datasheet
+from meshwright.validation.collective_rows import predict_rows
 from meshwright.validation.datasets import load_records
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.series import OPS, score_series
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.cost.collectives import CollectiveModel, CollectiveOp, Group, Topology
-    from meshwright.cost.prediction import Basis, Floats
+    from meshwright.cost.prediction import Floats, Predictions
     from meshwright.records import Records
 
     Terms = Callable[[CollectiveOp, Group], tuple[list[float], list[float]]]
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 # The project's targets in per cent: of the cluster never profiled by op, of the NCCL tables.
 _CLUSTER_TARGETS = {"all_reduce": 12.0, "all_gather": 5.0, "reduce_scatter": 6.0, "all_to_all": 10.0}
 _GROUPS_TARGET = 10.0
-_BASIS: tuple[Basis, ...] = ("transferred",)
 # What is shown beside a target where the form of the predictor was chosen with a view of these rows.
 _NOTE = "form chosen with these rows in view: trees where no ring closes, geometric mean of the groups beside"
 _LARGE_BYTES, _MEDIUM_BYTES = 64 * 2**20, 2**20
@@ -117,11 +116,11 @@ def _score_groups(name: str, rows: Records, fitted: tuple[int, ...]) -> list[Sco
             known_rows, asked = collective_rows(training.where(op=op)), left_out.where(op=op)
             large = known_rows.select(known_rows.size("bytes") >= _MEDIUM_BYTES)
             chosen, end = asked.select(asked.size("bytes") >= _MEDIUM_BYTES), asked.select(_at_ends(asked))
-            ends.append((end.seconds, _predict(model, end), _fit_terms(known_rows, end, _line_terms)))
+            ends.append((end.seconds, predict_rows(model, end), _fit_terms(known_rows, end, _line_terms)))
             if not len(chosen):
                 continue
             seconds.append(chosen.seconds)
-            found.append(_predict(model, chosen))
+            found.append(predict_rows(model, chosen))
             lines.append(_fit_terms(large, chosen, _line_terms))
             labels += [f"{table[0]} {op}"] * len(chosen)
     measured, ours, line = np.concatenate(seconds), join_predictions(found), np.concatenate(lines)
@@ -140,7 +139,7 @@ def _score_groups(name: str, rows: Records, fitted: tuple[int, ...]) -> list[Sco
     places = np.array(labels)
     for label in sorted(set(labels)):
         at = places == label
-        scores.append(score_rows("nccl", f"{name}, {label}", "ours", measured[at], _select(ours, at)))
+        scores.append(score_rows("nccl", f"{name}, {label}", "ours", measured[at], ours.select(at)))
         scores.append(score_rows("nccl", f"{name}, {label}", "alpha-beta line", measured[at], line[at]))
     return scores
 
@@ -166,23 +165,8 @@ def _seen(model: CollectiveModel) -> NDArray[np.uint64]:
     return np.array([int(text, 16) for text in model.row_hashes], np.uint64)
 
 
-def _predict(model: CollectiveModel, rows: Records) -> Predictions:
-    """Predictions of rows of one op, in their order."""
-    sizes, places = rows.size("bytes").astype(np.float64), groups_of(rows)
-    seconds, low, high = (np.empty(len(rows)) for _ in range(3))
-    for group in set(places):
-        mine = np.array([place == group for place in places])
-        found = model.predict(rows.op[0], group, sizes[mine])
-        if found is None:
-            raise MeasurementError(
-                f"No measured group is like {group} for {rows.op[0]}; measure one that crosses nodes."
-            )
-        seconds[mine], low[mine], high[mine] = found.seconds, found.low_s, found.high_s
-    return Predictions(seconds=seconds, low_s=low, high_s=high, basis=_BASIS * len(rows))
-
-
 def _score(part: str, dataset: str, model: CollectiveModel, rows: Records, target: float | None) -> Score:
-    return score_rows(dataset, part, "ours", rows.seconds, _predict(model, rows), target=target)
+    return score_rows(dataset, part, "ours", rows.seconds, predict_rows(model, rows), target=target)
 
 
 def _line_terms(op: CollectiveOp, group: Group) -> tuple[list[float], list[float]]:
@@ -216,8 +200,3 @@ def _fit_terms(known: Records, asked: Records, terms: Terms) -> Floats:
     fit = LinearRegression(fit_intercept=False, positive=True).fit(matrix / scale, np.ones(len(known)))
     line: Floats = design(asked) @ (fit.coef_ / scale)
     return line
-
-
-def _select(found: Predictions, rows: NDArray[np.bool_]) -> Predictions:
-    basis = tuple(name for name, kept in zip(found.basis, rows, strict=True) if kept)
-    return Predictions(seconds=found.seconds[rows], low_s=found.low_s[rows], high_s=found.high_s[rows], basis=basis)

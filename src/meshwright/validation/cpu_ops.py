@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.ops import PASSES, OpRegressor, Pass, fit_op_regressor, read_work, relatives
+from meshwright.cost.ops import PASSES, OpRegressor, Pass, fit_op_regressor
 from meshwright.cost.ops.explain import bound_amounts
 from meshwright.cost.prediction import Floats, Predictions, join_predictions
 from meshwright.cost.prices import add_intervals
+from meshwright.cost.work import read_work, relatives
 from meshwright.records import Records, to_measurements
 from meshwright.spec import OpMeasurement, load_cluster
 from meshwright.validation.datasets import load_records
@@ -135,7 +136,7 @@ class _Timed:
 
 def _timed(part: Pass, rows: Sequence[OpMeasurement], regressor: OpRegressor) -> _Timed:
     kept = [(row, work) for row in rows if (work := read_work(row.key)) and getattr(row, f"{part}_s") > _RESOLUTION_S]
-    kept = [(row, work) for row, work in kept if getattr(work, part).num_kernels]
+    kept = [(row, work) for row, work in kept if getattr(work, part).num_calls]
     amounts = [getattr(work, part) for _, work in kept]
     bounds = bound_amounts(amounts, regressor.kind, _DTYPE)
     return _Timed(

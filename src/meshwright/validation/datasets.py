@@ -10,8 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.records.parquet import read_records
-from meshwright.records.text_files import parse_csv, read_unpacked
+from meshwright.records.text_files import number_rows, parse_csv, read_unpacked
 from meshwright.spec import DocumentError, suggest
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ StepRow = dict[str, str]
 
 def load_records(name: str) -> Records:
     """A shipped measurement table: ``v100``, ``kernels``, ``nccl``, ... Raises DocumentError for another name."""
+    from meshwright.records.parquet import read_records  # noqa: PLC0415  (pyarrow: steps and lists need none)
+
     with resources.as_file(_find(f"{name}.parquet")) as path:
         return read_records(path)
 
@@ -44,6 +45,12 @@ def read_table(path: Path | str) -> list[StepRow]:
     """The rows of a CSV file, which may be compressed. Raises DocumentError for a file that is none."""
     path = Path(path)
     return parse_csv(read_unpacked(path), path)
+
+
+def read_lines(path: Path | str) -> list[tuple[int, StepRow]]:
+    """As `read_table`, each row with the line on which it starts."""
+    path = Path(path)
+    return number_rows(read_unpacked(path), path)
 
 
 def _find(*names: str) -> Traversable:

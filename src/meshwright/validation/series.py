@@ -1,4 +1,4 @@
-"""How far interpolation is from public measurements: collectives and matrix products on V100, sizes left out in folds.
+"""How far what is said between measured sizes is from public measurements: collectives and products on V100, in folds.
 
 Five folds (``splits/v100_collectives.json``, ``splits/v100_matmul.json``) of keys: a layout at a number of bytes, in
 every op, dtype and mesh at once, so that no repetition gives an answer away. No-op and plateau points are neither
@@ -9,37 +9,60 @@ Beside it on the same folds: straight lines between the measured sizes, the last
 again would have said, which no arm is given: the mean of the other repetitions of a layout at a size (in other dtypes,
 on other meshes).
 
-Nothing of the kriging is chosen on scored rows: the parameters of each fold are those that serve keys left out of its
-training rows best (`meshwright.cost.collectives.kriging`).
+Collectives are said by the `CollectiveModel` that users get, fitted on the training rows of the fold and asked with
+place, bytes, dtype and number of groups at once; products by its interpolation alone. Nothing of it is chosen on scored
+rows: the parameters of each fold are those that serve keys left out of its training rows best
+(`meshwright.cost.collectives.kriging`). The same model asked without dtype and groups is an arm beside it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.collectives.fitting import collective_rows, groups_of
+from meshwright.cost.collectives import fit_collectives
+from meshwright.cost.collectives.fitting import collective_rows
 from meshwright.cost.collectives.kriging import Points, interpolate
-from meshwright.cost.prediction import Predictions, fit_interval
+from meshwright.cost.collectives.smoothing import number_labels
+from meshwright.cost.prediction import Predictions, fit_interval, join_predictions
+from meshwright.validation.collective_rows import predict_rows
 from meshwright.validation.datasets import load_records
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.splits import read_folds, refuse_seen
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from meshwright.cost.prediction import Basis, Floats
     from meshwright.records import Records
 
+    Indices = NDArray[np.int64]
+
 DATASET = "v100"
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # Ours is to be at least 10 % below straight lines between the same points (the project's target).
 _SHARE_OF_LINES = 0.9
 _BASIS: tuple[Basis, ...] = ("interpolated",)
+OURS, UNTOLD = "ours", "ours, told only place and bytes"
+LINES, ONE_LINE = "piecewise linear", "pipeDejavu's line"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Table:
+    """Rows of one op with their folds: each a size of a series; rows of one ``repeated`` number measure the same.
+
+    All columns have the shape (rows,). ``size`` is what a straight line goes over: bytes, or operations of a product.
+    """
+
+    rows: Records
+    size: Floats
+    series: Indices
+    repeated: Indices
+    folds: Indices
 
 
 def score_series(ops: Sequence[str] = (*OPS, "matmul"), folds: Sequence[int] = range(5)) -> tuple[Score, ...]:
@@ -47,7 +70,7 @@ def score_series(ops: Sequence[str] = (*OPS, "matmul"), folds: Sequence[int] = r
     rows = load_records(DATASET)
     scores: list[Score] = []
     for op in ops:
-        found = _score_op(op, *(_matmul_points(rows) if op == "matmul" else _collective_points(rows, op)), folds)
+        found = _score_op(op, _products(rows) if op == "matmul" else _collectives(rows, op), folds)
         scores += [replace(score, note=count_flagged(rows.where(op=op))) for score in found]
     return tuple(scores)
 
@@ -72,82 +95,87 @@ def fold_keys(rows: Records) -> list[str]:
     return keys
 
 
-def _collective_points(table: Records, op: str) -> tuple[Records, Points, NDArray[np.int64]]:
-    """Rows of one op, as points, and their folds."""
-    usable = collective_rows(table)
+def _collectives(measured: Records, op: str) -> Table:
+    """Rows of a collective."""
+    usable = collective_rows(measured)
     keys = fold_keys(usable)
     folds = read_folds("v100_collectives", keys)
     mine = np.flatnonzero(usable.op == op)
     rows, keys = usable.select(mine), [keys[index] for index in mine]
-    groups = groups_of(rows)
-    layouts = [key.rsplit(";", 1)[0] for key in keys]
     meshes = zip(
-        layouts, rows.dtype, *(rows.size(name).tolist() for name in ("nodes", "devices_per_node")), strict=True
+        (key.rsplit(";", 1)[0] for key in keys),
+        rows.dtype,
+        *(rows.size(name).tolist() for name in ("nodes", "devices_per_node")),
+        strict=True,
     )
-    points = Points(
+    return Table(
+        rows=rows,
         size=rows.size("bytes").astype(np.float64),
-        series=_number(list(meshes)),
-        layout=_number(layouts),
-        ranks=np.array([group.num_ranks for group in groups], np.float64),
-        nodes=np.array([group.num_nodes for group in groups], np.float64),
-        key=_number(keys),
+        series=number_labels(list(meshes)),
+        repeated=number_labels(keys),
+        folds=folds[mine],
     )
-    return rows, points, folds[mine]
 
 
-def _matmul_points(table: Records) -> tuple[Records, Points, NDArray[np.int64]]:
-    """Square products, as points over their operations (2·n³), and their folds."""
-    products = table.where(op="matmul")
+def _products(measured: Records) -> Table:
+    """Square products, over their operations (2·n³)."""
+    products = measured.where(op="matmul")
     products = products.select(~products.has_flag("noop"))
     keys = [f"n={size}" for size in products.size("n")]
     kept = np.flatnonzero(~products.has_flag("plateau"))
-    folds, rows = read_folds("v100_matmul", keys)[kept], products.select(kept)
-    dtypes = _number(list(rows.dtype))
-    points = Points(
+    rows = products.select(kept)
+    return Table(
+        rows=rows,
         size=2.0 * rows.size("n").astype(np.float64) ** 3,
-        series=dtypes,
-        layout=dtypes,
-        ranks=np.ones(len(rows)),
-        nodes=np.ones(len(rows)),
-        key=_number([keys[index] for index in kept]),
+        series=number_labels(list(rows.dtype)),
+        repeated=number_labels([keys[index] for index in kept]),
+        folds=read_folds("v100_matmul", keys)[kept],
     )
-    return rows, points, folds
 
 
-def _score_op(op: str, rows: Records, points: Points, folds: NDArray[np.int64], chosen: Sequence[int]) -> list[Score]:
-    hashes = rows.row_hashes()
-    arms = {
-        name: np.full(len(rows), np.nan) for name in ("ours", "low", "high", "piecewise linear", "pipeDejavu's line")
-    }
-    inner = np.zeros(len(rows), bool)
+def _say(op: str, table: Table, fitted: Indices, scored: Indices) -> dict[str, Predictions]:
+    """What we say of the scored rows, having seen the fitted ones: with all that a row tells, and with less."""
+    if op != "matmul":
+        model, asked = fit_collectives(table.rows.select(fitted)), table.rows.select(scored)
+        return {OURS: predict_rows(model, asked), UNTOLD: predict_rows(model, asked, placed_only=True)}
+    ones = np.ones(len(table.size))
+    points = Points(
+        size=table.size, series=table.series, layout=table.series, ranks=ones, nodes=ones, key=table.repeated
+    )
+    found = interpolate(points.select(fitted), table.rows.seconds[fitted], points.select(scored))
+    judged = np.isfinite(found.left_out)
+    low_s, high_s = fit_interval(table.rows.seconds[fitted][judged], found.left_out[judged]).around(found.seconds)
+    return {OURS: Predictions(seconds=found.seconds, low_s=low_s, high_s=high_s, basis=_BASIS * len(scored))}
+
+
+def _score_op(op: str, table: Table, chosen: Sequence[int]) -> list[Score]:
+    """Our score and the baselines' on the same rows, inner sizes and end sizes."""
+    hashes, seconds = table.rows.row_hashes(), table.rows.seconds
+    asked: list[Indices] = []
+    said: list[dict[str, Predictions]] = []
+    lines: dict[str, list[float]] = {LINES: [], ONE_LINE: []}
+    inner: list[bool] = []
     for fold in chosen:
-        for across in (False, True):
-            class_of = (points.nodes > 1) == across
-            fitted, scored = np.flatnonzero(class_of & (folds != fold)), np.flatnonzero(class_of & (folds == fold))
-            if not len(scored):
-                continue
-            refuse_seen(DATASET, hashes[fitted], hashes[scored])
-            known, asked = points.select(fitted), points.select(scored)
-            found = interpolate(known, rows.seconds[fitted], asked)
-            judged = np.isfinite(found.left_out)
-            interval = fit_interval(rows.seconds[fitted][judged], found.left_out[judged])
-            arms["ours"][scored] = found.seconds
-            arms["low"][scored], arms["high"][scored] = interval.around(found.seconds)
-            for index in range(len(scored)):
-                mine = known.series == asked.series[index]
-                sizes, seconds = known.size[mine], rows.seconds[fitted][mine]
-                size = asked.size[index]
-                inner[scored[index]] = sizes.min() < size < sizes.max()
-                arms["piecewise linear"][scored[index]] = _straight(size, sizes, seconds)
-                arms["pipeDejavu's line"][scored[index]] = np.polyval(np.polyfit(sizes, seconds, 1), size)
-    done = np.isfinite(arms["ours"])
-    floor = _other_repetitions(_number(list(zip(points.layout, points.key, strict=True))), rows.seconds)
-    again = done & inner & np.isfinite(floor)
-    scores = _compare(op, rows.seconds, arms, done & inner, "inner sizes")
-    if again.any():
-        part = f"{op}, inner sizes"
-        scores.append(score_rows(DATASET, part, "the other repetitions", rows.seconds[again], floor[again]))
-    return scores + _compare(op, rows.seconds, arms, done & ~inner, "end sizes")
+        fitted, scored = np.flatnonzero(table.folds != fold), np.flatnonzero(table.folds == fold)
+        refuse_seen(DATASET, hashes[fitted], hashes[scored])
+        asked.append(scored)
+        said.append(_say(op, table, fitted, scored))
+        for row in scored.tolist():
+            own, size = fitted[table.series[fitted] == table.series[row]], float(table.size[row])
+            inner.append(bool(table.size[own].min() < size < table.size[own].max()))
+            lines[LINES].append(_straight(size, table.size[own], seconds[own]))
+            lines[ONE_LINE].append(float(np.polyval(np.polyfit(table.size[own], seconds[own], 1), size)))
+    rows, is_inner = np.concatenate(asked), np.array(inner)
+    ours = {name: join_predictions([part[name] for part in said]) for name in said[0]}
+    # A line may fall below zero; it then says that nothing takes a nanosecond.
+    baselines = {name: np.maximum(values, 1e-9) for name, values in lines.items()}
+    scores = _compare(f"{op}, inner sizes", seconds[rows], ours, baselines, is_inner)
+    again = _other_repetitions(table.repeated, seconds)[rows]
+    repeated = is_inner & np.isfinite(again)
+    if repeated.any():
+        part, arm = f"{op}, inner sizes", "the other repetitions"
+        scores.append(score_rows(DATASET, part, arm, seconds[rows][repeated], again[repeated]))
+    return scores + _compare(f"{op}, end sizes", seconds[rows], ours, baselines, ~is_inner)
 
 
 def _straight(size: float, sizes: Floats, seconds: Floats) -> float:
@@ -168,25 +196,14 @@ def _other_repetitions(key: NDArray[np.int64], seconds: Floats) -> Floats:
     return np.where(counts > 1, others / np.maximum(counts - 1, 1), np.nan)
 
 
-def _compare(op: str, seconds: Floats, arms: dict[str, Floats], rows: NDArray[np.bool_], what: str) -> list[Score]:
-    """Our score and the baselines' on the same rows; the target is a share of that of straight lines."""
+def _compare(
+    part: str, seconds: Floats, ours: dict[str, Predictions], baselines: dict[str, Floats], rows: NDArray[np.bool_]
+) -> list[Score]:
+    """Scores of some rows; the target for inner sizes is a share of what straight lines reach."""
     if not rows.any():
         return []
-    part = f"{op}, {what}"
-    # A line may fall below zero; it then says that nothing takes a nanosecond.
-    lines = {name: np.maximum(arms[name][rows], 1e-9) for name in ("piecewise linear", "pipeDejavu's line")}
-    baselines = [score_rows("v100", part, name, seconds[rows], values) for name, values in lines.items()]
-    ours = Predictions(
-        seconds=arms["ours"][rows],
-        low_s=arms["low"][rows],
-        high_s=arms["high"][rows],
-        basis=_BASIS * int(rows.sum()),
-    )
-    target = _SHARE_OF_LINES * baselines[0].mape if what == "inner sizes" else None
-    return [score_rows("v100", part, "ours", seconds[rows], ours, target=target), *baselines]
-
-
-def _number(labels: Sequence[Hashable]) -> NDArray[np.int64]:
-    """Equal numbers for equal labels, in order of appearance."""
-    known: dict[Hashable, int] = {}
-    return np.array([known.setdefault(label, len(known)) for label in labels], np.int64)
+    beside = [score_rows(DATASET, part, name, seconds[rows], values[rows]) for name, values in baselines.items()]
+    mine = [score_rows(DATASET, part, name, seconds[rows], found.select(rows)) for name, found in ours.items()]
+    if "inner" in part:
+        mine[0] = replace(mine[0], target=_SHARE_OF_LINES * beside[0].mape)
+    return [mine[0], *beside, *mine[1:]]

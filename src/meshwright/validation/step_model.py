@@ -25,7 +25,8 @@ import numpy as np
 from meshwright.cost.prediction import INTERVAL_SHARE, Basis, Interval, Predictions
 from meshwright.cost.steps import PRIOR, StepModel, StepPrices, fit_efficiencies, predict_layer, predict_step
 from meshwright.spec import load_cluster
-from meshwright.validation.step_rows import read_steps, row_hash
+from meshwright.validation.step_rows import row_hash
+from meshwright.validation.step_table import read_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

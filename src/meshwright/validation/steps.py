@@ -24,7 +24,8 @@ from meshwright.validation.datasets import load_steps, load_table
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.splits import refuse_seen
 from meshwright.validation.step_model import Residuals, is_fitted, predict_cases, predict_left_out, regime_of
-from meshwright.validation.step_rows import StepCase, read_step, read_steps, row_hash
+from meshwright.validation.step_rows import StepCase, read_step, row_hash
+from meshwright.validation.step_table import check_steps, list_reasons, read_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,13 +90,15 @@ PARTS = (
 def predict_steps(rows: Sequence[Mapping[str, str]]) -> Predictions:
     """Seconds of the step of every row, shape (rows,), with the shipped model.
 
-    Raises MeasurementError if a row does not say enough; `read_steps` tells which ones do.
+    Raises MeasurementError if a row does not say enough; `step_table.read_steps` tells which ones do.
     """
+    check_steps(rows)
     cases, left_out = read_steps(rows)
     if left_out:
-        reasons = "; ".join(f"{reason} ({count})" for reason, count in left_out.most_common())
+        count = sum(len(reason.lines) for reason in left_out)
         raise MeasurementError(
-            f"{left_out.total()} of {len(rows)} rows cannot be predicted: {reasons}. Complete them or leave them out."
+            f"{count} of {len(rows)} rows cannot be predicted: {'; '.join(list_reasons(left_out))}. Complete them or "
+            "leave them out."
         )
     return predict_cases(cases, load_step_model())
 

@@ -6,7 +6,6 @@ beside the baselines on the same rows. Here they are only listed, run one after 
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +13,23 @@ import numpy as np
 
 from meshwright.cost.steps import load_step_model
 from meshwright.spec import MeasurementError
+from meshwright.validation.datasets import read_lines
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.step_model import predict_cases
-from meshwright.validation.step_rows import read_steps, row_hash
+from meshwright.validation.step_rows import row_hash
+from meshwright.validation.step_table import LeftOut, check_steps, list_reasons, read_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from meshwright.spec import EventSink
     from meshwright.validation.datasets import StepRow
     from meshwright.validation.sets import DataSet
+
+
+_TWICE = "an id that a row above has; expected every id once, or none"
+_FITTED, _UNTIMED = "rows that the model was fitted on", "no measured seconds (iter_time_s)"
 
 
 def score_datasets(
@@ -36,29 +42,46 @@ def score_datasets(
     events.progress("score", len(datasets), len(datasets))
 
 
-def score_step_table(rows: Sequence[StepRow]) -> tuple[tuple[Score, ...], Counter[str]]:
+def score_step_file(path: Path) -> tuple[tuple[Score, ...], list[LeftOut]]:
+    """As `score_step_table`, of a CSV file, which the messages name. Raises DocumentError for a file that is none."""
+    numbered = read_lines(path)
+    try:
+        return score_step_table([row for _, row in numbered], [line for line, _ in numbered])
+    except MeasurementError as error:
+        raise MeasurementError(f"{path}: {error}") from None
+
+
+def score_step_table(rows: Sequence[StepRow], lines: Sequence[int] = ()) -> tuple[tuple[Score, ...], list[LeftOut]]:
     """Score step predictions on rows with the columns of ``training_steps.csv``, by source; and what was left out, why.
 
-    Raises MeasurementError if no row can be scored.
+    ``lines``: where the rows stand in their file, shape (rows,). Raises MeasurementError if no row can be scored.
     """
     model = load_step_model()
     seen = {int(text, 16) for text in model.fitted_rows}
-    left_out = Counter[str]()
-    unseen = [row for row in rows if row_hash(row) not in seen]
-    left_out["rows that the model was fitted on"] = len(rows) - len(unseen)
-    timed = [row for row in unseen if row.get("iter_time_s")]
-    left_out["no measured seconds (iter_time_s)"] = len(unseen) - len(timed)
-    cases, odd = read_steps(timed) if timed else ([], Counter[str]())
-    left_out += odd
+    check_steps(rows)
+    apart: dict[str, list[int]] = {_TWICE: [], _FITTED: [], _UNTIMED: []}
+    asked: dict[int, StepRow] = {}
+    known: set[str] = set()
+    for line, row in zip(lines or range(2, len(rows) + 2), rows, strict=True):
+        if row["id"] in known:
+            apart[_TWICE].append(line)
+        elif row_hash(row) in seen:
+            apart[_FITTED].append(line)
+        elif not row.get("iter_time_s"):
+            apart[_UNTIMED].append(line)
+        else:
+            asked[line] = row
+        known |= {row["id"]} - {""}
+    cases, odd = read_steps([*asked.values()], [*asked])
+    left_out = [*(LeftOut(reason=reason, lines=tuple(where)) for reason, where in apart.items() if where), *odd]
     if not cases:
-        reasons = "; ".join(f"{reason} ({count})" for reason, count in (+left_out).items()) or "there is none"
-        raise MeasurementError(f"No row of the table can be scored: {reasons}.")
+        raise MeasurementError(f"No row of the table can be scored: {'; '.join(list_reasons(left_out))}.")
     scores = []
     for source, group in groupby(sorted(cases, key=lambda case: case.source), key=lambda case: case.source):
         mine = list(group)
         measured = np.array([case.measured_s for case in mine], np.float64)
         scores.append(score_rows("steps", source, "op list and pipeline", measured, predict_cases(mine, model)))
-    return tuple(scores), +left_out
+    return tuple(scores), left_out
 
 
 def tabulate_scores(scores: Sequence[Score]) -> list[dict[str, Any]]:

@@ -1,0 +1,128 @@
+"""What a cell of a table of steps says: whole numbers and known words, and nothing that is merely like them.
+
+A word that is not known is an error: a guess would score the prediction of another run. The words are those of the
+public rows (``data/training_steps.csv``) and of the settings that these stand for. Case and outer blanks do not matter.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from meshwright.spec import MeasurementError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from meshwright.cost.transformer import Recompute, Schedule, ZeroStage
+
+    Row = Mapping[str, str]
+
+Meaning = TypeVar("Meaning")
+Precision = Literal["fp16", "bf16", "fp8"]
+
+PRECISIONS: dict[str, Precision] = {
+    "": "fp16",
+    "fp16": "fp16",
+    "fp16 mixed": "fp16",
+    "amp_fp16": "fp16",
+    "mixed (megatron-lm)": "fp16",
+    "bf16": "bf16",
+    "bf16 mixed": "bf16",
+    "bf16/pure": "bf16",
+    "amp_bf16": "bf16",
+    "fp8": "fp8",
+    "amp_fp8": "fp8",
+    "float8": "fp8",
+    "float8 tensorwise": "fp8",
+    "float8 rowwise": "fp8",
+}
+RECOMPUTES: dict[str, Recompute] = {
+    "": "none",
+    "none": "none",
+    "none stated": "none",
+    "selective": "selective",
+    "op": "op",
+    "selective (op)": "op",
+    "torchtitan default (selective)": "op",
+    "full": "full",
+}
+# vTrain's rows refer to its repository, whose runs shard nothing.
+SHARDINGS: dict[str, ZeroStage] = {
+    "": 0,
+    "none": 0,
+    "see repo": 0,
+    "no_shard": 0,
+    "zero-1": 1,
+    "distributed optimizer (zero-1)": 1,
+    "zero-2": 2,
+    "shard_grad_op": 2,
+    "zero-3": 3,
+    "full_shard": 3,
+    "fsdp2 (zero-3)": 3,
+}
+# Nothing: whatever the number of chunks implies.
+SCHEDULES: dict[str, Schedule | None] = {
+    "": None,
+    "n/a": None,
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved": "interleaved",
+    "interleaved 1f1b": "interleaved",
+    "interleaved 1f1b + scatter/gather (chunks not stated)": "interleaved",
+    "interleaved 1f1b + scatter/gather (chunks per device not stated)": "interleaved",
+    "1f1b-i": "interleaved",
+    "zb-1p": "zb-1p",
+    "zb-2p": "zb-2p",
+}
+SWITCHES = {"": False, "0": False, "1": True}
+MEASURED = {"": True, "measured": True}
+UNSTATED = ("", "not stated")
+
+_MAX_SHOWN = 40
+
+
+class CellError(MeasurementError):
+    """A cell that cannot be what its column says: which column, what stands there, what was expected."""
+
+    def __init__(self, column: str, found: str, expected: str) -> None:
+        self.column, self.found, self.expected = column, found, expected
+        super().__init__(f"{column} is {show(found)}; expected {expected}")
+
+
+def show(text: str) -> str:
+    """A cell as a message quotes it."""
+    return repr(text) if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}..."
+
+
+def read_word(row: Row, column: str, meanings: Mapping[str, Meaning]) -> Meaning:
+    """What the word of a cell means; an absent column is an empty cell. Raises CellError for another word."""
+    text = row.get(column, "")
+    word = text.strip().lower()
+    if word not in meanings:
+        raise CellError(column, text, f"one of {', '.join(name or 'nothing' for name in meanings)}")
+    return meanings[word]
+
+
+def read_number(row: Row, column: str, otherwise: int | None = None) -> int:
+    """A positive whole number of at most twelve digits; ``otherwise`` stands for an empty cell. Raises CellError."""
+    text = row.get(column, "").strip()
+    if not text and otherwise is not None:
+        return otherwise
+    if not re.fullmatch(r"[1-9][0-9]{0,11}", text):
+        raise CellError(column, row.get(column, ""), "a positive whole number of at most 12 digits")
+    return int(text)
+
+
+def read_seconds(row: Row, column: str, *, least_s: float, most_s: float) -> float | None:
+    """Seconds between two bounds; None for an empty cell. Raises CellError."""
+    text = row.get(column, "").strip()
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not least_s <= seconds <= most_s:
+        raise CellError(column, text, f"seconds from {least_s:g} to {most_s:g}")
+    return seconds
