@@ -31,7 +31,7 @@ class Prices:
 
     ``duration_ps`` and ``host_ps`` (C,); ``allocate_bytes`` and ``free_bytes`` (C, P), taken at the start and given
     back at the end; ``route_offsets`` (N + 1,) and ``route_links`` in CSR form; ``resident_bytes`` (R, P), in use all
-    the time.
+    the time; ``link_names`` (num_links,), or none.
     """
 
     duration_ps: NDArray[np.int64]
@@ -43,6 +43,7 @@ class Prices:
     route_offsets: NDArray[np.int64]
     route_links: NDArray[np.int32]
     num_links: int
+    link_names: tuple[str, ...] = ()
     prologue: SectionPrices
     body: SectionPrices
     epilogue: SectionPrices
@@ -60,6 +61,7 @@ def check_prices(program: Program, prices: Prices) -> None:
         ("resident_bytes", (program.num_ranks, num_parts)),
     ):
         _require(getattr(prices, name).shape == shape, f"{name} has shape {getattr(prices, name).shape}, not {shape}")
+    _require(len(prices.link_names) in (0, prices.num_links), f"{len(prices.link_names)} names of links are given")
     links = prices.route_links
     _require(
         not len(links) or (links.min() >= 0 and links.max() < prices.num_links),

@@ -44,6 +44,7 @@ def price_program(program: Program, plan: Plan, graph: Graph, cost: CostModel) -
         route_offsets=route_offsets,
         route_links=route_links,
         num_links=num_links,
+        link_names=pricer.routes.names(),
         prologue=sections["prologue"],
         body=sections["body"],
         epilogue=sections["epilogue"],

@@ -9,13 +9,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec import Cluster
+
+# ("pair", source rank, target rank), or ("out" or "in", node, NIC of the node).
+_Link = tuple[str, int, int]
 
 
 class Routes:
@@ -24,7 +27,7 @@ class Routes:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._first_rank = [0, *accumulate(node.num_devices for node in cluster.nodes)]
-        self._links: dict[Hashable, int] = {}
+        self._links: dict[_Link, int] = {}
         self._routes: dict[tuple[int, ...], int] = {}
 
     def send(self, source: int, target: int) -> int:
@@ -43,7 +46,16 @@ class Routes:
         links = np.array([link for links in self._routes for link in links], np.int32)
         return offsets, links, len(self._links)
 
-    def _pair(self, source: int, target: int) -> list[Hashable]:
+    def names(self) -> tuple[str, ...]:
+        """What people call each link, in order of their numbers."""
+        return tuple(self._name(*link) for link in self._links)
+
+    def _name(self, kind: str, first: int, second: int) -> str:
+        if kind == "pair":
+            return f"link {first}→{second}"
+        return f"NIC {second} of {self._cluster.nodes[first].name}, {kind}"
+
+    def _pair(self, source: int, target: int) -> list[_Link]:
         if source == target:
             return []
         if self._cluster.node_index(source) == self._cluster.node_index(target):
@@ -55,7 +67,7 @@ class Routes:
         node = self._cluster.nodes[index]
         return index, (rank - self._first_rank[index]) * node.num_nics // node.num_devices
 
-    def _number(self, links: Sequence[Hashable]) -> int:
+    def _number(self, links: Sequence[_Link]) -> int:
         if not links:
             return -1
         numbers = tuple(dict.fromkeys(self._links.setdefault(link, len(self._links)) for link in links))
