@@ -61,12 +61,12 @@ def check_prices(program: Program, prices: Prices) -> None:
         ("resident_bytes", (program.num_ranks, num_parts)),
     ):
         _require(getattr(prices, name).shape == shape, f"{name} has shape {getattr(prices, name).shape}, not {shape}")
-    _require(len(prices.link_names) in (0, prices.num_links), f"{len(prices.link_names)} names of links are given")
     links = prices.route_links
     _require(
         not len(links) or (links.min() >= 0 and links.max() < prices.num_links),
         f"a route uses a link outside 0..{prices.num_links - 1}",
     )
+    _require(len(prices.link_names) in (0, prices.num_links), f"{len(prices.link_names)} names of links are given")
     for name, section in program.sections():
         _check_section(name, section, getattr(prices, name), prices)
 
