@@ -27,7 +27,7 @@ from meshwright.report import (
 )
 from meshwright.report.cells import collapse_rows, format_cell, format_heading, format_ranges
 from meshwright.report.fit import fit_table
-from meshwright.report.narrow import NarrowTable
+from meshwright.report.narrow import NarrowTable, _lower
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Measurements, OpMeasurement, load_cluster
 from tests.graphs import chain_graph, even_bounds, make_plan
@@ -232,3 +232,25 @@ def test_anything_that_is_legal_can_be_printed(cluster, graph, table, plan, prog
     )
     for view in views:
         assert printed(view).strip()
+
+
+SIZES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=5)
+
+
+@given(sizes=SIZES, over=st.integers(-5, 120), data=st.data())
+def test_the_widest_column_gives_way_first(sizes, over, data):
+    """All at once as one by one: from the widest, of equals from the first, none below its least."""
+    least = [min(pair) for pair in sizes]
+    widths = [max(pair) for pair in sizes]
+    among = [i for i in range(len(sizes)) if data.draw(st.booleans())]
+    one_by_one = list(widths)
+    for _ in range(max(over, 0)):
+        if spare := [i for i in among if one_by_one[i] > least[i]]:
+            one_by_one[max(spare, key=lambda i: one_by_one[i])] -= 1
+    _lower(widths, least, among, over)
+    assert widths == one_by_one
+
+
+def test_a_name_of_a_million_letters_is_laid_out_at_once():
+    table = NarrowTable(["name", "n"], [["x" * 1_000_000, "1"]], numeric=[False, True])
+    assert table._narrow([0, 1], 80) == [75, 1]

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,15 +75,13 @@ class NarrowTable:
 
     def _narrow(self, chosen: list[int], room: int) -> list[int]:
         widths = self._natural(chosen)
+        # A heading takes a second line before any cell does; then the widest column gives way.
+        first = [i for i in range(len(widths)) if self._can_give(chosen[i])]
+        then = [i for i in range(len(widths)) if i not in first]
         for cells in (True, False):
             least = self._least(chosen, cells=cells)
-            while _outer(widths, _CLOSE) > room:
-                spare = [width - bound for width, bound in zip(widths, least, strict=True)]
-                if max(spare) <= 0:
-                    break
-                # A heading takes a second line before any cell does; then the widest column gives way.
-                widest = max(range(len(widths)), key=lambda i: (spare[i] > 0, self._can_give(chosen[i]), widths[i]))
-                widths[widest] -= 1
+            for among in (first, then):
+                _lower(widths, least, among, _outer(widths, _CLOSE) - room)
         return widths
 
     def _can_give(self, column: int) -> bool:
@@ -122,6 +121,25 @@ class NarrowTable:
             table.add_section()
             table.add_row(*(Text(self.total[i], style="bold") for i in chosen))
         return table
+
+
+def _lower(widths: list[int], least: Sequence[int], among: Sequence[int], over: int) -> None:
+    """Take ``over`` from some columns, always one from the widest (the first of equals), none below its least width."""
+
+    def taken(level: int) -> int:
+        return sum(max(0, widths[i] - max(level, least[i])) for i in among)
+
+    if over <= 0:
+        return
+    levels = range(max((widths[i] for i in among), default=0) + 1)
+    # The lowest level to which all can be brought for less than ``over``; the rest is one each from the first.
+    level = bisect_right(levels, -over, key=lambda level: -taken(level))
+    rest = over - taken(level)
+    for i in among:
+        widths[i] = min(widths[i], max(level, least[i]))
+        if rest and widths[i] == level > least[i]:
+            widths[i] -= 1
+            rest -= 1
 
 
 def _outer(widths: Sequence[int], between: int) -> int:
