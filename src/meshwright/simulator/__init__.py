@@ -2,10 +2,13 @@
 
 `simulate_plan` builds and prices a plan's program (`pricing`), then runs it: `unroll` lays the sections behind each
 other, `engine` finds when each instruction ends, `memory` follows the bytes, `simulation` sums up. `allocation` follows
-one rank's memory op by op.
+one rank's memory op by op. `explain_step` tells what bounds a step (`critical_path`) and what would help (`levers`).
 """
 
 from meshwright.simulator.allocation import RankAllocation, allocate_rank
+from meshwright.simulator.critical_path import Bound
+from meshwright.simulator.explanation import StepExplanation, explain_program, explain_step
+from meshwright.simulator.levers import Lever
 from meshwright.simulator.plan import simulate_plan
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.pricing import price_program
@@ -13,13 +16,18 @@ from meshwright.simulator.simulate import simulate_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation
 
 __all__ = [
+    "Bound",
+    "Lever",
     "PeakMemory",
     "Prices",
     "RankAllocation",
     "RankSeconds",
     "SectionPrices",
     "Simulation",
+    "StepExplanation",
     "allocate_rank",
+    "explain_program",
+    "explain_step",
     "price_program",
     "simulate_plan",
     "simulate_program",

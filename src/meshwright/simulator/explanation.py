@@ -1,0 +1,88 @@
+"""Why does a step of a plan take as long as it does, and what would help? Its critical path, and its levers.
+
+The step is a steady one, as for `simulate_plan`: from the end of the last step but one to the end of the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost import CostModel
+from meshwright.program import build_program
+from meshwright.simulator.critical_path import Bound, CriticalPath, find_critical_path
+from meshwright.simulator.levers import Lever, find_levers
+from meshwright.simulator.plan import STEADY_STEPS
+from meshwright.simulator.prices import Prices, check_prices
+from meshwright.simulator.pricing import price_program
+from meshwright.simulator.simulate import instruction_columns, run_unrolled
+from meshwright.simulator.simulation import step_window
+from meshwright.simulator.unroll import Unrolled, unroll
+from meshwright.spec import Cluster, Graph, Plan, Program, Timeline, check_plan, to_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepExplanation:
+    """What bounds a step.
+
+    ``path`` holds the spans of the critical path in order of time, cut to what is on it, from time 0 to the step time;
+    ``bounds[k]`` says what span k waited for last. ``levers`` are the classes of work on it.
+    """
+
+    step_time_s: float
+    path: Timeline
+    bounds: tuple[Bound, ...]
+    levers: tuple[Lever, ...]
+
+
+def explain_step(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel | None = None) -> StepExplanation:
+    """Explain a steady step of a plan. Arguments and errors are those of `simulate_plan`."""
+    check_plan(plan, graph, cluster)
+    cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
+    program = build_program(plan, graph)
+    prices = price_program(program, plan, graph, cost)
+    return explain_program(program, prices, [cluster.device_kind(rank).name for rank in range(plan.num_ranks)])
+
+
+def explain_program(program: Program, prices: Prices, devices: list[str]) -> StepExplanation:
+    """Explain a steady step of a priced program; ``devices`` names the kind of each rank's device."""
+    check_prices(program, prices)
+    unrolled = unroll(program, prices, STEADY_STEPS)
+    columns = instruction_columns(program, unrolled)
+    network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps)
+    # A receive's span shows the arrival of its bytes; the receive itself comes when they are there.
+    start_ps = np.where(unrolled.send_of >= 0, end_ps - network.duration_ps, start_ps)
+    begin, stop = step_window(unrolled.step, end_ps)
+    path = find_critical_path(network, start_ps, end_ps, (begin, stop))
+
+    def simulate(changed: Unrolled) -> int:
+        ends = run_unrolled(program, changed, prices.host_ps)[2]
+        first, last = step_window(changed.step, ends)
+        return last - first
+
+    of_streams = [devices[stream.rank] for stream in program.streams]
+    return StepExplanation(
+        step_time_s=to_seconds(stop - begin),
+        path=_timeline(program, path, columns, begin),
+        bounds=tuple(map(Bound, path.bound.tolist())),
+        levers=find_levers(path, unrolled, prices, columns, of_streams, simulate),
+    )
+
+
+def _timeline(program: Program, path: CriticalPath, columns: dict[str, NDArray[Any]], begin_ps: int) -> Timeline:
+    none = np.zeros(0, np.int64)
+    return Timeline(
+        origin="predicted",
+        num_ranks=program.num_ranks,
+        tracks=program.streams,
+        **{name: column[path.instruction] for name, column in columns.items()},
+        start_ps=path.start_ps - begin_ps,
+        end_ps=path.end_ps - begin_ps,
+        memory_rank=none.astype(np.int32),
+        memory_time_ps=none,
+        memory_bytes=none,
+        peak_memory_bytes=(),
+    )
