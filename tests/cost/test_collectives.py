@@ -30,7 +30,7 @@ from meshwright.cost.collectives.rings import (
     link_matrix,
     ring_bottleneck,
 )
-from meshwright.records import add_records, make_records, named_shapes
+from meshwright.records import add_records, concat_records, make_records, named_shapes
 from meshwright.spec import (
     ClusterError,
     MeasurementError,
@@ -474,3 +474,48 @@ def test_a_table_of_one_device_gives_what_it_has_and_none_gives_the_datasheet(tm
     assert cost.all_reduce_seconds((0, 1), 8) == cost.collective_seconds("all_reduce", (0, 1), 8) == 2.0
     plain = load_cost_model(cluster, None, "float32")
     assert cost.all_reduce_seconds((0, 2), 8) == plain.all_reduce_seconds((0, 2), 8)
+
+
+# --- between sizes ---
+
+
+def test_dtypes_of_a_place_are_kept_apart_and_their_mean_is_what_nobody_asks_for():
+    slow = ring_rows([(8, 1, 1, 1, 8)], alpha=8e-6, dtype="float32")
+    fast = ring_rows([(8, 1, 1, 1, 8)], alpha=4e-6, dtype="float16")
+    model, group, size = fit_collectives(concat_records([slow, fast])), Group(num_ranks=8), SIZES[5]
+    wire = 7 * size / 8 / 2e11
+    for dtype, latency_s in (("float32", 8e-6), ("bfloat16", 4e-6), ("float16", 4e-6), ("", 6e-6), ("int8", 6e-6)):
+        found = model.predict("all_gather", group, np.array([size], float), dtype=dtype)
+        assert found.seconds[0] == pytest.approx(7 * latency_s + wire, rel=1e-9), dtype
+
+
+def test_groups_at_once_on_other_nodes_are_told_apart_where_both_were_measured():
+    alone = ring_rows([(4, 1, 1, 1, 4)], alpha=4e-6)
+    beside = ring_rows([(4, 2, 1, 2, 4)], alpha=8e-6)
+    model, size = fit_collectives(concat_records([alone, beside])), np.array([float(SIZES[0])])
+    times = [
+        model.predict("all_gather", Group(num_ranks=4), size, num_groups=count).seconds[0] - 3 * size[0] / 4 / 2e11
+        for count in (1, 2, 0)
+    ]
+    assert times == pytest.approx([3 * 4e-6, 3 * 8e-6, 3 * 6e-6])
+
+
+def test_seconds_may_fall_between_sizes_but_not_beyond_them():
+    """As NCCL does where it changes the protocol; on the last sizes the table itself falls."""
+    sizes = 4.0 ** np.arange(3, 12)
+    seconds = np.array([10, 10, 10, 14, 12, 13, 16, 15, 14]) * 1e-6
+    shapes = [named_shapes(bytes=int(s), ranks=2, groups=1, stride=1, nodes=1, devices_per_node=2) for s in sizes]
+    model = fit_collectives(make_records(op="all_gather", shapes=shapes, device="box", seconds=seconds))
+    group = Group(num_ranks=2)
+    assert model.predict("all_gather", group, sizes).seconds == pytest.approx(seconds)
+    beyond = model.predict("all_gather", group, sizes[-1] * 2.0 ** np.arange(12)).seconds
+    assert (np.diff(beyond) >= 0).all()
+    before = model.predict("all_gather", group, sizes[0] / 2.0 ** np.arange(12)).seconds
+    assert (np.diff(before) <= 0).all()
+
+
+def test_sizes_closer_than_an_eighth_of_an_octave_count_as_one():
+    shapes = [named_shapes(bytes=s, ranks=2, groups=1, stride=1, nodes=1, devices_per_node=2) for s in (1000, 1002)]
+    (series,) = fit_collectives(make_records(op="send", shapes=shapes, device="box", seconds=[1e-6, 3e-6])).series
+    assert series.measured == (1000.0, 1002.0)
+    assert series.at(np.array([1001.0]))[0] == pytest.approx(2e-6)

@@ -35,6 +35,11 @@ class Predictions:
     high_s: Floats
     basis: tuple[Basis, ...]
 
+    def select(self, rows: NDArray[np.bool_]) -> Predictions:
+        """The queries where a mask of shape (n,) is true."""
+        basis = tuple(name for name, kept in zip(self.basis, rows, strict=True) if kept)
+        return Predictions(seconds=self.seconds[rows], low_s=self.low_s[rows], high_s=self.high_s[rows], basis=basis)
+
 
 def join_predictions(parts: Sequence[Predictions]) -> Predictions:
     """All queries of all parts (at least one), in order."""

@@ -1,14 +1,16 @@
 """Seconds of a collective from those that were measured on a cluster: of this group, or of groups placed otherwise.
 
     measured      the very size of the very group
-    interpolated  the group, at sizes below and above
+    interpolated  the group, at other sizes: on straight lines through the measured points and a kriging of all series
+                  on a grid between and beyond them, drawn once (`smoothing`)
     transferred   t = t₀(lo)^(1-u)·t₀(hi)^u + w(lo)^(1-v)·w(hi)^v,  u linear in log n, v linear in 1/n
 
-where t₀(m) is the latency of a measured group of m ranks, its time at the smallest size, and w(m) = t(m, S') - t₀(m)
-its time above that for the message S' that puts as many bytes through the busiest port as S does here (`port_share`:
-rings, NIC sharing and the links of the node are in it). lo and hi are the next smaller and larger groups among those
-whose NICs are shared by the most similar number of groups, one of them alone beyond the ends; there t₀ grows with
-n^γ, γ fitted over all groups of the op. Groups inside a node say nothing about groups across nodes, and the reverse.
+where t₀(m) is the latency of a measured group of m ranks, its time at the smallest size of the grid, and w(m) =
+t(m, S') - t₀(m) its time above that for the message S' that puts as many bytes through the busiest port as S does here
+(`port_share`: rings, NIC sharing and the links of the node are in it). lo and hi are the next smaller and larger groups
+among those whose NICs are shared by the most similar number of groups, one of them alone beyond the ends; there t₀
+grows with n^γ, γ fitted over all groups of the op. Groups inside a node say nothing about groups across nodes, and the
+reverse.
 
 An all-reduce over more nodes than were measured takes the faster of the tree and of the ring: the ring is a
 reduce-scatter and an all-gather, each transferred by itself (two nodes say nothing of it: NCCL's tree carries the
@@ -21,7 +23,7 @@ between two: that of a random walk. Its scale comes from predicting each measure
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log, log2, sqrt
 from typing import TYPE_CHECKING, ClassVar
 
@@ -32,9 +34,10 @@ from meshwright.cost.collectives.groups import Group
 from meshwright.cost.collectives.topologies import Topology
 from meshwright.cost.curves import Curve
 from meshwright.cost.prediction import Interval, Predictions
+from meshwright.spec import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from meshwright.cost.prediction import Basis, Floats
 
@@ -45,21 +48,54 @@ _TRANSFERRED: tuple[Basis, ...] = ("transferred",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Seconds of one op in one place: ``sizes`` are bytes of the full tensor, ascending; ``seconds`` never decrease."""
+    """Seconds of one op and dtype in one place, while ``num_groups`` groups in all ran it at once.
+
+    ``sizes`` are bytes of the full tensor, ascending: those ``measured`` and those of the grid. ``seconds`` may fall
+    with size, as they do where NCCL changes the protocol.
+    """
 
     op: CollectiveOp
     group: Group
+    dtype: str
+    num_groups: int
+    measured: tuple[float, ...]
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
-
-    @property
-    def latency_s(self) -> float:
-        """Seconds of the smallest message."""
-        return self.seconds[0]
 
     def at(self, sizes: Floats) -> Floats:
         """Seconds at sizes (any shape), as `Curve` has them."""
         return Curve(sizes=np.array(self.sizes), seconds=np.array(self.seconds)).at(sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What was measured of one op in one place: the mean of its series."""
+
+    group: Group
+    series: tuple[Series, ...]
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of the smallest message."""
+        return float(np.mean([one.seconds[0] for one in self.series]))
+
+    @property
+    def measured(self) -> frozenset[float]:
+        """Sizes that any of the series was measured at."""
+        return frozenset(size for one in self.series for size in one.measured)
+
+    def at(self, sizes: Floats) -> Floats:
+        """Seconds at sizes (any shape)."""
+        mean: Floats = np.mean([one.at(sizes) for one in self.series], axis=0)
+        return mean
+
+    def narrow(self, dtype: str, num_groups: int) -> Place:
+        """The series of a dtype, else of one as wide, else all; of these those of so many groups at once, if any."""
+        width, chosen = DTYPE_BYTES.get(dtype, 0), self.series
+        chosen = tuple(one for one in chosen if DTYPE_BYTES.get(one.dtype) == width) or chosen
+        chosen = tuple(one for one in chosen if one.dtype == dtype) or chosen
+        chosen = tuple(one for one in chosen if one.num_groups == num_groups) or chosen
+        return replace(self, series=chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,25 +123,32 @@ class CollectiveModel:
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    def predict(self, op: CollectiveOp, group: Group, num_bytes: Floats) -> Predictions | None:
+    def predict(
+        self, op: CollectiveOp, group: Group, num_bytes: Floats, *, dtype: str = "", num_groups: int = 0
+    ) -> Predictions | None:
         """Seconds for messages of ``num_bytes`` (shape (n,), bytes of the full tensor); a single rank takes no time.
 
-        None if nothing comparable was measured. Raises MeasurementError for sizes that are negative or no numbers.
+        Where several dtypes, or numbers of groups at once on all nodes, were measured in the place, the named ones
+        answer, or else the mean. None if nothing comparable was measured.
+
+        Raises MeasurementError for sizes that are negative or no numbers.
         """
         check_messages(op, num_bytes)
         if group.num_ranks == 1:
             nothing = np.zeros(len(num_bytes))
             return Predictions(seconds=nothing, low_s=nothing, high_s=nothing, basis=_MEASURED * len(num_bytes))
-        own = self.find(op, group)
+        places = list_places(series for series in self.series if series.op == op)
+        own = self._find(places, group)
         if own is not None:
-            basis: tuple[Basis, ...] = tuple("measured" if size in own.sizes else "interpolated" for size in num_bytes)
-            seconds = own.at(num_bytes)
-            return with_interval(seconds, own.latency_s, self.interpolated, 1.0, basis)
-        known = comparable([series for series in self.series if series.op == op], group)
+            own = own.narrow(dtype, num_groups)
+            measured = own.measured
+            basis: tuple[Basis, ...] = tuple("measured" if size in measured else "interpolated" for size in num_bytes)
+            return with_interval(own.at(num_bytes), own.latency_s, self.interpolated, 1.0, basis)
+        known = comparable(places, group)
         moved = transfer(op, group, num_bytes, known, latency_exponent(known), self.topology)
         if moved is None:
             return None
-        if op == "all_reduce" and group.num_nodes > max(2, *(series.group.num_nodes for series in known)):
+        if op == "all_reduce" and group.num_nodes > max(2, *(place.group.num_nodes for place in known)):
             halves = [self.predict(half, group, num_bytes) for half in ("reduce_scatter", "all_gather")]
             if halves[0] is not None and halves[1] is not None:
                 ring = halves[0].seconds + halves[1].seconds
@@ -113,15 +156,21 @@ class CollectiveModel:
         scale = self.moved_across if group.num_nodes > 1 else self.moved_inside
         return with_interval(moved.seconds, moved.latency_s, scale, sqrt(moved.octaves), _TRANSFERRED * len(num_bytes))
 
-    def find(self, op: CollectiveOp, group: Group) -> Series | None:
-        """The measured series of an op in a place; devices behind one switch are all alike, whatever their stride."""
-        for series in self.series:
-            here = series.group
-            alike = self.topology is None or here.num_nodes > 1 or here.stride == group.stride
-            places = (here.num_ranks, here.num_nodes, here.num_sharing)
-            if series.op == op and alike and places == (group.num_ranks, group.num_nodes, group.num_sharing):
-                return series
-        return None
+    def _find(self, places: Sequence[Place], group: Group) -> Place | None:
+        """The place of a group if it was measured; where no topology says otherwise, its stride may be another."""
+        exact = next((place for place in places if place.group == group), None)
+        if exact is not None or self.topology is not None:
+            return exact
+        level = replace(group, stride=1)
+        return next((place for place in places if replace(place.group, stride=1) == level), None)
+
+
+def list_places(series: Iterable[Series]) -> list[Place]:
+    """Series of one op by place, in order of appearance."""
+    found: dict[Group, list[Series]] = {}
+    for one in series:
+        found.setdefault(one.group, []).append(one)
+    return [Place(group=group, series=tuple(mine)) for group, mine in found.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +182,17 @@ class Transfer:
     octaves: float
 
 
-def comparable(known: Sequence[Series], group: Group) -> list[Series]:
-    """The series of groups that cross nodes if the group does, and do not if it does not."""
+def comparable(known: Sequence[Place], group: Group) -> list[Place]:
+    """The places of groups that cross nodes if the group does, and do not if it does not."""
     return [one for one in known if (one.group.num_nodes > 1) == (group.num_nodes > 1)]
 
 
-def latency_exponent(alike: Sequence[Series]) -> float:
+def latency_exponent(alike: Sequence[Place]) -> float:
     """γ of t₀ ∝ n^γ over comparable groups, from 0 to 1; that of a ring's steps where only one number was measured."""
-    ranks = np.log2([series.group.num_ranks for series in alike])
+    ranks = np.log2([place.group.num_ranks for place in alike])
     if not len(ranks) or np.ptp(ranks) == 0:
         return 1.0
-    latencies = np.log2([series.latency_s for series in alike])
+    latencies = np.log2([place.latency_s for place in alike])
     slope = float(np.polyfit(ranks, latencies, 1)[0])
     return min(max(slope, 0.0), 1.0)
 
@@ -152,18 +201,18 @@ def transfer(
     op: CollectiveOp,
     group: Group,
     num_bytes: Floats,
-    alike: Sequence[Series],
+    alike: Sequence[Place],
     exponent: float,
     topology: Topology | None,
 ) -> Transfer | None:
-    """The time of a group from comparable series of the op, with γ; None if there is no such series."""
+    """The time of a group from comparable places of the op, with γ; None if there is no such place."""
     if not alike:
         return None
-    nearest = min(_sharing_octaves(series, group) for series in alike)
-    alike = [series for series in alike if _sharing_octaves(series, group) <= nearest + 1e-9]
-    below = [series for series in alike if series.group.num_ranks <= group.num_ranks]
-    above = [series for series in alike if series.group.num_ranks >= group.num_ranks]
-    low, high = (min(side or alike, key=lambda series: _remoteness(series, group)) for side in (below, above))
+    nearest = min(_sharing_octaves(place, group) for place in alike)
+    alike = [place for place in alike if _sharing_octaves(place, group) <= nearest + 1e-9]
+    below = [place for place in alike if place.group.num_ranks <= group.num_ranks]
+    above = [place for place in alike if place.group.num_ranks >= group.num_ranks]
+    low, high = (min(side or alike, key=lambda place: _remoteness(place, group)) for side in (below, above))
     wires = [_wire_seconds(op, end, group, num_bytes, topology) for end in (low, high)]
     ranks, first, last = group.num_ranks, low.group.num_ranks, high.group.num_ranks
     if first == last:
@@ -178,12 +227,10 @@ def transfer(
     return Transfer(latency + wires[0] ** (1 - inverse) * wires[1] ** inverse, latency, octaves)
 
 
-def _wire_seconds(
-    op: CollectiveOp, series: Series, group: Group, num_bytes: Floats, topology: Topology | None
-) -> Floats:
+def _wire_seconds(op: CollectiveOp, place: Place, group: Group, num_bytes: Floats, topology: Topology | None) -> Floats:
     """Seconds above the latency that a measured group takes for as many bytes through its busiest port."""
-    here, there = _port_share(op, group, series.group, topology), _port_share(op, series.group, series.group, topology)
-    wire: Floats = np.maximum(series.at(num_bytes * here / there) - series.latency_s, 0.0)
+    here, there = _port_share(op, group, place.group, topology), _port_share(op, place.group, place.group, topology)
+    wire: Floats = np.maximum(place.at(num_bytes * here / there) - place.latency_s, 0.0)
     return wire
 
 
@@ -198,13 +245,13 @@ def _port_share(op: CollectiveOp, group: Group, measured: Group, topology: Topol
     return port_share(op, group, num_lanes=count, algorithm=algorithm)
 
 
-def _sharing_octaves(series: Series, group: Group) -> float:
-    return abs(log2(series.group.num_sharing / group.num_sharing))
+def _sharing_octaves(place: Place, group: Group) -> float:
+    return abs(log2(place.group.num_sharing / group.num_sharing))
 
 
-def _remoteness(series: Series, group: Group) -> tuple[float, int]:
-    """How far a series is from a group: octaves of ranks and nodes, then a different stride."""
-    here = series.group
+def _remoteness(place: Place, group: Group) -> tuple[float, int]:
+    """How far a place is from a group: octaves of ranks and nodes, then a different stride."""
+    here = place.group
     octaves = abs(log2(here.num_ranks / group.num_ranks)) + abs(log2(here.num_nodes / group.num_nodes))
     return octaves, abs(here.stride - group.stride)
 

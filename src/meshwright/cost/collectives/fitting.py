@@ -1,13 +1,13 @@
-"""From rows of the measurement table to a `CollectiveModel`: one series per op and place, errors from rows left out.
+"""From rows of the measurement table to a `CollectiveModel`: curves over sizes (`smoothing`), errors of rows left out.
 
-Dtypes and repetitions of one op in one place are averaged per size. Not used: sizes at which nothing is done, points
-that the source raised to a neighbour's rate (flags ``noop``, ``plateau``), groups of one rank, zero seconds, the host's
-share of a transfer (phase ``host``).
+Not used: sizes at which nothing is done, points that the source raised to a neighbour's rate (flags ``noop``,
+``plateau``), groups of one rank, zero seconds. Rows of phase ``host`` (the processor's share of a transfer) are fitted
+alone, when asked for.
 
-Errors: `interpolated` from leaving each inner size out of its series (its neighbours answer), with the spread of the
-repetitions in them; ``moved_inside`` and ``moved_across`` (nodes) from predicting each series from those of the other
-places, over √h (`fitted`); only γ is that of all places, since where two are known one alone says nothing of it. Sizes
-of a place err in one direction and places are few, so a transfer's interval is symmetric.
+Errors: `interpolated` from leaving each inner size out of the kriging; ``moved_inside`` and ``moved_across`` (nodes)
+from predicting each place from the other places, over √h (`fitted`); only γ is that of all places, since where two are
+known one alone says nothing of it. Sizes of a place err in one direction and places are few, so a transfer's interval
+is symmetric.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS
 from meshwright.cost.collectives.fitted import (
     CollectiveModel,
     ErrorScale,
-    Series,
+    Place,
     comparable,
     latency_exponent,
+    list_places,
     transfer,
 )
 from meshwright.cost.collectives.groups import Group, group_in_mesh
-from meshwright.cost.curves import fit_curve
+from meshwright.cost.collectives.smoothing import draw_series
 from meshwright.cost.prediction import Interval, fit_interval
 from meshwright.spec import MeasurementError
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from meshwright.cost.collectives.algorithms import CollectiveOp
     from meshwright.cost.collectives.topologies import Topology
     from meshwright.cost.prediction import Floats
     from meshwright.records import Records
@@ -48,12 +50,14 @@ UNKNOWN = Interval(low=0.5, high=2.0)
 _FEWEST = 10
 
 
-def fit_collectives(rows: Records, topology: Topology | None = None) -> CollectiveModel:
+def fit_collectives(rows: Records, topology: Topology | None = None, *, phase: str = "") -> CollectiveModel:
     """Fit the collectives of one cluster. ``topology``: the links of its nodes where they differ from pair to pair.
+
+    ``phase``: "" for seconds, "host" for those of the processor.
 
     Raises MeasurementError for rows of several devices, and if no row is a collective that can be used.
     """
-    usable = collective_rows(rows)
+    usable = collective_rows(rows, phase)
     devices = sorted(set(usable.device))
     if len(devices) != 1:
         raise MeasurementError(
@@ -61,29 +65,27 @@ def fit_collectives(rows: Records, topology: Topology | None = None) -> Collecti
             "one device. Select its rows."
         )
     groups = groups_of(usable)
-    sizes = usable.size("bytes").astype(np.float64)
-    places: dict[tuple[str, Group], list[int]] = {}
-    for index, (op, group) in enumerate(zip(usable.op, groups, strict=True)):
-        places.setdefault((op, group), []).append(index)
-    series = []
-    for (op, group), members in places.items():
-        curve = fit_curve((sizes[index], usable.seconds[index]) for index in members)
-        series.append(
-            Series(op=op, group=group, sizes=tuple(curve.sizes.tolist()), seconds=tuple(curve.seconds.tolist()))  # type: ignore[arg-type]
-        )
-    inner = [_left_out_sizes(sizes[members], usable.seconds[members]) for members in places.values()]
+    series, left_out = draw_series(usable, groups)
+    places = {op: list_places(one for one in series if one.op == op) for op in sorted(set(usable.op))}
+    latency_s = {(op, place.group): place.latency_s for op, alike in places.items() for place in alike}
+    judged = np.flatnonzero(np.isfinite(left_out))
+    inner = [
+        (usable.seconds[[row]], left_out[[row]], 1.0, latency_s[usable.op[row], groups[row]]) for row in judged.tolist()
+    ]
     moved = {
         across: [
             part
-            for one in series
-            if (one.group.num_nodes > 1) == across and (part := _left_out_place(one, series, topology)) is not None
+            for op, alike in places.items()
+            for place in alike
+            if (place.group.num_nodes > 1) == across
+            and (part := _left_out_place(op, place, alike, topology)) is not None
         ]
         for across in (False, True)
     }
     return CollectiveModel(
         device=devices[0],
-        series=tuple(series),
-        interpolated=_scale([(*part, 1.0, one.latency_s) for part, one in zip(inner, series, strict=True)]),
+        series=series,
+        interpolated=_scale(inner),
         moved_inside=_scale(moved[False], symmetric=True),
         moved_across=_scale(moved[True], symmetric=True),
         topology=topology,
@@ -91,9 +93,9 @@ def fit_collectives(rows: Records, topology: Topology | None = None) -> Collecti
     )
 
 
-def collective_rows(rows: Records) -> Records:
-    """The rows that are collectives of at least two ranks and say what they seem to."""
-    ours = rows.select(np.isin(rows.op, COLLECTIVE_OPS) & (rows.phase == ""))
+def collective_rows(rows: Records, phase: str = "") -> Records:
+    """The rows of a phase that are collectives of at least two ranks and say what they seem to."""
+    ours = rows.select(np.isin(rows.op, COLLECTIVE_OPS) & (rows.phase == phase))
     if not len(ours):
         return ours
     flagged = ours.has_flag("noop") | ours.has_flag("plateau")
@@ -106,28 +108,17 @@ def groups_of(rows: Records) -> list[Group]:
     return [group_in_mesh(*sizes) for sizes in zip(*columns, strict=True)]
 
 
-def _left_out_sizes(sizes: Floats, seconds: Floats) -> tuple[Floats, Floats]:
-    """(measured, predicted) of every row whose size lies inside its series: on the line between the sizes beside it."""
-    distinct, place, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-    means = np.bincount(place, weights=seconds) / counts
-    if len(distinct) < 3:
-        return np.empty(0), np.empty(0)
-    along = (distinct[1:-1] - distinct[:-2]) / (distinct[2:] - distinct[:-2])
-    between = np.concatenate([[np.nan], means[:-2] + along * (means[2:] - means[:-2]), [np.nan]])[place]
-    inside = np.isfinite(between)
-    return seconds[inside], between[inside]
-
-
 def _left_out_place(
-    one: Series, series: Sequence[Series], topology: Topology | None
+    op: CollectiveOp, place: Place, known: Sequence[Place], topology: Topology | None
 ) -> tuple[Floats, Floats, float, float] | None:
-    """(measured, predicted, √h, latency) of a series from those of the other places; None without any."""
-    alike = comparable([other for other in series if other.op == one.op], one.group)
-    others = [other for other in alike if other.group != one.group]
-    moved = transfer(one.op, one.group, np.array(one.sizes), others, latency_exponent(alike), topology)
+    """(measured, predicted, √h, latency) at a place's sizes from the other places of the op; None without any."""
+    alike = comparable(known, place.group)
+    others = [other for other in alike if other.group != place.group]
+    sizes = np.array(sorted(place.measured))
+    moved = transfer(op, place.group, sizes, others, latency_exponent(alike), topology)
     if moved is None:
         return None
-    return np.array(one.seconds), moved.seconds, sqrt(moved.octaves), moved.latency_s
+    return place.at(sizes), moved.seconds, sqrt(moved.octaves), moved.latency_s
 
 
 def _scale(parts: Sequence[tuple[Floats, Floats, float, float]], *, symmetric: bool = False) -> ErrorScale:

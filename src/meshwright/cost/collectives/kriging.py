@@ -1,6 +1,6 @@
 """Seconds between measured sizes of many series at once: a kriging of series that resemble each other.
 
-    t = w·(1 + y),  w = α + β·x     the line of the series itself, α, β ≥ 0, least squares of relative errors
+    t = w·(1 + y),  w = α + β·x     the line of all series of the layout, α, β ≥ 0, least squares of relative errors
     cov(y, y') = (a·a' + b·b')·e^(-|Δ log₂ x| / 12)·(σ₁²·[same layout] + σ₂²·[same series] + σ₃²·s) + (…)·σ₄²·s'
                + e^(-|Δ log₂ x| / d)·(τ₁²·[same layout] + τ₂²·[same series] + τ₃²·s) + (…)·τ₄²·s'
                + ε²·(t/w)²·[same row],      a = α/w, b = β·x/w
@@ -11,7 +11,7 @@ nodes| / λ), at equal bytes; s' at equal bytes per rank) bend where a protocol 
 `NUM_DRAWS` of them are drawn over wide ranges with a fixed seed, each is judged by leaving the rows of one key out at
 a time (in closed form), and the mean of the best `NUM_KEPT` answers; the same draws serve every table. The same rows
 decide what share a straight line between the neighbours gets. Outside the measured sizes the kriging answers alone: it
-returns to the line of the series.
+returns to the line of the layout.
 
 Sources: Cressie, Statistics for Spatial Data (1993), 3.2; leaving out in closed form: Dubrule, Mathematical Geology
 15 (1983).
@@ -39,7 +39,7 @@ _SEED = 20261121
 # Octaves over which latency and bandwidth of a series drift. A guess, fitted to nothing: not far from half of those
 # that a table spans (23 of NCCL's, 31 of the V100s').
 _DRIFT = 12.0
-# No answer lies below this share of the series' own line.
+# No answer lies below this share of the line.
 _LOWEST = 0.1
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -95,7 +95,7 @@ def interpolate(known: Points, seconds: Floats, asked: Points) -> Interpolation:
     """
     if missing := set(asked.series.tolist()) - set(known.series.tolist()):
         raise MeasurementError(f"{len(missing)} series have no measured size; interpolate series that were measured.")
-    lines = {int(index): _fit_line(known.size[rows], seconds[rows]) for index, rows in _by(known.series)}
+    lines = {int(index): _fit_line(known.size[rows], seconds[rows]) for index, rows in _by(known.layout)}
     here, there = _Line.of(known, lines), _Line.of(asked, lines)
     straight = _between_neighbours(known, seconds, known, strictly=True)
     judged = np.isfinite(straight)
@@ -145,7 +145,7 @@ class _Line:
 
     @classmethod
     def of(cls, rows: Points, lines: dict[int, tuple[float, float]]) -> _Line:
-        alpha, beta = np.array([lines[int(index)] for index in rows.series]).reshape(-1, 2).T
+        alpha, beta = np.array([lines[int(index)] for index in rows.layout]).reshape(-1, 2).T
         total = alpha + beta * rows.size
         return cls(latency=alpha / total, transfer=beta * rows.size / total, total=total)
 
