@@ -51,7 +51,7 @@ def test_a_linear_op_is_one_product_forward_and_one_for_each_gradient(grad):
     assert prices.high_s[-1, 0] == pytest.approx(forward.high_s[0])
     # The products of gradients have other layouts than the measured ones.
     assert prices.basis[-1] == "transferred"
-    near = shipped_model().ops["matmul"].near
+    near = shipped_model().ops["matmul"].transfers["near"]
     assert prices.low_s[-1, 1] == pytest.approx(near.low * backward)
     assert prices.high_s[-1, 1] == pytest.approx(near.high * backward)
 
@@ -70,7 +70,7 @@ def test_a_batched_product_counts_its_products():
     make.op("aten.matmul.default", (left, right), (make.tensor("y", (B, 16, 256, 128), grad=False),))
     prices = model().price_ops(make.graph(), 2, KIND)
     assert prices.forward_s[0] == pytest.approx(product(256, 128, 64, count=32).seconds[0])
-    near = shipped_model().ops["matmul"].near
+    near = shipped_model().ops["matmul"].transfers["near"]
     assert prices.basis == ("transferred",)
     assert prices.high_s[0, 0] == pytest.approx(near.high * prices.forward_s[0])
 
@@ -84,7 +84,7 @@ def test_a_convolution_is_its_implicit_product():
     make.op("aten.conv2d.default", (x, weight), (y,), attributes=attributes)
     prices = model().price_ops(make.graph(), 4, KIND)
     assert prices.forward_s[0] == pytest.approx(product(4 * 28 * 28, 128, 64 * 9).seconds[0])
-    far = shipped_model().ops["matmul"].far
+    far = shipped_model().ops["matmul"].transfers["far"]
     assert prices.basis == ("transferred",)
     assert prices.low_s[0, 0] == pytest.approx(far.low * prices.forward_s[0])
     assert prices.high_s[0, 0] == pytest.approx(far.high * prices.forward_s[0])
@@ -106,7 +106,7 @@ def test_attention_is_one_fused_kernel_each_way(causal):
     pairs = 1.0 if causal else 1024 / 512.5
     assert prices.forward_s[-1] == pytest.approx(pairs * alone)
     assert prices.backward_s[-1] == pytest.approx(2.5 * pairs * alone)
-    far = shipped_model().ops["attention_prefill"].far
+    far = shipped_model().ops["attention_prefill"].transfers["far"]
     assert prices.low_s[-1, 1] == pytest.approx(far.low * prices.backward_s[-1])
     assert prices.high_s[-1, 1] == pytest.approx(far.high * prices.backward_s[-1])
     assert prices.basis[-1] == "transferred"

@@ -1,8 +1,9 @@
 """Fitting: laws by device and family, trees by op, intervals on rows and on devices left out, and adapting to few rows.
 
 Every interval rests on rows that the figures behind it did not see: a fifth of the keys of the training rows is left
-out once (`regressed`), and every device once (`transferred`). Then all rows are used. Hyper-parameters are those of
-`boosting.Settings` and `law.FACTORS`; none is chosen here by looking at rows.
+out once (`regressed`), and every device alone and with those like it (`transferred`; `cost.kernels.transfers`). Then
+all rows are used. Hyper-parameters are those of `boosting.Settings` and `law.FACTORS`; none is chosen here by looking
+at rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from meshwright.cost.kernels.features import NUM_PLACED
 from meshwright.cost.kernels.law import first_prior, fit_law, shared_prior
 from meshwright.cost.kernels.model import MIN_ROWS, Group, Kernel, KernelModel, OpModel, explain, prior_of
 from meshwright.cost.kernels.tiles import dispatch_of, family_of
-from meshwright.cost.prediction import Interval, fit_interval
+from meshwright.cost.kernels.transfers import (
+    fit_transfers,
+    interval_of,
+    join_intervals,
+    left_out_sets,
+)
+from meshwright.cost.prediction import Interval
 from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
     from meshwright.cost.kernels.correction import Correction
     from meshwright.cost.kernels.demand import Demand
     from meshwright.cost.kernels.law import Prior
+    from meshwright.cost.kernels.transfers import Step
     from meshwright.cost.prediction import Floats
     from meshwright.records import Records
     from meshwright.spec import DeviceKind
@@ -42,8 +50,6 @@ DEFAULTS = Settings()
 _FOLDS = 5
 # Fewer residuals say too little of an interval.
 _MIN_RESIDUALS = 20
-# Where no row says how far off a transfer is: as high as that of a roofline (`cost.table.ROOFLINE`), and as low.
-_UNKNOWN = Interval(low=0.1, high=10.0)
 # Below this an interval from own rows is no wider than the rows themselves; that of devices left out counts too.
 _MIN_OWN = 9
 # Rows that a correction rests on at most: it looks at all of them for every query.
@@ -172,16 +178,15 @@ def _fit_op(parts: list[Part], families: tuple[str, ...], settings: Settings) ->
         amplitude=_deviation(law_rests),
         noise=_deviation(pooled),
     )
-    near, far = _left_out_devices(parts, groups, explained, families, settings)
+    transfers = fit_transfers(_left_out_devices(parts, groups, explained, families, settings))
     # Families with few rows err more than others: together they tell by how much.
     small = np.concatenate([np.zeros(0), *(r for r, g in zip(own, groups, strict=True) if g.num_rows < MIN_ROWS)])
-    few = _interval(small if len(small) >= _MIN_RESIDUALS else pooled)
+    few = interval_of(small if len(small) >= _MIN_RESIDUALS else pooled)
     fitted = [
-        replace(group, interval=_interval(rests) if group.num_rows >= MIN_ROWS else few)
+        replace(group, interval=interval_of(rests) if group.num_rows >= MIN_ROWS else few)
         for group, rests in zip(groups, own, strict=True)
     ]
-    intervals = [_interval(rests) if len(rests) >= _MIN_RESIDUALS else _UNKNOWN for rests in (near, far)]
-    return fitted, OpModel(trees=trees, scale=scale, near=intervals[0], far=intervals[1])
+    return fitted, OpModel(trees=trees, scale=scale, transfers=transfers)
 
 
 def _fit_laws(parts: list[Part]) -> list[Group]:
@@ -194,6 +199,7 @@ def _fit_laws(parts: list[Part]) -> list[Group]:
             device=part.kernel.device.name,
             family=family_of(part.kernel.family),
             dispatch=dispatch_of(part.kernel.family, part.kernel.device.compute_capability),
+            capability=part.kernel.device.compute_capability,
             num_rows=len(part.seconds),
             factors=part.law(first_prior()) if len(part.seconds) >= MIN_ROWS else first_prior().mean,
             interval=nothing,
@@ -238,21 +244,22 @@ def _left_out_devices(
     explained: list[tuple[Floats, NDArray[np.float32]]],
     families: tuple[str, ...],
     settings: Settings,
-) -> tuple[Floats, Floats]:
-    """Residuals on every device from a fit without it: where the same code was measured on another, and elsewhere."""
-    rests: tuple[list[Floats], list[Floats]] = ([], [])
-    for device in sorted({group.device for group in groups}):
-        others = [group for group in groups if group.device != device]
+) -> list[tuple[Step, Floats]]:
+    """Residuals of large parts of devices, from fits without these devices, by how large a step it is to them."""
+    samples: list[tuple[Step, Floats]] = []
+    for out in left_out_sets({group.device: group.capability for group in groups}):
+        others = [group for group in groups if group.device not in out]
         if not any(group.num_rows >= MIN_ROWS for group in others):
             continue
-        trees = _fit_trees([e for e, group in zip(explained, groups, strict=True) if group.device != device], settings)
+        trees = _fit_trees([e for e, group in zip(explained, groups, strict=True) if group.device not in out], settings)
+        rests: dict[Step, list[Floats]] = {}
         for part in parts:
-            if part.kernel.device.name == device:
-                prior, same = prior_of(others, part.kernel, part.kernel.family)
+            if part.kernel.device.name in out and len(part.seconds) >= MIN_ROWS:
+                prior, step = prior_of(others, part.kernel, part.kernel.family)
                 law, columns = part.explain(prior.mean, families)
-                rests[0 if same else 1].append(law - trees.evaluate(columns))
-    near, far = (np.concatenate([np.zeros(0), *found]) for found in rests)
-    return near, far
+                rests.setdefault(step, []).append(law - trees.evaluate(columns))
+        samples.extend((step, np.concatenate(found)) for step, found in rests.items())
+    return samples
 
 
 def _adapt(model: KernelModel, part: Part) -> Group:
@@ -264,8 +271,8 @@ def _adapt(model: KernelModel, part: Part) -> Group:
     if known is not None:
         prior, alone = shared_prior([known.factors]), known.interval
     else:
-        prior, near = prior_of(model.groups, part.kernel, part.kernel.family)
-        alone = shared.near if near else shared.far
+        prior, step = prior_of(model.groups, part.kernel, part.kernel.family)
+        alone = shared.transfers[step]
     folds = np.random.default_rng(_SEED).permutation(len(part.seconds)) % min(_FOLDS, len(part.seconds))
 
     def rests_of(train: Part, test: Part) -> tuple[Floats, Floats, Correction]:
@@ -284,15 +291,16 @@ def _adapt(model: KernelModel, part: Part) -> Group:
         if len(part.seconds) > 1
     ]  # fmt: skip
     factors, _, correction = rests_of(part, part)
-    interval = _interval(np.concatenate(left)) if left else alone
+    interval = interval_of(np.concatenate(left)) if left else alone
     if len(part.seconds) < _MIN_OWN:
-        interval = Interval(low=min(interval.low, alone.low), high=max(interval.high, alone.high))
+        interval = join_intervals(interval, alone)
     return Group(
         op=part.kernel.op,
         dtype=part.kernel.dtype,
         device=part.kernel.device.name,
         family=family_of(part.kernel.family),
         dispatch=dispatch_of(part.kernel.family, part.kernel.device.compute_capability),
+        capability=part.kernel.device.compute_capability,
         num_rows=len(part.seconds) + (known.num_rows if known else 0),
         factors=factors,
         interval=interval,
@@ -302,10 +310,6 @@ def _adapt(model: KernelModel, part: Part) -> Group:
 
 def _key(kernel: Kernel) -> tuple[str, str, str, str]:
     return kernel.op, kernel.dtype, kernel.device.name, family_of(kernel.family)
-
-
-def _interval(rests: Floats) -> Interval:
-    return fit_interval(np.exp(rests), np.ones(len(rests)))
 
 
 def _deviation(rests: Floats) -> float:

@@ -36,11 +36,14 @@ if TYPE_CHECKING:
     from meshwright.cost.kernels.correction import Correction, Scale
     from meshwright.cost.kernels.demand import Demand
     from meshwright.cost.kernels.law import Prior
+    from meshwright.cost.kernels.transfers import Step
     from meshwright.cost.prediction import Basis, Floats
     from meshwright.spec import DeviceKind
 
 # Groups with fewer rows say too little of their device to stand for others.
 MIN_ROWS = 200
+# How large a step each kinship of `_kin` is.
+_KIN_STEPS: tuple[Step, ...] = ("near", "far", "far", "far", "far")
 # Queries that are priced at a time: their ways to be cut into tiles stay in the processor's cache.
 _CHUNK = 4096
 # From so many chunks on all cores work: the compiled loops do not hold the interpreter's lock.
@@ -66,6 +69,7 @@ class Group:
     device: str
     family: str
     dispatch: str
+    capability: float
     num_rows: int
     factors: Floats
     interval: Interval
@@ -79,15 +83,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpModel:
-    """What all groups of an op share: trees, the scale of corrections, and two intervals on devices left out.
-
-    ``near``: where the same code was measured on another device; ``far``: where only other code was.
-    """
+    """What all groups of an op share: trees, the scale of corrections, and intervals on devices left out, by step."""
 
     trees: Trees
     scale: Scale
-    near: Interval
-    far: Interval
+    transfers: Mapping[Step, Interval]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,8 +120,8 @@ class KernelModel:
         if group is not None:
             factors, interval = group.factors, group.interval
         else:
-            prior, near = prior_of(self.groups, kernel, family)
-            factors, interval = prior.mean, shared.near if near else shared.far
+            prior, step = prior_of(self.groups, kernel, family)
+            factors, interval = prior.mean, shared.transfers[step]
         starts = range(0, len(next(iter(columns.values()))), _CHUNK)
         chunks = ({name: column[start : start + _CHUNK] for name, column in columns.items()} for start in starts)
 
@@ -170,16 +170,17 @@ class KernelModel:
         return seconds
 
 
-def prior_of(groups: Iterable[Group], kernel: Kernel, family: str) -> tuple[Prior, bool]:
-    """What other devices say of a kernel family, the nearest kin with MIN_ROWS; and whether it is the same code.
+def prior_of(groups: Iterable[Group], kernel: Kernel, family: str) -> tuple[Prior, Step]:
+    """What other devices say of a kernel family, the nearest kin with MIN_ROWS; and how large a step it is to them.
 
     Raises MeasurementError if nothing of the op was measured so often.
     """
     large = [group for group in groups if group.num_rows >= MIN_ROWS]
-    for distance, kin in enumerate(_kin(kernel, family)):
-        found = [group.factors for group in large if kin(group)]
+    for step, kin in zip(_KIN_STEPS, _kin(kernel, family), strict=True):
+        found = [group for group in large if kin(group)]
         if found:
-            return shared_prior(found), distance == 0
+            sister = any(group.capability == kernel.device.compute_capability for group in found)
+            return shared_prior([group.factors for group in found]), "sister" if sister and step == "near" else step
     raise MeasurementError(f"No group of {kernel.op!r} has {MIN_ROWS} rows, so nothing can be transferred.")
 
 

@@ -7,7 +7,7 @@
 What was measured are products of activations and weights, one at a time, and causal attention, forward. A price is
 `regressed` if it rests on nothing else. The same library at work on other layouts, on many products at once or without
 a mask is as unsure as the same code on another device; convolutions, priced as the products that they are as implicit
-GEMMs, and attention's backward as other code there (`OpModel.near`, `OpModel.far`). Attention without a causal mask
+GEMMs, and attention's backward as other code there (`OpModel.transfers`). Attention without a causal mask
 takes the forward's time by its FLOPs. All else keeps the price that it has: also what no device can hold, and all in a
 dtype of which the datasheet states no rate (`checks`).
 """
@@ -23,9 +23,9 @@ import numpy as np
 from meshwright.cost.kernels.checks import has_rate, wrong_sizes
 from meshwright.cost.kernels.demand import mean_keys
 from meshwright.cost.kernels.model import Kernel
-from meshwright.cost.ops.work import ATTENTION_BACKWARD, read_work
 from meshwright.cost.prices import OpPrice
 from meshwright.cost.roofline import OpSeconds
+from meshwright.cost.work import ATTENTION_BACKWARD, read_work
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -160,7 +160,7 @@ def _gather(
         seconds, low, high = (float(ends[row]) for ends in (predicted.seconds, predicted.low_s, predicted.high_s))
         if call.kinship != "same":
             shared = model.ops[call.op]
-            wide = shared.near if call.kinship == "near" else shared.far
+            wide = shared.transfers[call.kinship]
             low, high = min(low, seconds * wide.low), max(high, seconds * wide.high)
         if call.kinship != "same" or predicted.basis[row] != "regressed":
             basis = "transferred"

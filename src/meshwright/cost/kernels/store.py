@@ -23,11 +23,12 @@ from meshwright.cost.kernels.correction import Correction, Scale
 from meshwright.cost.kernels.features import num_features
 from meshwright.cost.kernels.law import FACTORS
 from meshwright.cost.kernels.model import Group, KernelModel, OpModel
+from meshwright.cost.kernels.transfers import STEPS
 from meshwright.cost.prediction import Interval
 from meshwright.spec import DocumentError
 from meshwright.spec.files import read_regular, write_bytes
 
-SCHEMA = "meshwright/kernels/1"
+SCHEMA = "meshwright/kernels/2"
 # The shipped file has 0.7 MB packed and 1.7 MB unpacked; a correction of 500 rows adds 0.1 MB.
 _MAX_BYTES = 64 * 2**20
 
@@ -80,14 +81,13 @@ def _encode_op(shared: OpModel) -> dict[str, Any]:
         "spread": shared.scale.spread.tolist(),
         "amplitude": shared.scale.amplitude,
         "noise": shared.scale.noise,
-        "near": [shared.near.low, shared.near.high],
-        "far": [shared.far.low, shared.far.high],
+        "transfers": {step: [shared.transfers[step].low, shared.transfers[step].high] for step in STEPS},
     }
 
 
 def _encode_group(group: Group) -> dict[str, Any]:
     found: dict[str, Any] = {
-        name: getattr(group, name) for name in ("op", "dtype", "device", "family", "dispatch", "num_rows")
+        name: getattr(group, name) for name in ("op", "dtype", "device", "family", "dispatch", "capability", "num_rows")
     }
     found["factors"] = {name: float(np.exp(x)) for (name, *_), x in zip(FACTORS, group.factors, strict=True)}
     found["interval"] = [group.interval.low, group.interval.high]
@@ -130,8 +130,8 @@ def _decode_op(op: str, found: dict[str, Any]) -> OpModel:
         amplitude=float(_positive(found["amplitude"])),
         noise=float(_positive(found["noise"])),
     )
-    near, far = _decode_interval(found["near"]), _decode_interval(found["far"])
-    return OpModel(trees=trees, scale=scale, near=near, far=far)
+    transfers = {step: _decode_interval(found["transfers"][step]) for step in STEPS}
+    return OpModel(trees=trees, scale=scale, transfers=transfers)
 
 
 def _decode_group(found: dict[str, Any]) -> Group:
@@ -146,6 +146,7 @@ def _decode_group(found: dict[str, Any]) -> Group:
         device=str(found["device"]),
         family=str(found["family"]),
         dispatch=found["dispatch"],
+        capability=float(found["capability"]),
         num_rows=int(found["num_rows"]),
         factors=np.log(_positive([found["factors"][name] for name, *_ in FACTORS])),
         interval=_decode_interval(found["interval"]),

@@ -6,7 +6,7 @@ A thread block computes a tile of (rows, columns) of the output over ``splits``-
     no split  DeepGEMM, FlashInfer, Triton and block-scaled CUTLASS choose a tile, and never split the inner dimension
     sm90      vLLM's CUTLASS float8 kernels for Hopper: by rows and columns (scaled_mm_sm90_fp8_dispatch.cuh); up to 64
               rows the operands are swapped, so that 64 columns and 16 or 64 rows make a tile
-    sm89      the same for Ada (scaled_mm_c2x_sm89_fp8_dispatch.cuh)
+    sm89      the same for Ada (scaled_mm_c2x_sm89_fp8_dispatch.cuh); that for Blackwell was not read
 
 Decoding attention may pack the query heads of one key head into the rows of a tile, and then splits the keys;
 FlashAttention 2 does so only without a window and for more than one head (flash_api.cpp, seqlenq_ngroups_swapped).
@@ -50,6 +50,7 @@ _FLASH_2 = "vllm_flash_attn_fa2"
 # Names of one family of code in different versions of a framework.
 _RENAMED = {"vllm_default": "torch.nn.functional.linear", "vllm_flash_attn": "vllm_flash_attn_fa2"}
 _CUTLASS = "CutlassFP8ScaledMMLinearKernel"
+_READ: dict[float, Dispatch] = {8.9: "sm89", 9.0: "sm90"}
 _NO_SPLIT = ("DeepGemm", "FlashInfer", "Triton", "CutlassFp8BlockScaled")
 
 
@@ -61,7 +62,8 @@ def family_of(kernel: str) -> str:
 def dispatch_of(kernel: str, compute_capability: float) -> Dispatch:
     """How a kernel family of a device of this CUDA compute capability chooses its tiles."""
     if kernel == _CUTLASS:
-        return "sm90" if compute_capability >= 9.0 else "sm89"
+        # Of other devices the code was not read: any tile may be taken.
+        return _READ.get(compute_capability, "library")
     return "no split" if kernel.startswith(_NO_SPLIT) else "library"
 
 
