@@ -163,7 +163,7 @@ def test_all_reduces_of_vtrain_in_microseconds(tmp_path):
         ({"latency": "0.25"}, "column 'latency' holds texts"),
         ({"m": float("nan")}, "no whole numbers"),
         ({"m": float("inf")}, "no whole numbers"),
-        ({"latency": True}, r"g\.parquet: .*column 'latency' is of type bool"),
+        ({"latency": True}, r"g\.parquet: .*column 'latency' holds bool"),
         ({"framework": "other"}, "'other' is not known"),
     ],
 )
@@ -189,6 +189,18 @@ def test_rows_that_cannot_be_are_left_out_and_counted(tmp_path, changes, reason)
     assert imported.left_out == {reason: 2}
     with pytest.raises(DocumentError, match=r"3 of 200 rows cannot be \(3 with .*the file is spoilt"):
         import_file(rows_parquet(tmp_path / "g.parquet", [*[GEMM] * 197, odd, odd, odd]))
+
+
+@pytest.mark.parametrize("latency", ["-1.0", "nan", "1e300"])
+def test_spoilt_tables_in_csv_are_refused_too(tmp_path, latency):
+    path = table_csv(tmp_path / "n.csv", NCCL)
+    names, row = path.read_text().splitlines()
+    odd = row.replace("0.02", latency)
+    path.write_text("\n".join([names, *[row] * 99, odd]))
+    assert len(import_file(path).records) == 99
+    path.write_text("\n".join([names, *[row] * 98, odd, odd]))
+    with pytest.raises(DocumentError, match=r"n\.csv: 2 of 100 rows cannot be"):
+        import_file(path)
 
 
 def test_our_own_tables(tmp_path):

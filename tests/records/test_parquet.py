@@ -1,5 +1,10 @@
 """Tables as parquet files: whole, within limits, and of exactly our columns."""
 
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -7,6 +12,7 @@ import pytest
 
 from meshwright.records import COLUMNS, make_records, parquet
 from meshwright.records.parquet import read_records, write_records
+from meshwright.records.parquet_pages import _pages
 from meshwright.spec import DocumentError
 from tests.records.test_table import some_records
 
@@ -38,7 +44,10 @@ def changed(path, change, **metadata):
         (lambda t: t.set_column(0, t.field(0).name, pa.array([1, 2, 3])), "no text"),
         (lambda t: t.set_column(10, "seconds", pa.array(["a", "b", "c"])), "not float64"),
         (lambda t: t.set_column(10, "seconds", pa.array([1.0, None, 3.0])), r"no number \(rows 1\)"),
-        (lambda t: t.set_column(10, "seconds", pa.array([[1.0], [2.0], [3.0]])), "holds lists"),
+        (
+            lambda t: t.set_column(10, "seconds", pa.array([[1.0], [2.0], [3.0]])),
+            "holds list<.*expected texts or numbers",
+        ),
         (lambda t: t.set_column(10, "seconds", pa.array([1.0, -2.0, 3.0])), r"negative seconds \(rows 1\)"),
     ],
 )
@@ -116,3 +125,114 @@ def test_a_spoilt_page_is_told_by_its_checksum(tmp_path):
     path.write_bytes(bytes(content))
     with pytest.raises(DocumentError, match="checksum"):
         read_records(path)
+
+
+def test_every_spoilt_byte_of_a_footer_is_refused_or_harmless(tmp_path):
+    """The same where the figures stand by which the limits are checked."""
+    path = write_records(some_records(), tmp_path / "table.parquet")
+    content = path.read_bytes()
+    footer = int.from_bytes(content[-8:-4], "little") + 8
+    random = np.random.default_rng(1)
+    refused = 0
+    for place in len(content) - 1 - random.integers(0, footer, 400):
+        spoilt = bytearray(content)
+        spoilt[place] ^= int(random.integers(1, 256))
+        try:
+            assert (parquet.parse_records(bytes(spoilt), path).seconds > 0).all()
+        except DocumentError:
+            refused += 1
+    assert refused > 50
+
+
+def zigzag(number, *, width):
+    """An integer as the footer stores it, padded to so many bytes."""
+    number = number * 2
+    digits = [number >> shift & 127 for shift in range(0, 7 * width, 7)]
+    return bytes([*(digit | 128 for digit in digits[:-1]), digits[-1]])
+
+
+def lie(path, told, meant):
+    """Replace a figure in the footer wherever it stands, by another one in as many bytes."""
+    content = path.read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    width = next(width for width in range(1, 10) if meant < 1 << 7 * width - 1)
+    assert zigzag(meant, width=width) in content[start:]
+    footer = content[start:].replace(zigzag(meant, width=width), zigzag(told, width=width))
+    path.write_bytes(content[:start] + footer)
+
+
+@pytest.mark.parametrize("told", [1, 2999, 3001, 8000])
+def test_a_footer_that_lies_about_rows_is_refused(told, tmp_path):
+    path = write_records(make_records(op="o", device="d", seconds=np.ones(3000)), tmp_path / "t.parquet")
+    assert len(read_records(path)) == 3000
+    lie(path, told, 3000)
+    with pytest.raises(
+        DocumentError, match=f"3000 values in column 'op', of which the footer has {told} in {told} rows"
+    ):
+        read_records(path)
+
+
+def with_sources(path, texts, times, **how):
+    """A table of as many row groups, each with these texts as sources."""
+    table = pq.read_table(write_records(make_records(op="o", device="d", seconds=np.ones(len(texts))), path))
+    table = table.set_column(table.schema.get_field_index("source"), "source", texts)
+    with pq.ParquetWriter(path, table.schema, compression="zstd", use_dictionary=False, **how) as writer:
+        for _ in range(times):
+            writer.write_table(table)
+    return path
+
+
+# Reads a table with so many bytes to spare beyond what the interpreter has after it read a small one.
+READ = """
+import resource, sys
+from pathlib import Path
+from meshwright.records.parquet import read_records
+from meshwright.spec import DocumentError
+read_records(sys.argv[1])
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + int(sys.argv[2]),) * 2)
+for path in sys.argv[3:]:
+    try:
+        print(len(read_records(path)))
+    except DocumentError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_small_files_that_stand_for_gigabytes_are_refused_in_little_memory(tmp_path):
+    small = write_records(some_records(), tmp_path / "small.parquet")
+    long = pa.array(["x" * 2**20] * 64)  # 64 MiB, which pages repeat
+    alike = {"column_encoding": {"source": "DELTA_BYTE_ARRAY"}}
+    binary = with_sources(tmp_path / "binary.parquet", long.cast(pa.binary()), 6, **alike)
+    view = with_sources(tmp_path / "view.parquet", long.cast(pa.string_view()), 6, **alike)
+    delta = with_sources(tmp_path / "delta.parquet", long, 6, **alike)
+    plain = with_sources(tmp_path / "plain.parquet", long, 17)
+    (size,) = {pq.ParquetFile(plain).metadata.row_group(i).total_byte_size for i in range(17)}
+    assert size > 2**26
+    lie(plain, 1000, size)
+    assert all(path.stat().st_size < 2**20 for path in (binary, view, delta, plain))
+    command = [sys.executable, "-c", READ, str(small), str(2**28), *map(str, (binary, view, delta, plain, small))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = done.stdout.splitlines()
+    assert "column 'source' holds binary; expected texts or numbers" in told[0]
+    assert "column 'source' holds string_view; expected texts or numbers" in told[1]
+    assert "an encoding by which a page may unpack to any size" in told[2]
+    assert "1088 rows that take 114" in told[3]
+    assert told[4] == "3"
+
+
+def test_heads_of_pages_that_cannot_be_are_refused():
+    """Every way in which a head can be cut off, too deep or too long ends in ValueError."""
+    random = np.random.default_rng(2)
+    for size in random.integers(0, 60, 3000):
+        with contextlib.suppress(ValueError):
+            assert all(min(page) >= 0 for page in _pages(random.bytes(int(size)), 0, int(size)))
+    deep = bytes([0x1C] * 20)
+    with pytest.raises(ValueError, match="too many levels"):
+        list(_pages(deep, 0, len(deep)))
+    with pytest.raises(ValueError, match="more than 64 bits"):
+        list(_pages(bytes([0x15, *[255] * 20]), 0, 21))
+    with pytest.raises(ValueError, match="cut off"):
+        list(_pages(bytes([0x19, 0xF5, 255, 255, 255, 1, 0]), 0, 7))

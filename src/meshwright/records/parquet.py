@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from meshwright.records.parquet_pages import measure_pages
 from meshwright.records.table import COLUMNS, TEXTS, Records, make_records
 from meshwright.spec import DocumentError, MeasurementError
 from meshwright.spec.files import read_regular, write_bytes
@@ -95,23 +96,29 @@ def parse_columns(content: bytes, path: Path, names: Sequence[str]) -> dict[str,
     schema = parse_schema(content, path)
     with _readable(path):
         wanted = [schema.field(name) for name in names]
-        if nested := [field.name for field in wanted if pa.types.is_nested(field.type)]:
-            raise ValueError(f"column {nested[0]!r} holds lists; expected texts and numbers")
+        for field in wanted:
+            if not (_holds_texts(field.type) or _holds_numbers(field.type)):
+                raise ValueError(f"column {field.name!r} holds {field.type}; expected texts or numbers")
+        _check_limits(content, names, path)
         # A text that repeats a million times is kept once.
         texts = [field.name for field in wanted if _holds_texts(field.type)]
         file = pq.ParquetFile(io.BytesIO(content), read_dictionary=texts, page_checksum_verification=True)
-        meta = file.metadata
-        # Equal numbers are stored once and unpacked into one each.
-        encoded = sum(meta.row_group(index).total_byte_size for index in range(meta.num_row_groups))
-        unpacked = max(encoded, meta.num_rows * len(wanted) * _BYTES_PER_CELL)
-        if meta.num_rows > MAX_ROWS or unpacked > MAX_UNPACKED_BYTES:
-            raise DocumentError(
-                f"{path}: {meta.num_rows} rows that take {unpacked} bytes; tables are limited to {MAX_ROWS} rows and "
-                f"{MAX_UNPACKED_BYTES} bytes. Split the table."
-            )
+
         table = file.read(columns=[field.name for field in wanted])
         table.validate(full=True)
         return {name: _column(table, name) for name in names}
+
+
+def _check_limits(content: bytes, names: Sequence[str], path: Path) -> None:
+    """Raise DocumentError for more than the limits once unpacked, ValueError for a file that contradicts itself."""
+    num_rows, encoded = measure_pages(content, names)
+    # Equal numbers are stored once and unpacked into one each.
+    unpacked = max(encoded, num_rows * len(names) * _BYTES_PER_CELL)
+    if num_rows > MAX_ROWS or unpacked > MAX_UNPACKED_BYTES:
+        raise DocumentError(
+            f"{path}: {num_rows} rows that take {unpacked} bytes; tables are limited to {MAX_ROWS} rows and "
+            f"{MAX_UNPACKED_BYTES} bytes. Split the table."
+        )
 
 
 @contextmanager
@@ -124,18 +131,20 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _column(table: pa.Table, name: str) -> NDArray[Any]:
-    """A column of texts (dtype object, missing ones empty) or numbers (missing ones NaN). Raises ValueError."""
+    """A column of texts (dtype object, missing ones empty) or numbers (missing ones NaN)."""
     column = table.column(name).combine_chunks()
-    if pa.types.is_dictionary(column.type) and _holds_texts(column.type):
+    if pa.types.is_dictionary(column.type):
         texts = np.array([text or "" for text in (*column.dictionary.to_pylist(), None)], object)
         places: NDArray[np.int64] = column.indices.fill_null(len(texts) - 1).to_numpy(zero_copy_only=False)
         return texts[places]
-    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
-        numbers: NDArray[Any] = column.to_numpy(zero_copy_only=False)
-        return numbers
     if pa.types.is_null(column.type):
         return np.full(len(column), np.nan)
-    raise ValueError(f"column {name!r} is of type {column.type}; expected texts or numbers")
+    numbers: NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return numbers
+
+
+def _holds_numbers(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind))
 
 
 def _holds_texts(kind: pa.DataType) -> bool:

@@ -28,6 +28,8 @@ from meshwright.spec.parsing import parse_data
 if TYPE_CHECKING:
     from typing import Any
 
+    from numpy.typing import NDArray
+
 _KNOWN = (
     "our own tables (.parquet, .json), traces of torch's profiler, Alpa's database and results, PipeDream's profiles, "
     "tables of aiconfigurator and vTrain"
@@ -61,10 +63,7 @@ def import_file(path: Path | str, *, device: str | None = None) -> Imported:
         return read_results(text, device=_named(device, path), source=path.name)
     rows = parse_csv(content, path) if "," in first else []
     columns = {name: np.array([row[name] for row in rows], object) for name in (rows[0] if rows else ())}
-    imported = read_public(columns, source=path.name)
-    if imported is None:
-        raise _unknown(path)
-    return imported
+    return _public(columns, path)
 
 
 def _parquet(path: Path, content: bytes) -> Imported:
@@ -76,15 +75,14 @@ def _parquet(path: Path, content: bytes) -> Imported:
     columns = parse_columns(content, path, public_columns(schema.names))
     if texts := [name for name, column in columns.items() if name in NUMBERS and column.dtype == object]:
         raise DocumentError(f"{path}: column {texts[0]!r} holds texts; expected numbers. Write the table again.")
+    return _public(columns, path)
+
+
+def _public(columns: dict[str, NDArray[Any]], path: Path) -> Imported:
+    """Public tables carry no checksums: where many figures cannot be, those that can be are spoilt as likely."""
     imported = read_public(columns, source=path.name)
     if imported is None:
         raise _unknown(path)
-    _refuse_spoilt(imported, path)
-    return imported
-
-
-def _refuse_spoilt(imported: Imported, path: Path) -> None:
-    """Public tables carry no checksums: where many figures cannot be, those that can be are spoilt as likely."""
     num_refused = sum(imported.left_out.values())
     num_rows = len(imported.records) + num_refused
     if num_refused > _MAX_REFUSED * num_rows:
@@ -93,6 +91,7 @@ def _refuse_spoilt(imported: Imported, path: Path) -> None:
             f"{path}: {num_refused} of {num_rows} rows cannot be ({what}); the file is spoilt, or in other units. "
             "Fetch it again, or leave those rows out."
         )
+    return imported
 
 
 def _json(data: Any, path: Path, device: str | None) -> Imported:
