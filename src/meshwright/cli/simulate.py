@@ -32,6 +32,9 @@ def simulate(
         typer.Option(help="Compare with this schedule for the same stages; repeat. With your own: gpipe and 1f1b."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps to simulate.", min=1)] = 2,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show the critical path of a step, and what would make it shorter.")
+    ] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the timeline to this file (.json).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
     html: HtmlOption = None,
@@ -39,12 +42,13 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Predict when every instruction of a plan runs, its step time and each rank's peak memory."""
+    from meshwright.cli.explain import explain_bounds
     from meshwright.cli.schedules import compare, compared_schedules
     from meshwright.cost import load_cost_model
     from meshwright.planner import explain_step_interval, predict_step_interval, rank_simulation, simulation_document
     from meshwright.program import with_schedule
     from meshwright.report import draw_grid, timeline_rows, timeline_table, write_trace
-    from meshwright.simulator import allocate_rank, simulate_plan
+    from meshwright.simulator import allocate_rank, describe_steady_step, simulate_plan, steady_rows
 
     page = page_path(html, open_browser, "simulation")
     document = read_document(Plan, plan)
@@ -56,6 +60,7 @@ def simulate(
     result = simulate_plan(document, captured, machine, cost=cost, num_steps=steps)
     basis = cost.explain_basis(captured, document.microbatch_size)
     interval = predict_step_interval(document, captured, machine, cost)
+    reasons, explanation = explain_bounds(document, captured, machine, cost) if explain else ({}, [])
     rows, comparison = compare(document, captured, machine, cost, compared_schedules(document, against))
     if out is not None:
         write_document(result.timeline, out)
@@ -79,6 +84,8 @@ def simulate(
                 "basis": basis,
                 "step_interval_s": interval,
                 **timeline_rows(result.timeline),
+                "steady": steady_rows(result),
+                **({"explanation": reasons} if explain else {}),
                 **({"schedules": rows} if rows else {}),
                 **files,
             }
@@ -86,8 +93,10 @@ def simulate(
         return
     print_tables(
         timeline_table(result.timeline),
+        describe_steady_step(result),
         *filter(None, (basis, explain_step_interval(interval))),
         draw_grid(result.timeline, width=grid_width(result.timeline.num_ranks)),
+        *explanation,
         *comparison,
     )
     print_tables(*(f"{name} written to {path}" for name, path in written.items() if path is not None))

@@ -14,6 +14,7 @@ from meshwright.report.comparison import (
     compare_timelines,
     comparison_rows,
 )
+from meshwright.report.critical_path import explanation_rows, explanation_table
 from meshwright.report.fit import fit_table
 from meshwright.report.grid import draw_grid
 from meshwright.report.layers import graph_rows, graph_total
@@ -47,6 +48,8 @@ __all__ = [
     "comparison_table",
     "draw_grid",
     "draw_slots",
+    "explanation_rows",
+    "explanation_table",
     "fit_table",
     "fit_transfers",
     "graph_rows",

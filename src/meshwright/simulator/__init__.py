@@ -8,14 +8,16 @@ one rank's memory op by op. `explain_step` tells what bounds a step (`critical_p
 from meshwright.simulator.allocation import RankAllocation, allocate_rank
 from meshwright.simulator.critical_path import Bound
 from meshwright.simulator.explanation import StepExplanation, explain_program, explain_step
-from meshwright.simulator.levers import Lever
+from meshwright.simulator.levers import SHORTER, Lever
 from meshwright.simulator.plan import simulate_plan
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.simulate import simulate_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation
+from meshwright.simulator.steady import describe_steady_step, steady_rows
 
 __all__ = [
+    "SHORTER",
     "Bound",
     "Lever",
     "PeakMemory",
@@ -26,9 +28,11 @@ __all__ = [
     "Simulation",
     "StepExplanation",
     "allocate_rank",
+    "describe_steady_step",
     "explain_program",
     "explain_step",
     "price_program",
     "simulate_plan",
     "simulate_program",
+    "steady_rows",
 ]
