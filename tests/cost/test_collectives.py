@@ -314,7 +314,9 @@ def test_groups_that_share_nics_wait_for_each_other_where_there_are_too_few():
 def test_the_order_of_the_ranks_does_not_matter():
     cost = CostModel(cluster=load_cluster("2x4xA100"))
     mixed = (0, 4, 1, 5, 2, 6, 3, 7)
-    assert cost.all_reduce_seconds(mixed, 10**8) == cost.all_reduce_seconds(tuple(range(8)), 10**8)
+    assert cost.collective_seconds("all_reduce", mixed, 10**8) == cost.collective_seconds(
+        "all_reduce", tuple(range(8)), 10**8
+    )
 
 
 def test_nodes_that_are_joined_faster_than_their_devices_are_no_bottleneck():
@@ -464,16 +466,18 @@ def test_a_table_of_many_devices_gives_its_collectives_across_nodes(tmp_path):
     found = cost.predict_collective("all_gather", range(16), np.array([SIZES[5]], float))
     assert found.basis == ("measured",)
     assert found.seconds[0] == pytest.approx(15 * (5e-6 + SIZES[5] / 16 / 3e9))
-    assert cost.all_reduce_seconds(tuple(range(16)), SIZES[5]) == pytest.approx(30 * (5e-6 + SIZES[5] / 16 / 3e9))
+    assert cost.collective_seconds("all_reduce", tuple(range(16)), SIZES[5]) == pytest.approx(
+        30 * (5e-6 + SIZES[5] / 16 / 3e9)
+    )
 
 
 def test_a_table_of_one_device_gives_what_it_has_and_none_gives_the_datasheet(tmp_path):
     cluster = make_cluster(num_nodes=2, num_devices=2)
     table = make_table(transfers=(transfer_row("all_reduce", 2, 4, 1.0), transfer_row("all_reduce", 2, 8, 2.0)))
     cost = load_cost_model(cluster, write_document(table, tmp_path / "box.json"), "float32")
-    assert cost.all_reduce_seconds((0, 1), 8) == cost.collective_seconds("all_reduce", (0, 1), 8) == 2.0
+    assert cost.collective_seconds("all_reduce", (0, 1), 8) == cost.collective_seconds("all_reduce", (0, 1), 8) == 2.0
     plain = load_cost_model(cluster, None, "float32")
-    assert cost.all_reduce_seconds((0, 2), 8) == plain.all_reduce_seconds((0, 2), 8)
+    assert cost.collective_seconds("all_reduce", (0, 2), 8) == plain.collective_seconds("all_reduce", (0, 2), 8)
 
 
 # --- between sizes ---

@@ -22,8 +22,8 @@ def test_what_is_no_collective_is_refused(op):
     "ask",
     [
         lambda size: COST.collective_seconds("all_gather", (0, 1), size),
-        lambda size: COST.all_reduce_seconds((0, 1), size),
-        lambda size: COST.send_seconds(0, 1, size),
+        lambda size: COST.collective_seconds("all_reduce", (0, 1), size),
+        lambda size: COST.collective_seconds("send", (0, 1), size),
     ],
 )
 def test_messages_without_a_size_are_refused(ask, num_bytes):

@@ -54,8 +54,8 @@ def test_a_machine_is_measured_stored_and_believed(tmp_path):
         assert set(prices.forward_s.tolist()) <= {row.forward_s for row in rows.values()}
     assert len(rows) == 2 * len(graph.ops)
     assert all(row.num_samples >= 2 * 3 for row in table.ops)
-    assert cost.send_seconds(0, 1, 4) == pytest.approx(table.transfers[0].seconds)
-    assert cost.all_reduce_seconds((0, 1), 4) == pytest.approx(table.transfers[1].seconds)
+    assert cost.collective_seconds("send", (0, 1), 4) == pytest.approx(table.transfers[0].seconds)
+    assert cost.collective_seconds("all_reduce", (0, 1), 4) == pytest.approx(table.transfers[1].seconds)
     assert cost.optimizer_seconds(graph, graph.parameters, Optimizer(), kind) > 0
     assert cost.overhead_s == 1e-4
 

@@ -38,15 +38,15 @@ def test_places_agree_with_cluster_and_cost_model(counts, rates, layout):
             ranks = layout.ranks(before, take)
             kinds = {cluster.device_kind(rank).name for rank in ranks}
             assert set(places.kind_sets[places.kind_of[before, take]]) == kinds
-            assert places.latency_s[before, take] == cost.all_reduce_seconds(ranks, 1)
-            assert places.bucket_s[before, take] == cost.all_reduce_seconds(ranks, 10**6)
+            assert places.latency_s[before, take] == cost.collective_seconds("all_reduce", ranks, 1)
+            assert places.bucket_s[before, take] == cost.collective_seconds("all_reduce", ranks, 10**6)
             if before:
                 previous = layout.ranks(before - take, take)[-1] if layout.name == "replica-major" else before - 1
                 pairs = [(previous, rank) for rank in ranks]
                 if layout.name == "replica-major":
                     pairs = list(zip(layout.ranks(before - take, take), ranks, strict=True))
-                slowest = max(cost.send_seconds(*pair, 10**6) for pair in pairs)
-                assert cost.send_seconds(*places.links[places.link_of[before, take]], 10**6) == slowest
+                slowest = max(cost.collective_seconds("send", pair, 10**6) for pair in pairs)
+                assert cost.collective_seconds("send", places.links[places.link_of[before, take]], 10**6) == slowest
             else:
                 assert places.link_of[before, take] == 0
 

@@ -70,16 +70,10 @@ class FixedCost(CostModel):
         ones = np.ones(len(graph.ops))
         return exact_prices(self.forward * ones, self.backward * ones, self.accumulate * ones)
 
-    def send_seconds(self, source_rank, target_rank, num_bytes):
-        return self.send
+    def collective_seconds(self, op, ranks, num_bytes, concurrent=()):
+        return self.send if op == "send" else self.all_reduce
 
-    def all_reduce_seconds(self, ranks, num_bytes):
-        return self.all_reduce
-
-    def send_host_seconds(self, source_rank, target_rank, num_bytes):
-        return self.host
-
-    def all_reduce_host_seconds(self, ranks, num_bytes):
+    def collective_host_seconds(self, op, ranks, num_bytes, concurrent=()):
         return self.host
 
     def optimizer_seconds(self, graph, parameter_ids, optimizer, device_kind):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.cost.collectives import CollectiveModel, fit_collectives
-from meshwright.cost.collectives.fitting import collective_rows
+from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.kernels import adapt_kernels, is_tiled, shipped_model
 from meshwright.cost.model import CostModel
 from meshwright.records import from_measurements, load_measurements, read_records_at
@@ -27,19 +26,15 @@ def load_cost_model(cluster: Cluster, path: Path | str | None, precision: Precis
         return CostModel(cluster=cluster, precision=precision)
     measured = load_measurements(path, cluster)
     rows = read_records_at(Path(path)) if Path(path).suffix == ".parquet" else from_measurements(measured)
+    own, host = fit_measured(rows.where(device=measured.device))
     return CostModel(
         cluster=cluster,
         measurements=measured,
         precision=precision,
-        collectives=_fit_if_measured(rows.where(device=measured.device)),
+        collectives=own,
+        collective_hosts=host,
         kernels=_adapt_if_measured(rows, cluster),
     )
-
-
-def _fit_if_measured(rows: Records) -> CollectiveModel | None:
-    """The collectives among the rows, the latest of each; None if there are none."""
-    usable = collective_rows(rows.dedupe(("op", "phase", "shapes", "dtype")))
-    return fit_collectives(usable) if len(usable) else None
 
 
 def _adapt_if_measured(rows: Records, cluster: Cluster) -> KernelModel | None:

@@ -3,8 +3,8 @@
 One question per method, each answered from the measurement table where it applies (the device kind has the table's
 name, ranks share a node) and from datasheet figures elsewhere:
 
-    price_ops           table, ops, prices, roofline    send_seconds, all_reduce_seconds   transfers, collectives
-    predict_collective  collectives                     collective_seconds                 collectives
+    price_ops           table, ops, prices, roofline    collective_seconds                 collectives.prices
+    predict_collective  collectives.prices              collective_host_seconds            collectives.prices
     optimizer_seconds   optimizers                      bucket_seconds                     optimizers
     stage_memory        memory                          peak_memory                        memory
 
@@ -20,17 +20,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from meshwright.cost.classes import classify_ops
-from meshwright.cost.collectives.algorithms import check_messages
-from meshwright.cost.collectives.datasheet import quote_collective
-from meshwright.cost.collectives.errors import datasheet_scale
-from meshwright.cost.collectives.fitted import with_interval
-from meshwright.cost.collectives.groups import place_group
+from meshwright.cost.collectives.fitting import fit_measured
+from meshwright.cost.collectives.prices import CollectivePrices
 from meshwright.cost.kernels import is_tiled, price_kernels, shipped_model
 from meshwright.cost.memory import StageMemory, weigh_stage
 from meshwright.cost.optimizers import copy_seconds, optimizer_curves, step_seconds, trainable_elements
 from meshwright.cost.prices import End, OpPrices, gather_prices
 from meshwright.cost.table import OpTable, key_in, price_op, roofline_interval
-from meshwright.cost.transfers import TransferTable
+from meshwright.records import from_measurements
 from meshwright.spec import Cluster, DeviceKind, Graph, Measurements
 from meshwright.spec.measurements import BUCKET_COPY
 
@@ -40,20 +37,19 @@ if TYPE_CHECKING:
     from meshwright.cost.collectives import CollectiveModel, CollectiveOp
     from meshwright.cost.curves import Curve
     from meshwright.cost.kernels import KernelModel
-    from meshwright.cost.prediction import Basis, Floats, Predictions
+    from meshwright.cost.prediction import Floats, Predictions
     from meshwright.spec import Optimizer, StageSlice, Workload
     from meshwright.spec.workload import Precision
 
 T = TypeVar("T")
-
-_ROOFLINE: tuple[Basis, ...] = ("roofline",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostModel:
     """Prices for one cluster, from one measurement table (or none), for models that run in ``precision``.
 
-    ``collectives``: what was fitted on measured collectives of this kind of cluster (`fit_collectives`).
+    ``collectives``, ``collective_hosts``: what was fitted on measured collectives of this kind of cluster, seconds and
+    those of a rank's processor (`fit_measured`); by default on the transfers among the measurements.
     ``kernels``: the predictor of products and attention on GPUs, None for the one that ships (`adapt_kernels`).
     ``ops_at``: all ops of a graph as fast or as slow as the 80 % interval of their sum allows; see `at_end`.
     """
@@ -63,9 +59,10 @@ class CostModel:
     precision: Precision = "float32"
     ops_at: End | None = None
     collectives: CollectiveModel | None = None
+    collective_hosts: CollectiveModel | None = None
     kernels: KernelModel | None = None
     _ops: OpTable | None = field(init=False, repr=False, default=None)
-    _transfers: TransferTable | None = field(init=False, repr=False, default=None)
+    _collectives: CollectivePrices = field(init=False, repr=False)
     _optimizers: dict[str, Curve] = field(init=False, repr=False, default_factory=dict)
     _kept: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
     _graphs: dict[int, Graph] = field(init=False, repr=False, default_factory=dict)
@@ -73,8 +70,16 @@ class CostModel:
     def __post_init__(self) -> None:
         if self.measurements is not None:
             object.__setattr__(self, "_ops", OpTable(self.measurements, self.precision))
-            object.__setattr__(self, "_transfers", TransferTable(self.measurements))
             object.__setattr__(self, "_optimizers", optimizer_curves(self.measurements, self.precision))
+            if self.collectives is None and self.measurements.transfers:
+                transfers = replace(self.measurements, ops=(), optimizers=(), overhead_s=0.0)
+                own, host = fit_measured(from_measurements(transfers))
+                object.__setattr__(self, "collectives", own)
+                object.__setattr__(self, "collective_hosts", host)
+        prices = CollectivePrices(
+            cluster=self.cluster, dtype=self.precision, own=self.collectives, host=self.collective_hosts
+        )
+        object.__setattr__(self, "_collectives", prices)
 
     @property
     def overhead_s(self) -> float:
@@ -111,68 +116,33 @@ class CostModel:
         warning = "; rooflines are mostly too short, measure this model to replace them" if guessed else ""
         return f"Basis of {total} op prices: {words}{warning}."
 
-    def send_seconds(self, source_rank: int, target_rank: int, num_bytes: float) -> float:
-        """Seconds until a message has arrived; 0 from a rank to itself."""
-        if source_rank == target_rank:
-            return 0.0
-        key = ("send", source_rank, target_rank, num_bytes)
-        return self._keep(key, lambda: self._send((source_rank, target_rank), num_bytes))
-
-    def send_host_seconds(self, source_rank: int, target_rank: int, num_bytes: float) -> float:
-        """Seconds of processor time that a message takes from sender and receiver each; 0 where not measured."""
-        if (
-            self._transfers is None
-            or source_rank == target_rank
-            or not self._measured_among((source_rank, target_rank))
-        ):
-            return 0.0
-        return self._transfers.send(num_bytes, host=True) or 0.0
-
-    def all_reduce_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """Seconds to sum ``num_bytes`` over the ranks, from the moment all are ready; 0 for a single rank."""
-        if len(ranks) < 2:
-            return 0.0
-        group = tuple(ranks)
-        return self._keep(("all_reduce", group, num_bytes), lambda: self._all_reduce(group, num_bytes))
-
     def collective_seconds(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, concurrent: Sequence[Sequence[int]] = ()
     ) -> float:
-        """Seconds of a collective among the ranks, in any order, while the ``concurrent`` groups run the same.
-
-        ``num_bytes`` are those of the full tensor: what an all-gather yields, what a reduce-scatter takes in.
-        """
-        key = ("collective", op, tuple(ranks), num_bytes, tuple(map(tuple, concurrent)))
+        """Seconds of a collective or a send, from the moment all are ready; `predict_collective` for one size."""
+        beside = tuple(map(tuple, concurrent))
+        key = ("collective", op, tuple(ranks), num_bytes, beside)
         sizes = np.array([num_bytes], np.float64)
-        return self._keep(key, lambda: float(self.predict_collective(op, ranks, sizes, concurrent).seconds[0]))
+        return self._keep(key, lambda: float(self._collectives.predict(op, ranks, sizes, beside).seconds[0]))
 
     def predict_collective(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Sequence[Sequence[int]] = ()
     ) -> Predictions:
-        """Seconds of a collective for many sizes (shape (n,)), with intervals and basis.
+        """Seconds of a collective for many sizes (shape (n,)), with intervals and basis; a single rank takes no time.
 
-        Measured on this kind of device where `collectives` has it or something comparable; else from the datasheet's
-        links, with the interval that such prices had on public clusters (`collectives.errors`).
+        ``num_bytes`` are those of the full tensor: what an all-gather yields, what a reduce-scatter takes in. The ranks
+        come in any order; the ``concurrent`` groups run the same at the same time.
         """
-        check_messages(op, num_bytes)
-        place = (tuple(ranks), tuple(map(tuple, concurrent)))
-        group = self._keep(("place", *place), lambda: place_group(self.cluster, ranks, concurrent))
-        kinds = self._keep(("kinds", place[0]), lambda: {self.cluster.device_kind(rank).name for rank in ranks})
-        if self.collectives is not None and kinds == {self.collectives.device}:
-            found = self.collectives.predict(op, group, num_bytes)
-            if found is not None:
-                return found
-        tariff = self._keep(("tariff", op, *place), lambda: quote_collective(self.cluster, op, ranks, group))
-        scale = datasheet_scale(op, by_nccl=tariff.by_nccl)
-        latency_s, seconds = float(tariff.latency_s.min()), tariff.price(num_bytes)
-        return with_interval(seconds, latency_s, scale, 1.0, _ROOFLINE * len(num_bytes))
+        return self._collectives.predict(op, ranks, num_bytes, tuple(map(tuple, concurrent)))
 
-    def all_reduce_host_seconds(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """Seconds of processor time that an all-reduce takes from each rank; 0 where not measured."""
-        group = tuple(ranks)
-        if self._transfers is None or len(group) < 2 or not self._measured_among(group):
-            return 0.0
-        return self._transfers.all_reduce(len(group), num_bytes, host=True) or 0.0
+    def collective_host_seconds(
+        self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, concurrent: Sequence[Sequence[int]] = ()
+    ) -> float:
+        """Seconds of processor time that a collective takes from each rank meanwhile; 0 where not measured."""
+        beside, sizes = tuple(map(tuple, concurrent)), np.array([num_bytes], np.float64)
+        key = ("host", op, tuple(ranks), num_bytes, beside)
+        found = self._keep(key, lambda: self._collectives.predict_host(op, ranks, sizes, beside))
+        return 0.0 if found is None else float(found.seconds[0])
 
     def optimizer_seconds(
         self, graph: Graph, parameter_ids: Sequence[int], optimizer: Optimizer, device_kind: DeviceKind
@@ -214,32 +184,6 @@ class CostModel:
         # An op of a joint graph's backward half runs once, in the backward.
         gathered = gather_prices(prices, classes.class_of, backward_ops)
         return gathered if self.ops_at is None else gathered.at_end(self.ops_at)
-
-    def _send(self, ranks: tuple[int, int], num_bytes: float) -> float:
-        check_messages("send", num_bytes)
-        if self._transfers is not None and self._measured_among(ranks):
-            measured = self._transfers.send(num_bytes)
-            if measured is not None:
-                return measured
-        return self.cluster.link_between(*ranks).seconds(num_bytes)
-
-    def _all_reduce(self, ranks: tuple[int, ...], num_bytes: float) -> float:
-        check_messages("all_reduce", num_bytes)
-        if self._transfers is not None and self._measured_among(ranks):
-            measured = self._transfers.all_reduce(len(ranks), num_bytes)
-            if measured is not None:
-                return measured
-        return self.collective_seconds("all_reduce", ranks, num_bytes)
-
-    def _measured_among(self, ranks: tuple[int, ...]) -> bool:
-        """Whether the transfer table applies: all ranks of the measured kind, on one node."""
-        return self._keep(
-            ("measured", ranks),
-            lambda: (
-                all(self.is_measured(self.cluster.device_kind(rank)) for rank in ranks)
-                and len({self.cluster.node_index(rank) for rank in ranks}) == 1
-            ),
-        )
 
     def _step(self, graph: Graph, parameters: Sequence[int], optimizer: Optimizer, kind: DeviceKind) -> float:
         curve = self._optimizers.get(optimizer.name) if self.is_measured(kind) else None

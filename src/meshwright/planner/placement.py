@@ -169,7 +169,7 @@ class _Groups:
         if key not in self._exchange:
             ring = tuple(sorted(ranks))
             self._exchange[key] = (
-                self._cost.all_reduce_seconds(ring, 1),
-                self._cost.all_reduce_seconds(ring, self._bucket_bytes),
+                self._cost.collective_seconds("all_reduce", ring, 1),
+                self._cost.collective_seconds("all_reduce", ring, self._bucket_bytes),
             )
         return self._exchange[key]

@@ -91,10 +91,16 @@ def assume_in_flight(schedule: str, num_microbatches: int, num_ranks: int, kind:
 
 
 def _transfer_seconds(stages: StageBytes, pair: tuple[int, int], cost: CostModel) -> list[float]:
-    """Seconds per microbatch to carry values over each boundary and their gradients back; 0 before layer 0."""
+    """Seconds per microbatch to carry values over each boundary and their gradients back; 0 before layer 0.
+
+    A pair that is one rank twice stands for no link, and takes no time.
+    """
+    if pair[0] == pair[1]:
+        return [0.0] * len(stages.crossing_forward)
     seconds = [0.0]
     for forward, backward in zip(stages.crossing_forward[1:], stages.crossing_backward[1:], strict=True):
-        seconds.append(sum(cost.send_seconds(*pair, num_bytes) for num_bytes in (forward, backward) if num_bytes))
+        sizes = [num_bytes for num_bytes in (forward, backward) if num_bytes]
+        seconds.append(sum(cost.collective_seconds("send", pair, num_bytes) for num_bytes in sizes))
     return seconds
 
 

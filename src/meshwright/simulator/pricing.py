@@ -105,12 +105,12 @@ class _Pricer:
         if opcode in RECEIVES:
             return self._add(0.0, 0.0, in_use), -1
         if opcode == Opcode.ALL_REDUCE:
-            seconds = self._cost.all_reduce_seconds(ranks, num_bytes)
-            host_s = self._cost.all_reduce_host_seconds(ranks, num_bytes)
+            seconds = self._cost.collective_seconds("all_reduce", ranks, num_bytes)
+            host_s = self._cost.collective_host_seconds("all_reduce", ranks, num_bytes)
             return self._add(max(seconds, _SHORTEST_S), host_s, in_use), self.routes.ring(ranks)
         source, target = ranks
-        seconds = self._cost.send_seconds(source, target, num_bytes)
-        host_s = self._cost.send_host_seconds(source, target, num_bytes)
+        seconds = self._cost.collective_seconds("send", ranks, num_bytes)
+        host_s = self._cost.collective_host_seconds("send", ranks, num_bytes)
         return self._add(max(seconds, _SHORTEST_S), host_s, in_use), self.routes.send(source, target)
 
     def _mark(self, stage: int, kind: int, place: int, bucket: int) -> tuple[int, int]:

@@ -9,8 +9,8 @@ where t₀(m) is the latency of a measured group of m ranks, its time at the sma
 t(m, S') - t₀(m) its time above that for the message S' that puts as many bytes through the busiest port as S does here
 (`port_share`: rings, NIC sharing and the links of the node are in it). lo and hi are the next smaller and larger groups
 among those whose NICs are shared by the most similar number of groups, one of them alone beyond the ends; there t₀
-grows with n^γ, γ fitted over all groups of the op. Groups inside a node say nothing about groups across nodes, and the
-reverse.
+grows with n^γ, γ fitted over all groups of the op, or as the steps of a ring if all have one number of ranks. Groups
+inside a node say nothing about groups across nodes, and the reverse.
 
 An all-reduce over more nodes than were measured takes the faster of the tree and of the ring: the ring is a
 reduce-scatter and an all-gather, each transferred by itself (two nodes say nothing of it: NCCL's tree carries the
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from meshwright.cost.collectives.algorithms import CollectiveOp, check_messages, port_share
+from meshwright.cost.collectives.algorithms import CollectiveOp, check_messages, count_steps, port_share
 from meshwright.cost.collectives.groups import Group
 from meshwright.cost.collectives.topologies import Topology
 from meshwright.cost.curves import Curve
@@ -187,11 +187,11 @@ def comparable(known: Sequence[Place], group: Group) -> list[Place]:
     return [one for one in known if (one.group.num_nodes > 1) == (group.num_nodes > 1)]
 
 
-def latency_exponent(alike: Sequence[Place]) -> float:
-    """γ of t₀ ∝ n^γ over comparable groups, from 0 to 1; that of a ring's steps where only one number was measured."""
+def latency_exponent(alike: Sequence[Place]) -> float | None:
+    """γ of t₀ ∝ n^γ over comparable groups, from 0 to 1; None where only one number of ranks was measured."""
     ranks = np.log2([place.group.num_ranks for place in alike])
     if not len(ranks) or np.ptp(ranks) == 0:
-        return 1.0
+        return None
     latencies = np.log2([place.latency_s for place in alike])
     slope = float(np.polyfit(ranks, latencies, 1)[0])
     return min(max(slope, 0.0), 1.0)
@@ -202,10 +202,10 @@ def transfer(
     group: Group,
     num_bytes: Floats,
     alike: Sequence[Place],
-    exponent: float,
+    exponent: float | None,
     topology: Topology | None,
 ) -> Transfer | None:
-    """The time of a group from comparable places of the op, with γ; None if there is no such place."""
+    """The time of a group from comparable places of the op, None without any; γ is None for the steps of a ring."""
     if not alike:
         return None
     nearest = min(_sharing_octaves(place, group) for place in alike)
@@ -216,7 +216,8 @@ def transfer(
     wires = [_wire_seconds(op, end, group, num_bytes, topology) for end in (low, high)]
     ranks, first, last = group.num_ranks, low.group.num_ranks, high.group.num_ranks
     if first == last:
-        latency = low.latency_s * (ranks / first) ** exponent
+        more = count_steps(op, group) / count_steps(op, low.group) if exponent is None else (ranks / first) ** exponent
+        latency = low.latency_s * more
         octaves = abs(log2(ranks / first)) + abs(log2(group.num_nodes / low.group.num_nodes)) + nearest
         return Transfer(latency + np.sqrt(wires[0] * wires[1]), latency, octaves)
     along = log(ranks / first) / log(last / first)

@@ -93,6 +93,15 @@ def fit_collectives(rows: Records, topology: Topology | None = None, *, phase: s
     )
 
 
+def fit_measured(rows: Records) -> tuple[CollectiveModel | None, CollectiveModel | None]:
+    """What the latest rows of one device say of collectives: seconds, and seconds of the processor; None without."""
+    latest = rows.dedupe(("op", "phase", "shapes", "dtype"))
+    own, host = (
+        fit_collectives(latest, phase=phase) if len(collective_rows(latest, phase)) else None for phase in ("", "host")
+    )
+    return own, host
+
+
 def collective_rows(rows: Records, phase: str = "") -> Records:
     """The rows of a phase that are collectives of at least two ranks and say what they seem to."""
     ours = rows.select(np.isin(rows.op, COLLECTIVE_OPS) & (rows.phase == phase))
