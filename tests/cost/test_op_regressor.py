@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.cost.ops import PASSES, fit_op_regressor, read_work, relatives
+from meshwright.cost.ops import PASSES, fit_op_regressor
 from meshwright.cost.ops import regressor as module
+from meshwright.cost.work import read_work, relatives
 from meshwright.spec import OpMeasurement
 from tests.cost.facts import KIND, linear_graph, make_cluster, make_table, op_row
 
@@ -27,7 +28,7 @@ def law(key):
     work = read_work(key)
 
     def seconds(amount):
-        return amount.flops / PEAK + amount.num_bytes / BANDWIDTH + amount.num_kernels * CALL_S
+        return amount.flops / PEAK + amount.num_bytes / BANDWIDTH + amount.num_calls * CALL_S
 
     parts = {f"{part}_s": seconds(getattr(work, part)) for part in PASSES}
     return OpMeasurement(key=key, num_samples=10, **parts)

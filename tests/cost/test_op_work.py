@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.ops import read_work, relatives
 from meshwright.cost.table import OpTable
+from meshwright.cost.work import read_work, relatives
 from meshwright.spec import Measurements, OpMeasurement, op_key
 from meshwright.spec.shipped import load_shipped_graph
 
@@ -78,7 +78,11 @@ def test_another_road_through_torch_is_another_variant():
     ("key", "written"),
     [
         ("aten.zeros.default(;size=[2, 4, 64];dtype=float32|)", 2 * 4 * 64 * 4),
-        ("aten.new_zeros.default(4x64:float32;size=[4, 161, 64]|0)", (4 * 64 + 4 * 161 * 64) * 4),  # and the input
+        ("aten.new_zeros.default(4x64:float32;size=[4, 161, 64]|0)", 4 * 161 * 64 * 4),
+        ("aten.tril_indices.default(;row=27;col=27;offset=-1|)", 2 * 351 * 8),
+        ("aten.tril_indices.default(;row=3;col=5;offset=1|)", 2 * (2 + 3 + 4) * 8),
+        ("aten.tril_indices.default(;row=6;col=3;offset=0|)", 2 * (1 + 2 + 3 * 4) * 8),
+        ("aten.tril_indices.default(;row=4;col=4;offset=-6|)", 0),
         ("aten.arange.default(;end=512|)", 512 * 8),
         ("aten.arange.start_step(;start=0;end=127;step=2;dtype=float32|)", 64 * 4),
     ],

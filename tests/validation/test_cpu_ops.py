@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from meshwright.cost import table
-from meshwright.cost.ops import relatives
 from meshwright.cost.prediction import fit_interval
 from meshwright.cost.roofline import bound_op
+from meshwright.cost.work import relatives
 from meshwright.records import to_measurements
 from meshwright.spec import MeasurementError, load_cluster, load_shipped_graph, op_key
 from meshwright.validation import cpu_ops

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.cost.traits import traffic_of
-from meshwright.spec.units import DTYPE_BYTES
+from meshwright.cost.traits import passes_of
 
 if TYPE_CHECKING:
+    from meshwright.cost.work import Amount
     from meshwright.spec import DeviceKind, Graph, Op
 
 # Seconds that the smallest kernel takes however little it does: the fastest of 24,000 GEMMs measured on A100, H100,
@@ -48,15 +48,14 @@ def peak_flops(kind: DeviceKind, dtype: str) -> float:
 
 def bound_op(graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str) -> OpSeconds:
     """The roofline of one op at a batch size, floating tensors being of ``dtype``. A view takes no time."""
-    traffic = traffic_of(graph, op, batch_size, DTYPE_BYTES[dtype])
+    passes = passes_of(graph, op, batch_size, dtype)
     peak, bandwidth = peak_flops(kind, dtype), kind.memory_bandwidth_bytes_per_s
 
-    def seconds(flops: int, num_bytes: int, kernels: int) -> float:
-        return max(flops / peak, num_bytes / bandwidth) + kernels * LAUNCH_S
+    def seconds(amount: Amount) -> float:
+        return max(amount.flops / peak, amount.num_bytes / bandwidth) + amount.num_kernels * LAUNCH_S
 
-    backward_flops = op.backward_flops.at(batch_size) if traffic.backward_kernels else 0
     return OpSeconds(
-        forward_s=seconds(op.flops.at(batch_size), traffic.forward_bytes, traffic.forward_kernels),
-        backward_s=seconds(backward_flops, traffic.backward_bytes, traffic.backward_kernels),
-        accumulate_s=seconds(0, traffic.accumulate_bytes, traffic.accumulate_kernels),
+        forward_s=seconds(passes.forward),
+        backward_s=seconds(passes.backward),
+        accumulate_s=seconds(passes.accumulate),
     )

@@ -25,7 +25,7 @@ from meshwright.cost.ops import fit_op_regressor
 from meshwright.cost.prediction import Interval
 from meshwright.cost.prices import OpPrice, price_around
 from meshwright.cost.roofline import OpSeconds, bound_op
-from meshwright.spec.measurements import op_key
+from meshwright.cost.work import key_in
 
 if TYPE_CHECKING:
     from meshwright.cost.ops import OpRegressor
@@ -36,8 +36,6 @@ INTERPOLATED = Interval(low=0.91, high=1.32)
 TRANSFERRED = Interval(low=0.69, high=1.35)
 ROOFLINE = Interval(low=0.64, high=9.9)
 GPU_ROOFLINE = Interval(low=0.65, high=2.58)
-
-_FLOAT_IN_KEY = re.compile(r":(?:float64|float32|float16|bfloat16)\b")
 
 
 class OpTable:
@@ -93,11 +91,6 @@ class OpTable:
             if rest == 0 and batch_size > 0 and entry is not None and self.key(graph, op, batch_size) == key:
                 found[batch_size] = entry
         return dict(sorted(found.items()))
-
-
-def key_in(dtype: str, graph: Graph, op: Op, batch_size: int) -> str:
-    """The op's key where floating tensors are of ``dtype``."""
-    return _FLOAT_IN_KEY.sub(f":{dtype}", op_key(graph, op, batch_size))
 
 
 def roofline_interval(kind: DeviceKind) -> Interval:

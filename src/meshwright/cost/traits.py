@@ -1,50 +1,40 @@
-"""What an op moves: the bytes that its forward and backward read and write, and how many kernels they start.
+"""What an op of a graph does: its work by its key (`cost.work`), with the facts that only a graph holds.
 
-Model, per op at batch size b and float width w (bytes of a floating element):
+    FLOPs       as capture counted them
+    views       whether an output owns its memory: the same reshape looks in one place and copies in another
+    backward    only in training, and only where an output wants a gradient
+    accumulate  3 × bytes of the parameters: read the old and the new gradient, write the sum
 
-    forward  bytes = distinct inputs + outputs that own their memory (in-place: the memory written again)
-    backward bytes = what autograd kept + gradients of the outputs + gradients of the inputs
-    accumulate     = 3 × parameter bytes: read the old and the new gradient, write the sum
-
-Views start no kernel and move nothing; the backward of a view that shows only a part writes the whole gradient (torch:
-``select_backward``, ``slice_backward``, ... fill zeros and copy). Row lookups read the rows, not the table.
-Source: definition of torch's operators (native_functions.yaml, derivatives.yaml of 2.13).
+An operator that the table does not know reads its distinct inputs and writes its outputs; its backward reads what
+autograd kept and the gradients of the outputs, and writes those of the inputs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from meshwright.cost.work import Amount, key_in, name_in, read_work
+from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meshwright.spec import Graph, Op
 
-# Operators that read rows of their first input, as many as they write.
-_ROW_LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "take_along_dim"})
-# Views whose backward is a kernel: a part of a tensor, or one element shown many times.
-_PARTIAL_VIEWS = frozenset(
-    {"select", "slice", "split", "split_with_sizes", "chunk", "narrow", "unbind", "diagonal", "expand", "expand_as"}
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Bytes moved and kernels started by one op."""
+class Passes:
+    """What the passes of one op do: forward, backward, and adding to gradients that exist."""
 
-    forward_bytes: int
-    forward_kernels: int
-    backward_bytes: int
-    backward_kernels: int
-    accumulate_bytes: int
-    accumulate_kernels: int
+    forward: Amount
+    backward: Amount
+    accumulate: Amount
 
 
 def operator_name(op: Op) -> str:
-    """``relu_`` of ``aten.relu_.default``; a name without dots is returned as it is."""
-    parts = op.kind.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
+    """``relu_`` of ``aten.relu_.default``."""
+    return name_in(op.kind)
 
 
 def is_in_place(op: Op) -> bool:
@@ -60,28 +50,56 @@ def is_view(graph: Graph, op: Op) -> bool:
     return all(graph.tensors[i].storage != i for i in op.outputs)
 
 
-def traffic_of(graph: Graph, op: Op, batch_size: int, float_bytes: int) -> Traffic:
-    """What one op moves at a batch size, floating elements being ``float_bytes`` wide."""
-
-    def size(tensors: Iterable[int]) -> int:
-        return sum(graph.tensors[i].num_bytes(batch_size, float_bytes) for i in dict.fromkeys(tensors))
-
-    view = is_view(graph, op)
-    written = size(i for i in op.outputs if is_in_place(op) or graph.tensors[i].storage == i)
-    lookup = operator_name(op) in _ROW_LOOKUPS
-    read = written + size(op.inputs[1:]) if lookup else size(op.inputs)
-    targets = tuple(dict.fromkeys(i for i in op.inputs if graph.tensors[i].requires_grad))
-    differentiable = graph.mode == "training" and any(graph.tensors[i].requires_grad for i in op.outputs)
-    backward_kernels = len(targets) if differentiable else 0
-    if view and operator_name(op) not in _PARTIAL_VIEWS:
-        backward_kernels = 0
-    yielded = (i for i in op.outputs if graph.tensors[i].requires_grad)
-    parameters = [i for i in targets if graph.tensors[i].role == "parameter"] if differentiable else []
-    return Traffic(
-        forward_bytes=0 if view else read + written,
-        forward_kernels=0 if view else 1,
-        backward_bytes=size(op.saved) + size(yielded) + size(targets) if backward_kernels else 0,
-        backward_kernels=backward_kernels,
-        accumulate_bytes=3 * size(parameters),
-        accumulate_kernels=len(parameters),
+def passes_of(graph: Graph, op: Op, batch_size: int, dtype: str) -> Passes:
+    """The work of an op at a batch size, floating values being of ``dtype``."""
+    known = read_work(key_in(dtype, graph, op, batch_size))
+    count = _Count(graph, op, batch_size, dtype)
+    if known is None:
+        forward, backward = count.forward(), count.backward()
+    else:
+        forward, backward = known.forward, known.backward
+        if (known.family == "view") != is_view(graph, op):
+            forward = count.forward()
+    trained = graph.mode == "training" and any(graph.tensors[i].requires_grad for i in op.outputs)
+    backward = replace(backward, flops=op.backward_flops.at(batch_size)) if trained else Amount()
+    return Passes(
+        forward=replace(forward, flops=op.flops.at(batch_size)),
+        backward=backward,
+        accumulate=count.accumulation() if trained else Amount(),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """Bytes of an op's tensors, as a graph has them."""
+
+    graph: Graph
+    op: Op
+    batch_size: int
+    dtype: str
+
+    def forward(self) -> Amount:
+        if is_view(self.graph, self.op):
+            return Amount(num_views=1)
+        tensors = self.graph.tensors
+        written = self._size(i for i in self.op.outputs if is_in_place(self.op) or tensors[i].storage == i)
+        return Amount(num_bytes=self._size(self.op.inputs) + written, num_kernels=1)
+
+    def backward(self) -> Amount:
+        if is_view(self.graph, self.op):
+            return Amount(num_views=1)
+        wanted, yielded = self._wanted(self.op.inputs), self._wanted(self.op.outputs)
+        return Amount(
+            num_bytes=self._size(self.op.saved) + self._size(yielded) + self._size(wanted), num_kernels=len(wanted)
+        )
+
+    def accumulation(self) -> Amount:
+        parameters = [i for i in self._wanted(self.op.inputs) if self.graph.tensors[i].role == "parameter"]
+        return Amount(num_bytes=3 * self._size(parameters), num_kernels=len(parameters))
+
+    def _wanted(self, tensors: Iterable[int]) -> list[int]:
+        return [i for i in dict.fromkeys(tensors) if self.graph.tensors[i].requires_grad]
+
+    def _size(self, tensors: Iterable[int]) -> int:
+        width = DTYPE_BYTES[self.dtype]
+        return sum(self.graph.tensors[i].num_bytes(self.batch_size, width) for i in dict.fromkeys(tensors))

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from meshwright.cost.work import name_in, operators
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -20,25 +22,6 @@ if TYPE_CHECKING:
 # Whose libraries compute.
 Backend = Literal["cpu", "cuda"]
 
-# Outputs that show the input's elements in another order or shape: so does the gradient.
-_RESHAPING = (
-    "aten.view",
-    "aten.reshape",
-    "aten.unflatten",
-    "aten.flatten",
-    "aten.transpose",
-    "aten.t.",
-    "aten.permute",
-    "aten.squeeze",
-    "aten.unsqueeze",
-    "aten.detach",
-    "aten.alias",
-)
-# Inputs of the output's shape get its gradient as it is.
-_ADDITIVE = ("aten.add.", "aten.add_.")
-# Elementwise products: where an input is broadcast, its gradient is first as large as the output, then summed.
-_PRODUCTS = ("aten.mul.", "aten.div.", "aten.mul_.", "aten.div_.")
-_CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.conv_transpose")
 _MAX_IMAGE_CHANNELS = 3
 # Batch, length and features of a sequence.
 _SEQUENCE_DIMS = 3
@@ -48,21 +31,19 @@ _LINE_ELEMENTS, _ALIASED_ELEMENTS = 16, 256
 
 def passes_on(kind: str, input_elements: int, output_elements: int) -> bool:
     """Whether an input's gradient shares the memory of the output's."""
-    if kind.startswith((*_RESHAPING, *_ADDITIVE, "aten.dropout")):
-        return input_elements == output_elements
-    # Slices or broadcasts of the output's gradient: views of it.
-    return kind.startswith(("aten.cat", "aten.stack", "aten.sum", "aten.expand_as"))
+    operator = operators().get(name_in(kind))
+    return operator is not None and operator.passes_on(0, input_elements, output_elements)
 
 
 def backward_workspace_bytes(graph: Graph, op: Op, sizes: Sequence[int], device: Backend) -> int:
     """Bytes that the op's backward needs beside the gradients that it makes; ``sizes`` are those of all tensors."""
     if not op.inputs or not op.outputs:
         return 0
-    output = sizes[op.outputs[0]]
-    if op.kind.startswith("aten.cross_entropy_loss"):
-        # nll_loss makes the gradient of the logarithm of the softmax, from which that of the logits is made.
+    output, operator = sizes[op.outputs[0]], operators().get(name_in(op.kind))
+    if operator is not None and operator.between:
         return sizes[op.inputs[0]]
-    if op.kind.startswith(_PRODUCTS):
+    if operator is not None and operator.family == "pointwise" and "others" in operator.keeps:
+        # Where an input is broadcast, its gradient is first as large as the output, then summed.
         return output if any(sizes[i] < output for i in op.inputs) else 0
     if device == "cpu" and _is_convolution(graph, op):
         return output + _copied_input(graph, op, sizes)
@@ -107,7 +88,8 @@ def _padded(row: int) -> int:
 
 def _is_convolution(graph: Graph, op: Op) -> bool:
     """Whether it is one with an input that has channels, a weight and an output."""
-    known = op.kind.startswith(_CONVOLUTIONS) and len(op.inputs) > 1 and len(op.outputs) > 0
+    operator = operators().get(name_in(op.kind))
+    known = operator is not None and operator.family == "convolution" and len(op.inputs) > 1 and len(op.outputs) > 0
     return known and len(graph.tensors[op.inputs[0]].shape) > 1
 
 

@@ -17,8 +17,8 @@ from meshwright.cost.roofline import LAUNCH_S, peak_flops
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.cost.ops.work import Amount
     from meshwright.cost.prediction import Floats
+    from meshwright.cost.work import Amount
     from meshwright.spec import DeviceKind
 
 # Deviation of ln a, ln b, ln c before any row is seen: a factor of e, as CPUs and their datasheets differ.
@@ -30,7 +30,7 @@ _ENOUGH = 1e-6
 def bound_amounts(amounts: Sequence[Amount], kind: DeviceKind, dtype: str) -> Floats:
     """Seconds of arithmetic, memory and launches by the datasheet, shape (ops, 3)."""
     rates = (peak_flops(kind, dtype), kind.memory_bandwidth_bytes_per_s, 1.0 / LAUNCH_S)
-    columns = np.array([(item.flops, item.num_bytes, item.num_kernels) for item in amounts], np.float64)
+    columns = np.array([(item.flops, item.num_bytes, item.num_calls) for item in amounts], np.float64)
     bounds: Floats = columns.reshape(-1, 3) / np.array(rates)
     return bounds
 

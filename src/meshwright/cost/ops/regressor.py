@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.ops.explain import bound_amounts, explain, fit_explanation
-from meshwright.cost.ops.work import Amount, Family, OpWork, read_work, relatives
 from meshwright.cost.prediction import INTERVAL_SHARE, Basis, Floats, Predictions
 from meshwright.cost.prices import OpPrice
 from meshwright.cost.roofline import OpSeconds
+from meshwright.cost.work import Amount, Family, OpWork, read_work, relatives
 from meshwright.spec import DeviceKind, OpMeasurement
 
 Pass = Literal["forward", "backward", "accumulate"]
@@ -119,7 +119,7 @@ class OpRegressor:
         works = [work for work in map(read_work, keys) if work is not None]
         seconds, low, high = np.zeros(len(works)), np.zeros(len(works)), np.zeros(len(works))
         for family in {work.family for work in works}:
-            rows = [i for i, work in enumerate(works) if work.family == family and _amount(work, part).num_kernels]
+            rows = [i for i, work in enumerate(works) if work.family == family and _amount(work, part).num_calls]
             if rows:
                 logs, deviations = self._logs(
                     _place([works[i] for i in rows], part, self.kind, self.dtype), part, family
@@ -155,7 +155,7 @@ def fit_op_regressor(rows: Sequence[OpMeasurement], kind: DeviceKind, dtype: str
             work = read_work(row.key)
             if work is None or work.dtype not in ("", dtype) or not _RESOLUTION_S < _seconds(row, part) < _MOST_S:
                 continue
-            if _amount(work, part).num_kernels:
+            if _amount(work, part).num_calls:
                 families[work.family].append((work, row))
         alone, apart = [np.zeros(0)], [np.zeros(0)]
         for family, known in families.items():

@@ -1,0 +1,21 @@
+"""What ops do: FLOPs, bytes, kernels, and what their backward makes of gradients; counted once, for all prices."""
+
+from meshwright.cost.work.amounts import Amount
+from meshwright.cost.work.calls import key_in, relatives
+from meshwright.cost.work.count import OpWork, read_work
+from meshwright.cost.work.operators import Family, Operator, find_operator, name_in, operators
+from meshwright.cost.work.products import ATTENTION_BACKWARD
+
+__all__ = [
+    "ATTENTION_BACKWARD",
+    "Amount",
+    "Family",
+    "OpWork",
+    "Operator",
+    "find_operator",
+    "key_in",
+    "name_in",
+    "operators",
+    "read_work",
+    "relatives",
+]

@@ -1,0 +1,20 @@
+"""What one pass of an op does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """FLOPs, bytes and kernels; ``num_calls`` counts views too, which cost the host a call and start no kernel."""
+
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    num_kernels: int = 0
+    num_views: int = 0
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of the host: kernels and views."""
+        return self.num_kernels + self.num_views

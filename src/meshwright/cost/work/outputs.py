@@ -1,0 +1,248 @@
+"""How many elements the outputs of a call have, and of which dtype, by its inputs and attributes.
+
+One function per word of the column ``output`` of ``operators.toml``. Checked against the outputs of every op of every
+shipped graph, as capture recorded them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.cost.work.products import attended, product_sizes, time_steps
+from meshwright.spec.units import FLOAT_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from meshwright.cost.work.calls import Call
+    from meshwright.cost.work.operators import Operator
+
+# What torch makes of Python's numbers.
+_FLOAT, _INTEGER = "float32", "int64"
+# Of whole numbers they make floats, too (torch, native_functions.yaml: structured unary float functions).
+_FLOATING = frozenset({"div", "exp", "log", "sin", "cos", "tanh", "sigmoid", "sqrt", "rsqrt", "reciprocal"})
+_A_FLOAT = re.compile(r"-?(?:\d*\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+|inf|nan)")
+# Arguments of arange with their defaults (torch, native_functions.yaml).
+_ARANGE = (("start", "0"), ("end", "0"), ("step", "1"))
+
+
+class Output(NamedTuple):
+    """Elements and dtype of one output."""
+
+    elements: int
+    dtype: str
+
+
+def outputs_of(call: Call, operator: Operator) -> tuple[Output, ...]:
+    """The outputs of a call; a view's are counted as if they were memory.
+
+    Raises ArithmeticError, LookupError or ValueError for inputs that do not fit the operator.
+    """
+    return _OUTPUTS[operator.output](call)
+
+
+def _like(call: Call) -> tuple[Output, ...]:
+    return (Output(_broadcast(call), _promoted(call)),)
+
+
+def _first(call: Call) -> tuple[Output, ...]:
+    return (Output(call.elements(0), call.dtypes[0]),)
+
+
+def _truth(call: Call) -> tuple[Output, ...]:
+    return (Output(_broadcast(call), "bool"),)
+
+
+def _converted(call: Call) -> tuple[Output, ...]:
+    dtype = call.attributes.get("dtype") or call.dtypes[-1]
+    return (Output(call.elements(0), dtype),)
+
+
+def _product(call: Call) -> tuple[Output, ...]:
+    m, n, _, count = product_sizes(call)
+    return (Output(round(m * n * count), call.dtypes[0]),)
+
+
+def _attended(call: Call) -> tuple[Output, ...]:
+    heads, queries, _, _ = attended(call)
+    return (Output(heads * queries * call.shapes[2][-1], call.dtypes[0]),)
+
+
+def _sequence(call: Call) -> tuple[Output, ...]:
+    steps, batch = time_steps(call)
+    states = call.shapes[1]
+    sides = 1 + (call.attributes.get("bidirectional") == "True")
+    sequence = Output(steps * batch * states[-1] * sides, call.dtypes[0])
+    num_states = 2 if call.operator == "lstm" else 1
+    return (sequence, *(Output(math.prod(states), call.dtypes[0]) for _ in range(num_states)))
+
+
+def _loss(call: Call) -> tuple[Output, ...]:
+    summed = call.attributes.get("reduction", "1") != "0"
+    return (Output(1 if summed else call.elements(1), call.dtypes[0]),)
+
+
+def _reduced(call: Call) -> tuple[Output, ...]:
+    shape, dims = call.shapes[0], call.listed("dim")
+    left = math.prod(shape) // math.prod(shape[dim] for dim in dims) if dims else 1
+    dtype = call.attributes.get("dtype", call.dtypes[0])
+    if call.operator == "argmax" or (call.operator == "sum" and dtype not in FLOAT_DTYPES):
+        dtype = _INTEGER
+    return (Output(left, dtype),)
+
+
+def _top(call: Call) -> tuple[Output, ...]:
+    shape, (dim,), (k,) = call.shapes[0], call.numbers("dim", 1, -1), call.numbers("k", 1, 1)
+    chosen = math.prod(shape) // shape[dim] * k
+    return Output(chosen, call.dtypes[0]), Output(chosen, _INTEGER)
+
+
+def _pooled(call: Call) -> tuple[Output, ...]:
+    shape = call.shapes[0]
+    kernel = call.numbers("kernel_size", 2, 1)
+    stride = call.numbers("stride", 2, 1) if call.listed("stride") else kernel
+    padding, dilation = call.numbers("padding", 2, 0), call.numbers("dilation", 2, 1)
+    up = call.attributes.get("ceil_mode") == "True"
+    places = [
+        (size + 2 * pad - gap * (window - 1) - 1 + (step - 1) * up) // step + 1
+        for size, window, step, pad, gap in zip(shape[-2:], kernel, stride, padding, dilation, strict=True)
+    ]
+    return (Output(math.prod(shape[:-2]) * math.prod(places), call.dtypes[0]),)
+
+
+def _resized(call: Call) -> tuple[Output, ...]:
+    shape, sizes = call.shapes[0], call.listed("output_size")
+    if sizes:
+        return (Output(math.prod(shape[: len(shape) - len(sizes)]) * math.prod(sizes), call.dtypes[0]),)
+    scales = [float(text) for text in re.findall(r"[\d.]+", call.attributes["scale_factors"])]
+    grown = (math.floor(size * scale) for size, scale in zip(shape[-len(scales) :], scales, strict=True))
+    return (Output(math.prod(shape[: -len(scales)]) * math.prod(grown), call.dtypes[0]),)
+
+
+def _joined(call: Call) -> tuple[Output, ...]:
+    return (Output(sum(call.elements(i) for i in range(len(call.shapes))), _promoted(call)),)
+
+
+def _padded(call: Call) -> tuple[Output, ...]:
+    shape, pads = list(call.shapes[0]), call.listed("pad")
+    for place in range(len(pads) // 2):
+        shape[-1 - place] += pads[2 * place] + pads[2 * place + 1]
+    return (Output(math.prod(shape), call.dtypes[0]),)
+
+
+def _repeated(call: Call) -> tuple[Output, ...]:
+    return (Output(call.elements(0) * math.prod(call.listed("repeats")), call.dtypes[0]),)
+
+
+def _rows(call: Call) -> tuple[Output, ...]:
+    return (Output(call.elements(1) * math.prod(call.shapes[0][1:]), call.dtypes[0]),)
+
+
+def _selected(call: Call) -> tuple[Output, ...]:
+    shape, (dim,) = call.shapes[0], call.numbers("dim", 1, 0)
+    return (Output(math.prod(shape) // shape[dim] * call.elements(1), call.dtypes[0]),)
+
+
+def _indexed(call: Call) -> tuple[Output, ...]:
+    # Which dims are indexed, no key says: the last ones, as where a batch stands in front.
+    indices = len(call.shapes) - 1
+    left = math.prod(call.shapes[0][: max(len(call.shapes[0]) - indices, 0)])
+    return (Output(left * max(call.elements(i + 1) for i in range(indices)), call.dtypes[0]),)
+
+
+def _gathered(call: Call) -> tuple[Output, ...]:
+    return (Output(call.elements(1), call.dtypes[0]),)
+
+
+def _asked(call: Call) -> tuple[Output, ...]:
+    given = call.attributes
+    if call.operator == "arange":
+        start, end, step = (float(given.get(name, default)) for name, default in _ARANGE)
+        whole = not any(_A_FLOAT.fullmatch(given.get(name, "")) for name, _ in _ARANGE)
+        count = max(math.ceil((end - start) / step), 0)
+        return (Output(count, given.get("dtype", _INTEGER if whole else _FLOAT)),)
+    if call.operator == "tril_indices":
+        rows, columns, offset = (call.numbers(name, 1, 0)[0] for name in ("row", "col", "offset"))
+        if rows < 0 or columns < 0:
+            raise ValueError(f"{rows} rows and {columns} columns")
+        return (Output(2 * _triangle(rows, columns, offset), given.get("dtype", _INTEGER)),)
+    dtype = given.get("dtype") or (call.dtypes[0] if call.dtypes else _FLOAT)
+    return (Output(math.prod(call.listed("size")) if "size" in given else call.elements(0), dtype),)
+
+
+def _triangle(rows: int, columns: int, offset: int) -> int:
+    """Places (i, j) of a matrix with j <= i + offset."""
+    first = min(max(-offset, 0), rows)  # rows above it are empty
+    full = min(max(columns - offset - 1, first), rows)  # and those from it on are full
+    slanted = full - first
+    return slanted * (first + offset + 1) + slanted * (slanted - 1) // 2 + (rows - full) * columns
+
+
+def _expanded(call: Call) -> tuple[Output, ...]:
+    if call.operator == "broadcast_tensors":
+        return tuple(Output(_broadcast(call), dtype) for dtype in call.dtypes)
+    if call.operator == "expand_as":
+        return (Output(call.elements(1), call.dtypes[0]),)
+    sizes = call.listed("size")
+    shape = (1,) * (len(sizes) - len(call.shapes[0])) + call.shapes[0]
+    grown = (old if new == -1 else new for old, new in zip(shape, sizes, strict=True))
+    return (Output(math.prod(grown), call.dtypes[0]),)
+
+
+def _part(call: Call) -> tuple[Output, ...]:
+    shape, (dim,) = call.shapes[0], call.numbers("dim", 1, 0)
+    rest, size = math.prod(shape) // max(shape[dim], 1), shape[dim]
+    if call.operator == "select":
+        return (Output(rest, call.dtypes[0]),)
+    if call.operator == "narrow":
+        return (Output(rest * call.numbers("length", 1, size)[0], call.dtypes[0]),)
+    start, stop, step = (call.numbers(name, 1, other)[0] for name, other in (("start", 0), ("end", size), ("step", 1)))
+    return (Output(rest * len(range(*slice(start, stop, step).indices(size))), call.dtypes[0]),)
+
+
+def _broadcast(call: Call) -> int:
+    """Elements of the shape that all inputs have together."""
+    width = max(len(shape) for shape in call.shapes)
+    padded = [(1,) * (width - len(shape)) + shape for shape in call.shapes]
+    return math.prod(max(sizes) for sizes in zip(*padded, strict=True))
+
+
+def _promoted(call: Call) -> str:
+    """The dtype of what all inputs and numbers make together (torch's type promotion, among equals the first)."""
+    dtypes = call.dtypes[1:] if call.operator == "where" else call.dtypes
+    numbers = [text for name, text in call.attributes.items() if name in ("other", "self", "exponent", "min", "max")]
+    floats = [dtype for dtype in dtypes if dtype in FLOAT_DTYPES]
+    if floats:
+        return floats[0]
+    if call.operator in _FLOATING or any(_A_FLOAT.fullmatch(text) for text in numbers):
+        return _FLOAT
+    whole = [dtype for dtype in dtypes if dtype != "bool"]
+    return whole[0] if whole else _INTEGER if numbers else "bool"
+
+
+_OUTPUTS: dict[str, Callable[[Call], tuple[Output, ...]]] = {
+    "asked": _asked,
+    "attended": _attended,
+    "converted": _converted,
+    "expanded": _expanded,
+    "first": _first,
+    "gathered": _gathered,
+    "indexed": _indexed,
+    "joined": _joined,
+    "like": _like,
+    "loss": _loss,
+    "padded": _padded,
+    "part": _part,
+    "pooled": _pooled,
+    "product": _product,
+    "reduced": _reduced,
+    "repeated": _repeated,
+    "resized": _resized,
+    "rows": _rows,
+    "selected": _selected,
+    "sequence": _sequence,
+    "top": _top,
+    "truth": _truth,
+}
