@@ -34,6 +34,39 @@ class Row:
     __eq__ = object.__eq__
 
 
+def forward(rank: int, microbatch: int = 0, **facts) -> Row:
+    return Row(rank=rank, stream="compute", opcode=Opcode.FORWARD, stage=rank, microbatch=microbatch, **facts)
+
+
+def transfer(source: int, target: int, microbatch: int, *, waits, **facts) -> tuple[Row, Row]:
+    ends = {"microbatch": microbatch}
+    send = Row(
+        rank=source,
+        stream="send",
+        opcode=Opcode.SEND_ACTIVATION,
+        stage=source,
+        peer=target,
+        waits=waits,
+        **ends,
+        **facts,
+    )
+    receive = Row(
+        rank=target, stream="receive", opcode=Opcode.RECEIVE_ACTIVATION, stage=target, peer=source, cost=0, **ends
+    )
+    return send, receive
+
+
+def reduction(rank: int, *, waits, **facts) -> Row:
+    return Row(
+        rank=rank, stream="exchange", opcode=Opcode.ALL_REDUCE, stage=rank, group=0, peer=0, waits=waits, **facts
+    )
+
+
+def ends_by_name(timeline) -> dict[str, int]:
+    ranks = [timeline.tracks[track].rank for track in timeline.track]
+    return {f"{ranks[i]}: {timeline.name(i)}": int(timeline.end_ps[i]) for i in range(timeline.num_spans)}
+
+
 def section_of(rows: list[Row], num_ranks: int) -> tuple[Section, SectionPrices]:
     """Columns and prices of rows in any order; a stream keeps the order of its rows."""
     key = lambda row: row.rank * NUM_STREAMS + STREAM_NAMES.index(row.stream)

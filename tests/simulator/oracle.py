@@ -34,7 +34,7 @@ class Oracle:
             self._read_section(k, section, getattr(prices, name))
             self._find_partners(k, program, section)
         self.stream_of = {key: s for s, queue in enumerate(self.queues) for key in queue}
-        self.done = {}
+        self.done, self.began = {}, {}
 
     def _read_section(self, k, section, costs):
         n = section.num_instructions
@@ -64,6 +64,10 @@ class Oracle:
                 meetings[what, nth].append((k, i))
         for members in meetings.values():
             self.partners.update(dict.fromkeys(members, members))
+
+    def starts(self) -> list[int | None]:
+        """After `ends`: when every instruction began."""
+        return [self.began.get(key) for queue in self.queues for key in queue]
 
     def ends(self) -> list[int | None]:
         self.events, self.ticket = [], count()
@@ -101,15 +105,19 @@ class Oracle:
                 heapq.heappush(self.events, (now, REQUEST, lowest, next(self.ticket), tuple(members)))
 
     def _serve(self, now, members):
-        route = self.cost[members[0]][1]
-        links = self.prices.route_links[self.prices.route_offsets[route] : self.prices.route_offsets[route + 1]]
-        start = max([now, *(self.free[link] for link in links.tolist())])
-        for link in links.tolist():
+        links = self._links(members[0])
+        start = max([now, *(self.free[link] for link in links)])
+        for link in links:
             self.free[link] = start + self.cost[members[0]][0]
         self._start(start, members)
 
+    def _links(self, key):
+        route = self.cost[key][1]
+        return self.prices.route_links[self.prices.route_offsets[route] : self.prices.route_offsets[route + 1]].tolist()
+
     def _start(self, start, members):
         for member in members:
+            self.began[member] = start
             heapq.heappush(self.events, (start + self.cost[member][0], HAPPENING, 0, next(self.ticket), member))
             for offset, mark in self.marks[member]:
                 heapq.heappush(self.events, (start + offset, HAPPENING, 0, next(self.ticket), mark))

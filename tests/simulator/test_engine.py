@@ -11,90 +11,80 @@ from meshwright.simulator import simulate_program
 from meshwright.simulator.engine import run_network
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import DeadlockError, Opcode, ProgramError
-from tests.simulator.builders import Row, program_of, random_program
+from tests.simulator.builders import ends_by_name, forward, program_of, random_program, reduction, transfer
 from tests.simulator.oracle import Oracle
+from tests.simulator.oracle_fair import FairOracle
 
+ORACLES = {"queued": Oracle, "fair": FairOracle}
 seeds = st.integers(0, 2**31)
+contentions = st.sampled_from(sorted(ORACLES))
 
 
-def forward(rank: int, microbatch: int = 0, **facts) -> Row:
-    return Row(rank=rank, stream="compute", opcode=Opcode.FORWARD, stage=rank, microbatch=microbatch, **facts)
-
-
-def transfer(source: int, target: int, microbatch: int, *, waits, **facts) -> tuple[Row, Row]:
-    ends = {"microbatch": microbatch}
-    send = Row(
-        rank=source,
-        stream="send",
-        opcode=Opcode.SEND_ACTIVATION,
-        stage=source,
-        peer=target,
-        waits=waits,
-        **ends,
-        **facts,
-    )
-    receive = Row(
-        rank=target, stream="receive", opcode=Opcode.RECEIVE_ACTIVATION, stage=target, peer=source, cost=0, **ends
-    )
-    return send, receive
-
-
-def reduction(rank: int, *, waits, **facts) -> Row:
-    return Row(
-        rank=rank, stream="exchange", opcode=Opcode.ALL_REDUCE, stage=rank, group=0, peer=0, waits=waits, **facts
-    )
-
-
-def ends_by_name(timeline) -> dict[str, int]:
-    ranks = [timeline.tracks[track].rank for track in timeline.track]
-    return {f"{ranks[i]}: {timeline.name(i)}": int(timeline.end_ps[i]) for i in range(timeline.num_spans)}
-
-
-def assert_equal_to_oracle(seed: int, size: int, num_steps: int, *, may_deadlock: bool = False) -> None:
+def assert_equal_to_oracle(seed, size, num_steps, contention, *, may_deadlock=False) -> None:
+    """Starts and ends of all instructions, and of those that ever end in a program that cannot finish."""
     program, prices = random_program(seed, size, may_deadlock=may_deadlock)
-    expected = Oracle(program, prices, num_steps).ends()
+    oracle = ORACLES[contention](program, prices, num_steps)
+    expected = oracle.ends()
+    unrolled = unroll(program, prices, num_steps)
+    start_ps, end_ps, position = run_network(unrolled.network, unrolled.num_links, contention)
+    ended = end_ps >= 0
+    assert [end if known else None for end, known in zip(end_ps.tolist(), ended, strict=True)] == expected
+    assert start_ps[ended].tolist() == [
+        start for start, end in zip(oracle.starts(), expected, strict=True) if end is not None
+    ]
+    stopped = unrolled.network.stream_offsets[:-1] + np.bincount(unrolled.stream[ended], minlength=len(position))
+    assert position.tolist() == stopped.tolist()
     if None in expected:
         assert may_deadlock
         with pytest.raises(DeadlockError):
-            simulate_program(program, prices, num_steps)
+            simulate_program(program, prices, num_steps, contention=contention)
     else:
-        assert simulate_program(program, prices, num_steps).end_ps.tolist() == expected
+        assert simulate_program(program, prices, num_steps, contention=contention).end_ps.tolist() == expected
 
 
-@settings(max_examples=1200)
-@given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 3))
-def test_engine_equals_the_oracle(seed, size, num_steps):
-    assert_equal_to_oracle(seed, size, num_steps)
-
-
+@pytest.mark.parametrize("contention", sorted(ORACLES))
 @settings(max_examples=400)
-@given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 2))
-def test_engine_and_oracle_agree_on_deadlocks(seed, size, num_steps):
-    assert_equal_to_oracle(seed, size, num_steps, may_deadlock=True)
+@given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 3))
+def test_engine_equals_the_oracle(contention, seed, size, num_steps):
+    assert_equal_to_oracle(seed, size, num_steps, contention)
+
+
+@settings(max_examples=250)
+@given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 2), contention=contentions)
+def test_engine_and_oracle_agree_on_deadlocks(seed, size, num_steps, contention):
+    assert_equal_to_oracle(seed, size, num_steps, contention, may_deadlock=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @settings(max_examples=10_000)
-@given(seed=seeds, size=st.integers(1, 60), num_steps=st.integers(1, 3), may_deadlock=st.booleans())
-def test_engine_equals_the_oracle_at_length(seed, size, num_steps, may_deadlock):
-    assert_equal_to_oracle(seed, size, num_steps, may_deadlock=may_deadlock)
+@given(
+    seed=seeds,
+    size=st.integers(1, 60),
+    num_steps=st.integers(1, 3),
+    contention=contentions,
+    may_deadlock=st.booleans(),
+)
+def test_engine_equals_the_oracle_at_length(seed, size, num_steps, contention, may_deadlock):
+    assert_equal_to_oracle(seed, size, num_steps, contention, may_deadlock=may_deadlock)
 
 
 @settings(max_examples=300)
-@given(seed=seeds, size=st.integers(5, 40))
-def test_private_links_change_nothing(seed, size):
+@given(seed=seeds, size=st.integers(5, 40), contention=contentions)
+def test_private_links_change_nothing(seed, size, contention):
     """Whether a link is settled at once or goes through the heap must not show."""
     program, prices = random_program(seed, size)
     unrolled = unroll(program, prices, 2)
     forced = unrolled.network._replace(route_shared=np.ones_like(unrolled.network.route_shared))
-    ends, _ = run_network(unrolled.network, unrolled.num_links)
-    assert np.array_equal(ends, run_network(forced, unrolled.num_links)[0])
+    starts, ends, _ = run_network(unrolled.network, unrolled.num_links, contention)
+    others = run_network(forced, unrolled.num_links, contention)
+    assert np.array_equal(starts, others[0])
+    assert np.array_equal(ends, others[1])
 
 
 def test_random_programs_hold_what_is_to_be_tested():
     """Both kinds of links, collectives, marks and waits occur often enough to mean something."""
-    private = shared = collectives = marks = busy_links = 0
+    private = shared = collectives = marks = busy_links = fairer = split = 0
     for seed in range(60):
         program, prices = random_program(seed, 25)
         network = unroll(program, prices, 1).network
@@ -103,10 +93,22 @@ def test_random_programs_hold_what_is_to_be_tested():
         private += int((~network.route_shared[used]).sum())
         collectives += len(network.collective_size)
         marks += int((network.wait_shift_ps < 0).sum())
-        ends, _ = run_network(network, prices.num_links)
+        split += int(holds_shared_links(network)[network.waits[network.wait_shift_ps < 0]].sum())
+        _, ends, _ = run_network(network, prices.num_links)
         free = network._replace(route=np.full_like(network.route, -1))
-        busy_links += bool((run_network(free, 0)[0] != ends).any())
-    assert min(private, shared, collectives, marks, busy_links) >= 20
+        busy_links += bool((run_network(free, 0)[1] != ends).any())
+        fairer += bool((run_network(network, prices.num_links, "fair")[1] != ends).any())
+    assert min(private, shared, collectives, marks, busy_links, fairer, split) >= 20
+
+
+def holds_shared_links(network):
+    return np.append(network.route_shared, False)[network.route]
+
+
+def test_unknown_contention():
+    program, prices = random_program(0, 5)
+    with pytest.raises(ProgramError, match=r"'fare' was asked for \(did you mean 'fair'\?\)"):
+        simulate_program(program, prices, contention="fare")
 
 
 def test_one_link_by_hand():
@@ -176,30 +178,6 @@ def test_receive_shows_the_arrival_of_its_bytes():
     receives = timeline.opcode == Opcode.RECEIVE_ACTIVATION
     assert timeline.start_ps[receives].tolist() == [5, 15]
     assert timeline.end_ps[receives].tolist() == [15, 25]
-
-
-def test_a_deadlock_names_the_circle_and_its_ranks():
-    rows = [forward(0, cost=0), forward(1, cost=0), forward(2, cost=0)]
-    back = transfer(1, 0, 7, waits=[rows[1]], cost=1, route=0)
-    there = transfer(0, 1, 7, waits=[rows[0]], cost=1, route=0)
-    rows[0].waits.append(back[1])
-    rows[1].waits.append(there[1])
-    program, prices = program_of([[], [*rows, *back, *there], []], 3, [0, 1], [[0]])
-    with pytest.raises(DeadlockError) as caught:
-        simulate_program(program, prices)
-    message = str(caught.value)
-    assert "F0.0 (rank 0, compute) waits for receive 1→0.7 (rank 0, receive)" in message
-    assert "send 1→0.7 (rank 1, send) waits for F1.0 (rank 1, compute)" in message
-    assert "rank 2" not in message
-
-
-def test_a_member_that_never_arrives_is_named():
-    late = forward(1, cost=0)
-    rows = [reduction(0, waits=[], cost=1), reduction(1, waits=[late], cost=1), late]
-    late.waits.append(rows[0])
-    program, prices = program_of([[], rows, []], 2, [0, 1], [], [(0, 1)])
-    with pytest.raises(DeadlockError, match=r"all-reduce 0 #0 \(rank 0, exchange\) waits for all-reduce 1 #0 \(rank 1"):
-        simulate_program(program, prices)
 
 
 def test_a_send_without_its_receive_is_refused():

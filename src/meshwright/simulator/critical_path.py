@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
-from meshwright.simulator.engine import Network
+from meshwright.simulator.network import Network
 from meshwright.spec import ProgramError
 
 Ids = NDArray[np.int64]

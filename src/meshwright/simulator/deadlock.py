@@ -1,8 +1,10 @@
-"""Why does a program stop? Names the instructions that wait for each other.
+"""Why does a program stop? Names the shortest circle of instructions that wait for each other.
 
-Every stream that stopped stands before an instruction that waits for another stream's: for one of its waits, or for
-a member of its collective that has not arrived. Following these leads into a circle, for there are finitely many
-streams and none of them can end.
+A stream that stopped stands before an instruction p. It waits for each instruction a that p awaits and that never
+ended, and, where p is a member of a collective, for each member a that was never reached. If a is not what the stream
+of a stands before, it comes after that in stream order. So there is an edge from a stopped stream to the stream of
+each a, which has stopped too. No stopped stream is without one, and there are finitely many: they contain a circle.
+The shortest is found by breadth-first search from each stream; among equals the one through the lowest stream.
 """
 
 from __future__ import annotations
@@ -10,52 +12,108 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.simulator.engine import Network
+from meshwright.cost.compiled import compiled
+from meshwright.simulator.network import Network
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import DeadlockError, Program, instruction_name
 
+Ids = NDArray[np.int64]
 
-def raise_deadlock(
-    program: Program, unrolled: Unrolled, end_ps: NDArray[np.int64], position: NDArray[np.int64]
-) -> None:
+# Instructions of a circle that a message names; of a longer one it names the first.
+_MOST_NAMED = 16
+
+
+def raise_deadlock(program: Program, unrolled: Unrolled, end_ps: Ids, position: Ids) -> None:
     """Raise DeadlockError if a stream stopped before its end."""
-    stuck = np.flatnonzero(position < unrolled.network.stream_offsets[1:])
-    if not len(stuck):
-        return
-    path: list[int] = []
-    stream = int(stuck[0])
-    while stream not in path:
-        path.append(stream)
-        stream = int(unrolled.stream[_blocker(unrolled, end_ps, position, stream)])
-    circle = path[path.index(stream) :]
-    lines = "; ".join(
-        f"{_describe(program, unrolled, int(position[s]))} waits for "
-        f"{_describe(program, unrolled, _blocker(unrolled, end_ps, position, s))}"
-        for s in circle
-    )
-    raise DeadlockError(
-        f"The program can never finish: {len(stuck)} of {len(position)} streams wait in a circle or "
-        f"behind one. {lines}. "
-        "Change the order of these instructions in the schedule."
-    )
+    num_stuck = int((position < unrolled.network.stream_offsets[1:]).sum())
+    if num_stuck:
+        circle = find_circle(unrolled.network, unrolled.stream, end_ps, position)
+        raise DeadlockError(
+            f"The program can never finish: {num_stuck} of {len(position)} streams wait in a circle or behind one. "
+            f"{_tell(program, unrolled, position, circle)}. "
+            "Change the order of these instructions in the schedule."
+        )
 
 
-def _blocker(unrolled: Unrolled, end_ps: NDArray[np.int64], position: NDArray[np.int64], stream: int) -> int:
-    """The instruction that must end (or, for a collective, be reached) before ``stream`` goes on."""
+def find_circle(network: Network, stream_of: NDArray[np.int32], end_ps: Ids, position: Ids) -> list[tuple[int, int]]:
+    """The shortest circle as pairs (waiting, awaited) of instruction ids.
+
+    ``waiting`` is what a stream stands before. ``awaited`` belongs to the stream of the next pair's ``waiting`` and is
+    that instruction or comes after it. At least one stream must have stopped before its end.
+    """
+    stuck = np.flatnonzero(position < network.stream_offsets[1:])
+    number = np.full(len(position), -1)
+    number[stuck] = np.arange(len(stuck))
+    awaited = _awaited(network, end_ps, position[stuck])
+    offsets = np.cumsum([0, *(len(ids) for ids in awaited)])
+    ids = np.concatenate(awaited)
+    edges = _shortest_circle(offsets, number[stream_of[ids]])
+    waiting = position[stuck[np.searchsorted(offsets, edges, side="right") - 1]]
+    return list(zip(waiting.tolist(), ids[edges].tolist(), strict=True))
+
+
+def _awaited(network: Network, end_ps: Ids, stopped: Ids) -> list[Ids]:
+    """For each instruction before which a stream stopped, what it waits for."""
+    awaited = []
+    for i in stopped.tolist():
+        ids = network.waits[network.wait_offsets[i] : network.wait_offsets[i + 1]]
+        awaited.append(ids[end_ps[ids] < 0])
+    arrived = stopped[[not len(ids) for ids in awaited]]
+    missing = np.setdiff1d(np.flatnonzero((network.collective >= 0) & (end_ps < 0)), arrived)
+    for k in np.flatnonzero(np.isin(stopped, arrived)).tolist():
+        awaited[k] = missing[network.collective[missing] == network.collective[stopped[k]]]
+    return awaited
+
+
+@compiled
+def _shortest_circle(offsets: Ids, targets: Ids) -> Ids:
+    """The edges, in order, of a shortest circle of a graph in CSR form in which every node has an edge."""
+    num_nodes = len(offsets) - 1
+    best = np.empty(0, np.int64)
+    queue, seen = np.empty(num_nodes, np.int64), np.full(num_nodes, -1, np.int64)
+    distance, source, arrival = np.zeros((3, num_nodes), np.int64)
+    for root in range(num_nodes):
+        queue[0], seen[root], distance[root] = root, root, 0
+        count, k, closing = 1, 0, -1
+        while k < count and closing < 0 and (not len(best) or distance[queue[k]] + 1 < len(best)):
+            node = queue[k]
+            k += 1
+            for edge in range(offsets[node], offsets[node + 1]):
+                target = targets[edge]
+                if target == root:
+                    source[root], arrival[root], closing = node, edge, distance[node] + 1
+                    break
+                if seen[target] != root:
+                    seen[target], distance[target] = root, distance[node] + 1
+                    source[target], arrival[target] = node, edge
+                    queue[count] = target
+                    count += 1
+        if closing >= 0:
+            best = np.empty(closing, np.int64)
+            node = root
+            for place in range(closing - 1, -1, -1):
+                best[place] = arrival[node]
+                node = source[node]
+    return best
+
+
+def _tell(program: Program, unrolled: Unrolled, position: Ids, circle: list[tuple[int, int]]) -> str:
+    """'A waits for B, which comes after C, which waits for ... A'."""
     network = unrolled.network
-    i = int(position[stream])
-    awaited = _pending(network, end_ps, i)
-    if awaited is not None:
-        return awaited
-    members = np.flatnonzero(network.collective == network.collective[i]).tolist()
-    return next(m for m in members if position[unrolled.stream[m]] != m or _pending(network, end_ps, m) is not None)
-
-
-def _pending(network: Network, end_ps: NDArray[np.int64], i: int) -> int | None:
-    """The first instruction that ``i`` waits for and that never ended."""
-    awaited = network.waits[network.wait_offsets[i] : network.wait_offsets[i + 1]]
-    pending = awaited[end_ps[awaited] < 0]
-    return int(pending[0]) if len(pending) else None
+    first = circle[0][0]
+    text = _describe(program, unrolled, first)
+    for waiting, awaited in circle[:_MOST_NAMED]:
+        ids = slice(network.wait_offsets[waiting], network.wait_offsets[waiting + 1])
+        ends = network.wait_shift_ps[ids][network.waits[ids] == awaited]
+        link = "" if waiting == first else ", which"
+        text += f"{link} waits for {'a mark in ' if len(ends) and (ends < 0).all() else ''}"
+        text += _describe(program, unrolled, awaited)
+        ahead = int(position[unrolled.stream[awaited]])
+        if ahead != awaited:
+            text += f", which comes after {_describe(program, unrolled, ahead)}"
+    if len(circle) > _MOST_NAMED:
+        text += f", and so on through {len(circle) - _MOST_NAMED} more back to the first"
+    return text
 
 
 def _describe(program: Program, unrolled: Unrolled, i: int) -> str:

@@ -20,117 +20,67 @@ earlier than the smallest key. The condition: holding a link, and a mark raised 
 then its requests form a chain. Source: our own experiments with worklist, event heap and recorded link order; tests
 compare with a plain event-driven simulation.
 
-An end that is not known yet holds -1, or -(stream + 2): the head of the list of streams that wait for it.
+``fair`` contention (`fair.py`) differs in what happens to requests for shared links, and in nothing else.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
-from meshwright.simulator.heap import pop, push
+from meshwright.simulator.fair import Sharing, prepare_sharing, run_moments
+from meshwright.simulator.heap import push
+from meshwright.simulator.network import Network, State, fresh_state
+from meshwright.simulator.queued import grant_first
+from meshwright.simulator.waiters import GRANTED, Ids, Times, finish, join, resume
+from meshwright.spec import ProgramError, suggest
 
-Ids = NDArray[np.int64]
-Times = NDArray[np.int64]
-Column = NDArray[np.int32]
-
-# Values of State.cursor that are not positions in `waits`.
-FRESH = -1  # the stream has not looked at its next instruction
-GRANTED = -2  # the end of its next instruction is in `ready_ps`
+Contention = Literal["queued", "fair"]
+CONTENTIONS: tuple[Contention, ...] = get_args(Contention)
 
 
-class Network(NamedTuple):
-    """What is simulated; nothing in it changes. Instruction ids run stream by stream, ``n`` of them.
+def check_contention(contention: str) -> None:
+    """Raise ProgramError unless this is a model of contention."""
+    if contention not in CONTENTIONS:
+        raise ProgramError(
+            f"The model of contention {contention!r} was asked for{suggest(contention, CONTENTIONS)}; expected "
+            f"{' or '.join(CONTENTIONS)}."
+        )
 
-    Wait w is for the moment ``wait_shift_ps[w]`` (0 or, for a mark, less) after the end of instruction ``waits[w]``;
-    ``route`` is -1 where no link is needed; ``collective`` is -1 for work of one stream, and ``collective_owner`` is
-    the lowest stream among its members.
+
+def run_network(network: Network, num_links: int, contention: Contention = "queued") -> tuple[Times, Times, Ids]:
+    """Simulate; return start and end of each instruction in ps, shape (n,), and where each stream stopped, (streams,).
+
+    A stream that stopped before its last instruction waits for ever; ends that are not known are negative, and the
+    starts that belong to them mean nothing.
     """
-
-    stream_offsets: Ids
-    duration_ps: Times
-    wait_offsets: Ids
-    waits: Ids
-    wait_shift_ps: Times
-    route: Column
-    route_offsets: Ids
-    route_links: Column
-    route_shared: NDArray[np.bool_]
-    collective: Column
-    collective_size: Column
-    collective_owner: Column
-
-
-class State(NamedTuple):
-    """What changes while streams run: ends per instruction, then columns per stream, per link and per collective.
-
-    ``members`` heads the list of streams that have arrived at a collective, linked like those who wait for an end.
-    """
-
-    end_ps: Times
-    position: Ids
-    cursor: Ids
-    ready_ps: Times
-    next_waiter: Ids
-    stack: Ids
-    heap_time: Times
-    heap_stream: Ids
-    link_free_ps: Times
-    arrived: Column
-    arrival_ps: Times
-    members: Ids
-
-
-def run_network(network: Network, num_links: int) -> tuple[Times, Ids]:
-    """Simulate; return the end of each instruction in ps, shape (n,), and where each stream stopped, shape (streams,).
-
-    A stream that stopped before its last instruction waits for ever; ends that are not known are negative.
-    """
-    num_streams, num_collectives = len(network.stream_offsets) - 1, len(network.collective_size)
-    state = State(
-        end_ps=np.full(len(network.duration_ps), -1, np.int64),
-        position=network.stream_offsets[:-1].copy(),
-        cursor=np.full(num_streams, FRESH, np.int64),
-        ready_ps=np.zeros(num_streams, np.int64),
-        next_waiter=np.full(num_streams, -1, np.int64),
-        stack=np.arange(num_streams, dtype=np.int64)[::-1].copy(),
-        heap_time=np.empty(num_streams, np.int64),
-        heap_stream=np.empty(num_streams, np.int64),
-        link_free_ps=np.zeros(num_links, np.int64),
-        arrived=np.zeros(num_collectives, np.int32),
-        arrival_ps=np.zeros(num_collectives, np.int64),
-        members=np.full(num_collectives, -1, np.int64),
-    )
-    _run(network, state)
-    return state.end_ps, state.position
+    if contention == "queued":
+        state = fresh_state(network, num_links)
+        _run(network, state, None)
+        return state.end_ps - network.duration_ps, state.end_ps, state.position
+    numbered, sharing = prepare_sharing(network, num_links)
+    state = fresh_state(network, num_links, len(sharing.mark_left))
+    _run(numbered, state, sharing)
+    end_ps = state.end_ps[: len(network.duration_ps)]
+    start_ps = np.where(sharing.start_ps >= 0, sharing.start_ps, end_ps - network.duration_ps)
+    return start_ps, end_ps, state.position
 
 
 @compiled
-def _run(network: Network, state: State) -> None:
+def _run(network: Network, state: State, sharing: Sharing | None) -> None:
     # Arrays are taken out of the tuples once, and the walk over waits is written out: an array that is handed to a
     # function in the innermost loop has its references counted each time, which made the loop ten times as slow.
-    offsets, duration, wait_offsets, waits, shift, route, route_offsets, links, shared, collective = network[:10]
-    size, owner = network[10:]
-    end, position, cursor, ready, next_waiter, stack, heap_time, heap_stream, link_free = state[:9]
-    arrived, arrival, members = state[9:]
+    offsets, duration, wait_offsets, waits, shift, route, _, _, shared, collective, size, owner = network
+    end, position, cursor, ready, next_waiter, stack, heap_time, heap_stream, _, arrived, arrival, members = state
     top, num_requests = len(position), 0
-    while top > 0 or num_requests > 0:
-        if top == 0:
-            stream, time = heap_stream[0], heap_time[0]
-            num_requests = pop(heap_time, heap_stream, num_requests)
-            i = position[stream]
-            time = _take_links(route_offsets, links, link_free, route[i], time, duration[i])
-            top = _resume(collective[i], stream, time, members, next_waiter, cursor, ready, stack, top)
-            continue
+    while top > 0:
         top -= 1
         stream = stack[top]
         i, time, w = position[stream], ready[stream], cursor[stream]
         while i < offsets[stream + 1]:
             if w != GRANTED:
-                w = wait_offsets[i] if w == FRESH else w
                 while w < wait_offsets[i + 1] and end[waits[w]] >= 0:
                     time = max(time, end[waits[w]] + shift[w])
                     w += 1
@@ -140,79 +90,23 @@ def _run(network: Network, state: State) -> None:
                     break
                 c, r, requester = collective[i], route[i], stream
                 if c >= 0:
-                    time = _join(c, stream, time, arrived, arrival, members, next_waiter)
+                    time = join(c, stream, time, arrived, arrival, members, next_waiter)
                     requester = np.int64(owner[c])
                     if arrived[c] < size[c]:
                         break
                 if r >= 0 and shared[r]:
                     num_requests = push(heap_time, heap_stream, num_requests, time, requester)
                     break
-                time = (
-                    time + duration[i] if r < 0 else _take_links(route_offsets, links, link_free, r, time, duration[i])
-                )
+                time += duration[i]
                 if c >= 0:
-                    top = _resume(c, stream, time, members, next_waiter, cursor, ready, stack, top)
+                    top = resume(c, stream, time, members, next_waiter, cursor, ready, stack, top)
                     break
-            top = _finish(end, i, time, next_waiter, stack, top)
+            top = finish(end, i, time, next_waiter, stack, top)
             i += 1
-            w = np.int64(FRESH)
+            w = wait_offsets[i]
         position[stream] = i
-
-
-@compiled
-def _join(
-    collective: int, stream: int, time: int, arrived: Column, arrival: Times, members: Ids, next_waiter: Ids
-) -> int:
-    """One more member has arrived at a collective and waits for the others; return the latest arrival."""
-    arrived[collective] += 1
-    arrival[collective] = max(arrival[collective], time)
-    next_waiter[stream] = members[collective]
-    members[collective] = stream
-    return int(arrival[collective])
-
-
-@compiled
-def _take_links(offsets: Ids, links: Column, free: Times, route: int, time: int, duration: int) -> int:
-    """Hold the links of a route for a duration from the first moment at which all are free; return its end."""
-    for q in range(offsets[route], offsets[route + 1]):
-        time = max(time, free[links[q]])
-    time += duration
-    for q in range(offsets[route], offsets[route + 1]):
-        free[links[q]] = time
-    return time
-
-
-@compiled
-def _resume(
-    collective: int,
-    stream: int,
-    end: int,
-    members: Ids,
-    next_waiter: Ids,
-    cursor: Ids,
-    ready: Times,
-    stack: Ids,
-    top: int,
-) -> int:
-    """Let ``stream``, or all members of a collective, run on with the end of the instruction known; return the top."""
-    member = stream if collective < 0 else members[collective]
-    while member >= 0:
-        cursor[member] = GRANTED
-        ready[member] = end
-        stack[top] = member
-        top += 1
-        member = next_waiter[member] if collective >= 0 else np.int64(-1)
-    return top
-
-
-@compiled
-def _finish(end: Times, i: int, time: int, next_waiter: Ids, stack: Ids, top: int) -> int:
-    """Write the end of ``i`` and wake the streams that wait for it; return the top of the stack."""
-    waiter = end[i]
-    end[i] = time
-    while waiter < -1:
-        stream = -(waiter + 2)
-        waiter = next_waiter[stream]
-        stack[top] = stream
-        top += 1
-    return top
+        if top == 0:
+            if sharing is None:
+                top, num_requests = grant_first(network, state, num_requests)
+            else:
+                top, num_requests = run_moments(network, state, sharing, num_requests)

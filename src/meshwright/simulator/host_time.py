@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
-from meshwright.simulator.engine import Network
 from meshwright.simulator.matching import rank_of_streams
+from meshwright.simulator.network import Network
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import Program
 

@@ -1,7 +1,8 @@
 """Program and prices in, predicted Timeline out.
 
-A send's span is the time for which it holds its links. A receive's span is the arrival of its bytes: from the start
-of its send (or the end of the receive before it in its stream, if later) to its own end.
+A send's span is the time for which it holds its links, or shares them under ``fair`` contention. A receive's span is
+the arrival of its bytes: from the start of its send (or the end of the receive before it in its stream, if later) to
+its own end.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.simulator.deadlock import raise_deadlock
-from meshwright.simulator.engine import Network, run_network
+from meshwright.simulator.engine import Contention, check_contention, run_network
 from meshwright.simulator.host_time import HOST_ROUNDS, charge_host_time
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.memory import MemoryUse, follow_memory
+from meshwright.simulator.network import Network
 from meshwright.simulator.prices import Prices, check_prices
 from meshwright.simulator.unroll import Unrolled, unroll
 from meshwright.spec import Program, ProgramError, Timeline
@@ -24,16 +26,22 @@ from meshwright.spec import Program, ProgramError, Timeline
 MAX_UNROLLED = 5_000_000
 
 
-def simulate_program(program: Program, prices: Prices, num_steps: int = 1) -> Timeline:
+def simulate_program(
+    program: Program, prices: Prices, num_steps: int = 1, *, contention: Contention = "queued"
+) -> Timeline:
     """Simulate prologue, ``num_steps`` repetitions of the body, and epilogue.
+
+    ``contention`` says how transfers get links that others want too: ``queued`` (`engine`) or ``fair`` (`fair`).
 
     Raises DeadlockError, naming the instructions, if the program can never finish; ProgramError if the prices do
     not fit it or a transfer or collective lacks a counterpart.
     """
-    return simulate_with_memory(program, prices, num_steps)[0]
+    return simulate_with_memory(program, prices, num_steps, contention)[0]
 
 
-def simulate_with_memory(program: Program, prices: Prices, num_steps: int) -> tuple[Timeline, MemoryUse]:
+def simulate_with_memory(
+    program: Program, prices: Prices, num_steps: int, contention: Contention = "queued"
+) -> tuple[Timeline, MemoryUse]:
     """Like `simulate_program`, with the parts of memory at each rank's peak."""
     if num_steps < 1:
         raise ProgramError(f"{num_steps} steps were asked for; simulate at least 1.")
@@ -42,9 +50,10 @@ def simulate_with_memory(program: Program, prices: Prices, num_steps: int) -> tu
             f"{num_steps} steps of {program.body.num_instructions} instructions were asked for; simulate at most "
             f"{MAX_UNROLLED // program.body.num_instructions} (steady steps are alike)."
         )
+    check_contention(contention)
     check_prices(program, prices)
     unrolled = unroll(program, prices, num_steps)
-    _, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps)
+    _, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
     memory = follow_memory(
         rank_of_streams(program),
         unrolled.network.stream_offsets,
@@ -79,24 +88,25 @@ def instruction_columns(program: Program, unrolled: Unrolled) -> dict[str, NDArr
 
 
 def run_unrolled(
-    program: Program, unrolled: Unrolled, host_ps: NDArray[np.int64]
+    program: Program, unrolled: Unrolled, host_ps: NDArray[np.int64], contention: Contention = "queued"
 ) -> tuple[Network, NDArray[np.int64], NDArray[np.int64]]:
     """Run until nothing changes: the network with processor time charged, and start and end of each span in ps."""
     network = unrolled.network
-    start_ps, end_ps = _run(program, unrolled, network)
+    start_ps, end_ps = _run(program, unrolled, network, contention)
     for _ in range(HOST_ROUNDS if host_ps.any() else 0):
         charged = charge_host_time(program, unrolled, host_ps, start_ps, end_ps)
         if np.array_equal(charged.duration_ps, network.duration_ps):
             break
         network = charged
-        start_ps, end_ps = _run(program, unrolled, network)
+        start_ps, end_ps = _run(program, unrolled, network, contention)
     return network, start_ps, end_ps
 
 
-def _run(program: Program, unrolled: Unrolled, network: Network) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    end_ps, position = run_network(network, unrolled.num_links)
+def _run(
+    program: Program, unrolled: Unrolled, network: Network, contention: Contention
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    start_ps, end_ps, position = run_network(network, unrolled.num_links, contention)
     raise_deadlock(program, unrolled, end_ps, position)
-    start_ps = end_ps - network.duration_ps
     receives = np.flatnonzero(unrolled.send_of >= 0)
     first = receives == network.stream_offsets[unrolled.stream[receives]]
     before = np.where(first, 0, end_ps[receives - 1])

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.simulator.engine import Network
 from meshwright.simulator.links import find_shared_links
 from meshwright.simulator.matching import Matches, match_section, stream_of_instructions
+from meshwright.simulator.network import Network
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.spec import Program, Section
 
