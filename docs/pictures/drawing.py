@@ -105,6 +105,32 @@ def cluster(devices_per_node: int, num_nodes: int = 1, *, link: Link = INSTANT, 
     return Cluster(name="even", device_kinds=(kind,), nodes=nodes)
 
 
+def lay_out(
+    graph: Graph,
+    stages: Sequence[tuple[int, Sequence[int]]],
+    schedule: str,
+    *,
+    num_microbatches: int = 8,
+    batch: int = 8,
+    exchange: GradientExchange | None = None,
+) -> Plan:
+    """The plan of a pipeline whose stages are (number of layers, ranks)."""
+    placed, layer = [], 0
+    for num_layers, ranks in stages:
+        placed.append(StagePlan(start=layer, stop=layer + num_layers, ranks=tuple(ranks)))
+        layer += num_layers
+    return Plan(
+        model="chain",
+        graph_hash=graph.content_hash,
+        cluster="even",
+        workload=Workload(global_batch=batch, optimizer=Optimizer(kind="sgd")),
+        stages=tuple(placed),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        exchange=exchange or GradientExchange(),
+    )
+
+
 def simulate(
     stages: Sequence[tuple[int, Sequence[int]]],
     schedule: str,
@@ -115,22 +141,9 @@ def simulate(
     machines: Cluster | None = None,
     exchange: GradientExchange | None = None,
 ) -> Simulation:
-    """Simulate a pipeline whose stages are (number of layers, ranks)."""
+    """Simulate what `lay_out` lays out."""
     graph = graph or chain()
-    placed, layer = [], 0
-    for num_layers, ranks in stages:
-        placed.append(StagePlan(start=layer, stop=layer + num_layers, ranks=tuple(ranks)))
-        layer += num_layers
-    plan = Plan(
-        model="chain",
-        graph_hash=graph.content_hash,
-        cluster="even",
-        workload=Workload(global_batch=batch, optimizer=Optimizer(kind="sgd")),
-        stages=tuple(placed),
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        exchange=exchange or GradientExchange(),
-    )
+    plan = lay_out(graph, stages, schedule, num_microbatches=num_microbatches, batch=batch, exchange=exchange)
     return simulate_plan(plan, graph, machines or cluster(plan.num_ranks))
 
 

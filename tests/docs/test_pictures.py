@@ -32,6 +32,11 @@ def test_the_picture_of_collectives_is_what_the_model_says(drawn):
     assert collectives.PICTURE.read_text() == collectives.draw(), "run python docs/pictures/collectives.py"
 
 
+def test_the_picture_of_the_critical_path_is_what_the_simulator_says(drawn):
+    critical_path = drawn("critical_path")
+    assert critical_path.PICTURE.read_text() == critical_path.draw(), "run python docs/pictures/critical_path.py"
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_pictures_of_the_systems_are_what_the_simulator_says(drawn, system):
     systems = drawn("systems")
