@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 MEASURED = Interval(low=0.70, high=1.43)
 INTERPOLATED = Interval(low=0.91, high=1.32)
-TRANSFERRED = Interval(low=0.69, high=1.35)
-ROOFLINE = Interval(low=0.64, high=9.9)
+TRANSFERRED = Interval(low=0.70, high=1.34)
+ROOFLINE = Interval(low=0.81, high=8.85)
 GPU_ROOFLINE = Interval(low=0.65, high=2.58)
 
 
