@@ -67,8 +67,7 @@ def test_memory_is_dominated_by_what_is_largest():
 )
 def test_the_nearest_relaxation_works(options, advice, relaxed):
     graph, batch = (weighted_graph([10**6] * 4, width=64), 256)
-    memory = {"schedules": 110_000, "microbatch_sizes": 120_000, "num_stages": 120_000, "num_ranks": 120_000}
-    cluster = cluster_of(4, memory=memory[next(iter(options))])
+    cluster = cluster_of(4, memory=180_000)
     text = refusal(graph, cluster, batch, **options)
     assert f"{advice}" in text
     assert "then there are plans that fit" in text

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.cost import StageMemory
+from meshwright.cost.memory import count_phases
 from meshwright.planner import candidates, compare_schedules, schedule_rows, search_plans
 from meshwright.program import with_schedule
 from meshwright.spec import (
@@ -20,6 +21,7 @@ from meshwright.spec import (
     Tensor,
     Workload,
 )
+from meshwright.spec.memory import SAVED
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.program.own import ALL, write_schedule
 from tests.simulator.plans import FixedCost, small_cluster
@@ -35,7 +37,7 @@ MEMORY = StageMemory(
     received_bytes=0,
     input_bytes=0,
     sent_bytes=0,
-    workspace_bytes=0,
+    phases=count_phases({SAVED: FLIGHT_BYTES}, gradient_bytes=0, sent_bytes=0, workspace_bytes=0),
 )
 THRIFTY = """
 def thrifty(plan, stage, replica):

@@ -44,8 +44,9 @@ def chain(costs, num_ranks, num_microbatches, **changes):
         static_bytes=nothing,
         flight_bytes=nothing,
         leaving_bytes=nothing,
-        work_bytes=nothing,
-        edge_bytes=nothing,
+        input_bytes=nothing,
+        beside_bytes=nothing,
+        most_bytes=np.zeros((2, num_layers, num_layers + 1, 6)),
         exchange_bytes=nothing,
         transfer_s=np.zeros((1, num_layers)),
         kind_of=np.zeros(places, np.int64),
@@ -62,6 +63,26 @@ def compositions(total, parts):
         yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
 
 
+def memory_by_moments(p, i, j, a, r, n):
+    """Every moment of a step in its order, up to as many microbatches in flight as there are, then one by one."""
+    forward, first, middle, last, only, step = p.most_bytes[int(r > 1), i, j]
+    each, held = p.flight_bytes[i, j] + p.leaving_bytes[i, j], int(p.in_flight[a, r])
+    gradients = now = started = done = 0
+    levels = []
+    while done < n:
+        if started < n and started - done < held:
+            levels.append(now + gradients + forward)
+            now, started = now + each, started + 1
+            continue
+        place = only if n == 1 else first if not done else last if done == n - 1 else middle
+        levels.append(now + gradients + place)
+        now, done, gradients = now - each, done + 1, p.exchange_bytes[i, j]
+    # Where replicas exchange them, the last backward moves gradients to buckets, which are there all the time.
+    levels.append(step + (0 if r > 1 else gradients))
+    always = p.static_bytes[i, j] + n * p.input_bytes[i, j] + p.beside_bytes[i, j]
+    return always + max(levels) + (p.exchange_bytes[i, j] if r > 1 else 0)
+
+
 def cost_of(p, lengths, takes):
     """The objective of the module's docstring, stage by stage; None if a stage does not fit."""
     i = a = 0
@@ -70,9 +91,7 @@ def cost_of(p, lengths, takes):
         j, n, k = i + length, math.ceil(p.num_microbatches / r), p.kind_of[a, r]
         if r > p.num_microbatches:
             return None
-        each = p.flight_bytes[i, j] + p.leaving_bytes[i, j]
-        memory = p.static_bytes[i, j] + p.in_flight[a, r] * each + p.work_bytes[i, j] + p.edge_bytes[i, j]
-        if memory + (p.exchange_bytes[i, j] if r > 1 else 0) > p.memory_limit[a, r]:
+        if memory_by_moments(p, i, j, a, r, n) > p.memory_limit[a, r]:
             return None
         t, x, exchange = p.seconds[k, i, j], p.transfer_s[p.link_of[a, r], i], 0.0
         if r > 1 and p.exchange_bytes[i, j]:
@@ -133,8 +152,9 @@ def problems(draw):
         static_bytes=interval_sums(numbers(num_layers)),
         flight_bytes=interval_sums(numbers(num_layers)),
         leaving_bytes=numbers(num_layers, num_layers + 1),
-        edge_bytes=numbers(num_layers, num_layers + 1),
-        work_bytes=interval_sums(numbers(num_layers)) * 0.1,
+        beside_bytes=numbers(num_layers, num_layers + 1) * 0.1,
+        input_bytes=interval_sums(numbers(num_layers)) * 0.1,
+        most_bytes=numbers(2, num_layers, num_layers + 1, 6),
         exchange_bytes=interval_sums(numbers(num_layers)),
         transfer_s=transfer,
         kind_of=rng.integers(0, num_kinds, places),

@@ -82,5 +82,5 @@ class FixedCost(CostModel):
     def bucket_seconds(self, graph, parameter_ids, device_kind):
         return self.fill
 
-    def stage_memory(self, graph, stage_slice, batch_size, workload):
-        return self.memory or CostModel.stage_memory(self, graph, stage_slice, batch_size, workload)
+    def stage_memory(self, graph, stage_slice, batch_size, workload, **settings):
+        return self.memory or CostModel.stage_memory(self, graph, stage_slice, batch_size, workload, **settings)

@@ -1,4 +1,4 @@
-"""A rank's memory op by op: in the order of its program, and beside the simulator's quick figure."""
+"""A rank's memory op by op, in the order of its program: as the simulator has it, and what an allocator makes of it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import itertools
 
 import pytest
 
+from meshwright.cost.memory import backend_of, weigh_stage
 from meshwright.program import build_program
+from meshwright.program.build import RECEIVE_LOOKAHEAD
 from meshwright.simulator import allocate_rank, simulate_plan
-from meshwright.simulator.allocation import MAX_VISITS, compute_order, has_caching_allocator, repeat_free
-from meshwright.spec import load_cluster, load_shipped_graph
+from meshwright.simulator.allocation import MAX_VISITS, compute_order, repeat_free
+from meshwright.spec import load_cluster, load_shipped_graph, slice_graph
 from meshwright.spec.shipped import shipped_graphs
 from tests.graphs import make_plan
 
-# The quick figure leaves out what the optimizer's step copies of a large table (dlrm) and what one op's backward makes
-# of many weights at once (gnmt).
-BEYOND = ("dlrm-tiny", "gnmt-tiny")
-MODELS = [name for name in shipped_graphs() if name.endswith("-tiny") and name not in BEYOND]
+MODELS = [name for name in shipped_graphs() if name.endswith("-tiny")]
 
 
-def plan_of(graph, num_stages, schedule, microbatches=4):
+def plan_of(graph, num_stages, schedule, microbatches=4, replicas=1, size=1):
     layers = len(graph.layers)
     cuts = [layers * stage // num_stages for stage in range(num_stages + 1)]
-    return make_plan(graph, list(itertools.pairwise(cuts)), [1] * num_stages, microbatches, schedule=schedule)
+    bounds, ranks = list(itertools.pairwise(cuts)), [replicas] * num_stages
+    return make_plan(graph, bounds, ranks, microbatches, schedule=schedule, microbatch_size=size)
 
 
 def test_the_order_is_that_of_the_schedule_and_repeats_are_left_out():
@@ -30,7 +30,8 @@ def test_the_order_is_that_of_the_schedule_and_repeats_are_left_out():
     program = build_program(plan_of(graph, 2, "1f1b", microbatches=8), graph)
     order = compute_order(program, 0)
     assert order[:6] == [(False, 0), (False, 1), (True, 0), (False, 2), (True, 1), (False, 3)]
-    assert repeat_free(order) == [(False, 0), (False, 1), (True, 0), (False, 2), (True, 1), (True, 2)]
+    kept = [(False, 0), (False, 1), (True, 0), (False, 2), (True, 1), (False, 3), (True, 2), (True, 3)]
+    assert repeat_free(order) == kept
     pipe = compute_order(build_program(plan_of(graph, 2, "gpipe", microbatches=8), graph), 0)
     assert repeat_free(pipe) == pipe
 
@@ -42,33 +43,44 @@ def test_microbatches_in_flight_are_held_by_what_they_keep(schedule):
     cluster = load_cluster("3xcpu")
     peak = allocate_rank(plan, graph, cluster, 1).peak
     # Stage 1 holds blocks 1 and 2, as saved activations of each microbatch in flight: two in 1F1B, all four in GPipe.
-    quick = simulate_plan(plan, graph, cluster).memory[1].parts
+    each = weigh_stage(graph, slice_graph(graph, plan.bounds)[1], 1, plan.workload).saved_bytes
     in_flight = {"1f1b": 2, "gpipe": 4}[schedule]
-    assert quick["saved activations"] % in_flight == 0
-    assert peak.parts["saved activations"] == pytest.approx(quick["saved activations"], rel=0.2)
-    assert peak.parts["parameters"] == quick["parameters"]
+    assert 0.9 * in_flight * each <= peak.parts["saved activations"] <= in_flight * each
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_the_simulators_figure_is_above_and_near(name, schedule):
+def test_the_simulators_peak_is_that_of_the_walk(name, schedule):
+    """One stage to the byte; more of them but for messages that come early or leave late."""
     graph = load_shipped_graph(name)
-    plan = plan_of(graph, min(2, len(graph.layers)), schedule)
-    cluster = load_cluster(f"{plan.num_ranks}xcpu")
-    for rank, quick in enumerate(simulate_plan(plan, graph, cluster).peak_memory_bytes):
-        found = allocate_rank(plan, graph, cluster, rank)
-        assert found.reserved_bytes is None
-        assert 0.4 * quick < found.allocated_bytes < 1.05 * quick, (name, rank, found)
+    size = graph.batch_size or 1
+    for num_stages, replicas, rounds in itertools.product((1, 2, 3), (1, 2), (1, 2, 5)):
+        if num_stages > len(graph.layers):
+            continue
+        plan = plan_of(graph, num_stages, schedule, rounds * replicas, replicas, size)
+        cluster = load_cluster(f"{plan.num_ranks}xcpu")
+        stages = slice_graph(graph, plan.bounds)
+        for rank, use in enumerate(simulate_plan(plan, graph, cluster).memory):
+            walked = allocate_rank(plan, graph, cluster, rank).peak
+            stage = stages[plan.stage_of(rank)]
+            entering = [(item.forward_bytes(graph, size), item.backward_bytes(graph, size)) for item in stage.incoming]
+            leaving = [item.backward_bytes(graph, size) for item in stage.outgoing]
+            # While one computation runs, the messages of two more may have begun, beside those of its own.
+            early = (1 + RECEIVE_LOOKAHEAD) * (sum(map(sum, entering)) + sum(leaving))
+            assert 0 <= use.total_bytes - walked.num_bytes <= early, (num_stages, replicas, rounds, rank)
+            if num_stages == 1:
+                assert use.parts == walked.parts
+                assert use.owner == walked.owner
 
 
 def test_a_gpu_reserves_more_than_it_allocates():
     graph = load_shipped_graph("gpt2-small")
     cluster = load_cluster("2xA100")
-    assert has_caching_allocator(cluster.device_kind(0))
+    assert backend_of(cluster.device_kind(0)) == "cuda"
     plan = plan_of(graph, 2, "1f1b")
     found = allocate_rank(plan, graph, cluster, 1)
     assert found.peak.num_bytes <= found.allocated_bytes <= found.reserved_bytes
-    assert found.explain().startswith("Op by op, rank 1 allocates ")
+    assert found.explain().startswith("Of rank 1's ")
     assert "reserves" in found.explain()
 
 

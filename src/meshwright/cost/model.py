@@ -6,7 +6,7 @@ name, ranks share a node) and from datasheet figures elsewhere:
     price_ops           table, ops, prices, roofline    collective_seconds                 collectives.prices
     predict_collective  collectives.prices              collective_host_seconds            collectives.prices
     optimizer_seconds   optimizers                      bucket_seconds                     optimizers
-    stage_memory        memory                          peak_memory                        memory
+    stage_memory        memory
 
 Answers are kept, so that asking again costs a dictionary look-up.
 """
@@ -23,7 +23,7 @@ from meshwright.cost.classes import classify_ops
 from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.collectives.prices import CollectivePrices
 from meshwright.cost.kernels import is_tiled, price_kernels, shipped_model
-from meshwright.cost.memory import StageMemory, weigh_stage
+from meshwright.cost.memory import StageMemory, likeness, weigh_stage
 from meshwright.cost.optimizers import copy_seconds, optimizer_curves, step_seconds, trainable_elements
 from meshwright.cost.prices import End, OpPrices, gather_prices
 from meshwright.cost.table import OpTable, key_in, price_op, roofline_interval
@@ -32,11 +32,12 @@ from meshwright.spec import Cluster, DeviceKind, Graph, Measurements
 from meshwright.spec.measurements import BUCKET_COPY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence, Set
 
     from meshwright.cost.collectives import CollectiveModel, CollectiveOp
     from meshwright.cost.curves import Curve
     from meshwright.cost.kernels import KernelModel
+    from meshwright.cost.memory.backward import Backend
     from meshwright.cost.prediction import Floats, Predictions
     from meshwright.spec import Optimizer, StageSlice, Workload
     from meshwright.spec.workload import Precision
@@ -156,16 +157,25 @@ class CostModel:
         key = ("bucket", self._known(graph), tuple(parameter_ids), device_kind.name)
         return self._keep(key, lambda: self._fill(graph, parameter_ids, device_kind))
 
-    def stage_memory(self, graph: Graph, stage_slice: StageSlice, batch_size: int, workload: Workload) -> StageMemory:
-        """Bytes that a stage keeps for microbatches of ``batch_size`` samples."""
-        key = ("memory", self._known(graph), stage_slice, batch_size, workload)
-        return self._keep(key, lambda: weigh_stage(graph, stage_slice, batch_size, workload))
-
-    def peak_memory(
-        self, graph: Graph, stage_slice: StageSlice, batch_size: int, workload: Workload, num_in_flight: int
-    ) -> int:
-        """Peak bytes of a stage with a number of microbatches in flight."""
-        return self.stage_memory(graph, stage_slice, batch_size, workload).peak_bytes(num_in_flight)
+    def stage_memory(
+        self,
+        graph: Graph,
+        stage_slice: StageSlice,
+        batch_size: int,
+        workload: Workload,
+        *,
+        device: Backend = "cpu",
+        bucketed: Set[int] = frozenset(),
+    ) -> StageMemory:
+        """Bytes that a stage holds for microbatches of ``batch_size`` samples; arguments as of `weigh_stage`."""
+        exchanged = [i in bucketed for i in stage_slice.parameters if graph.tensors[i].requires_grad]
+        # Where some gradients are exchanged and some are not, it matters which.
+        which = any(exchanged) if len(set(exchanged)) < 2 else stage_slice
+        key = ("memory", self._known(graph), likeness(graph, stage_slice), which, batch_size, workload, device)
+        return self._keep(
+            key,
+            lambda: weigh_stage(graph, stage_slice, batch_size, workload, device=device, bucketed=bucketed),
+        )
 
     def _price_ops(self, graph: Graph, batch_size: int, kind: DeviceKind) -> OpPrices:
         graph.check_batch_size(batch_size)

@@ -21,13 +21,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshwright.cost import CostModel
+from meshwright.planner.dynamic_program import SlicingProblem, memory_of
 from meshwright.planner.placement import Layout, LayoutName, Places, find_places
-from meshwright.planner.problem import Integers, Tables, assume_in_flight, make_problem, make_tables
+from meshwright.planner.problem import (
+    Integers,
+    Tables,
+    assume_in_flight,
+    make_problem,
+    make_tables,
+    settle_stage,
+)
 from meshwright.planner.slicing import solve_slicing
 from meshwright.planner.structure import Structure, find_structure
 from meshwright.program import SCHEDULES, max_in_flight
-from meshwright.spec import Cluster, EventSink, GradientExchange, Graph, Plan, ScheduleError, Workload
+from meshwright.spec import Cluster, EventSink, GradientExchange, Graph, Plan, ScheduleError, Workload, slice_graph
 
 # Unequal replicas are searched with every number of replicas up to this many ranks; beyond, with the numbers that
 # divide the ranks or fill whole nodes (the dynamic program grows with the square of the ranks).
@@ -57,11 +68,24 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """One slicing problem: microbatch size, schedule, layout, and which slicings are looked for."""
+
+    size: int
+    schedule: str
+    layout: Layout
+    replicas: tuple[int, ...]
+    num_stages: int | None
+    cutoff_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan with its closed-form seconds per step."""
+    """A plan with its closed-form seconds per step, and where it was found."""
 
     plan: Plan
     estimate_s: float
+    found_in: _Search
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,6 +111,7 @@ class CandidateSearch:
         self._structures: dict[int, tuple[Graph, Structure]] = {}
         self._tables: dict[int, Tables] = {}
         self._places: dict[tuple[Layout, tuple[int, ...]], Places] = {}
+        self._beside: dict[_Search, NDArray[np.float64]] = {}
         self._num_configurations = self._num_problems = self._num_infeasible = 0
 
     @property
@@ -146,13 +171,29 @@ class CandidateSearch:
                 continue
             for name in self._layouts(num_stages, replicas):
                 layout = Layout(name=name, num_ranks=space.num_ranks, num_stages=num_stages)
-                yield from self._solve(size, schedule, layout, (replicas,), None, math.inf)
+                yield from self._find(
+                    _Search(
+                        size=size,
+                        schedule=schedule,
+                        layout=layout,
+                        replicas=(replicas,),
+                        num_stages=None,
+                        cutoff_s=math.inf,
+                    )
+                )
 
     def _unequal(self, size: int, schedule: str, best: float) -> Iterator[Candidate]:
         for name in self._layouts(0, 0):
             layout = Layout(name=name, num_ranks=self._space.num_ranks)
-            yield from self._solve(
-                size, schedule, layout, self._choices(), self._space.num_stages, best * UNEQUAL_SLACK
+            yield from self._find(
+                _Search(
+                    size=size,
+                    schedule=schedule,
+                    layout=layout,
+                    replicas=self._choices(),
+                    num_stages=self._space.num_stages,
+                    cutoff_s=best * UNEQUAL_SLACK,
+                )
             )
 
     def _layouts(self, num_stages: int, replicas: int) -> Iterator[LayoutName]:
@@ -170,33 +211,58 @@ class CandidateSearch:
         per_node = max(node.num_devices for node in self._space.cluster.nodes)
         return tuple(r for r in range(1, num_ranks + 1) if num_ranks % r == 0 or r % per_node == 0)
 
-    def _solve(
-        self,
-        size: int,
-        schedule: str,
-        layout: Layout,
-        replicas: tuple[int, ...],
-        num_stages: int | None,
-        cutoff_s: float,
-    ) -> Iterator[Candidate]:
-        space = self._space
-        tables = self.tables(size)
-        problem = make_problem(
-            tables,
-            self._find_places(layout, replicas),
-            in_flight=self._in_flight(tables, schedule, layout, replicas),
-            exchange=space.exchange,
-            workload=space.workload,
-            cost=space.cost,
-        )
+    def _find(self, search: _Search) -> Iterator[Candidate]:
         self._num_problems += 1
-        self._num_configurations += _num_slicings(problem.num_layers, layout.num_ranks, replicas, num_stages)
-        slicing = solve_slicing(problem, replicas=replicas, num_stages=num_stages, cutoff_s=cutoff_s)
+        self._num_configurations += _num_slicings(
+            len(self.tables(search.size).graph.layers), search.layout.num_ranks, search.replicas, search.num_stages
+        )
+        candidate = self._solve(search)
+        if candidate is not None:
+            yield candidate
+        elif search.cutoff_s == math.inf:
+            self._num_infeasible += 1
+
+    def _solve(self, search: _Search) -> Candidate | None:
+        slicing = solve_slicing(
+            self._problem(search), replicas=search.replicas, num_stages=search.num_stages, cutoff_s=search.cutoff_s
+        )
         if slicing is None:
-            self._num_infeasible += cutoff_s == math.inf
-            return
-        plan = self._plan(tables, schedule, layout, slicing.bounds, slicing.replicas)
-        yield Candidate(plan=plan, estimate_s=slicing.seconds)
+            return None
+        plan = self._plan(self.tables(search.size), search.schedule, search.layout, slicing.bounds, slicing.replicas)
+        return Candidate(plan=plan, estimate_s=slicing.seconds, found_in=search)
+
+    def _problem(self, search: _Search) -> SlicingProblem:
+        tables = self.tables(search.size)
+        num_layers = len(tables.graph.layers)
+        return make_problem(
+            tables,
+            self._find_places(search.layout, search.replicas),
+            in_flight=self._in_flight(tables, search.schedule, search.layout, search.replicas),
+            beside=self._beside.setdefault(search, np.zeros((num_layers, num_layers + 1))),
+            exchange=self._space.exchange,
+            workload=self._space.workload,
+            cost=self._space.cost,
+        )
+
+    def next_best(self, candidate: Candidate, peak_bytes: Sequence[int]) -> Candidate | None:
+        """The next plan of the same problem, after a candidate whose ranks need more than they have; None if none is.
+
+        Until then its stages stand at lower bounds (`stage_bytes`). What a walk finds is put there for all problems of
+        the size, what its simulation shows on top (transfers under way) for this problem.
+        """
+        search, plan = candidate.found_in, candidate.plan
+        tables, problem = self.tables(search.size), self._problem(search)
+        before = 0
+        for stage, cut in zip(plan.stages, slice_graph(tables.graph, plan.bounds), strict=True):
+            settle_stage(
+                tables, cut, (stage.start, stage.stop), len(stage.ranks), self._space.workload, self._space.cost
+            )
+            known = memory_of(problem, stage.start, stage.stop, before, len(stage.ranks))
+            shown = max(peak_bytes[rank] for rank in stage.ranks)
+            if shown > problem.memory_limit[before, len(stage.ranks)]:
+                self._beside[search][stage.start, stage.stop] += max(shown - known, 0.0)
+            before += len(stage.ranks)
+        return self._solve(search)
 
     def _in_flight(self, tables: Tables, schedule: str, layout: Layout, replicas: tuple[int, ...]) -> Integers:
         """What the schedule keeps; that of an own one is counted where the shape is known before the slicing."""

@@ -50,7 +50,12 @@ def require_possible(space: Space) -> None:
         )
 
 
-def raise_infeasible(space: Space, rejected: Sequence[RankedPlan], evaluate: Callable[[Plan], RankedPlan]) -> NoReturn:
+def raise_infeasible(
+    space: Space,
+    rejected: Sequence[RankedPlan],
+    evaluate: Callable[[Plan], RankedPlan],
+    has_plan: Callable[[Space], bool],
+) -> NoReturn:
     """Raise NothingFitsError: memory binds, since `require_possible` has excluded all else."""
     smallest = _smallest_plan(space)
     items = [*rejected, *([evaluate(smallest.plan)] if smallest else [])]
@@ -65,12 +70,12 @@ def raise_infeasible(space: Space, rejected: Sequence[RankedPlan], evaluate: Cal
         f"No plan fits into memory. The smallest one found, {item.plan.describe()}, needs "
         f"{format_bytes(item.peak_memory_bytes[rank])} on rank {rank} (stage {item.plan.stage_of(rank)}), which has "
         f"{format_bytes(item.memory_limit_bytes[rank])}: {format_bytes(item.excess_bytes)} too much; most of it are "
-        f"{item.memory_owner}. {_relaxation(space, item)}",
+        f"{item.memory_owner}. {_relaxation(space, item, has_plan)}",
         nearest=item,
     )
 
 
-def _relaxation(space: Space, item: RankedPlan) -> str:
+def _relaxation(space: Space, item: RankedPlan, has_plan: Callable[[Space], bool]) -> str:
     """The first change that makes a plan possible, the cheapest to make first."""
     everything = space.cluster.num_ranks
     changes: list[tuple[str, Space]] = []
@@ -83,7 +88,7 @@ def _relaxation(space: Space, item: RankedPlan) -> str:
     if space.num_ranks < everything:
         changes.append((f"Use all {everything} devices of the cluster", replace(space, num_ranks=everything)))
     for words, relaxed in changes:
-        if _possible(relaxed) and CandidateSearch(relaxed, NullSink()).run():
+        if _possible(relaxed) and has_plan(relaxed):
             return f"{words}: then there are plans that fit."
     needed = item.peak_memory_bytes[item.fullest_rank]
     return f"Give devices (or a memory limit) of at least {format_bytes(needed)}, more ranks, or a smaller model."

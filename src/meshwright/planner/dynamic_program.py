@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
+from meshwright.cost.memory.fullest import fullest
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -23,11 +24,12 @@ Integers = NDArray[np.int64]
 class SlicingProblem(NamedTuple):
     """What `slicing` describes, for L layers and D ranks.
 
-    Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1); ``*_bytes`` (L, L + 1); ``transfer_s``
+    Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1); ``*_bytes`` (L, L + 1), but for
+    ``most_bytes`` (2, L, L + 1, 6), without and with an exchange of gradients (`cost.memory.fullest`); ``transfer_s``
     (links, L), zero for layer 0; ``in_flight``, ``kind_of``, ``link_of``, ``memory_limit``, ``latency_s``, ``bucket_s``
-    (D, D + 1), entry [a, r]. Entries with j <= i or a + r > D are not read. Of the tables over stages
-    ``leaving_bytes``, ``edge_bytes`` and ``backward_s`` alone may decrease with j; ``in_flight`` of the best place must
-    not grow with r, if there is more than one r.
+    (D, D + 1), entry [a, r]. Entries with j <= i or a + r > D are not read. Of the tables over stages ``most_bytes``,
+    ``leaving_bytes``, ``beside_bytes`` and ``backward_s`` alone may decrease with j; ``in_flight`` of the best place
+    must not grow with r, if there is more than one r.
     """
 
     num_microbatches: int
@@ -41,8 +43,9 @@ class SlicingProblem(NamedTuple):
     static_bytes: Floats
     flight_bytes: Floats
     leaving_bytes: Floats
-    work_bytes: Floats
-    edge_bytes: Floats
+    input_bytes: Floats
+    beside_bytes: Floats
+    most_bytes: Floats
     exchange_bytes: Floats
     transfer_s: Floats
     kind_of: Integers
@@ -126,6 +129,19 @@ def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
 
 
 @compiled
+def memory_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
+    """Bytes of a rank of stage i:j on ranks a..a+r-1."""
+    rounds = (p.num_microbatches + r - 1) // r
+    each, gradients = p.flight_bytes[i, j] + p.leaving_bytes[i, j], p.exchange_bytes[i, j]
+    # With an exchange, gradients lie in buckets, which are there all the time.
+    exchanged = 1 if r > 1 else 0
+    most, left = p.most_bytes[exchanged, i, j], (0.0 if exchanged else gradients)
+    memory = p.static_bytes[i, j] + rounds * p.input_bytes[i, j] + exchanged * gradients
+    memory += p.beside_bytes[i, j]
+    return float(memory + fullest(most, each, gradients, left, min(p.in_flight[a, r], rounds), rounds))
+
+
+@compiled
 def fill_tables(p: SlicingProblem, choices: Integers, theta: float, tables: Tables) -> float:
     """Fill the tables for a threshold; ``choices`` are the allowed numbers of replicas, ascending.
 
@@ -166,8 +182,8 @@ def _find_fewest_replicas(p: SlicingProblem, choices: Integers, theta: float, ta
             # More replicas mean less time and less memory: look from the most replicas downwards.
             for r in choices[::-1]:
                 rounds = (p.num_microbatches + r - 1) // r
-                held = p.flight_bytes[i, j] * tables.least_in_flight[r]
-                if p.static_bytes[i, j] + held + p.work_bytes[i, j] > tables.most_memory:
+                held = p.flight_bytes[i, j] * min(tables.least_in_flight[r], rounds) + p.input_bytes[i, j] * rounds
+                if p.static_bytes[i, j] + held > tables.most_memory:
                     break
                 if (rounds - p.num_fills) * period > theta:
                     above = min(above, (rounds - p.num_fills) * period)
@@ -202,19 +218,18 @@ def _extend(p: SlicingProblem, theta: float, i: int, d: int, r: int, stage: int,
     sums, rest = tables.sums, max(stage - 1, 0)
     num_layers, a = p.static_bytes.shape[0], p.kind_of.shape[0] - d
     kind, transfer, limit = p.kind_of[a, r], p.transfer_s[p.link_of[a, r], i], p.memory_limit[a, r]
-    in_flight = p.in_flight[a, r]
+    rounds = (p.num_microbatches + r - 1) // r
+    in_flight = min(p.in_flight[a, r], rounds)
     least, above = sums[stage, d, i], np.inf
     for j in range(i + 1 if d > r else num_layers, num_layers if d > r else num_layers + 1):
         if tables.fewest[i, j] > r:
             break
         if tables.after[j] > d - r:
             continue
-        memory = p.static_bytes[i, j] + in_flight * p.flight_bytes[i, j] + p.work_bytes[i, j]
-        if r > 1:
-            memory += p.exchange_bytes[i, j]
-        if memory > limit:
+        # What grows with j alone ends the search, the whole only this stage.
+        if p.static_bytes[i, j] + in_flight * p.flight_bytes[i, j] + rounds * p.input_bytes[i, j] > limit:
             break
-        if memory + in_flight * p.leaving_bytes[i, j] + p.edge_bytes[i, j] > limit:
+        if memory_of(p, i, j, a, r) > limit:
             continue
         total = p.num_fills * (p.seconds[kind, i, j] + transfer) + sums[rest, d - r, j]
         if not total < least:

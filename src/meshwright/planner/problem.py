@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +10,9 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.planner.dynamic_program import SlicingProblem
 from meshwright.planner.placement import Places
+from meshwright.planner.stage_bytes import StageBytes, stage_bytes, weigh_alone
 from meshwright.planner.structure import Structure
-from meshwright.planner.tables import StageBytes, StageSeconds, stage_bytes, stage_seconds
+from meshwright.planner.tables import StageSeconds, stage_seconds
 from meshwright.spec import Cluster, GradientExchange, Graph, StageSlice, Workload
 
 Integers = NDArray[np.int64]
@@ -37,7 +37,7 @@ def make_tables(
         graph=graph,
         microbatch_size=microbatch_size,
         num_microbatches=workload.global_batch // microbatch_size,
-        bytes=stage_bytes(graph, structure, microbatch_size, workload, _state_bytes(graph, workload, cost)),
+        bytes=stage_bytes(graph, structure, microbatch_size, workload, cost),
         seconds={
             kind.name: stage_seconds(graph, structure, microbatch_size, workload, cost, kind)
             for kind in cluster.device_kinds
@@ -45,16 +45,30 @@ def make_tables(
     )
 
 
+def settle_stage(
+    tables: Tables, stage: StageSlice, layers: tuple[int, int], num_replicas: int, workload: Workload, cost: CostModel
+) -> None:
+    """Put the exact bytes of a stage with so many replicas in the place of bounds."""
+    exchanges = num_replicas > 1
+    memory = weigh_alone(tables.graph, stage, tables.microbatch_size, workload, cost, exchanges=exchanges)
+    tables.bytes.settle(*layers, memory, exchanges=exchanges)
+
+
 def make_problem(
     tables: Tables,
     places: Places,
     *,
     in_flight: Integers,
+    beside: NDArray[np.float64],
     exchange: GradientExchange,
     workload: Workload,
     cost: CostModel,
 ) -> SlicingProblem:
-    """The arrays of one slicing problem; ``in_flight`` are the microbatches that its schedule keeps."""
+    """The arrays of one slicing problem.
+
+    ``in_flight`` are the microbatches that its schedule keeps, ``beside`` (L, L + 1) the bytes of a stage that only its
+    simulation showed.
+    """
     mixed = [[tables.seconds[name] for name in names] for names in places.kind_sets]
     return SlicingProblem(
         num_microbatches=tables.num_microbatches,
@@ -68,8 +82,9 @@ def make_problem(
         static_bytes=tables.bytes.static,
         flight_bytes=tables.bytes.flight,
         leaving_bytes=tables.bytes.leaving,
-        work_bytes=tables.bytes.work,
-        edge_bytes=tables.bytes.edge(),
+        input_bytes=tables.bytes.inputs,
+        beside_bytes=beside,
+        most_bytes=tables.bytes.most,
         exchange_bytes=tables.bytes.exchange,
         transfer_s=np.stack([_transfer_seconds(tables.bytes, pair, cost) for pair in places.links]),
         kind_of=places.kind_of,
@@ -81,10 +96,15 @@ def make_problem(
 
 
 def assume_in_flight(schedule: str, num_microbatches: int, num_ranks: int, kind: str) -> Integers:
-    """Microbatches in flight of a stage with r replicas behind a ranks, shape (D, D + 1): all (GPipe), or 1F1B's."""
+    """Microbatches in flight of a stage with r replicas behind a ranks, shape (D, D + 1): all (GPipe), or 1F1B's.
+
+    In inference one: it is held only while it is computed.
+    """
     behind, take = np.meshgrid(np.arange(num_ranks), np.maximum(np.arange(num_ranks + 1), 1), indexing="ij")
     rounds = -(-num_microbatches // take)
-    if schedule != "gpipe" or kind == "inference":
+    if kind == "inference":
+        rounds = np.minimum(rounds, 1)
+    elif schedule != "gpipe":
         rounds = np.minimum(rounds, -(-(num_ranks - behind) // take))
     counts: Integers = rounds.astype(np.int64)
     return counts
@@ -102,25 +122,3 @@ def _transfer_seconds(stages: StageBytes, pair: tuple[int, int], cost: CostModel
         sizes = [num_bytes for num_bytes in (forward, backward) if num_bytes]
         seconds.append(sum(cost.collective_seconds("send", pair, num_bytes) for num_bytes in sizes))
     return seconds
-
-
-def _state_bytes(graph: Graph, workload: Workload, cost: CostModel) -> Callable[[int], int]:
-    """Bytes of the optimizer's states of one parameter: those of a stage that holds nothing else."""
-    nothing = StageSlice(
-        index=0,
-        ops=(),
-        parameters=(),
-        buffers=(),
-        inputs=(),
-        outputs=(),
-        incoming=(),
-        outgoing=(),
-        draws_random=False,
-        has_backward=False,
-    )
-
-    def bytes_of(parameter: int) -> int:
-        alone = replace(nothing, parameters=(parameter,))
-        return cost.stage_memory(graph, alone, graph.batch_size or 1, workload).optimizer_bytes
-
-    return bytes_of

@@ -32,18 +32,6 @@ class Rectangles:
             np.add.at(edges, (i, j), sign * weight)
         return edges.cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
 
-    def largest(self, weights: Integers) -> Integers:
-        """Like `table`, with the largest weight in place of the total (0 where there is none)."""
-        table = np.zeros((self.num_layers, self.num_layers + 1), np.int64)
-        # Of rectangles with equal sides only the heaviest matters: repeated layers have few distinct ones.
-        heaviest: dict[tuple[int, ...], int] = {}
-        for row, weight in zip(self.rows.tolist(), weights[self.rows[:, 0]].tolist(), strict=True):
-            sides = tuple(row[1:])
-            heaviest[sides] = max(heaviest.get(sides, 0), weight)
-        for (i0, i1, j0, j1), weight in heaviest.items():
-            np.maximum(table[i0:i1, j0:j1], weight, out=table[i0:i1, j0:j1])
-        return table
-
 
 def rectangles(num_layers: int, rows: Iterable[tuple[int, int, int, int, int]]) -> Rectangles:
     """Collect rows (item, i0, i1, j0, j1)."""

@@ -2,13 +2,14 @@
 
 search_plans  →  candidates (exact slicing per microbatch size, schedule, layout)
               →  choose  (best estimates first, half of the places for shapes not seen yet)
-              →  evaluate (simulate; memory decided there)
+              →  evaluate (simulate; memory decided there; what does not fit makes room for the next best)
               →  Plans   (ranked; explain, why_not)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from meshwright.cost import CostModel
 from meshwright.planner.candidates import Candidate, CandidateSearch, Space
@@ -104,7 +105,9 @@ def search_plans(
     rejected: list[RankedPlan] = []
     refused: list[tuple[Plan, ProgramError]] = []
     instructions = 0
-    for candidate in choose(candidates, max_plans):
+    tried: dict[Plan, RankedPlan] = {}
+    todo: Iterator[Candidate] = choose(candidates, max_plans)
+    for candidate in _with_next_best(todo, tried, search):
         if len(fitting) == max_plans or (fitting and len(rejected) > max_plans) or len(refused) == MAX_REFUSED:
             break
         if fitting and instructions + num_instructions(candidate.plan) > MAX_INSTRUCTIONS:
@@ -120,12 +123,13 @@ def search_plans(
                 raise
             refused.append((candidate.plan, error))
             continue
+        tried[candidate.plan] = item
         (fitting if item.fits else rejected).append(item)
     events.progress("simulate plans", max_plans, max_plans)
     if refused and not fitting and not rejected:
         raise refused[0][1]
     if not fitting:
-        raise_infeasible(space, rejected, evaluate)
+        raise_infeasible(space, rejected, evaluate, lambda relaxed: _has_plan(relaxed, evaluate))
     return Plans(
         ranked=tuple(sorted(fitting, key=lambda item: item.step_time_s)),
         rejected=tuple(rejected),
@@ -133,6 +137,33 @@ def search_plans(
         coverage=search.coverage,
         evaluate=evaluate,
     )
+
+
+def _with_next_best(
+    candidates: Iterable[Candidate], tried: Mapping[Plan, RankedPlan], search: CandidateSearch
+) -> Iterator[Candidate]:
+    """The candidates that were not ``tried`` yet; after one that does not fit, the next best of its problem."""
+    for first in candidates:
+        candidate: Candidate | None = first
+        while candidate is not None:
+            if candidate.plan not in tried:
+                yield candidate
+            item = tried.get(candidate.plan)
+            if item is None or item.fits:
+                break
+            candidate = search.next_best(candidate, item.peak_memory_bytes)
+
+
+def _has_plan(space: Space, evaluate: Callable[[Plan], RankedPlan]) -> bool:
+    """Whether any plan of a space fits."""
+    search = CandidateSearch(space, NullSink())
+    tried: dict[Plan, RankedPlan] = {}
+    for candidate in _with_next_best(search.run(), tried, search):
+        with suppress(ScheduleError, DeadlockError):
+            tried[candidate.plan] = evaluate(candidate.plan)
+            if tried[candidate.plan].fits:
+                return True
+    return False
 
 
 def choose(candidates: Sequence[Candidate], max_plans: int) -> Iterator[Candidate]:

@@ -17,11 +17,11 @@ that is, the way of the first microbatch through all stages, then the busiest st
 and its optimizer; f = 1. In inference nothing is flushed, steps follow each other without a gap, and f = 0. Without
 replicas, transfers and exchange this is Alpa's sum + (M - 1) max. A stage fits if
 
-    static_bytes + work_bytes + edge_bytes + (exchange_bytes if r > 1, for the buckets' buffers)
-        + (flight_bytes + leaving_bytes) * in flight  <=  memory_limit[a, r]        all at [i, j]
+    static_bytes + beside_bytes + n · input_bytes + (exchange_bytes if r > 1, for the buckets' buffers)
+        + the fullest moment of a step (`cost.memory.fullest`)  <=  memory_limit[a, r]        all at [i, j]
 
-with in_flight[a, r] microbatches in flight: n (GPipe), min(n, ceil((D - a) / r)) (1F1B), or counted from an own
-schedule.
+where each microbatch keeps flight_bytes + leaving_bytes, with in_flight[a, r] in flight: n (GPipe),
+min(n, ceil((D - a) / r)) (1F1B), or counted from an own schedule.
 
 The method. For a threshold θ on the second term, the least sum over slicings whose stages all stay within θ is a small
 dynamic program (module `dynamic_program`); it also yields the next value above θ at which anything could change. The

@@ -1,8 +1,8 @@
-"""What a rank's allocator sees when it runs its part of a plan, op by op: allocated and reserved bytes.
+"""What a rank's allocator makes of its part of a plan: bytes in whole blocks, and what it reserves from the driver.
 
-The simulator's peak is quick to find for every plan: it takes one workspace for all of a microbatch, mostly more than
-is needed, and nothing for the optimizer's step. Here every tensor of every op is taken and freed in the order of the
-rank's program (`cost.memory.trace_stage`), and a GPU's caching allocator is followed (`cost.memory.follow_allocator`).
+Every tensor of every op is taken and freed in the order of the rank's program (`cost.memory.trace_stage`), and a GPU's
+caching allocator is followed (`cost.memory.follow_allocator`). The peak before rounding is that of the simulation, but
+for messages that come early or leave late.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cost.memory import Peak, find_peak, follow_allocator, trace_stage
+from meshwright.cost.memory import Peak, backend_of, find_peak, follow_allocator, trace_stage
 from meshwright.program import build_program, gradient_buckets
 from meshwright.spec import Opcode, check_plan, format_bytes, slice_graph
 
 if TYPE_CHECKING:
-    from meshwright.spec import Cluster, DeviceKind, Graph, Plan, Program
+    from meshwright.spec import Cluster, Graph, Plan, Program
 
-# Beyond as many as are in flight at once, microbatches repeat what was there before; one more shows it.
-_MORE_MICROBATCHES = 1
+# Beyond as many as are in flight at once, microbatches repeat what was there before; one more shows it, and the last
+# one is another again: it fills the buckets.
+_MORE_MICROBATCHES = 2
 # Computations of ops in a step; so many take about five seconds to follow.
 MAX_VISITS = 50_000
 
@@ -51,8 +52,8 @@ class RankAllocation:
         if self.reserved_bytes is not None:
             held = f", for which the allocator reserves {format_bytes(self.reserved_bytes)}"
         return (
-            f"Op by op, rank {self.rank} allocates {format_bytes(self.allocated_bytes)}{held}; most of it are "
-            f"{self.peak.owner}."
+            f"Of rank {self.rank}'s {format_bytes(self.peak.num_bytes)}, op by op, blocks of its allocator make "
+            f"{format_bytes(self.allocated_bytes)}{held}; the fullest moment is the {self.peak.moment}."
         )
 
 
@@ -69,28 +70,25 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
     if len(order) * len(stage.ops) > MAX_VISITS:
         return None
     held = [bucket for bucket in gradient_buckets(graph, plan) if stage.index in bucket.stages]
-    caches = has_caching_allocator(cluster.device_kind(rank))
+    device = backend_of(cluster.device_kind(rank))
     events = trace_stage(
         graph,
         stage,
         plan.workload,
         plan.microbatch_size,
         order,
-        device="cuda" if caches else "cpu",
+        device=device,
         bucket_bytes=sum(bucket.num_bytes for bucket in held),
+        bucketed=frozenset(stage.parameters).intersection(i for bucket in held for i in bucket.parameters),
+        num_inputs=-(-plan.num_microbatches // len(plan.stages[stage.index].ranks)),
     )
     peak = find_peak(events)
-    if not caches:
+    if device == "cpu":
         return RankAllocation(rank=rank, peak=peak, allocated_bytes=peak.num_bytes, reserved_bytes=None)
     seen = follow_allocator(events)
     return RankAllocation(
         rank=rank, peak=peak, allocated_bytes=seen.allocated_bytes, reserved_bytes=seen.reserved_bytes
     )
-
-
-def has_caching_allocator(kind: DeviceKind) -> bool:
-    """Whether torch computes there with CUDA: a device whose datasheet has a rate for float16."""
-    return "float16" in kind.peak_flops_per_s
 
 
 def compute_order(program: Program, rank: int) -> list[tuple[bool, int]]:
@@ -108,7 +106,7 @@ def compute_order(program: Program, rank: int) -> list[tuple[bool, int]]:
 
 
 def repeat_free(order: list[tuple[bool, int]]) -> list[tuple[bool, int]]:
-    """The order with as many microbatches as are ever in flight at once, and one more."""
+    """The order with as many microbatches as are ever in flight at once, and two more."""
     in_flight = most = 0
     for is_backward, _ in order:
         in_flight += -1 if is_backward else 1

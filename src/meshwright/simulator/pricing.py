@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import FIRST, LAST
 from meshwright.program import gradient_buckets
 from meshwright.simulator.matching import RECEIVES, rank_of_streams, stream_of_instructions
 from meshwright.simulator.prices import Prices, SectionPrices
@@ -24,8 +25,6 @@ from meshwright.spec.memory import MEMORY_PARTS
 _COMPUTE = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.OPTIMIZER_STEP)
 # The engine needs time to pass while a link is held.
 _SHORTEST_S = 1e-12
-# Place of a backward among those of its rank in a step; a single one is both.
-_FIRST, _LAST = 1, 2
 
 
 def price_program(program: Program, plan: Plan, graph: Graph, cost: CostModel) -> Prices:
@@ -40,7 +39,7 @@ def price_program(program: Program, plan: Plan, graph: Graph, cost: CostModel) -
         allocate_bytes=np.stack(takes),
         free_bytes=np.stack(frees),
         memory_parts=MEMORY_PARTS,
-        resident_bytes=np.stack([pricer.bytes[plan.stage_of(rank)].resident for rank in range(program.num_ranks)]),
+        resident_bytes=np.stack([pricer.resident_bytes(rank) for rank in range(program.num_ranks)]),
         route_offsets=route_offsets,
         route_links=route_links,
         num_links=num_links,
@@ -67,12 +66,18 @@ class _Pricer:
             [stage_costs(graph, plan, stage, buckets, kind, cost) for kind in kinds]
             for stage, buckets in zip(stages, held, strict=True)
         ]
-        self.bytes: list[StageBytes] = [
-            stage_bytes(graph, plan, stage, buckets, cost) for stage, buckets in zip(stages, held, strict=True)
+        self._bytes: list[list[StageBytes]] = [
+            [stage_bytes(graph, plan, stage, buckets, kind, cost) for kind in kinds]
+            for stage, buckets in zip(stages, held, strict=True)
         ]
+        self._stage_of_rank = [plan.stage_of(rank) for rank in range(program.num_ranks)]
         self.routes = Routes(cost.cluster)
         # Per class: duration and host time in ps, bytes taken and freed.
         self.classes: list[tuple[int, int, Bytes, Bytes]] = []
+
+    def resident_bytes(self, rank: int) -> Bytes:
+        """What a rank holds all the time."""
+        return self._bytes[self._stage_of_rank[rank]][int(self._kind_of_rank[rank])].resident
 
     def price_section(self, section: Section) -> SectionPrices:
         """Classes, routes and mark offsets of one section."""
@@ -90,15 +95,15 @@ class _Pricer:
         return SectionPrices(cost_class=table[0], route=table[1], mark_offset_ps=offsets[0])
 
     def _computation(self, stage: int, kind: int, place: int, opcode: int) -> tuple[int, int]:
-        costs, in_use = self._costs[stage][kind], self.bytes[stage]
+        costs, in_use = self._costs[stage][kind], self._bytes[stage][kind]
         match Opcode(opcode):
             case Opcode.FORWARD:
                 return self._add(costs.forward_s, 0.0, in_use.forward), -1
             case Opcode.BACKWARD:
-                seconds = costs.backward_s if place & _FIRST else costs.later_backward_s
-                return self._add(seconds + costs.fill_s * bool(place & _LAST), 0.0, in_use.backward), -1
+                seconds = costs.backward_s if place & FIRST else costs.later_backward_s
+                return self._add(seconds + costs.fill_s * bool(place & LAST), 0.0, in_use.backwards[place]), -1
             case _:
-                return self._add(costs.optimizer_s, 0.0, transfer_bytes(opcode, 0)), -1
+                return self._add(costs.optimizer_s, 0.0, in_use.optimizer), -1
 
     def _transfer(self, group: int, opcode: int, num_bytes: int) -> tuple[int, int]:
         ranks, in_use = self._program.groups[group], transfer_bytes(opcode, num_bytes)
@@ -116,7 +121,7 @@ class _Pricer:
     def _mark(self, stage: int, kind: int, place: int, bucket: int) -> tuple[int, int]:
         costs = self._costs[stage][kind]
         first = (costs.ready_s, costs.backward_s)
-        ready, whole = first if place & _FIRST else (costs.later_ready_s, costs.later_backward_s)
+        ready, whole = first if place & FIRST else (costs.later_ready_s, costs.later_backward_s)
         return min(to_picoseconds(ready[bucket]), to_picoseconds(whole + costs.fill_s)), 0
 
     def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes]) -> int:
@@ -138,14 +143,14 @@ def _per_distinct(keys: NDArray[np.int64], price: Callable[..., tuple[int, int]]
 
 
 def _place_of_backward(section: Section) -> NDArray[np.int64]:
-    """_FIRST and _LAST for the first and last backward of each stream, 0 for every other instruction."""
+    """FIRST and LAST for the first and last backward of each stream, 0 for every other instruction."""
     backwards = np.flatnonzero(section.opcode == Opcode.BACKWARD)
     streams = stream_of_instructions(section)[backwards]
     _, first = np.unique(streams, return_index=True)
     _, last_reversed = np.unique(streams[::-1], return_index=True)
     place = np.zeros(section.num_instructions, np.int64)
-    place[backwards[first]] |= _FIRST
-    place[backwards[::-1][last_reversed]] |= _LAST
+    place[backwards[first]] |= FIRST
+    place[backwards[::-1][last_reversed]] |= LAST
     return place
 
 

@@ -8,9 +8,10 @@
 - host: overhead_s per instruction that the rank issues, its own and those of the transfers that belong to it; the
   optimizer step pays for the all-reduces.
 
-Memory, by part: a forward takes what is saved, read and sent; its backward gives that back together with what was
-received, and takes the gradients that are sent, which go when their sending ends. A stage without backward gives all
-back after its forward. Buckets have buffers of their own, beside the gradients.
+Memory, by part, as the walk through the stage's ops has it (`cost.memory.phases`): a computation takes at its start
+what it has at its fullest, and gives back at its end what it does not leave behind. Besides, what was received goes at
+the end of the backward (of the forward in a stage without one), and gradients that are sent go when their sending ends.
+Inputs of all microbatches are there all the time, buckets have buffers of their own.
 """
 
 from __future__ import annotations
@@ -21,20 +22,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import Phase, backend_of
 from meshwright.program import Bucket
 from meshwright.spec import DeviceKind, Graph, Opcode, Plan, StageSlice
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,
-    GRADIENTS,
     INPUTS,
     MEMORY_PARTS,
     OPTIMIZER,
     PARAMETERS,
     RECEIVED,
-    SAVED,
     SENT,
-    WORKSPACE,
 )
 
 Bytes = NDArray[np.int64]
@@ -59,11 +58,15 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageBytes:
-    """Bytes by part: always there, and (taken at the start, freed at the end) of a forward and of a backward."""
+    """Bytes by part: always there, and (taken at the start, freed at the end) of each computation.
+
+    A part may grow until the end: then what is freed of it is negative. ``backwards`` by place, as in `StagePhases`.
+    """
 
     resident: Bytes
     forward: tuple[Bytes, Bytes]
-    backward: tuple[Bytes, Bytes]
+    backwards: tuple[tuple[Bytes, Bytes], ...]
+    optimizer: tuple[Bytes, Bytes]
 
 
 def stage_costs(
@@ -114,32 +117,38 @@ def _ready_seconds(
 
 
 def stage_bytes(
-    graph: Graph, plan: Plan, stage: StageSlice, buckets: tuple[Bucket, ...], cost: CostModel
+    graph: Graph, plan: Plan, stage: StageSlice, buckets: tuple[Bucket, ...], kind: DeviceKind, cost: CostModel
 ) -> StageBytes:
-    """Weigh a stage for the plan's microbatches."""
-    memory = cost.stage_memory(graph, stage, plan.microbatch_size, plan.workload)
+    """Weigh a stage for the plan's microbatches on one kind of device."""
+    bucketed = frozenset(stage.parameters).intersection(i for bucket in buckets for i in bucket.parameters)
+    memory = cost.stage_memory(
+        graph, stage, plan.microbatch_size, plan.workload, device=backend_of(kind), bucketed=bucketed
+    )
     size, width = plan.microbatch_size, plan.workload.float_bytes
     arrived = sum(channel.forward_bytes(graph, size, width) for channel in stage.incoming)
     answered = sum(channel.backward_bytes(graph, size, width) for channel in stage.outgoing)
-    returned = sum(channel.backward_bytes(graph, size, width) for channel in stage.incoming)
-    work = {WORKSPACE: memory.workspace_bytes}
-    kept = {SAVED: memory.saved_bytes, INPUTS: memory.input_bytes, SENT: memory.sent_bytes}
-    all_kept = {**kept, RECEIVED: arrived}
-    backward_takes = {**work, SENT: returned}
-    backward_frees = {**work, **kept, RECEIVED: arrived + answered}
+    num_inputs = -(-plan.num_microbatches // len(plan.stages[stage.index].ranks))
+    phases = memory.phases
     return StageBytes(
         resident=by_part(
             {
                 PARAMETERS: memory.parameter_bytes,
                 BUFFERS: memory.buffer_bytes,
-                GRADIENTS: memory.gradient_bytes,
                 OPTIMIZER: memory.optimizer_bytes,
                 BUCKETS: sum(bucket.num_bytes for bucket in buckets),
+                INPUTS: num_inputs * memory.input_bytes,
             }
         ),
-        forward=(by_part({**kept, **work}), by_part(work if stage.has_backward else {**all_kept, **work})),
-        backward=(by_part(backward_takes), by_part(backward_frees)),
+        forward=_takes_and_frees(phases.forward, 0 if stage.has_backward else arrived),
+        backwards=tuple(_takes_and_frees(phase, arrived + answered) for phase in phases.backwards),
+        optimizer=_takes_and_frees(phases.optimizer, 0),
     )
+
+
+def _takes_and_frees(phase: Phase, received_bytes: int) -> tuple[Bytes, Bytes]:
+    """``received_bytes`` go at the end."""
+    most = np.array(phase.most, np.int64)
+    return most, most - np.array(phase.after, np.int64) + by_part({RECEIVED: received_bytes})
 
 
 def transfer_bytes(opcode: int, num_bytes: int) -> tuple[Bytes, Bytes]:

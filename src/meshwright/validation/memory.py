@@ -69,7 +69,6 @@ def score_training() -> tuple[Score, ...]:
     part = "peak of training on a CPU"
     return (
         score_rows(DATASET, part, "ours", measured, _with_intervals(measured, predicted, rows), target=3.0),
-        score_rows(DATASET, part, "planner's quick figure", measured, np.array([_bound(row) for row in rows])),
         score_rows(DATASET, part, "growth of the process", measured, _column(rows, "resident_bytes")),
     )
 

@@ -68,6 +68,11 @@ class Ledger:
         self._count = 0
         self._moments: list[str] = ["start"]
 
+    @property
+    def num_events(self) -> int:
+        """How many were written so far."""
+        return len(self._rows)
+
     def begin(self, moment: str) -> None:
         """What goes on from here."""
         self._moments.append(moment)

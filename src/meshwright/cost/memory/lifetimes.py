@@ -24,13 +24,14 @@ Ranges = tuple[tuple[int, int], ...]
 class Lifetimes:
     """Of the storages of a graph.
 
-    ``kept`` outlive the forward. ``last_used[op]`` are those whose last reader (their maker, where nobody reads them)
-    is the op, ``released[op]`` those that no backward after that of the op reads; ``released_again[op]`` likewise, of
-    values that were computed again. ``starts[stop]`` is where the range of ops that ends before ``stop`` begins,
-    ``recomputed`` are all ops of such ranges.
+    ``kept`` outlive the forward, ``sent`` among them only because they are sent or yielded. ``last_used[op]`` are those
+    whose last reader (their maker, where nobody reads them) is the op, ``released[op]`` those that no backward after
+    that of the op reads; ``released_again[op]`` likewise, of values that were computed again. ``starts[stop]`` is where
+    the range of ops that ends before ``stop`` begins, ``recomputed`` are all ops of such ranges.
     """
 
     kept: frozenset[int]
+    sent: frozenset[int]
     last_used: Mapping[int, Sequence[int]]
     released: Mapping[int, Sequence[int]]
     released_again: Mapping[int, Sequence[int]]
@@ -50,27 +51,29 @@ def recompute_runs(graph: Graph, kinds: tuple[str, ...]) -> Ranges:
     return tuple((ops[0], ops[-1] + 1) for ops in chosen)
 
 
-def find_lifetimes(graph: Graph, ranges: Ranges, stage: StageSlice) -> Lifetimes:
+def find_lifetimes(graph: Graph, ranges: Ranges, stage: StageSlice, *, trains: bool = True) -> Lifetimes:
     """Lifetimes in a stage: what it sends is kept, what it received stays until its backward is done.
 
-    Ranges of other stages are not its own. Raises GraphError for ranges that overlap or leave the graph.
+    Nothing is saved unless it ``trains``. Ranges of other stages are not its own. Raises GraphError for ranges that
+    overlap or leave the graph.
     """
     _check_ranges(graph, ranges)
     mine = set(stage.ops)
     ranges = tuple(item for item in ranges if item[0] in mine)
     tensors = graph.tensors
     range_of = {op: start for start, stop in ranges for op in range(start, stop)}
-    makers = _makers(graph)
+    makers = _makers(graph) if ranges else {}
     last_use: dict[int, int] = {}
     needed: dict[int, int] = {}
     needed_again: dict[int, int] = {}
     received = {tensors[i].storage for channel in stage.incoming for i in channel.tensors}
     kept = {tensors[i].storage for channel in stage.outgoing for i in channel.tensors}
     kept |= {tensors[i].storage for i in stage.outputs} | received
+    sent = kept - received
     for index in stage.ops:
         op = graph.ops[index]
         last_use.update((tensors[i].storage, index) for i in (*op.outputs, *op.inputs))
-        for storage in {tensors[i].storage for i in op.saved}:
+        for storage in {tensors[i].storage for i in op.saved} if trains else ():
             is_again = index in range_of and range_of.get(makers.get(storage, -1)) == range_of[index]
             (needed_again if is_again else needed).setdefault(storage, index)
             if index not in range_of:
@@ -81,6 +84,7 @@ def find_lifetimes(graph: Graph, ranges: Ranges, stage: StageSlice) -> Lifetimes
             kept.add(storage)
     return Lifetimes(
         kept=frozenset(kept),
+        sent=frozenset(sent.difference(needed)),
         last_used=_by_op(last_use),
         released=_by_op({storage: op for storage, op in needed.items() if storage not in received}),
         released_again=_by_op(needed_again),

@@ -6,7 +6,7 @@ of experts divided by e, and shared by N / e ranks only), width w and s bytes of
     parameters    w·P,   ZeRO-3: w·P / N + two layers gathered in full
     gradients     w·P,   ZeRO-2, 3: w·P / N + one layer
     states        s·P,   ZeRO-1, 2, 3: s·P / N                       (Rajbhandari et al., SC 2020, section 5)
-    activations   microbatches in flight · what is kept; computed again: what ranges read, and one range inside
+    activations   the fullest moment of a step (`fullest`), less gradients; what is computed again is walked through
     host          states, per step 2·w·P / N bytes over PCIe         (Ren et al., ZeRO-Offload, ATC 2021, section 4)
     NVMe          states, read and written once a step on top        (Rajbhandari et al., ZeRO-Infinity, SC 2021)
     activations on the host: each kept byte goes there and comes back; two layers' stay
@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.cost.memory.lifetimes import find_lifetimes
 from meshwright.cost.memory.stage import weigh_stage
 from meshwright.cost.optimizers import state_bytes
 from meshwright.spec import PlanError
@@ -27,6 +26,7 @@ from meshwright.spec import PlanError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from meshwright.cost.memory.backward import Backend
     from meshwright.cost.memory.lifetimes import Ranges
     from meshwright.cost.transformer import ZeroStage
     from meshwright.spec import Graph, Link, StageSlice, Workload
@@ -60,13 +60,17 @@ class MemoryOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank on its device, on its host and on NVMe, and bytes moved per step to and from each."""
+    """Bytes of one rank on its device, on its host and on NVMe, and bytes moved per step to and from each.
+
+    ``absent_bytes`` are gradients that are not there yet at the fullest moment.
+    """
 
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
     buffer_bytes: int
+    absent_bytes: int = 0
     host_bytes: int = 0
     nvme_bytes: int = 0
     host_moved_bytes: int = 0
@@ -76,7 +80,7 @@ class RankMemory:
     def device_bytes(self) -> int:
         """Peak on the device."""
         parts = (self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes, self.activation_bytes)
-        return sum(parts) + self.buffer_bytes
+        return sum(parts) + self.buffer_bytes - self.absent_bytes
 
     def moving_seconds(self, pcie: Link, nvme_bandwidth_bytes_per_s: float | None = None) -> float:
         """Seconds of a step that the links need for what is moved, one after the other; 0 if nothing is.
@@ -103,30 +107,35 @@ def weigh_rank(
     *,
     num_in_flight: int = 1,
     num_microbatches: int = 1,
+    device: Backend = "cpu",
 ) -> RankMemory:
     """Memory of a rank of a stage for microbatches of ``batch_size`` samples, in training.
 
+    ``num_in_flight`` of a step's ``num_microbatches`` at a time. ``device``: whose libraries compute.
     Raises GraphError for a batch or for ranges that the graph does not have.
     """
-    plain = weigh_stage(graph, stage, batch_size, workload)
+    num_microbatches = max(num_microbatches, num_in_flight)
+    plain = weigh_stage(graph, stage, batch_size, workload, device=device, recompute=options.recompute)
     width, states = workload.float_bytes, state_bytes(workload.optimizer, workload.precision)
     shards = _Shards(graph, stage, options)
     all_elements, trainable = shards.held(stage.parameters), shards.held(_trainable(graph, stage.parameters))
     layer = shards.largest_layer()
     parameters, gradients, kept_states = width * all_elements, width * trainable, states * trainable
+    activations = plain.activation_bytes(num_in_flight, num_microbatches)
+    # At the fullest moment of a first backward most gradients are yet to be made.
+    peak = plain.peak_bytes(num_in_flight, num_microbatches) - plain.static_bytes
+    absent = max(activations + plain.gradient_bytes - peak, 0) if options.zero < 2 else 0
     if options.zero >= 1:
         kept_states = states * shards.sharded(_trainable(graph, stage.parameters))
     if options.zero >= 2:
         gradients = width * (shards.sharded(_trainable(graph, stage.parameters)) + layer)
     if options.zero == 3:
         parameters = width * (shards.sharded(stage.parameters) + _LAYERS_AT_HAND * layer)
-    kept, inside = _kept_bytes(graph, stage, batch_size, width, options.recompute)
-    around = plain.received_bytes + plain.input_bytes + plain.sent_bytes
-    on_device, activations_moved, activations_away = num_in_flight * (kept + around), 0, 0
+    activations_moved, activations_away = 0, 0
     if options.activations_on == "host":
+        kept = plain.microbatch_bytes - plain.received_bytes - plain.sent_bytes
         at_hand = min(num_in_flight * kept, _LAYERS_AT_HAND * _largest_saved(graph, stage, batch_size, width))
         activations_away = num_in_flight * kept - at_hand
-        on_device = num_in_flight * around + at_hand
         activations_moved = 2 * num_microbatches * kept
     away = kept_states if options.states_on != "device" else 0
     exchanged = 2 * width * shards.sharded(_trainable(graph, stage.parameters)) if away else 0
@@ -134,8 +143,9 @@ def weigh_rank(
         parameter_bytes=parameters,
         gradient_bytes=gradients,
         optimizer_bytes=kept_states - away,
-        activation_bytes=on_device + inside + plain.workspace_bytes,
+        activation_bytes=activations - activations_away,
         buffer_bytes=plain.buffer_bytes,
+        absent_bytes=min(absent, gradients),
         host_bytes=activations_away + (away if options.states_on == "host" else 0),
         nvme_bytes=away if options.states_on == "nvme" else 0,
         host_moved_bytes=activations_moved + exchanged,
@@ -179,19 +189,6 @@ def _trainable(graph: Graph, parameters: Iterable[int]) -> list[int]:
     return [i for i in parameters if graph.tensors[i].requires_grad]
 
 
-def _kept_bytes(graph: Graph, stage: StageSlice, batch_size: int, width: int, ranges: Ranges) -> tuple[int, int]:
-    """Bytes that a microbatch keeps, and what the range that keeps most inside takes when it is computed again."""
-    elsewhere = {graph.tensors[i].storage for channel in stage.incoming for i in channel.tensors}
-    elsewhere |= {graph.tensors[i].storage for i in stage.inputs}
-    mine = set(stage.ops)
-    lives = find_lifetimes(graph, ranges, stage)
-    touched = _saved_storages(graph, mine) | _read_storages(graph, mine)
-    kept = (touched & lives.kept) - elsewhere
-    inside = (_saved_storages(graph, set(range(start, stop))) - kept for start, stop in ranges if start in mine)
-    sizes = [sum(_bytes(graph, i, batch_size, width) for i in storages) for storages in inside]
-    return sum(_bytes(graph, i, batch_size, width) for i in kept), max(sizes, default=0)
-
-
 def _largest_saved(graph: Graph, stage: StageSlice, batch_size: int, width: int) -> int:
     mine = set(stage.ops)
     layers = (mine & set(range(layer.start, layer.stop)) for layer in graph.layers)
@@ -201,11 +198,6 @@ def _largest_saved(graph: Graph, stage: StageSlice, batch_size: int, width: int)
 def _saved_storages(graph: Graph, ops: set[int]) -> set[int]:
     storages = {graph.tensors[i].storage for op in ops for i in graph.ops[op].saved}
     return {i for i in storages if graph.tensors[i].role in ("activation", "saved")}
-
-
-def _read_storages(graph: Graph, ops: set[int]) -> set[int]:
-    read = {i for op in ops for i in graph.ops[op].inputs}
-    return {graph.tensors[i].storage for i in read if graph.tensors[i].role == "activation"}
 
 
 def _bytes(graph: Graph, tensor: int, batch_size: int, width: int) -> int:

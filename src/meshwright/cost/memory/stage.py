@@ -1,13 +1,14 @@
-"""How many bytes a stage keeps, by what they are for.
+"""How many bytes a stage holds, by what they are for, and its peak for microbatches in flight.
 
-    static         parameters + buffers + gradients + optimizer states (+ master weights in mixed precision)
-    per microbatch saved + received + inputs + sent
-    peak           static + microbatches in flight · per microbatch + workspace
+    static         parameters + buffers + optimizer states (+ master weights in mixed precision)
+    inputs         of every microbatch of a step, all the time
+    per microbatch saved + received + sent, from its forward to its backward (nothing stays where there is none)
+    gradients      from a step's first backward to the optimizer's step
+    peak           static + n · inputs + the fullest moment of a step of n microbatches (`fullest`)
 
 ``saved`` is what autograd keeps for the backward of the stage's ops, each storage once; what the stage received, the
 inputs it reads itself and its own state are not in it. ``sent`` are outgoing values that nothing saved: they live until
-their gradient returns. ``workspace`` is the largest output of one op, twice in training: a value and its gradient.
-Floating tensors are as wide as the workload's precision says.
+their gradient returns. Floating tensors are as wide as the workload's precision says.
 """
 
 from __future__ import annotations
@@ -15,17 +16,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from meshwright.cost.memory.fullest import (
+    BACKWARD_FIRST,
+    BACKWARD_LAST,
+    BACKWARD_MIDDLE,
+    BACKWARD_ONLY,
+    FORWARD,
+    NUM_MOMENTS,
+    STEP,
+    fullest,
+)
+from meshwright.cost.memory.phases import FIRST, LAST, Phase, StagePhases, count_phases, trace_phases
+from meshwright.cost.memory.walk import default_loop, has_own_backward
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
+from meshwright.spec.memory import GRADIENTS, RECEIVED, SAVED, SENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Set
 
-    from meshwright.spec import Graph, StageSlice, Workload
+    from numpy.typing import NDArray
+
+    from meshwright.cost.memory.backward import Backend
+    from meshwright.cost.memory.lifetimes import Ranges
+    from meshwright.spec import DeviceKind, Graph, StageSlice, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes of one stage on one rank; the last five are per microbatch in flight, but for ``workspace_bytes``."""
+    """Bytes of one stage on one rank; the last four are per microbatch. ``phases`` is what computing adds, and when."""
 
     parameter_bytes: int
     buffer_bytes: int
@@ -35,26 +55,65 @@ class StageMemory:
     received_bytes: int
     input_bytes: int
     sent_bytes: int
-    workspace_bytes: int
+    phases: StagePhases
 
     @property
     def static_bytes(self) -> int:
         """What is there whether or not a microbatch is."""
-        return self.parameter_bytes + self.buffer_bytes + self.gradient_bytes + self.optimizer_bytes
+        return self.parameter_bytes + self.buffer_bytes + self.optimizer_bytes
 
     @property
     def microbatch_bytes(self) -> int:
         """What each microbatch in flight adds, from its forward to its backward."""
-        return self.saved_bytes + self.received_bytes + self.input_bytes + self.sent_bytes
+        return self.received_bytes + self.phases.forward.after_bytes
 
-    def peak_bytes(self, num_in_flight: int) -> int:
-        """Peak with a number of microbatches in flight."""
-        return self.static_bytes + num_in_flight * self.microbatch_bytes + self.workspace_bytes
+    def peak_bytes(self, num_in_flight: int, num_microbatches: int | None = None) -> int:
+        """Peak with so many of a step's microbatches in flight (default: all); what else is under way comes on top."""
+        count = num_microbatches or num_in_flight
+        each, left = self.microbatch_bytes, -self.phases.optimizer.after_bytes
+        moment = fullest(self.most_bytes(), float(each), float(self.gradient_bytes), float(left), num_in_flight, count)
+        return self.static_bytes + count * self.input_bytes + round(moment)
+
+    def activation_bytes(self, num_in_flight: int, num_microbatches: int) -> int:
+        """What is most for inputs and for computing and keeping microbatches, gradients of parameters left out."""
+        most = self.most_bytes() - self.most_bytes(GRADIENTS)
+        moment = fullest(most, float(self.microbatch_bytes), 0.0, 0.0, num_in_flight, num_microbatches)
+        return num_microbatches * self.input_bytes + round(moment)
+
+    def most_bytes(self, part: int | None = None) -> NDArray[np.float64]:
+        """What each computation adds at its fullest (of one part), in the order of `fullest`, shape (6,)."""
+
+        def most(phase: Phase) -> int:
+            return phase.most_bytes if part is None else phase.most[part]
+
+        backwards = self.phases.backwards
+        row = np.empty(NUM_MOMENTS)
+        row[FORWARD] = most(self.phases.forward) + (self.received_bytes if part in (None, RECEIVED) else 0)
+        row[BACKWARD_FIRST], row[BACKWARD_MIDDLE] = most(backwards[FIRST]), most(backwards[0])
+        row[BACKWARD_LAST], row[BACKWARD_ONLY] = most(backwards[LAST]), most(backwards[FIRST | LAST])
+        row[STEP] = most(self.phases.optimizer)
+        return row
 
 
-def weigh_stage(graph: Graph, stage_slice: StageSlice, batch_size: int, workload: Workload) -> StageMemory:
+def backend_of(kind: DeviceKind) -> Backend:
+    """Whose libraries compute there: CUDA's on a device whose datasheet has a rate for float16."""
+    return "cuda" if "float16" in kind.peak_flops_per_s else "cpu"
+
+
+def weigh_stage(
+    graph: Graph,
+    stage_slice: StageSlice,
+    batch_size: int,
+    workload: Workload,
+    *,
+    device: Backend = "cpu",
+    bucketed: Set[int] = frozenset(),
+    recompute: Ranges = (),
+) -> StageMemory:
     """Memory of one stage for microbatches of ``batch_size`` samples.
 
+    ``device``: whose libraries compute. ``bucketed``: parameters whose gradients are exchanged in buckets.
+    ``recompute``: ranges of ops that are computed again; ``phases`` know of them, ``saved_bytes`` does not.
     Raises GraphError for a batch size that the graph does not describe.
     """
     graph.check_batch_size(batch_size)
@@ -77,16 +136,33 @@ def weigh_stage(graph: Graph, stage_slice: StageSlice, batch_size: int, workload
     saved = {i for i in saved if graph.tensors[i].role not in state_roles} - elsewhere
     outgoing = [i for channel in stage_slice.outgoing for i in channel.tensors]
     sent = storages([*outgoing, *stage_slice.outputs]) - saved - elsewhere
-    largest = max((size(i for i in op.outputs if graph.tensors[i].storage == i) for op in ops), default=0)
+    saved_bytes, gradient_bytes = size(saved), size(trainable)
+    sent_bytes = size(i for i in sent if graph.tensors[i].role not in state_roles)
     counters = STEP_COUNTER_BYTES * len(trainable) if workload.optimizer.kind == "adamw" else 0
+    if has_own_backward(graph):
+        largest = max((size(i for i in op.outputs if graph.tensors[i].storage == i) for op in ops), default=0)
+        returned = sum(channel.backward_bytes(graph, batch_size, width) for channel in stage_slice.incoming)
+        kept = {SAVED: saved_bytes, SENT: sent_bytes}
+        phases = count_phases(kept, gradient_bytes, returned, largest * (2 if training else 1))
+    else:
+        phases = trace_phases(
+            graph,
+            stage_slice,
+            workload,
+            batch_size,
+            recompute=recompute,
+            device=device,
+            loop=default_loop(device),
+            bucketed=bucketed,
+        )
     return StageMemory(
         parameter_bytes=size(stage_slice.parameters),
         buffer_bytes=size(stage_slice.buffers),
-        gradient_bytes=size(trainable),
+        gradient_bytes=gradient_bytes,
         optimizer_bytes=elements * state_bytes(workload.optimizer, workload.precision) + counters,
-        saved_bytes=size(saved),
+        saved_bytes=saved_bytes,
         received_bytes=size(received),
         input_bytes=size(stage_slice.inputs),
-        sent_bytes=size(i for i in sent if graph.tensors[i].role not in state_roles),
-        workspace_bytes=largest * (2 if training else 1),
+        sent_bytes=sent_bytes,
+        phases=phases,
     )

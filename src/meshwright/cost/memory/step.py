@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.cost.memory.walk import StageWalk
+from meshwright.cost.memory.walk import StageWalk, default_loop, has_own_backward
 from meshwright.spec import GraphError, slice_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
 
     from meshwright.cost.memory.backward import Backend
     from meshwright.cost.memory.ledger import MemoryEvents
@@ -78,6 +78,8 @@ def trace_stage(
     device: Backend = "cpu",
     loop: OptimizerLoop | None = None,
     bucket_bytes: int = 0,
+    bucketed: Set[int] = frozenset(),
+    num_inputs: int | None = None,
 ) -> MemoryEvents:
     """Events of one rank's stage over two steps, for microbatches of ``batch_size`` samples.
 
@@ -91,14 +93,26 @@ def trace_stage(
         device: As for `trace_step`.
         loop: As for `trace_step`.
         bucket_bytes: Buffers in which gradients are exchanged.
+        bucketed: Parameters whose gradients are.
+        num_inputs: Microbatches of a step, whose inputs are there all the time (default: those of the order).
 
     Raises GraphError as `trace_step` does.
     """
-    loop = loop or ("tensors" if device == "cpu" else "fused")
-    walk = StageWalk(graph, stage, workload, batch_size, tuple(recompute), device, loop)
-    walk.build(bucket_bytes)
+    if not graph.has_loss or graph.mode != "training" or has_own_backward(graph):
+        raise GraphError(
+            f"Graph {graph.name!r} has no loss, is for inference, or holds its own backward; expected a forward that "
+            "ends in a loss. Capture the model with its loss, for training."
+        )
+    walk = StageWalk(
+        graph, stage, workload, batch_size, tuple(recompute), device, loop or default_loop(device), bucketed
+    )
+    walk.build(bucket_bytes, num_inputs or len({microbatch for _, microbatch in order}))
+    last = max((place for place, (is_backward, _) in enumerate(order) if is_backward), default=-1)
     for index in range(_NUM_STEPS):
-        for is_backward, microbatch in order:
-            (walk.backward if is_backward else walk.forward)(microbatch)
+        for place, (is_backward, microbatch) in enumerate(order):
+            if is_backward:
+                walk.backward(microbatch, is_last=place == last)
+            else:
+                walk.forward(microbatch)
         walk.optimize(first=index == 0)
     return walk.ledger.events()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.cost.memory.backward import (
@@ -39,6 +40,11 @@ if TYPE_CHECKING:
 OptimizerLoop = Literal["tensors", "foreach", "fused"]
 
 
+def default_loop(device: Backend) -> OptimizerLoop:
+    """One by one on CPUs, as torch does; in one kernel on GPUs, as the runtime asks for (training/job.py)."""
+    return "tensors" if device == "cpu" else "fused"
+
+
 @dataclass(slots=True)
 class _Gradient:
     """A gradient's storage and how many values share it."""
@@ -50,7 +56,8 @@ class _Gradient:
 class StageWalk:
     """One rank's stage: ``forward`` and ``backward`` of microbatches in any order that their data allows, ``optimize``.
 
-    Raises GraphError for a graph that cannot be trained or a batch that it does not describe.
+    ``bucketed`` are parameters whose gradients a step's last backward copies into buckets, one by one, and lets go.
+    Raises GraphError for a graph that holds its own backward or a batch that it does not describe.
     """
 
     def __init__(
@@ -62,48 +69,43 @@ class StageWalk:
         ranges: Ranges,
         device: Backend,
         loop: OptimizerLoop,
+        bucketed: Set[int] = frozenset(),
     ) -> None:
-        graph.check_batch_size(batch_size)
-        if not graph.has_loss or graph.mode != "training" or any(op.phase == "backward" for op in graph.ops):
-            raise GraphError(
-                f"Graph {graph.name!r} has no loss, is for inference, or holds its own backward; expected a forward "
-                "that ends in a loss. Capture the model with its loss, for training."
-            )
         self.ledger = Ledger()
         self._graph, self._stage, self._workload = graph, stage, workload
         self._device, self._loop = device, loop
-        self._sizes = [max(tensor.num_bytes(batch_size, workload.float_bytes), 0) for tensor in graph.tensors]
-        for op in graph.ops:
-            for i, num_bytes in unrecorded_bytes(graph, op, batch_size, device).items():
-                self._sizes[i] = num_bytes
-        self._elements = [tensor.num_elements(batch_size) for tensor in graph.tensors]
-        self._lives = find_lifetimes(graph, ranges, stage)
+        self._sizes, self._elements = _measures(graph, batch_size, workload.float_bytes, device)
+        self.trains = stage.has_backward and workload.kind == "training"
+        self._lives = find_lifetimes(graph, ranges, stage, trains=self.trains)
+        self._bucketed = frozenset(bucketed)
+        self._first_use: dict[int, int] = {}
+        for index in stage.ops if bucketed else ():
+            for i in self._bucketed.intersection(graph.ops[index].inputs):
+                self._first_use.setdefault(i, index)
+        self._returned = frozenset(_gradients(stage.incoming))
         # Blocks of values by storage: of the microbatches in flight, and of what is computed again.
         self._values: dict[int, dict[int, int]] = {}
         self._again: dict[int, int] = {}
         # Of gradients by tensor.
         self._gradients: dict[int, _Gradient] = {}
         self._parameter_gradients: dict[int, int] = {}
-        self._num_inputs = 0
 
-    def build(self, bucket_bytes: int) -> None:
-        """The stage's state: there all the time."""
+    def build(self, bucket_bytes: int, num_microbatches: int) -> None:
+        """What is there all the time: the stage's state, and the inputs of all microbatches of a step."""
         for part, tensors in ((PARAMETERS, self._stage.parameters), (BUFFERS, self._stage.buffers)):
             for i in tensors:
                 if self._graph.tensors[i].storage == i:
                     self.ledger.take(self._sizes[i], part)
         if bucket_bytes:
             self.ledger.take(bucket_bytes, BUCKETS)
+        for _ in range(num_microbatches):
+            for i in self._stage.inputs:
+                self.ledger.take(self._sizes[i], INPUTS)
 
     def forward(self, microbatch: int) -> None:
         """All ops; what no backward needs goes after its last use."""
         values = self._values[microbatch] = {}
-        self.ledger.begin("inputs")
-        # The memory of a batch is used again by a later one.
-        if len(self._values) > self._num_inputs:
-            self._num_inputs += 1
-            for i in self._stage.inputs:
-                self.ledger.take(self._sizes[i], INPUTS)
+        self.ledger.begin("values received")
         for i in _tensors(self._stage.incoming):
             values[self._graph.tensors[i].storage] = self.ledger.take(self._sizes[i], RECEIVED)
         for index in self._stage.ops:
@@ -111,11 +113,11 @@ class StageWalk:
             self.ledger.begin(f"forward of {op.name}")
             keeps = index not in self._lives.recomputed
             self._compute(index, op, values, self._lives.kept, keeps_internals=keeps)
-        if not self._stage.has_backward:
+        if not self.trains:
             self._end(microbatch)
 
-    def backward(self, microbatch: int) -> None:
-        """All ops in reverse, after the gradient of the loss or those that later stages send."""
+    def backward(self, microbatch: int, *, is_last: bool = False) -> None:
+        """All ops in reverse, after the gradient of the loss or those that later stages send; the last of a step?"""
         values = self._values[microbatch]
         self.ledger.begin("gradient of the loss" if not self._stage.outgoing else "gradients of what was sent")
         for i in self._graph.outputs[:1] if self._stage.outputs else ():
@@ -130,6 +132,8 @@ class StageWalk:
             op = self._graph.ops[index]
             self.ledger.begin(f"backward of {op.name}")
             self._differentiate(op)
+            if is_last and self._bucketed:
+                self._fill_buckets(index)
             self._release(values, self._lives.released.get(index, ()))
             self._release(self._again, self._lives.released_again.get(index, ()))
         for gradient in self._gradients.values():
@@ -145,11 +149,11 @@ class StageWalk:
         self._again.clear()
 
     def optimize(self, *, first: bool) -> None:
-        """One step of the optimizer over all parameters that have a gradient, then the gradients go."""
+        """One step of the optimizer over all trained parameters, then the gradients go."""
         kind, num_states = self._workload.optimizer.kind, self._workload.optimizer.num_states
         mixed = self._workload.precision == "bfloat16"
         width = MASTER_BYTES if mixed else self._workload.float_bytes
-        sizes = {i: self._elements[i] * width for i in self._parameter_gradients}
+        sizes = {i: self._elements[i] * width for i in self._stage.parameters if self._graph.tensors[i].requires_grad}
         for parameter, size in sizes.items():
             self.ledger.begin(f"optimizer step of {self._graph.tensors[parameter].name}")
             if first:
@@ -174,8 +178,10 @@ class StageWalk:
         tensors = self._graph.tensors
         own = [i for i in op.outputs if tensors[i].storage == i]
         for i in own:
-            blocks[i] = self.ledger.take(self._sizes[i], SAVED if i in kept else WORKSPACE)
-        internal = [i for i in op.saved if tensors[i].role == "saved" and tensors[i].storage == i]
+            part = WORKSPACE if i not in kept else SENT if i in self._lives.sent else SAVED
+            blocks[i] = self.ledger.take(self._sizes[i], part)
+        saved = op.saved if self.trains else ()
+        internal = [i for i in saved if tensors[i].role == "saved" and tensors[i].storage == i]
         for i in internal:
             blocks[i] = self.ledger.take(self._sizes[i], SAVED if keeps_internals else WORKSPACE)
         self._borrow(forward_workspace_bytes(self._graph, op, self._sizes, self._device))
@@ -223,10 +229,16 @@ class StageWalk:
         for i, gradient in made:
             self._deliver(i, gradient)
 
+    def _fill_buckets(self, index: int) -> None:
+        """Gradients that no earlier op adds to are copied into their buckets (runtime/exchange.py)."""
+        for i in self._bucketed.intersection(self._graph.ops[index].inputs):
+            if self._first_use[i] == index and i in self._parameter_gradients:
+                self.ledger.free(self._parameter_gradients.pop(i))
+
     def _part_of_gradient(self, tensor: int) -> int:
         if self._graph.tensors[tensor].role == "parameter":
             return WORKSPACE if tensor in self._parameter_gradients else GRADIENTS
-        return SENT if tensor in _gradients(self._stage.incoming) else WORKSPACE
+        return SENT if tensor in self._returned else WORKSPACE
 
     def _deliver(self, tensor: int, gradient: _Gradient) -> None:
         """Hand a gradient on to the op that made the tensor, or to the parameter."""
@@ -262,6 +274,30 @@ class StageWalk:
         gradient.holders -= 1
         if not gradient.holders:
             self.ledger.free(gradient.block)
+
+
+@lru_cache(maxsize=64)
+def _measures(
+    graph: Graph, batch_size: int, float_bytes: int, device: Backend
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes and elements of all tensors; GraphError for a batch that the graph excludes, and for its own backward."""
+    graph.check_batch_size(batch_size)
+    if has_own_backward(graph):
+        raise GraphError(
+            f"Graph {graph.name!r} holds its own backward; expected a forward, whose backward autograd makes. Capture "
+            "the model alone."
+        )
+    sizes = [max(tensor.num_bytes(batch_size, float_bytes), 0) for tensor in graph.tensors]
+    for op in graph.ops:
+        for i, num_bytes in unrecorded_bytes(graph, op, batch_size, device).items():
+            sizes[i] = num_bytes
+    return tuple(sizes), tuple(tensor.num_elements(batch_size) for tensor in graph.tensors)
+
+
+@lru_cache(maxsize=64)
+def has_own_backward(graph: Graph) -> bool:
+    """Whether ops of a backward stand in the graph (capture of a joint graph)."""
+    return any(op.phase == "backward" for op in graph.ops)
 
 
 def _tensors(channels: Sequence[Channel]) -> list[int]:

@@ -1,0 +1,145 @@
+"""What a forward, a backward and the optimizer's step of a stage add to what is in use: at their fullest, and after.
+
+Every allocation of a stage is followed for a few microbatches (`walk`); of each computation two sums by part are kept,
+
+    most     beyond what was in use at its start, at the moment when most is in use
+    after    what it leaves behind, negative for what it frees; over a step all of them add up to nothing
+
+A backward comes in four kinds, for gradients gather over the microbatches of a step: the first makes them, later ones
+add to them, and the last one copies those that replicas exchange into buckets. Left out is what others account for:
+inputs (there for the whole step), what transfers bring (until the backward is done), and the end of what is sent back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.cost.memory.walk import StageWalk
+from meshwright.spec.memory import GRADIENTS, INPUTS, MEMORY_PARTS, RECEIVED, SENT, WORKSPACE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Set
+
+    from meshwright.cost.memory.backward import Backend
+    from meshwright.cost.memory.ledger import MemoryEvents
+    from meshwright.cost.memory.lifetimes import Ranges
+    from meshwright.cost.memory.walk import OptimizerLoop
+    from meshwright.spec import Graph, StageSlice, Workload
+
+# Place of a backward among those of its rank in a step; a single one is both, one in the middle neither.
+FIRST, LAST = 1, 2
+_ELSEWHERE = [RECEIVED, INPUTS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Bytes by part, in the order of `MEMORY_PARTS`."""
+
+    most: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def most_bytes(self) -> int:
+        """At the fullest moment."""
+        return sum(self.most)
+
+    @property
+    def after_bytes(self) -> int:
+        """Left behind."""
+        return sum(self.after)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePhases:
+    """``backwards`` by their place in a step: `FIRST`, `LAST`, both or neither."""
+
+    forward: Phase
+    backwards: tuple[Phase, Phase, Phase, Phase]
+    optimizer: Phase
+
+
+def trace_phases(
+    graph: Graph,
+    stage: StageSlice,
+    workload: Workload,
+    batch_size: int,
+    *,
+    recompute: Ranges,
+    device: Backend,
+    loop: OptimizerLoop,
+    bucketed: Set[int],
+) -> StagePhases:
+    """Follow a stage for microbatches of ``batch_size`` samples. Raises as `trace_stage` does."""
+    walk = StageWalk(graph, stage, workload, batch_size, recompute, device, loop, bucketed)
+    ends = [0]
+
+    def end() -> None:
+        ends.append(walk.ledger.num_events)
+
+    # The order of a step with three microbatches, one after the other, and one with a single microbatch.
+    places = (FIRST, 0, LAST, FIRST | LAST)
+    for place in places:
+        walk.forward(0)
+        end()
+        if walk.trains:
+            walk.backward(0, is_last=bool(place & LAST))
+        end()
+        if place & LAST and walk.trains:
+            walk.optimize(first=False)
+        end()
+    returned = sum(channel.backward_bytes(graph, batch_size, workload.float_bytes) for channel in stage.incoming)
+    found = _phases(walk.ledger.events(), ends)
+    backwards = {place: _with_sent(found[3 * k + 1], returned) for k, place in enumerate(places)}
+    return StagePhases(
+        forward=found[0],
+        backwards=(backwards[0], backwards[FIRST], backwards[LAST], backwards[FIRST | LAST]),
+        optimizer=found[3 * places.index(LAST) + 2],
+    )
+
+
+def count_phases(kept: Mapping[int, int], gradient_bytes: int, sent_bytes: int, workspace_bytes: int) -> StagePhases:
+    """Without a walk, for graphs that hold their own backward: what a microbatch keeps by part, and one workspace.
+
+    Gradients are there from the first backward's start on.
+    """
+
+    def phase(after: Mapping[int, int], extra: Mapping[int, int]) -> Phase:
+        parts = range(len(MEMORY_PARTS))
+        return Phase(
+            most=tuple(max(after.get(part, 0), 0) + extra.get(part, 0) for part in parts),
+            after=tuple(after.get(part, 0) for part in parts),
+        )
+
+    freed = {part: -num_bytes for part, num_bytes in kept.items()} | {SENT: sent_bytes - kept.get(SENT, 0)}
+    work = {WORKSPACE: workspace_bytes, SENT: min(sent_bytes, kept.get(SENT, 0))}
+    later, first = phase(freed, work), phase(freed | {GRADIENTS: gradient_bytes}, work)
+    return StagePhases(
+        forward=phase(kept, {WORKSPACE: workspace_bytes}),
+        backwards=(later, first, later, first),
+        optimizer=phase({GRADIENTS: -gradient_bytes}, {}),
+    )
+
+
+def _phases(events: MemoryEvents, ends: list[int]) -> list[Phase]:
+    """The phase between each two ends."""
+    changes = np.zeros((len(events.part), len(MEMORY_PARTS)), np.int64)
+    changes[np.arange(len(events.part)), events.part] = events.num_bytes
+    changes[:, _ELSEWHERE] = 0
+    phases = []
+    for start, stop in pairwise(ends):
+        levels = np.vstack([np.zeros((1, len(MEMORY_PARTS)), np.int64), changes[start:stop].cumsum(axis=0)])
+        most = levels[int(levels.sum(axis=1).argmax())]
+        phases.append(Phase(most=tuple(most.tolist()), after=tuple(levels[-1].tolist())))
+    return phases
+
+
+def _with_sent(backward: Phase, sent_bytes: int) -> Phase:
+    """The walk drops the gradients that are sent at the backward's end; they go when they have left."""
+    after = list(backward.after)
+    after[SENT] += sent_bytes
+    most = backward.most if backward.most_bytes >= sum(after) else tuple(after)
+    return Phase(most=most, after=tuple(after))

@@ -1,0 +1,180 @@
+"""Bytes of every possible stage i:j of a graph at one microbatch size, at the fullest moment of a step.
+
+What is always there, what a microbatch keeps and what crosses are exact, found by rectangles (`structure`). What
+computations add on top (`cost.memory.fullest`) is known exactly only by a walk through the stage's ops. Until a stage
+is looked at, it stands at a lower bound from walks through single layers l,
+
+    forward      max over l of  saved(i, l) + F(l)  + received(i, j)
+    backward     max over l of  B(l) - received(l) + Σ over the layers m behind l of what they change at most
+
+where a layer behind gives back what it keeps or received and, in a first backward, leaves its gradients; in a last one
+with an exchange it may have given gradients back too. Bytes that the layer has only on its own are left out. So no
+stage that fits is ever left out, and `settle` puts exact figures in the place of bounds for the stages of plans that
+turn out not to fit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost import CostModel, StageMemory
+from meshwright.cost.memory import backend_of
+from meshwright.cost.memory.backward import Backend
+from meshwright.cost.memory.fullest import (
+    BACKWARD_FIRST,
+    BACKWARD_LAST,
+    BACKWARD_MIDDLE,
+    BACKWARD_ONLY,
+    FORWARD,
+    NUM_MOMENTS,
+    STEP,
+)
+from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
+from meshwright.planner.rectangles import Integers
+from meshwright.planner.structure import Structure
+from meshwright.spec import RNG_STATE_BYTES, Graph, StageSlice, Workload, slice_graph
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageBytes:
+    """Bytes of stages i:j, float64 of shape (L, L + 1), whole numbers; ``flight`` and ``leaving`` are per microbatch.
+
+    ``inputs`` are of one microbatch, there for all of a step's. ``most`` (2, L, L + 1, 6) as in `SlicingProblem`: the
+    one table that changes, by `settle`. ``crossing_forward`` and ``crossing_backward`` (L,): bytes of one microbatch
+    over the boundary before layer i.
+    """
+
+    static: Floats
+    flight: Floats
+    leaving: Floats
+    inputs: Floats
+    exchange: Floats
+    most: Floats
+    crossing_forward: Floats
+    crossing_backward: Floats
+
+    def settle(self, i: int, j: int, memory: StageMemory, *, exchanges: bool) -> None:
+        """Put what a walk found in the place of a lower bound."""
+        extra = memory.microbatch_bytes - self.flight[i, j] - self.leaving[i, j]
+        self.leaving[i, j] += extra
+        self.most[int(exchanges), i, j] = memory.most_bytes()
+
+
+def stage_bytes(graph: Graph, structure: Structure, batch_size: int, workload: Workload, cost: CostModel) -> StageBytes:
+    """Bytes of all stages, none above what a walk finds."""
+    graph.check_batch_size(batch_size)
+    training = workload.kind == "training"
+    width = workload.float_bytes
+    sizes = _column(len(graph.tensors), {i: t.num_bytes(batch_size, width) for i, t in enumerate(graph.tensors)})
+    trainable = [i for i in graph.parameters if graph.tensors[i].requires_grad] if training else []
+    gradients = _column(len(graph.tensors), {i: int(sizes[i]) for i in trainable})
+    each_state = state_bytes(workload.optimizer, workload.precision)
+    counter = STEP_COUNTER_BYTES if workload.optimizer.kind == "adamw" else 0
+    states = _column(
+        len(graph.tensors), {i: graph.tensors[i].num_elements(0) * each_state + counter for i in trainable}
+    )
+    layers = slice_graph(graph, [(layer, layer + 1) for layer in range(structure.num_layers)])
+    # Where nothing requires a gradient, a microbatch is held only while it is computed.
+    starts = np.cumsum([0, *(layer.has_backward for layer in layers)])
+    kept = (starts[None, :] > starts[:-1, None]).astype(np.int64)
+    received, saved = structure.received.table(sizes), structure.saved.table(sizes) * kept
+    most = _lower_bounds(graph, layers, batch_size, workload, cost, sizes, gradients, saved, received)
+    crossing_forward = [_sum(sizes, tensors) for tensors in structure.crossing]
+    for boundary in range(structure.num_layers):
+        if structure.random and structure.random[0] < boundary <= structure.random[-1]:
+            crossing_forward[boundary] += RNG_STATE_BYTES
+    needing = [[i for i in tensors if training and graph.tensors[i].requires_grad] for tensors in structure.crossing]
+    static = structure.parameters.table(sizes + states) + structure.buffers.table(sizes)
+    return StageBytes(
+        static=static.astype(np.float64),
+        flight=((saved + received) * kept).astype(np.float64),
+        leaving=(structure.sent.table(sizes) * kept).astype(np.float64),
+        inputs=structure.inputs.table(sizes).astype(np.float64),
+        exchange=structure.parameters.table(gradients).astype(np.float64),
+        most=most,
+        crossing_forward=np.array(crossing_forward, np.float64),
+        crossing_backward=np.array([_sum(sizes, tensors) for tensors in needing], np.float64),
+    )
+
+
+def weigh_alone(
+    graph: Graph, stage: StageSlice, batch_size: int, workload: Workload, cost: CostModel, *, exchanges: bool
+) -> StageMemory:
+    """What a walk finds of a stage, on the devices of the cluster that take least: GPUs never take more than CPUs."""
+    device: Backend = "cuda" if any(backend_of(kind) == "cuda" for kind in cost.cluster.device_kinds) else "cpu"
+    trained = frozenset(i for i in stage.parameters if graph.tensors[i].requires_grad)
+    bucketed = trained if exchanges else frozenset()
+    return cost.stage_memory(graph, stage, batch_size, workload, device=device, bucketed=bucketed)
+
+
+def _lower_bounds(
+    graph: Graph,
+    layers: Sequence[StageSlice],
+    batch_size: int,
+    workload: Workload,
+    cost: CostModel,
+    sizes: Integers,
+    gradients: Integers,
+    saved: Integers,
+    received: Integers,
+) -> Floats:
+    """``most`` of all stages from walks through single layers, shape (2, L, L + 1, 6)."""
+    alone = [weigh_alone(graph, layer, batch_size, workload, cost, exchanges=True) for layer in layers]
+    count = len(layers)
+    fullest = np.stack([memory.most_bytes() for memory in alone])
+    brought = np.array([memory.received_bytes for memory in alone], np.float64)
+    keeps = np.array([memory.microbatch_bytes for memory in alone], np.float64)
+    users = np.bincount([i for layer in layers for i in layer.parameters], minlength=len(gradients))
+    own = np.array([sum(int(gradients[i]) for i in layer.parameters if users[i] == 1) for layer in layers], np.float64)
+    held = np.array([sum(int(gradients[i]) for i in layer.parameters) for layer in layers], np.float64)
+    # Gradients of a value that come back from several stages are added up, within one stage perhaps not.
+    summed = np.array([_sum(sizes, _sent_to_several(layer)) for layer in layers], np.float64)
+    most = np.zeros((2, count, count + 1, NUM_MOMENTS))
+    inside = fullest[:, FORWARD] - brought
+    most[:, :, 1:, FORWARD] = received[:, 1:] + _running_most(saved[:, :-1] + inside[None, :])
+    most[:, :, 1:, STEP] = _running_most(np.broadcast_to(fullest[:, STEP], (count, count)))
+    for moment, change, shared in (
+        (BACKWARD_FIRST, own - keeps, held - own),
+        (BACKWARD_MIDDLE, -keeps, 0.0),
+        (BACKWARD_LAST, -keeps - held, 0.0),
+        (BACKWARD_ONLY, -keeps, held - own),
+    ):
+        behind = np.append(0.0, np.cumsum(change))
+        value = fullest[:, moment] - brought - summed - shared - behind[1:]
+        bound = behind[None, 1:] + _running_most(np.broadcast_to(value, (count, count)))
+        most[:, :, 1:, moment] = np.maximum(bound, 0.0)
+    # Without an exchange, the last backward is one in the middle, and a single one a first.
+    most[0, :, :, BACKWARD_LAST] = most[0, :, :, BACKWARD_MIDDLE]
+    most[0, :, :, BACKWARD_ONLY] = most[0, :, :, BACKWARD_FIRST]
+    return most
+
+
+def _sent_to_several(layer: StageSlice) -> list[int]:
+    """Values whose gradients come back on more than one channel."""
+    counts = Counter(i for channel in layer.outgoing for i in channel.gradients)
+    return [tensor for tensor, count in counts.items() if count > 1]
+
+
+def _running_most(values: Floats) -> Floats:
+    """Entry [i, j]: the most of values[i, i..j], shape (L, L)."""
+    count = len(values)
+    reached = np.where(np.tri(count, k=-1, dtype=bool), -np.inf, values)
+    most: Floats = np.maximum.accumulate(reached, axis=1)
+    return np.where(np.isfinite(most), most, 0.0)
+
+
+def _column(length: int, values: dict[int, int]) -> Integers:
+    column = np.zeros(length, np.int64)
+    column[list(values)] = list(values.values())
+    return column
+
+
+def _sum(sizes: Integers, tensors: Sequence[int]) -> int:
+    return int(sizes[list(tensors)].sum())
