@@ -1,16 +1,21 @@
 """Scores of collectives: targets that are reached stay reached; arms by hand; nothing scored was seen."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from meshwright.cost import CostModel
 from meshwright.cost.collectives.errors import load_datasheet_errors
 from meshwright.cost.collectives.kriging import Points, interpolate
+from meshwright.cost.collectives.shipped import load_shipped, widen
+from meshwright.cost.prediction import Interval, Predictions
 from meshwright.spec import MeasurementError, load_cluster
 from meshwright.validation.collective_errors import fit_datasheet_errors, score_datasheet
 from meshwright.validation.collectives import score_new_cluster, score_new_groups
 from meshwright.validation.datasets import load_records
 from meshwright.validation.series import _straight, count_flagged, fold_keys, score_series
+from meshwright.validation.shipped_collectives import fit_shipped, score_shipped
 
 
 def points(sizes, series, key=None):
@@ -124,6 +129,40 @@ def test_sizes_left_out_of_one_fold():
     assert ours.target == pytest.approx(0.9 * lines.mape)
 
 
+# --- shipped ---
+
+
+def test_the_shipped_models_are_those_of_the_rows():
+    shipped, anew = load_shipped(), fit_shipped(load_records("nccl"))
+    assert shipped.elsewhere.high == pytest.approx(anew.elsewhere.high, rel=1e-6)
+    for mine, theirs in zip(shipped.kinds, anew.kinds, strict=True):
+        assert (mine.link_bytes_per_s, mine.software, mine.rows_sha256) == (
+            theirs.link_bytes_per_s,
+            theirs.software,
+            theirs.rows_sha256,
+        )
+        for one, other in zip(mine.model.series, theirs.model.series, strict=True):
+            assert (one.op, one.group, one.sizes) == (other.op, other.group, other.sizes)
+            assert one.seconds == pytest.approx(other.seconds, rel=2e-3)
+
+
+def test_tables_that_were_not_seen_lie_in_the_interval_and_far_from_the_datasheet():
+    scores = score_shipped()
+    ours, datasheet = ([score for score in scores if score.arm == arm] for arm in ("ours", "by datasheet"))
+    assert len(ours) == len(datasheet) == 13
+    for mine, plain in zip(ours, datasheet, strict=True):
+        assert mine.mape < plain.mape / 2.5
+        assert mine.coverage >= 70
+    assert 70 <= np.mean([score.coverage for score in ours]) <= 92
+
+
+def test_two_errors_widen_an_interval_by_their_squares():
+    known = Predictions(seconds=np.ones(1), low_s=np.exp([-0.3]), high_s=np.exp([0.4]), basis=("measured",))
+    found = widen(known, Interval(low=np.exp(-0.4), high=np.exp(0.3)))
+    assert np.log([found.low_s[0], found.high_s[0]]) == pytest.approx([-0.5, 0.5])
+    assert found.basis == ("transferred",)
+
+
 # --- by datasheet ---
 
 
@@ -145,7 +184,9 @@ def test_the_interval_by_datasheet_holds_devices_on_one_switch_that_it_has_not_s
 
 
 def test_prices_by_datasheet_carry_the_shipped_factors():
-    cost, sizes = CostModel(cluster=load_cluster("8xA100")), np.array([1.0, 2.0**30])
+    cluster, sizes = load_cluster("8xA100"), np.array([1.0, 2.0**30])
+    link = replace(cluster.nodes[0].device_link, bandwidth_bytes_per_s=64e9)
+    cost = CostModel(cluster=replace(cluster, nodes=(replace(cluster.nodes[0], device_link=link),)))
     for op in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all"):
         scale = load_datasheet_errors().scales[op]
         found = cost.predict_collective(op, range(8), sizes)

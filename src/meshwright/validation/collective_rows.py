@@ -1,4 +1,4 @@
-"""What a fitted model says of measured rows of a collective, as a user would ask for each."""
+"""Rows of measured collectives: which table they are of, and what a fitted model says of them, asked as by a user."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.cost.collectives import load_topology
 from meshwright.cost.collectives.fitting import groups_of
 from meshwright.cost.prediction import Predictions
 from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
-    from meshwright.cost.collectives import CollectiveModel
+    from meshwright.cost.collectives import CollectiveModel, Topology
     from meshwright.cost.prediction import Basis
     from meshwright.records import Records
+
+
+def table_of(rows: Records, index: int) -> tuple[str, str, str]:
+    """What the table of a row is: a device, a version of NCCL, a file."""
+    source = rows.source[index]
+    return rows.device[index], rows.software[index], "" if "vTrain" in source else source
+
+
+def topology_of(device: str) -> Topology | None:
+    """The links inside the measured nodes of a kind of device, where they differ from pair to pair."""
+    return load_topology("dgx1-v100") if device == "V100" else None
 
 
 def predict_rows(model: CollectiveModel, rows: Records, *, placed_only: bool = False) -> Predictions:

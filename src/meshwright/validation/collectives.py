@@ -4,8 +4,8 @@
             of eight V100, scored on the groups of four nodes that cross nodes, 64 MiB and more
     nccl    groups of 4 of NCCL tables of A100, B200, H100, H200 and L40S, fitted on groups of 2 and 8; groups of 3, 5,
             6, 7 of vTrain's all-reduces, fitted on 2, 4 and 8; 1 MiB and more; the smallest and the largest messages of
-            each table apart; and prices by datasheet, with the interval of the other kinds of device:
-            `meshwright.validation.collective_errors`
+            each table apart; what ships, asked for tables that it has not seen (`shipped_collectives`); and prices by
+            datasheet, with the interval of the other kinds of device (`collective_errors`)
 
 `fit_collectives` sees the training rows alone; no number in it is tuned on others. Its form is another matter: NCCL's
 sources, groups inside one node of the V100s and groups of 4 of vTrain's tables (training rows here) settled most of how
@@ -26,15 +26,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from sklearn.linear_model import LinearRegression
 
-from meshwright.cost.collectives import fit_collectives, load_topology
+from meshwright.cost.collectives import fit_collectives
 from meshwright.cost.collectives.algorithms import count_steps, port_share
 from meshwright.cost.collectives.fitting import collective_rows, groups_of
 from meshwright.cost.prediction import join_predictions
-from meshwright.validation.collective_errors import score_datasheet
-from meshwright.validation.collective_rows import predict_rows
+from meshwright.validation.collective_errors import price_rows, score_datasheet
+from meshwright.validation.collective_rows import predict_rows, table_of, topology_of
 from meshwright.validation.datasets import load_records
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.series import OPS, score_series
+from meshwright.validation.shipped_collectives import score_shipped
 from meshwright.validation.splits import refuse_seen
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from meshwright.cost.collectives import CollectiveModel, CollectiveOp, Group, Topology
+    from meshwright.cost.collectives import CollectiveModel, CollectiveOp, Group
     from meshwright.cost.prediction import Floats, Predictions
     from meshwright.records import Records
 
@@ -58,7 +59,7 @@ _LARGE_BYTES, _MEDIUM_BYTES = 64 * 2**20, 2**20
 
 def score_collectives() -> tuple[Score, ...]:
     """All scores of collectives; takes minutes (five folds of five ops)."""
-    return (*score_series(), *score_new_cluster(), *score_new_groups(), *score_datasheet())
+    return (*score_series(), *score_new_cluster(), *score_new_groups(), *score_shipped(), *score_datasheet())
 
 
 def score_new_cluster() -> tuple[Score, ...]:
@@ -69,7 +70,7 @@ def score_new_cluster() -> tuple[Score, ...]:
     across = (rows.size("ranks") - 1) * rows.size("stride") >= per_node
     eights = rows.size("devices_per_node") == per_node
     fitted = rows.select((rows.size("nodes") == 2) & eights)
-    model = fit_collectives(fitted, _topology_of("V100"))
+    model = fit_collectives(fitted, topology_of("V100"))
     asked = rows.select(
         (rows.size("nodes") == 4) & eights & across & (rows.size("bytes") >= _LARGE_BYTES) & ~rows.has_flag("noop")
     )
@@ -104,13 +105,14 @@ def _score_groups(name: str, rows: Records, fitted: tuple[int, ...]) -> list[Sco
     seconds: list[Floats] = []
     found: list[Predictions] = []
     lines: list[Floats] = []
+    priced: list[Floats] = []
     labels: list[str] = []
     ends: list[tuple[Floats, Predictions, Floats]] = []
-    order = sorted(range(len(rows)), key=lambda index: _table_of(rows, index))
-    for table, members in groupby(order, key=lambda index: _table_of(rows, index)):
+    order = sorted(range(len(rows)), key=lambda index: table_of(rows, index))
+    for table, members in groupby(order, key=lambda index: table_of(rows, index)):
         mine = np.array(list(members))
         training, left_out = rows.select(mine[known[mine]]), rows.select(mine[~known[mine]])
-        model = fit_collectives(training, _topology_of(table[0]))
+        model = fit_collectives(training, topology_of(table[0]))
         refuse_seen("nccl", _seen(model), left_out.row_hashes())
         for op in sorted(set(left_out.op)):
             known_rows, asked = collective_rows(training.where(op=op)), left_out.where(op=op)
@@ -122,6 +124,7 @@ def _score_groups(name: str, rows: Records, fitted: tuple[int, ...]) -> list[Sco
             seconds.append(chosen.seconds)
             found.append(predict_rows(model, chosen))
             lines.append(_fit_terms(large, chosen, _line_terms))
+            priced.append(price_rows(chosen)[0])
             labels += [f"{table[0]} {op}"] * len(chosen)
     measured, ours, line = np.concatenate(seconds), join_predictions(found), np.concatenate(lines)
     groups = ", ".join(map(str, sorted(set(rows.size("ranks").tolist()) - set(fitted))))
@@ -129,6 +132,7 @@ def _score_groups(name: str, rows: Records, fitted: tuple[int, ...]) -> list[Sco
     scores = [
         score_rows("nccl", f"{part}, ≥ 1 MiB", "ours", measured, ours, target=_GROUPS_TARGET, note=_NOTE),
         score_rows("nccl", f"{part}, ≥ 1 MiB", "alpha-beta line", measured, line),
+        score_rows("nccl", f"{part}, ≥ 1 MiB", "by datasheet", measured, np.concatenate(priced)),
     ]
     at_ends, ours_there, line_there = zip(*ends, strict=True)
     measured_there = np.concatenate(at_ends)
@@ -149,16 +153,6 @@ def _at_ends(rows: Records) -> NDArray[np.bool_]:
     sizes, series = rows.size("bytes"), [*zip(rows.size("ranks").tolist(), rows.dtype, strict=True)]
     ends = {kind: np.array([size for size, own in zip(sizes, series, strict=True) if own == kind]) for kind in series}
     return np.array([size in (ends[own].min(), ends[own].max()) for size, own in zip(sizes, series, strict=True)])
-
-
-def _table_of(rows: Records, index: int) -> tuple[str, str, str]:
-    """What one table is: a device, a version of NCCL, a file."""
-    source = rows.source[index]
-    return rows.device[index], rows.software[index], "" if "vTrain" in source else source
-
-
-def _topology_of(device: str) -> Topology | None:
-    return load_topology("dgx1-v100") if device == "V100" else None
 
 
 def _seen(model: CollectiveModel) -> NDArray[np.uint64]:

@@ -1,26 +1,30 @@
-"""The one answer to how long a collective of a cluster takes: measured there, else by datasheet.
+"""The one answer to how long a collective of a cluster takes: measured there, else elsewhere, else by datasheet.
 
     own         the user's rows (`fit_collectives`), where all ranks are of the measured kind of device
+    shipped     public measurements of nodes with the same kind of device and link (`shipped`), inside a node
     datasheet   `quote_collective`, with the interval that such prices had on public clusters (`errors`)
 
-The first that has something comparable answers.
+The first that has something comparable answers. Across nodes that is mostly the datasheet, which is too fast; an op of
+`_GROWING` is then said to take no less than among the ranks that it has on one node.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from meshwright.cost.collectives.algorithms import check_messages
+import numpy as np
+
+from meshwright.cost.collectives.algorithms import CollectiveOp, check_messages
 from meshwright.cost.collectives.datasheet import quote_collective
 from meshwright.cost.collectives.errors import datasheet_scale
 from meshwright.cost.collectives.fitted import with_interval
 from meshwright.cost.collectives.groups import place_group
+from meshwright.cost.collectives.shipped import load_shipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from meshwright.cost.collectives.algorithms import CollectiveOp
     from meshwright.cost.collectives.fitted import CollectiveModel
     from meshwright.cost.prediction import Basis, Floats, Predictions
     from meshwright.spec import Cluster
@@ -29,6 +33,8 @@ T = TypeVar("T")
 Groups = tuple[tuple[int, ...], ...]
 
 _ROOFLINE: tuple[Basis, ...] = ("roofline",)
+# The bytes through a port do not fall with the number of ranks.
+_GROWING: tuple[CollectiveOp, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,6 +59,8 @@ class CollectivePrices:
         """
         check_messages(op, num_bytes)
         found = self._ask(self.own, op, tuple(ranks), num_bytes, concurrent)
+        if found is None and len(ranks) > 1:
+            found = self._ask_shipped(op, tuple(ranks), num_bytes, concurrent)
         return found if found is not None else self._by_datasheet(op, tuple(ranks), num_bytes, concurrent)
 
     def predict_host(
@@ -78,6 +86,15 @@ class CollectivePrices:
         num_groups = len({frozenset(ranks), *map(frozenset, concurrent)})
         return model.predict(op, group, num_bytes, dtype=self.dtype, num_groups=num_groups)
 
+    def _ask_shipped(
+        self, op: CollectiveOp, ranks: tuple[int, ...], num_bytes: Floats, concurrent: Groups
+    ) -> Predictions | None:
+        """What public measurements of such nodes say, as it stands for another machine."""
+        shipped = load_shipped()
+        model = self._keep(("shipped", ranks), lambda: shipped.find(self.cluster, ranks))
+        found = self._ask(model, op, ranks, num_bytes, concurrent)
+        return None if found is None else shipped.widen(found)
+
     def _by_datasheet(
         self, op: CollectiveOp, ranks: tuple[int, ...], num_bytes: Floats, concurrent: Groups
     ) -> Predictions:
@@ -85,7 +102,18 @@ class CollectivePrices:
         tariff = self._keep(("tariff", op, ranks, concurrent), lambda: quote_collective(self.cluster, op, ranks, group))
         scale = datasheet_scale(op, by_nccl=tariff.by_nccl)
         latency_s, seconds = float(tariff.latency_s.min()), tariff.price(num_bytes)
-        return with_interval(seconds, latency_s, scale, 1.0, _ROOFLINE * len(num_bytes))
+        found = with_interval(seconds, latency_s, scale, 1.0, _ROOFLINE * len(num_bytes))
+        if group.num_nodes == 1 or op not in _GROWING:
+            return found
+        nodes = [self.cluster.node_index(rank) for rank in ranks]
+        fullest = max(set(nodes), key=nodes.count)
+        inside = self.predict(op, [rank for rank, node in zip(ranks, nodes, strict=True) if node == fullest], num_bytes)
+        return replace(
+            found,
+            seconds=np.maximum(found.seconds, inside.seconds),
+            low_s=np.maximum(found.low_s, inside.low_s),
+            high_s=np.maximum(found.high_s, inside.high_s),
+        )
 
     def _keep(self, key: Hashable, compute: Callable[[], T]) -> T:
         if key not in self._kept:

@@ -1,0 +1,91 @@
+"""Collectives that were measured on public machines, for a node of the same kind of device and link.
+
+The document ``cost/models/nccl.json`` holds one `CollectiveModel` for each kind of device, fitted by
+`meshwright.validation.shipped_collectives` on groups inside one node. It answers for nodes whose link between devices
+has the bandwidth of the measured kind's within `_SAME_LINK`; PCIe variants of a device keep the datasheet. The user's
+machine is another one, with another version of NCCL: the answer is called transferred, and its interval is wider by
+what tables of a device were off by that were predicted from the device's other tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from meshwright.cost.collectives.fitted import CollectiveModel
+from meshwright.cost.prediction import Interval, Predictions
+from meshwright.spec import decode_document
+from meshwright.spec.parsing import read_data
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshwright.cost.prediction import Basis
+    from meshwright.spec import Cluster
+
+# Generations of a link, and its PCIe variant, differ by a factor of 1.5 at least; datasheets round by less than this.
+_SAME_LINK = 0.1
+_TRANSFERRED: tuple[Basis, ...] = ("transferred",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShippedKind:
+    """One kind of device: bytes/s of the link inside the measured nodes, versions, hash of the fitted rows, the fit."""
+
+    link_bytes_per_s: float
+    software: tuple[str, ...]
+    rows_sha256: str
+    model: CollectiveModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShippedCollectives:
+    """All kinds. ``elsewhere``: measured on another machine / predicted, 80 % of what was left out."""
+
+    source: str
+    elsewhere: Interval
+    kinds: tuple[ShippedKind, ...]
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    def find(self, cluster: Cluster, ranks: Sequence[int]) -> CollectiveModel | None:
+        """The model of the ranks' devices, if all are on one node of a kind and link that was measured."""
+        nodes = {cluster.node_index(rank) for rank in ranks}
+        names = {cluster.device_kind(rank).name for rank in ranks}
+        if len(nodes) > 1 or len(names) > 1:
+            return None
+        bandwidth = cluster.nodes[nodes.pop()].device_link.bandwidth_bytes_per_s
+        for kind in self.kinds:
+            if {kind.model.device} == names and abs(bandwidth / kind.link_bytes_per_s - 1.0) <= _SAME_LINK:
+                return kind.model
+        return None
+
+    def widen(self, found: Predictions) -> Predictions:
+        """A model's answer as it stands for another machine than the measured one."""
+        return widen(found, self.elsewhere)
+
+
+def widen(found: Predictions, elsewhere: Interval) -> Predictions:
+    """Predictions of positive seconds, called transferred, with an interval for two errors that do not go together.
+
+    The squares of the logarithms add.
+    """
+    high = np.hypot(np.log(found.high_s / found.seconds), np.log(elsewhere.high))
+    low = np.hypot(np.log(found.low_s / found.seconds), np.log(elsewhere.low))
+    return Predictions(
+        seconds=found.seconds,
+        low_s=found.seconds * np.exp(-low),
+        high_s=found.seconds * np.exp(high),
+        basis=_TRANSFERRED * len(found.seconds),
+    )
+
+
+@cache
+def load_shipped() -> ShippedCollectives:
+    """The shipped models."""
+    with resources.as_file(resources.files("meshwright.cost") / "models" / "nccl.json") as path:
+        return decode_document(ShippedCollectives, read_data(path), path.name)

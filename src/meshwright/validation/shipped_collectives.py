@@ -1,0 +1,127 @@
+"""The collectives that ship, fitted on public NCCL tables, and how far they are from a table that they have not seen.
+
+A table is what one source measured on one kind of device with one version of NCCL. `fit_shipped` pools the tables of a
+kind, dtypes and versions alike: what they are off by among themselves is less than what another machine is. How wide
+that is, is asked of tables: each is predicted from the other tables of its kind, at sizes that those span. The interval
+holds every kind of device alike, by percentiles of its measured / predicted; in `score_shipped` it is that of the other
+kinds. Only the A100 was measured by two parties; the other tables of a kind come from one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.cost.collectives import fit_collectives
+from meshwright.cost.collectives.fitting import collective_rows
+from meshwright.cost.collectives.shipped import ShippedCollectives, ShippedKind, widen
+from meshwright.cost.prediction import Interval, Predictions, fit_interval, join_predictions
+from meshwright.records import COLUMNS, Records
+from meshwright.spec import load_cluster
+from meshwright.validation.collective_errors import price_rows
+from meshwright.validation.collective_rows import predict_rows, table_of, topology_of
+from meshwright.validation.datasets import load_records
+from meshwright.validation.scores import Score, score_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from meshwright.cost.collectives import CollectiveModel
+
+_SOURCE = "NCCL tables of ai-dynamo/aiconfigurator and VIA-Research/vTrain, as in validation/data/nccl.parquet"
+# Of a table that is predicted from the others, both with the model's own interval: an op's rows and what was said.
+LeftOut = dict[str, list[tuple[Records, Predictions]]]
+
+
+def fit_shipped(rows: Records) -> ShippedCollectives:
+    """The models of all kinds of device among the rows."""
+    usable = collective_rows(rows)
+    kinds = []
+    for device in sorted(set(usable.device)):
+        mine = usable.where(device=device)
+        hashes = np.sort(mine.row_hashes()).astype("<u8").tobytes()
+        kinds.append(
+            ShippedKind(
+                link_bytes_per_s=load_cluster(f"8x{device}").nodes[0].device_link.bandwidth_bytes_per_s,
+                software=tuple(sorted(set(mine.software))),
+                rows_sha256=hashlib.sha256(hashes).hexdigest(),
+                model=_round(_fit(mine)),
+            )
+        )
+    return ShippedCollectives(source=_SOURCE, elsewhere=fit_elsewhere(leave_tables_out(usable)), kinds=tuple(kinds))
+
+
+def score_shipped() -> tuple[Score, ...]:
+    """Every table from the other tables of its kind of device, by kind and op, with the interval of the other kinds.
+
+    Beside it prices by datasheet.
+    """
+    left_out = leave_tables_out(collective_rows(load_records("nccl")))
+    scores = []
+    for device, parts in left_out.items():
+        elsewhere = fit_elsewhere({other: mine for other, mine in left_out.items() if other != device})
+        for op in sorted({rows.op[0] for rows, _ in parts}):
+            mine = [(rows, widen(found, elsewhere)) for rows, found in parts if rows.op[0] == op]
+            measured = np.concatenate([rows.seconds for rows, _ in mine])
+            priced = np.concatenate([price_rows(rows)[0] for rows, _ in mine])
+            part = f"{device} {op} from other tables of the device"
+            scores.append(score_rows("nccl", part, "ours", measured, join_predictions([found for _, found in mine])))
+            scores.append(score_rows("nccl", part, "by datasheet", measured, priced))
+    return tuple(scores)
+
+
+def leave_tables_out(rows: Records) -> LeftOut:
+    """By kind of device with two tables or more: each table by op, and what the others of the kind say of it."""
+    tables = np.array(["\n".join(table_of(rows, index)) for index in range(len(rows))], object)
+    found: LeftOut = {}
+    for device in sorted(set(rows.device)):
+        for table in sorted(set(tables[rows.device == device])):
+            others, mine = rows.select((rows.device == device) & (tables != table)), rows.select(tables == table)
+            if not len(others):
+                continue
+            # Two rows of the B200 say the very same in two files.
+            mine = mine.select(~np.isin(mine.row_hashes(), others.row_hashes()))
+            model = _fit(others)
+            for asked in _spanned(mine, others):
+                found.setdefault(device, []).append((asked, predict_rows(model, asked)))
+    return found
+
+
+def fit_elsewhere(left_out: Mapping[str, list[tuple[Records, Predictions]]]) -> Interval:
+    """The interval of measured / predicted of tables left out, over the percentiles of each kind of device."""
+    ratios = [np.concatenate([rows.seconds / said.seconds for rows, said in parts]) for parts in left_out.values()]
+    pooled = np.concatenate([np.percentile(mine, range(1, 100)) for mine in ratios])
+    found = fit_interval(pooled, np.ones(len(pooled)))
+    return Interval(low=min(found.low, 1.0), high=max(found.high, 1.0))
+
+
+def _fit(rows: Records) -> CollectiveModel:
+    """One model of a kind of device, dtypes and versions pooled."""
+    columns = {name: getattr(rows, name) for name in COLUMNS}
+    return fit_collectives(Records(**{**columns, "dtype": np.full(len(rows), "", object)}), topology_of(rows.device[0]))
+
+
+def _spanned(mine: Records, others: Records) -> Iterator[Records]:
+    """The rows of each op of a table whose sizes lie among those that the others have of the op."""
+    for op in sorted(set(mine.op) & set(others.op)):
+        asked, sizes = mine.where(op=op), others.where(op=op).size("bytes")
+        spanned = asked.select((asked.size("bytes") >= sizes.min()) & (asked.size("bytes") <= sizes.max()))
+        if len(spanned):
+            yield spanned
+
+
+def _round(model: CollectiveModel) -> CollectiveModel:
+    """Sizes to a tenth of a byte, seconds to four digits, no measured sizes: on another machine none is."""
+    series = tuple(
+        replace(
+            one,
+            measured=(),
+            sizes=tuple(round(size, 1) for size in one.sizes),
+            seconds=tuple(float(f"{seconds:.4g}") for seconds in one.seconds),
+        )
+        for one in model.series
+    )
+    return replace(model, series=series, row_hashes=())
