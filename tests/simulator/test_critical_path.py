@@ -73,3 +73,26 @@ def test_times_of_another_simulation_are_refused():
     later = np.where(end_ps == end_ps.max(), 1, 0)
     with pytest.raises(ProgramError, match="nothing that it needs happens then"):
         find_critical_path(network, start_ps + later, end_ps + later, (0, int(end_ps.max()) + 1))
+
+
+@settings(max_examples=300)
+@given(seed=seeds, size=st.integers(1, 25))
+def test_the_path_where_links_are_shared_fairly(seed, size):
+    """Each segment needs the one before it, nothing is left out, and nobody waits for a link."""
+    program, prices = random_program(seed, size)
+    unrolled = unroll(program, prices, 2)
+    network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, "fair")
+    start_ps = np.where(unrolled.send_of >= 0, end_ps - network.duration_ps, start_ps)
+    begin, stop = step_window(unrolled.step, end_ps)
+    path = find_critical_path(network, start_ps, end_ps, (begin, stop))
+    assert int((path.end_ps - path.start_ps).sum()) == stop - begin
+    assert Bound.LINK not in path.bound
+    segments = list(zip(path.instruction.tolist(), path.end_ps.tolist(), strict=True))
+    for (before, until), (i, _), bound in zip(segments, segments[1:], path.bound[1:].tolist(), strict=False):
+        assert start_ps[i] == until
+        needed = [i - 1] if bound == Bound.STREAM else network.waits[slice(*network.wait_offsets[i : i + 2])].tolist()
+        together = network.collective[before]
+        members = [before] if together < 0 else np.flatnonzero(network.collective == together).tolist()
+        assert set(members) & set(needed)
+        assert bound == Bound.MARK or end_ps[before] == until
+        assert start_ps[before] <= until <= end_ps[before]

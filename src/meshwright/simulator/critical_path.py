@@ -10,6 +10,9 @@ that ends last, each time to a tight one, until it reaches the beginning of the 
 so its segments leave no gap and add up to the window. A mark cuts the instruction that raises it: what it does
 afterwards is not on the path.
 
+Under ``fair`` contention nobody waits for a link: transfers that share one take longer, and so they stand on the path.
+How far such a transfer was when it raised a mark is not kept, so that its marks are tight when nothing else is.
+
 Where several are tight, the order is total: the one before in the stream, then what is awaited, then the holder of a
 link; among equals the lowest instruction id. A collective stands on the path as the lowest of its members with a
 tight one. The search takes time linear in the number of instructions. Source: the critical path method (Kelley and
@@ -140,7 +143,7 @@ def _walk(network: Network, index: _Index, start_ps: Times, end_ps: Times, begin
     while True:
         start, at, before, bound = int(start_ps[i]), i, -1, 0
         if start > begin:
-            at, before, bound = _tight_member(network, index, start, end_ps, i)
+            at, before, bound = _tight_member(network, index, start_ps, end_ps, i)
             if before < 0:
                 before, bound = _holder(network, index, start, end_ps, i), BY_LINK
         segments[0, count], segments[1, count], segments[2, count] = at, max(start, begin), until
@@ -152,29 +155,41 @@ def _walk(network: Network, index: _Index, start_ps: Times, end_ps: Times, begin
 
 
 @compiled
-def _tight_member(network: Network, index: _Index, start: int, end_ps: Times, i: int) -> tuple[int, int, int]:
+def _tight_member(network: Network, index: _Index, start_ps: Times, end_ps: Times, i: int) -> tuple[int, int, int]:
     """``i``, or the lowest member of its collective with a tight instruction; that instruction, -1 for none; why."""
     c = network.collective[i]
-    if c < 0:
-        before, bound = _tight(network, start, end_ps, i)
-        return i, before, bound
-    for place in range(index.member_offsets[c], index.member_offsets[c + 1]):
-        before, bound = _tight(network, start, end_ps, index.members[place])
-        if before >= 0:
-            return int(index.members[place]), before, bound
+    for is_known in (True, False):
+        if c < 0:
+            before, bound = _tight(network, start_ps, end_ps, i, is_known)
+            if before >= 0:
+                return i, before, bound
+            continue
+        for place in range(index.member_offsets[c], index.member_offsets[c + 1]):
+            before, bound = _tight(network, start_ps, end_ps, index.members[place], is_known)
+            if before >= 0:
+                return int(index.members[place]), before, bound
     return i, -1, 0
 
 
 @compiled
-def _tight(network: Network, start: int, end_ps: Times, i: int) -> tuple[int, int]:
-    """What happens at ``start`` and lets ``i`` go on: the one before it, or what it waits for; -1 for none."""
+def _tight(network: Network, start_ps: Times, end_ps: Times, i: int, is_known: bool) -> tuple[int, int]:
+    """What happens when ``i`` starts and lets it go on: the one before it, or what it waits for; -1 for none.
+
+    Of marks only those whose moment is known, or only those that may have been raised then.
+    """
+    start = start_ps[i]
     stream = np.searchsorted(network.stream_offsets, i, side="right") - 1
-    if i > network.stream_offsets[stream] and end_ps[i - 1] == start:
+    if is_known and i > network.stream_offsets[stream] and end_ps[i - 1] == start:
         return i - 1, BY_STREAM
     found, bound = -1, BY_WAIT
     for w in range(network.wait_offsets[i], network.wait_offsets[i + 1]):
         awaited, shift = int(network.waits[w]), network.wait_shift_ps[w]
-        if end_ps[awaited] + shift == start and (found < 0 or awaited < found):
+        latest = end_ps[awaited] + shift
+        if shift < 0 and end_ps[awaited] - start_ps[awaited] > network.duration_ps[awaited]:
+            is_tight = not is_known and start_ps[awaited] < start <= latest
+        else:
+            is_tight = is_known and latest == start
+        if is_tight and (found < 0 or awaited < found):
             found, bound = awaited, BY_MARK if shift < 0 else BY_WAIT
     return found, bound
 

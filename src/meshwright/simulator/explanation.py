@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.program import build_program
 from meshwright.simulator.critical_path import Bound, CriticalPath, find_critical_path
+from meshwright.simulator.engine import Contention, check_contention
 from meshwright.simulator.levers import Lever, find_levers
 from meshwright.simulator.plan import STEADY_STEPS
 from meshwright.simulator.prices import Prices, check_prices
@@ -38,28 +39,34 @@ class StepExplanation:
     levers: tuple[Lever, ...]
 
 
-def explain_step(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel | None = None) -> StepExplanation:
+def explain_step(
+    plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel | None = None, contention: Contention = "queued"
+) -> StepExplanation:
     """Explain a steady step of a plan. Arguments and errors are those of `simulate_plan`."""
     check_plan(plan, graph, cluster)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     program = build_program(plan, graph)
     prices = price_program(program, plan, graph, cost)
-    return explain_program(program, prices, [cluster.device_kind(rank).name for rank in range(plan.num_ranks)])
+    devices = [cluster.device_kind(rank).name for rank in range(plan.num_ranks)]
+    return explain_program(program, prices, devices, contention=contention)
 
 
-def explain_program(program: Program, prices: Prices, devices: list[str]) -> StepExplanation:
+def explain_program(
+    program: Program, prices: Prices, devices: list[str], *, contention: Contention = "queued"
+) -> StepExplanation:
     """Explain a steady step of a priced program; ``devices`` names the kind of each rank's device."""
+    check_contention(contention)
     check_prices(program, prices)
     unrolled = unroll(program, prices, STEADY_STEPS)
     columns = instruction_columns(program, unrolled)
-    network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps)
+    network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
     # A receive's span shows the arrival of its bytes; the receive itself comes when they are there.
     start_ps = np.where(unrolled.send_of >= 0, end_ps - network.duration_ps, start_ps)
     begin, stop = step_window(unrolled.step, end_ps)
     path = find_critical_path(network, start_ps, end_ps, (begin, stop))
 
     def simulate(changed: Unrolled) -> int:
-        ends = run_unrolled(program, changed, prices.host_ps)[2]
+        ends = run_unrolled(program, changed, prices.host_ps, contention)[2]
         first, last = step_window(changed.step, ends)
         return last - first
 
