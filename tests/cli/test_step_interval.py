@@ -1,4 +1,4 @@
-"""``plan`` and ``simulate`` say how sure a step is, once an op is priced by something better than a datasheet."""
+"""``plan`` and ``simulate`` say how sure a step is, and whether anything but a datasheet says so."""
 
 import json
 
@@ -27,12 +27,16 @@ def test_an_interval_is_said_where_ops_were_measured(run, table):
     assert low < report["plans"][0]["step_time_s"] < high
     code, out, _ = run("simulate", "plan.json", "--measurements", table, "--json")
     assert json.loads(out)["step_interval_s"] == pytest.approx([low, high])
-    assert "80 % interval by that of its ops" in run("simulate", "plan.json", "--measurements", table)[1]
+    said = run("simulate", "plan.json", "--measurements", table)[1]
+    assert "80 % interval by those of its ops, transfers and optimizer" in " ".join(said.split())
 
 
-def test_datasheets_alone_claim_none(run):
+def test_an_interval_of_datasheets_is_said_to_be_one(run):
     assert run("plan", "gpt-tiny", "--cluster", "2xcpu", "--batch", 8, "--out", "plan.json")[0] == 0
     code, out, _ = run("simulate", "plan.json", "--json")
     assert code == 0
-    assert json.loads(out)["step_interval_s"] is None
-    assert "80 % interval" not in run("simulate", "plan.json")[1]
+    found = json.loads(out)
+    low, high = found["step_interval_s"]
+    assert low < found["step_time_s"] < high
+    assert found["step_interval_measured"] is False
+    assert "80 % interval of datasheets" in " ".join(run("simulate", "plan.json")[1].split())

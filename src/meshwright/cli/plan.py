@@ -150,12 +150,13 @@ def plan(
                 "ranks": plans.best.memory_rows(),
                 "allocation": allocation.row() if allocation else None,
                 "basis": basis,
-                "step_interval_s": interval,
+                "step_interval_s": [interval.low_s, interval.high_s],
+                "step_interval_measured": interval.measured,
                 **{name: str(path) if path else None for name, path in places.items()},
             }
         )
         return
-    sure = filter(None, (basis, explain_step_interval(interval)))
+    sure = (basis, explain_step_interval(interval))
     print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *sure, "")
     # Names of files may hold square brackets, which rich would read as markup.
     print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(model)]))

@@ -52,13 +52,13 @@ class CostModel:
     ``collectives``, ``collective_hosts``: what was fitted on measured collectives of this kind of cluster, seconds and
     those of a rank's processor (`fit_measured`); by default on the transfers among the measurements.
     ``kernels``: the predictor of products and attention on GPUs, None for the one that ships (`adapt_kernels`).
-    ``ops_at``: all ops of a graph as fast or as slow as the 80 % interval of their sum allows; see `at_end`.
+    ``end``: all prices as low or as high as their 80 % intervals allow; see `at_end`.
     """
 
     cluster: Cluster
     measurements: Measurements | None = None
     precision: Precision = "float32"
-    ops_at: End | None = None
+    end: End | None = None
     collectives: CollectiveModel | None = None
     collective_hosts: CollectiveModel | None = None
     kernels: KernelModel | None = None
@@ -97,8 +97,8 @@ class CostModel:
         return self._keep(key, lambda: self._price_ops(graph, batch_size, device_kind))
 
     def at_end(self, end: End) -> CostModel:
-        """The same prices, but all ops at one end of the 80 % interval of their sum."""
-        return replace(self, ops_at=end)
+        """The same prices at one end of their 80 % intervals: ops at that of their sum, all others at their own."""
+        return replace(self, end=end)
 
     def explain_basis(self, graph: Graph, batch_size: int) -> str:
         """One sentence: how many ops are priced by measurement, and what the others' figures are worth."""
@@ -124,7 +124,7 @@ class CostModel:
         beside = tuple(map(tuple, concurrent))
         key = ("collective", op, tuple(ranks), num_bytes, beside)
         sizes = np.array([num_bytes], np.float64)
-        return self._keep(key, lambda: float(self._collectives.predict(op, ranks, sizes, beside).seconds[0]))
+        return self._keep(key, lambda: self._chosen(self._collectives.predict(op, ranks, sizes, beside)))
 
     def predict_collective(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Sequence[Sequence[int]] = ()
@@ -143,7 +143,7 @@ class CostModel:
         beside, sizes = tuple(map(tuple, concurrent)), np.array([num_bytes], np.float64)
         key = ("host", op, tuple(ranks), num_bytes, beside)
         found = self._keep(key, lambda: self._collectives.predict_host(op, ranks, sizes, beside))
-        return 0.0 if found is None else float(found.seconds[0])
+        return 0.0 if found is None else self._chosen(found)
 
     def optimizer_seconds(
         self, graph: Graph, parameter_ids: Sequence[int], optimizer: Optimizer, device_kind: DeviceKind
@@ -193,7 +193,12 @@ class CostModel:
         backward_ops = np.array([op.phase == "backward" for op in graph.ops], bool)
         # An op of a joint graph's backward half runs once, in the backward.
         gathered = gather_prices(prices, classes.class_of, backward_ops)
-        return gathered if self.ops_at is None else gathered.at_end(self.ops_at)
+        return gathered if self.end is None else gathered.at_end(self.end)
+
+    def _chosen(self, found: Predictions) -> float:
+        """The only one of some predictions, or its end."""
+        seconds = {None: found.seconds, "low": found.low_s, "high": found.high_s}[self.end]
+        return float(seconds[0])
 
     def _step(self, graph: Graph, parameters: Sequence[int], optimizer: Optimizer, kind: DeviceKind) -> float:
         curve = self._optimizers.get(optimizer.name) if self.is_measured(kind) else None

@@ -1,29 +1,42 @@
-"""How sure is a predicted step time: the plan simulated again with its ops as fast, and as slow, as they may be.
+"""How sure is a predicted step time: the plan simulated again with all of it as fast, and as slow, as it may be.
 
-All ops of a device kind are scaled by low / t and by high / t of their sum (`cost.prices.add_intervals`), so that the
-bubble of a pipeline follows. Transfers and optimizer steps stay as they are.
+    low, high of a step  =  step(every price at the low, the high end of its 80 % interval)
+
+Ops of a device kind are scaled by low / t and by high / t of their sum (`cost.prices.add_intervals`); every transfer
+and every optimizer step takes its own end (`CostModel.at_end`); so bubbles and what is exposed follow. Ops, transfers
+and optimizer err apart from each other: that all are late together is rarer than that one of them is, hence the
+interval of a step holds more than those of its parts do.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from meshwright.cost import CostModel
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Cluster, Graph, Plan, format_seconds
 
 
-def predict_step_interval(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> tuple[float, float] | None:
-    """Ends of the 80 % interval of the step time, in seconds; None where every op is a roofline, a bound only."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInterval:
+    """Ends of an 80 % interval of a step time; ``measured`` unless every op is a roofline, so that a datasheet's."""
+
+    low_s: float
+    high_s: float
+    measured: bool
+
+
+def predict_step_interval(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> StepInterval:
+    """The interval of the step time of a plan, by those of its ops, transfers and optimizer steps."""
     kinds = {cluster.device_kind(rank).name: cluster.device_kind(rank) for rank in range(plan.num_ranks)}
     bases = {basis for kind in kinds.values() for basis in cost.price_ops(graph, plan.microbatch_size, kind).basis}
-    if bases == {"roofline"}:
-        return None
     low, high = (simulate_plan(plan, graph, cluster, cost=cost.at_end(end)).step_time_s for end in ("low", "high"))
-    return low, high
+    return StepInterval(low_s=low, high_s=high, measured=bases != {"roofline"})
 
 
-def explain_step_interval(interval: tuple[float, float] | None) -> str:
-    """One sentence, or nothing where there is no interval."""
-    if interval is None:
-        return ""
-    low, high = (format_seconds(end) for end in interval)
-    return f"Step time, 80 % interval by that of its ops: {low} to {high}."
+def explain_step_interval(interval: StepInterval) -> str:
+    """One sentence."""
+    ends = f"{format_seconds(interval.low_s)} to {format_seconds(interval.high_s)}"
+    if interval.measured:
+        return f"Step time, 80 % interval by those of its ops, transfers and optimizer: {ends}."
+    return f"Step time, 80 % interval of datasheets, of which nothing was measured here: {ends}."
