@@ -24,9 +24,10 @@ from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.collectives.prices import CollectivePrices
 from meshwright.cost.kernels import is_tiled, price_kernels, shipped_model
 from meshwright.cost.memory import StageMemory, likeness, weigh_stage
-from meshwright.cost.optimizers import copy_seconds, optimizer_curves, step_seconds, trainable_elements
+from meshwright.cost.optimizers import default_loop, optimizer_curves, price_copy, price_step, trainable_elements
 from meshwright.cost.prices import End, OpPrices, gather_prices
-from meshwright.cost.table import OpTable, key_in, price_op, roofline_interval
+from meshwright.cost.table import OpTable, price_op, roofline_interval
+from meshwright.cost.work import key_in
 from meshwright.records import from_measurements
 from meshwright.spec import Cluster, DeviceKind, Graph, Measurements
 from meshwright.spec.measurements import BUCKET_COPY
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from meshwright.cost.curves import Curve
     from meshwright.cost.kernels import KernelModel
     from meshwright.cost.memory.backward import Backend
+    from meshwright.cost.optimizers import OptimizerLoop
     from meshwright.cost.prediction import Floats, Predictions
+    from meshwright.cost.prices import Price
     from meshwright.spec import Optimizer, StageSlice, Workload
     from meshwright.spec.workload import Precision
 
@@ -149,11 +152,27 @@ class CostModel:
         self, graph: Graph, parameter_ids: Sequence[int], optimizer: Optimizer, device_kind: DeviceKind
     ) -> float:
         """Seconds of one optimizer step over the trainable ones among the parameters."""
-        key = ("optimizer", self._known(graph), tuple(parameter_ids), optimizer, device_kind.name)
-        return self._keep(key, lambda: self._step(graph, parameter_ids, optimizer, device_kind))
+        return self.price_optimizer(graph, parameter_ids, optimizer, device_kind).at(self.end)
+
+    def price_optimizer(
+        self,
+        graph: Graph,
+        parameter_ids: Sequence[int],
+        optimizer: Optimizer,
+        device_kind: DeviceKind,
+        loop: OptimizerLoop | None = None,
+    ) -> Price:
+        """The same with interval and basis. ``loop``: how it goes over the parameters, by default as in our runtime."""
+        loop = loop or default_loop(optimizer, on_gpu=is_tiled(device_kind))
+        key = ("optimizer", self._known(graph), tuple(parameter_ids), optimizer, device_kind.name, loop)
+        return self._keep(key, lambda: self._step(graph, parameter_ids, optimizer, device_kind, loop))
 
     def bucket_seconds(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> float:
         """Seconds to copy the gradients of trainable parameters into the buffers that are summed over ranks."""
+        return self.price_bucket(graph, parameter_ids, device_kind).at(self.end)
+
+    def price_bucket(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> Price:
+        """The same with interval and basis."""
         key = ("bucket", self._known(graph), tuple(parameter_ids), device_kind.name)
         return self._keep(key, lambda: self._fill(graph, parameter_ids, device_kind))
 
@@ -200,13 +219,16 @@ class CostModel:
         seconds = {None: found.seconds, "low": found.low_s, "high": found.high_s}[self.end]
         return float(seconds[0])
 
-    def _step(self, graph: Graph, parameters: Sequence[int], optimizer: Optimizer, kind: DeviceKind) -> float:
+    def _step(
+        self, graph: Graph, parameters: Sequence[int], optimizer: Optimizer, kind: DeviceKind, loop: OptimizerLoop
+    ) -> Price:
         curve = self._optimizers.get(optimizer.name) if self.is_measured(kind) else None
-        return step_seconds(trainable_elements(graph, parameters), optimizer, kind, self.precision, curve)
+        elements, unsure = trainable_elements(graph, parameters), roofline_interval(kind)
+        return price_step(elements, optimizer, kind, self.precision, curve, loop, unsure)
 
-    def _fill(self, graph: Graph, parameters: Sequence[int], kind: DeviceKind) -> float:
+    def _fill(self, graph: Graph, parameters: Sequence[int], kind: DeviceKind) -> Price:
         curve = self._optimizers.get(BUCKET_COPY) if self.is_measured(kind) else None
-        return copy_seconds(trainable_elements(graph, parameters), kind, self.precision, curve)
+        return price_copy(trainable_elements(graph, parameters), kind, self.precision, curve, roofline_interval(kind))
 
     def _known(self, graph: Graph) -> int:
         # Graphs are kept alive here, so that an id is never given to another graph.

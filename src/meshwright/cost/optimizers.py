@@ -1,21 +1,29 @@
-"""How long the optimizer's step over some parameters takes.
+"""How long the optimizer's step over some parameters takes, and copying gradients into the buffers of an exchange.
 
 Measured (torch's own loop over the tensors): Σ over tensors of f(elements), f through the measured points.
-Else the roofline of one fused pass: it reads parameter, gradient and states, and writes parameter and states,
+Else the roofline of what torch runs, by the way in which it goes over the parameters:
 
-    seconds = Σ elements · bytes per element / memory bandwidth + one launch
+    seconds = Σ elements · accesses · width / memory bandwidth + kernels · launch
 
-Mixed precision adds a four-byte master copy that is read and written. Copying gradients into an exchange bucket reads
-and writes each once.
+    tensors   one after the other: every operation of the update is a kernel per tensor (CPUs)
+    foreach   every operation is a kernel over all tensors, started again per 320 chunks of 65,536 elements
+    fused     one kernel reads parameters, gradients and states and writes parameters and states
+
+Which one runs: `default_loop`. In mixed precision the loop goes over the four-byte master copy; the gradient is widened
+before it, the parameter narrowed after it. Copying into a bucket reads and writes each gradient once, tensor by tensor.
+Source: torch 2.13, torch/optim/adam.py and sgd.py, aten/src/ATen/native/cuda/MultiTensorApply.cuh, FusedAdamUtils.cuh.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from meshwright.cost.curves import Curve, fit_curve
+from meshwright.cost.prediction import Interval
+from meshwright.cost.prices import price_seconds
 from meshwright.cost.roofline import LAUNCH_S
 from meshwright.spec.units import DTYPE_BYTES
 
@@ -24,12 +32,25 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from meshwright.cost.prices import Price
     from meshwright.spec import DeviceKind, Graph, Measurements, Optimizer
+
+# How torch goes over the parameters in an optimizer's step.
+OptimizerLoop = Literal["tensors", "foreach", "fused"]
 
 # Bytes of a master weight and of an optimizer state in mixed precision (spec: Workload.precision).
 MASTER_BYTES = 4
 # AdamW counts its steps in one float32 per parameter tensor (torch.optim.AdamW, state "step").
 STEP_COUNTER_BYTES = 4
+# Arrays that each operation of an update reads and writes: of _single_tensor_adam, with its decay mul_, lerp_, mul_,
+# addcmul_, sqrt, div, add_, addcdiv_; of _single_tensor_sgd mul_, add_ of the momentum, add_ of the parameter.
+_ACCESSES: dict[str, tuple[int, ...]] = {"adamw": (2, 3, 2, 3, 2, 2, 2, 4), "sgd+momentum": (2, 3, 3), "sgd": (3,)}
+# In one kernel: parameters, gradients and states read, parameters and states written.
+_FUSED_ACCESSES = {"adamw": 7, "sgd+momentum": 5, "sgd": 3}
+# Measured / predicted steps of whole models, where the curve was measured in tensors of five sizes: TO DERIVE.
+MEASURED_STEP = Interval(low=0.7, high=1.43)
+# What one start of a kernel over many tensors takes at most: chunks of so many elements, and tensors (of four lists).
+_CHUNK_ELEMENTS, _MAX_CHUNKS, _MAX_TENSORS = 65_536, 320, 36
 
 
 def state_bytes(optimizer: Optimizer, dtype: str) -> int:
@@ -37,6 +58,13 @@ def state_bytes(optimizer: Optimizer, dtype: str) -> int:
     if dtype == "bfloat16":
         return MASTER_BYTES * (1 + optimizer.num_states)
     return DTYPE_BYTES[dtype] * optimizer.num_states
+
+
+def default_loop(optimizer: Optimizer, *, on_gpu: bool) -> OptimizerLoop:
+    """What our runtime asks of torch (`training.job.make_optimizer`): AdamW fused on GPUs, else torch's default."""
+    if not on_gpu:
+        return "tensors"
+    return "fused" if optimizer.kind == "adamw" else "foreach"
 
 
 def optimizer_curves(measurements: Measurements, dtype: str) -> dict[str, Curve]:
@@ -56,22 +84,56 @@ def trainable_elements(graph: Graph, parameters: Sequence[int]) -> NDArray[np.in
     return np.array([tensor.num_elements(0) for tensor in tensors if tensor.requires_grad], np.int64)
 
 
-def step_seconds(
-    elements: NDArray[np.int64], optimizer: Optimizer, kind: DeviceKind, dtype: str, curve: Curve | None
-) -> float:
-    """Seconds of one step over tensors of these sizes (shape: tensors); 0 if there are none."""
-    if not len(elements):
-        return 0.0
+def price_step(
+    elements: NDArray[np.int64],
+    optimizer: Optimizer,
+    kind: DeviceKind,
+    dtype: str,
+    curve: Curve | None,
+    loop: OptimizerLoop,
+    unsure: Interval,
+) -> Price:
+    """One step over tensors of these sizes (shape: tensors); ``unsure``: the interval of a roofline there.
+
+    What was measured is torch's loop over the tensors, so a ``curve`` answers for that loop alone.
+    """
+    if curve is not None and loop == "tensors":
+        return _price_measured(elements, curve)
+    mixed = dtype == "bfloat16"
+    width = MASTER_BYTES if mixed else DTYPE_BYTES[dtype]
+    per_element = width * _num_accesses(optimizer, loop) + 2 * mixed * (MASTER_BYTES + DTYPE_BYTES[dtype])
+    kernels = _num_kernels(elements, optimizer, loop) + 2 * mixed * len(elements)
+    seconds = float(elements.sum()) * per_element / kind.memory_bandwidth_bytes_per_s + kernels * LAUNCH_S
+    return price_seconds(seconds, unsure, "roofline")
+
+
+def price_copy(
+    elements: NDArray[np.int64], kind: DeviceKind, dtype: str, curve: Curve | None, unsure: Interval
+) -> Price:
+    """Copying tensors of these sizes (shape: tensors), one by one."""
     if curve is not None:
-        return float(curve.at(elements.astype(np.float64)).sum())
-    width, states = DTYPE_BYTES[dtype], state_bytes(optimizer, dtype)
-    moved = 3 * width + 2 * states
-    return float(elements.sum()) * moved / kind.memory_bandwidth_bytes_per_s + LAUNCH_S
-
-
-def copy_seconds(elements: NDArray[np.int64], kind: DeviceKind, dtype: str, curve: Curve | None) -> float:
-    """Seconds to copy tensors of these sizes (shape: tensors), one by one; 0 if there are none."""
-    if curve is not None and len(elements):
-        return float(curve.at(elements.astype(np.float64)).sum())
+        return _price_measured(elements, curve)
     moved = 2 * float(elements.sum()) * DTYPE_BYTES[dtype]
-    return moved / kind.memory_bandwidth_bytes_per_s + LAUNCH_S * len(elements)
+    seconds = moved / kind.memory_bandwidth_bytes_per_s + LAUNCH_S * len(elements)
+    return price_seconds(seconds, unsure, "roofline")
+
+
+def _num_accesses(optimizer: Optimizer, loop: OptimizerLoop) -> int:
+    return _FUSED_ACCESSES[optimizer.name] if loop == "fused" else sum(_ACCESSES[optimizer.name])
+
+
+def _num_kernels(elements: NDArray[np.int64], optimizer: Optimizer, loop: OptimizerLoop) -> int:
+    """Kernels of a step; AdamW counts its steps in one more per start."""
+    operations = 1 if loop == "fused" else len(_ACCESSES[optimizer.name])
+    operations += optimizer.kind == "adamw"
+    chunks = int(np.ceil(elements / _CHUNK_ELEMENTS).sum())
+    starts = max(math.ceil(chunks / _MAX_CHUNKS), math.ceil(len(elements) / _MAX_TENSORS))
+    return operations * (len(elements) if loop == "tensors" else starts)
+
+
+def _price_measured(elements: NDArray[np.int64], curve: Curve) -> Price:
+    seconds = float(curve.at(elements.astype(np.float64)).sum())
+    inside = len(elements) == 0 or (curve.sizes[0] <= elements.min() and elements.max() <= curve.sizes[-1])
+    if np.isin(elements, curve.sizes).all():
+        return price_seconds(seconds, MEASURED_STEP, "measured")
+    return price_seconds(seconds, MEASURED_STEP, "interpolated" if inside else "transferred")

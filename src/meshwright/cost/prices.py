@@ -42,6 +42,20 @@ class OpPrice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """Seconds of what is no op, an optimizer step or a copy, with the ends of their 80 % interval and their basis."""
+
+    seconds: float
+    low_s: float
+    high_s: float
+    basis: Basis
+
+    def at(self, end: End | None) -> float:
+        """Seconds, or an end of their interval."""
+        return {None: self.seconds, "low": self.low_s, "high": self.high_s}[end]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TotalSeconds:
     """A sum of prices with its 80 % interval."""
 
@@ -96,6 +110,11 @@ def price_around(seconds: OpSeconds, interval: Interval, basis: Basis) -> OpPric
     return OpPrice(
         seconds=seconds, low=seconds.scaled(low, low, low), high=seconds.scaled(high, high, high), basis=basis
     )
+
+
+def price_seconds(seconds: float, interval: Interval, basis: Basis) -> Price:
+    """A price with its interval."""
+    return Price(seconds=seconds, low_s=seconds * interval.low, high_s=seconds * interval.high, basis=basis)
 
 
 def add_intervals(seconds: Floats, low_s: Floats, high_s: Floats, group: NDArray[np.int64]) -> TotalSeconds:
