@@ -82,6 +82,19 @@ def test_transfers_over_one_nic_queue():
     assert timeline.end_ps[sends].tolist() == [13 * US, 13 * US]
 
 
+def test_transfers_over_one_nic_share_it():
+    """The same two sends at half the rate each, both in 20 µs; alone on a NIC nothing changes."""
+    graph = chain_graph(2)
+    plan = make_plan(graph, even_bounds(2, 2), [2, 2], 2, schedule="gpipe")
+    for num_nics, end_us in ((1, 23), (2, 13)):
+        cluster = small_cluster(num_nodes=2, devices=2, num_nics=num_nics)
+        cost = FixedCost(cluster=cluster, send=10e-6)
+        timeline = simulate_plan(plan, graph, cluster, cost=cost, contention="fair").timeline
+        sends = timeline.opcode == Opcode.SEND_ACTIVATION
+        assert timeline.start_ps[sends].tolist() == [3 * US, 3 * US]
+        assert timeline.end_ps[sends].tolist() == [end_us * US, end_us * US]
+
+
 def test_filling_buckets_lengthens_the_last_backward_only():
     """Four layers of 5 µs backward, a bucket each: filled (1 µs) one after the other, ready 5 + 1 µs apart."""
     graph = chain_graph(4)

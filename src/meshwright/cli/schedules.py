@@ -16,6 +16,7 @@ from meshwright.spec.plan import SCHEDULE_NAMES, Plan
 if TYPE_CHECKING:
     from meshwright.cost import CostModel
     from meshwright.planner import RankedPlan
+    from meshwright.simulator import Contention
     from meshwright.spec.cluster import Cluster
     from meshwright.spec.graph import Graph
     from meshwright.spec.program import Program
@@ -64,7 +65,7 @@ def compared_schedules(plan: Plan, against: Sequence[str] | None) -> Sequence[st
 
 
 def compare(
-    plan: Plan, graph: Graph, machine: Cluster, cost: CostModel, against: Sequence[str]
+    plan: Plan, graph: Graph, machine: Cluster, cost: CostModel, against: Sequence[str], contention: Contention
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """Rows for JSON and renderables for people; nothing if there is nothing to compare with."""
     from meshwright.planner import compare_schedules, schedule_rows
@@ -72,7 +73,7 @@ def compare(
 
     if not against:
         return [], []
-    items = compare_schedules(plan, graph, machine, against, cost=cost)
+    items = compare_schedules(plan, graph, machine, against, cost=cost, contention=contention)
     rows = schedule_rows(items, graph, cost)
     shown: list[Any] = ["", schedules_table(rows)]
     if plan.has_own_schedule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -31,6 +31,10 @@ def simulate(
         list[str] | None,
         typer.Option(help="Compare with this schedule for the same stages; repeat. With your own: gpipe and 1f1b."),
     ] = None,
+    contention: Annotated[
+        Literal["queued", "fair"],
+        typer.Option(help="How transfers get a link that others want too: one after the other, or in fair shares."),
+    ] = "queued",
     steps: Annotated[int, typer.Option(help="Steps to simulate.", min=1)] = 2,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the critical path of a step, and what would make it shorter.")
@@ -57,11 +61,12 @@ def simulate(
     machine = load_cluster(cluster or document.cluster)
     cost = load_cost_model(machine, measurements, document.workload.precision)
     captured = graph_of_plan(document, graph)
-    result = simulate_plan(document, captured, machine, cost=cost, num_steps=steps)
+    result = simulate_plan(document, captured, machine, cost=cost, num_steps=steps, contention=contention)
     basis = cost.explain_basis(captured, document.microbatch_size)
-    interval = predict_step_interval(document, captured, machine, cost)
-    reasons, explanation = explain_bounds(document, captured, machine, cost) if explain else ({}, [])
-    rows, comparison = compare(document, captured, machine, cost, compared_schedules(document, against))
+    interval = predict_step_interval(document, captured, machine, cost, contention=contention)
+    reasons, explanation = explain_bounds(document, captured, machine, cost, contention) if explain else ({}, [])
+    compared = compared_schedules(document, against)
+    rows, comparison = compare(document, captured, machine, cost, compared, contention)
     if out is not None:
         write_document(result.timeline, out)
     if trace is not None:
@@ -81,6 +86,7 @@ def simulate(
             {
                 "plan": str(plan),
                 "step_time_s": result.step_time_s,
+                "contention": contention,
                 "basis": basis,
                 "step_interval_s": [interval.low_s, interval.high_s],
                 "step_interval_measured": interval.measured,

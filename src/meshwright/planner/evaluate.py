@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.cost import CostModel
 from meshwright.planner.placement import memory_limit
-from meshwright.simulator import PeakMemory, Simulation, simulate_plan
+from meshwright.simulator import Contention, PeakMemory, Simulation, simulate_plan
 from meshwright.spec import Cluster, Graph, Plan
 
 
@@ -114,9 +114,10 @@ def evaluate_plan(
     *,
     memory_limit_bytes: int | None = None,
     estimate_s: float | None = None,
+    contention: Contention = "queued",
 ) -> RankedPlan:
     """Simulate a plan; needing too much memory is no error. Raises PlanError if it is not for this graph or cluster."""
-    simulation = simulate_plan(plan, graph, cluster, cost=cost)
+    simulation = simulate_plan(plan, graph, cluster, cost=cost, contention=contention)
     return rank_simulation(simulation, plan, cluster, memory_limit_bytes=memory_limit_bytes, estimate_s=estimate_s)
 
 

@@ -8,11 +8,18 @@ from typing import Any
 from meshwright.cost import CostModel
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan
 from meshwright.program import Schedule, max_in_flight, with_schedule
+from meshwright.simulator import Contention
 from meshwright.spec import Cluster, Graph, Plan, slice_graph
 
 
 def compare_schedules(
-    plan: Plan, graph: Graph, cluster: Cluster, schedules: Iterable[str | Schedule], *, cost: CostModel | None = None
+    plan: Plan,
+    graph: Graph,
+    cluster: Cluster,
+    schedules: Iterable[str | Schedule],
+    *,
+    cost: CostModel | None = None,
+    contention: Contention = "queued",
 ) -> tuple[RankedPlan, ...]:
     """The plan as it is, then under each of the other ``schedules``; each simulated, with true counts in flight.
 
@@ -20,7 +27,7 @@ def compare_schedules(
     """
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     plans = dict.fromkeys([plan, *(with_schedule(plan, schedule) for schedule in schedules)])
-    return tuple(evaluate_plan(item, graph, cluster, cost) for item in plans)
+    return tuple(evaluate_plan(item, graph, cluster, cost, contention=contention) for item in plans)
 
 
 def schedule_rows(items: Sequence[RankedPlan], graph: Graph, cost: CostModel) -> list[dict[str, Any]]:

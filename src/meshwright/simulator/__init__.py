@@ -7,6 +7,7 @@ one rank's memory op by op. `explain_step` tells what bounds a step (`critical_p
 
 from meshwright.simulator.allocation import RankAllocation, allocate_rank
 from meshwright.simulator.critical_path import Bound
+from meshwright.simulator.engine import Contention
 from meshwright.simulator.explanation import StepExplanation, explain_program, explain_step
 from meshwright.simulator.levers import SHORTER, Lever
 from meshwright.simulator.plan import simulate_plan
@@ -19,6 +20,7 @@ from meshwright.simulator.steady import describe_steady_step, steady_rows
 __all__ = [
     "SHORTER",
     "Bound",
+    "Contention",
     "Lever",
     "PeakMemory",
     "Prices",

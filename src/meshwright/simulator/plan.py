@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.cost import CostModel
 from meshwright.program import build_program
+from meshwright.simulator.engine import Contention
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.simulate import simulate_with_memory
 from meshwright.simulator.simulation import PeakMemory, Simulation, rank_seconds, step_window
@@ -15,21 +16,30 @@ STEADY_STEPS = 3
 
 
 def simulate_plan(
-    plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel | None = None, num_steps: int = 1
+    plan: Plan,
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    cost: CostModel | None = None,
+    num_steps: int = 1,
+    contention: Contention = "queued",
 ) -> Simulation:
     """Predict a plan: times, memory, utilisation. Rank r of the plan is device r of the cluster.
 
     ``cost`` is the cost model to price with (default: the cluster's datasheet figures). The timeline shows
     ``num_steps`` steps from a cold start; step time and seconds per rank are those of a steady step, simulated
-    beyond them if need be. Raises PlanError if the plan fits graph or cluster not, DeadlockError if its program can
-    never finish.
+    beyond them if need be. ``contention`` says how transfers get links that others want too: ``queued`` (first come,
+    first served) or ``fair`` (max-min shares). Raises PlanError if the plan fits graph or cluster not, DeadlockError
+    if its program can never finish, ProgramError for an unknown model of contention.
     """
     check_plan(plan, graph, cluster)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     program = build_program(plan, graph)
     prices = price_program(program, plan, graph, cost)
-    timeline, memory = simulate_with_memory(program, prices, num_steps)
-    steady = timeline if num_steps >= STEADY_STEPS else simulate_with_memory(program, prices, STEADY_STEPS)[0]
+    timeline, memory = simulate_with_memory(program, prices, num_steps, contention)
+    steady = timeline
+    if num_steps < STEADY_STEPS:
+        steady = simulate_with_memory(program, prices, STEADY_STEPS, contention)[0]
     window = step_window(steady.step, steady.end_ps)
     step_time_s = to_seconds(window[1] - window[0])
     ranks = rank_seconds(steady, window)
