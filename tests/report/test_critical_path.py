@@ -10,6 +10,7 @@ from rich.console import Console
 from meshwright.report import explanation_rows, explanation_table
 from meshwright.report.critical_path import MAX_LINES, fold_path, path_rows
 from meshwright.spec import Opcode
+from tests.report.test_tables import broken_headings
 from tests.report.timelines import B, F, R, S, make_timeline
 
 LEVER = {"kind": "work", "name": "forwards", "path_s": 1e-12, "step_if_shorter_s": 9e-13, "step_if_free_s": 5e-13}
@@ -100,3 +101,11 @@ def test_a_long_path_and_many_levers_are_cut_and_say_so():
     assert "forwards" in text
     assert "backwards" not in text
     assert "1 more with less on the path: --json." in text
+
+
+def test_headings_fit_a_narrow_terminal_and_nothing_is_fine_too():
+    path = path_of(*fill(40))
+    assert broken_headings(explanation_table(path, ["wait"] * path.num_spans, [LEVER, LEVER], 0.1), 80) == []
+    empty = make_timeline([])
+    assert explanation_rows(empty, [], []) == {"step_time_s": 0.0, "queued_s": 0.0, "path": [], "levers": []}
+    assert "0 instructions" in printed(explanation_table(empty, [], [], 0.1))
