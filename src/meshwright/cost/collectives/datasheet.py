@@ -4,7 +4,7 @@ n ranks on N nodes, r on each of them; α_d, B_d of the links inside, α_n of th
 node: all its NICs that the group can use, shared with the groups that run beside it. S bytes of the full tensor; the
 shares of S that pass a port are those of `port_share`.
 
-    flat ring     steps·α + S·max(share inside / B_d, share across / B_n)
+    flat ring     steps·(N·α_n + (n-N)·α_d)/n + S·max(share inside / B_d, share across / B_n)       (N = 0 for one node)
     tree          2(r-1)·α_d + 2·⌈log₂ N⌉·α_n + S·max((1 or 2) / B_d, (1 or 2) / B_n)       all-reduce, broadcast (half)
     hierarchical  reduce-scatter inside, the op across on the parts, all-gather inside; one after the other
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from meshwright.cost.collectives.algorithms import CollectiveOp
     from meshwright.cost.collectives.protocols import Protocol
     from meshwright.cost.prediction import Floats
-    from meshwright.spec import Cluster
+    from meshwright.spec import Cluster, Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,9 @@ def quote_collective(cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], g
     by_nccl = all(cluster.device_kind(rank).compute_capability for rank in ranks)
     if group.num_ranks == 1:
         return Tariff(latency_s=np.zeros(1), s_per_byte=np.zeros(1), by_nccl=by_nccl)
-    counts = _count_by_node(cluster, ranks)
-    ways = find_ways(cluster, counts, group)
+    by_node = Counter(cluster.node_index(rank) for rank in ranks)
+    ways = find_ways([(cluster.nodes[index], count) for index, count in by_node.items()], group.num_sharing)
+    counts = tuple(by_node.values())
     if by_nccl:
         found = [
             (protocol.base_s + latency_s, s_per_byte)
@@ -97,25 +98,22 @@ def quote_collective(cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], g
             for latency_s, s_per_byte in _list_ways(op, group, counts, ways.through(protocol))
         ]
     else:
-        found = [_ring(op, group, counts, ways.through(PLAIN))]
+        found = [quote_ring(op, group, counts, ways.through(PLAIN))]
     latencies, rates = np.array(found, np.float64).T
     return Tariff(latency_s=latencies, s_per_byte=rates, by_nccl=by_nccl)
 
 
-def _count_by_node(cluster: Cluster, ranks: Sequence[int]) -> Counter[int]:
-    """How many of the ranks each node has, by the node's index."""
-    return Counter(cluster.node_index(rank) for rank in ranks)
+def find_ways(nodes: Sequence[tuple[Node, int]], num_sharing: int) -> Ways:
+    """The slowest links of a group that has so many ranks on each of these nodes, beside so many groups on each NIC.
 
-
-def find_ways(cluster: Cluster, counts: Counter[int], group: Group) -> Ways:
-    """The slowest links among the ranks; a way that is not used (one node, one device each) is as fast as can be."""
-    inner = [cluster.nodes[index].device_link for index, count in counts.items() if count > 1]
+    A way that is not used (one node, one device each) is as fast as can be.
+    """
+    inner = [node.device_link for node, count in nodes if count > 1]
     outer = []
-    if len(counts) > 1:
-        for index, count in counts.items():
-            node = cluster.nodes[index]
+    if len(nodes) > 1:
+        for node, count in nodes:
             rails = min(node.num_nics, count)
-            crowd = max(1.0, group.num_sharing * rails / node.num_nics)
+            crowd = max(1.0, num_sharing * rails / node.num_nics)
             outer.append((node.nic.latency_s, node.nic.bandwidth_bytes_per_s * rails / crowd))
     return Ways(
         inside_s=max((link.latency_s for link in inner), default=0.0),
@@ -125,34 +123,39 @@ def find_ways(cluster: Cluster, counts: Counter[int], group: Group) -> Ways:
     )
 
 
-def _list_ways(op: CollectiveOp, group: Group, counts: Counter[int], ways: Ways) -> list[tuple[float, float]]:
+def quote_ring(op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways) -> tuple[float, float]:
+    """(latency, seconds per byte) of the flat ring; of all pairs at once for an all-to-all.
+
+    ``counts``: ranks on each node. What other groups take of the NICs is in the bandwidth of ``ways``.
+    """
+    # On its way round a message leaves each node once.
+    crossing = len(counts) / group.num_ranks if len(counts) > 1 else 0.0
+    latency_s = count_steps(op, group) * (crossing * ways.across_s + (1.0 - crossing) * ways.inside_s)
+    outward = port_share(op, Group(num_ranks=group.num_ranks, num_nodes=group.num_nodes))
+    if op == "all_to_all":
+        # Nodes with unlike numbers of ranks send unlike shares out.
+        outward = max(count * (group.num_ranks - count) for count in counts) / group.num_ranks**2
+    within = port_share(op, Group(num_ranks=group.num_ranks))
+    return latency_s, _busiest(ways, within, outward)
+
+
+def _list_ways(op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways) -> list[tuple[float, float]]:
     """(latency, seconds per byte) of every algorithm that the op and the place allow."""
-    inside = Group(num_ranks=max(counts.values()))
+    inside = Group(num_ranks=max(counts))
     across = Group(num_ranks=group.num_nodes, num_nodes=group.num_nodes)
-    found = [_ring(op, group, counts, ways)]
+    found = [quote_ring(op, group, counts, ways)]
     if op in ("all_reduce", "broadcast"):
         times = 2 if op == "all_reduce" else 1
         hops = (inside.num_ranks - 1) * ways.inside_s + ceil(log2(group.num_nodes)) * ways.across_s
         outward = port_share(op, across, algorithm="tree")
         found.append((times * hops, _busiest(ways, port_share(op, inside, algorithm="tree"), outward)))
-    even = min(counts.values()) == inside.num_ranks
+    even = min(counts) == inside.num_ranks
     if even and min(inside.num_ranks, group.num_nodes) > 1 and op in _PARTS_INSIDE:
         latency = sum(count_steps(part, inside) for part in _PARTS_INSIDE[op]) * ways.inside_s
         moved = sum(port_share(part, inside) for part in _PARTS_INSIDE[op]) / ways.inside_bytes_per_s
         latency += count_steps(op, across) * ways.across_s
         found.append((latency, moved + port_share(op, across) / ways.across_bytes_per_s))
     return found
-
-
-def _ring(op: CollectiveOp, group: Group, counts: Counter[int], ways: Ways) -> tuple[float, float]:
-    """(latency, seconds per byte) of the flat ring; of all pairs at once for an all-to-all."""
-    # What other groups take of the NICs is in the bandwidth already.
-    outward = port_share(op, Group(num_ranks=group.num_ranks, num_nodes=group.num_nodes))
-    if op == "all_to_all":
-        # Nodes with unlike numbers of ranks send unlike shares out.
-        outward = max(count * (group.num_ranks - count) for count in counts.values()) / group.num_ranks**2
-    within = port_share(op, Group(num_ranks=group.num_ranks))
-    return count_steps(op, group) * max(ways.inside_s, ways.across_s), _busiest(ways, within, outward)
 
 
 def _busiest(ways: Ways, within: float, outward: float) -> float:

@@ -3,20 +3,20 @@
     products      max(FLOPs / (peak · e_product · scale), bytes / (memory bandwidth · e_memory)) + launch
     attention     the same, with the share of the peak that its kernels are published to reach, where one is given
     passes        bytes / (memory bandwidth · e_memory) + launch
-    collectives   steps · latency + bytes through the busiest port / (its bandwidth · e_network)
+    collectives   the flat ring of `cost.collectives.datasheet`, over links of e_network of their bandwidth
 
-Steps, ports and how groups share the NICs of a node are those of `cost.collectives`, by rings; the same collective runs
-in all groups of a kind at once. The scale of a dtype is what large products reach on this device over what they reach
-on the one whose efficiencies are used, both measured alone.
+The same collective runs in all groups of a kind at once. The scale of a dtype is what large products reach on this
+device over what they reach on the one whose efficiencies are used, both measured alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
-from meshwright.cost.collectives.algorithms import count_steps, port_share
+from meshwright.cost.collectives.datasheet import find_ways, quote_ring
 from meshwright.cost.collectives.groups import Group, group_in_mesh
+from meshwright.cost.collectives.protocols import PLAIN
 from meshwright.cost.roofline import LAUNCH_S, peak_flops
 
 if TYPE_CHECKING:
@@ -90,16 +90,13 @@ class StepPrices:
         place = self._places[group]
         if place.num_ranks == 1:
             return 0.0
-        inside, nic = self.node.device_link, self.node.nic
-        steps = count_steps(op, place)
-        within = port_share(op, Group(num_ranks=place.num_ranks)) * num_bytes / inside.bandwidth_bytes_per_s
-        if place.num_nodes == 1:
-            return steps * inside.latency_s + within / self.efficiencies.network
-        crossing = place.num_nodes / place.num_ranks
-        latency = steps * (crossing * nic.latency_s + (1 - crossing) * inside.latency_s)
-        across = port_share(op, place) * num_bytes / (nic.bandwidth_bytes_per_s * self.node.num_nics)
-        slowest = max(across, within) if place.ranks_per_node > 1 else across
-        return latency + slowest / self.efficiencies.network
+        # The last node has what is left.
+        full = -(-place.num_ranks // place.num_nodes)
+        counts = [min(full, place.num_ranks - full * node) for node in range(place.num_nodes)]
+        ways = find_ways([(self.node, count) for count in counts], place.num_sharing)
+        reached = replace(PLAIN, bandwidth_share=self.efficiencies.network)
+        latency_s, s_per_byte = quote_ring(op, place, counts, ways.through(reached))
+        return latency_s + num_bytes * s_per_byte
 
     def place(self, num_ranks: int, stride: int) -> Group:
         """Where the group of every ``stride``-th rank lies, the step's other groups of the kind running beside it."""
