@@ -73,15 +73,17 @@ def test_the_path_of_equal_stages(schedule, num_stages, num_microbatches, forwar
     num_nics=st.integers(1, 2),
     send=st.integers(0, 9),
     host=st.sampled_from([0.0, 1e-6]),
+    contention=st.sampled_from(["queued", "fair"]),
 )
-def test_work_adds_up_to_the_step(replicas, num_microbatches, schedule, num_nics, send, host):
+def test_work_adds_up_to_the_step(replicas, num_microbatches, schedule, num_nics, send, host, contention):
     """Kinds of work share the path among them, to the picosecond, and the step is the one of `simulate_plan`."""
     graph = chain_graph(8)
     plan = make_plan(graph, even_bounds(8, len(replicas)), replicas, num_microbatches, schedule=schedule)
     cluster = small_cluster(num_nodes=3, devices=4, num_nics=num_nics)
     cost = FixedCost(cluster=cluster, send=send * 1e-6, all_reduce=4e-6, optimizer=2e-6, host=host)
-    explained = explain_step(plan, graph, cluster, cost=cost)
-    assert explained.step_time_s == simulate_plan(plan, graph, cluster, cost=cost).step_time_s
+    explained = explain_step(plan, graph, cluster, cost=cost, contention=contention)
+    simulated = simulate_plan(plan, graph, cluster, cost=cost, contention=contention)
+    assert explained.step_time_s == simulated.step_time_s
     work = [item for item in explained.levers if item.kind == "work"]
     assert sum(in_ps(item.path_s) for item in work) == in_ps(explained.step_time_s)
     assert explained.bounds[0] is Bound.BEGIN
