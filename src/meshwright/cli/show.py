@@ -50,6 +50,13 @@ def show(
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Precision for --cluster; by default bfloat16 where the devices are GPUs."),
     ] = None,
+    collectives: Annotated[
+        bool,
+        typer.Option("--collectives", help="What each collective takes on a cluster, and its best ring and tree."),
+    ] = False,
+    ranks: Annotated[
+        str | None, typer.Option(help="Ranks for --collectives, 0,1,2,3; by default all.", metavar="RANKS")
+    ] = None,
     program: Annotated[bool, typer.Option("--program", help="Show the program of a plan instead of the plan.")] = False,
     schedule: Annotated[bool, typer.Option("--schedule", help="Draw the schedule of a plan, as papers do.")] = False,
     system: Annotated[
@@ -76,7 +83,9 @@ def show(
 ) -> None:
     """Show what a document says: in tables, as JSON, or on a page to play with."""
     asks_page = html is not None or open_browser
-    pricing = Pricing(cluster=cluster, measurements=measurements, precision=precision)
+    pricing = Pricing(
+        cluster=cluster, collectives=collectives, ranks=ranks, measurements=measurements, precision=precision
+    )
     if play:
         other = as_json or program or schedule or system is not None or html is not None or batch_size != 1
         if other or pricing != Pricing():
@@ -90,13 +99,13 @@ def show(
     if document is None:
         raise DocumentError("No document was given. Give a file or a cluster's short form, or --play for a page.")
     if document == ZOO or Path(document).suffix == ".parquet":
-        others = bool(program or schedule or system or asks_page or pricing.cluster or batch_size != 1)
+        others = bool(program or schedule or system or asks_page or pricing.is_asked or batch_size != 1)
         listing = show_zoo if document == ZOO else partial(show_records, Path(document))
         listing(as_json, others)
         return
     page = page_path(html, open_browser, "document")
     value = read_any(document)
-    if pricing.cluster is not None:
+    if pricing.is_asked:
         show_prices(value, document, pricing, batch_size, as_json)
         return
     if system is not None:
@@ -135,11 +144,18 @@ def _check_views(*, text: bool, program: bool, asks_page: bool, pricing: Pricing
             "--schedule and --as print text; leave --html and --open out. `meshwright simulate PLAN --html FILE` draws "
             "the schedule of a plan on a page."
         )
-    if pricing.cluster is None and pricing != Pricing():
-        raise DocumentError("--measurements and --precision belong to --cluster; give a cluster, or leave them out.")
-    if pricing.cluster is not None and (text or program or asks_page):
+    if pricing.ranks is not None and not pricing.collectives:
+        raise DocumentError("--ranks belongs to --collectives of a cluster; give that, or leave it out.")
+    if pricing.collectives and pricing.cluster is not None:
+        raise DocumentError("--collectives is for a cluster that is the document itself; leave --cluster out.")
+    if not pricing.is_asked and pricing != Pricing():
         raise DocumentError(
-            "--cluster prints a table of layers; leave --program, --schedule, --as, --html and --open out."
+            "--measurements and --precision belong to --cluster or --collectives; give one, or leave them out."
+        )
+    if pricing.is_asked and (text or program or asks_page):
+        raise DocumentError(
+            "--cluster prints a table of layers, --collectives one of collectives; leave --program, --schedule, --as, "
+            "--html and --open out."
         )
 
 

@@ -1,4 +1,4 @@
-"""``meshwright show MODEL --cluster CLUSTER``: seconds and memory of every layer on the cluster's devices."""
+"""What ``meshwright show`` prices: the layers of a model on a cluster's devices, or the collectives of a cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.cli.output import print_json, print_tables
 from meshwright.cli.plan import default_precision
-from meshwright.spec.cluster import load_cluster
+from meshwright.spec.cluster import Cluster, load_cluster
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.graph import Graph
 from meshwright.spec.workload import Precision
@@ -16,17 +16,30 @@ from meshwright.spec.workload import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """What the options say of prices; all None if none was given."""
+    """What the options say of prices; nothing if none was given."""
 
     cluster: str | None = None
+    collectives: bool = False
+    ranks: str | None = None
     measurements: Path | None = None
     precision: Precision | None = None
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether prices are to be shown."""
+        return self.collectives or self.cluster is not None
+
 
 def show_prices(value: Any, document: str, pricing: Pricing, batch_size: int, as_json: bool) -> None:
-    """Print one table per kind of device. Raises DocumentError if the document is not a graph."""
+    """Print one table per kind of device, or those of collectives.
+
+    Raises DocumentError if the document is not a graph, or no cluster.
+    """
+    if pricing.collectives:
+        _show_collectives(value, document, pricing, as_json)
+        return
     from meshwright.cost import load_cost_model
-    from meshwright.cost.layers import priced_rows, priced_table
+    from meshwright.cost.layers import explain_optimizer, optimizer_row, priced_rows, priced_table
 
     if not isinstance(value, Graph):
         raise DocumentError(
@@ -40,8 +53,40 @@ def show_prices(value: Any, document: str, pricing: Pricing, batch_size: int, as
         devices = []
         for kind in machine.device_kinds:
             layers, total = priced_rows(cost, value, batch_size, kind)
-            devices.append({"kind": kind.name, "layers": layers, "total": total})
+            step = optimizer_row(cost, value, kind)
+            devices.append({"kind": kind.name, "layers": layers, "total": total, "optimizer": step})
         print_json({"model": value.name, "batch_size": batch_size, "precision": precision, "devices": devices})
         return
     tables = [priced_table(cost, value, batch_size, kind) for kind in machine.device_kinds]
-    print_tables(*tables, cost.explain_basis(value, batch_size))
+    steps = [(kind, optimizer_row(cost, value, kind)) for kind in machine.device_kinds]
+    lines = [explain_optimizer(row, kind) for kind, row in steps if row is not None]
+    print_tables(*tables, *lines, cost.explain_basis(value, batch_size))
+
+
+def _show_collectives(value: Any, document: str, pricing: Pricing, as_json: bool) -> None:
+    """What every collective takes among ranks of a cluster, and the orders of ring and tree."""
+    from meshwright.cost import load_cost_model
+    from meshwright.cost.collectives.listing import list_collectives, tables_of_listing
+
+    if not isinstance(value, Cluster):
+        raise DocumentError(
+            f"{document}: --collectives needs a cluster, found a {type(value).__name__.lower()}. Give a file or "
+            "a short form, 2x8xH100."
+        )
+    precision = pricing.precision or default_precision(value.device_kind(0).peak_flops_per_s)
+    cost = load_cost_model(value, pricing.measurements, precision)
+    listing = list_collectives(cost, _read_ranks(pricing.ranks, value))
+    if as_json:
+        print_json({"cluster": value.name, "precision": precision, **listing})
+        return
+    print_tables(*tables_of_listing(listing, value.name))
+
+
+def _read_ranks(text: str | None, cluster: Cluster) -> tuple[int, ...]:
+    """Ranks as ``0,1,2``; all without a text."""
+    if text is None:
+        return tuple(range(cluster.num_ranks))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise DocumentError(f"--ranks {text!r}: expected numbers with commas between them, such as 0,1,2,3.") from None

@@ -1,0 +1,130 @@
+"""What the links of a cluster come to: each collective at a few sizes, the orders that the links favour, and limits.
+
+bus bandwidth   bytes through a port / seconds, by the ring in one node (`port_share`), to hold against a link's
+orders          as the ranks are given, and the best by the slowest link, with the number of links that slow (`rings`)
+limits          BytePS's closed form over the nodes and their NICs: no spare machine (the ring), half as many, as many
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshwright.cost.collectives.algorithms import COLLECTIVE_OPS, parameter_server_seconds, port_share
+from meshwright.cost.collectives.groups import Group
+from meshwright.cost.collectives.rings import best_ring, best_tree, link_matrix
+from meshwright.report import make_table
+from meshwright.spec import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshwright.cost.model import CostModel
+    from meshwright.report.narrow import NarrowTable
+    from meshwright.spec import Cluster
+
+Row = dict[str, Any]
+
+LISTED_BYTES = (2**12, 2**20, 2**26, 2**30)
+# The search of an order looks at every pair of ranks: more take longer than a second.
+MAX_RANKS = 512
+_SHOWN_RANKS = 32
+
+
+def list_collectives(cost: CostModel, ranks: Sequence[int]) -> dict[str, Any]:
+    """The ranks and three lists of rows: ``collectives``, ``orders``, ``limits``.
+
+    Raises ClusterError for fewer than two ranks, for too many, for one that is named twice or that there is not.
+    """
+    last = cost.cluster.num_ranks - 1
+    sound = len(set(ranks)) == len(ranks) and all(0 <= rank <= last for rank in ranks)
+    if not sound or not 2 <= len(ranks) <= MAX_RANKS:
+        raise ClusterError(
+            f"{len(ranks)} ranks ({_name_ranks(ranks)}): collectives are shown among 2 to {MAX_RANKS} ranks, each "
+            f"once, from 0 to {last}. Name them with --ranks 0,1,2,3."
+        )
+    return {
+        "ranks": list(ranks),
+        "collectives": [row for op in COLLECTIVE_OPS for row in _price(cost, op, ranks)],
+        "orders": _order(cost.cluster, ranks),
+        "limits": _limit(cost.cluster, ranks),
+    }
+
+
+def tables_of_listing(listing: dict[str, Any], name: str) -> list[NarrowTable]:
+    """The listing for a terminal."""
+    title = f"{name}, {len(listing['ranks'])} ranks; low to high: 80 % interval; bytes of the full tensor"
+    orders = [{**row, "ranks": _name_ranks(row["ranks"])} for row in listing["orders"]]
+    tables = [
+        make_table(listing["collectives"], title=title, collapse="collective"),
+        make_table(orders, title="orders of the ranks; of a tree the parent of each rank as given"),
+    ]
+    if listing["limits"]:
+        tables.append(make_table(listing["limits"], title="an all-reduce between the nodes, beside spare machines"))
+    return tables
+
+
+def _price(cost: CostModel, op: Any, ranks: Sequence[int]) -> list[Row]:
+    """Rows of one op, a size each; a send is that between the first two ranks."""
+    members = ranks[:2] if op == "send" else ranks
+    found = cost.predict_collective(op, members, np.array(LISTED_BYTES, np.float64))
+    share = port_share(op, Group(num_ranks=len(members)))
+    columns = (column.tolist() for column in (found.seconds, found.low_s, found.high_s))
+    return [
+        {
+            "collective": op,
+            "num_bytes": num_bytes,
+            "time_s": seconds,
+            "low_s": low_s,
+            "high_s": high_s,
+            "bus_bandwidth_bytes_per_s": share * num_bytes / seconds,
+            "basis": basis,
+        }
+        for num_bytes, seconds, low_s, high_s, basis in zip(LISTED_BYTES, *columns, found.basis, strict=True)
+    ]
+
+
+def _order(cluster: Cluster, ranks: Sequence[int]) -> list[Row]:
+    """The ring as given, the best ring, and the best tree, whose root is the first rank."""
+    links = link_matrix(cluster, ranks)
+    count, best, parents = len(ranks), best_ring(links), best_tree(links)
+    found = {
+        "ring as given": (range(count), [(place, (place + 1) % count) for place in range(count)]),
+        "best ring": (best, list(zip(best, (*best[1:], best[0]), strict=True))),
+        "best tree": (parents, [(child, parent) for child, parent in enumerate(parents) if child]),
+    }
+    rows = []
+    for name, (places, used) in found.items():
+        speeds = np.array([links[pair] for pair in used])
+        rows.append(
+            {
+                "order": name,
+                "ranks": [ranks[place] for place in places],
+                "slowest_bytes_per_s": float(speeds.min()),
+                "slowest_links": int((speeds == speeds.min()).sum()),
+            }
+        )
+    return rows
+
+
+def _limit(cluster: Cluster, ranks: Sequence[int]) -> list[Row]:
+    """All-reduces of the largest size between the nodes, with spare machines beside them; none for one node."""
+    nodes = [cluster.nodes[index] for index in sorted({cluster.node_index(rank) for rank in ranks})]
+    if len(nodes) < 2:
+        return []
+    bandwidth, num_bytes = min(node.nic.bandwidth_bytes_per_s * node.num_nics for node in nodes), LISTED_BYTES[-1]
+    return [
+        {
+            "machines": len(nodes),
+            "spare": spare,
+            "num_bytes": num_bytes,
+            "time_s": parameter_server_seconds(len(nodes), spare, num_bytes, bandwidth),
+        }
+        for spare in sorted({0, len(nodes) // 2, len(nodes)})
+    ]
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    shown = " ".join(map(str, ranks[:_SHOWN_RANKS]))
+    return shown if len(ranks) <= _SHOWN_RANKS else f"{shown} and {len(ranks) - _SHOWN_RANKS} more"
