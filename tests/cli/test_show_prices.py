@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from meshwright.cli.main import invoke
 from meshwright.cost import CostModel
-from meshwright.cost.layers import priced_rows
-from meshwright.spec import load_cluster
+from meshwright.cost.layers import optimizer_row, priced_rows
+from meshwright.spec import Optimizer, load_cluster
 from meshwright.spec.shipped import load_shipped_graph
 
 
@@ -44,6 +45,15 @@ def test_half_precision_halves_what_is_saved(graph):
         for precision in ("float32", "bfloat16")
     }
     assert 0.5 * saved["float32"] <= saved["bfloat16"] < 0.55 * saved["float32"]  # token numbers keep their width
+
+
+def test_the_optimizer_step_has_a_price_where_there_is_one(graph):
+    cluster = load_cluster("8xA100")
+    cost, kind = CostModel(cluster=cluster, precision="bfloat16"), cluster.device_kinds[0]
+    row = optimizer_row(cost, graph, kind)
+    assert (row["optimizer"], row["loop"], row["basis"]) == ("adamw", "fused", "roofline")
+    assert row["low_s"] < row["seconds"] == cost.optimizer_seconds(graph, graph.parameters, Optimizer(), kind)
+    assert optimizer_row(cost, replace(graph, mode="inference"), kind) is None
 
 
 def run(capsys, *arguments):

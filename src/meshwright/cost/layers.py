@@ -7,13 +7,16 @@ together, and that of the model is narrower than the sum of its layers' where th
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshwright.cost.kernels import is_tiled
+from meshwright.cost.optimizers import default_loop
 from meshwright.cost.prediction import BASES
 from meshwright.report import graph_rows, graph_total, make_table
-from meshwright.spec import format_percent
+from meshwright.spec import Optimizer, format_percent, format_seconds
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -51,6 +54,29 @@ def priced_table(cost: CostModel, graph: Graph, batch_size: int, kind: DeviceKin
     samples = "1 sample" if batch_size == 1 else f"{batch_size} samples"
     title = f"{graph.name} on {kind.name}, {cost.precision}, {samples}; low to high: 80 % interval of both passes"
     return make_table(rows, total=total, title=title, collapse="layer")
+
+
+def optimizer_row(cost: CostModel, graph: Graph, kind: DeviceKind) -> Row | None:
+    """The optimizer's step over all parameters, which ``show`` takes to be AdamW; None in a graph for inference.
+
+    Keys: ``optimizer``, ``loop`` (how it goes over the parameters), ``seconds``, ``low_s``, ``high_s``, ``basis``.
+    """
+    if graph.mode != "training":
+        return None
+    optimizer = Optimizer()
+    price = cost.price_optimizer(graph, graph.parameters, optimizer, kind)
+    loop = default_loop(optimizer, on_gpu=is_tiled(kind))
+    return {"optimizer": optimizer.name, "loop": loop, **asdict(price)}
+
+
+def explain_optimizer(row: Row, kind: DeviceKind) -> str:
+    """A sentence of `optimizer_row`."""
+    seconds, low, high = (format_seconds(row[key]) for key in ("seconds", "low_s", "high_s"))
+    ways = {"tensors": "tensor by tensor", "foreach": "all tensors at once", "fused": "in one kernel"}
+    return (
+        f"Optimizer step on {kind.name} ({row['optimizer']}, {ways[row['loop']]}): {seconds}, 80 % interval {low} to "
+        f"{high}, {row['basis']}."
+    )
 
 
 def _times(prices: OpPrices, span: np.ndarray[Any, np.dtype[np.int64]]) -> Row:
