@@ -87,6 +87,8 @@ def test_every_price_is_at_its_end(spread, measured):
     prices = [
         lambda cost: cost.collective_seconds("send", (0, 1), 1e6),
         lambda cost: cost.collective_seconds("all_reduce", (0, 1), 1e6),
+        lambda cost: cost.optimizer_seconds(GRAPH, parameters, adamw, kind),
+        lambda cost: cost.bucket_seconds(GRAPH, parameters, kind),
         lambda cost: cost.price_ops(GRAPH, 2, kind).total().seconds,
     ]
     for price in prices:
