@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.simulator import simulate_program
 from meshwright.simulator.engine import run_network
+from meshwright.simulator.network import find_alone
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import DeadlockError, Opcode, ProgramError
 from tests.simulator.builders import ends_by_name, forward, program_of, random_program, reduction, transfer
@@ -75,7 +76,10 @@ def test_private_links_change_nothing(seed, size, contention):
     """Whether a link is settled at once or goes through the heap must not show."""
     program, prices = random_program(seed, size)
     unrolled = unroll(program, prices, 2)
-    forced = unrolled.network._replace(route_shared=np.ones_like(unrolled.network.route_shared))
+    network = unrolled.network
+    shared = np.ones_like(network.route_shared)
+    alone = find_alone(network.route, shared, network.collective)
+    forced = network._replace(route_shared=shared, alone=alone)
     starts, ends, _ = run_network(unrolled.network, unrolled.num_links, contention)
     others = run_network(forced, unrolled.num_links, contention)
     assert np.array_equal(starts, others[0])

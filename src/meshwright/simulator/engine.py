@@ -31,10 +31,9 @@ import numpy as np
 
 from meshwright.cost.compiled import compiled
 from meshwright.simulator.fair import Sharing, prepare_sharing, run_moments
-from meshwright.simulator.heap import push
+from meshwright.simulator.heap import pop, push
 from meshwright.simulator.network import Network, State, fresh_state
-from meshwright.simulator.queued import grant_first
-from meshwright.simulator.waiters import GRANTED, Ids, Times, finish, join, resume
+from meshwright.simulator.waiters import GRANTED, Column, Ids, Times, finish, join, resume
 from meshwright.spec import ProgramError, suggest
 
 Contention = Literal["queued", "fair"]
@@ -69,11 +68,13 @@ def run_network(network: Network, num_links: int, contention: Contention = "queu
 
 
 @compiled
-def _run(network: Network, state: State, sharing: Sharing | None) -> None:
-    # Arrays are taken out of the tuples once, and the walk over waits is written out: an array that is handed to a
-    # function in the innermost loop has its references counted each time, which made the loop ten times as slow.
-    offsets, duration, wait_offsets, waits, shift, route, _, _, shared, collective, size, owner = network
-    end, position, cursor, ready, next_waiter, stack, heap_time, heap_stream, _, arrived, arrival, members = state
+def _run(network: Network, state: State, sharing: Sharing | None) -> None:  # noqa: C901 - see below
+    # One loop, with arrays taken out of the tuples once: an array that is handed to a function in the innermost loop
+    # has its references counted each time, which made the loop ten times as slow.
+    offsets, duration, wait_offsets, _, shift, awaited, route, route_offsets, links, shared = network[:10]
+    collective, size, owner, alone = network[10:]
+    end, position, cursor, ready, next_waiter, stack, heap_time, heap_stream, link_free = state[:9]
+    arrived, arrival, members = state[9:]
     top, num_requests = len(position), 0
     while top > 0:
         top -= 1
@@ -81,32 +82,52 @@ def _run(network: Network, state: State, sharing: Sharing | None) -> None:
         i, time, w = position[stream], ready[stream], cursor[stream]
         while i < offsets[stream + 1]:
             if w != GRANTED:
-                while w < wait_offsets[i + 1] and end[waits[w]] >= 0:
-                    time = max(time, end[waits[w]] + shift[w])
+                while w < wait_offsets[i + 1]:
+                    moment = np.int64(awaited[w])
+                    k = moment if moment >= 0 else ~moment
+                    if end[k] < 0:
+                        next_waiter[stream], end[k] = end[k], -(stream + 2)
+                        break
+                    time = max(time, end[k] if moment >= 0 else end[k] + shift[w])
                     w += 1
                 if w < wait_offsets[i + 1]:
-                    next_waiter[stream], end[waits[w]] = end[waits[w]], -(stream + 2)
                     cursor[stream], ready[stream] = w, time
                     break
-                c, r, requester = collective[i], route[i], stream
-                if c >= 0:
-                    time = join(c, stream, time, arrived, arrival, members, next_waiter)
-                    requester = np.int64(owner[c])
-                    if arrived[c] < size[c]:
+                if not alone[i]:
+                    c, requester = collective[i], stream
+                    if c >= 0:
+                        time = join(c, stream, time, arrived, arrival, members, next_waiter)
+                        requester = np.int64(owner[c])
+                    if c >= 0 and arrived[c] < size[c]:
                         break
-                if r >= 0 and shared[r]:
-                    num_requests = push(heap_time, heap_stream, num_requests, time, requester)
+                    if route[i] >= 0 and shared[route[i]]:
+                        num_requests = push(heap_time, heap_stream, num_requests, time, requester)
+                    else:
+                        time += duration[i]
+                        top = resume(c, stream, time, members, next_waiter, cursor, ready, stack, top)
                     break
                 time += duration[i]
-                if c >= 0:
-                    top = resume(c, stream, time, members, next_waiter, cursor, ready, stack, top)
-                    break
             top = finish(end, i, time, next_waiter, stack, top)
             i += 1
-            w = wait_offsets[i]
+            w = np.int64(wait_offsets[i])
         position[stream] = i
         if top == 0:
-            if sharing is None:
-                top, num_requests = grant_first(network, state, num_requests)
-            else:
+            if sharing is not None:
                 top, num_requests = run_moments(network, state, sharing, num_requests)
+            elif num_requests > 0:
+                requester, time = heap_stream[0], heap_time[0]
+                num_requests = pop(heap_time, heap_stream, num_requests)
+                i = position[requester]
+                time = _take_links(route_offsets, links, link_free, route[i], time, duration[i])
+                top = resume(collective[i], requester, time, members, next_waiter, cursor, ready, stack, top)
+
+
+@compiled
+def _take_links(offsets: Ids, links: Column, free: Times, route: int, time: int, duration: int) -> int:
+    """Hold the links of a route for a duration from the first moment at which all are free; return its end."""
+    for q in range(offsets[route], offsets[route + 1]):
+        time = max(time, free[links[q]])
+    time += duration
+    for q in range(offsets[route], offsets[route + 1]):
+        free[links[q]] = time
+    return time

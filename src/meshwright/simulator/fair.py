@@ -107,9 +107,9 @@ def _number_marks(network: Network, requester: Ids) -> tuple[Network, Ids, Times
     joint = np.flatnonzero(network.collective >= 0)
     leader[joint] = led[network.collective[joint]]
     keys, number = np.unique(np.stack([leader[raiser], -left]), axis=1, return_inverse=True)
-    waits, shift_ps = network.waits.copy(), network.wait_shift_ps.copy()
-    waits[awaited], shift_ps[awaited] = len(leader) + number, 0
-    return network._replace(waits=waits, wait_shift_ps=shift_ps), keys[0].copy(), -keys[1]
+    renamed = network.awaited.copy()
+    renamed[awaited] = len(leader) + number
+    return network._replace(awaited=renamed), keys[0].copy(), -keys[1]
 
 
 def _streams(network: Network) -> Ids:

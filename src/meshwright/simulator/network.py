@@ -16,13 +16,18 @@ class Network(NamedTuple):
     Wait w is for the moment ``wait_shift_ps[w]`` (0 or, for a mark, less) after the end of instruction ``waits[w]``;
     ``route`` is -1 where no link is needed; ``collective`` is -1 for work of one stream, and ``collective_owner`` is
     the lowest stream among its members.
+
+    The engine reads narrower columns, for its speed is that of the memory: ``awaited`` is ``waits``, inverted (~) for
+    marks, so that it looks at shifts of marks only; ``alone`` is False where others have a say: members of
+    collectives and users of shared links.
     """
 
     stream_offsets: Ids
     duration_ps: Times
-    wait_offsets: Ids
+    wait_offsets: Column
     waits: Ids
     wait_shift_ps: Times
+    awaited: Column
     route: Column
     route_offsets: Ids
     route_links: Column
@@ -30,6 +35,13 @@ class Network(NamedTuple):
     collective: Column
     collective_size: Column
     collective_owner: Column
+    alone: NDArray[np.bool_]
+
+
+def find_alone(route: Column, route_shared: NDArray[np.bool_], collective: Column) -> NDArray[np.bool_]:
+    """The column `Network.alone`, shape (n,)."""
+    needs_link: NDArray[np.bool_] = np.append(route_shared, False)[route]
+    return (collective < 0) & ~needs_link
 
 
 class State(NamedTuple):
@@ -58,7 +70,7 @@ def fresh_state(network: Network, num_links: int, num_marks: int = 0) -> State:
     return State(
         end_ps=np.full(len(network.duration_ps) + num_marks, -1, np.int64),
         position=network.stream_offsets[:-1].copy(),
-        cursor=network.wait_offsets[network.stream_offsets[:-1]],
+        cursor=network.wait_offsets[network.stream_offsets[:-1]].astype(np.int64),
         ready_ps=np.zeros(num_streams, np.int64),
         next_waiter=np.full(num_streams, -1, np.int64),
         stack=np.arange(num_streams, dtype=np.int64)[::-1].copy(),

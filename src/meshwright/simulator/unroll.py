@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from meshwright.simulator.links import find_shared_links
 from meshwright.simulator.matching import Matches, match_section, stream_of_instructions
-from meshwright.simulator.network import Network
+from meshwright.simulator.network import Network, find_alone
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.spec import Program, Section
 
@@ -116,19 +116,22 @@ def _assemble(prices: Prices, parts: list[_Part], ids: list[Ids], stream_offsets
     sizes = np.concatenate([part.matches.sizes for part in parts])
     links = prices.route_offsets.astype(np.int64), prices.route_links.astype(np.int32)
     shared = find_shared_links(stream_offsets, route, collective, *links, prices.num_links, len(sizes))
+    route_shared = _any_per_route(shared[links[1]], links[0])
     return Network(
         stream_offsets=stream_offsets,
         duration_ps=duration_ps,
-        wait_offsets=wait_offsets,
+        wait_offsets=wait_offsets.astype(np.int32),
         waits=waits,
         wait_shift_ps=wait_shift_ps,
+        awaited=np.where(wait_shift_ps < 0, ~waits, waits).astype(np.int32),
         route=route,
         route_offsets=links[0],
         route_links=links[1],
-        route_shared=_any_per_route(shared[links[1]], links[0]),
+        route_shared=route_shared,
         collective=collective,
         collective_size=sizes,
         collective_owner=np.concatenate([part.matches.owners for part in parts]),
+        alone=find_alone(route, route_shared, collective),
     )
 
 
