@@ -6,7 +6,7 @@ name, ranks share a node) and from datasheet figures elsewhere:
     price_ops           table, ops, prices, roofline    collective_seconds                 collectives.prices
     predict_collective  collectives.prices              collective_host_seconds            collectives.prices
     optimizer_seconds   optimizers                      bucket_seconds                     optimizers
-    stage_memory        memory
+    stage_memory        memory                          host_transfer_seconds              host_copies
 
 Answers are kept, so that asking again costs a dictionary look-up.
 """
@@ -22,6 +22,7 @@ import numpy as np
 from meshwright.cost.classes import classify_ops
 from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.collectives.prices import CollectivePrices
+from meshwright.cost.host_copies import price_host_copy
 from meshwright.cost.kernels import is_tiled, price_kernels, shipped_model
 from meshwright.cost.memory import StageMemory, likeness, weigh_stage
 from meshwright.cost.optimizers import default_loop, optimizer_curves, price_copy, price_step, trainable_elements
@@ -175,6 +176,14 @@ class CostModel:
         """The same with interval and basis."""
         key = ("bucket", self._known(graph), tuple(parameter_ids), device_kind.name)
         return self._keep(key, lambda: self._fill(graph, parameter_ids, device_kind))
+
+    def host_transfer_seconds(self, rank: int, num_bytes: float) -> float:
+        """Seconds to copy bytes between a rank's device and its host, one way."""
+        return self.price_host_transfer(rank, num_bytes).at(self.end)
+
+    def price_host_transfer(self, rank: int, num_bytes: float) -> Price:
+        """The same with its interval and basis. Raises MeasurementError for a negative number of bytes."""
+        return price_host_copy(self.cluster.nodes[self.cluster.node_index(rank)].pcie, num_bytes)
 
     def stage_memory(
         self,

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from meshwright.cost.host_copies import price_host_copy
 from meshwright.cost.memory.stage import weigh_stage
 from meshwright.cost.optimizers import state_bytes
 from meshwright.spec import PlanError
@@ -87,7 +88,7 @@ class RankMemory:
 
         Raises PlanError where something lies on NVMe and its bandwidth is not given.
         """
-        seconds = pcie.seconds(self.host_moved_bytes) if self.host_moved_bytes else 0.0
+        seconds = price_host_copy(pcie, self.host_moved_bytes).seconds
         if not self.nvme_moved_bytes:
             return seconds
         if nvme_bandwidth_bytes_per_s is None:
