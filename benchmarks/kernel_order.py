@@ -1,4 +1,4 @@
-"""How often a larger product takes less time than a smaller one: as measured, and as the predictor of kernels has it."""
+"""How often a larger product takes less time than a smaller one, as measured and as predicted."""
 
 from harness import make_row, parse_options, publish
 
@@ -6,7 +6,7 @@ from meshwright.cost.kernels import shipped_model
 from meshwright.cost.kernels.fit import split_parts
 from meshwright.cost.kernels.model import MIN_ROWS
 from meshwright.validation.datasets import load_records
-from meshwright.validation.kernel_order import next_larger, share_of_falls
+from meshwright.validation.kernel_order import next_larger, share_of_falls, share_of_false_falls
 from meshwright.validation.kernels import kinds
 
 
@@ -19,8 +19,10 @@ def main() -> int:
             continue
         predicted = shipped_model().predict(part.kernel, part.sizes).seconds
         ours, measured = (share_of_falls(seconds, pairs) for seconds in (predicted, part.seconds))
-        name = f"{part.kernel.device.name}, {part.kernel.dtype}, {part.kernel.family}: falls among {len(pairs)} pairs"
-        rows.append(make_row(name, 100 * ours, "%", baseline=100 * measured, target=100 * measured))
+        false = share_of_false_falls(predicted, part.seconds, pairs)
+        name = f"{part.kernel.device.name}, {part.kernel.dtype}, {part.kernel.family}, {len(pairs)} pairs"
+        rows.append(make_row(f"{name}: falls", 100 * ours, "%", baseline=100 * measured, target=100 * measured))
+        rows.append(make_row(f"{name}: falls that were not measured", 100 * false, "%"))
     return publish("kernel_order", rows, options)
 
 

@@ -40,3 +40,9 @@ def share_of_falls(seconds: Floats, pairs: NDArray[np.int64]) -> float:
     """The share of pairs, at least one, of which the larger takes less time by more than repeated runs differ."""
     smaller, larger = seconds[pairs].T
     return float((larger < (1 - _FALL) * smaller).mean())
+
+
+def share_of_false_falls(predicted: Floats, measured: Floats, pairs: NDArray[np.int64]) -> float:
+    """The share of pairs, at least one, of which the larger is predicted to fall and was measured to take no less."""
+    (smaller, larger), (short, long) = predicted[pairs].T, measured[pairs].T
+    return float(((larger < (1 - _FALL) * smaller) & (long >= short)).mean())

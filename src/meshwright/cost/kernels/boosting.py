@@ -31,10 +31,10 @@ _BLOCK = 1024
 class Settings:
     """How trees are grown. ``holding``: r above; the shares are those of rows and features that a tree may look at."""
 
-    num_trees: int = 600
-    depth: int = 6
+    num_trees: int = 500
+    depth: int = 7
     num_bins: int = 64
-    rate: float = 0.06
+    rate: float = 0.07
     holding: float = 4.0
     row_share: float = 0.7
     feature_share: float = 0.6

@@ -1,7 +1,7 @@
 """What the second stage looks at: how the law explains a query, its sizes, and how they fall on tiles.
 
 Shares and ratios come first, so that what is learned on one device says something on another; sizes follow, because
-libraries choose kernels by them. Nothing names the device.
+libraries choose kernels by them. Nothing names the device: of it, only the generation of its code is seen.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NUM_PLACED = 10
 
 
 def features_of(
-    op: str, sizes: Mapping[str, Floats], demand: Demand, explained: Explained, family: int
+    op: str, sizes: Mapping[str, Floats], demand: Demand, explained: Explained, family: int, capability: float
 ) -> NDArray[np.float32]:
-    """Features of n queries of one op and kernel family, shape (features, n)."""
+    """Features of n queries of one op, kernel family and CUDA compute capability, shape (features, n)."""
     chosen = demand.ways[explained.way, :, np.arange(len(explained.way))].T
     _, loads, pull, waves, steps, _, doublings, _, fill = chosen
     seconds = explained.seconds
@@ -50,14 +50,13 @@ def features_of(
         np.log(pull / seconds),
         np.log(steps),
     ]
-    return np.stack([*placed, *shares, *logs[:-3], *_alignment(op, sizes), np.full(len(seconds), family)]).astype(
-        np.float32
-    )
+    known = [np.full(len(seconds), number) for number in (family, capability)]
+    return np.stack([*placed, *shares, *logs[:-3], *_alignment(op, sizes), *known]).astype(np.float32)
 
 
 def num_features(op: str) -> int:
-    """How many features an op has: placed ones, four shares and the family, the other sizes, alignment."""
-    return NUM_PLACED + 5 + len(SIZES[op]) - 3 + (6 if op == "matmul" else 4)
+    """How many features an op has: placed ones, four shares, the other sizes, alignment, family and capability."""
+    return NUM_PLACED + 6 + len(SIZES[op]) - 3 + (6 if op == "matmul" else 4)
 
 
 def _alignment(op: str, sizes: Mapping[str, Floats]) -> list[Floats]:

@@ -191,7 +191,9 @@ def explain(
     explained = law_seconds(demand, factors)
     known = family_of(family)
     number = families.index(known) if known in families else -1
-    return np.log(explained.seconds), features_of(kernel.op, sizes, demand, explained, number)
+    return np.log(explained.seconds), features_of(
+        kernel.op, sizes, demand, explained, number, kernel.device.compute_capability
+    )
 
 
 def _kin(kernel: Kernel, family: str | None) -> Iterable[Callable[[Group], bool]]:
