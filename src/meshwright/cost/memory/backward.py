@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.cost.work import name_in, operators
+from meshwright.cost.work import find_operator, name_in, operators
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,10 +29,11 @@ _FLOAT_BYTES = 4
 _LINE_ELEMENTS, _ALIASED_ELEMENTS = 16, 256
 
 
-def passes_on(kind: str, input_elements: int, output_elements: int) -> bool:
-    """Whether an input's gradient shares the memory of the output's."""
-    operator = operators().get(name_in(kind))
-    return operator is not None and operator.passes_on(0, input_elements, output_elements)
+def passes_on(graph: Graph, op: Op, tensor: int, input_elements: int, output_elements: int) -> bool:
+    """Whether the gradient of an input, the ``tensor``, shares the memory of the output's."""
+    dtypes = [graph.tensors[i].dtype for i in op.inputs]
+    operator = find_operator(name_in(op.kind), dict(op.attributes), dtypes)
+    return operator is not None and operator.passes_on(op.inputs.index(tensor), input_elements, output_elements)
 
 
 def backward_workspace_bytes(graph: Graph, op: Op, sizes: Sequence[int], device: Backend) -> int:

@@ -218,7 +218,7 @@ class StageWalk:
         first = next(iter(arrived))
         made: list[tuple[int, _Gradient]] = []
         for i in inputs:
-            if len(arrived) == 1 and passes_on(op.kind, self._elements[i], self._elements[first]):
+            if len(arrived) == 1 and passes_on(self._graph, op, i, self._elements[i], self._elements[first]):
                 arrived[first].holders += 1
                 made.append((i, arrived[first]))
             else:
