@@ -12,6 +12,6 @@ from meshwright.validation.datasets import load_records
 TARGET = Path(__file__).resolve().parent.parent / "src" / "meshwright" / "cost" / "models" / "collectives.json"
 
 if __name__ == "__main__":
-    errors = fit_datasheet_errors(load_records("nccl"))
+    errors = fit_datasheet_errors(load_records("nccl"), load_records("v100"))
     write_document(errors, TARGET)
-    print(f"{TARGET.name}: {errors.scales}")
+    print(f"{TARGET.name}: {errors.inside}, across nodes {errors.across}")

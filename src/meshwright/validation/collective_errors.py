@@ -1,8 +1,9 @@
-"""What prices of collectives by datasheet are off by, on the public NCCL tables, and whether their interval holds.
+"""What prices of collectives by datasheet are off by, on public tables, and whether their interval holds.
 
-`fit_datasheet_errors` makes the shipped factors from all rows. `score_datasheet` fits them on all kinds of device but
-one and asks for that one, in turn, so that no row is in its own interval. Every kind of device counts the same, by the
-percentiles of its measured / priced, however many rows it has.
+`fit_datasheet_errors` makes the shipped factors from all rows: those of the NCCL tables inside a node, those of the
+V100 cluster across nodes. `score_datasheet` fits them on all kinds of device but one and asks for that one, in turn,
+and across nodes on two nodes for four, so that no row is in its own interval. Every kind of device counts the same, by
+the percentiles of its measured / priced, however many rows it has.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.cost.collectives import place_group
 from meshwright.cost.collectives.datasheet import quote_collective
-from meshwright.cost.collectives.errors import DatasheetErrors
-from meshwright.cost.collectives.fitted import ErrorScale, with_interval
-from meshwright.cost.collectives.fitting import collective_rows
-from meshwright.cost.prediction import Interval, fit_interval
+from meshwright.cost.collectives.errors import DatasheetErrors, bound_price
+from meshwright.cost.collectives.fitted import ErrorScale
+from meshwright.cost.collectives.fitting import collective_rows, groups_of
+from meshwright.cost.prediction import Interval, Predictions, fit_interval
 from meshwright.spec import load_cluster
 from meshwright.validation.datasets import load_records
 from meshwright.validation.scores import Score, score_rows
@@ -28,54 +28,85 @@ if TYPE_CHECKING:
     from meshwright.cost.prediction import Basis, Floats
     from meshwright.records import Records
 
-_SOURCE = "NCCL tables of ai-dynamo/aiconfigurator and VIA-Research/vTrain, as in validation/data/nccl.parquet"
+_SOURCE = (
+    "NCCL tables of ai-dynamo/aiconfigurator and VIA-Research/vTrain (inside) and Alpa's profile of V100 nodes "
+    "(across), as in validation/data/nccl.parquet and v100.parquet"
+)
+# Less than any message takes; logarithms stay finite.
+_NOTHING_S = 1e-12
 _BASIS: tuple[Basis, ...] = ("roofline",)
 
 
-def fit_datasheet_errors(rows: Records) -> DatasheetErrors:
-    """The factors of each op among the rows, whose devices are those of shipped clusters of one node."""
-    usable = collective_rows(rows)
-    scales = {}
-    for op in sorted(set(usable.op)):
-        mine = usable.where(op=op)
-        priced, latency_s = price_rows(mine)
-        ratios, in_latency = mine.seconds / priced, latency_s > priced / 2
-        latency, bandwidth = (_factors(ratios, mine.device, regime) for regime in (in_latency, ~in_latency))
-        scales[op] = ErrorScale(latency=latency, bandwidth=bandwidth)
-    hashes = np.sort(usable.row_hashes()).astype("<u8").tobytes()
+def fit_datasheet_errors(inside: Records, across: Records) -> DatasheetErrors:
+    """The factors of each op among the rows, whose devices are those of shipped clusters."""
+    inner, outer = collective_rows(inside), crossing_rows(across)
+    hashes = np.sort(np.concatenate([inner.row_hashes(), outer.row_hashes()])).astype("<u8").tobytes()
     return DatasheetErrors(
         source=_SOURCE,
-        devices=tuple(sorted(set(usable.device))),
+        devices=tuple(sorted(set(inner.device))),
         rows_sha256=hashlib.sha256(hashes).hexdigest(),
-        scales=scales,
+        inside=_fit_scales(inner),
+        across=_fit_scales(outer),
     )
 
 
 def score_datasheet() -> tuple[Score, ...]:
-    """Prices by datasheet of each kind of device, with the interval of the other kinds."""
-    rows = collective_rows(load_records("nccl"))
+    """Prices by datasheet: of each kind of device, with the interval of the other kinds; of four nodes, with two's."""
+    rows, crossing = collective_rows(load_records("nccl")), crossing_rows(load_records("v100"))
+    asked = {device: (rows.select(rows.device != device), rows.where(device=device)) for device in set(rows.device)}
+    parts = {f"{device} {{}} by datasheet": asked[device] for device in sorted(asked)}
+    fewer = crossing.size("nodes") < 4
+    parts["V100 {} across four nodes by datasheet"] = crossing.select(fewer), crossing.select(~fewer)
     scores = []
-    for device in sorted(set(rows.device)):
-        here = rows.device == device
-        errors = fit_datasheet_errors(rows.select(~here))
-        for op in sorted(set(rows.select(here).op)):
-            asked = rows.select(here).where(op=op)
-            priced, latency_s = price_rows(asked)
-            found = with_interval(priced, latency_s, errors.scale_of(asked.op[0]), 1.0, _BASIS * len(asked))
-            scores.append(score_rows("nccl", f"{device} {op} by datasheet", "ours", asked.seconds, found))
+    for part, (known, left_out) in parts.items():
+        scales = _fit_scales(known)
+        for op in sorted(set(left_out.op)):
+            mine = left_out.where(op=op)
+            priced, latency_s = price_rows(mine)
+            low_s, high_s = bound_price(priced, latency_s, scales[op])
+            found = Predictions(seconds=priced, low_s=low_s, high_s=high_s, basis=_BASIS * len(mine))
+            dataset = "v100" if "across" in part else "nccl"
+            scores.append(score_rows(dataset, part.format(op), "ours", mine.seconds, found))
     return tuple(scores)
+
+
+def crossing_rows(rows: Records) -> Records:
+    """The usable rows of groups that cross nodes."""
+    usable = collective_rows(rows)
+    return usable.select(np.array([group.num_nodes > 1 for group in groups_of(usable)], bool))
 
 
 def price_rows(rows: Records) -> tuple[Floats, Floats]:
     """Seconds by datasheet of rows of one op, and of their smallest messages: both of shape (rows,)."""
     priced, latency_s = np.empty(len(rows)), np.empty(len(rows))
-    sizes, counts, devices = rows.size("bytes").astype(np.float64), rows.size("ranks"), rows.device
-    for device, count in sorted(set(zip(rows.device, counts.tolist(), strict=True))):
-        mine = (devices == device) & (counts == count)
-        cluster, ranks = load_cluster(f"8x{device}"), range(count)
-        tariff = quote_collective(cluster, rows.op[0], ranks, place_group(cluster, ranks))
+    sizes, names = rows.size("bytes").astype(np.float64), ("nodes", "devices_per_node", "ranks", "stride")
+    places = list(zip(rows.device, groups_of(rows), *(rows.size(name).tolist() for name in names), strict=True))
+    for place in dict.fromkeys(places):
+        device, group, num_nodes, per_node, count, stride = place
+        mine = np.array([other == place for other in places], bool)
+        # Tables of one node do not say how many devices theirs has; those that ship have eight.
+        cluster = load_cluster(f"{num_nodes}x{max(per_node, 8)}x{device}")
+        tariff = quote_collective(cluster, rows.op[0], range(0, count * stride, stride), group)
         priced[mine], latency_s[mine] = tariff.price(sizes[mine]), tariff.latency_s.min()
     return priced, latency_s
+
+
+def _fit_scales(rows: Records) -> dict[str, ErrorScale]:
+    """The factors of each op among usable rows."""
+    scales = {}
+    for op in sorted(set(rows.op)):
+        mine = rows.where(op=op)
+        priced, latency_s = price_rows(mine)
+        in_latency = latency_s > priced / 2
+        latency = _factors(mine.seconds / priced, mine.device, in_latency)
+        # What bytes take above that: the ends of the interval are those of both parts.
+        wire = np.maximum(priced - latency_s, _NOTHING_S)
+        low, high = (
+            _factors(np.maximum(mine.seconds - latency_s * end, _NOTHING_S) / wire, mine.device, ~in_latency)
+            for end in (latency.low, latency.high)
+        )
+        scales[op] = ErrorScale(latency=latency, bandwidth=Interval(low=low.low, high=high.high))
+    return scales
 
 
 def _factors(ratios: Floats, devices: NDArray[np.object_], regime: NDArray[np.bool_]) -> Interval:

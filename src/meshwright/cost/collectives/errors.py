@@ -1,11 +1,12 @@
 """How wrong prices of collectives by datasheet are: factors that held 80 % of what was measured on public clusters.
 
-    measured / priced in [low, high],  by op and by regime: latency where the smallest message takes over half the time
+    t₀·[low, high] of latency + (t - t₀)·[low, high] of bandwidth,     t₀ the price of the smallest message
 
-The document ``cost/models/collectives.json`` holds the factors, fitted by `meshwright.validation.collective_errors` on
-groups inside one node of NVIDIA devices, each kind of device counting the same. Groups across nodes take the same
-factors, unchecked. An op that was not measured takes the widest of the others'. Devices that
-NCCL does not serve take half to twice, the range within which rules of thumb agree; nothing was measured on them.
+by op. The document ``cost/models/collectives.json`` holds the factors that `validation.collective_errors` fits:
+``inside`` one node on NVIDIA devices of several kinds, each counting the same; ``across`` nodes on the one public
+cluster that there is, V100s behind a NIC of 25 Gbit/s for each node, whose small messages take ten times what a
+datasheet says. An op that was not measured takes the widest of the others'. Devices that NCCL does not serve take half
+to twice, the range within which rules of thumb agree; nothing was measured on them.
 """
 
 from __future__ import annotations
@@ -23,28 +24,43 @@ from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:
     from meshwright.cost.collectives.algorithms import CollectiveOp
+    from meshwright.cost.prediction import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasheetErrors:
-    """Factors by op; ``rows_sha256`` is that of the hashes of the rows that they were fitted on, of ``devices``."""
+    """Factors by op; ``rows_sha256`` is that of the hashes of the rows that they were fitted on.
+
+    ``devices``: the kinds that ``inside`` rests on.
+    """
 
     source: str
     devices: tuple[str, ...]
     rows_sha256: str
-    scales: dict[str, ErrorScale]
+    inside: dict[str, ErrorScale]
+    across: dict[str, ErrorScale]
 
-    SCHEMA_VERSION: ClassVar[int] = 1
+    SCHEMA_VERSION: ClassVar[int] = 2
 
-    def scale_of(self, op: CollectiveOp) -> ErrorScale:
-        """The factors of an op, or the widest of all where it was not measured."""
-        known = self.scales.get(op)
+    def scale_of(self, op: CollectiveOp, *, across: bool) -> ErrorScale:
+        """The factors of an op inside a node or across nodes, or the widest of all where it was not measured."""
+        scales = self.across if across else self.inside
+        known = scales.get(op)
         if known is not None:
             return known
         return ErrorScale(
-            latency=_widest([scale.latency for scale in self.scales.values()]),
-            bandwidth=_widest([scale.bandwidth for scale in self.scales.values()]),
+            latency=_widest([scale.latency for scale in scales.values()]),
+            bandwidth=_widest([scale.bandwidth for scale in scales.values()]),
         )
+
+
+def bound_price(seconds: Floats, latency_s: float | Floats, scale: ErrorScale) -> tuple[Floats, Floats]:
+    """Lower and upper end of the interval of prices by datasheet, as in the module's formula (same shape)."""
+    wire = seconds - latency_s
+    return (
+        latency_s * scale.latency.low + wire * scale.bandwidth.low,
+        latency_s * scale.latency.high + wire * scale.bandwidth.high,
+    )
 
 
 def _widest(intervals: list[Interval]) -> Interval:
@@ -58,6 +74,8 @@ def load_datasheet_errors() -> DatasheetErrors:
         return decode_document(DatasheetErrors, read_data(path), path.name)
 
 
-def datasheet_scale(op: CollectiveOp, *, by_nccl: bool) -> ErrorScale:
-    """The factors of an op priced by datasheet, among devices that NCCL serves or among others."""
-    return load_datasheet_errors().scale_of(op) if by_nccl else ErrorScale(latency=UNKNOWN, bandwidth=UNKNOWN)
+def datasheet_scale(op: CollectiveOp, *, by_nccl: bool, across: bool) -> ErrorScale:
+    """The factors of an op priced by datasheet, in a node or across nodes, of devices that NCCL serves or of others."""
+    if by_nccl:
+        return load_datasheet_errors().scale_of(op, across=across)
+    return ErrorScale(latency=UNKNOWN, bandwidth=UNKNOWN)

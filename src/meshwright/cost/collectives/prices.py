@@ -17,16 +17,16 @@ import numpy as np
 
 from meshwright.cost.collectives.algorithms import CollectiveOp, check_messages
 from meshwright.cost.collectives.datasheet import quote_collective
-from meshwright.cost.collectives.errors import datasheet_scale
-from meshwright.cost.collectives.fitted import with_interval
+from meshwright.cost.collectives.errors import bound_price, datasheet_scale
 from meshwright.cost.collectives.groups import place_group
 from meshwright.cost.collectives.shipped import load_shipped
+from meshwright.cost.prediction import Predictions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from meshwright.cost.collectives.fitted import CollectiveModel
-    from meshwright.cost.prediction import Basis, Floats, Predictions
+    from meshwright.cost.prediction import Basis, Floats
     from meshwright.spec import Cluster
 
 T = TypeVar("T")
@@ -100,9 +100,10 @@ class CollectivePrices:
     ) -> Predictions:
         group = self._keep(("group", ranks, concurrent), lambda: place_group(self.cluster, ranks, concurrent))
         tariff = self._keep(("tariff", op, ranks, concurrent), lambda: quote_collective(self.cluster, op, ranks, group))
-        scale = datasheet_scale(op, by_nccl=tariff.by_nccl)
+        scale = datasheet_scale(op, by_nccl=tariff.by_nccl, across=group.num_nodes > 1)
         latency_s, seconds = float(tariff.latency_s.min()), tariff.price(num_bytes)
-        found = with_interval(seconds, latency_s, scale, 1.0, _ROOFLINE * len(num_bytes))
+        low_s, high_s = bound_price(seconds, latency_s, scale)
+        found = Predictions(seconds=seconds, low_s=low_s, high_s=high_s, basis=_ROOFLINE * len(num_bytes))
         if group.num_nodes == 1 or op not in _GROWING:
             return found
         nodes = [self.cluster.node_index(rank) for rank in ranks]
