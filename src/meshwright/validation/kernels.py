@@ -5,8 +5,8 @@ sister device do not give an answer away) is predicted from the others. Device l
 the other devices, then after 5, 20 and 100 of its rows per dtype were given, in five draws.
 
 How the forms were chosen: laws, features and settings were tried on folds 0 to 3 of all devices. Fold 4 was first
-scored when they stood; its figures are an arm of their own, "ours, untouched fold". Later changes were judged on folds 0
-to 3 alone, each given others of these: more trees, then fewer of more questions (500 of seven), and the compute
+scored when they stood; its figures are an arm of their own, "ours, untouched fold". Later changes were judged on folds
+0 to 3 alone, each given others of these: more trees, then fewer of more questions (500 of seven), and the compute
 capability among what they see. Devices left out were looked at as well, also for how the residuals of several such
 devices are pooled, so the forms, but no number in them, have seen all four devices.
 """
