@@ -1,5 +1,6 @@
 """Memory of a stage: by hand, and against a real training step."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.capture import capture_model
 from meshwright.cost import CostModel, StageMemory
-from meshwright.cost.memory import FIRST, count_phases
-from meshwright.spec import GraphError, Optimizer, Workload, slice_graph
+from meshwright.cost.memory import FIRST, count_phases, likeness, weigh_stage
+from meshwright.spec import GraphError, Optimizer, Workload, load_shipped_graph, slice_graph
+from meshwright.spec.shipped import shipped_graphs
 from tests.cost.facts import B, GraphMaker, make_cluster
 from tests.graphs import chain_graph
 
@@ -181,3 +183,19 @@ def test_a_real_step_needs_what_was_predicted():
     # That of computing, before the optimizer's states are there; a hook sees no more than each op's result.
     computing = max(predicted.phases.forward.most_bytes, after_forward + predicted.phases.backwards[3].most_bytes)
     assert peak == pytest.approx(computing, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_graphs() if name.endswith("-tiny")])
+def test_stages_that_are_alike_weigh_the_same(name):
+    graph = load_shipped_graph(name)
+    workload = Workload(global_batch=8, optimizer=ADAMW)
+    layers, found = len(graph.layers), {}
+    for i, j in itertools.combinations(range(layers + 1), 2):
+        bounds = [bound for bound in ((0, i), (i, j), (j, layers)) if bound[0] < bound[1]]
+        stage = slice_graph(graph, bounds)[bounds.index((i, j))]
+        memory = weigh_stage(graph, stage, graph.batch_size or 2, workload)
+        assert found.setdefault(likeness(graph, stage), memory) == memory, (i, j)
+    # Repeated blocks are told by the first of them.
+    blocks = [layer.block for layer in graph.layers]
+    if any(blocks[k : k + 3] == [blocks[k]] * 3 for k in range(1, layers - 3)):
+        assert len(found) < layers * (layers + 1) // 2

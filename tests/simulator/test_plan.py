@@ -181,9 +181,11 @@ def test_all_that_was_taken_is_given_back(schedule):
     timeline = result.timeline
     for rank in range(4):
         series = timeline.memory_bytes[timeline.memory_rank == rank]
-        always = ("parameters", "buffers", "inputs", "optimizer states", "gradient buckets")
+        always = ("parameters", "buffers", "inputs", "optimizer states", "gradient buckets", "received")
         resident = sum(result.memory[rank].parts[part] for part in always)
-        assert series[-1] == resident == series.min()
+        # Gradients whose sending nobody waited for yet may stand beside it.
+        assert resident <= series[-1] <= resident + result.memory[rank].parts["sent"]
+        assert series[-1] == series.min()
         assert series.max() == timeline.peak_memory_bytes[rank] > resident
 
 

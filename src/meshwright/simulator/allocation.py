@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cost.memory import Peak, backend_of, find_peak, follow_allocator, trace_stage
 from meshwright.program import build_program, gradient_buckets
-from meshwright.spec import Opcode, check_plan, format_bytes, slice_graph
+from meshwright.simulator.buffers import compute_order
+from meshwright.spec import check_plan, format_bytes, slice_graph
 
 if TYPE_CHECKING:
-    from meshwright.spec import Cluster, Graph, Plan, Program
+    from meshwright.spec import Cluster, Graph, Plan
 
 # Beyond as many as are in flight at once, microbatches repeat what was there before; one more shows it, and the last
 # one is another again: it fills the buckets.
@@ -89,20 +90,6 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
     return RankAllocation(
         rank=rank, peak=peak, allocated_bytes=seen.allocated_bytes, reserved_bytes=seen.reserved_bytes
     )
-
-
-def compute_order(program: Program, rank: int) -> list[tuple[bool, int]]:
-    """What a rank computes in a step: (is it a backward, of which microbatch)."""
-    order = []
-    for stream in program.streams_of(rank):
-        if program.streams[stream].name != "compute":
-            continue
-        for _, section in program.sections():
-            for index in section.stream_range(stream):
-                opcode = int(section.opcode[index])
-                if opcode in (Opcode.FORWARD, Opcode.BACKWARD):
-                    order.append((opcode == Opcode.BACKWARD, int(section.microbatch[index])))
-    return order
 
 
 def repeat_free(order: list[tuple[bool, int]]) -> list[tuple[bool, int]]:

@@ -15,12 +15,21 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.memory import FIRST, LAST
 from meshwright.program import gradient_buckets
+from meshwright.simulator.buffers import compute_order, receive_buffer_bytes, sent_gradient_bytes
 from meshwright.simulator.matching import RECEIVES, rank_of_streams, stream_of_instructions
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.routes import Routes
-from meshwright.simulator.stage_costs import Bytes, StageBytes, StageCosts, stage_bytes, stage_costs, transfer_bytes
+from meshwright.simulator.stage_costs import (
+    Bytes,
+    StageBytes,
+    StageCosts,
+    by_part,
+    stage_bytes,
+    stage_costs,
+    transfer_bytes,
+)
 from meshwright.spec import Graph, Opcode, Plan, Program, ProgramError, Section, slice_graph, to_picoseconds
-from meshwright.spec.memory import MEMORY_PARTS
+from meshwright.spec.memory import MEMORY_PARTS, RECEIVED, SENT
 
 _COMPUTE = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.OPTIMIZER_STEP)
 # The engine needs time to pass while a link is held.
@@ -70,6 +79,7 @@ class _Pricer:
             [stage_bytes(graph, plan, stage, buckets, kind, cost) for kind in kinds]
             for stage, buckets in zip(stages, held, strict=True)
         ]
+        self._plan, self._graph, self._stages = plan, graph, stages
         self._stage_of_rank = [plan.stage_of(rank) for rank in range(program.num_ranks)]
         self.routes = Routes(cost.cluster)
         # Per class: duration and host time in ps, bytes taken and freed.
@@ -77,7 +87,15 @@ class _Pricer:
 
     def resident_bytes(self, rank: int) -> Bytes:
         """What a rank holds all the time."""
-        return self._bytes[self._stage_of_rank[rank]][int(self._kind_of_rank[rank])].resident
+        index = self._stage_of_rank[rank]
+        stage, own = self._stages[index], self._bytes[index][int(self._kind_of_rank[rank])]
+        order = compute_order(self._program, rank)
+        return own.resident + by_part(
+            {
+                RECEIVED: receive_buffer_bytes(self._graph, self._plan, stage, order),
+                SENT: sent_gradient_bytes(self._graph, self._plan, stage, order, own.microbatch_bytes),
+            }
+        )
 
     def price_section(self, section: Section) -> SectionPrices:
         """Classes, routes and mark offsets of one section."""

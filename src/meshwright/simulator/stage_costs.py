@@ -9,9 +9,9 @@
   optimizer step pays for the all-reduces.
 
 Memory, by part, as the walk through the stage's ops has it (`cost.memory.phases`): a computation takes at its start
-what it has at its fullest, and gives back at its end what it does not leave behind. Besides, what was received goes at
-the end of the backward (of the forward in a stage without one), and gradients that are sent go when their sending ends.
-Inputs of all microbatches are there all the time, buckets have buffers of their own.
+what it has at its fullest, and gives back at its end what it does not leave behind. Gradients that are sent go when
+their sending ends. Inputs of all microbatches are there all the time, buckets have buffers of their own, and what
+messages take besides is told rank by rank (`buffers`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from meshwright.spec.memory import (
     MEMORY_PARTS,
     OPTIMIZER,
     PARAMETERS,
-    RECEIVED,
     SENT,
 )
 
@@ -60,10 +59,13 @@ class StageCosts:
 class StageBytes:
     """Bytes by part: always there, and (taken at the start, freed at the end) of each computation.
 
+    ``microbatch_bytes`` is what stays of a forward until the backward.
+
     A part may grow until the end: then what is freed of it is negative. ``backwards`` by place, as in `StagePhases`.
     """
 
     resident: Bytes
+    microbatch_bytes: int
     forward: tuple[Bytes, Bytes]
     backwards: tuple[tuple[Bytes, Bytes], ...]
     optimizer: tuple[Bytes, Bytes]
@@ -124,9 +126,6 @@ def stage_bytes(
     memory = cost.stage_memory(
         graph, stage, plan.microbatch_size, plan.workload, device=backend_of(kind), bucketed=bucketed
     )
-    size, width = plan.microbatch_size, plan.workload.float_bytes
-    arrived = sum(channel.forward_bytes(graph, size, width) for channel in stage.incoming)
-    answered = sum(channel.backward_bytes(graph, size, width) for channel in stage.outgoing)
     num_inputs = -(-plan.num_microbatches // len(plan.stages[stage.index].ranks))
     phases = memory.phases
     return StageBytes(
@@ -139,22 +138,20 @@ def stage_bytes(
                 INPUTS: num_inputs * memory.input_bytes,
             }
         ),
-        forward=_takes_and_frees(phases.forward, 0 if stage.has_backward else arrived),
-        backwards=tuple(_takes_and_frees(phase, arrived + answered) for phase in phases.backwards),
-        optimizer=_takes_and_frees(phases.optimizer, 0),
+        microbatch_bytes=memory.phases.forward.after_bytes,
+        forward=_takes_and_frees(phases.forward),
+        backwards=tuple(_takes_and_frees(phase) for phase in phases.backwards),
+        optimizer=_takes_and_frees(phases.optimizer),
     )
 
 
-def _takes_and_frees(phase: Phase, received_bytes: int) -> tuple[Bytes, Bytes]:
-    """``received_bytes`` go at the end."""
+def _takes_and_frees(phase: Phase) -> tuple[Bytes, Bytes]:
     most = np.array(phase.most, np.int64)
-    return most, most - np.array(phase.after, np.int64) + by_part({RECEIVED: received_bytes})
+    return most, most - np.array(phase.after, np.int64)
 
 
 def transfer_bytes(opcode: int, num_bytes: int) -> tuple[Bytes, Bytes]:
     """Bytes by part that a transfer takes at its start and frees at its end; the stage's own are in `stage_bytes`."""
-    if opcode in (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT):
-        return by_part({RECEIVED: num_bytes}), by_part({})
     return by_part({}), by_part({SENT: num_bytes} if opcode == Opcode.SEND_GRADIENT else {})
 
 

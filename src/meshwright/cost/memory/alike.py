@@ -19,15 +19,19 @@ if TYPE_CHECKING:
 
 def likeness(graph: Graph, stage: StageSlice) -> Hashable:
     """Equal for stages of the graph that need the same memory."""
-    home, borrowed = _wiring(graph)
-    layers = _layers_of(graph, stage)
-    if not layers:
-        # It computes ops of other layers again, or leaves out its own: like no other.
-        return stage
-    first = layers[0]
+    home, layer_of, borrowed = _wiring(graph)
+    mine = set(stage.ops)
+    layers = sorted({layer_of[op] for op in stage.ops if not graph.ops[op].replicable})
+    inside = {op for layer in layers for op in range(graph.layers[layer].start, graph.layers[layer].stop)}
+    # Ops of earlier layers that are computed here too, the same ones wherever they are.
+    again = tuple(op for op in stage.ops if op not in inside)
+    made_again = {tensor for op in again for tensor in graph.ops[op].outputs}
+    first = layers[0] if layers else 0
     numbers: dict[int, int] = {}
 
     def name(tensor: int) -> tuple[int, int]:
+        if tensor in made_again:
+            return -2, tensor
         layer, place = home.get(tensor, (-1, 0))
         return (layer - first, place) if layer >= first else (-1, numbers.setdefault(tensor, len(numbers)))
 
@@ -35,33 +39,31 @@ def likeness(graph: Graph, stage: StageSlice) -> Hashable:
         return tuple(name(tensor) for tensor in tensors)
 
     return (
+        again,
+        tuple(op - graph.layers[first].start for op in sorted(inside - mine)),
         tuple((graph.layers[layer].block or graph.layers[layer].name, names(borrowed[layer])) for layer in layers),
         tuple((names(channel.tensors), names(channel.gradients)) for channel in (*stage.incoming, *stage.outgoing)),
-        tuple(channel.carries_rng for channel in stage.incoming),
         len(stage.incoming),
         names(stage.inputs),
         names(stage.outputs),
         stage.has_backward,
+        # State that no op of the layers reads, or that ops computed again read.
+        names(stage.parameters + stage.buffers),
     )
 
 
-def _layers_of(graph: Graph, stage: StageSlice) -> range:
-    """The layers of a stage, none unless its ops are exactly theirs."""
-    if not stage.ops:
-        return range(0)
-    start, stop = stage.ops[0], stage.ops[-1] + 1
-    held = [index for index, layer in enumerate(graph.layers) if layer.start >= start and layer.stop <= stop]
-    num_ops = sum(graph.layers[index].stop - graph.layers[index].start for index in held)
-    return range(held[0], held[-1] + 1) if held and num_ops == len(stage.ops) == stop - start else range(0)
-
-
 @lru_cache(maxsize=32)
-def _wiring(graph: Graph) -> tuple[dict[int, tuple[int, int]], tuple[tuple[int, ...], ...]]:
-    """Of each value: its layer and place in it. Of each layer: what it uses of others, with the owners of storages."""
+def _wiring(graph: Graph) -> tuple[dict[int, tuple[int, int]], list[int], tuple[tuple[int, ...], ...]]:
+    """Of each value: its layer and place in it. The layer of each op. Of each layer: what it uses of others.
+
+    The owners of storages are among what it uses.
+    """
     home: dict[int, tuple[int, int]] = {}
+    layer_of: list[int] = []
     borrowed = []
     for index, layer in enumerate(graph.layers):
         ops = graph.ops[layer.start : layer.stop]
+        layer_of += [index] * len(ops)
         made = dict.fromkeys(
             i for op in ops for i in (*op.outputs, *(j for j in op.saved if graph.tensors[j].role == "saved"))
         )
@@ -69,4 +71,4 @@ def _wiring(graph: Graph) -> tuple[dict[int, tuple[int, int]], tuple[tuple[int, 
         used = dict.fromkeys(chain.from_iterable((*op.inputs, *op.saved, *op.outputs) for op in ops))
         owners = [graph.tensors[tensor].storage for tensor in used]
         borrowed.append(tuple(i for i in (*used, *owners) if i not in made))
-    return home, tuple(borrowed)
+    return home, layer_of, tuple(borrowed)
