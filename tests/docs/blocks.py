@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.docs.warm import programs
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
 _BLOCK = re.compile(
@@ -109,13 +111,14 @@ def run_page(page: str, folder: Path) -> Iterator[tuple[Block, str, int, str]]:
 
 def _environment(folder: Path) -> dict[str, str]:
     """The programs that pages name are those of this Python, wherever else there are some."""
-    programs = folder / "programs"
-    programs.mkdir()
-    for name, module in (("meshwright", "meshwright"), ("torchrun", "torch.distributed.run"), ("python", "")):
-        path = programs / name
-        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" {"-m " + module if module else ""} "$@"\n')
+    folder /= "programs"
+    folder.mkdir()
+    torchrun = f'#!/bin/sh\nexec "{sys.executable}" -m torch.distributed.run "$@"\n'
+    for name, text in {**programs(), "torchrun": torchrun}.items():
+        path = folder / name
+        path.write_text(text)
         path.chmod(0o755)
-    paths = os.pathsep.join((str(programs), os.environ.get("PATH", "")))
+    paths = os.pathsep.join((str(folder), os.environ.get("PATH", "")))
     return {**os.environ, "PATH": paths, "COLUMNS": str(COLUMNS), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
