@@ -1,13 +1,16 @@
-"""Measures the peak memory of the cases of ``validation/data/memory_training.csv`` again, each in its own process.
+"""Measures peaks of memory again: the cases of ``memory_training.csv`` and ``memory_pipelines.csv`` in validation/data.
 
-    .venv/bin/python scripts/measure_memory.py
+    .venv/bin/python scripts/measure_memory.py [training | pipelines]
 
-Add a case by writing its first four columns. Peaks depend on the versions of torch and its libraries, not on the load.
+Every case of training runs in its own process, every pipeline in one process per rank (gloo). Add a case by writing its
+first columns. Peaks depend on the versions of torch and its libraries, not on the load.
 """
 
 from __future__ import annotations
 
 import csv
+import os
+import socket
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -15,33 +18,83 @@ from pathlib import Path
 
 import torch
 
-from meshwright.training.peak_memory import MemoryCase, measure_peak
+from meshwright.training.peak_memory import MemoryCase, measure_peak, measure_rank_peak
+from meshwright.validation.pipelines import PIPELINE_COLUMNS, pipeline_plan
 
-TRUTHS = Path(__file__).parent.parent / "src/meshwright/validation/data/memory_training.csv"
-COLUMNS = ("model", "batch_size", "optimizer", "recompute", "peak_bytes", "resident_bytes", "torch", "date")
+DATA = Path(__file__).parent.parent / "src/meshwright/validation/data"
+TRAINING_COLUMNS = ("model", "batch_size", "optimizer", "recompute")
 TIMEOUT_S = 600
 
 
-def measure_all():
-    """Rewrite the file."""
-    with TRUTHS.open(encoding="utf-8", newline="") as stream:
-        cases = [tuple(row[name] for name in COLUMNS[:4]) for row in csv.DictReader(stream)]
-    rows = []
-    for case in cases:
-        command = [sys.executable, __file__, *case]
-        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=TIMEOUT_S, check=True)
-        print(*case, done.stdout.strip(), flush=True)
-        rows.append((*case, *done.stdout.split(), torch.__version__, datetime.now(UTC).date().isoformat()))
-    with TRUTHS.open("w", encoding="utf-8", newline="") as stream:
-        csv.writer(stream, lineterminator="\n").writerows([COLUMNS, *rows])
+def measure_training():
+    """Rewrite the peaks of whole models."""
+    found = []
+    for case in read_cases("memory_training", TRAINING_COLUMNS):
+        done = run(["training", *case], {})
+        print(*case, done, flush=True)
+        found.append((*case, *done.split()))
+    write_rows("memory_training", (*TRAINING_COLUMNS, "peak_bytes", "resident_bytes"), found)
+
+
+def measure_pipelines():
+    """Rewrite the peaks of ranks."""
+    found = []
+    for case in dict.fromkeys(read_cases("memory_pipelines", PIPELINE_COLUMNS)):
+        size = pipeline_plan(dict(zip(PIPELINE_COLUMNS, case, strict=True))).num_ranks
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+        ranks = [start(["pipelines", *case], {**group, "RANK": str(rank)}) for rank in range(size)]
+        for rank, process in enumerate(ranks):
+            text, _ = process.communicate(timeout=TIMEOUT_S)
+            print(*case, rank, text.strip(), flush=True)
+            found.append((*case, rank, int(text)))
+    write_rows("memory_pipelines", (*PIPELINE_COLUMNS, "rank", "peak_bytes"), found)
+
+
+def read_cases(name, columns):
+    """The cases of a file of truths."""
+    with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as stream:
+        return [tuple(row[column] for column in columns) for row in csv.DictReader(stream)]
+
+
+def write_rows(name, columns, rows):
+    """Write a file of truths, with versions and date."""
+    made = (torch.__version__, datetime.now(UTC).date().isoformat())
+    table = [(*columns, "torch", "date"), *((*row, *made) for row in rows)]
+    with (DATA / f"{name}.csv").open("w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream, lineterminator="\n").writerows(table)
+
+
+def start(arguments, environment):
+    """This script as a process of its own."""
+    command = [sys.executable, __file__, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=os.environ | environment)
+
+
+def run(arguments, environment):
+    """What such a process prints."""
+    process = start(arguments, environment)
+    text, _ = process.communicate(timeout=TIMEOUT_S)
+    return text.strip()
+
+
+def measure_one(what, case):
+    """One case, in this process."""
+    if what == "pipelines":
+        print(measure_rank_peak(pipeline_plan(dict(zip(PIPELINE_COLUMNS, case, strict=True)))))
+        return
+    model, batch_size, optimizer, recompute = case
+    found = measure_peak(MemoryCase(model=model, batch_size=int(batch_size), optimizer=optimizer, recompute=recompute))
+    print(found.peak_bytes, found.resident_bytes)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        measure_all()
+    chosen, *rest = sys.argv[1:] or [""]
+    if rest:
+        measure_one(chosen, rest)
     else:
-        model, batch_size, optimizer, recompute = sys.argv[1:]
-        found = measure_peak(
-            MemoryCase(model=model, batch_size=int(batch_size), optimizer=optimizer, recompute=recompute)
-        )
-        print(found.peak_bytes, found.resident_bytes)
+        for name, measure in (("training", measure_training), ("pipelines", measure_pipelines)):
+            if chosen in ("", name):
+                measure()

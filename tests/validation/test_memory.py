@@ -18,13 +18,13 @@ from tests.test_layout import ROOT
 def test_targets_are_reached():
     scores = {(score.part, score.arm): score for score in score_memory()}
     judged = {key: score for key, score in scores.items() if score.target is not None}
-    assert len(judged) == 4
+    assert len(judged) == 5
     assert all(score.met for score in judged.values()), judged
     cpu = scores["peak of training on a CPU", "ours"]
     assert cpu.num_rows >= 8
     assert cpu.worst <= 3
     assert cpu.mape < scores["peak of training on a CPU", "growth of the process"].mape
-    assert cpu.mape < scores["peak of training on a CPU", "planner's quick figure"].mape
+    assert scores["peaks of ranks of pipelines", "ours"].num_rows >= 8
     # The formula's shares, in points of per cent.
     assert scores["activation percentages (formula)", "ours"].worst <= 2
 
@@ -42,7 +42,7 @@ def test_what_training_needs_now_is_what_was_measured(place):
     row = load_table("memory_training")[place]
     case = [row[name] for name in ("model", "batch_size", "optimizer", "recompute")]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/measure_memory.py"), *case],
+        [sys.executable, str(ROOT / "scripts/measure_memory.py"), "training", *case],
         capture_output=True,
         text=True,
         encoding="utf-8",

@@ -45,6 +45,11 @@ class BucketExchange:
             for place, parameter in enumerate(bucket.parameters)
         ]
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The flat buffers."""
+        return [item.flat for item in self._buckets]
+
     def begin(self) -> None:
         """The last backward starts: gradients are final from now on."""
         self._collecting = True

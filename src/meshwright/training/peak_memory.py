@@ -2,11 +2,14 @@
 
 Truth of a case is the largest total of the profiler's memory events, which start before the model is built: every
 allocation through torch's CPU allocator, of which libraries' own are no part. Beside it the growth of the resident set.
+A rank of a plan is watched from when everything is prepared: what training then holds already is added up, tensor by
+tensor (its stage's state, buckets, the inputs of its microbatches).
 The truths that `meshwright.validation.memory` scores were measured so, by ``scripts/measure_memory.py``.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,9 +18,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.spec import Optimizer, load_shipped_graph
-from meshwright.training.job import make_optimizer
+from meshwright.runtime import join_group
+from meshwright.spec import Optimizer, Plan, load_shipped_graph
+from meshwright.training.job import load_source, make_batches, make_optimizer
 from meshwright.training.memory import MemoryMeter
+from meshwright.training.trainer import prepare
 from meshwright.zoo import ModelSource, load_model
 
 # The second step is like all later ones: the optimizer's states are there.
@@ -53,6 +58,29 @@ def measure_peak(case: MemoryCase) -> MeasuredPeak:
         _train(source, case.optimizer)
         del source
     return MeasuredPeak(peak_bytes=_largest_total(profiler), resident_bytes=meter.peak_bytes())
+
+
+def measure_rank_peak(plan: Plan) -> int:
+    """Bytes of this rank at the peak of a few steps of a plan; all ranks of the process group call it together."""
+    torch.set_num_threads(1)
+    join_group()
+    source = load_source(plan)
+    trainer = prepare(
+        source.model,
+        source.loss,
+        lambda parameters: make_optimizer(parameters, plan.workload.optimizer, None),
+        (source.inputs, source.targets),
+        plan=plan,
+        verify=False,
+    )
+    batch = next(make_batches(source, plan.workload.global_batch))
+    del source
+    gc.collect()
+    held = trainer.held_bytes(*batch)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for _ in range(_NUM_STEPS):
+            trainer.step(*batch)
+    return held + _largest_total(profiler)
 
 
 def _train(source: ModelSource, optimizer: str) -> None:

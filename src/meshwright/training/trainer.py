@@ -112,6 +112,16 @@ class Trainer:
         dist.all_reduce(total)
         return float(total) / self.plan.num_microbatches
 
+    def held_bytes(self, inputs: Any, targets: Any = ()) -> int:
+        """Bytes that this rank holds before a step on such a batch: its stage's state, buckets, its microbatches."""
+        session = self._session
+        given = session.microbatch_inputs(flatten_batch(self._captured, inputs, targets))
+        ranks = self.plan.stages[session.stage.index]
+        mine = [item for index, items in enumerate(given) if ranks.rank_of(index) == self.rank for item in items]
+        state = [*session.module.parameters(), *session.module.buffers()]
+        buckets = session.exchange.buffers if session.exchange is not None else []
+        return sum(item.nbytes for item in (*state, *buckets, *mine))
+
     def record(self) -> None:
         """Record spans from the next step on (what was recorded before is dropped)."""
         dist.barrier()

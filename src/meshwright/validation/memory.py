@@ -1,7 +1,10 @@
 """How far are predicted bytes from measured ones: of real training here, and of published runs.
 
-    training on this machine    `cost.memory.trace_step` against torch's own account of its allocations
-                                (``data/memory_training.csv``, by ``scripts/measure_memory.py``)
+    training on this machine    `simulator.simulate_plan`, what `plan` and `simulate` print, against torch's own account
+                                of its allocations (``data/memory_training.csv``, by ``scripts/measure_memory.py``);
+                                with layers computed again, which no plan says yet, `cost.memory.trace_step`
+    pipelines on this machine   the same for every rank of plans of two to four stages, run by our own runtime
+                                (``data/memory_pipelines.csv``)
     SimuMax B200, torchtitan    `cost.memory.predict_device_peak` against rows of ``data/training_steps.csv``
     activation percentages      the formula of Korthikanti et al. against their figure 7: a check, not an accuracy
 
@@ -33,12 +36,13 @@ from meshwright.cost.memory import (
     recompute_layers,
     saved_bytes,
     trace_step,
-    weigh_stage,
 )
 from meshwright.cost.prediction import Predictions, fit_interval
 from meshwright.cost.transformer import TrainingSetup, TransformerShape
-from meshwright.spec import MeasurementError, Optimizer, Workload, load_shipped_graph, slice_graph
+from meshwright.simulator import simulate_plan
+from meshwright.spec import MeasurementError, Optimizer, Workload, load_cluster, load_shipped_graph
 from meshwright.validation.datasets import load_steps, load_table
+from meshwright.validation.pipelines import even_plan, pipeline_plan
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.step_rows import read_step
 
@@ -47,11 +51,13 @@ if TYPE_CHECKING:
 
     from meshwright.cost.prediction import Basis, Floats
     from meshwright.cost.transformer import Recompute
+    from meshwright.spec import Plan
     from meshwright.validation.datasets import StepRow
 
 DATASET = "memory"
 _GIB, _GB = 2**30, 10**9
 _TITAN_NOTE = "form chosen with these rows in view: pools of buffers, the rule for the loss, the split in microbatches"
+_PIPELINE_NOTE = "form chosen with these rows in view: how long the runtime holds the buffers of messages"
 _SIMUMAX_NOTE = "form chosen with these rows in view: what Transformer Engine keeps, by SimuMax's notes"
 # Korthikanti et al., table 3: layers do not matter for shares. Hidden size and heads; sequences of 2048, tp 8.
 _FIGURE_7 = {"22B": (6144, 64), "175B": (12288, 96), "530B": (20480, 128), "1T": (25600, 160)}
@@ -59,11 +65,11 @@ _FIGURE_7 = {"22B": (6144, 64), "175B": (12288, 96), "530B": (20480, 128), "1T":
 
 def score_memory() -> tuple[Score, ...]:
     """All parts, with what is beside them."""
-    return (*score_training(), *score_published(), score_percentages())
+    return (*score_training(), *score_pipelines(), *score_published(), score_percentages())
 
 
 def score_training() -> tuple[Score, ...]:
-    """Peaks of real training on a CPU: ours, the planner's quick figure, and the growth of the process."""
+    """Peaks of real training on a CPU: ours, and the growth of the process."""
     rows = load_table("memory_training")
     measured, predicted = _column(rows, "peak_bytes"), np.array([predict_row(row) for row in rows])
     part = "peak of training on a CPU"
@@ -75,9 +81,30 @@ def score_training() -> tuple[Score, ...]:
 
 def predict_row(row: StepRow) -> float:
     """Peak bytes of a case of ``memory_training.csv``."""
+    size, optimizer = int(row["batch_size"]), _optimizer(row)
+    if row["recompute"] == "none":
+        return _simulated_peaks(even_plan(row["model"], 1, 1, size, 1, "1f1b", optimizer))[0]
     graph = load_shipped_graph(row["model"])
-    again = [i for i, layer in enumerate(graph.layers) if "." in layer.name] if row["recompute"] == "full" else []
-    return find_peak(trace_step(graph, _workload(row), recompute=recompute_layers(graph, again))).num_bytes
+    again = [i for i, layer in enumerate(graph.layers) if "." in layer.name]
+    workload = Workload(global_batch=size, optimizer=optimizer)
+    return find_peak(trace_step(graph, workload, recompute=recompute_layers(graph, again))).num_bytes
+
+
+def score_pipelines() -> tuple[Score, ...]:
+    """Peaks of the ranks of real pipelines on a CPU."""
+    rows = load_table("memory_pipelines")
+    peaks = {plan: _simulated_peaks(plan) for plan in {pipeline_plan(row) for row in rows}}
+    predicted = np.array([peaks[pipeline_plan(row)][int(row["rank"])] for row in rows], np.float64)
+    measured = _column(rows, "peak_bytes")
+    ours = _with_intervals(measured, predicted, rows)
+    return (
+        score_rows(DATASET, "peaks of ranks of pipelines", "ours", measured, ours, target=3.0, note=_PIPELINE_NOTE),
+    )
+
+
+def _simulated_peaks(plan: Plan) -> tuple[int, ...]:
+    graph = load_shipped_graph(plan.model)
+    return simulate_plan(plan, graph, load_cluster(plan.cluster)).peak_memory_bytes
 
 
 def score_published() -> tuple[Score, ...]:
@@ -170,7 +197,7 @@ def predict_percentage(model: str, technique: str) -> float:
 
 def _with_intervals(measured: Floats, predicted: Floats, rows: Sequence[StepRow]) -> Predictions:
     """Intervals from the errors of the rows whose model or layout is another one; all in bytes."""
-    names = ("model", "tp", "pp", "cp", "ep", "dp", "seq", "recompute")
+    names = ("model", "num_stages", "tp", "pp", "cp", "ep", "dp", "seq", "recompute")
     keys = [tuple(row.get(name, "") for name in names) for row in rows]
     low, high = np.empty(len(rows)), np.empty(len(rows))
     for i, key in enumerate(keys):
@@ -181,18 +208,10 @@ def _with_intervals(measured: Floats, predicted: Floats, rows: Sequence[StepRow]
     return Predictions(seconds=predicted, low_s=low, high_s=high, basis=(basis,) * len(rows))
 
 
-def _bound(row: StepRow) -> float:
-    """What the planner reserves for one microbatch."""
-    graph, workload = load_shipped_graph(row["model"]), _workload(row)
-    stage = slice_graph(graph, [(0, len(graph.layers))])[0]
-    return weigh_stage(graph, stage, workload.global_batch, workload).peak_bytes(1)
-
-
-def _workload(row: StepRow) -> Workload:
-    optimizer = Optimizer(
+def _optimizer(row: StepRow) -> Optimizer:
+    return Optimizer(
         kind="adamw" if row["optimizer"] == "adamw" else "sgd", momentum=row["optimizer"].endswith("+momentum")
     )
-    return Workload(global_batch=int(row["batch_size"]), optimizer=optimizer)
 
 
 def _column(rows: Sequence[StepRow], name: str) -> Floats:

@@ -1,0 +1,50 @@
+"""Pipelines whose ranks' peaks were measured here: which plan a row of ``memory_pipelines.csv`` describes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from meshwright.spec import Optimizer, Plan, StagePlan, Workload, load_shipped_graph
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Stages are cut evenly by layers and have so many replicas each.
+PIPELINE_COLUMNS = (
+    "model",
+    "num_stages",
+    "replicas",
+    "microbatch_size",
+    "num_microbatches",
+    "schedule",
+    "optimizer",
+)
+
+
+def pipeline_plan(row: Mapping[str, Any]) -> Plan:
+    """The plan of a row."""
+    num_stages, replicas, size, count = (int(row[name]) for name in PIPELINE_COLUMNS[1:5])
+    return even_plan(
+        row["model"], num_stages, replicas, size, count, row["schedule"], Optimizer.named(row["optimizer"])
+    )
+
+
+def even_plan(
+    model: str, num_stages: int, replicas: int, size: int, count: int, schedule: str, optimizer: Optimizer
+) -> Plan:
+    """A plan with stages of about as many layers each, for ``count`` microbatches of ``size`` samples."""
+    graph = load_shipped_graph(model)
+    cuts = [len(graph.layers) * stage // num_stages for stage in range(num_stages + 1)]
+    return Plan(
+        model=model,
+        graph_hash=graph.content_hash,
+        cluster=f"{num_stages * replicas}xcpu",
+        workload=Workload(global_batch=size * count, optimizer=optimizer),
+        stages=tuple(
+            StagePlan(start=start, stop=stop, ranks=tuple(range(stage * replicas, (stage + 1) * replicas)))
+            for stage, (start, stop) in enumerate(pairwise(cuts))
+        ),
+        num_microbatches=count,
+        schedule=schedule,
+    )
