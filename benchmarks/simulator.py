@@ -1,0 +1,150 @@
+"""The engine of the simulator: CPU time per instruction and per event, on one core, and its start in a new process.
+
+Programs of 1F1B pipelines, unrolled before the clock starts; what is timed is `run_network`, all its arrays included.
+"Shared" are instructions that want a link which others want too.
+
+    private      64 stages x 512 microbatches in one node: every link has one user
+    2 % shared   8 pipelines of 8 stages, one per node: sums of gradients through one network card per node
+    30 % shared  64 stages on 64 nodes: sends in both directions meet in network cards
+
+For `fair`, an event is the beginning or the end of a transfer on shared links, and all time above goes to them,
+that of the other instructions too; once with durations that make many events coincide, once with durations that
+differ by up to 20 % (seed 0), so that none do.
+
+CPU time of this process, best of all runs: on a loaded machine other processes take caches and memory away, which
+makes runs slower and never faster. The spread is that of all runs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from harness import make_row, parse_options, publish
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from meshwright.program import build_program
+from meshwright.simulator import price_program
+from meshwright.simulator.engine import run_network
+from meshwright.simulator.unroll import unroll
+from meshwright.spec import Workload
+from meshwright.spec.plan import GradientExchange, Plan, StagePlan
+from tests.graphs import chain_graph
+from tests.simulator.plans import FixedCost, small_cluster
+
+# Issue: 40 M and 7 M instructions per second under `queued`, 1 M events per second under `fair`, start in 0.5 s.
+QUEUED_NS, BUSY_NS, EVENT_NS, START_S = 1e3 / 40, 1e3 / 7, 1e3 / 1, 0.5
+START = """
+import time
+start = time.process_time()
+import numba, numpy as np
+libraries = time.process_time()
+from meshwright.simulator.engine import run_network
+from meshwright.simulator.network import Network
+imported = time.process_time()
+ids = lambda *values: np.array(values, np.int64)
+columns = lambda *values: np.array(values, np.int32)
+flags = lambda *values: np.array(values, bool)
+network = Network(ids(0, 1), ids(5), columns(0, 0), ids(), ids(), columns(), columns(0), ids(0, 1), columns(0),
+    flags(True), columns(-1), columns(), columns(), flags(False))
+assert run_network(network, 1)[1][0] == 5
+print(time.process_time() - imported + libraries - start, time.process_time() - start)
+"""
+
+
+def unrolled(num_nodes, num_devices, num_stages, num_replicas, num_microbatches, *, layers=1, num_steps=1):
+    """A pipeline per replica; stage s of replica k is device s of node k where nodes hold whole pipelines."""
+    graph = chain_graph(num_stages * layers)
+    plan = Plan(
+        model="chain",
+        graph_hash=graph.content_hash,
+        cluster="small",
+        workload=Workload(global_batch=num_microbatches),
+        num_microbatches=num_microbatches,
+        stages=tuple(
+            StagePlan(
+                start=stage * layers,
+                stop=(stage + 1) * layers,
+                ranks=tuple(stage + replica * num_stages for replica in range(num_replicas)),
+            )
+            for stage in range(num_stages)
+        ),
+        exchange=GradientExchange(bucket_bytes=1),
+    )
+    cluster = small_cluster(num_nodes, num_devices)
+    times = {"forward": 1e-6 / layers, "backward": 2e-6 / layers, "send": 1e-7, "all_reduce": 1e-6, "optimizer": 1e-6}
+    cost = FixedCost(cluster=cluster, **times)
+    program = build_program(plan, graph)
+    made = unroll(program, price_program(program, plan, graph, cost), num_steps)
+    return made.network, made.num_links
+
+
+def shared(network):
+    return np.append(network.route_shared, False)[network.route]
+
+
+def num_events(network):
+    """Two per transfer on shared links; a collective is one transfer."""
+    alone = shared(network) & (network.collective < 0)
+    return 2 * (int(alone.sum()) + len(np.unique(network.collective[shared(network) & (network.collective >= 0)])))
+
+
+def with_noise(network):
+    count = len(network.duration_ps)
+    factor = np.random.default_rng(0).uniform(0.8, 1.2, count)
+    duration_ps = np.rint(network.duration_ps * factor).astype(np.int64)
+    shift_ps = np.maximum(network.wait_shift_ps, -duration_ps[network.waits])
+    return network._replace(duration_ps=duration_ps, wait_shift_ps=shift_ps)
+
+
+def cpu_seconds(network, num_links, contention, repeats):
+    seconds = np.empty(repeats)
+    run_network(network, num_links, contention)
+    for k in range(repeats):
+        start = time.process_time()
+        run_network(network, num_links, contention)
+        seconds[k] = time.process_time() - start
+    return seconds
+
+
+def row(name, seconds, count, unit, target):
+    low, high = np.quantile(seconds, [0.1, 0.9])
+    spread = float(high - low) / 2 / float(np.median(seconds))
+    return make_row(name, float(seconds.min()) / count, unit, spread=spread, target=target)
+
+
+def main() -> int:
+    options = parse_options(__doc__)
+    repeats = 5 if options.quick else 40
+    cases = {
+        "private": (unrolled(1, 64, 64, 1, 512), QUEUED_NS),
+        "2 % shared": (unrolled(8, 8, 8, 8, 8 * 40, layers=4, num_steps=20), QUEUED_NS),
+        "30 % shared": (unrolled(64, 1, 64, 1, 512), BUSY_NS),
+    }
+    rows, notes = [], []
+    for name, ((network, num_links), target) in cases.items():
+        seconds, count = cpu_seconds(network, num_links, "queued", repeats), len(network.duration_ps)
+        rows.append(row(f"queued, {name}", seconds, count / 1e9, "ns per instruction", target))
+        share = shared(network).mean()
+        notes.append(
+            f"{name}: {count} instructions, {share:.1%} on shared links, {count / seconds.min() / 1e6:.1f} M/s"
+        )
+    network, num_links = cases["30 % shared"][0]
+    for name, changed in (("coinciding", network), ("apart", with_noise(network))):
+        seconds, count = cpu_seconds(changed, num_links, "fair", repeats), num_events(changed)
+        rows.append(row(f"fair, events {name}", seconds, count / 1e9, "ns per event", EVENT_NS))
+        notes.append(f"fair, {name}: {count} events, {count / seconds.min() / 1e6:.2f} M/s")
+    command = [sys.executable, "-c", START]
+    outputs = [subprocess.run(command, capture_output=True, check=True).stdout.split() for _ in range(repeats // 4 + 2)]
+    starts = np.array(outputs[1:], float).T
+    rows.append(row("cached start: numpy, numba, first run", starts[0], 1, "CPU s", START_S))
+    rows.append(row("the same with all of the package", starts[1], 1, "CPU s", None))
+    return publish("simulator", rows, options, "; ".join(notes) + ". CPU time, best of all runs.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
