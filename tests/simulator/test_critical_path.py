@@ -73,6 +73,8 @@ def test_times_of_another_simulation_are_refused():
     later = np.where(end_ps == end_ps.max(), 1, 0)
     with pytest.raises(ProgramError, match="nothing that it needs happens then"):
         find_critical_path(network, start_ps + later, end_ps + later, (0, int(end_ps.max()) + 1))
+    with pytest.raises(ProgramError, match="No instruction ends at"):
+        find_critical_path(network, start_ps, end_ps, (0, int(end_ps.max()) + 1))
 
 
 @settings(max_examples=300)

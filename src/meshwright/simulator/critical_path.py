@@ -77,12 +77,14 @@ def find_critical_path(network: Network, start_ps: Times, end_ps: Times, window:
     """The critical path between two moments (ps), the second of which is the end of an instruction.
 
     ``start_ps`` and ``end_ps`` (n,) are the spans that the network's instructions took. Raises ProgramError if they
-    are not those of this network: something starts when nothing that it needs has happened.
+    are not those of this network: something starts when nothing that it needs has happened, or nothing ends then.
     """
     begin, stop = window
     last = np.flatnonzero(end_ps == stop)[:1]
-    if stop <= begin or not len(last):
+    if stop <= begin:
         return _path(np.zeros((4, 0), np.int64))
+    if not len(last):
+        raise ProgramError(f"No instruction ends at {stop} ps; give the window of a step of this simulation.")
     segments = np.empty((4, len(end_ps)), np.int64)
     count = _walk(network, _index(network), start_ps, end_ps, begin, int(last[0]), segments)
     path = _path(segments[:, :count][:, ::-1].copy())

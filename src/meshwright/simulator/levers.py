@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, assert_never
+from typing import Any, Literal, NamedTuple, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.cost.compiled import compiled
 from meshwright.simulator.critical_path import CriticalPath
+from meshwright.simulator.network import Network
 from meshwright.simulator.prices import Prices
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import Opcode, to_seconds
@@ -35,7 +37,7 @@ MOST_SIMULATED = 8
 
 LeverKind = Literal["work", "stage", "device", "link"]
 Mask = NDArray[np.bool_]
-Classes = Iterator[tuple[LeverKind, str, Mask]]
+Times = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,20 @@ class Lever:
     step_if_free_s: float | None
 
 
+class _Class(NamedTuple):
+    """The instructions with one of some values in a column of shape (n,)."""
+
+    kind: LeverKind
+    name: str
+    column: NDArray[Any]
+    values: list[int]
+
+    def covers(self, ids: NDArray[np.int64] | slice) -> Mask:
+        """Which of the instructions belong to the class."""
+        column = self.column[ids]
+        return column == self.values[0] if len(self.values) == 1 else np.isin(column, self.values)
+
+
 def find_levers(
     path: CriticalPath,
     unrolled: Unrolled,
@@ -67,62 +83,73 @@ def find_levers(
     the step time in ps.
     """
     length = path.end_ps - path.start_ps
-    found = [
-        (kind, name, chosen, int(length[chosen[path.instruction]].sum()))
-        for kind, name, chosen in _classes(path, unrolled, prices, columns, devices)
+    sized = [
+        (item, int(length[item.covers(path.instruction)].sum()))
+        for item in _classes(path, unrolled, prices, columns, devices)
     ]
     levers: list[Lever] = []
-    for kind, group in groupby(found, key=lambda item: item[0]):
-        largest = sorted((item for item in group if item[3]), key=lambda item: -item[3])
-        for place, (_, name, chosen, path_ps) in enumerate(largest):
+    for kind, group in groupby(sized, key=lambda pair: pair[0].kind):
+        largest = sorted((pair for pair in group if pair[1]), key=lambda pair: -pair[1])
+        for place, (item, path_ps) in enumerate(largest):
             shorter_s = free_s = None
             if place < MOST_SIMULATED:
+                chosen = item.covers(slice(None))
                 shorter_s = to_seconds(simulate(shorten(unrolled, chosen, 1 - SHORTER)))
                 free_s = to_seconds(simulate(shorten(unrolled, chosen, 0.0)))
             path_s = to_seconds(path_ps)
             levers.append(
-                Lever(kind=kind, name=name, path_s=path_s, step_if_shorter_s=shorter_s, step_if_free_s=free_s)
+                Lever(kind=kind, name=item.name, path_s=path_s, step_if_shorter_s=shorter_s, step_if_free_s=free_s)
             )
     return tuple(levers)
 
 
 def shorten(unrolled: Unrolled, chosen: Mask, share: float) -> Unrolled:
     """The same program with the chosen instructions, shape (n,), taking only a share of their time."""
-    network = unrolled.network
-    scale, least = np.where(chosen, share, 1.0), (network.route >= 0).astype(np.int64)
-    duration_ps = np.maximum(np.rint(scale * network.duration_ps).astype(np.int64), least)
-    awaited = network.waits
-    moment_ps = scale[awaited] * (network.duration_ps[awaited] + network.wait_shift_ps)
-    shift_ps = np.maximum(np.rint(moment_ps).astype(np.int64), least[awaited]) - duration_ps[awaited]
-    return replace(unrolled, network=network._replace(duration_ps=duration_ps, wait_shift_ps=shift_ps))
+    duration_ps, shift_ps = _shorten(unrolled.network, chosen, share)
+    return replace(unrolled, network=unrolled.network._replace(duration_ps=duration_ps, wait_shift_ps=shift_ps))
+
+
+@compiled
+def _shorten(network: Network, chosen: Mask, share: float) -> tuple[Times, Times]:
+    """Durations and shifts of waits; what holds a link takes 1 ps or more, and so do its marks."""
+    duration_ps, shift_ps = network.duration_ps.copy(), network.wait_shift_ps.copy()
+    for i in range(len(duration_ps)):
+        if chosen[i]:
+            duration_ps[i] = max(int(np.rint(share * duration_ps[i])), int(network.route[i] >= 0))
+    for w in range(len(shift_ps)):
+        i = network.waits[w]
+        if chosen[i]:
+            moment = np.rint(share * (network.duration_ps[i] + shift_ps[w]))
+            shift_ps[w] = max(int(moment), int(network.route[i] >= 0)) - duration_ps[i]
+    return duration_ps, shift_ps
 
 
 def _classes(
     path: CriticalPath, unrolled: Unrolled, prices: Prices, columns: dict[str, NDArray[Any]], devices: Sequence[str]
-) -> Classes:
-    """Kind, name and instructions of every class that the path touches."""
+) -> Iterator[_Class]:
+    """Every class that the path touches."""
+    here, network = path.instruction, unrolled.network
     opcode, stage = columns["opcode"], columns["stage"]
-    here = path.instruction
     for code in np.unique(opcode[here]).tolist():
-        yield "work", _work(Opcode(code)), opcode == code
-    directed = here[np.isin(opcode[here], (Opcode.FORWARD, Opcode.BACKWARD))]
-    for place, code in np.unique(np.stack([stage[directed], opcode[directed]], axis=1), axis=0).tolist():
-        direction = "forward" if code == Opcode.FORWARD else "backward"
-        yield "stage", f"{direction} of stage {place}", (opcode == code) & (stage == place)
+        yield _Class("work", _work(Opcode(code)), opcode, [code])
+    for code, direction in ((Opcode.FORWARD, "forward"), (Opcode.BACKWARD, "backward")):
+        stages = np.where(opcode == code, stage, -1)
+        for place in _distinct(stages[here]):
+            yield _Class("stage", f"{direction} of stage {place}", stages, [place])
     computes = np.isin(opcode, (Opcode.FORWARD, Opcode.BACKWARD, Opcode.OPTIMIZER_STEP))
-    names = np.array(devices)[unrolled.stream]
-    for device in np.unique(names[here[computes[here]]]).tolist():
-        yield "device", f"{device} computing", computes & (names == device)
-    yield from _links(path, unrolled, prices)
-
-
-def _links(path: CriticalPath, unrolled: Unrolled, prices: Prices) -> Classes:
-    network = unrolled.network
+    names, kinds = np.unique(np.array(devices), return_inverse=True)
+    machines = np.where(computes, kinds[unrolled.stream], -1)
+    for number in _distinct(machines[here]):
+        yield _Class("device", f"{names[number]} computing", machines, [number])
     route_of_link = np.repeat(np.arange(len(network.route_offsets) - 1), np.diff(network.route_offsets))
-    on_path = np.isin(route_of_link, network.route[path.instruction])
-    for link in np.unique(network.route_links[on_path]).tolist():
+    for link in _distinct(network.route_links[np.isin(route_of_link, network.route[here])]):
         name = prices.link_names[link] if prices.link_names else f"link number {link}"
-        yield "link", name, np.isin(network.route, route_of_link[network.route_links == link])
+        yield _Class("link", name, network.route, route_of_link[network.route_links == link].tolist())
+
+
+def _distinct(numbers: NDArray[Any]) -> list[int]:
+    """Ascending, without -1."""
+    return [int(number) for number in np.unique(numbers) if number >= 0]
 
 
 def _work(opcode: Opcode) -> str:
