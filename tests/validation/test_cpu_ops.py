@@ -35,7 +35,7 @@ def test_the_target_is_reached_and_every_baseline_is_further_off():
     assert ours.num_rows > 300
     assert ours.target == 20.0
     assert ours.met
-    assert len(arms) == 3
+    assert len(arms) == 4
     assert all(arm.median > ours.median for arm in arms.values())
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -38,6 +38,7 @@ from meshwright.spec import DeviceKind, OpMeasurement
 
 Pass = Literal["forward", "backward", "accumulate"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
+Describe = Callable[[str], OpWork | None]
 
 # v, w, l (in doublings of a size) and the deviation of ln t between two measurements of one op in different models.
 _SHARED, _ALIKE, _SCALE, _NOISE = 0.3, 1.0, 12.0, 0.2
@@ -101,22 +102,23 @@ class _Process:
 class OpRegressor:
     """Prices passes of ops by their keys; made by `fit_op_regressor`.
 
-    ``quantiles``: q of each pass that was measured at all.
+    ``quantiles``: q of each pass that was measured at all; ``describe``: what keys say (`read_work`, or with more).
     """
 
     kind: DeviceKind
     dtype: str
     processes: dict[tuple[Pass, Family], _Process]
     quantiles: dict[Pass, float]
+    describe: Describe = read_work
 
     def knows(self, key: str) -> bool:
         """Whether enough ops of the family that this key belongs to were measured in its dtype."""
-        work = read_work(key)
+        work = self.describe(key)
         return work is not None and work.dtype in ("", self.dtype) and ("forward", work.family) in self.processes
 
     def predict(self, keys: Sequence[str], part: Pass) -> Predictions:
         """Seconds of one pass of ops that `knows` is true for; 0 where the op has no such pass."""
-        works = [work for work in map(read_work, keys) if work is not None]
+        works = [work for work in map(self.describe, keys) if work is not None]
         seconds, low, high = np.zeros(len(works)), np.zeros(len(works)), np.zeros(len(works))
         for family in {work.family for work in works}:
             rows = [i for i, work in enumerate(works) if work.family == family and _amount(work, part).num_calls]
@@ -145,14 +147,16 @@ class OpRegressor:
         return explain(points.bounds, np.zeros(3)), np.full(len(points.bounds), _PRIOR_DEVIATION)
 
 
-def fit_op_regressor(rows: Sequence[OpMeasurement], kind: DeviceKind, dtype: str) -> OpRegressor:
+def fit_op_regressor(
+    rows: Sequence[OpMeasurement], kind: DeviceKind, dtype: str, describe: Describe = read_work
+) -> OpRegressor:
     """Learn from the measured ops of one device those in ``dtype`` (and those without floating inputs)."""
     processes: dict[tuple[Pass, Family], _Process] = {}
     quantiles: dict[Pass, float] = {}
     for part in PASSES:
         families: defaultdict[Family, list[tuple[OpWork, OpMeasurement]]] = defaultdict(list)
         for row in rows:
-            work = read_work(row.key)
+            work = describe(row.key)
             if work is None or work.dtype not in ("", dtype) or not _RESOLUTION_S < _seconds(row, part) < _MOST_S:
                 continue
             if _amount(work, part).num_calls:
@@ -167,7 +171,7 @@ def fit_op_regressor(rows: Sequence[OpMeasurement], kind: DeviceKind, dtype: str
             apart.append(process.left_out([relatives(name) for name in names]))
         if len(alone) > 1:
             quantiles[part] = max(_quantile(np.concatenate(ratios)) for ratios in (alone, apart))
-    return OpRegressor(kind=kind, dtype=dtype, processes=processes, quantiles=quantiles)
+    return OpRegressor(kind=kind, dtype=dtype, processes=processes, quantiles=quantiles, describe=describe)
 
 
 def _fit_family(known: list[tuple[OpWork, OpMeasurement]], part: Pass, kind: DeviceKind, dtype: str) -> _Process:
