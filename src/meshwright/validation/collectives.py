@@ -55,8 +55,8 @@ _CLUSTER_TARGETS = {"all_reduce": 12.0, "all_gather": 5.0, "reduce_scatter": 6.0
 _GROUPS_TARGET = 10.0
 # What is shown beside a target where the form of the predictor was chosen with a view of these rows.
 _NOTE = (
-    "form chosen with these rows in view: trees where no ring closes, geometric mean of the groups beside, one line for "
-    "all series of a layout"
+    "form chosen with these rows in view: trees where no ring closes, geometric mean of the groups beside, one line "
+    "for all series of a layout"
 )
 _LARGE_BYTES, _MEDIUM_BYTES = 64 * 2**20, 2**20
 
