@@ -15,7 +15,7 @@ def test_the_command_corrects_the_table_by_real_steps(run):
     code, _, error = run("measure", "gpt-tiny", "--calibrate", "-m", 1)
     assert code == 1
     assert "no table to correct" in error
-    assert run("measure", "gpt-tiny", "-m", 1, "--repeats", 3)[0] == 0
+    assert run("measure", "gpt-tiny", "-m", 1, "--ranks", 1, "--repeats", 3)[0] == 0
     table = read_document(Measurements, "measurements.json")
     # So wrong that no noise of this machine hides it.
     ops = tuple(replace(op, forward_s=1e3 * op.forward_s, backward_s=1e3 * op.backward_s) for op in table.ops)
