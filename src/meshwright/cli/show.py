@@ -57,6 +57,12 @@ def show(
     ranks: Annotated[
         str | None, typer.Option(help="Ranks for --collectives, 0,1,2,3; by default all.", metavar="RANKS")
     ] = None,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory", help="With --cluster: what a model needs if it is computed again, sharded or moved away."
+        ),
+    ] = False,
     program: Annotated[bool, typer.Option("--program", help="Show the program of a plan instead of the plan.")] = False,
     schedule: Annotated[bool, typer.Option("--schedule", help="Draw the schedule of a plan, as papers do.")] = False,
     system: Annotated[
@@ -84,7 +90,12 @@ def show(
     """Show what a document says: in tables, as JSON, or on a page to play with."""
     asks_page = html is not None or open_browser
     pricing = Pricing(
-        cluster=cluster, collectives=collectives, ranks=ranks, measurements=measurements, precision=precision
+        cluster=cluster,
+        collectives=collectives,
+        ranks=ranks,
+        memory=memory,
+        measurements=measurements,
+        precision=precision,
     )
     if play:
         other = as_json or program or schedule or system is not None or html is not None or batch_size != 1
@@ -148,6 +159,8 @@ def _check_views(*, text: bool, program: bool, asks_page: bool, pricing: Pricing
         raise DocumentError("--ranks belongs to --collectives of a cluster; give that, or leave it out.")
     if pricing.collectives and pricing.cluster is not None:
         raise DocumentError("--collectives is for a cluster that is the document itself; leave --cluster out.")
+    if pricing.memory and (pricing.cluster is None or pricing.measurements is not None):
+        raise DocumentError("--memory counts bytes on the devices of --cluster; give that, and no --measurements.")
     if not pricing.is_asked and pricing != Pricing():
         raise DocumentError(
             "--measurements and --precision belong to --cluster or --collectives; give one, or leave them out."

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.cli.output import print_json, print_tables
 from meshwright.cli.plan import default_precision
+from meshwright.cli.show_memory import show_memory
 from meshwright.spec.cluster import Cluster, load_cluster
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.graph import Graph
@@ -21,6 +22,7 @@ class Pricing:
     cluster: str | None = None
     collectives: bool = False
     ranks: str | None = None
+    memory: bool = False
     measurements: Path | None = None
     precision: Precision | None = None
 
@@ -48,6 +50,9 @@ def show_prices(value: Any, document: str, pricing: Pricing, batch_size: int, as
         )
     machine = load_cluster(pricing.cluster or "")
     precision = pricing.precision or default_precision(machine.device_kind(0).peak_flops_per_s)
+    if pricing.memory:
+        show_memory(value, machine, precision, batch_size, as_json)
+        return
     cost = load_cost_model(machine, pricing.measurements, precision)
     if as_json:
         devices = []

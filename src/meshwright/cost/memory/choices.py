@@ -1,0 +1,105 @@
+"""What would a model need on a device if it were computed again, sharded or moved away? Rows for ``show --memory``.
+
+The whole model is one stage, held by all ranks of a cluster (ZeRO's data parallelism), for one microbatch in flight.
+Computing again is "selective" (softmax of attention's scores and its dropout) or "full" (every repeated block). A
+`Plan` cannot say any of this yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meshwright.cost.memory.lifetimes import recompute_layers, recompute_runs
+from meshwright.cost.memory.options import MemoryOptions, weigh_rank
+from meshwright.cost.memory.stage import backend_of, weigh_stage
+from meshwright.spec import GraphError, slice_graph
+
+if TYPE_CHECKING:
+    from meshwright.cost.memory.lifetimes import Ranges
+    from meshwright.spec import Cluster, Graph, Workload
+
+Row = dict[str, Any]
+# Korthikanti et al. (MLSys 2023), section 5: from the scores of attention on. Fused attention keeps none, and a dropout
+# alone keeps less in its mask than its input has.
+_SCORES = ("aten.softmax", "aten._softmax")
+_AFTER_SCORES = ("aten.dropout",)
+
+
+def recompute_choices(graph: Graph) -> dict[str, Ranges]:
+    """Ranges of ops by the word for them; blocks are layers that stand in a list of the model's."""
+    blocks = [index for index, layer in enumerate(graph.layers) if "." in layer.name]
+    runs = recompute_runs(graph, (*_SCORES, *_AFTER_SCORES))
+    return {
+        "none": (),
+        "selective": tuple((start, stop) for start, stop in runs if graph.ops[start].kind.startswith(_SCORES)),
+        "full": recompute_layers(graph, blocks),
+    }
+
+
+def layer_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Cluster) -> list[Row]:
+    """One row per layer: ``layer``, ``parameters_bytes``, and per choice what a microbatch keeps, ``none_bytes`` ...
+
+    Values that a layer gets from another one count where they are made. Raises GraphError as `weigh_stage` does.
+    """
+    _check_trains(graph)
+    device = backend_of(cluster.device_kind(0))
+    choices = recompute_choices(graph)
+    rows = []
+    for layer in slice_graph(graph, [(index, index + 1) for index in range(len(graph.layers))]):
+        kept = {
+            f"{name}_bytes": weigh_stage(
+                graph, layer, batch_size, workload, device=device, recompute=ranges
+            ).phases.forward.after_bytes
+            for name, ranges in choices.items()
+        }
+        weights = sum(graph.tensors[i].num_bytes(0, workload.float_bytes) for i in layer.parameters)
+        rows.append({"layer": graph.layers[layer.index].name, "parameters_bytes": weights, **kept})
+    return rows
+
+
+def choice_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Cluster) -> list[Row]:
+    """One row per way to keep the model on a rank of the cluster.
+
+    Keys: ``zero`` (0 to 3), ``recompute``, ``offload`` to the host (nothing, states, or both: states and activations),
+    ``device_bytes`` (the peak), its ``parameters_bytes``, ``gradients_bytes``, ``states_bytes`` and
+    ``activations_bytes`` (each at its fullest, which may not be at one moment), ``host_bytes``, and ``transfer_s``, the
+    seconds of a step that PCIe needs.
+    """
+    _check_trains(graph)
+    kind, pcie = cluster.device_kind(0), cluster.nodes[0].pcie
+    (stage,) = slice_graph(graph, [(0, len(graph.layers))])
+    ways = [(zero, name, "") for name in recompute_choices(graph) for zero in range(4)]
+    ways += [(2, "full", "states"), (3, "full", "both")]
+    rows = []
+    for zero, name, offload in ways:
+        options = MemoryOptions(
+            num_ranks=cluster.num_ranks,
+            zero=zero,  # type: ignore[arg-type]
+            recompute=recompute_choices(graph)[name],
+            states_on="host" if offload else "device",
+            activations_on="host" if offload == "both" else "device",
+        )
+        found = weigh_rank(graph, stage, batch_size, workload, options, device=backend_of(kind))
+        rows.append(
+            {
+                "zero": zero,
+                "recompute": name,
+                "offload": offload or "nothing",
+                "device_bytes": found.device_bytes,
+                "parameters_bytes": found.parameter_bytes,
+                "gradients_bytes": found.gradient_bytes,
+                "states_bytes": found.optimizer_bytes,
+                "activations_bytes": found.activation_bytes,
+                "host_bytes": found.host_bytes,
+                "transfer_s": found.moving_seconds(pcie),
+            }
+        )
+    return rows
+
+
+def _check_trains(graph: Graph) -> None:
+    if graph.mode != "training":
+        raise GraphError(
+            f"Graph {graph.name!r} is for inference; expected one for training, of which memory can be computed again, "
+            "sharded or moved away. Capture the model for training."
+        )
