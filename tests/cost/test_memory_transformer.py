@@ -179,3 +179,19 @@ def test_sizes_that_cannot_be_are_refused():
         replace(ONE, pp=2, chunks=2)
     with pytest.raises(TransformerError, match=r"ep = 3 does not divide the 8 devices"):
         replace(ONE, dp=4, cp=2, ep=3)
+
+
+def test_a_head_of_keys_and_values_is_on_every_device_of_a_wider_group():
+    """Two heads of keys and values over four devices: each holds one, in its weights and in what it keeps."""
+    shape = replace(LLAMA_8B, kv_heads=2, heads=8, head_dim=64)
+    over = {tp: replace(ONE, tp=tp) for tp in (2, 4)}
+    assert (shape.hidden, (4 + 2) * 64) in count_parameters(shape, over[2], 0).products
+    assert (shape.hidden, (2 + 2) * 64) in count_parameters(shape, over[4], 0).products
+    kept = {tp: saved_bytes(shape, over[tp], 0)["queries, keys and values"] for tp in over}
+    assert kept[2] * (2 + 2) == kept[4] * (4 + 2)
+
+
+def test_states_of_experts_are_shared_by_the_ranks_that_have_them():
+    shape = replace(LLAMA_8B, experts=Experts(num_experts=8, top_k=2, ffn=1024))
+    held = count_parameters(shape, replace(ONE, dp=8, ep=4), 0)
+    assert held.share(replace(ONE, dp=8, ep=4)) == held.dense // 8 + held.experts // 2

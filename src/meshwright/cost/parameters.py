@@ -37,6 +37,11 @@ class StageParameters:
     largest_layer: int
     products: Products
 
+    def share(self, setup: TrainingSetup) -> int:
+        """Parameters whose states a rank holds where data-parallel ranks share; experts have dp · cp / ep ranks."""
+        ranks = setup.dp * setup.cp
+        return self.dense // ranks + self.experts // (ranks // setup.ep)
+
 
 @lru_cache(maxsize=4096)
 def count_parameters(shape: TransformerShape, setup: TrainingSetup, stage: int) -> StageParameters:
@@ -83,8 +88,8 @@ def _products_of_layer(shape: TransformerShape, setup: TrainingSetup, layer: int
     hidden, split = shape.hidden, setup.tp
     shared: Products = Counter()
     if shape.latent is None:
-        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        shared[(hidden, width // split)] += 1
+        width = (shape.heads // split + 2 * shape.local_kv_heads(split)) * shape.head_dim
+        shared[(hidden, width)] += 1
         shared[(shape.heads * shape.head_dim // split, hidden)] += 1
     else:
         latent = shape.latent

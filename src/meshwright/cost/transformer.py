@@ -97,6 +97,10 @@ class TransformerShape:
                 f"{self.heads}. Give kv_heads = heads where each head has its own."
             )
 
+    def local_kv_heads(self, tp: int) -> int:
+        """Heads of keys and values on each of tp devices: at least one, which several then hold alike (Megatron-LM)."""
+        return max(self.kv_heads // tp, 1)
+
     def is_dense(self, layer: int) -> bool:
         """Whether a layer (from 0) has the plain feed-forward."""
         return self.experts is None or layer < self.experts.num_dense_layers

@@ -80,12 +80,11 @@ def activation_bytes(shape: TransformerShape, setup: TrainingSetup, stage: int) 
 
 def _megatron_peak(shape: TransformerShape, setup: TrainingSetup, stage: int, *, fused_loss: bool) -> DevicePeak:
     held = count_parameters(shape, setup, stage)
-    ranks = setup.dp * setup.cp
-    sharded = (ranks, ranks // setup.ep) if setup.zero else (1, 1)
+    stepped = held.share(setup) if setup.zero else held.dense + held.experts
     parts = {
         "parameters": HALF * (held.dense + held.experts),
         "gradients": SINGLE * (held.dense + held.experts),
-        "optimizer states": _MASTER_AND_STATES * (held.dense // sharded[0] + held.experts // sharded[1]),
+        "optimizer states": _MASTER_AND_STATES * stepped,
         "activations": activation_bytes(shape, setup, stage),
         "unused weight gradients": HALF * sum(rows * columns for rows, columns in held.products),
         "workspace": 2 * _CUBLAS_BYTES,

@@ -64,7 +64,7 @@ def _saved_by_attention(shape: TransformerShape, setup: TrainingSetup) -> dict[s
     tokens, local = setup.tokens, setup.local_tokens
     saved = {"input of queries, keys and values": HALF * local * shape.hidden}
     if shape.latent is None:
-        width = 2 * shape.kv_heads * shape.head_dim + shape.heads * shape.head_dim
+        width = 2 * shape.local_kv_heads(setup.tp) * setup.tp * shape.head_dim + shape.heads * shape.head_dim
         result = shape.heads * shape.head_dim
     else:
         latent = shape.latent

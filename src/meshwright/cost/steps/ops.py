@@ -147,7 +147,7 @@ def _attention(shape: TransformerShape, setup: TrainingSetup) -> list[CountedOp]
     if shape.latent is not None:
         return _latent_attention(shape, shape.latent, setup)
     tokens, tp = setup.tokens, setup.tp
-    heads, kv_heads = shape.heads // tp, shape.kv_heads // tp or 1
+    heads, kv_heads = shape.heads // tp, shape.local_kv_heads(tp)
     queries = setup.seq // setup.cp
     out = heads * shape.head_dim
     ops = [
@@ -273,7 +273,7 @@ def _collectives(shape: TransformerShape, setup: TrainingSetup, experts: Experts
         ops.append(_collective("all_reduce", whole, "tensor", "input_gradient", hidden_by="weight_gradient"))
     ops = [replace(op, count=2.0) for op in ops]
     if setup.cp > 1:
-        keys = HALF * setup.microbatch_size * setup.seq * 2 * (shape.kv_heads // setup.tp or 1) * shape.head_dim
+        keys = HALF * setup.microbatch_size * setup.seq * 2 * shape.local_kv_heads(setup.tp) * shape.head_dim
         ops.append(_collective("all_gather", keys, "context", "forward", hidden_by="forward"))
         ops.append(_collective("all_gather", keys, "context", "input_gradient", hidden_by="input_gradient"))
         ops.append(_collective("reduce_scatter", keys, "context", "input_gradient", hidden_by="input_gradient"))
