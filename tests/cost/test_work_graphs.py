@@ -22,7 +22,7 @@ UNREAD = {
     "layer_norm": {"input 2"},
     "max_pool2d": {"input 0"},
 }
-PLACES = {"first": (0,), "second": (1,), "third": (2,)}
+PLACES = {"first": (0,), "second": (1,)}
 # Their backward is no sum over gradients, and what they save depends on the road that torch takes.
 WHOLE = ("attention", "recurrent")
 

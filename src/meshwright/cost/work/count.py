@@ -171,7 +171,7 @@ def _places(call: Call, name: str, gradient: int) -> tuple[int, ...]:
     """Inputs that the gradient of one of them is made from."""
     if name == "others":
         return tuple(i for i in range(len(call.shapes)) if i != gradient)
-    places = {"first": 0, "second": 1, "third": 2}
+    places = {"first": 0, "second": 1}
     return (places[name],) if name in places else ()
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Family = Literal["product", "convolution", "attention", "recurrent", "norm", "pointwise", "reduction", "copy", "view"]
 Gradient = Literal["made", "passed", "first passed", "viewed", "joined", "filled", "none"]
-Kept = Literal["first", "second", "third", "others", "output", "made"]
+Kept = Literal["first", "second", "others", "output", "made"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
