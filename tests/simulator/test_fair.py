@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.simulator import simulate_program
 from meshwright.simulator.engine import run_network
-from meshwright.simulator.sharing import UNITS, enter_links, fill, leave_links, make_crossings
+from meshwright.simulator.sharing import UNITS, enter_links, fill, leave_links, make_flows
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import Opcode
 from tests.simulator import oracle_fair
@@ -93,10 +93,15 @@ def random_routes(rng, num_links):
 
 
 def enter_all(routes, num_links):
-    crossings = make_crossings(np.full(len(routes), 3), num_links)
+    flows = make_flows(np.full(len(routes), 3), num_links)
     for transfer_, links in routes.items():
-        enter_links(crossings, transfer_, np.array(links, np.int32))
-    return crossings
+        route_links = np.array(links, np.int32)
+        enter_links(*flows[:4], flows.counts, transfer_, route_links, 0, len(links))
+    return flows
+
+
+def rates_of(flows, routes):
+    return {t: int(flows.transfers[t]["rate"]) for t in routes}
 
 
 @settings(max_examples=300)
@@ -105,9 +110,9 @@ def test_rates_are_those_of_progressive_filling_and_max_min_fair(seed):
     rng = random.Random(seed)
     num_links = rng.randint(1, 6)
     routes = random_routes(rng, num_links)
-    crossings = enter_all(routes, num_links)
-    assert sorted(crossings.streams[: fill(crossings)].tolist()) == sorted(routes)
-    rates = {t: int(crossings.rate[t]) for t in routes}
+    flows = enter_all(routes, num_links)
+    assert sorted(flows.connected[: fill(*flows)].tolist()) == sorted(routes)
+    rates = rates_of(flows, routes)
     assert rates == oracle_fair.fill_links(routes)
     exact = exact_rates(routes)
     # Whoever gives way by rounding does so by one part per transfer and round at most.
@@ -145,20 +150,21 @@ def test_only_what_is_connected_is_filled_anew(seed):
     rng = random.Random(seed)
     num_links = rng.randint(2, 12)
     routes = random_routes(rng, num_links)
-    crossings = enter_all(routes, num_links)
-    fill(crossings)
+    flows = enter_all(routes, num_links)
+    fill(*flows)
     gone = rng.choice(sorted(routes))
     links = routes.pop(gone)
-    before = crossings.rate.copy()
-    leave_links(crossings, gone)
-    touched = crossings.streams[: fill(crossings)].tolist()
+    before = rates_of(flows, routes)
+    leave_links(*flows[:4], flows.counts, gone)
+    touched = flows.connected[: fill(*flows)].tolist()
     connected, grown = set(links), True
     while grown:
         reached = {link for other in routes.values() if connected.intersection(other) for link in other} | connected
         grown, connected = reached != connected, reached
     assert sorted(touched) == [t for t in sorted(routes) if connected.intersection(routes[t])]
-    assert all(crossings.rate[t] == before[t] for t in routes if t not in touched)
-    assert {t: int(crossings.rate[t]) for t in routes} == oracle_fair.fill_links(routes)
+    after = rates_of(flows, routes)
+    assert all(after[t] == before[t] for t in routes if t not in touched)
+    assert after == oracle_fair.fill_links(routes)
 
 
 @settings(max_examples=200)

@@ -30,37 +30,41 @@ from numpy.typing import NDArray
 from meshwright.cost.compiled import compiled
 from meshwright.simulator.heap import pop, push
 from meshwright.simulator.network import Network, State
-from meshwright.simulator.sharing import UNITS, Crossings, enter_links, fill, leave_links, make_crossings
+from meshwright.simulator.sharing import (
+    NUM_CHANGED,
+    UNITS,
+    Flows,
+    Record,
+    Records,
+    enter_links,
+    fill,
+    leave_links,
+    make_flows,
+)
 from meshwright.simulator.waiters import Ids, Times, finish, resume
 
 # Stops of a transfer that the heap may hold on average before stale ones are thrown out.
 _STOPS_PER_STREAM = 4
 _NEVER = -1
+# Places in `Sharing.clock`.
+NOW, NUM_STOPS = 0, 1
 
 
 class Sharing(NamedTuple):
-    """What is under way; a transfer goes by the stream that requests it. Columns per stream, unless said.
+    """What is under way, and what is to come of it.
 
     ``start_ps`` (n,) is when an instruction with a shared route began, else -1. ``mark_transfer`` and ``mark_left`` say
     of which instruction mark k is, and how much work is left when it is raised; ordered by both, most work first.
-    ``next_mark`` is the first that was not raised. ``left_ps`` and ``left_parts`` are the work left at ``since_ps``,
-    ``speed`` the rate from then on, ``stop_ps`` when it ends or raises its next mark. ``clock`` holds the moment and
-    the size of the heap of stops.
+    ``stops_time`` and ``stops_stream`` are the heap of stops; ``clock`` holds the moment and the size of that heap.
     """
 
     start_ps: Times
     mark_transfer: Ids
     mark_left: Times
-    next_mark: Ids
-    left_ps: Times
-    left_parts: Times
-    since_ps: Times
-    speed: Ids
-    stop_ps: Times
     stops_time: Times
     stops_stream: Ids
     clock: Ids
-    crossings: Crossings
+    flows: Flows
 
 
 def prepare_sharing(network: Network, num_links: int) -> tuple[Network, Sharing]:
@@ -74,17 +78,14 @@ def prepare_sharing(network: Network, num_links: int) -> tuple[Network, Sharing]
     np.maximum.at(capacities, requester[shared], np.diff(network.route_offsets)[network.route[shared]])
     network, mark_transfer, mark_left = _number_marks(network, requester)
     slots = _STOPS_PER_STREAM * num_streams
-    columns = ("next_mark", "left_ps", "left_parts", "since_ps", "speed")
     return network, Sharing(
         start_ps=np.full(num_instructions, -1, np.int64),
         mark_transfer=mark_transfer,
         mark_left=mark_left,
-        **{name: np.zeros(num_streams, np.int64) for name in columns},
-        stop_ps=np.full(num_streams, _NEVER, np.int64),
         stops_time=np.empty(slots, np.int64),
         stops_stream=np.empty(slots, np.int64),
         clock=np.zeros(2, np.int64),
-        crossings=make_crossings(capacities, num_links),
+        flows=make_flows(capacities, num_links),
     )
 
 
@@ -122,112 +123,139 @@ def run_moments(network: Network, state: State, sharing: Sharing, num_requests: 
 
     No streams: nothing is under way any more.
     """
-    top, clock, stops_time, stops_stream = 0, sharing.clock, sharing.stops_time, sharing.stops_stream
-    changed, stop_ps = sharing.crossings.num_changed, sharing.stop_ps
+    start_ps, mark_transfer, mark_left, stops_time, stops_stream, clock, flows = sharing
+    transfers, links, crossings, changed, reached, connected, counts = flows
+    duration_ps, collective, members = network.duration_ps, network.collective, state.members
+    route, route_offsets, route_links = network.route, network.route_offsets, network.route_links
+    end_ps, position, cursor, ready_ps, next_waiter, stack, heap_time, heap_stream = state[:8]
+    top = 0
     while top == 0:
-        if changed[0] > 0 and not (num_requests > 0 and state.heap_time[0] == clock[0]):
-            _set_rates(state, sharing)
-        while clock[1] > 0 and stop_ps[stops_stream[0]] != stops_time[0]:
-            clock[1] = pop(stops_time, stops_stream, clock[1])
-        if clock[1] == 0 and num_requests == 0:
+        if counts[NUM_CHANGED] > 0 and not (num_requests > 0 and heap_time[0] == clock[NOW]):
+            for k in range(fill(transfers, links, crossings, changed, reached, connected, counts)):
+                stream = connected[k]
+                if transfers[stream]["rate"] != transfers[stream]["speed"]:
+                    _change_speed(transfers[stream], clock[NOW], position[stream], mark_transfer, mark_left)
+                    _push_stop(transfers, stops_time, stops_stream, clock, stream)
+        if not _find_moment(transfers, stops_time, stops_stream, clock, heap_time, num_requests):
             break
-        now = state.heap_time[0] if num_requests > 0 else stops_time[0]
-        if clock[1] > 0:
-            now = min(now, stops_time[0])
-        clock[0] = now
-        while clock[1] > 0 and stops_time[0] == now:
+        while clock[NUM_STOPS] > 0 and stops_time[0] == clock[NOW]:
             stream = stops_stream[0]
-            clock[1] = pop(stops_time, stops_stream, clock[1])
-            if stop_ps[stream] == now:
-                top = _stop(network, state, sharing, stream, top)
-        while num_requests > 0 and state.heap_time[0] == now:
-            stream = state.heap_stream[0]
-            num_requests = pop(state.heap_time, state.heap_stream, num_requests)
-            _begin(network, state, sharing, stream)
+            clock[NUM_STOPS] = pop(stops_time, stops_stream, clock[NUM_STOPS])
+            if transfers[stream]["stop_ps"] != clock[NOW]:
+                continue
+            i, transfer = position[stream], transfers[stream]
+            _work(transfer, clock[NOW])
+            for k in range(transfer["next_mark"], _marks_raised(transfer, i, mark_transfer, mark_left)):
+                top = finish(end_ps, len(duration_ps) + k, clock[NOW], next_waiter, stack, top)
+                transfer["next_mark"] = k + 1
+            if _is_left(transfer):
+                _find_stop(transfer, i, mark_transfer, mark_left)
+                _push_stop(transfers, stops_time, stops_stream, clock, stream)
+            else:
+                transfer["stop_ps"] = _NEVER
+                leave_links(transfers, links, crossings, changed, counts, stream)
+                top = resume(collective[i], stream, clock[NOW], members, next_waiter, cursor, ready_ps, stack, top)
+        while num_requests > 0 and heap_time[0] == clock[NOW]:
+            stream = heap_stream[0]
+            num_requests = pop(heap_time, heap_stream, num_requests)
+            i = position[stream]
+            _begin(transfers[stream], i, duration_ps[i], clock[NOW], mark_transfer)
+            _note_start(start_ps, collective[i], stream, clock[NOW], position, members, next_waiter)
+            begin, stop = route_offsets[route[i]], route_offsets[route[i] + 1]
+            enter_links(transfers, links, crossings, changed, counts, stream, route_links, begin, stop)
     return top, num_requests
 
 
 @compiled
-def _begin(network: Network, state: State, sharing: Sharing, stream: int) -> None:
-    """The transfer that a stream stands before begins now; it gets its rate at the end of the moment."""
-    i = state.position[stream]
-    c, r = network.collective[i], network.route[i]
-    member = stream if c < 0 else state.members[c]
+def _find_moment(
+    transfers: Records, stops_time: Times, stops_stream: Ids, clock: Ids, heap_time: Times, num_requests: int
+) -> bool:
+    """Set the clock to the next moment, if there is one, and say whether."""
+    while clock[NUM_STOPS] > 0 and transfers[stops_stream[0]]["stop_ps"] != stops_time[0]:
+        clock[NUM_STOPS] = pop(stops_time, stops_stream, clock[NUM_STOPS])
+    if clock[NUM_STOPS] == 0 and num_requests == 0:
+        return False
+    clock[NOW] = heap_time[0] if num_requests > 0 else stops_time[0]
+    if clock[NUM_STOPS] > 0:
+        clock[NOW] = min(clock[NOW], stops_time[0])
+    return True
+
+
+@compiled
+def _note_start(
+    start_ps: Times, collective: int, stream: int, now: int, position: Ids, members: Ids, next_waiter: Ids
+) -> None:
+    """A transfer, or all members of a collective, begin now."""
+    member = stream if collective < 0 else members[collective]
     while member >= 0:
-        sharing.start_ps[state.position[member]] = sharing.clock[0]
-        member = state.next_waiter[member] if c >= 0 else np.int64(-1)
-    sharing.left_ps[stream], sharing.left_parts[stream] = network.duration_ps[i], 0
-    sharing.speed[stream], sharing.since_ps[stream] = 0, sharing.clock[0]
-    sharing.next_mark[stream] = np.searchsorted(sharing.mark_transfer, i)
-    enter_links(sharing.crossings, stream, network.route_links[network.route_offsets[r] : network.route_offsets[r + 1]])
+        start_ps[position[member]] = now
+        member = next_waiter[member] if collective >= 0 else np.int64(-1)
 
 
 @compiled
-def _stop(network: Network, state: State, sharing: Sharing, stream: int, top: int) -> int:
-    """A transfer ends, or raises marks; return the top of the stack."""
-    i, now = state.position[stream], sharing.clock[0]
-    _work(sharing, stream)
-    left = sharing.left_ps[stream] + (sharing.left_parts[stream] > 0)
-    k = sharing.next_mark[stream]
-    while k < len(sharing.mark_left) and sharing.mark_transfer[k] == i and left <= sharing.mark_left[k]:
-        top = finish(state.end_ps, len(network.duration_ps) + k, now, state.next_waiter, state.stack, top)
-        k += 1
-    sharing.next_mark[stream] = k
-    if left > 0:
-        _plan_stop(state, sharing, stream)
-        return top
-    sharing.stop_ps[stream] = _NEVER
-    leave_links(sharing.crossings, stream)
-    c, ready = network.collective[i], state.ready_ps
-    return resume(c, stream, now, state.members, state.next_waiter, state.cursor, ready, state.stack, top)
+def _begin(transfer: Record, i: int, work_ps: int, now: int, mark_transfer: Ids) -> None:
+    """All work is left; the rate comes at the end of the moment."""
+    transfer["left_ps"], transfer["left_parts"] = work_ps, 0
+    transfer["since_ps"], transfer["speed"] = now, 0
+    transfer["next_mark"] = np.searchsorted(mark_transfer, i) if len(mark_transfer) else 0
 
 
 @compiled
-def _set_rates(state: State, sharing: Sharing) -> None:
-    """Give all whose rate may have changed the one for the transfers that are under way now."""
-    crossings = sharing.crossings
-    for k in range(fill(crossings)):
-        stream = crossings.streams[k]
-        if crossings.rate[stream] != sharing.speed[stream]:
-            _work(sharing, stream)
-            sharing.speed[stream] = crossings.rate[stream]
-            _plan_stop(state, sharing, stream)
+def _change_speed(transfer: Record, now: int, i: int, mark_transfer: Ids, mark_left: Times) -> None:
+    """Work on at the rate of the last filling."""
+    _work(transfer, now)
+    transfer["speed"] = transfer["rate"]
+    _find_stop(transfer, i, mark_transfer, mark_left)
 
 
 @compiled
-def _work(sharing: Sharing, stream: int) -> None:
-    """Do the work from `since_ps` to the present moment."""
-    passed, speed = sharing.clock[0] - sharing.since_ps[stream], sharing.speed[stream]
+def _work(transfer: Record, now: int) -> None:
+    """Do the work from `since_ps` until now."""
+    passed, speed = now - transfer["since_ps"], transfer["speed"]
     # In two parts, so that no product leaves 64 bits however long a transfer is.
     parts = speed * (passed % UNITS)
-    left_parts = sharing.left_parts[stream] - parts % UNITS
-    sharing.left_ps[stream] -= speed * (passed // UNITS) + parts // UNITS + (left_parts < 0)
-    sharing.left_parts[stream] = left_parts % UNITS
-    sharing.since_ps[stream] = sharing.clock[0]
+    left_parts = transfer["left_parts"] - parts % UNITS
+    transfer["left_ps"] -= speed * (passed // UNITS) + parts // UNITS + (left_parts < 0)
+    transfer["left_parts"] = left_parts % UNITS
+    transfer["since_ps"] = now
 
 
 @compiled
-def _plan_stop(state: State, sharing: Sharing, stream: int) -> None:
-    """Find when a transfer ends or raises its next mark at its present rate."""
-    k, until = sharing.next_mark[stream], np.int64(0)
-    if k < len(sharing.mark_left) and sharing.mark_transfer[k] == state.position[stream]:
-        until = sharing.mark_left[k]
-    speed = sharing.speed[stream]
-    whole, rest = divmod(sharing.left_ps[stream] - until, speed)
-    parts = rest * UNITS + sharing.left_parts[stream]
-    stop = sharing.since_ps[stream] + whole * UNITS + -(-parts // speed)
-    sharing.stop_ps[stream] = stop
-    if sharing.clock[1] == len(sharing.stops_time):
-        _drop_stale(sharing)
-    sharing.clock[1] = push(sharing.stops_time, sharing.stops_stream, sharing.clock[1], stop, stream)
+def _is_left(transfer: Record) -> bool:
+    """Whether any work is left."""
+    return bool(transfer["left_ps"] > 0 or (transfer["left_ps"] == 0 and transfer["left_parts"] > 0))
 
 
 @compiled
-def _drop_stale(sharing: Sharing) -> None:
-    """Build the heap of stops anew from those that hold."""
-    sharing.clock[1] = 0
-    for stream in range(len(sharing.stop_ps)):
-        if sharing.stop_ps[stream] != _NEVER:
-            sharing.clock[1] = push(
-                sharing.stops_time, sharing.stops_stream, sharing.clock[1], sharing.stop_ps[stream], stream
-            )
+def _marks_raised(transfer: Record, i: int, mark_transfer: Ids, mark_left: Times) -> int:
+    """The number of the first mark that is not raised, of this transfer or the next."""
+    left = transfer["left_ps"] + (transfer["left_parts"] > 0)
+    k = transfer["next_mark"]
+    while k < len(mark_left) and mark_transfer[k] == i and left <= mark_left[k]:
+        k += 1
+    return int(k)
+
+
+@compiled
+def _find_stop(transfer: Record, i: int, mark_transfer: Ids, mark_left: Times) -> None:
+    """When does a transfer end or raise its next mark at its present rate?"""
+    k, until = transfer["next_mark"], 0
+    if k < len(mark_left) and mark_transfer[k] == i:
+        until = mark_left[k]
+    speed, left = transfer["speed"], transfer["left_ps"] - until
+    whole = left // speed
+    parts = (left - whole * speed) * UNITS + transfer["left_parts"]
+    transfer["stop_ps"] = transfer["since_ps"] + whole * UNITS + -(-parts // speed)
+
+
+@compiled
+def _push_stop(transfers: Records, stops_time: Times, stops_stream: Ids, clock: Ids, stream: int) -> None:
+    """Put the stop of a transfer into the heap; if that is full, build it anew from the stops that hold."""
+    if clock[NUM_STOPS] < len(stops_time):
+        stop_ps = transfers[stream]["stop_ps"]
+        clock[NUM_STOPS] = push(stops_time, stops_stream, clock[NUM_STOPS], stop_ps, stream)
+        return
+    clock[NUM_STOPS] = 0
+    for other in range(len(transfers)):
+        if transfers[other]["stop_ps"] != _NEVER:
+            clock[NUM_STOPS] = push(stops_time, stops_stream, clock[NUM_STOPS], transfers[other]["stop_ps"], other)

@@ -24,179 +24,211 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.simulator.waiters import Column, Ids
+
+# Records: a column is reached without handing its array around, which costs more than the work on it (`engine.py`).
+Records = NDArray[np.void]
+Record = np.void
 
 UNITS = math.lcm(*range(1, 23))
 NO_RATE = -1
 
 
-class Crossings(NamedTuple):
-    """Which transfers are on which link, and scratch for filling; a transfer goes by the stream that requests it.
+# A transfer under way, by the stream that requests it. Its work left at `since_ps` is `left_ps` and `left_parts`,
+# `speed` its rate from then on, `stop_ps` when it ends or raises its mark number `next_mark` (`fair.py`). Its crossings
+# are `first` to `last` (exclusive); `rate` is what the last filling, number `filling`, gave it.
+TRANSFER = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            *("left_ps", "left_parts", "since_ps", "speed", "stop_ps", "next_mark"),
+            *("first", "last", "rate", "filling"),
+        )
+    ]
+)
+# A link: its first crossing, how many transfers are on it; in a filling, how many have no rate yet, what is left, and
+# the share that it offers.
+LINK = np.dtype([(name, np.int64) for name in ("head", "present", "open", "left", "offer", "filling")])
+# One link of a transfer, in the list of those of its link; -1 ends.
+CROSSING = np.dtype([(name, np.int64) for name in ("link", "stream", "after", "before")])
+# Places in `Flows.counts`.
+NUM_CHANGED, FILLING = 0, 1
 
-    A **crossing** is one link of a transfer; those of stream s are ``first[s]`` to ``last[s]`` (exclusive), in linked
-    lists per link (``head``, ``after``, ``before``; -1 ends). ``present[l]`` transfers are on link l. ``changed`` lists
-    the links whose transfers changed, ``num_changed[0]`` of them. ``links`` and ``streams`` collect what is connected;
-    ``link_seen`` and ``stream_seen`` say in which filling, numbered by ``num_changed[1]``.
+
+class Flows(NamedTuple):
+    """Which transfers are on which links, and at what rates.
+
+    ``changed`` lists the links whose transfers changed since the last filling; ``reached`` and ``connected`` are
+    scratch: the links and transfers of a filling. ``counts`` holds the number of changed links and that of the next
+    filling.
     """
 
-    first: Ids
-    last: Ids
-    link: Column
-    stream: Column
-    after: Ids
-    before: Ids
-    head: Ids
-    present: Ids
+    transfers: Records
+    links: Records
+    crossings: Records
     changed: Ids
-    num_changed: Ids
-    links: Ids
-    streams: Ids
-    link_seen: Ids
-    stream_seen: Ids
-    open: Ids
-    left: Ids
-    offer: Ids
-    rate: Ids
+    reached: Ids
+    connected: Ids
+    counts: Ids
 
 
-def make_crossings(capacities: Ids, num_links: int) -> Crossings:
-    """Room for ``capacities[s]`` crossings of each stream; nothing is under way."""
-    ends = np.cumsum(capacities)
-    total, num_streams = int(capacities.sum()), len(capacities)
-    per_link = {
-        name: np.zeros(num_links, np.int64) for name in ("changed", "links", "link_seen", "open", "left", "offer")
-    }
-    return Crossings(
-        first=ends - capacities,
-        last=ends - capacities,
-        link=np.zeros(total, np.int32),
-        stream=np.repeat(np.arange(num_streams, dtype=np.int32), capacities),
-        after=np.zeros(total, np.int64),
-        before=np.zeros(total, np.int64),
-        head=np.full(num_links, -1, np.int64),
-        present=np.zeros(num_links, np.int64),
-        num_changed=np.array([0, 1], np.int64),
-        streams=np.zeros(num_streams, np.int64),
-        stream_seen=np.zeros(num_streams, np.int64),
-        rate=np.zeros(num_streams, np.int64),
-        **per_link,
+def make_flows(capacities: Ids, num_links: int) -> Flows:
+    """Room for ``capacities[s]`` links of a transfer of each stream; nothing is under way."""
+    num_streams = len(capacities)
+    transfers, links = np.zeros(num_streams, TRANSFER), np.zeros(num_links, LINK)
+    crossings = np.zeros(int(capacities.sum()), CROSSING)
+    transfers["first"] = transfers["last"] = np.cumsum(capacities) - capacities
+    transfers["stop_ps"] = links["head"] = -1
+    crossings["stream"] = np.repeat(np.arange(num_streams), capacities)
+    return Flows(
+        transfers=transfers,
+        links=links,
+        crossings=crossings,
+        changed=np.zeros(num_links, np.int64),
+        reached=np.zeros(num_links, np.int64),
+        connected=np.zeros(num_streams, np.int64),
+        counts=np.array([0, 1]),
     )
 
 
 @compiled
-def enter_links(crossings: Crossings, stream: int, links: Column) -> None:
-    """Put the transfer of a stream on its links."""
-    crossing = crossings.first[stream]
-    for link in links:
-        head = crossings.head[link]
-        crossings.link[crossing] = link
-        crossings.after[crossing] = head
-        crossings.before[crossing] = -1
-        if head >= 0:
-            crossings.before[head] = crossing
-        crossings.head[link] = crossing
-        crossings.present[link] += 1
-        _note_change(crossings, link)
-        crossing += 1
-    crossings.last[stream] = crossing
+def enter_links(
+    transfers: Records,
+    links: Records,
+    crossings: Records,
+    changed: Ids,
+    counts: Ids,
+    stream: int,
+    route_links: Column,
+    begin: int,
+    stop: int,
+) -> None:
+    """Put the transfer of a stream on the links ``route_links[begin:stop]``."""
+    place = transfers[stream]["first"]
+    for q in range(begin, stop):
+        link, crossing = links[route_links[q]], crossings[place]
+        crossing["link"], crossing["after"], crossing["before"] = route_links[q], link["head"], -1
+        if link["head"] >= 0:
+            crossings[link["head"]]["before"] = place
+        link["head"] = place
+        link["present"] += 1
+        _note_change(links, changed, counts, route_links[q])
+        place += 1
+    transfers[stream]["last"] = place
 
 
 @compiled
-def leave_links(crossings: Crossings, stream: int) -> None:
+def leave_links(transfers: Records, links: Records, crossings: Records, changed: Ids, counts: Ids, stream: int) -> None:
     """Take the transfer of a stream off its links."""
-    for crossing in range(crossings.first[stream], crossings.last[stream]):
-        link, after, before = crossings.link[crossing], crossings.after[crossing], crossings.before[crossing]
+    transfer = transfers[stream]
+    for place in range(transfer["first"], transfer["last"]):
+        crossing = crossings[place]
+        link, after, before = links[crossing["link"]], crossing["after"], crossing["before"]
         if after >= 0:
-            crossings.before[after] = before
+            crossings[after]["before"] = before
         if before >= 0:
-            crossings.after[before] = after
+            crossings[before]["after"] = after
         else:
-            crossings.head[link] = after
-        crossings.present[link] -= 1
-        _note_change(crossings, link)
-    crossings.last[stream] = crossings.first[stream]
+            link["head"] = after
+        link["present"] -= 1
+        _note_change(links, changed, counts, crossing["link"])
+    transfer["last"] = transfer["first"]
 
 
 @compiled
-def _note_change(crossings: Crossings, link: int) -> None:
+def _note_change(links: Records, changed: Ids, counts: Ids, link: int) -> None:
     """A link is listed once between two fillings."""
-    filling = crossings.num_changed[1]
-    if crossings.link_seen[link] != filling:
-        crossings.link_seen[link] = filling
-        crossings.changed[crossings.num_changed[0]] = link
-        crossings.num_changed[0] += 1
+    if links[link]["filling"] != counts[FILLING]:
+        links[link]["filling"] = counts[FILLING]
+        changed[counts[NUM_CHANGED]] = link
+        counts[NUM_CHANGED] += 1
 
 
 @compiled
-def fill(crossings: Crossings) -> int:
+def fill(
+    transfers: Records,
+    links: Records,
+    crossings: Records,
+    changed: Ids,
+    reached: Ids,
+    connected: Ids,
+    counts: Ids,
+) -> int:
     """Fill the links that changed and all that is connected with them.
 
-    Returns how many transfers that are: ``streams[:n]``, with their rates in ``rate``.
+    Returns how many transfers that are: ``connected[:n]``, with their rates in ``rate``.
     """
-    num_links, num_streams = _collect(crossings)
-    links, offer, opened, left = crossings.links, crossings.offer, crossings.open, crossings.left
-    remaining = num_streams
+    num_links, num_transfers = _collect(transfers, links, crossings, changed, reached, connected, counts)
+    remaining = num_transfers
     while remaining > 0:
         least, kept = UNITS, 0
         for k in range(num_links):
-            link = links[k]
-            if opened[link] > 0:
-                links[kept] = link
+            link = links[reached[k]]
+            if link["open"] > 0:
+                reached[kept] = reached[k]
                 kept += 1
-                offer[link] = left[link] // opened[link]
-                least = min(least, int(offer[link]))
+                link["offer"] = link["left"] // link["open"]
+                least = min(least, int(link["offer"]))
         num_links = kept
         for k in range(num_links):
-            if offer[links[k]] == least:
-                remaining -= _settle(crossings, links[k], least)
-    return num_streams
+            if links[reached[k]]["offer"] == least:
+                remaining -= _settle(transfers, links, crossings, reached[k], least)
+    return num_transfers
 
 
 @compiled
-def _settle(crossings: Crossings, link: int, least: int) -> int:
-    """Give the open transfers of a full link their rate; return how many they were."""
-    settled, crossing = 0, crossings.head[link]
-    while crossing >= 0:
-        stream = crossings.stream[crossing]
-        if crossings.rate[stream] == NO_RATE:
-            crossings.rate[stream] = least
+def _settle(transfers: Records, links: Records, crossings: Records, full: int, least: int) -> int:
+    """Give the transfers of a full link that have no rate yet the least offer; return how many they were."""
+    settled, place = 0, links[full]["head"]
+    while place >= 0:
+        transfer = transfers[crossings[place]["stream"]]
+        if transfer["rate"] == NO_RATE:
+            transfer["rate"] = least
             settled += 1
-            for other in range(crossings.first[stream], crossings.last[stream]):
-                crossings.open[crossings.link[other]] -= 1
-                crossings.left[crossings.link[other]] -= least
-        crossing = crossings.after[crossing]
+            for other in range(transfer["first"], transfer["last"]):
+                link = links[crossings[other]["link"]]
+                link["open"] -= 1
+                link["left"] -= least
+        place = crossings[place]["after"]
     return settled
 
 
 @compiled
-def _collect(crossings: Crossings) -> tuple[int, int]:
-    """Links and transfers connected with what changed, all empty and without rates; return their numbers."""
-    num_links, num_streams = crossings.num_changed[0], 0
-    filling = crossings.num_changed[1]
+def _collect(
+    transfers: Records,
+    links: Records,
+    crossings: Records,
+    changed: Ids,
+    reached: Ids,
+    connected: Ids,
+    counts: Ids,
+) -> tuple[int, int]:
+    """Links and transfers connected with what changed, the links empty and no rates given; return their numbers."""
+    num_links, num_transfers, filling = counts[NUM_CHANGED], 0, counts[FILLING]
     for k in range(num_links):
-        crossings.links[k] = crossings.changed[k]
+        reached[k] = changed[k]
     k = 0
     while k < num_links:
-        link = crossings.links[k]
-        crossings.open[link], crossings.left[link] = crossings.present[link], UNITS
-        crossing = crossings.head[link]
-        while crossing >= 0:
-            stream = crossings.stream[crossing]
-            if crossings.stream_seen[stream] != filling:
-                crossings.stream_seen[stream] = filling
-                crossings.rate[stream] = NO_RATE
-                crossings.streams[num_streams] = stream
-                num_streams += 1
-                for other in range(crossings.first[stream], crossings.last[stream]):
-                    reached = crossings.link[other]
-                    if crossings.link_seen[reached] != filling:
-                        crossings.link_seen[reached] = filling
-                        crossings.links[num_links] = reached
+        link = links[reached[k]]
+        link["open"], link["left"] = link["present"], UNITS
+        place = link["head"]
+        while place >= 0:
+            transfer = transfers[crossings[place]["stream"]]
+            if transfer["filling"] != filling:
+                transfer["filling"], transfer["rate"] = filling, NO_RATE
+                connected[num_transfers] = crossings[place]["stream"]
+                num_transfers += 1
+                for other in range(transfer["first"], transfer["last"]):
+                    number = crossings[other]["link"]
+                    if links[number]["filling"] != filling:
+                        links[number]["filling"] = filling
+                        reached[num_links] = number
                         num_links += 1
-            crossing = crossings.after[crossing]
+            place = crossings[place]["after"]
         k += 1
-    crossings.num_changed[0] = 0
-    crossings.num_changed[1] += 1
-    return num_links, num_streams
+    counts[NUM_CHANGED] = 0
+    counts[FILLING] += 1
+    return num_links, num_transfers
