@@ -83,7 +83,7 @@ def test_a_gpu_reserves_more_than_it_allocates():
     plan = plan_of(graph, 2, "1f1b")
     found = allocate_rank(plan, graph, cluster, 1)
     assert found.peak.num_bytes <= found.allocated_bytes <= found.reserved_bytes
-    assert found.explain().startswith("Of rank 1's ")
+    assert found.explain().startswith("Op by op, rank 1 is fullest in the ")
     assert "reserves" in found.explain()
 
 

@@ -49,12 +49,12 @@ class RankAllocation:
 
     def explain(self) -> str:
         """One sentence."""
-        held = ""
-        if self.reserved_bytes is not None:
-            held = f", for which the allocator reserves {format_bytes(self.reserved_bytes)}"
+        moment = f"Op by op, rank {self.rank} is fullest in the {self.peak.moment}"
+        if self.reserved_bytes is None:
+            return f"{moment}; most of it are {self.peak.owner}."
         return (
-            f"Of rank {self.rank}'s {format_bytes(self.peak.num_bytes)}, op by op, blocks of its allocator make "
-            f"{format_bytes(self.allocated_bytes)}{held}; the fullest moment is the {self.peak.moment}."
+            f"{moment}: {format_bytes(self.allocated_bytes)} in blocks of its allocator, which reserves "
+            f"{format_bytes(self.reserved_bytes)}."
         )
 
 
