@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.cost.kernels import is_tiled
+from meshwright.cost.memory import backend_of
 from meshwright.cost.optimizers import default_loop
 from meshwright.cost.prediction import BASES
 from meshwright.report import graph_rows, graph_total, make_table
@@ -65,7 +65,7 @@ def optimizer_row(cost: CostModel, graph: Graph, kind: DeviceKind) -> Row | None
         return None
     optimizer = Optimizer()
     price = cost.price_optimizer(graph, graph.parameters, optimizer, kind)
-    loop = default_loop(optimizer, on_gpu=is_tiled(kind))
+    loop = default_loop(optimizer, on_gpu=backend_of(kind) == "cuda")
     return {"optimizer": optimizer.name, "loop": loop, **asdict(price)}
 
 

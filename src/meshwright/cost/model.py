@@ -24,7 +24,7 @@ from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.collectives.prices import CollectivePrices
 from meshwright.cost.host_copies import price_host_copy
 from meshwright.cost.kernels import is_tiled, price_kernels, shipped_model
-from meshwright.cost.memory import StageMemory, likeness, weigh_stage
+from meshwright.cost.memory import StageMemory, backend_of, likeness, weigh_stage
 from meshwright.cost.optimizers import default_loop, optimizer_curves, price_copy, price_step, trainable_elements
 from meshwright.cost.prices import End, OpPrices, gather_prices
 from meshwright.cost.table import OpTable, price_op, roofline_interval
@@ -164,7 +164,7 @@ class CostModel:
         loop: OptimizerLoop | None = None,
     ) -> Price:
         """The same with interval and basis. ``loop``: how it goes over the parameters, by default as in our runtime."""
-        loop = loop or default_loop(optimizer, on_gpu=is_tiled(device_kind))
+        loop = loop or default_loop(optimizer, on_gpu=backend_of(device_kind) == "cuda")
         key = ("optimizer", self._known(graph), tuple(parameter_ids), optimizer, device_kind.name, loop)
         return self._keep(key, lambda: self._step(graph, parameter_ids, optimizer, device_kind, loop))
 
