@@ -6,12 +6,11 @@
 from pathlib import Path
 
 from meshwright.spec import write_document
-from meshwright.validation.datasets import load_records
 from meshwright.validation.shipped_collectives import fit_shipped
 
 TARGET = Path(__file__).resolve().parent.parent / "src" / "meshwright" / "cost" / "models" / "nccl.json"
 
 if __name__ == "__main__":
-    shipped = fit_shipped(load_records("nccl"))
+    shipped = fit_shipped()
     write_document(shipped, TARGET)
     print(f"{TARGET.name}: {', '.join(kind.model.device for kind in shipped.kinds)}; elsewhere {shipped.elsewhere}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,14 +32,15 @@ if TYPE_CHECKING:
 
     from meshwright.cost.collectives import CollectiveModel
 
+_DATASET = "nccl"
 _SOURCE = "NCCL tables of ai-dynamo/aiconfigurator and VIA-Research/vTrain, as in validation/data/nccl.parquet"
 # Of a table that is predicted from the others, both with the model's own interval: an op's rows and what was said.
 LeftOut = dict[str, list[tuple[Records, Predictions]]]
 
 
-def fit_shipped(rows: Records) -> ShippedCollectives:
-    """The models of all kinds of device among the rows."""
-    usable = collective_rows(rows)
+def fit_shipped() -> ShippedCollectives:
+    """The models of all kinds of device that the NCCL tables have."""
+    usable = collective_rows(load_records(_DATASET))
     kinds = []
     for device in sorted(set(usable.device)):
         mine = usable.where(device=device)
@@ -51,7 +53,7 @@ def fit_shipped(rows: Records) -> ShippedCollectives:
                 model=_round(_fit(mine)),
             )
         )
-    return ShippedCollectives(source=_SOURCE, elsewhere=fit_elsewhere(leave_tables_out(usable)), kinds=tuple(kinds))
+    return ShippedCollectives(source=_SOURCE, elsewhere=fit_elsewhere(leave_tables_out()), kinds=tuple(kinds))
 
 
 def score_shipped() -> tuple[Score, ...]:
@@ -59,7 +61,7 @@ def score_shipped() -> tuple[Score, ...]:
 
     Beside it prices by datasheet.
     """
-    left_out = leave_tables_out(collective_rows(load_records("nccl")))
+    left_out = leave_tables_out()
     scores = []
     for device, parts in left_out.items():
         elsewhere = fit_elsewhere({other: mine for other, mine in left_out.items() if other != device})
@@ -68,13 +70,15 @@ def score_shipped() -> tuple[Score, ...]:
             measured = np.concatenate([rows.seconds for rows, _ in mine])
             priced = np.concatenate([price_rows(rows)[0] for rows, _ in mine])
             part = f"{device} {op} from other tables of the device"
-            scores.append(score_rows("nccl", part, "ours", measured, join_predictions([found for _, found in mine])))
-            scores.append(score_rows("nccl", part, "by datasheet", measured, priced))
+            scores.append(score_rows(_DATASET, part, "ours", measured, join_predictions([found for _, found in mine])))
+            scores.append(score_rows(_DATASET, part, "by datasheet", measured, priced))
     return tuple(scores)
 
 
-def leave_tables_out(rows: Records) -> LeftOut:
+@cache
+def leave_tables_out() -> LeftOut:
     """By kind of device with two tables or more: each table by op, and what the others of the kind say of it."""
+    rows = collective_rows(load_records(_DATASET))
     tables = np.array(["\n".join(table_of(rows, index)) for index in range(len(rows))], object)
     found: LeftOut = {}
     for device in sorted(set(rows.device)):
