@@ -7,8 +7,8 @@ Programs of 1F1B pipelines, unrolled before the clock starts; what is timed is `
     2 % shared   8 pipelines of 8 stages, one per node: sums of gradients through one network card per node
     30 % shared  64 stages on 64 nodes: sends in both directions meet in network cards
 
-For `fair`, an event is the beginning or the end of a transfer on shared links, and all time above goes to them,
-that of the other instructions too; once with durations that make many events coincide, once with durations that
+For `fair`, an event is the beginning or the end of a transfer on shared links, and the whole time goes to them, that of
+the other instructions too; once with durations that make many events coincide, once with durations that
 differ by up to 20 % (seed 0), so that none do.
 
 CPU time of this process, best of all runs: on a loaded machine other processes take caches and memory away, which
@@ -17,6 +17,7 @@ makes runs slower and never faster. The spread is that of all runs.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -143,7 +144,8 @@ def main() -> int:
     starts = np.array(outputs[1:], float).T
     rows.append(row("cached start: numpy, numba, first run", starts[0], 1, "CPU s", START_S))
     rows.append(row("the same with all of the package", starts[1], 1, "CPU s", None))
-    return publish("simulator", rows, options, "; ".join(notes) + ". CPU time, best of all runs.")
+    load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    return publish("simulator", rows, options, "; ".join(notes) + f". CPU time, best of {repeats} runs, {load}.")
 
 
 if __name__ == "__main__":

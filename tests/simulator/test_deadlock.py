@@ -48,10 +48,16 @@ def test_order_within_a_stream_and_marks_are_told():
     ) in message_of([first, second, other], 2)
 
 
-def test_an_instruction_that_waits_for_itself():
-    alone = forward(0, cost=1)
-    alone.waits.append(alone)
-    assert "F0.0 (rank 0, compute) waits for F0.0 (rank 0, compute). " in message_of([alone], 1)
+@pytest.mark.parametrize("part", range(3))
+def test_an_instruction_that_waits_for_itself(part):
+    """In each section of a program."""
+    sections = [[forward(0, microbatch, cost=1)] for microbatch in range(3)]
+    sections[part][0].waits.append(sections[part][0])
+    program, prices = program_of(sections, 1, [0, 10])
+    with pytest.raises(
+        DeadlockError, match=rf"F0.{part} \(rank 0, compute\) waits for F0.{part} \(rank 0, compute\)\. "
+    ):
+        simulate_program(program, prices)
 
 
 def test_a_member_that_never_arrives_is_named():

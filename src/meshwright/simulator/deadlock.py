@@ -117,10 +117,11 @@ def _tell(program: Program, unrolled: Unrolled, position: Ids, circle: list[tupl
 
 
 def _describe(program: Program, unrolled: Unrolled, i: int) -> str:
-    stream = program.streams[unrolled.stream[i]]
-    sections = [section for _, section in program.sections()]
-    opcode, stage, microbatch, peer = (
-        int(np.concatenate([getattr(section, name) for section in sections])[unrolled.source[i]])
-        for name in ("opcode", "stage", "microbatch", "peer")
-    )
-    return f"{instruction_name(opcode, stage, microbatch, peer)} (rank {stream.rank}, {stream.name})"
+    stream, row = program.streams[unrolled.stream[i]], int(unrolled.source[i])
+    for _, section in program.sections():
+        if row < section.num_instructions:
+            break
+        row -= section.num_instructions
+    columns = section.opcode, section.stage, section.microbatch, section.peer
+    name = instruction_name(*(int(column[row]) for column in columns))
+    return f"{name} (rank {stream.rank}, {stream.name})"
