@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.kernels import adapt_kernels, is_tiled, shipped_model
 from meshwright.cost.model import CostModel
+from meshwright.cost.traced import collect_traced
 from meshwright.records import from_measurements, load_measurements, read_records_at
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def load_cost_model(cluster: Cluster, path: Path | str | None, precision: Precis
         return CostModel(cluster=cluster, precision=precision)
     measured = load_measurements(path, cluster)
     rows = read_records_at(Path(path)) if Path(path).suffix == ".parquet" else from_measurements(measured)
-    own, host = fit_measured(rows.where(device=measured.device))
+    here = rows.where(device=measured.device)
+    own, host = fit_measured(here)
     return CostModel(
         cluster=cluster,
         measurements=measured,
@@ -34,6 +36,7 @@ def load_cost_model(cluster: Cluster, path: Path | str | None, precision: Precis
         collectives=own,
         collective_hosts=host,
         kernels=_adapt_if_measured(rows, cluster),
+        traced=collect_traced(here) or None,
     )
 
 

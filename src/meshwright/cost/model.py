@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from meshwright.cost.optimizers import OptimizerLoop
     from meshwright.cost.prediction import Floats, Predictions
     from meshwright.cost.prices import Price
+    from meshwright.cost.traced import TracedOps
     from meshwright.spec import Optimizer, StageSlice, Workload
     from meshwright.spec.workload import Precision
 
@@ -56,6 +57,7 @@ class CostModel:
     ``collectives``, ``collective_hosts``: what was fitted on measured collectives of this kind of cluster, seconds and
     those of a rank's processor (`fit_measured`); by default on the transfers among the measurements.
     ``kernels``: the predictor of products and attention on GPUs, None for the one that ships (`adapt_kernels`).
+    ``traced``: ops of traces of this kind of device (`collect_traced`); asked only where there are ``measurements``.
     ``end``: all prices as low or as high as their 80 % intervals allow; see `at_end`.
     """
 
@@ -66,6 +68,7 @@ class CostModel:
     collectives: CollectiveModel | None = None
     collective_hosts: CollectiveModel | None = None
     kernels: KernelModel | None = None
+    traced: TracedOps | None = None
     _ops: OpTable | None = field(init=False, repr=False, default=None)
     _collectives: CollectivePrices = field(init=False, repr=False)
     _optimizers: dict[str, Curve] = field(init=False, repr=False, default_factory=dict)
@@ -210,7 +213,7 @@ class CostModel:
         classes = self._keep(("classes", self._known(graph)), lambda: classify_ops(graph))
         table = self._ops if self.is_measured(kind) else None
         ops = [graph.ops[index] for index in classes.representatives]
-        bounds = [price_op(graph, op, batch_size, kind, self.precision, table) for op in ops]
+        bounds = [price_op(graph, op, batch_size, kind, self.precision, table, self.traced) for op in ops]
         keys = [key_in(self.precision, graph, op, batch_size) for op in ops]
         prices = bounds
         if is_tiled(kind):

@@ -1,9 +1,10 @@
 """What the measurement table says of an op: its own time, one between measured batch sizes, or a learned one.
 
-    measured      the key is in the table
+    measured      the key is in the table, or all of its passes are in a trace of the user's own runs: `cost.traced`
     interpolated  the same op was measured at batch sizes below and above: linear between the nearest two
     regressed     ops of its family were measured: `cost.ops`
-    transferred   it was measured on one side only: the nearest time × (roofline here / roofline there)
+    transferred   it was measured on one side only: the nearest time × (roofline here / roofline there); or its forward
+                  alone is in a trace
     roofline      nothing like it was ever measured; products and attention on GPUs then ask `cost.kernels`
 
 "The same op" is decided by the key alone: an entry belongs to batch size n exactly if ``op_key(graph, op, n)`` is it.
@@ -29,6 +30,7 @@ from meshwright.cost.work import key_in
 
 if TYPE_CHECKING:
     from meshwright.cost.ops import OpRegressor
+    from meshwright.cost.traced import TracedOps
     from meshwright.spec import DeviceKind, Graph, Measurements, Op, OpMeasurement
 
 MEASURED = Interval(low=0.70, high=1.43)
@@ -98,7 +100,15 @@ def roofline_interval(kind: DeviceKind) -> Interval:
     return GPU_ROOFLINE if is_tiled(kind) else ROOFLINE
 
 
-def price_op(graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, table: OpTable | None) -> OpPrice:
+def price_op(
+    graph: Graph,
+    op: Op,
+    batch_size: int,
+    kind: DeviceKind,
+    dtype: str,
+    table: OpTable | None,
+    traced: TracedOps | None = None,
+) -> OpPrice:
     """Seconds of one op, their interval and where they come from (see the module's docstring)."""
     bound = bound_op(graph, op, batch_size, kind, dtype)
     unsure = roofline_interval(kind)
@@ -112,6 +122,9 @@ def price_op(graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str
         half = table.spread(key) / 2
         wide = Interval(low=max(min(MEASURED.low, 1 - half), 0.0), high=min(max(MEASURED.high, 1 + half), unsure.high))
         return price_around(exact, wide, "measured")
+    in_a_trace = traced.find(graph, op, batch_size, dtype, bound) if traced is not None else None
+    if in_a_trace is not None:
+        return price_around(in_a_trace[0], MEASURED if in_a_trace[1] == "measured" else TRANSFERRED, in_a_trace[1])
     known = table.measured_batches(graph, op)
     if known and min(known) < batch_size < max(known):
         return price_around(_between(batch_size, known), INTERPOLATED, "interpolated")
