@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numba
 import pytest
 
@@ -15,3 +18,37 @@ def test_compiles_without_a_place_for_the_cache():
     with pytest.raises(RuntimeError, match="cannot cache"):
         numba.njit(cache=True)(scope["add"])
     assert compiled(scope["add"])(2, 3) == 5
+
+
+SOURCE = """
+from typing import NamedTuple
+
+from meshwright.cost.compiled import compiled
+
+
+class {name}(NamedTuple):
+    first: int
+
+
+@compiled
+def twice(pair):
+    return 2 * pair.first
+
+
+print(twice({name}(21)), sum(twice.stats.cache_hits.values()))
+"""
+
+
+def test_a_cache_that_an_older_version_left_behind_counts_as_empty(tmp_path):
+    """Its index names a class that the file no longer has; numba alone raises AttributeError."""
+
+    def run(name: str) -> str:
+        (tmp_path / "loops.py").write_text(SOURCE.format(name=name))
+        command = [sys.executable, "-B", "-c", "import loops"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    assert run("Old") == "42 0\n"
+    assert list(tmp_path.rglob("*.nbi"))
+    assert run("Old") == "42 1\n"
+    assert run("New") == "42 0\n"
+    assert run("New") == "42 1\n"

@@ -2,13 +2,14 @@
 
 numba keeps the cache beside the source file, or in the user's cache folder when that place cannot be written to.
 When neither can (an installation owned by somebody else and no home folder), it refuses to decorate at all; the
-loops then compile anew in each process.
+loops then compile anew in each process. An index of the cache names the types of arguments; one that an older version
+of this package left behind may name what is gone, and counts as empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
 
@@ -18,6 +19,24 @@ Function = TypeVar("Function", bound=Callable[..., object])
 def compiled(function: Function) -> Function:
     """Compile at the first call; later processes load the machine code if a cache folder can be written."""
     try:
-        return cast("Function", numba.njit(cache=True, nogil=True)(function))
+        dispatcher = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:
         return cast("Function", numba.njit(nogil=True)(function))
+    _forgive(dispatcher)
+    return cast("Function", dispatcher)
+
+
+def _forgive(dispatcher: Any) -> None:
+    """Let an index that cannot be read count as empty (numba 0.68, core/caching.py: IndexDataCacheFile)."""
+    file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    load = getattr(file, "_load_index", None)
+    if load is None:
+        return
+
+    def load_index() -> Any:
+        try:
+            return load()
+        except Exception:  # unpickling may raise anything; what is compiled anew is right
+            return {}
+
+    file._load_index = load_index
