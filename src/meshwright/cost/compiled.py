@@ -28,7 +28,7 @@ def compiled(function: Function) -> Function:
 
 def _forgive(dispatcher: Any) -> None:
     """Let an index that cannot be read count as empty (numba 0.68, core/caching.py: IndexDataCacheFile)."""
-    file = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
     load = getattr(file, "_load_index", None)
     if load is None:
         return
