@@ -1,21 +1,24 @@
-"""Two schedules of our own: functions (plan, stage, replica) that yield a rank's forwards and backwards in order."""
+"""Two schedules of our own: functions (plan, rank) that yield a rank's forwards and backwards in order."""
 
 from meshwright.program import Backward, Forward, local_microbatches, num_active
 
 
-def eager(plan, stage, replica):
+def eager(plan, rank):
     """1F1B that runs further ahead: while gradients are on their way, the next forwards are already done."""
-    yield from in_turn(plan, stage, replica, at_most=2 * num_active(plan, stage) - 1)
+    (stage,) = plan.stages_of(rank)
+    yield from in_turn(plan, rank, at_most=2 * num_active(plan, stage) - 1)
 
 
-def thrifty(plan, stage, replica):
+def thrifty(plan, rank):
     """1F1B that never holds more than two microbatches, whatever the depth: less memory, more waiting."""
-    yield from in_turn(plan, stage, replica, at_most=min(2, num_active(plan, stage)))
+    (stage,) = plan.stages_of(rank)
+    yield from in_turn(plan, rank, at_most=min(2, num_active(plan, stage)))
 
 
-def in_turn(plan, stage, replica, at_most):
+def in_turn(plan, rank, at_most):
     """Forwards until ``at_most`` microbatches are in flight, then one backward and one forward in turn."""
-    mine = local_microbatches(plan, stage, replica)
+    (stage,) = plan.stages_of(rank)
+    mine = local_microbatches(plan, stage, rank)
     at_most = min(at_most, len(mine))
     for microbatch in mine[:at_most]:
         yield Forward(stage=stage, microbatch=microbatch)

@@ -36,6 +36,8 @@ INSTANT = Link(latency_s=0.0, bandwidth_bytes_per_s=1e18)
 COLOURS = {
     Opcode.FORWARD: "#9fc3e6",
     Opcode.BACKWARD: "#a9d3b0",
+    Opcode.BACKWARD_INPUT: "#8fc7c9",
+    Opcode.BACKWARD_WEIGHT: "#cfe3a8",
     Opcode.OPTIMIZER_STEP: "#e8c766",
     Opcode.ALL_REDUCE: "#d9a7c7",
     Opcode.SEND_ACTIVATION: "#c9b8e8",

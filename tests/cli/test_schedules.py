@@ -16,14 +16,16 @@ from tests.program.own import ALL, HEAD
 WRONG = (
     HEAD
     + """
-def stuck(plan, stage, replica):
-    mine = local_microbatches(plan, stage, replica)
+def stuck(plan, rank):
+    (stage,) = plan.stages_of(rank)
+    mine = local_microbatches(plan, stage, rank)
     for m in mine if stage == 0 else mine[::-1]:
         yield Forward(stage=stage, microbatch=m)
         yield Backward(stage=stage, microbatch=m)
 
 
-def nothing(plan, stage, replica):
+def nothing(plan, rank):
+    (stage,) = plan.stages_of(rank)
     pass
 """
 )
@@ -112,7 +114,7 @@ def test_simulate_under_another_schedule(folder, capsys):
         (["simulate", "plan.json", "--schedule", "mine.py:egaer"], "did you mean 'eager'"),
         (["simulate", "plan.json", "--schedule", "missing.py:x"], "There is no file 'missing.py'"),
         (["simulate", "plan.json", "--against", "wrong.py:nothing"], "wrong.py:nothing returned None"),
-        (["simulate", "plan.json", "--schedule", "wrong.py:stuck"], "rank 0 stands before B0.0 (wrong.py:11)"),
+        (["simulate", "plan.json", "--schedule", "wrong.py:stuck"], "rank 0 stands before B0.0 (wrong.py:12)"),
         (
             [
                 "plan",

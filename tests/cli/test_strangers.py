@@ -75,8 +75,10 @@ def test_a_graph_goes_with_a_plan_only(folder, capsys):
 def test_a_schedule_that_only_a_plan_names_is_executed_by_schedule_alone(folder, capsys):
     mine = (
         "from pathlib import Path\nPath(__file__).with_name('harmed').touch()\n"
-        "from meshwright.program.schedules import SCHEDULES\n\n\ndef order(plan, stage, replica):\n"
-        "    yield from SCHEDULES['gpipe'](plan, stage, replica)\n"
+        "from meshwright.program import Backward, Forward\n\n\ndef order(plan, rank):\n"
+        "    (stage,) = plan.stages_of(rank)\n"
+        "    for kind in (Forward, Backward):\n"
+        "        yield from (kind(stage=stage, microbatch=m) for m in range(plan.num_microbatches))\n"
     )
     (folder / "mine.py").write_text(mine)
     write_document(with_schedule(read_document(Plan, "plan.json"), "mine.py:order"), "own.json")

@@ -140,16 +140,16 @@ _VALUES = ("1", "2", "3", "4", "8", "12", "64", "2xcpu", "4xA100", "2x2xH100", "
 _SCHEDULES = tuple(
     f"from meshwright.program import Backward, Forward, local_microbatches\n\n\ndef order({given}):\n    {body}\n"
     for given, body in (
-        ("plan, stage, replica", "mine = local_microbatches(plan, stage, replica)\n"
+        ("plan, rank, stage=0", "mine = local_microbatches(plan, plan.stages_of(rank)[0], rank)\n"
          "    yield from [kind(stage=stage, microbatch=m) for kind in (Forward, Backward) for m in mine]"),
-        ("plan, stage, replica", "yield Forward(stage=stage, microbatch=-1)"),
-        ("plan, stage, replica", "yield Backward(stage=10**20, microbatch=None)"),
-        ("plan, stage, replica", "while True: yield Forward(stage=stage, microbatch=0)"),
-        ("plan, stage, replica", "return 'abc'"),
-        ("plan, stage, replica", "yield from ()"),
-        ("plan, stage, replica", "raise SystemExit('\\u202e')"),
-        ("plan, stage, replica", "raise Exception('\\ud800')"),
-        ("plan, stage, replica", "yield order"),
+        ("plan, rank, stage=0", "yield Forward(stage=stage, microbatch=-1)"),
+        ("plan, rank, stage=0", "yield Backward(stage=10**20, microbatch=None)"),
+        ("plan, rank, stage=0", "while True: yield Forward(stage=stage, microbatch=0)"),
+        ("plan, rank, stage=0", "return 'abc'"),
+        ("plan, rank, stage=0", "yield from ()"),
+        ("plan, rank, stage=0", "raise SystemExit('\\u202e')"),
+        ("plan, rank, stage=0", "raise Exception('\\ud800')"),
+        ("plan, rank, stage=0", "yield order"),
         ("", "pass"),
         ("*given", "return 1 // 0"),
     )

@@ -41,17 +41,20 @@ MEMORY = StageMemory(
     phases=count_phases({SAVED: FLIGHT_BYTES}, gradient_bytes=0, sent_bytes=0, workspace_bytes=0),
 )
 THRIFTY = """
-def thrifty(plan, stage, replica):
-    return in_turn(plan, stage, replica, at_most=min(2, num_active(plan, stage)))
+def thrifty(plan, rank):
+    (stage,) = plan.stages_of(rank)
+    return in_turn(plan, rank, at_most=min(2, num_active(plan, stage)))
 
 
-def picky(plan, stage, replica):
+def picky(plan, rank):
+    (stage,) = plan.stages_of(rank)
     if len(plan.stages) != 2:
         raise ValueError("for two stages only")
-    yield from thrifty(plan, stage, replica)
+    yield from thrifty(plan, rank)
 
 
-def never(plan, stage, replica):
+def never(plan, rank):
+    (stage,) = plan.stages_of(rank)
     raise ValueError("for no plan")
     yield
 """
@@ -108,7 +111,7 @@ def test_plans_that_an_own_schedule_cannot_order_are_left_out_and_told(mine):
     plans = search(mine, "picky", max_plans=4)
     assert {len(item.plan.stages) for item in plans.ranked} == {2}
     assert plans.refused
-    assert "an own schedule cannot order" in plans.explain()
+    assert "cannot follow their schedule" in plans.explain()
     assert "ValueError: for two stages only" in plans.explain()
     with pytest.raises(ScheduleError, match="ValueError: for no plan"):
         search(mine, "never")
@@ -201,8 +204,9 @@ def test_deadlocks_are_left_out_of_a_search_and_told_when_there_is_nothing_else(
     path = write_schedule(
         tmp_path,
         """
-        def stuck(plan, stage, replica):
-            mine = local_microbatches(plan, stage, replica)
+        def stuck(plan, rank):
+            (stage,) = plan.stages_of(rank)
+            mine = local_microbatches(plan, stage, rank)
             for m in mine if stage % 2 == 0 else mine[::-1]:
                 yield Forward(stage=stage, microbatch=m)
                 yield Backward(stage=stage, microbatch=m)

@@ -8,21 +8,35 @@ from pathlib import Path
 from meshwright.program import with_schedule
 from tests.graphs import chain_graph, even_bounds, make_plan
 
-HEAD = (
-    "import random\n\nfrom meshwright.program import Backward, Forward, in_turn, local_microbatches, num_active\n\n\n"
-)
+HEAD = "import random\n\nfrom meshwright.program import Backward, Forward, local_microbatches, num_active\n\n\n"
+# Stands at the end of files, so that lines of what is tested keep their numbers.
+IN_TURN = """
+
+
+def in_turn(plan, rank, at_most):
+    stage = plan.stages_of(rank)[0]
+    mine = local_microbatches(plan, stage, rank)
+    at_most = min(at_most, len(mine))
+    yield from (Forward(stage=stage, microbatch=m) for m in mine[:at_most])
+    for done, m in enumerate(mine):
+        yield Backward(stage=stage, microbatch=m)
+        if at_most + done < len(mine):
+            yield Forward(stage=stage, microbatch=mine[at_most + done])
+"""
 
 # Both named schedules, written anew from the papers; and one that is neither.
 GPIPE = """
-def gpipe(plan, stage, replica):
+def gpipe(plan, rank):
+    (stage,) = plan.stages_of(rank)
     count, step = plan.num_microbatches, len(plan.stages[stage].ranks)
-    yield from [Forward(stage=stage, microbatch=m) for m in range(count) if m % step == replica]
-    yield from [Backward(stage=stage, microbatch=m) for m in range(count) if m % step == replica]
+    yield from [Forward(stage=stage, microbatch=m) for m in range(count) if rank == plan.stages[stage].ranks[m % step]]
+    yield from [Backward(stage=stage, microbatch=m) for m in range(count) if rank == plan.stages[stage].ranks[m % step]]
 """
 ONE_F_ONE_B = """
-def one_f_one_b(plan, stage, replica):
+def one_f_one_b(plan, rank):
+    (stage,) = plan.stages_of(rank)
     step = len(plan.stages[stage].ranks)
-    mine = [m for m in range(plan.num_microbatches) if m % step == replica]
+    mine = [m for m in range(plan.num_microbatches) if rank == plan.stages[stage].ranks[m % step]]
     later = sum(len(item.ranks) for item in plan.stages[stage:])
     most = min((later + step - 1) // step, len(mine))
     forwards, backwards = list(mine), list(mine)
@@ -33,23 +47,26 @@ def one_f_one_b(plan, stage, replica):
             yield Backward(stage=stage, microbatch=backwards.pop(0))
 """
 EAGER = """
-def eager(plan, stage, replica):
-    return in_turn(plan, stage, replica, at_most=2 * num_active(plan, stage) - 1)
+def eager(plan, rank):
+    (stage,) = plan.stages_of(rank)
+    return in_turn(plan, rank, at_most=2 * num_active(plan, stage) - 1)
 """
 # Every rank in an order of its own, which the plan's model seeds: all forwards first, or anything legal on one rank.
 SHUFFLED = """
-def shuffled(plan, stage, replica):
-    rng = random.Random(f"{plan.model} {stage} {replica}")
+def shuffled(plan, rank):
+    (stage,) = plan.stages_of(rank)
+    rng = random.Random(f"{plan.model} {rank}")
     for kind in (Forward, Backward):
-        mine = list(local_microbatches(plan, stage, replica))
+        mine = list(local_microbatches(plan, stage, rank))
         rng.shuffle(mine)
         for m in mine:
             yield kind(stage=stage, microbatch=m)
 
 
-def mixed(plan, stage, replica):
-    rng = random.Random(f"{plan.model} {stage} {replica}")
-    waiting, running = list(local_microbatches(plan, stage, replica)), []
+def mixed(plan, rank):
+    (stage,) = plan.stages_of(rank)
+    rng = random.Random(f"{plan.model} {rank}")
+    waiting, running = list(local_microbatches(plan, stage, rank)), []
     while waiting or running:
         if waiting and (not running or rng.random() < 0.6):
             running.append(waiting.pop(0))
@@ -57,13 +74,13 @@ def mixed(plan, stage, replica):
         else:
             yield Backward(stage=stage, microbatch=running.pop(rng.choice([0, 0, 0, -1])))
 """
-ALL = HEAD + GPIPE + "\n" + ONE_F_ONE_B + "\n" + EAGER + "\n" + SHUFFLED
+ALL = HEAD + GPIPE + "\n" + ONE_F_ONE_B + "\n" + EAGER + "\n" + SHUFFLED + IN_TURN
 
 
 def write_schedule(folder: Path, code: str, name: str = "mine.py") -> Path:
     """A file with what schedules need imported, and ``code``."""
     path = folder / name
-    path.write_text(HEAD + textwrap.dedent(code))
+    path.write_text(HEAD + textwrap.dedent(code) + IN_TURN)
     return path
 
 

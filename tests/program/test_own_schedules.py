@@ -107,7 +107,7 @@ def test_eager_1f1b_is_the_order_that_its_docstring_tells(mine):
     _, plan = pipeline(3, 6)
     found = {
         rank: " ".join(f"{type(item).__name__[0]}{item.microbatch}" for item in order.items)
-        for rank, order in compute_orders(plan_with(mine, "eager", plan)).items()
+        for rank, order in enumerate(compute_orders(plan_with(mine, "eager", plan)))
     }
     assert found == {
         0: "F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5",
@@ -123,11 +123,12 @@ def test_what_is_yielded_may_hold_numbers_of_numpy_or_come_as_a_list(tmp_path):
         """
         import numpy as np
 
-        def listed(plan, stage, replica):
+        def listed(plan, rank):
+            (stage,) = plan.stages_of(rank)
             return [kind(stage=np.int64(0), microbatch=np.int32(m)) for kind in (Forward, Backward) for m in (0, 1)]
         """,
     )
-    (order,) = compute_orders(plan_with(path, "listed", plan)).values()
+    (order,) = compute_orders(plan_with(path, "listed", plan))
     assert order.items == (
         Forward(stage=0, microbatch=0),
         Forward(stage=0, microbatch=1),
@@ -166,8 +167,8 @@ def test_the_picture_of_inference_has_no_backwards(mine):
 WRONG = {
     "returns None": ("pass", ScheduleReferenceError, "returned None; expected a generator"),
     "a number": ("return 7", ScheduleReferenceError, "returned an int; expected a generator"),
-    "a plain number yielded": ("yield 7", ScheduleError, r"mine\.py:7: yield 7 — on stage 0, replica 0, an int was"),
-    "None yielded": ("yield", ScheduleError, "None was yielded; expected Forward or Backward"),
+    "a plain number yielded": ("yield 7", ScheduleError, r"mine\.py:7: yield 7 — on rank 0, an int was"),
+    "None yielded": ("yield", ScheduleError, "None was yielded; expected Forward, Backward"),
     "the class": ("yield Forward", ScheduleError, "a type was yielded"),
     "another stage": (
         "yield Forward(stage=stage + 1, microbatch=0)",
@@ -189,7 +190,7 @@ WRONG = {
     "a column": (
         "import numpy; yield Forward(stage=numpy.arange(2), microbatch=0)",
         ScheduleError,
-        r"replica=0\) raised ValueError",
+        r"microbatch=0\) was yielded; expected stage 0",
     ),
     "a version": ("yield Forward(stage=stage, microbatch=0, version=1)", ScheduleError, "Correct the schedule"),
     "twice": ("while True: yield Forward(stage=stage, microbatch=0)", ScheduleError, "was yielded twice"),
@@ -208,7 +209,7 @@ WRONG = {
     ),
     "leaves": ("raise SystemExit(3); yield", ScheduleError, "SystemExit: 3"),
     "interrupts": ("raise KeyboardInterrupt; yield", ScheduleError, "KeyboardInterrupt"),
-    "recurses": ("yield from wrong(plan, stage, replica)", ScheduleError, "RecursionError"),
+    "recurses": ("yield from wrong(plan, rank)", ScheduleError, "RecursionError"),
     "asks for itself": (
         "from meshwright.program import max_in_flight; yield max_in_flight(plan, stage)",
         ScheduleError,
@@ -220,7 +221,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_schedule_is_refused_with_its_line(tmp_path, case):
     body, error, message = WRONG[case]
-    path = write_schedule(tmp_path, f"def wrong(plan, stage, replica):\n    {body}\n")
+    path = write_schedule(tmp_path, f"def wrong(plan, rank, stage=0):\n    {body}\n")
     graph, plan = pipeline(1, 4)
     with pytest.raises(error, match=message):
         build_program(plan_with(path, "wrong", plan), graph)
@@ -229,7 +230,7 @@ def test_a_wrong_schedule_is_refused_with_its_line(tmp_path, case):
 @pytest.mark.parametrize("body", ["while True:\n        pass\n    yield", "while True:\n        sum(range(10**4))"])
 def test_a_schedule_that_never_ends_is_given_up_with_the_line_where_it_stands(tmp_path, monkeypatch, body):
     monkeypatch.setattr(orders, "TIME_LIMIT_S", 0.4)
-    path = write_schedule(tmp_path, f"def endless(plan, stage, replica):\n    {body}\n")
+    path = write_schedule(tmp_path, f"def endless(plan, rank, stage=0):\n    {body}\n")
     _, plan = pipeline(1, 4)
     with pytest.raises(ScheduleReferenceError, match=r"no complete order within 0 s; it stood at .*mine\.py:[78]: "):
         compute_orders(plan_with(path, "endless", plan))
@@ -240,7 +241,8 @@ def test_a_deadlock_names_the_circle_with_its_lines(tmp_path):
     path = write_schedule(
         tmp_path,
         """
-        def stuck(plan, stage, replica):
+        def stuck(plan, rank):
+            (stage,) = plan.stages_of(rank)
             order = [0, 1] if stage == 0 else [1, 0]
             for m in order:
                 yield Forward(stage=stage, microbatch=m)
@@ -252,8 +254,8 @@ def test_a_deadlock_names_the_circle_with_its_lines(tmp_path):
     for call in (lambda: build_program(plan, graph), lambda: picture_schedule(plan)):
         with pytest.raises(
             DeadlockError,
-            match=r"2 of 2 ranks wait in a circle.*rank 0 stands before B0\.0 \(.*mine\.py:11\), which needs B1\.0 of "
-            r"rank 1; rank 1 stands before F1\.1 \(.*mine\.py:10\), which needs F0\.1 of rank 0",
+            match=r"2 of 2 ranks wait in a circle.*rank 0 stands before B0\.0 \(.*mine\.py:12\), which needs B1\.0 of "
+            r"rank 1; rank 1 stands before F1\.1 \(.*mine\.py:11\), which needs F0\.1 of rank 0",
         ):
             call()
 
@@ -303,7 +305,7 @@ def test_a_changed_file_is_refused_and_a_new_plan_takes_it(tmp_path):
         ("{folder}/mine.py:egaer", ScheduleReferenceError, r"no function 'egaer' \(did you mean 'eager'\?\)"),
         ("{folder}/mine.py:", ScheduleReferenceError, "no function ''"),
         ("{folder}/mine.py:HEAD", ScheduleReferenceError, "no function 'HEAD'"),
-        ("{folder}/mine.py:short", ScheduleReferenceError, r"mine\.py:1: short\(plan\) cannot be called with three"),
+        ("{folder}/mine.py:short", ScheduleReferenceError, r"mine\.py:1: short\(plan\) cannot be called with two"),
         ("{folder}/broken.py:x", ScheduleReferenceError, r"Loading .*broken\.py raised SyntaxError.*broken\.py:1"),
         (
             "{folder}/raises.py:x",
@@ -315,7 +317,7 @@ def test_a_changed_file_is_refused_and_a_new_plan_takes_it(tmp_path):
     ],
 )
 def test_references_that_lead_nowhere(tmp_path, reference, error, message):
-    (tmp_path / "mine.py").write_text("def short(plan): yield\ndef eager(plan, stage, replica): yield\nHEAD = 1\n")
+    (tmp_path / "mine.py").write_text("def short(plan): yield\ndef eager(plan, rank): yield\nHEAD = 1\n")
     (tmp_path / "broken.py").write_text("def x(:\n")
     (tmp_path / "raises.py").write_text("from nowhere.at_all import x\n")
     (tmp_path / "folder.py").mkdir()
@@ -340,11 +342,11 @@ def test_functions_are_named_by_their_files(tmp_path, monkeypatch):
     assert by_function == by_reference
     monkeypatch.chdir(tmp_path)
     assert with_schedule(plan, module.eager).schedule == "own_functions.py:eager"
-    assert [with_schedule(plan, schedule).schedule for schedule in SCHEDULES.values()] == ["gpipe", "1f1b"]
-    main = lambda plan, stage, replica: iter(())
+    assert [with_schedule(plan, schedule).schedule for schedule in SCHEDULES.values()] == list(SCHEDULES)
+    main = lambda plan, rank: iter(())
     main.__name__ = main.__qualname__ = "main"
     main.__module__ = "__main__"
-    for function in (lambda plan, stage, replica: iter(()), main, dict, print, object()):
+    for function in (lambda plan, rank: iter(()), main, dict, print, object()):
         with pytest.raises(ScheduleReferenceError, match=r"has to be a function at the top level of a file of its own"):
             with_schedule(plan, function)
 
@@ -357,8 +359,9 @@ def test_the_number_that_1f1b_keeps():
 DRAWN = """
 import random
 from meshwright.spec import Backward, Forward
-def drawn(plan, stage, replica):
-    mine = [m for m in range(plan.num_microbatches) if m % len(plan.stages[stage].ranks) == replica]
+def drawn(plan, rank):
+    (stage,) = plan.stages_of(rank)
+    mine = [m for m in range(plan.num_microbatches) if plan.stages[stage].rank_of(m) == rank]
     random.shuffle(mine)
     yield from (Forward(stage=stage, microbatch=m) for m in mine)
     yield from (Backward(stage=stage, microbatch=m) for m in mine)
@@ -375,7 +378,7 @@ def test_an_order_that_is_drawn_anew_is_refused(tmp_path):
         stages=(StagePlan(start=0, stop=1, ranks=(0,)),),
         num_microbatches=64,
     )
-    with pytest.raises(ScheduleReferenceError, match="gave two orders for stage 0, replica 0 when it was called twice"):
+    with pytest.raises(ScheduleReferenceError, match="gave two orders for rank 0 when it was called twice"):
         compute_orders(with_schedule(plan, f"{tmp_path / 'drawn.py'}:drawn"))
     (tmp_path / "drawn.py").write_text(DRAWN.replace("random.shuffle", "random.Random(plan.graph_hash).shuffle"))
     assert len(compute_orders(with_schedule(plan, f"{tmp_path / 'drawn.py'}:drawn"))[0].items) == 128

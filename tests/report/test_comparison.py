@@ -127,6 +127,8 @@ def _opcode_name(timeline, i):
         "receive_gradient",
         "all_reduce",
         "optimizer_step",
+        "backward_input",
+        "backward_weight",
     )
     return names[timeline.opcode[i]]
 

@@ -22,7 +22,7 @@ def row(rank, stage, parts, limit=GIB):
     peak = sum(parts.values())
     return {
         "rank": rank,
-        "stage": stage,
+        "stages": [stage],
         "fits": peak <= limit,
         "peak_bytes": peak,
         "limit_bytes": limit,
@@ -93,7 +93,7 @@ def test_rows_are_those_of_the_simulation():
         rows = item.memory_rows()
         assert tuple(found["peak_bytes"] for found in rows) == peaks
         for found in rows:
-            assert found["rank"] in item.plan.stages[found["stage"]].ranks
+            assert found["rank"] in item.plan.stages[found["stages"][0]].ranks
             assert sum(found["parts_bytes"].values()) == found["peak_bytes"]
             assert found["headroom_bytes"] == cluster.device_kind(found["rank"]).memory_bytes - found["peak_bytes"]
         # Every part of the simulator has its column.

@@ -174,7 +174,7 @@ def test_no_heading_is_broken_in_80_columns():
     simulation = simulate_plan(plan, graph, cluster)
     timeline = simulation.timeline
     memory = [
-        {"rank": rank, "stage": 0, "peak_bytes": 2**40 - 2**30, "limit_bytes": 2**40, "headroom_bytes": 2**30 * 1023}
+        {"rank": rank, "stages": [0], "peak_bytes": 2**40 - 2**30, "limit_bytes": 2**40, "headroom_bytes": 2**30 * 1023}
         | {"fits": True, "parts_bytes": {"parameters": 2**39 + rank, "gradients": 2**39, "optimizer states": 2**39}}
         for rank in range(16)
     ]

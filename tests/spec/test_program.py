@@ -9,6 +9,8 @@ from hypothesis import given
 from meshwright.spec import (
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     DocumentError,
     Forward,
     Opcode,
@@ -38,6 +40,8 @@ ROWS = {
     ),
     Opcode.ALL_REDUCE: (AllReduce(stage=1, bucket=4, num_bytes=5), "all-reduce 1 #4"),
     Opcode.OPTIMIZER_STEP: (OptimizerStep(stage=1, version=3), "optimizer 1"),
+    Opcode.BACKWARD_INPUT: (BackwardInput(stage=1, microbatch=2, version=3), "I1.2"),
+    Opcode.BACKWARD_WEIGHT: (BackwardWeight(stage=1, microbatch=2, version=3), "W1.2"),
 }
 
 
@@ -81,7 +85,7 @@ def test_programs_compare_by_their_columns(program):
 
 BODY = PROGRAM.body
 DAMAGED = {
-    "opcode": np.array([0, 1, 8], np.int8),
+    "opcode": np.array([0, 1, 10], np.int8),
     "group": np.array([-1, -1, 1], np.int32),
     "waits": np.array([0, 4]),
     "mark_instruction": np.array([3]),
@@ -153,7 +157,7 @@ def test_the_seconds_of_each_step():
         ({"track": np.array([0, 1], np.int32)}, "differ in length"),
         ({"memory_bytes": np.array([1])}, "differ in length"),
         ({"track": np.array([0, 2, 0], np.int32)}, "column track leaves 0..1"),
-        ({"opcode": np.array([0, 8, 0], np.int8)}, "column opcode leaves 0..7"),
+        ({"opcode": np.array([0, 10, 0], np.int8)}, "column opcode leaves 0..9"),
         ({"step": np.array([0, -1, 0], np.int32)}, "column step"),
         ({"memory_rank": np.array([0, 2], np.int32)}, "column memory_rank leaves 0..1"),
         ({"end_ps": np.array([10, 9, 40])}, "end before they start"),

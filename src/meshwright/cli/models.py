@@ -36,6 +36,9 @@ SequenceOption = Annotated[
 ImageOption = Annotated[
     int | None, typer.Option(help="Side of the images in pixels, for models that read images.", min=1, max=2**15)
 ]
+VirtualStagesOption = Annotated[
+    int, typer.Option(help="Stages on every rank under interleaved and looped-bfs.", min=1, max=64)
+]
 MeasurementsOption = Annotated[
     Path | None, typer.Option(help="A measurement table with these devices (.json or .parquet).")
 ]

@@ -15,6 +15,7 @@ from meshwright.cli.models import (
     MeasurementsOption,
     ModelArgument,
     SequenceOption,
+    VirtualStagesOption,
     graphs_of,
     model_sizes,
 )
@@ -23,7 +24,7 @@ from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, 
 from meshwright.cli.plan_files import files_to_write, no_files, write_plan_files
 from meshwright.spec.cluster import MAX_RANKS, load_cluster
 from meshwright.spec.codec import encode_document
-from meshwright.spec.plan import SCHEDULE_NAMES
+from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
 
 if TYPE_CHECKING:
@@ -55,8 +56,12 @@ def plan(
     ] = None,
     schedule: Annotated[
         list[str] | None,
-        typer.Option(help="Only these schedules: gpipe, 1f1b, your own file.py:function; repeat for several."),
+        typer.Option(
+            help=f"Only these schedules: {', '.join(SCHEDULE_NAMES)}, or your own file.py:function; repeat for "
+            "several. By default gpipe and 1f1b."
+        ),
     ] = None,
+    virtual_stages: VirtualStagesOption = 2,
     measurements: MeasurementsOption = None,
     sequence_length: SequenceOption = None,
     image_size: ImageOption = None,
@@ -122,7 +127,8 @@ def plan(
                 memory_limit_bytes=None if memory_limit is None else int(memory_limit * 2**30),
                 max_plans=top,
                 microbatch_sizes=microbatch_size,
-                schedules=schedule or SCHEDULE_NAMES,
+                schedules=schedule or BASIC_SCHEDULES,
+                num_chunks=virtual_stages,
                 events=events,
             )
     except NothingFitsError as error:

@@ -11,7 +11,7 @@ from meshwright.cli.models import graph_to_show
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.spec.codec import encode_document
 from meshwright.spec.errors import DocumentError, ScheduleReferenceError
-from meshwright.spec.plan import SCHEDULE_NAMES, Plan
+from meshwright.spec.plan import BASIC_SCHEDULES, Plan
 
 if TYPE_CHECKING:
     from meshwright.cost import CostModel
@@ -60,8 +60,8 @@ def program_to_show(plan: Plan, document: str, graph_file: Path | None) -> Progr
 
 
 def compared_schedules(plan: Plan, against: Sequence[str] | None) -> Sequence[str]:
-    """The schedules that a plan is held against: those that were asked for; with an own one, all named ones."""
-    return against or (SCHEDULE_NAMES if plan.has_own_schedule else ())
+    """The schedules that a plan is held against: those that were asked for; with an own one, gpipe and 1f1b."""
+    return against or (BASIC_SCHEDULES if plan.has_own_schedule else ())
 
 
 def compare(

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from meshwright.cli.models import JsonOption, MeasurementsOption, graph_of_plan
+from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import read_document, write_document
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import SCHEDULE_NAMES, Plan
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan (.json) that `meshwright plan` wrote.")]
 
@@ -25,8 +25,12 @@ def simulate(
     measurements: MeasurementsOption = None,
     graph: Annotated[Path | None, typer.Option(help="The captured graph (.json); else the model is captured.")] = None,
     schedule: Annotated[
-        str | None, typer.Option(help="Another schedule than the plan's: gpipe, 1f1b or your own file.py:function.")
+        str | None,
+        typer.Option(
+            help=f"Another schedule than the plan's: {', '.join(SCHEDULE_NAMES)}, or your own file.py:function."
+        ),
     ] = None,
+    virtual_stages: VirtualStagesOption = 2,
     against: Annotated[
         list[str] | None,
         typer.Option(help="Compare with this schedule for the same stages; repeat. With your own: gpipe and 1f1b."),
@@ -49,18 +53,23 @@ def simulate(
     from meshwright.cli.explain import explain_bounds
     from meshwright.cli.schedules import compare, compared_schedules
     from meshwright.cost import load_cost_model
-    from meshwright.planner import explain_step_interval, predict_step_interval, rank_simulation, simulation_document
-    from meshwright.program import with_schedule
+    from meshwright.planner import (
+        adopt_schedule,
+        explain_step_interval,
+        predict_step_interval,
+        rank_simulation,
+        simulation_document,
+    )
     from meshwright.report import draw_grid, timeline_rows, timeline_table, write_trace
     from meshwright.simulator import allocate_rank, describe_steady_step, simulate_plan, steady_rows
 
     page = page_path(html, open_browser, "simulation")
     document = read_document(Plan, plan)
-    if schedule is not None:
-        document = with_schedule(document, schedule)
     machine = load_cluster(cluster or document.cluster)
     cost = load_cost_model(machine, measurements, document.workload.precision)
     captured = graph_of_plan(document, graph)
+    if schedule is not None:
+        document = adopt_schedule(document, schedule, captured, cost, num_chunks=virtual_stages)
     result = simulate_plan(document, captured, machine, cost=cost, num_steps=steps, contention=contention)
     basis = cost.explain_basis(captured, document.microbatch_size)
     interval = predict_step_interval(document, captured, machine, cost, contention=contention)

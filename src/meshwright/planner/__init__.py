@@ -4,6 +4,7 @@
 and returns `Plans`, which explain themselves.
 """
 
+from meshwright.planner.adoption import adopt_schedule
 from meshwright.planner.candidates import Coverage
 from meshwright.planner.diagnosis import NothingFitsError
 from meshwright.planner.dynamic_program import SlicingProblem
@@ -23,6 +24,7 @@ __all__ = [
     "RankedPlan",
     "Slicing",
     "SlicingProblem",
+    "adopt_schedule",
     "compare_schedules",
     "evaluate_plan",
     "explain_difference",

@@ -9,6 +9,7 @@ from typing import NoReturn
 from meshwright.planner.candidates import Candidate, CandidateSearch, Space
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.spec import NoFeasiblePlanError, NullSink, Plan, PlanError, format_bytes
+from meshwright.spec.plan import name_stages
 
 # The least memory limit under which a plan exists is found to this share: finer than any reserve people leave.
 _LIMIT_PRECISION = 0.01
@@ -68,7 +69,7 @@ def raise_infeasible(
     rank = item.fullest_rank
     raise NothingFitsError(
         f"No plan fits into memory. The smallest one found, {item.plan.describe()}, needs "
-        f"{format_bytes(item.peak_memory_bytes[rank])} on rank {rank} (stage {item.plan.stage_of(rank)}), which has "
+        f"{format_bytes(item.peak_memory_bytes[rank])} on rank {rank} ({name_stages(item.plan, rank)}), which has "
         f"{format_bytes(item.memory_limit_bytes[rank])}: {format_bytes(item.excess_bytes)} too much; most of it are "
         f"{item.memory_owner}. {_relaxation(space, item, has_plan)}",
         nearest=item,

@@ -88,14 +88,13 @@ class RankedPlan:
     def memory_rows(self) -> list[dict[str, Any]]:
         """One plain row per rank: does it fit, and what does its peak consist of?
 
-        Keys: ``rank``, ``stage``, ``fits``, ``peak_bytes``, ``limit_bytes``, ``headroom_bytes`` (negative where the
+        Keys: ``rank``, ``stages``, ``fits``, ``peak_bytes``, ``limit_bytes``, ``headroom_bytes`` (negative where the
         rank is over), ``parts_bytes`` (part → bytes; they add up to the peak).
         """
-        stages = {rank: index for index, stage in enumerate(self.plan.stages) for rank in stage.ranks}
         return [
             {
                 "rank": rank,
-                "stage": stages[rank],
+                "stages": list(self.plan.stages_of(rank)),
                 "fits": use.total_bytes <= limit,
                 "peak_bytes": use.total_bytes,
                 "limit_bytes": limit,

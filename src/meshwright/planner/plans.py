@@ -10,6 +10,7 @@ from meshwright.planner.candidates import Coverage
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.spec import Plan, PlanError, format_bytes, format_count, format_percent, format_seconds
 from meshwright.spec.html import Printer, html_table
+from meshwright.spec.plan import name_stages
 
 # Step times whose difference is below this share are called equal in words: the simulator's clock ticks in ps, people
 # do not.
@@ -65,7 +66,7 @@ class Plans:
         if self.refused:
             plan, reason = self.refused[0]
             lines.append(
-                f"Left out {format_count(len(self.refused), 'plan')} that an own schedule cannot order, the first of "
+                f"Left out {format_count(len(self.refused), 'plan')} that cannot follow their schedule, the first of "
                 f"them {summarise(plan)}: {reason}"
             )
         return "\n".join(lines)
@@ -81,7 +82,7 @@ class Plans:
         if not item.fits:
             rank = item.fullest_rank
             return (
-                f"{summarise(item.plan)} does not fit: rank {rank} (stage {item.plan.stage_of(rank)}) needs "
+                f"{summarise(item.plan)} does not fit: rank {rank} ({name_stages(item.plan, rank)}) needs "
                 f"{format_bytes(item.peak_memory_bytes[rank])}, {format_bytes(item.excess_bytes)} more than its "
                 f"{format_bytes(item.memory_limit_bytes[rank])}; most of it are {item.memory_owner}. "
                 f"Without the limit its step would take {format_seconds(item.step_time_s)}, that of the best plan "

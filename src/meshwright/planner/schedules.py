@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from meshwright.cost import CostModel
+from meshwright.planner.adoption import adopt_schedule
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan
-from meshwright.program import Schedule, max_in_flight, with_schedule
+from meshwright.program import OwnSchedule, max_in_flight
 from meshwright.simulator import Contention
 from meshwright.spec import Cluster, Graph, Plan, slice_graph
 
@@ -16,17 +17,17 @@ def compare_schedules(
     plan: Plan,
     graph: Graph,
     cluster: Cluster,
-    schedules: Iterable[str | Schedule],
+    schedules: Iterable[str | OwnSchedule],
     *,
     cost: CostModel | None = None,
     contention: Contention = "queued",
 ) -> tuple[RankedPlan, ...]:
     """The plan as it is, then under each of the other ``schedules``; each simulated, with true counts in flight.
 
-    Raises as `with_schedule` and `simulate_plan`.
+    Raises as `adopt_schedule` and `simulate_plan`.
     """
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
-    plans = dict.fromkeys([plan, *(with_schedule(plan, schedule) for schedule in schedules)])
+    plans = dict.fromkeys([plan, *(adopt_schedule(plan, schedule, graph, cost) for schedule in schedules)])
     return tuple(evaluate_plan(item, graph, cluster, cost, contention=contention) for item in plans)
 
 
@@ -45,13 +46,14 @@ def _row(item: RankedPlan, graph: Graph, cost: CostModel) -> dict[str, Any]:
     stages = slice_graph(graph, plan.bounds)
     in_flight = [max_in_flight(plan, stage.index) if stage.has_backward else 1 for stage in stages]
     each = [cost.stage_memory(graph, stage, plan.microbatch_size, plan.workload).microbatch_bytes for stage in stages]
+    kept = [count * num_bytes for count, num_bytes in zip(in_flight, each, strict=True)]
     return {
         "schedule": plan.schedule,
         "step_s": item.step_time_s,
         "samples_per_s": item.samples_per_s,
         "bubble_share": item.bubble_fraction,
         "in_flight": in_flight,
-        "activations_bytes": max(count * num_bytes for count, num_bytes in zip(in_flight, each, strict=True)),
+        "activations_bytes": max(sum(kept[s] for s in plan.stages_of(rank)) for rank in range(plan.num_ranks)),
         "peak_bytes": item.peak_memory_bytes[rank],
         "limit_bytes": item.memory_limit_bytes[rank],
         "fits": item.fits,

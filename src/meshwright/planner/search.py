@@ -10,27 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 
 from meshwright.cost import CostModel
+from meshwright.planner.adoption import DEFAULT_CHUNKS, adopt_schedule
 from meshwright.planner.candidates import Candidate, CandidateSearch, Space
 from meshwright.planner.diagnosis import raise_infeasible, require_possible
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan
 from meshwright.planner.plans import Plans
-from meshwright.program import Schedule, name_schedule
+from meshwright.program import OwnSchedule, name_schedule
 from meshwright.spec import (
     Cluster,
     DeadlockError,
     EventSink,
     GradientExchange,
     Graph,
+    MeshwrightError,
     NullSink,
     Plan,
     PlanError,
-    ProgramError,
     ScheduleError,
     Workload,
 )
-from meshwright.spec.plan import SCHEDULE_NAMES
+from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 
 # Microbatch sizes that are tried when none are given: each prices the whole graph anew (0.1 to 0.3 s at 6,000 ops).
 MAX_MICROBATCH_SIZES = 12
@@ -53,7 +55,8 @@ def search_plans(
     num_stages: int | None = None,
     max_plans: int = 8,
     microbatch_sizes: Sequence[int] | None = None,
-    schedules: Sequence[str | Schedule] = SCHEDULE_NAMES,
+    schedules: Sequence[str | OwnSchedule] = BASIC_SCHEDULES,
+    num_chunks: int = DEFAULT_CHUNKS,
     memory_limit_bytes: int | None = None,
     exchange: GradientExchange | None = None,
     events: EventSink | None = None,
@@ -64,9 +67,11 @@ def search_plans(
     exactly ``num_ranks`` ranks (default: the whole cluster) and, if given, ``num_stages`` stages.
     ``microbatch_sizes`` default to divisors of the global batch; ``memory_limit_bytes`` replaces every device's
     memory. ``schedules`` are names, references ``path/to/file.py:function`` of your own, or such functions themselves;
-    plans that an own schedule cannot order are left out. At most ``max_plans`` plans are returned, fewer if their
-    simulation would take long. ``model``, ``model_sizes`` and the cluster's name are noted in the plans. The same input
-    gives the same plans in the same order.
+    plans that an own schedule cannot order are left out. Slicings are searched for gpipe, 1f1b and your own; other
+    named schedules take the plans found for these (for 1f1b, if none of them is asked for), with layers dealt out anew
+    and ``num_chunks`` stages on a rank where they need that (`adopt_schedule`). At most ``max_plans`` plans are
+    returned, fewer if their simulation would take long. ``model``, ``model_sizes`` and the cluster's name are noted in
+    the plans. The same input gives the same plans in the same order.
 
     Raises PlanError for an argument out of range, NoFeasiblePlanError if nothing fits; its message names the
     constraint that binds and what would make a plan possible. Raises ScheduleReferenceError for what is no schedule,
@@ -76,6 +81,8 @@ def search_plans(
     if max_plans < 1:
         raise PlanError(f"At most {max_plans} plans were asked for; ask for at least 1.")
     named = dict(name_schedule(schedule) for schedule in schedules)
+    adopted = [name for name in named if name in SCHEDULE_NAMES and name not in BASIC_SCHEDULES]
+    searched = {name: content_hash for name, content_hash in named.items() if name not in adopted}
     space = Space(
         graph_for=graph_for,
         cluster=cluster,
@@ -85,8 +92,8 @@ def search_plans(
         model_sizes=model_sizes,
         num_ranks=cluster.num_ranks if num_ranks is None else num_ranks,
         microbatch_sizes=_microbatch_sizes(workload, microbatch_sizes),
-        schedules=tuple(named),
-        schedule_hashes=named,
+        schedules=tuple(searched) or (("1f1b",) if adopted else ()),
+        schedule_hashes=searched,
         num_stages=num_stages,
         memory_limit_bytes=memory_limit_bytes,
         exchange=exchange or GradientExchange(),
@@ -103,7 +110,7 @@ def search_plans(
 
     fitting: list[RankedPlan] = []
     rejected: list[RankedPlan] = []
-    refused: list[tuple[Plan, ProgramError]] = []
+    refused: list[tuple[Plan, MeshwrightError]] = []
     instructions = 0
     tried: dict[Plan, RankedPlan] = {}
     todo: Iterator[Candidate] = choose(candidates, max_plans)
@@ -130,13 +137,49 @@ def search_plans(
         raise refused[0][1]
     if not fitting:
         raise_infeasible(space, rejected, evaluate, lambda relaxed: _has_plan(relaxed, evaluate))
+    if adopted:
+        others = _adopt(fitting, adopted, graph_for, space.cost, num_chunks, refused, evaluate)
+        rejected += [item for item in others if not item.fits]
+        fitting = [*(fitting if searched else ()), *(item for item in others if item.fits)]
+        if not fitting:
+            raise PlanError(_nothing_adopted(adopted, rejected, refused))
     return Plans(
-        ranked=tuple(sorted(fitting, key=lambda item: item.step_time_s)),
+        ranked=tuple(sorted(fitting, key=lambda item: item.step_time_s)[:max_plans]),
         rejected=tuple(rejected),
         refused=tuple((plan, str(error)) for plan, error in refused),
         coverage=search.coverage,
         evaluate=evaluate,
     )
+
+
+def _adopt(
+    items: Iterable[RankedPlan],
+    schedules: Sequence[str],
+    graph_for: Callable[[int], Graph],
+    cost: CostModel,
+    num_chunks: int,
+    refused: list[tuple[Plan, MeshwrightError]],
+    evaluate: Callable[[Plan], RankedPlan],
+) -> list[RankedPlan]:
+    """The plans under each of the schedules, simulated; those that cannot follow it are noted in ``refused``."""
+    found: dict[Plan, RankedPlan] = {}
+    for item, schedule in product(items, schedules):
+        plan = item.plan
+        try:
+            plan = adopt_schedule(plan, schedule, graph_for(plan.microbatch_size), cost, num_chunks=num_chunks)
+            if plan not in found:
+                found[plan] = evaluate(plan)
+        except PlanError as error:
+            refused.append((plan, error))
+    return list(found.values())
+
+
+def _nothing_adopted(
+    schedules: Sequence[str], rejected: Sequence[RankedPlan], refused: Sequence[tuple[Plan, MeshwrightError]]
+) -> str:
+    reasons = [str(error) for _, error in refused[:1]]
+    reasons += [f"{item.plan.describe()} needs too much memory." for item in rejected[-1:]]
+    return f"No plan that was found can follow {' or '.join(schedules)}. {' '.join(reasons)}"
 
 
 def _with_next_best(

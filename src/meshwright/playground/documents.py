@@ -21,6 +21,7 @@ from meshwright.playground.workbench import Answer
 from meshwright.report.page import versions
 from meshwright.spec import format_bytes
 from meshwright.spec.memory import ACTIVATIONS, MEMORY_GROUPS
+from meshwright.spec.plan import name_stages
 
 Row = dict[str, Any]
 
@@ -92,7 +93,7 @@ def explain_excess(answer: Answer) -> str:
         changes.append("balanced cuts")
     changes.append("devices with more memory")
     return (
-        f"Does not fit: rank {rank} (stage {answer.plan.stage_of(rank)}) needs "
+        f"Does not fit: rank {rank} ({name_stages(answer.plan, rank)}) needs "
         f"{format_bytes(ranked.peak_memory_bytes[rank])}, {format_bytes(ranked.excess_bytes)} more than its "
         f"{format_bytes(ranked.memory_limit_bytes[rank])}; most of it are {ranked.memory_owner}. "
         f"Choose {', or '.join(changes)}."

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from meshwright.planner.placement import Layout, LayoutName
 from meshwright.planner.search import num_instructions
 from meshwright.playground.state import State
-from meshwright.program import SCHEDULES
 from meshwright.spec import Cluster, GradientExchange, Graph, Optimizer, Plan, PlanError, PlaygroundError
-from meshwright.spec.plan import ScheduleName
+from meshwright.spec.plan import BASIC_SCHEDULES, ScheduleName
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
 
@@ -126,9 +125,9 @@ def state_of_plan(plan: Plan, state: State) -> State:
             f"The plan is for {plan.workload.kind}; the playground shows plans for training. Use "
             "`meshwright simulate` for this plan."
         )
-    if plan.schedule not in SCHEDULES:
+    if plan.schedule not in BASIC_SCHEDULES:
         raise PlaygroundError(
-            f"The plan follows the schedule {plan.schedule!r}; the playground knows {', '.join(SCHEDULES)}. Use "
+            f"The plan follows the schedule {plan.schedule!r}; the playground knows {', '.join(BASIC_SCHEDULES)}. Use "
             "`meshwright simulate` for this plan."
         )
     return replace(

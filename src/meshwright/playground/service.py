@@ -25,11 +25,11 @@ from meshwright.playground.jobs import Searches
 from meshwright.playground.state import LIMITS, State, from_query, to_query
 from meshwright.playground.turns import StaleError, Turns
 from meshwright.playground.workbench import Answer, Workbench
-from meshwright.program import SCHEDULES
 from meshwright.report.page import page_html
 from meshwright.report.perfetto import trace_pieces
 from meshwright.spec import Cluster, MeshwrightError, encode_document, load_cluster, shipped_kinds
 from meshwright.spec.codec import dump_json
+from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.workload import OptimizerName, Precision
 
 Row = dict[str, Any]
@@ -145,7 +145,7 @@ class Service:
                 *(_kind_row(name, load_cluster(name)) for name in shipped_kinds()),
                 *(_file_row(name, cluster) for name, cluster in self._bench.clusters.items()),
             ],
-            "schedules": list(SCHEDULES),
+            "schedules": list(BASIC_SCHEDULES),
             "layouts": list(get_args(LayoutName)),
             "precisions": list(get_args(Precision)),
             "optimizers": list(get_args(OptimizerName)),

@@ -16,8 +16,8 @@ from typing import Any, get_args
 from urllib.parse import parse_qsl, urlencode
 
 from meshwright.planner.placement import LayoutName
-from meshwright.program import SCHEDULES
 from meshwright.spec.errors import PlaygroundError, suggest
+from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.workload import OptimizerName, Precision
 
 # A link is read whole before anything else; what the controls can say takes some hundred characters.
@@ -198,7 +198,7 @@ _PARAMETERS = (
     ),
     _Parameter(name="layout", field="layout", read=_read_choice(*get_args(LayoutName))),
     _Parameter(name="cuts", field="cuts", read=_read_cuts, write=lambda cuts: _write_wholes(cuts) or "balanced"),
-    _Parameter(name="schedule", field="schedule", read=_read_choice(*SCHEDULES)),
+    _Parameter(name="schedule", field="schedule", read=_read_choice(*BASIC_SCHEDULES)),
     _Parameter(name="overlap", field="overlap", read=_read_switch, write=lambda on: "on" if on else "off"),
     _Parameter(name="bucket", field="bucket_mib", read=_read_number, write=_write_number),
     _Parameter(name="precision", field="precision", read=_read_choice(*get_args(Precision))),

@@ -5,30 +5,33 @@ from meshwright.program.build import build_program
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.check import check_program
 from meshwright.program.orders import Order, compute_orders, count_in_flight, max_in_flight
-from meshwright.program.own_schedules import find_schedule, name_schedule, with_schedule
+from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
 from meshwright.program.progress import picture_schedule
-from meshwright.program.schedules import SCHEDULES, Schedule, in_turn, local_microbatches, num_active
-from meshwright.spec.program import Backward, Forward
+from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
+from meshwright.spec.program import Backward, BackwardInput, BackwardWeight, Forward
 
 __all__ = [
     "SCHEDULES",
+    "SCHEDULE_LAYOUTS",
     "Backward",
+    "BackwardInput",
+    "BackwardWeight",
     "Bucket",
     "Forward",
     "Order",
+    "OwnSchedule",
     "ProgramBuilder",
-    "Schedule",
     "build_program",
     "check_program",
     "compute_orders",
     "count_in_flight",
     "find_schedule",
     "gradient_buckets",
-    "in_turn",
     "local_microbatches",
     "max_in_flight",
     "name_schedule",
     "num_active",
     "picture_schedule",
+    "stays_on_rank",
     "with_schedule",
 ]

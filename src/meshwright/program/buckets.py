@@ -42,7 +42,7 @@ def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
     first_use = _first_use(graph)
     buckets: list[Bucket] = []
     for stages, parameters in sorted(by_stages.items(), key=lambda item: (len(item[0]) > 1, item[0])):
-        ranks = tuple(sorted(rank for stage in stages for rank in plan.stages[stage].ranks))
+        ranks = tuple(sorted({rank for stage in stages for rank in plan.stages[stage].ranks}))
         if len(ranks) == 1:
             continue
         ready_order = sorted(parameters, key=lambda parameter: (-first_use[parameter], parameter))

@@ -1,77 +1,77 @@
 """Plan → Program: the schedule's order, completed by transfers, gradient exchange and the optimizer.
 
-For each rank: `compute` runs the schedule's forwards and backwards and, at the end, the optimizer; `send` and
-`receive` move what crosses between stages (spec.slices says what), `exchange` sums gradients. A receive is issued
-`RECEIVE_LOOKAHEAD` compute instructions before its consumer, so that its transfer overlaps with computation while few
-buffers are held. What comes from one rank is received in the order in which that rank sends it (transports without tags
-deliver so); where an own schedule consumes it in another order, a message comes as early as the first behind it is
-needed.
+For each rank: `compute` runs the schedule's computations and, at the end, the optimizer; `send` and `receive` move what
+crosses between stages on different ranks (`spec.slices` says what, `transfers` when), `exchange` sums gradients.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
-from meshwright.program.buckets import Bucket, gradient_buckets
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.program.buckets import gradient_buckets
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.orders import Computation, Order, compute_orders
-from meshwright.program.own_schedules import find_schedule
+from meshwright.program.orders import Order, compute_orders
+from meshwright.program.own_schedules import OwnSchedule, find_schedule
 from meshwright.program.progress import play_orders, without_backwards
-from meshwright.program.schedules import Schedule
+from meshwright.program.schedules import OrderColumns
+from meshwright.program.transfers import Computations, Routes, lay_out_transfers
 from meshwright.spec.codec import content_hash
 from meshwright.spec.errors import ScheduleError
 from meshwright.spec.graph import Graph, Op
 from meshwright.spec.plan import Plan, check_plan
-from meshwright.spec.program import AllReduce, Backward, Forward, OptimizerStep, Payload, Program, Receive, Send
+from meshwright.spec.program import AllReduce, Opcode, OptimizerStep, Program
 from meshwright.spec.slices import StageSlice, slice_graph
 
-# Compute instructions that may run while a receive is under way: two hide a transfer behind the instruction before
-# the consumer
-# even when the sender was late, and hold at most two received microbatches.
-RECEIVE_LOOKAHEAD = 2
+Ids = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Route:
-    """What one stage sends another with every microbatch; ``sent`` has the handle of each microbatch's send."""
+class _Crossings(NamedTuple):
+    """What crosses between stages: its routes, and of each route its bytes and whether it carries gradients."""
 
-    payload: Payload
-    source: int
-    target: int
-    num_bytes: int
-    sent: list[int]
+    routes: Routes
+    num_bytes: Ids
+    is_gradient: NDArray[np.bool_]
 
-
-# (forward or backward, stage) → what goes out after it, or must have come in before.
-_Ends = dict[tuple[type[Computation], int], list[_Route]]
+    def needs(self, backward: bool, stage: int) -> list[int]:
+        """The stages that must have computed a microbatch before a stage can."""
+        routes = self.routes
+        end = stage + backward * (len(routes.arriving_offsets) // 2)
+        arriving = routes.arriving[routes.arriving_offsets[end] : routes.arriving_offsets[end + 1]]
+        return [int(source) for source in routes.source[arriving]]
 
 
 def build_program(plan: Plan, graph: Graph) -> Program:
     """The program of a plan.
 
-    Raises PlanError if the plan does not fit the graph; ScheduleReferenceError, ScheduleError or DeadlockError for an
-    own schedule that changed, breaks a rule, or lets ranks wait in a circle.
+    Raises PlanError if the plan does not fit the graph or its schedule; ScheduleReferenceError, ScheduleError or
+    DeadlockError for an own schedule that changed, breaks a rule, or lets ranks wait in a circle.
     """
     return _build_program(plan, graph, find_schedule(plan))
 
 
 @lru_cache(maxsize=16)
-def _build_program(plan: Plan, graph: Graph, schedule: Schedule) -> Program:  # noqa: ARG001 - part of the key
+def _build_program(plan: Plan, graph: Graph, schedule: OwnSchedule | None) -> Program:  # noqa: ARG001 - part of the key
     check_plan(plan, graph)
     stages = slice_graph(graph, plan.bounds)
-    leaving, arriving = _find_ends(plan, graph, stages)
-    orders = _orders(plan, graph, stages, arriving)
+    crossings = _find_crossings(plan, graph, stages)
+    orders = _orders(plan, graph, stages, crossings)
+    computations = _join(plan, orders)
     builder = ProgramBuilder(plan.num_ranks)
-    computed = {rank: _append_compute_and_sends(builder, plan, rank, order, leaving) for rank, order in orders.items()}
-    for rank, order in orders.items():
-        _append_receives(builder, plan, rank, order, computed[rank], arriving)
+    computed = builder.extend(
+        np.repeat(np.arange(plan.num_ranks), np.diff(computations.offsets)),
+        "compute",
+        opcode=computations.opcode,
+        stage=computations.stage,
+        microbatch=computations.microbatch,
+    )
+    _append_transfers(builder, plan, computations, computed, crossings)
     if graph.mode == "training":
-        sums = _find_sums(plan, graph, stages)
-        for rank, order in orders.items():
-            _append_exchange_and_step(builder, plan, rank, order, computed[rank], sums)
+        _append_exchange_and_steps(builder, plan, graph, stages, computations, computed)
     return builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
 
 
@@ -81,28 +81,31 @@ def forget_programs() -> None:
 
 
 def _orders(
-    plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], arriving: _Ends
-) -> dict[int, tuple[Computation, ...]]:
+    plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], crossings: _Crossings
+) -> tuple[OrderColumns, ...]:
     """What every rank computes; an own schedule is checked against this graph first."""
-    orders = {
-        rank: order if stages[order.stage].has_backward else without_backwards(order)
-        for rank, order in compute_orders(plan).items()
-    }
+    orders = compute_orders(plan)
+    differentiated = np.array([stage.has_backward for stage in stages])
     if plan.has_own_schedule:
-        for order in orders.values():
-            _check_written_buffers(plan, graph, stages[order.stage], order)
-        play_orders(plan, orders, lambda item: [route.source for route in arriving[type(item), item.stage]])
-    return {rank: order.items for rank, order in orders.items()}
+        for order in orders:
+            for stage in plan.stages_of(order.rank):
+                _check_written_buffers(plan, graph, stages[stage], order)
+    if not differentiated.all():
+        orders = tuple(without_backwards(order, differentiated) for order in orders)
+    if plan.has_own_schedule:
+        play_orders(plan, orders, crossings.needs)
+    return tuple(order.columns for order in orders)
 
 
 def _check_written_buffers(plan: Plan, graph: Graph, stage: StageSlice, order: Order) -> None:
     """Running statistics follow the forwards: in another order than the microbatches', training would differ."""
-    forwards = [place for place, item in enumerate(order.items) if isinstance(item, Forward)]
-    late = next((b for a, b in pairwise(forwards) if order.items[b].microbatch < order.items[a].microbatch), None)
+    columns = order.columns
+    forwards = np.flatnonzero((columns.opcode == Opcode.FORWARD) & (columns.stage == stage.index)).tolist()
+    late = next((b for a, b in pairwise(forwards) if columns.microbatch[b] < columns.microbatch[a]), None)
     writer = next((graph.ops[op] for op in stage.ops if _writes_buffer(graph.ops[op], stage)), None)
     if late is not None and writer is not None:
         raise ScheduleError(
-            f"{plan.schedule} runs the forward of microbatch {order.items[late].microbatch} on stage {stage.index} "
+            f"{plan.schedule} runs the forward of microbatch {int(columns.microbatch[late])} on stage {stage.index} "
             f"after that of a later one{order.where(plan, late)}, but {writer.module or writer.name} of that stage "
             "updates its running statistics in every forward, so the result would not be that of one process. Run the "
             "forwards of such stages in the order of the microbatches."
@@ -115,121 +118,118 @@ def _writes_buffer(op: Op, stage: StageSlice) -> bool:
     return ("batch_norm" in name or name.endswith("_")) and not set(stage.buffers).isdisjoint(op.inputs)
 
 
-def _append_compute_and_sends(
-    builder: ProgramBuilder, plan: Plan, rank: int, order: tuple[Computation, ...], leaving: _Ends
-) -> list[int]:
-    """Append what a rank computes and what it sends then; returns the handle of each computation."""
-    computed = []
-    for item in order:
-        handle = builder.append(rank, "compute", item)
-        computed.append(handle)
-        for route in leaving[type(item), item.stage]:
-            send = Send(
-                stage=route.source,
-                microbatch=item.microbatch,
-                peer=route.target,
-                payload=route.payload,
-                num_bytes=route.num_bytes,
-            )
-            pair = (rank, plan.stages[route.target].rank_of(item.microbatch))
-            route.sent[item.microbatch] = builder.append(rank, "send", send, group=pair, waits=(handle,))
-    return computed
-
-
-def _append_receives(
-    builder: ProgramBuilder,
-    plan: Plan,
-    rank: int,
-    order: tuple[Computation, ...],
-    computed: list[int],
-    arriving: _Ends,
-) -> None:
-    for gate, place, route in _arrivals(plan, order, arriving):
-        microbatch = order[place].microbatch
-        receive = Receive(
-            stage=route.target,
-            microbatch=microbatch,
-            peer=route.source,
-            payload=route.payload,
-            num_bytes=route.num_bytes,
-        )
-        waits = [route.sent[microbatch]]
-        if gate > RECEIVE_LOOKAHEAD:
-            waits.append(computed[gate - 1 - RECEIVE_LOOKAHEAD])
-        pair = (plan.stages[route.source].rank_of(microbatch), rank)
-        builder.wait(computed[place], builder.append(rank, "receive", receive, group=pair, waits=waits))
-
-
-def _arrivals(plan: Plan, order: tuple[Computation, ...], arriving: _Ends) -> list[tuple[int, int, _Route]]:
-    """What a rank receives, in order: the place before which it must be there, that of its consumer, and its route.
-
-    Per sender in the order of sending; the place is the first at which it or anything behind it is consumed.
-    """
-    consumed = [(place, item, route) for place, item in enumerate(order) for route in arriving[type(item), item.stage]]
-    if not plan.has_own_schedule:
-        # Named schedules send and consume in one order: the same list, for less.
-        return [(place, place, route) for place, _, route in consumed]
-    by_sender: dict[int, list[tuple[int, int, _Route]]] = defaultdict(list)
-    for place, item, route in consumed:
-        sender = plan.stages[route.source].rank_of(item.microbatch)
-        by_sender[sender].append((route.sent[item.microbatch], place, route))
-    arrivals: list[tuple[int, int, _Route]] = []
-    for messages in by_sender.values():
-        messages.sort(key=lambda message: message[0])
-        gate = len(order)
-        gated = []
-        for _, place, route in reversed(messages):
-            gate = min(gate, place)
-            gated.append((gate, place, route))
-        arrivals += reversed(gated)
-    # Senders of one stage never meet at one place, and stages keep the order of `_find_ends`: by number.
-    return sorted(arrivals, key=lambda arrival: (arrival[0], arrival[2].source))
-
-
-def _append_exchange_and_step(
-    builder: ProgramBuilder,
-    plan: Plan,
-    rank: int,
-    order: tuple[Computation, ...],
-    computed: list[int],
-    sums: dict[int, list[tuple[Bucket, AllReduce]]],
-) -> None:
-    stage = order[0].stage
-    if stage not in sums:
-        return
-    last = max(place for place, item in enumerate(order) if isinstance(item, Backward))
-    exchanged = []
-    for bucket, item in sums[stage]:
-        ready = builder.mark(computed[last], bucket.index) if plan.exchange.overlap else computed[last]
-        exchanged.append(builder.append(rank, "exchange", item, group=bucket.ranks, waits=(ready,)))
-    builder.append(rank, "compute", OptimizerStep(stage=stage), waits=exchanged)
-
-
-def _find_sums(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> dict[int, list[tuple[Bucket, AllReduce]]]:
-    """The sums of gradients of every stage that is trained, in their order."""
-    trained = [stage for stage in stages if any(graph.tensors[item].requires_grad for item in stage.parameters)]
-    sums: dict[int, list[tuple[Bucket, AllReduce]]] = {stage.index: [] for stage in trained}
-    for bucket in gradient_buckets(graph, plan):
-        for stage in bucket.stages:
-            item = AllReduce(stage=stage, bucket=bucket.index, num_bytes=bucket.num_bytes)
-            sums[stage].append((bucket, item))
-    return sums
-
-
-def _find_ends(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> tuple[_Ends, _Ends]:
+def _find_crossings(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> _Crossings:
     """What goes out after each stage's forwards and backwards, and what they must have received."""
-    size, float_bytes = plan.microbatch_size, plan.workload.float_bytes
-    leaving: _Ends = {(kind, stage.index): [] for kind in (Forward, Backward) for stage in stages}
-    arriving: _Ends = {key: [] for key in leaving}
+    size, float_bytes, num_stages = plan.microbatch_size, plan.workload.float_bytes, len(stages)
+    rows: list[tuple[int, int, int, bool]] = []
+    leaving: list[list[int]] = [[] for _ in range(2 * num_stages)]
+    arriving: list[list[int]] = [[] for _ in range(2 * num_stages)]
+    for channel in (channel for stage in stages for channel in stage.outgoing):
+        ways = [(channel.source, channel.target, channel.forward_bytes(graph, size, float_bytes), False)]
+        if channel.gradients:
+            ways.append((channel.target, channel.source, channel.backward_bytes(graph, size, float_bytes), True))
+        for source, target, num_bytes, is_gradient in ways:
+            leaving[source + num_stages * is_gradient].append(len(rows))
+            arriving[target + num_stages * is_gradient].append(len(rows))
+            rows.append((source, target, num_bytes, is_gradient))
+    table = np.array(rows, np.int64).reshape(-1, 4)
+    routes = Routes(table[:, 0].astype(np.int32), table[:, 1].astype(np.int32), *_ragged(leaving), *_ragged(arriving))
+    return _Crossings(routes, table[:, 2], table[:, 3].astype(bool))
 
-    def add(kind: type[Computation], payload: Payload, source: int, target: int, num_bytes: int) -> None:
-        sent = [-1] * plan.num_microbatches
-        route = _Route(payload=payload, source=source, target=target, num_bytes=num_bytes, sent=sent)
-        leaving[kind, source].append(route)
-        arriving[kind, target].append(route)
 
-    for item in (channel for stage in stages for channel in stage.outgoing):
-        add(Forward, "activation", item.source, item.target, item.forward_bytes(graph, size, float_bytes))
-        if item.gradients:
-            add(Backward, "gradient", item.target, item.source, item.backward_bytes(graph, size, float_bytes))
-    return leaving, arriving
+def _ragged(lists: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    offsets = np.cumsum([0, *(len(items) for items in lists)])
+    return offsets.astype(np.int32), np.array([item for items in lists for item in items], np.int32)
+
+
+def _join(plan: Plan, orders: tuple[OrderColumns, ...]) -> Computations:
+    replica_offsets, replicas = _ragged([list(stage.ranks) for stage in plan.stages])
+    return Computations(
+        offsets=np.cumsum([0, *(len(order) for order in orders)]).astype(np.int64),
+        opcode=np.concatenate([order.opcode for order in orders]),
+        stage=np.concatenate([order.stage for order in orders]),
+        microbatch=np.concatenate([order.microbatch for order in orders]),
+        joint=np.concatenate([order.joint for order in orders]),
+        replica_offsets=replica_offsets,
+        replicas=replicas,
+    )
+
+
+def _append_transfers(
+    builder: ProgramBuilder, plan: Plan, computations: Computations, computed: Ids, crossings: _Crossings
+) -> None:
+    """Sends after what makes their values, receives before what consumes them."""
+    found = lay_out_transfers(computations, crossings.routes, plan.num_microbatches)
+    ranks = np.arange(plan.num_ranks)
+    senders, receivers = np.repeat(ranks, np.diff(found.send_offsets)), np.repeat(ranks, np.diff(found.receive_offsets))
+    partners = np.empty(len(senders), np.int64)
+    partners[found.receive_of] = receivers
+    groups = _number_pairs(builder, plan.num_ranks, senders, partners)
+    source, target = crossings.routes.source, crossings.routes.target
+    sends = builder.extend(
+        senders,
+        "send",
+        opcode=np.where(crossings.is_gradient, Opcode.SEND_GRADIENT, Opcode.SEND_ACTIVATION)[found.send_route],
+        stage=source[found.send_route],
+        microbatch=found.send_microbatch,
+        version=-1,
+        peer=target[found.send_route],
+        num_bytes=crossings.num_bytes[found.send_route],
+        group=groups,
+    )
+    receives = builder.extend(
+        receivers,
+        "receive",
+        opcode=np.where(crossings.is_gradient, Opcode.RECEIVE_GRADIENT, Opcode.RECEIVE_ACTIVATION)[found.receive_route],
+        stage=target[found.receive_route],
+        microbatch=found.send_microbatch[found.receive_of],
+        version=-1,
+        peer=source[found.receive_route],
+        num_bytes=crossings.num_bytes[found.receive_route],
+        group=groups[found.receive_of],
+    )
+    builder.wait_each(sends, computed[found.send_after])
+    builder.wait_each(receives, sends[found.receive_of])
+    gated = found.receive_after >= 0
+    builder.wait_each(receives[gated], computed[found.receive_after[gated]])
+    builder.wait_each(computed[found.receive_before], receives)
+
+
+def _number_pairs(builder: ProgramBuilder, num_ranks: int, senders: Ids, receivers: Ids) -> Ids:
+    """The group of each message."""
+    keys, places = np.unique(senders * num_ranks + receivers, return_inverse=True)
+    numbers = [builder.group((key // num_ranks, key % num_ranks)) for key in keys.tolist()]
+    return np.array(numbers, np.int64)[places]
+
+
+def _append_exchange_and_steps(
+    builder: ProgramBuilder,
+    plan: Plan,
+    graph: Graph,
+    stages: tuple[StageSlice, ...],
+    computations: Computations,
+    computed: Ids,
+) -> None:
+    """After (or, with overlap, inside) the last backward of a stage its gradients are summed, then comes its step."""
+    trained = {stage.index for stage in stages if any(graph.tensors[item].requires_grad for item in stage.parameters)}
+    buckets = gradient_buckets(graph, plan)
+    releasing = np.isin(computations.opcode, (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT))
+    for rank in range(plan.num_ranks):
+        begin, end = computations.offsets[rank : rank + 2].tolist()
+        ends = begin + np.flatnonzero(releasing[begin:end])
+        last = dict(zip(computations.stage[ends].tolist(), computed[ends].tolist(), strict=True))
+        mine = [stage for stage in plan.stages_of(rank) if stage in trained]
+        sums: dict[int, list[int]] = {stage: [] for stage in mine}
+        for bucket in buckets:
+            # A parameter that several stages of a rank share is summed once, when all its gradients are there.
+            held = [stage for stage in bucket.stages if stage in sums]
+            if not held:
+                continue
+            latest = max(held, key=last.__getitem__)
+            ready = builder.mark(last[latest], bucket.index) if plan.exchange.overlap else last[latest]
+            item = AllReduce(stage=latest, bucket=bucket.index, num_bytes=bucket.num_bytes)
+            handle = builder.append(rank, "exchange", item, group=bucket.ranks, waits=(ready,))
+            for stage in held:
+                sums[stage].append(handle)
+        for stage, awaited in sums.items():
+            builder.append(rank, "compute", OptimizerStep(stage=stage), waits=awaited)

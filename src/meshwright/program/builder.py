@@ -1,20 +1,22 @@
-"""The one writer of programs: instructions are appended in any order, stream by stream order is made at the end."""
+"""The one writer of programs: instructions come in any order, one by one or in bulk; `build` puts streams in order."""
 
 from __future__ import annotations
 
 import struct
 from array import array
 from collections.abc import Iterable
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.program import (
     STREAM_NAMES,
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Instruction,
     Opcode,
@@ -28,24 +30,30 @@ from meshwright.spec.program import (
     empty_section,
 )
 
+Ids = NDArray[np.int64]
+
 _PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 # Stream, the columns of `_row`, group: packed, a row is stored in half the time of eight numbers.
 _ROW = struct.Struct("8q")
+_COLUMNS = ("key", "opcode", "stage", "microbatch", "version", "peer", "num_bytes", "group")
+_TYPES = {"opcode": np.int8, "num_bytes": np.int64}
 
 
 class ProgramBuilder:
     """Collects the instructions of a program's body.
 
-    `append` and `mark` return handles to wait for: instructions count up from 0, marks count down from -1.
-    Instructions of one
-    stream run in the order in which they were appended; a handle may be awaited before the stream's order is final.
+    `append`, `extend` and `mark` return handles to wait for: instructions count up from 0, marks count down from -1.
+    Instructions of one stream run in the order in which they came; a handle may be awaited before the stream's order is
+    final.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         # Flat arrays of integers, not objects per instruction: programs have many.
+        self._chunks: list[dict[str, NDArray[np.int64]]] = []
         self._rows = array("q")
         self._num_instructions = 0
+        self._waits: list[tuple[Ids, Ids]] = []
         self._waiting = array("q")
         self._awaited = array("q")
         self._marks: list[tuple[int, int]] = []
@@ -65,7 +73,7 @@ class ProgramBuilder:
             raise ProgramError(
                 f"{instruction} was given to rank {rank}; the program has ranks 0 to {self._num_ranks - 1}."
             )
-        number = self._groups.setdefault(group, len(self._groups)) if group else -1
+        number = self.group(group) if group else -1
         try:
             key = rank * len(STREAM_NAMES) + _PLACES[stream]
             self._rows.frombytes(_ROW.pack(key, *_row(instruction), number))
@@ -76,14 +84,37 @@ class ProgramBuilder:
         handle = self._num_instructions
         self._num_instructions += 1
         for awaited in waits:
-            self._waiting.append(handle)
-            self._awaited.append(awaited)
+            self.wait(handle, awaited)
         return handle
+
+    def extend(self, ranks: NDArray[np.integer], stream: StreamName, **columns: ArrayLike) -> Ids:
+        """Append many instructions of one kind of stream, in the order of the streams; returns their handles.
+
+        ``columns`` are those of `Section`, without a microbatch, peer or group where that is -1: each of shape (n,), as
+        ``ranks`` are, or one value for all.
+        """
+        self._flush()
+        all_columns: dict[str, ArrayLike] = {"microbatch": -1, "version": 0, "peer": -1, "num_bytes": 0, "group": -1}
+        all_columns |= columns
+        key = ranks.astype(np.int64) * len(STREAM_NAMES) + _PLACES[stream]
+        given: dict[str, Any] = {name: np.broadcast_to(value, key.shape) for name, value in all_columns.items()}
+        self._chunks.append({"key": key, **given})
+        first = self._num_instructions
+        self._num_instructions += len(key)
+        return np.arange(first, self._num_instructions)
+
+    def group(self, ranks: tuple[int, ...]) -> int:
+        """The number of a group of ranks in the program, for the column ``group``."""
+        return self._groups.setdefault(ranks, len(self._groups))
 
     def wait(self, instruction: int, handle: int) -> None:
         """Let an appended instruction wait for one more handle."""
         self._waiting.append(instruction)
         self._awaited.append(handle)
+
+    def wait_each(self, instructions: Ids, handles: Ids) -> None:
+        """Let each of the instructions wait for the handle at its place."""
+        self._waits.append((instructions, handles))
 
     def mark(self, instruction: int, bucket: int) -> int:
         """Let an instruction raise a mark when ``bucket`` is ready; returns the handle of the mark."""
@@ -92,25 +123,25 @@ class ProgramBuilder:
 
     def build(self, *, schedule: str, plan_hash: str) -> Program:
         """The program whose body is what was appended."""
-        rows = np.array(self._rows, np.int64).reshape(-1, 8)
-        order = np.argsort(rows[:, 0], kind="stable")
+        self._flush()
+        chunks = self._chunks or [{name: np.zeros(0, np.int64) for name in _COLUMNS}]
+        keys = np.concatenate([chunk["key"] for chunk in chunks])
+        # Few keys: sorting them as small integers takes time in proportion to their number.
+        order = np.argsort(keys.astype(np.min_scalar_type(int(keys.max(initial=0)))), kind="stable")
         position = np.empty(len(order), np.int64)
         position[order] = np.arange(len(order))
-        used = np.unique(rows[:, 0])
+        counts = np.bincount(keys, minlength=1)
+        used = np.flatnonzero(counts)
         streams = tuple(
             Stream(rank=int(key) // len(STREAM_NAMES), name=STREAM_NAMES[int(key) % len(STREAM_NAMES)]) for key in used
         )
-        rows = rows[order]
+        columns: dict[str, Any] = {
+            name: np.concatenate([chunk[name] for chunk in chunks]).astype(_TYPES.get(name, np.int32))[order]
+            for name in _COLUMNS[1:]
+        } | self._wait_columns(position)
         body = Section(
-            stream_offsets=np.append(np.searchsorted(rows[:, 0], used), len(rows)).astype(np.int64),
-            opcode=rows[:, 1].astype(np.int8),
-            stage=rows[:, 2].astype(np.int32),
-            microbatch=rows[:, 3].astype(np.int32),
-            version=rows[:, 4].astype(np.int32),
-            peer=rows[:, 5].astype(np.int32),
-            num_bytes=rows[:, 6].copy(),
-            group=rows[:, 7].astype(np.int32),
-            **self._wait_columns(position),
+            stream_offsets=np.concatenate([[0], np.cumsum(counts[used])]).astype(np.int64),
+            **columns,
             mark_instruction=np.array([position[instruction] for instruction, _ in self._marks], np.int64),
             mark_index=np.array([bucket for _, bucket in self._marks], np.int32),
         )
@@ -125,11 +156,19 @@ class ProgramBuilder:
             epilogue=empty_section(len(streams)),
         )
 
-    def _wait_columns(self, position: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    def _flush(self) -> None:
+        """Close the chunk of instructions that were appended one by one."""
+        if self._rows:
+            rows = np.array(self._rows, np.int64).reshape(-1, len(_COLUMNS))
+            self._chunks.append({name: rows[:, place] for place, name in enumerate(_COLUMNS)})
+            self._rows = array("q")
+
+    def _wait_columns(self, position: Ids) -> dict[str, Ids]:
         count = self._num_instructions
-        waiting = position[np.array(self._waiting, np.int64)]
-        handles = np.array(self._awaited, np.int64)
-        awaited = np.where(handles >= 0, position[np.maximum(handles, 0)], count - 1 - handles)
+        single = (np.array(self._waiting, np.int64), np.array(self._awaited, np.int64))
+        waiting, handles = (np.concatenate(parts) for parts in zip(*self._waits, single, strict=True))
+        waiting = position[waiting]
+        awaited = np.where(handles >= 0, position[np.maximum(handles, 0)], count - 1 - handles) if count else handles
         offsets = np.append(0, np.cumsum(np.bincount(waiting, minlength=count)))
         return {"wait_offsets": offsets.astype(np.int64), "waits": awaited[np.argsort(waiting, kind="stable")]}
 
@@ -141,6 +180,10 @@ def _row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
             return (Opcode.FORWARD, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
         case Backward():
             return (Opcode.BACKWARD, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
+        case BackwardInput():
+            return (Opcode.BACKWARD_INPUT, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
+        case BackwardWeight():
+            return (Opcode.BACKWARD_WEIGHT, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
         case Send():
             opcode = Opcode.SEND_ACTIVATION if instruction.payload == "activation" else Opcode.SEND_GRADIENT
             return (opcode, instruction.stage, instruction.microbatch, -1, instruction.peer, instruction.num_bytes)

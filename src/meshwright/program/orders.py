@@ -1,8 +1,9 @@
-"""The order of every rank's forwards and backwards under a plan's schedule, and how many microbatches it keeps.
+"""The order of every rank's computations under a plan's schedule, and how many microbatches it keeps.
 
-A user's own schedule is not trusted. What it yields is checked one by one: each of the replica's microbatches runs once
-forward and once backward, the backward after its forward; so a rank's order ends after 2n instructions at the latest.
-The function runs in a thread that is given up, with the line where it stands, when its time is over.
+A user's own schedule is not trusted. What it yields is checked one by one: of each of the rank's stages, each of its
+microbatches runs once forward and once backward (whole, or in two parts), the backward after its forward; so a rank's
+order ends after three instructions per microbatch and stage at the latest. The function runs in a thread that is given
+up, with the line where it stands, when its time is over.
 """
 
 from __future__ import annotations
@@ -11,37 +12,65 @@ import ctypes
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType, GeneratorType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from meshwright.program.own_schedules import EXPECTED, find_schedule
-from meshwright.program.schedules import Schedule, local_microbatches, num_active
+import numpy as np
+
+from meshwright.program.own_schedules import EXPECTED, OwnSchedule, find_schedule
+from meshwright.program.schedules import SCHEDULES, OrderColumns, local_microbatches, num_active
+from meshwright.program.schedules.columns import gather_columns
 from meshwright.spec.errors import ScheduleError, ScheduleReferenceError
 from meshwright.spec.own_code import importable, reported, source_line, split_reference
-from meshwright.spec.plan import Plan
-from meshwright.spec.program import Backward, Forward
+from meshwright.spec.plan import Plan, ScheduleName
+from meshwright.spec.program import Backward, BackwardInput, BackwardWeight, Computation, Forward, Opcode
 
 T = TypeVar("T")
-Computation = Forward | Backward
 
 # Some ten thousand instructions per second are yielded and checked even on a busy core (own measurement, a Xeon shared
 # by others); one that needs longer, after a start that is generous for such a machine, is taken to never end.
 TIME_LIMIT_S = 10.0
 TIME_LIMIT_PER_INSTRUCTION_S = 1e-4
 
+_KINDS: dict[int, type[Computation]] = {
+    Opcode.FORWARD: Forward,
+    Opcode.BACKWARD: Backward,
+    Opcode.BACKWARD_INPUT: BackwardInput,
+    Opcode.BACKWARD_WEIGHT: BackwardWeight,
+}
+_OPCODES = {kind: Opcode(opcode) for opcode, kind in _KINDS.items()}
+_Row = tuple[Opcode, int, int]
+# A backward is one instruction, or two that follow each other.
+_PARTS = frozenset({Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT})
+# What gives back what a forward kept.
+_RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """What one rank computes, in order; ``lines`` say where in the user's file each was yielded (none elsewhere)."""
 
-    stage: int
-    replica: int
-    items: tuple[Computation, ...]
+    rank: int
+    columns: OrderColumns
     lines: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def item(self, place: int) -> Computation:
+        """The typed view of one computation."""
+        columns = self.columns
+        kind = _KINDS[int(columns.opcode[place])]
+        return kind(stage=int(columns.stage[place]), microbatch=int(columns.microbatch[place]))
+
+    @property
+    def items(self) -> tuple[Computation, ...]:
+        """All of them, typed."""
+        return tuple(self.item(place) for place in range(len(self)))
 
     def where(self, plan: Plan, place: int) -> str:
         """The place in the user's file that yielded an item, for messages."""
@@ -49,28 +78,22 @@ class Order:
         return f" ({parts[0]}:{self.lines[place]})" if parts and self.lines and self.lines[place] else ""
 
 
-def compute_orders(plan: Plan) -> dict[int, Order]:
+def compute_orders(plan: Plan) -> tuple[Order, ...]:
     """The order of every rank, by rank.
 
-    Raises ScheduleError if an own schedule breaks a rule on this plan, ScheduleReferenceError if it is none or its
-    file changed.
+    Raises PlanError for a layout that the schedule does not take, ScheduleError if an own schedule breaks a rule on
+    this plan, ScheduleReferenceError if it is none or its file changed.
     """
     schedule = find_schedule(plan)
-    if plan.has_own_schedule:
+    if schedule is not None:
         return _read_orders(plan, schedule)
-    return {rank: Order(stage=s, replica=r, items=tuple(schedule(plan, s, r))) for rank, s, r in _places(plan)}
-
-
-def _places(plan: Plan) -> list[tuple[int, int, int]]:
-    """Rank, stage and replica."""
-    return [
-        (rank, index, replica) for index, stage in enumerate(plan.stages) for replica, rank in enumerate(stage.ranks)
-    ]
+    write = SCHEDULES[cast("ScheduleName", plan.schedule)]
+    return tuple(Order(rank=rank, columns=write(plan, rank)) for rank in range(plan.num_ranks))
 
 
 # Asked stage by stage and then by the program: kept for the plan at hand, not for more, since orders are large.
 @lru_cache(maxsize=2)
-def _read_orders(plan: Plan, schedule: Schedule) -> dict[int, Order]:
+def _read_orders(plan: Plan, schedule: OwnSchedule) -> tuple[Order, ...]:
     if isinstance(threading.current_thread(), _ScheduleThread):
         raise ScheduleError(
             f"{plan.schedule} asked for the order of an own schedule while it makes one, which would never end. "
@@ -79,44 +102,47 @@ def _read_orders(plan: Plan, schedule: Schedule) -> dict[int, Order]:
     limit_s = TIME_LIMIT_S + TIME_LIMIT_PER_INSTRUCTION_S * 2 * plan.num_microbatches * len(plan.stages)
     reader = _Reader(plan, schedule)
 
-    def read_all() -> dict[int, Order]:
-        return {rank: reader.read(stage, replica) for rank, stage, replica in _places(plan)}
+    def read_all() -> tuple[Order, ...]:
+        return tuple(reader.read(rank) for rank in range(plan.num_ranks))
 
     found = reader.in_time(read_all, limit_s)
     # Every rank and every prediction asks for itself, so an order that is drawn anew would differ between them.
     again = reader.in_time(read_all, limit_s)
-    rank = next((rank for rank, order in found.items() if order.items != again[rank].items), None)
-    if rank is not None:
-        raise ScheduleReferenceError(_two_orders(plan, found[rank], again[rank]))
+    differing = next((pair for pair in zip(found, again, strict=True) if pair[0].columns != pair[1].columns), None)
+    if differing is not None:
+        raise ScheduleReferenceError(_two_orders(plan, *differing))
     return found
 
 
 def _two_orders(plan: Plan, first: Order, second: Order) -> str:
-    place = next(place for place, pair in enumerate(zip(first.items, second.items, strict=True)) if pair[0] != pair[1])
+    pairs = zip(first.items, second.items, strict=False)
+    place = next((place for place, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(first), len(second)))
+    given = [_name(order.item(place)) if place < len(order) else "the end" for order in (first, second)]
+    where = second.where(plan, place) if place < len(second) else ""
     return (
-        f"{plan.schedule} gave two orders for stage {first.stage}, replica {first.replica} when it was called twice: "
-        f"at place {place} {_name(first.items[place])} and then {_name(second.items[place])}"
-        f"{second.where(plan, place)}. Expected the same order every time, since every rank asks for its own; "
+        f"{plan.schedule} gave two orders for rank {first.rank} when it was called twice: "
+        f"at place {place} {given[0]} and then {given[1]}{where}. "
+        "Expected the same order every time, since every rank asks for its own; "
         "seed what is random with something of the plan, as random.Random(plan.graph_hash) does."
     )
 
 
 def max_in_flight(plan: Plan, stage: int) -> int:
-    """Microbatches that a replica of ``stage`` holds at most at the same time: closed forms, or counted if own."""
-    if plan.has_own_schedule:
-        orders = compute_orders(plan)
-        return max(count_in_flight(orders[rank].items) for rank in plan.stages[stage].ranks)
-    local = len(local_microbatches(plan, stage, 0))
-    return local if plan.schedule == "gpipe" else min(num_active(plan, stage), local)
+    """Microbatches that a replica of ``stage`` holds at most at the same time: closed forms, or counted."""
+    local = len(local_microbatches(plan, stage, plan.stages[stage].ranks[0]))
+    if plan.schedule == "gpipe":
+        return local
+    if plan.schedule == "1f1b":
+        return min(num_active(plan, stage), local)
+    orders = compute_orders(plan)
+    return max(count_in_flight(orders[rank].columns, stage) for rank in plan.stages[stage].ranks)
 
 
-def count_in_flight(items: Iterable[Computation]) -> int:
-    """The most forwards that are ahead of the backwards at any moment."""
-    most = now = 0
-    for item in items:
-        now += 1 if isinstance(item, Forward) else -1
-        most = max(most, now)
-    return most
+def count_in_flight(columns: OrderColumns, stage: int) -> int:
+    """The most forwards of a stage that are ahead of what releases them at any moment."""
+    kinds = columns.opcode[columns.stage == stage]
+    ahead = np.cumsum((kinds == Opcode.FORWARD).astype(np.int64) - np.isin(kinds, _RELEASING))
+    return int(ahead.max(initial=0))
 
 
 class _TimeIsOver(BaseException):
@@ -130,17 +156,17 @@ class _ScheduleThread(threading.Thread):
 class _Reader:
     """Calls an own schedule and checks what it yields."""
 
-    def __init__(self, plan: Plan, schedule: Schedule) -> None:
+    def __init__(self, plan: Plan, schedule: OwnSchedule) -> None:
         parts = split_reference(plan.schedule)
         assert parts is not None, "own schedules are references"
         self._plan, self._schedule = plan, schedule
         self._path, self._name = parts
         self._file = str(self._path.resolve())
 
-    def read(self, stage: int, replica: int) -> Order:
+    def read(self, rank: int) -> Order:
         """The checked order of one rank."""
-        with self._reported(stage, replica):
-            result = self._schedule(self._plan, stage, replica)
+        with self._reported(rank):
+            result = self._schedule(self._plan, rank)
         try:
             iterator = iter(result)
         except TypeError:
@@ -148,19 +174,25 @@ class _Reader:
                 f"{self._path}:{self._name} returned {_describe(result)}; expected a generator: it {EXPECTED}. "
                 "Let it yield Forward(stage=..., microbatch=...) and Backward(...)."
             ) from None
-        items: list[Computation] = []
+        mine = self._expected(rank)
+        rows: list[_Row] = []
         lines: list[int] = []
-        run: set[tuple[type[Computation], int]] = set()
+        run: set[_Row] = set()
         # Around the checks too: numbers that are none may raise whatever they like when they are looked at.
-        with self._reported(stage, replica):
+        with self._reported(rank):
             for item in iterator:
                 line = self._line(iterator)
-                checked = self._check(item, stage, replica, run, line)
-                run.add((type(checked), checked.microbatch))
-                items.append(checked)
+                checked = self._check(item, rank, mine, run, line)
+                run.add(checked)
+                rows.append(checked)
                 lines.append(line)
-        self._check_all(run, stage, replica)
-        return Order(stage=stage, replica=replica, items=tuple(items), lines=tuple(lines))
+        self._check_all(run, rank, mine)
+        return Order(rank=rank, columns=gather_columns(rows), lines=tuple(lines))
+
+    def _expected(self, rank: int) -> dict[int, range]:
+        """The microbatches of each stage of a rank."""
+        plan = self._plan
+        return {stage: local_microbatches(plan, stage, rank) for stage in plan.stages_of(rank)}
 
     def in_time(self, call: Callable[[], T], limit_s: float) -> T:
         """Run ``call`` in a thread of its own; ScheduleReferenceError, with the line where it stands, if it stays."""
@@ -192,9 +224,9 @@ class _Reader:
         return results[0]
 
     @contextmanager
-    def _reported(self, stage: int, replica: int) -> Iterator[None]:
+    def _reported(self, rank: int) -> Iterator[None]:
         """Whatever the schedule raises becomes a ScheduleError with its line."""
-        what = f"{self._path}:{self._name}(plan, stage={stage}, replica={replica}) raised"
+        what = f"{self._path}:{self._name}(plan, rank={rank}) raised"
         try:
             with reported(self._path, what, ScheduleError):
                 yield
@@ -202,50 +234,50 @@ class _Reader:
             # Ctrl-C reaches the main thread alone: here the schedule itself raised it.
             raise ScheduleError(f"{what} {type(error).__name__}. Let it yield instructions and return.") from error
 
-    def _check(
-        self, item: Any, stage: int, replica: int, run: set[tuple[type[Computation], int]], line: int
-    ) -> Computation:
-        """The item with plain numbers; ScheduleError if it may not come now."""
-        if type(item) not in (Forward, Backward):
-            raise self._wrong(
-                line,
-                f"{_describe(item)} was yielded; expected Forward or Backward of meshwright.program",
-                stage,
-                replica,
-            )
-        mine = local_microbatches(self._plan, stage, replica)
+    def _check(self, item: Any, rank: int, mine: dict[int, range], run: set[_Row], line: int) -> _Row:
+        """The item as plain numbers; ScheduleError if it may not come now."""
+        if type(item) not in _OPCODES:
+            what = f"{_describe(item)} was yielded; expected Forward, Backward, or BackwardInput and BackwardWeight"
+            raise self._wrong(line, f"{what}, of meshwright.program", rank)
+        opcode = _OPCODES[type(item)]
         try:
-            microbatch = operator.index(item.microbatch)
+            stage, microbatch = operator.index(item.stage), operator.index(item.microbatch)
         except TypeError:
-            microbatch = -1
-        if item.stage != stage or microbatch not in mine or item.version != 0:
-            what = f"{_name(item)} was yielded; expected stage {stage} and a microbatch of {_words(mine)}"
-            raise self._wrong(line, what, stage, replica)
-        checked: Computation = type(item)(stage=stage, microbatch=microbatch)
-        if (type(item), microbatch) in run:
-            raise self._wrong(
-                line, f"{_name(item)} was yielded twice; each microbatch runs once each way", stage, replica
+            stage = microbatch = -1
+        if microbatch not in mine.get(stage, range(0)) or item.version != 0:
+            expected = "; or ".join(
+                f"stage {index} and a microbatch of {_words(local)}" for index, local in mine.items()
             )
-        if isinstance(checked, Backward) and (Forward, microbatch) not in run:
-            raise self._wrong(
-                line, f"{_name(item)} was yielded before its forward, whose values it needs", stage, replica
-            )
-        return checked
+            raise self._wrong(line, f"{_name(item)} was yielded; expected {expected}", rank)
+        done = {kind for kind in _OPCODES.values() if (kind, stage, microbatch) in run}
+        if (
+            opcode in done
+            or (opcode is Opcode.BACKWARD and done & _PARTS)
+            or (opcode in _PARTS and Opcode.BACKWARD in done)
+        ):
+            raise self._wrong(line, f"{_name(item)} was yielded twice; each microbatch runs once each way", rank)
+        if opcode is not Opcode.FORWARD and Opcode.FORWARD not in done:
+            raise self._wrong(line, f"{_name(item)} was yielded before its forward, whose values it needs", rank)
+        if opcode is Opcode.BACKWARD_WEIGHT and Opcode.BACKWARD_INPUT not in done:
+            raise self._wrong(line, f"{_name(item)} was yielded before its BackwardInput, which comes first", rank)
+        return opcode, stage, microbatch
 
-    def _check_all(self, run: set[tuple[type[Computation], int]], stage: int, replica: int) -> None:
-        mine = local_microbatches(self._plan, stage, replica)
-        missing = [(kind, m) for kind in (Forward, Backward) for m in mine if (kind, m) not in run]
+    def _check_all(self, run: set[_Row], rank: int, mine: dict[int, range]) -> None:
+        pairs = [(stage, microbatch) for stage, local in mine.items() for microbatch in local]
+        missing = [("Forward", *pair) for pair in pairs if (Opcode.FORWARD, *pair) not in run]
+        missing += [("Backward", *pair) for pair in pairs if not any((kind, *pair) in run for kind in _RELEASING)]
         if missing:
-            kind, microbatch = missing[0]
+            kind, stage, microbatch = missing[0]
             raise ScheduleError(
-                f"{self._path}:{self._name} ended on stage {stage}, replica {replica}, without "
-                f"{kind.__name__}(stage={stage}, microbatch={microbatch}) ({len(missing)} of {2 * len(mine)} "
-                f"instructions are missing). Yield one forward and one backward for each microbatch of {_words(mine)}."
+                f"{self._path}:{self._name} ended on rank {rank} without "
+                f"{kind}(stage={stage}, microbatch={microbatch}) ({len(missing)} of {2 * len(pairs)} "
+                f"instructions are missing). Yield one forward and one backward for each microbatch of "
+                f"{_words(mine[stage])}."
             )
 
-    def _wrong(self, line: int, what: str, stage: int, replica: int) -> ScheduleError:
+    def _wrong(self, line: int, what: str, rank: int) -> ScheduleError:
         where = source_line(self._path, line) if line else f"{self._path}:{self._name}"
-        return ScheduleError(f"{where} — on stage {stage}, replica {replica}, {what}. Correct the schedule.")
+        return ScheduleError(f"{where} — on rank {rank}, {what}. Correct the schedule.")
 
     def _line(self, iterator: Iterator[Any]) -> int:
         """The line of the user's file whose yield was the last; 0 if not known."""

@@ -7,24 +7,31 @@ imports is not hashed. Relative paths are relative to the working directory, as 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from meshwright.program.schedules import SCHEDULES, Schedule
+from meshwright.program.schedules import SCHEDULES
 from meshwright.spec.errors import ScheduleReferenceError
 from meshwright.spec.own_code import load_function, read_source, source_hash, split_reference
 from meshwright.spec.plan import Plan, unknown_schedule
+from meshwright.spec.program import Computation
 
-EXPECTED = "yields the forwards and backwards of one rank: function(plan, stage, replica)"
+# What a user writes: (plan, rank) → the rank's computations, one by one.
+OwnSchedule = Callable[[Plan, int], Iterable[Computation]]
+
+EXPECTED = "yields the forwards and backwards of one rank: function(plan, rank)"
 
 
-def find_schedule(plan: Plan) -> Schedule:
-    """The plan's schedule. Raises ScheduleReferenceError if its file is gone, changed, or no longer has it."""
+def find_schedule(plan: Plan) -> OwnSchedule | None:
+    """The user's own schedule of a plan, None for a named one.
+
+    Raises ScheduleReferenceError if its file is gone, changed, or no longer has it.
+    """
     if not plan.has_own_schedule:
-        return SCHEDULES[plan.schedule]
+        return None
     path, name = _split(plan.schedule)
     content = read_source(path, EXPECTED, ScheduleReferenceError)
     found = source_hash(content)
@@ -36,7 +43,7 @@ def find_schedule(plan: Plan) -> Schedule:
     return _load(path.resolve(), path, name, content)
 
 
-def with_schedule(plan: Plan, schedule: str | Schedule) -> Plan:
+def with_schedule(plan: Plan, schedule: str | OwnSchedule) -> Plan:
     """The same plan under another schedule: a name, a reference ``path/to/file.py:function``, or a function in a file.
 
     Raises PlanError for an unknown name, ScheduleReferenceError if there is no such function or others could not
@@ -46,7 +53,7 @@ def with_schedule(plan: Plan, schedule: str | Schedule) -> Plan:
     return replace(plan, schedule=name, schedule_hash=content_hash)
 
 
-def name_schedule(schedule: str | Schedule) -> tuple[str, str]:
+def name_schedule(schedule: str | OwnSchedule) -> tuple[str, str]:
     """What a plan writes down: the name or reference, and the hash of the file ("" for a name). Runs the file once."""
     reference = schedule if isinstance(schedule, str) else _reference_of(schedule)
     if reference in SCHEDULES:
@@ -70,7 +77,7 @@ def _split(reference: str) -> tuple[Path, str]:
 
 
 @lru_cache(maxsize=32)
-def _load(resolved: Path, path: Path, name: str, content: bytes) -> Schedule:  # noqa: ARG001 - part of the key
+def _load(resolved: Path, path: Path, name: str, content: bytes) -> OwnSchedule:  # noqa: ARG001 - part of the key
     """Run the file and take the function. Kept by content, so that one search runs a file once."""
     function = load_function(path, name, expected=EXPECTED, error=ScheduleReferenceError, content=content)
     _check_signature(function, path, name)
@@ -83,21 +90,21 @@ def _check_signature(function: Callable[..., Any], path: Path, name: str) -> Non
     except ValueError:
         return
     try:
-        signature.bind(None, 0, 0)
+        signature.bind(None, 0)
     except TypeError as error:
         code = getattr(function, "__code__", None)
         where = f"{path}:{code.co_firstlineno}" if code is not None else str(path)
         raise ScheduleReferenceError(
-            f"{where}: {name}{signature} cannot be called with three arguments ({error}). Write it as "
-            f"def {name}(plan, stage, replica)."
+            f"{where}: {name}{signature} cannot be called with two arguments ({error}). Write it as "
+            f"def {name}(plan, rank)."
         ) from None
 
 
-def _reference_of(function: Schedule) -> str:
+def _reference_of(function: Callable[..., Any]) -> str:
     """The reference of a Python function, for the plan's document: other processes find it there."""
-    for name, own in SCHEDULES.items():
-        if function is own:
-            return name
+    for known, named in SCHEDULES.items():
+        if function is named:
+            return known
     qualified = getattr(function, "__qualname__", "") or type(function).__qualname__
     module = getattr(function, "__module__", None)
     file = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isfunction(function) else None
@@ -109,5 +116,5 @@ def _reference_of(function: Schedule) -> str:
             "of the script that is running. Move it into a file and import it from there."
         )
     path = Path(file).resolve()
-    known = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{known.as_posix()}:{qualified}"
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown.as_posix()}:{qualified}"

@@ -1,4 +1,4 @@
-"""Do the orders of all ranks fit together? They are played with a time for each forward and backward, nothing else.
+"""Do the orders of all ranks fit together? They are played with a time for each computation, nothing else.
 
 A forward needs the forwards that feed its stage, a backward the backwards that its stage feeds, on whichever rank has
 the microbatch. Who waits for whom then leads into a circle, or everything ends; transfers and sums of gradients add no
@@ -11,28 +11,36 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from meshwright.program.orders import Computation, Order, compute_orders
+from meshwright.program.orders import Order, compute_orders
 from meshwright.spec.errors import DeadlockError, PlanError
 from meshwright.spec.plan import Plan
-from meshwright.spec.program import Backward, Forward, Opcode, Stream, instruction_name
+from meshwright.spec.program import Opcode, Stream, instruction_name
 from meshwright.spec.timeline import Timeline
 
-# As papers draw it: a backward takes twice a forward.
-FORWARD_SLOTS, BACKWARD_SLOTS = 1, 2
+# As papers draw it: a backward takes twice a forward, its two parts as long as a forward each.
+SLOTS: Mapping[int, int] = {
+    Opcode.FORWARD: 1,
+    Opcode.BACKWARD: 2,
+    Opcode.BACKWARD_INPUT: 1,
+    Opcode.BACKWARD_WEIGHT: 1,
+}
 # More than any screen shows; playing them takes seconds and hundreds of megabytes.
 MAX_PICTURED = 500_000
 
-# Stage and item → the stages whose item of the same kind and microbatch must be done before.
-Needs = Callable[[Computation], Sequence[int]]
-_Key = tuple[type[Computation], int, int]
+# (backward?, stage) → the stages whose computations of the same kind and microbatch must be done before.
+Needs = Callable[[bool, int], Sequence[int]]
+# (backward?, stage, microbatch) of what others may need; nobody needs gradients of weights.
+_Key = tuple[bool, int, int]
+_Row = tuple[int, int, int]
 
 
 def play_orders(
-    plan: Plan, orders: Mapping[int, Order], needs: Needs, *, forward: int = 1, backward: int = 1
-) -> dict[int, list[tuple[int, int]]]:
+    plan: Plan, orders: Sequence[Order], needs: Needs, slots: Mapping[int, int] = SLOTS
+) -> list[list[tuple[int, int]]]:
     """Start and end of every item of every rank, each as early as it can. Raises DeadlockError naming the circle."""
-    return _Play(plan, orders, needs, (forward, backward)).run()
+    return _Play(plan, orders, needs, slots).run()
 
 
 def picture_schedule(plan: Plan) -> Timeline:
@@ -49,27 +57,26 @@ def picture_schedule(plan: Plan) -> Timeline:
         )
     orders = compute_orders(plan)
     if plan.workload.kind == "inference":
-        orders = {rank: without_backwards(order) for rank, order in orders.items()}
+        orders = tuple(without_backwards(order, np.zeros(len(plan.stages), np.bool_)) for order in orders)
     last = len(plan.stages) - 1
 
-    def needs(item: Computation) -> Sequence[int]:
-        peer = item.stage - 1 if isinstance(item, Forward) else item.stage + 1
+    def needs(backward: bool, stage: int) -> Sequence[int]:
+        peer = stage + 1 if backward else stage - 1
         return (peer,) if 0 <= peer <= last else ()
 
-    spans = play_orders(plan, orders, needs, forward=FORWARD_SLOTS, backward=BACKWARD_SLOTS)
-    ranks = sorted(orders)
-    items = [item for rank in ranks for item in orders[rank].items]
-    times = np.array([span for rank in ranks for span in spans[rank]], np.int64).reshape(-1, 2)
-    nothing = np.zeros(len(items), np.int64)
+    spans = play_orders(plan, orders, needs)
+    table = np.concatenate([order.columns.table() for order in orders])
+    times = np.array([span for each in spans for span in each], np.int64).reshape(-1, 2)
+    nothing = np.zeros(len(times), np.int64)
     return Timeline(
         origin="predicted",
         num_ranks=plan.num_ranks,
-        tracks=tuple(Stream(rank=rank, name="compute") for rank in ranks),
-        track=np.repeat(np.arange(len(ranks)), [len(orders[rank].items) for rank in ranks]).astype(np.int32),
-        opcode=np.array([_opcode(item) for item in items], np.int8),
-        stage=np.array([item.stage for item in items], np.int32),
-        microbatch=np.array([item.microbatch for item in items], np.int32),
-        peer=np.full(len(items), -1, np.int32),
+        tracks=tuple(Stream(rank=order.rank, name="compute") for order in orders),
+        track=np.repeat(np.arange(len(orders)), [len(order) for order in orders]).astype(np.int32),
+        opcode=table[:, 0].astype(np.int8),
+        stage=table[:, 1],
+        microbatch=table[:, 2],
+        peer=np.full(len(times), -1, np.int32),
         step=nothing.astype(np.int32),
         num_bytes=nothing,
         start_ps=times[:, 0],
@@ -80,52 +87,60 @@ def picture_schedule(plan: Plan) -> Timeline:
     )
 
 
-def without_backwards(order: Order) -> Order:
-    """What is left of an order where nothing is differentiated."""
-    kept = [place for place, item in enumerate(order.items) if isinstance(item, Forward)]
-    return Order(
-        stage=order.stage,
-        replica=order.replica,
-        items=tuple(order.items[place] for place in kept),
-        lines=tuple(order.lines[place] for place in kept) if order.lines else (),
-    )
+def without_backwards(order: Order, differentiated: NDArray[np.bool_]) -> Order:
+    """The order without the backwards of stages that have none; ``differentiated`` of shape (stages,)."""
+    kept = np.flatnonzero((order.columns.opcode == Opcode.FORWARD) | differentiated[order.columns.stage])
+    lines = tuple(order.lines[place] for place in kept.tolist()) if order.lines else ()
+    return Order(rank=order.rank, columns=order.columns.select(kept), lines=lines)
 
 
 class _Play:
-    def __init__(self, plan: Plan, orders: Mapping[int, Order], needs: Needs, slots: tuple[int, int]) -> None:
+    def __init__(self, plan: Plan, orders: Sequence[Order], needs: Needs, slots: Mapping[int, int]) -> None:
         self._plan, self._orders, self._needs, self._slots = plan, orders, needs, slots
-        self._spans: dict[int, list[tuple[int, int]]] = {rank: [] for rank in orders}
+        self._rows: list[list[_Row]] = [list(map(tuple, order.columns.table().tolist())) for order in orders]
+        self._spans: list[list[tuple[int, int]]] = [[] for _ in orders]
         self._done: dict[_Key, int] = {}
         self._waiting: dict[_Key, list[int]] = {}
 
-    def run(self) -> dict[int, list[tuple[int, int]]]:
-        ready = deque(self._orders)
+    def run(self) -> list[list[tuple[int, int]]]:
+        ready = deque(range(len(self._orders)))
         while ready:
             rank = ready.popleft()
-            items, spans = self._orders[rank].items, self._spans[rank]
-            while len(spans) < len(items):
-                item = items[len(spans)]
-                missing = self._missing(item)
+            rows, spans = self._rows[rank], self._spans[rank]
+            while len(spans) < len(rows):
+                together = self._together(rank)
+                keys = [key for row in together for key in self._keys(row)]
+                missing = next((key for key in keys if key not in self._done), None)
                 if missing is not None:
                     self._waiting.setdefault(missing, []).append(rank)
                     break
-                inputs = [self._done[key] for key in self._keys(item)]
-                start = max([spans[-1][1] if spans else 0, *inputs])
-                end = start + self._slots[isinstance(item, Backward)]
-                spans.append((start, end))
-                key = (type(item), item.stage, item.microbatch)
-                self._done[key] = end
-                ready.extend(self._waiting.pop(key, ()))
-        stuck = [rank for rank, order in self._orders.items() if len(self._spans[rank]) < len(order.items)]
+                end = max([spans[-1][1] if spans else 0, *(self._done[key] for key in keys)])
+                for row in together:
+                    spans.append((end, end + self._slots[row[0]]))
+                    end += self._slots[row[0]]
+                for opcode, stage, microbatch in together:
+                    if opcode != Opcode.BACKWARD_WEIGHT:
+                        key = (opcode != Opcode.FORWARD, stage, microbatch)
+                        self._done[key] = end
+                        ready.extend(self._waiting.pop(key, ()))
+        stuck = [rank for rank, rows in enumerate(self._rows) if len(self._spans[rank]) < len(rows)]
         if stuck:
             raise self._deadlock(stuck)
         return self._spans
 
-    def _keys(self, item: Computation) -> list[_Key]:
-        return [(type(item), stage, item.microbatch) for stage in self._needs(item)]
+    def _together(self, rank: int) -> list[_Row]:
+        """The next computation of a rank, and those that run together with it."""
+        first = last = len(self._spans[rank])
+        while self._orders[rank].columns.joint[last]:
+            last += 1
+        return self._rows[rank][first : last + 1]
 
-    def _missing(self, item: Computation) -> _Key | None:
-        return next((key for key in self._keys(item) if key not in self._done), None)
+    def _keys(self, row: _Row) -> list[_Key]:
+        opcode, stage, microbatch = row
+        if opcode == Opcode.BACKWARD_WEIGHT:
+            return []
+        backward = opcode != Opcode.FORWARD
+        return [(backward, peer, microbatch) for peer in self._needs(backward, stage)]
 
     def _deadlock(self, stuck: list[int]) -> DeadlockError:
         """Everyone who is stuck waits for someone who is: follow from the first until a rank comes again."""
@@ -141,22 +156,13 @@ class _Play:
         )
 
     def _awaited(self, rank: int) -> tuple[_Key, int]:
-        missing = self._missing(self._orders[rank].items[len(self._spans[rank])])
-        assert missing is not None, "a rank is stuck because it waits"
+        keys = (key for row in self._together(rank) for key in self._keys(row))
+        missing = next(key for key in keys if key not in self._done)
         return missing, self._plan.stages[missing[1]].rank_of(missing[2])
 
     def _describe(self, rank: int) -> str:
         order, place = self._orders[rank], len(self._spans[rank])
-        (kind, stage, microbatch), other = self._awaited(rank)
-        return (
-            f"rank {rank} stands before {_name(order.items[place])}{order.where(self._plan, place)}, "
-            f"which needs {_name(kind(stage=stage, microbatch=microbatch))} of rank {other}"
-        )
-
-
-def _opcode(item: Computation) -> Opcode:
-    return Opcode.FORWARD if isinstance(item, Forward) else Opcode.BACKWARD
-
-
-def _name(item: Computation) -> str:
-    return instruction_name(_opcode(item), item.stage, item.microbatch, -1)
+        (backward, stage, microbatch), other = self._awaited(rank)
+        here = instruction_name(*self._rows[rank][place], -1)
+        there = instruction_name(Opcode.BACKWARD if backward else Opcode.FORWARD, stage, microbatch, -1)
+        return f"rank {rank} stands before {here}{order.where(self._plan, place)}, which needs {there} of rank {other}"

@@ -40,7 +40,7 @@ def fit_table(rows: Sequence[Row], note: str = "") -> RenderableType:
         style = "" if row["fits"] else "bold red"
         table.add_row(
             _name_ranks(ranks),
-            str(row["stage"]),
+            ", ".join(map(str, row["stages"])),
             format_bytes(row["peak_bytes"]),
             _signed(row["headroom_bytes"]) if equal else format_bytes(row["limit_bytes"]),
             *(format_bytes(num_bytes) for num_bytes in group_parts(row["parts_bytes"]).values()),
@@ -69,7 +69,7 @@ def _alike(rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
     """Rows that differ in nothing but the rank, with their ranks; in the order of their first ranks."""
     groups: dict[tuple[object, ...], tuple[Row, list[int]]] = {}
     for row in rows:
-        key = (row["stage"], row["limit_bytes"], *row["parts_bytes"].items())
+        key = (*row["stages"], row["limit_bytes"], *row["parts_bytes"].items())
         groups.setdefault(key, (row, []))[1].append(row["rank"])
     return list(groups.values())
 

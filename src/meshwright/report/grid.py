@@ -1,8 +1,8 @@
 """Who computes what when? The schedule as papers draw it, as text.
 
 One line per rank, time from left to right, of the compute stream: ``F3`` is the forward of microbatch 3, ``B3`` its
-backward, ``O`` the optimizer, a dot idle time. A span from t0 to t1 fills the columns round(t0·w/T) to round(t1·w/T)
-of w; what is shorter than a column may vanish.
+backward (``I3`` and ``W3`` where that is done in two parts), ``O`` the optimizer, a dot idle time. A span from t0 to t1
+fills the columns round(t0·w/T) to round(t1·w/T) of w; what is shorter than a column may vanish.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from meshwright.spec import DocumentError, Opcode, Timeline, format_seconds, to_
 _LOOKS: dict[Opcode, tuple[str, tuple[str, str]]] = {
     Opcode.FORWARD: ("F", ("black on blue", "black on bright_blue")),
     Opcode.BACKWARD: ("B", ("black on green", "black on bright_green")),
+    Opcode.BACKWARD_INPUT: ("I", ("black on cyan", "black on bright_cyan")),
+    Opcode.BACKWARD_WEIGHT: ("W", ("black on magenta", "black on bright_magenta")),
     Opcode.OPTIMIZER_STEP: ("O", ("black on yellow", "black on yellow")),
 }
 IDLE = "."

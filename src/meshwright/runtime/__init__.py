@@ -5,7 +5,13 @@ from meshwright.runtime.overhead import measure_overhead
 from meshwright.runtime.random_state import microbatch_seed
 from meshwright.runtime.rank_program import RankProgram, arrange_rank, issue_order
 from meshwright.runtime.recorder import Recorder, gather_timeline, make_timeline, measure_clock_offset
-from meshwright.runtime.session import Session, join_group, open_session, split_batch
+from meshwright.runtime.session import (
+    Session,
+    check_runnable,
+    join_group,
+    open_session,
+    split_batch,
+)
 
 __all__ = [
     "Executor",
@@ -13,6 +19,7 @@ __all__ = [
     "Recorder",
     "Session",
     "arrange_rank",
+    "check_runnable",
     "gather_timeline",
     "issue_order",
     "join_group",

@@ -22,7 +22,16 @@ from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import StageRunner
 from meshwright.runtime.transport import Layout, Transport
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.program import AllReduce, Backward, Forward, OptimizerStep, Receive, Send
+from meshwright.spec.program import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    OptimizerStep,
+    Receive,
+    Send,
+)
 from meshwright.spec.slices import StageSlice
 
 # Gradient sends that may be under way before the oldest is waited for. The wait only bounds the memory that they
@@ -135,6 +144,11 @@ class Executor:
                 return item, lambda: self._backward(microbatch, last), then
             case OptimizerStep():
                 return item, self._optimizer_step, then
+            case BackwardInput() | BackwardWeight():
+                raise ProgramError(
+                    f"{instruction} is one part of a backward; the runtime runs backwards as a whole. Simulate this "
+                    "program, or choose a schedule with whole backwards to run."
+                )
             case Send() | Receive() | AllReduce():
                 raise ProgramError(
                     f"{instruction} stands in a compute stream; communication belongs to its own streams."
@@ -151,7 +165,7 @@ class Executor:
                 return lambda: self._receive(instruction, item.group[0])
             case AllReduce(bucket=bucket):
                 return lambda: self._all_reduce(bucket, item.group)
-            case Forward() | Backward() | OptimizerStep():
+            case Forward() | Backward() | BackwardInput() | BackwardWeight() | OptimizerStep():
                 raise ProgramError(f"{instruction} stands in a communication stream; it belongs to the compute stream.")
             case _:
                 assert_never(instruction)

@@ -25,7 +25,7 @@ from meshwright.runtime.stage import StageRunner, stage_feeds, stage_fetches
 from meshwright.runtime.transport import Transport
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.graph import Graph
-from meshwright.spec.plan import Plan, check_plan
+from meshwright.spec.plan import BASIC_SCHEDULES, Plan, check_plan
 from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice, slice_graph
 
@@ -77,6 +77,17 @@ def join_group() -> tuple[int, torch.device]:
     return dist.get_rank(), device
 
 
+def check_runnable(plan: Plan) -> None:
+    """Raise PlanError for a plan that can only be simulated."""
+    if plan.has_virtual_stages or not (plan.has_own_schedule or plan.schedule in BASIC_SCHEDULES):
+        raise PlanError(
+            f"The plan follows the schedule {plan.schedule}"
+            f"{' with several stages on a rank' if plan.has_virtual_stages else ''}, which can only be simulated; the "
+            f"runtime executes {', '.join(BASIC_SCHEDULES)} and your own schedules, with one stage on every rank. "
+            f"Plan with --schedule {BASIC_SCHEDULES[-1]} to run."
+        )
+
+
 def open_session(
     captured: Captured,
     plan: Plan,
@@ -92,6 +103,7 @@ def open_session(
     """
     graph = captured.graph
     check_plan(plan, graph)
+    check_runnable(plan)
     rank, device = join_group()
     if plan.num_ranks != dist.get_world_size():
         raise PlanError(
@@ -99,7 +111,7 @@ def open_session(
             f"Start it with `torchrun --nproc-per-node {plan.num_ranks}` or `meshwright run`."
         )
     stages = slice_graph(graph, plan.bounds)
-    stage = stages[plan.stage_of(rank)]
+    stage = stages[plan.stages_of(rank)[0]]
     program = build_program(plan, graph)
     module = part(captured, stage_feeds(stage), stage_fetches(stage), batch_size=plan.microbatch_size, ops=stage.ops)
     module.to(device)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.cost.memory import Peak, backend_of, find_peak, follow_allocator, trace_stage
 from meshwright.program import build_program, gradient_buckets
 from meshwright.simulator.buffers import compute_order
-from meshwright.spec import check_plan, format_bytes, slice_graph
+from meshwright.spec import Opcode, check_plan, format_bytes, slice_graph
 
 if TYPE_CHECKING:
     from meshwright.spec import Cluster, Graph, Plan
@@ -61,13 +61,18 @@ class RankAllocation:
 def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> RankAllocation | None:
     """Follow the memory of a rank of a plan for training over two steps. Raises as `simulate_plan` does.
 
-    None for a graph without a loss or with a backward of its own, and where more than `MAX_VISITS` ops are in flight.
+    None for a rank of several stages or backwards in two parts, for a graph without a loss or with a backward of its
+    own, and where more than `MAX_VISITS` ops are in flight.
     """
     check_plan(plan, graph, cluster)
     if not graph.has_loss or graph.mode != "training" or any(op.phase == "backward" for op in graph.ops):
         return None
-    stage = slice_graph(graph, plan.bounds)[plan.stage_of(rank)]
-    order = repeat_free(compute_order(build_program(plan, graph), rank))
+    stages = plan.stages_of(rank)
+    if len(stages) > 1 or plan.schedule.startswith("zb"):
+        return None
+    stage = slice_graph(graph, plan.bounds)[stages[0]]
+    computed = compute_order(build_program(plan, graph), rank)
+    order = repeat_free([(opcode != Opcode.FORWARD, microbatch) for opcode, _, microbatch in computed.tolist()])
     if len(order) * len(stage.ops) > MAX_VISITS:
         return None
     held = [bucket for bucket in gradient_buckets(graph, plan) if stage.index in bucket.stages]

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.program.build import RECEIVE_LOOKAHEAD
+from meshwright.program import stays_on_rank
+from meshwright.program.transfers import RECEIVE_LOOKAHEAD
 from meshwright.spec import Opcode
+from meshwright.spec.program import COMPUTATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,55 +27,71 @@ if TYPE_CHECKING:
 
     from meshwright.spec import Graph, Plan, Program, StageSlice
 
+    Ints = NDArray[np.int64]
+
 # As runtime/executor.py has it; under an own schedule nothing is waited for before the step's end.
 MAX_GRADIENT_SENDS = 4
+# Which half of a backward in two parts is the last to read what was received, and which one needs its own gradient.
+_RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
+_RECEIVING_GRADIENTS = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT)
 
 
-def compute_order(program: Program, rank: int) -> list[tuple[bool, int]]:
-    """What a rank computes in a step: (is it a backward, of which microbatch)."""
-    order = []
-    for stream in program.streams_of(rank):
-        if program.streams[stream].name != "compute":
-            continue
-        for _, section in program.sections():
-            for index in section.stream_range(stream):
-                opcode = int(section.opcode[index])
-                if opcode in (Opcode.FORWARD, Opcode.BACKWARD):
-                    order.append((opcode == Opcode.BACKWARD, int(section.microbatch[index])))
-    return order
+def compute_order(program: Program, rank: int) -> Ints:
+    """What a rank computes in a step: rows of opcode, stage and microbatch, shape (n, 3)."""
+    (compute,) = (stream for stream in program.streams_of(rank) if program.streams[stream].name == "compute")
+    rows = []
+    for _, section in program.sections():
+        own = slice(*section.stream_offsets[compute : compute + 2])
+        columns = (section.opcode[own], section.stage[own], section.microbatch[own])
+        rows.append(np.stack([column.astype(np.int64) for column in columns], axis=1))
+    order = np.concatenate(rows)
+    return order[np.isin(order[:, 0], COMPUTATIONS)]
 
 
-def receive_buffer_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Sequence[tuple[bool, int]]) -> int:
-    """Bytes of the pool of buffers in which a rank receives."""
-    forwards = {microbatch: place for place, (is_backward, microbatch) in enumerate(order) if not is_backward}
-    backwards = {microbatch: place for place, (is_backward, microbatch) in enumerate(order) if is_backward}
-    ends = {microbatch: backwards.get(microbatch, place) for microbatch, place in forwards.items()}
-    values = _held(len(order), [(forwards[m], ends[m]) for m in forwards])
-    gradients = _held(len(order), [(place, place) for place in backwards.values()])
-    held: dict[int, NDArray[np.int64]] = defaultdict(lambda: np.zeros(len(order), np.int64))
-    for channel in stage.incoming:
+def receive_buffer_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Ints) -> int:
+    """Bytes of the pool of buffers in which a rank receives for one of its stages."""
+    arriving = [channel for channel in stage.incoming if not stays_on_rank(plan, channel.source, channel.target)]
+    returning = [channel for channel in stage.outgoing if not stays_on_rank(plan, channel.source, channel.target)]
+    begins = _places(order, stage.index, Opcode.FORWARD)
+    ends = {**begins, **_places(order, stage.index, *_RELEASING)}
+    values = _held(len(order), [(place, ends[microbatch]) for microbatch, place in begins.items()])
+    gradients = _held(
+        len(order), [(place, place) for place in _places(order, stage.index, *_RECEIVING_GRADIENTS).values()]
+    )
+    held: dict[int, Ints] = defaultdict(lambda: np.zeros(len(order), np.int64))
+    for channel in arriving:
         for tensor in channel.tensors:
             held[_size(graph, plan, tensor)] += values
-    for channel in stage.outgoing:
+    for channel in returning:
         for tensor in channel.gradients:
             held[_size(graph, plan, tensor)] += gradients
     return sum(size * int(count.max(initial=0)) for size, count in held.items())
 
 
-def sent_gradient_bytes(
-    graph: Graph, plan: Plan, stage: StageSlice, order: Sequence[tuple[bool, int]], microbatch_bytes: int
-) -> int:
+def sent_gradient_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Ints, microbatch_bytes: int) -> int:
     """Bytes of earlier gradients still being sent when most is in use, each microbatch in flight keeping so much."""
-    returning = [channel for channel in stage.incoming if channel.gradients]
+    returning = [
+        channel
+        for channel in stage.incoming
+        if channel.gradients and not stays_on_rank(plan, channel.source, channel.target)
+    ]
     size = sum(channel.backward_bytes(graph, plan.microbatch_size, plan.workload.float_bytes) for channel in returning)
     if not size:
         return 0
-    is_backward = np.array([item for item, _ in order])
-    done = np.cumsum(is_backward) - is_backward
-    in_flight = np.cumsum(~is_backward) - done
+    here = order[:, 1] == stage.index
+    is_sent = here & np.isin(order[:, 0], _RECEIVING_GRADIENTS)
+    is_released = here & np.isin(order[:, 0], (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT))
+    done = np.cumsum(is_sent) - is_sent
+    in_flight = np.cumsum(here & (order[:, 0] == Opcode.FORWARD)) - (np.cumsum(is_released) - is_released)
     kept = done if plan.has_own_schedule else np.minimum(done, MAX_GRADIENT_SENDS // len(returning))
     in_use = in_flight * microbatch_bytes
     return int((in_use + kept * size).max() - in_use.max())
+
+
+def _places(order: Ints, stage: int, *opcodes: Opcode) -> dict[int, int]:
+    """The place of each microbatch's computation of some kinds (of several, the last)."""
+    places = np.flatnonzero((order[:, 1] == stage) & np.isin(order[:, 0], opcodes))
+    return dict(zip(order[places, 2].tolist(), places.tolist(), strict=True))
 
 
 def _held(count: int, spans: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
@@ -82,7 +100,7 @@ def _held(count: int, spans: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
     for start, stop in spans:
         changes[max(start - RECEIVE_LOOKAHEAD, 0)] += 1
         changes[stop + 1] -= 1
-    held: NDArray[np.int64] = np.cumsum(changes)[:-1]
+    held: Ints = np.cumsum(changes)[:-1]
     return held
 
 

@@ -29,6 +29,7 @@ from meshwright.simulator.network import Network
 from meshwright.simulator.prices import Prices
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import Opcode, to_seconds
+from meshwright.spec.program import COMPUTATIONS
 
 # The share of a class's time that is taken away.
 SHORTER = 0.1
@@ -132,11 +133,12 @@ def _classes(
     opcode, stage = columns["opcode"], columns["stage"]
     for code in np.unique(opcode[here]).tolist():
         yield _Class("work", _work(Opcode(code)), opcode, [code])
-    for code, direction in ((Opcode.FORWARD, "forward"), (Opcode.BACKWARD, "backward")):
+    for code in COMPUTATIONS:
+        name = _work(code).replace("wards", "ward")
         stages = np.where(opcode == code, stage, -1)
         for place in _distinct(stages[here]):
-            yield _Class("stage", f"{direction} of stage {place}", stages, [place])
-    computes = np.isin(opcode, (Opcode.FORWARD, Opcode.BACKWARD, Opcode.OPTIMIZER_STEP))
+            yield _Class("stage", f"{name} of stage {place}", stages, [place])
+    computes = np.isin(opcode, (*COMPUTATIONS, Opcode.OPTIMIZER_STEP))
     names, kinds = np.unique(np.array(devices), return_inverse=True)
     machines = np.where(computes, kinds[unrolled.stream], -1)
     for number in _distinct(machines[here]):
@@ -158,6 +160,10 @@ def _work(opcode: Opcode) -> str:
             return "forwards"
         case Opcode.BACKWARD:
             return "backwards"
+        case Opcode.BACKWARD_INPUT:
+            return "gradients of inputs"
+        case Opcode.BACKWARD_WEIGHT:
+            return "gradients of weights"
         case Opcode.OPTIMIZER_STEP:
             return "optimizer"
         case Opcode.SEND_ACTIVATION:

@@ -30,8 +30,9 @@ from meshwright.simulator.stage_costs import (
 )
 from meshwright.spec import Graph, Opcode, Plan, Program, ProgramError, Section, slice_graph, to_picoseconds
 from meshwright.spec.memory import MEMORY_PARTS, RECEIVED, SENT
+from meshwright.spec.program import COMPUTATIONS
 
-_COMPUTE = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.OPTIMIZER_STEP)
+_COMPUTE = (*COMPUTATIONS, Opcode.OPTIMIZER_STEP)
 # The engine needs time to pass while a link is held.
 _SHORTEST_S = 1e-12
 
@@ -80,22 +81,23 @@ class _Pricer:
             for stage, buckets in zip(stages, held, strict=True)
         ]
         self._plan, self._graph, self._stages = plan, graph, stages
-        self._stage_of_rank = [plan.stage_of(rank) for rank in range(program.num_ranks)]
         self.routes = Routes(cost.cluster)
         # Per class: duration and host time in ps, bytes taken and freed.
         self.classes: list[tuple[int, int, Bytes, Bytes]] = []
 
     def resident_bytes(self, rank: int) -> Bytes:
         """What a rank holds all the time."""
-        index = self._stage_of_rank[rank]
-        stage, own = self._stages[index], self._bytes[index][int(self._kind_of_rank[rank])]
-        order = compute_order(self._program, rank)
-        return own.resident + by_part(
-            {
-                RECEIVED: receive_buffer_bytes(self._graph, self._plan, stage, order),
-                SENT: sent_gradient_bytes(self._graph, self._plan, stage, order, own.microbatch_bytes),
-            }
-        )
+        kind, order = int(self._kind_of_rank[rank]), compute_order(self._program, rank)
+        total = by_part({})
+        for index in self._plan.stages_of(rank):
+            stage, own = self._stages[index], self._bytes[index][kind]
+            total += own.resident + by_part(
+                {
+                    RECEIVED: receive_buffer_bytes(self._graph, self._plan, stage, order),
+                    SENT: sent_gradient_bytes(self._graph, self._plan, stage, order, own.microbatch_bytes),
+                }
+            )
+        return total
 
     def price_section(self, section: Section) -> SectionPrices:
         """Classes, routes and mark offsets of one section."""
@@ -108,7 +110,8 @@ class _Pricer:
         table = np.empty((2, section.num_instructions), np.int32)
         table[:, compute] = _per_distinct(np.stack([*where[:, compute], section.opcode[compute]]), self._computation)
         table[:, transfers] = _per_distinct(np.stack([column[transfers] for column in columns]), self._transfer)
-        marks = np.stack([*where[:, section.mark_instruction], section.mark_index])
+        raising = section.mark_instruction
+        marks = np.stack([*where[:, raising], section.opcode[raising], section.mark_index])
         offsets = _per_distinct(marks, self._mark)
         return SectionPrices(cost_class=table[0], route=table[1], mark_offset_ps=offsets[0])
 
@@ -117,9 +120,14 @@ class _Pricer:
         match Opcode(opcode):
             case Opcode.FORWARD:
                 return self._add(costs.forward_s, 0.0, in_use.forward), -1
-            case Opcode.BACKWARD:
-                seconds = costs.backward_s if place & FIRST else costs.later_backward_s
-                return self._add(seconds + costs.fill_s * bool(place & LAST), 0.0, in_use.backwards[place]), -1
+            case Opcode.BACKWARD_INPUT:
+                return self._add(costs.inputs_s, 0.0, in_use.inputs), -1
+            case Opcode.BACKWARD | Opcode.BACKWARD_WEIGHT:
+                is_whole = opcode == Opcode.BACKWARD
+                part = costs.backward if is_whole else costs.weights
+                seconds = part.seconds if place & FIRST else part.later_s
+                bytes_in_use = (in_use.backwards if is_whole else in_use.weights)[place]
+                return self._add(seconds + costs.fill_s * bool(place & LAST), 0.0, bytes_in_use), -1
             case _:
                 return self._add(costs.optimizer_s, 0.0, in_use.optimizer), -1
 
@@ -136,10 +144,10 @@ class _Pricer:
         host_s = self._cost.collective_host_seconds("send", ranks, num_bytes)
         return self._add(max(seconds, _SHORTEST_S), host_s, in_use), self.routes.send(source, target)
 
-    def _mark(self, stage: int, kind: int, place: int, bucket: int) -> tuple[int, int]:
+    def _mark(self, stage: int, kind: int, place: int, opcode: int, bucket: int) -> tuple[int, int]:
         costs = self._costs[stage][kind]
-        first = (costs.ready_s, costs.backward_s)
-        ready, whole = first if place & FIRST else (costs.later_ready_s, costs.later_backward_s)
+        part = costs.backward if opcode == Opcode.BACKWARD else costs.weights
+        ready, whole = (part.ready_s, part.seconds) if place & FIRST else (part.later_ready_s, part.later_s)
         return min(to_picoseconds(ready[bucket]), to_picoseconds(whole + costs.fill_s)), 0
 
     def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes]) -> int:
@@ -161,11 +169,14 @@ def _per_distinct(keys: NDArray[np.int64], price: Callable[..., tuple[int, int]]
 
 
 def _place_of_backward(section: Section) -> NDArray[np.int64]:
-    """FIRST and LAST for the first and last backward of each stream, 0 for every other instruction."""
-    backwards = np.flatnonzero(section.opcode == Opcode.BACKWARD)
-    streams = stream_of_instructions(section)[backwards]
-    _, first = np.unique(streams, return_index=True)
-    _, last_reversed = np.unique(streams[::-1], return_index=True)
+    """FIRST and LAST for the first and last backward of each stage in each stream, 0 for every other instruction.
+
+    Of a backward in two parts the one for weights counts.
+    """
+    backwards = np.flatnonzero(np.isin(section.opcode, (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)))
+    keys = stream_of_instructions(section)[backwards].astype(np.int64) << 32 | section.stage[backwards]
+    _, first = np.unique(keys, return_index=True)
+    _, last_reversed = np.unique(keys[::-1], return_index=True)
     place = np.zeros(section.num_instructions, np.int64)
     place[backwards[first]] |= FIRST
     place[backwards[::-1][last_reversed]] |= LAST

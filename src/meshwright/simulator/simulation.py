@@ -94,8 +94,9 @@ def rank_seconds(timeline: Timeline, window: tuple[int, int]) -> tuple[RankSecon
     ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track]
     computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)[timeline.track]
     columns: list[NDArray[np.float64]] = []
-    for opcode in (Opcode.FORWARD, Opcode.BACKWARD, Opcode.OPTIMIZER_STEP):
-        mine = timeline.opcode == opcode
+    backwards = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
+    for opcodes in ((Opcode.FORWARD,), backwards, (Opcode.OPTIMIZER_STEP,)):
+        mine = np.isin(timeline.opcode, opcodes)
         columns.append(_sum_per_rank(ranks[mine], (end - start)[mine], timeline.num_ranks))
     for chosen in (~computes, timeline.opcode == Opcode.ALL_REDUCE):
         shown = np.flatnonzero((end > start) & (computes | chosen))

@@ -2,7 +2,8 @@
 
 - forward: Σ forward_s over the stage's ops.
 - backward: Σ backward_s, and Σ accumulate_s from the rank's second microbatch on; the last one of a step also copies
-  the gradients into the stage's buckets (Σ fill).
+  the gradients into the stage's buckets (Σ fill). In two parts: `weights_share` of it, with Σ accumulate_s and Σ fill,
+  makes gradients of parameters, the rest those of inputs.
 - ready(k): Σ backward of the ops from the last one down to the first that uses a parameter of bucket k, and what
   filling the buckets up to k takes; not before ready(k - 1), for buckets leave in order.
 - host: overhead_s per instruction that the rank issues, its own and those of the transfers that belong to it; the
@@ -11,7 +12,9 @@
 Memory, by part, as the walk through the stage's ops has it (`cost.memory.phases`): a computation takes at its start
 what it has at its fullest, and gives back at its end what it does not leave behind. Gradients that are sent go when
 their sending ends. Inputs of all microbatches are there all the time, buckets have buffers of their own, and what
-messages take besides is told rank by rank (`buffers`).
+messages take besides is told rank by rank (`buffers`). Between the two parts of a backward stays what the second one
+reads: what ops with parameters saved, and the gradients of their outputs. What a stage hands to another one on its rank
+is kept by its maker, and its gradient is there until the maker's backward.
 """
 
 from __future__ import annotations
@@ -23,35 +26,49 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory import Phase, backend_of
-from meshwright.program import Bucket
-from meshwright.spec import DeviceKind, Graph, Opcode, Plan, StageSlice
+from meshwright.program import Bucket, stays_on_rank
+from meshwright.spec import DeviceKind, Graph, Op, Opcode, Plan, StageSlice
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,
+    GRADIENTS,
     INPUTS,
     MEMORY_PARTS,
     OPTIMIZER,
     PARAMETERS,
+    RECEIVED,
+    SAVED,
     SENT,
+    WORKSPACE,
 )
 
 Bytes = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageCosts:
-    """Seconds of a stage's instructions on one device kind, and the seconds after which each of its buckets is ready.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardSeconds:
+    """Seconds of a backward, or of its part for weights, and when inside it each bucket of the stage is ready.
 
-    ``backward_s`` and ``ready_s`` are of the rank's first microbatch of a step, ``later_*`` of the following ones;
-    the last one takes ``fill_s`` on top, which ``ready_s`` and ``later_ready_s`` already hold.
+    The first ones are of the rank's first microbatch of a step, ``later_*`` of the following ones; the last one takes
+    `StageCosts.fill_s` on top, which ``ready_s`` and ``later_ready_s`` already hold.
     """
 
-    forward_s: float
-    backward_s: float
-    later_backward_s: float
-    optimizer_s: float
+    seconds: float
+    later_s: float
     ready_s: dict[int, float]
     later_ready_s: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """Seconds of a stage's instructions on one device kind: whole backwards, or gradients of inputs and of weights."""
+
+    forward_s: float
+    backward: BackwardSeconds
+    inputs_s: float
+    weights: BackwardSeconds
+    optimizer_s: float
     fill_s: float
 
 
@@ -61,13 +78,16 @@ class StageBytes:
 
     ``microbatch_bytes`` is what stays of a forward until the backward.
 
-    A part may grow until the end: then what is freed of it is negative. ``backwards`` by place, as in `StagePhases`.
+    A part may grow until the end: then what is freed of it is negative. ``backwards``, and their part for ``weights``,
+    by place, as in `StagePhases`; ``inputs`` is their other part.
     """
 
     resident: Bytes
     microbatch_bytes: int
     forward: tuple[Bytes, Bytes]
     backwards: tuple[tuple[Bytes, Bytes], ...]
+    inputs: tuple[Bytes, Bytes]
+    weights: tuple[tuple[Bytes, Bytes], ...]
     optimizer: tuple[Bytes, Bytes]
 
 
@@ -80,19 +100,45 @@ def stage_costs(
     num_received, num_sent = len(stage.incoming), len(stage.outgoing)
     num_returned = sum(bool(channel.gradients) for channel in stage.incoming)
     num_answers = sum(bool(channel.gradients) for channel in stage.outgoing)
-    first, later = prices.backward_s[ops], (prices.backward_s + prices.accumulate_s)[ops]
-    backward_host_s = cost.overhead_s * (1 + num_returned + num_answers)
+    whole, adding = prices.backward_s[ops], prices.accumulate_s[ops]
+    of_weights = whole * np.array([weights_share(graph, graph.ops[op]) for op in stage.ops])
+    host_s = cost.overhead_s * (1 + num_returned + num_answers)
     fill_s = {bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets}
     step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind)
+
+    def backward(first: Floats, own_host_s: float) -> BackwardSeconds:
+        later = first + adding
+        return BackwardSeconds(
+            seconds=float(first.sum()) + own_host_s,
+            later_s=float(later.sum()) + own_host_s,
+            ready_s=_ready_seconds(graph, stage, buckets, first, own_host_s, fill_s),
+            later_ready_s=_ready_seconds(graph, stage, buckets, later, own_host_s, fill_s),
+        )
+
     return StageCosts(
         forward_s=float(prices.forward_s[ops].sum()) + cost.overhead_s * (1 + num_received + num_sent),
-        backward_s=float(first.sum()) + backward_host_s,
-        later_backward_s=float(later.sum()) + backward_host_s,
+        backward=backward(whole, host_s),
+        inputs_s=float((whole - of_weights).sum()) + host_s,
+        weights=backward(of_weights, cost.overhead_s),
         optimizer_s=step_s + cost.overhead_s * (1 + len(buckets)),
-        ready_s=_ready_seconds(graph, stage, buckets, first, backward_host_s, fill_s),
-        later_ready_s=_ready_seconds(graph, stage, buckets, later, backward_host_s, fill_s),
         fill_s=sum(fill_s.values()),
     )
+
+
+def weights_share(graph: Graph, op: Op) -> float:
+    """The share of an op's backward that makes gradients of parameters only, and so may wait.
+
+    Products run one product for each gradient. Other ops make all gradients at once: none of it can wait if a gradient
+    of something else is among them.
+    """
+    wanted = [graph.tensors[i] for i in dict.fromkeys(op.inputs) if graph.tensors[i].requires_grad]
+    held = [tensor for tensor in wanted if tensor.role == "parameter"]
+    if len(held) in (0, len(wanted)):
+        return float(bool(held))
+    if not (op.flops.fixed or op.flops.per_sample):
+        return 0.0
+    matrices = [sum(len(tensor.shape) > 1 for tensor in tensors) for tensors in (held, wanted)]
+    return matrices[0] / matrices[1] if matrices[1] else len(held) / len(wanted)
 
 
 def _ready_seconds(
@@ -126,8 +172,20 @@ def stage_bytes(
     memory = cost.stage_memory(
         graph, stage, plan.microbatch_size, plan.workload, device=backend_of(kind), bucketed=bucketed
     )
+    size, width = plan.microbatch_size, plan.workload.float_bytes
+    made, used = (
+        sum(
+            channel.backward_bytes(graph, size, width)
+            for channel in channels
+            if stays_on_rank(plan, channel.source, channel.target)
+        )
+        for channels in (stage.incoming, stage.outgoing)
+    )
     num_inputs = -(-plan.num_microbatches // len(plan.stages[stage.index].ranks))
     phases = memory.phases
+    # A gradient that goes to another stage of the rank changes hands instead of leaving.
+    gone = by_part({SENT: made, RECEIVED: used - made})
+    waiting = _kept_for_weights(graph, plan, stage)
     return StageBytes(
         resident=by_part(
             {
@@ -140,14 +198,39 @@ def stage_bytes(
         ),
         microbatch_bytes=memory.phases.forward.after_bytes,
         forward=_takes_and_frees(phases.forward),
-        backwards=tuple(_takes_and_frees(phase) for phase in phases.backwards),
+        backwards=tuple(_takes_and_frees(phase, gone) for phase in phases.backwards),
+        inputs=_takes_and_frees(_without(phases.backwards[0], GRADIENTS), gone - waiting),
+        weights=tuple(_takes_and_frees(_only(phase, GRADIENTS, WORKSPACE), waiting) for phase in phases.backwards),
         optimizer=_takes_and_frees(phases.optimizer),
     )
 
 
-def _takes_and_frees(phase: Phase) -> tuple[Bytes, Bytes]:
+def _takes_and_frees(phase: Phase, gone: Bytes | int = 0) -> tuple[Bytes, Bytes]:
+    """``gone`` are the bytes by part that go at the end besides."""
     most = np.array(phase.most, np.int64)
-    return most, most - np.array(phase.after, np.int64)
+    return most, most - np.array(phase.after, np.int64) + gone
+
+
+def _only(phase: Phase, *parts: int) -> Phase:
+    """What a phase does to some parts of memory."""
+    most, after = (tuple(n if part in parts else 0 for part, n in enumerate(row)) for row in (phase.most, phase.after))
+    return Phase(most=most, after=after)
+
+
+def _without(phase: Phase, *parts: int) -> Phase:
+    return _only(phase, *(part for part in range(len(MEMORY_PARTS)) if part not in parts))
+
+
+def _kept_for_weights(graph: Graph, plan: Plan, stage: StageSlice) -> Bytes:
+    """What stays after a backward's part for inputs until that for weights is done, by part."""
+    size, width = plan.microbatch_size, plan.workload.float_bytes
+    later = [graph.ops[op] for op in stage.ops if weights_share(graph, graph.ops[op]) > 0]
+    received = {graph.tensors[i].storage for channel in stage.incoming for i in channel.tensors}
+    state = ("parameter", "buffer", "constant", "input")
+    read = {graph.tensors[i].storage for op in later for i in op.saved} - received
+    made = (i for op in later for i in op.outputs if graph.tensors[i].requires_grad)
+    kept = [*(i for i in read if graph.tensors[i].role not in state), *made]
+    return by_part({SAVED: sum(graph.tensors[i].num_bytes(size, width) for i in kept)})
 
 
 def transfer_bytes(opcode: int, num_bytes: int) -> tuple[Bytes, Bytes]:

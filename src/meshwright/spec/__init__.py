@@ -43,6 +43,8 @@ from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan
 from meshwright.spec.program import (
     AllReduce,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Instruction,
     Opcode,
@@ -79,6 +81,8 @@ __all__ = [
     "RNG_STATE_BYTES",
     "AllReduce",
     "Backward",
+    "BackwardInput",
+    "BackwardWeight",
     "CaptureError",
     "Channel",
     "Cluster",

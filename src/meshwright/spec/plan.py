@@ -1,7 +1,8 @@
 """Plan: which part of the graph runs where and how it is split. A small JSON document.
 
 Microbatch m of a stage with R replicas runs on replica m mod R, so stages may differ in their number of replicas; data
-parallelism is one stage with many replicas. The loss of a step is the mean over its microbatches, whatever the plan.
+parallelism is one stage with many replicas. A rank may hold several stages (virtual stages, chunks) where the schedule
+knows how to take turns among them. The loss of a step is the mean over its microbatches, whatever the plan.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from meshwright.spec.cluster import Cluster
     from meshwright.spec.graph import Graph
 
-ScheduleName = Literal["gpipe", "1f1b"]
+ScheduleName = Literal["gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v", "dualpipe", "dualpipe-v"]
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+# One stage on every rank and whole backwards: what slicings are searched for, and what the runtime executes.
+BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 # DDP's default bucket (torch.nn.parallel.DistributedDataParallel): large enough for bandwidth, small enough to start
@@ -96,16 +99,21 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """Ranks that take part; they are numbered from 0."""
-        return sum(len(stage.ranks) for stage in self.stages)
+        return 1 + max(rank for stage in self.stages for rank in stage.ranks)
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """Layer ranges of the stages."""
         return tuple((stage.start, stage.stop) for stage in self.stages)
 
-    def stage_of(self, rank: int) -> int:
-        """Index of the stage that a rank works for."""
-        return next(index for index, stage in enumerate(self.stages) if rank in stage.ranks)
+    @property
+    def has_virtual_stages(self) -> bool:
+        """Whether some rank holds more than one stage."""
+        return sum(len(stage.ranks) for stage in self.stages) > self.num_ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Indices of the stages that a rank works for, ascending; at least one."""
+        return tuple(index for index, stage in enumerate(self.stages) if rank in stage.ranks)
 
     def _repr_html_(self) -> str:
         rows = (
@@ -130,6 +138,12 @@ class Plan:
         stages = format_count(len(self.stages), "stage")
         microbatches = format_count(self.num_microbatches, "microbatch", "microbatches")
         return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}"
+
+
+def name_stages(plan: Plan, rank: int) -> str:
+    """``stage 3``, or ``stages 0 and 7``, of a rank, for messages."""
+    *others, last = map(str, plan.stages_of(rank))
+    return f"stages {', '.join(others)} and {last}" if others else f"stage {last}"
 
 
 def _first_numbers(ranks: tuple[int, ...]) -> str:
@@ -187,11 +201,12 @@ def _check_plan(plan: Plan) -> None:
     _check_schedule(plan)
     if not plan.stages:
         raise PlanError("The plan has no stages; expected at least one.")
-    ranks = [rank for stage in plan.stages for rank in stage.ranks]
-    if any(not stage.ranks for stage in plan.stages) or sorted(ranks) != list(range(len(ranks))):
+    ranks = {rank for stage in plan.stages for rank in stage.ranks}
+    twice = any(len(set(stage.ranks)) < len(stage.ranks) or not stage.ranks for stage in plan.stages)
+    if twice or ranks != set(range(len(ranks))):
         raise PlanError(
-            f"The stages use ranks {ranks}; expected every stage to have at least one rank "
-            f"and ranks 0 to {len(ranks) - 1} once each."
+            f"The stages use ranks {[stage.ranks for stage in plan.stages]}; expected every stage to have at least one "
+            f"rank, none twice, and all of the ranks 0 to {max(len(ranks) - 1, 0)} to be used."
         )
     batch, count = plan.workload.global_batch, plan.num_microbatches
     if count * len(plan.stages) > MAX_MICROBATCH_STAGES:

@@ -47,6 +47,12 @@ class Opcode(IntEnum):
     RECEIVE_GRADIENT = 5
     ALL_REDUCE = 6
     OPTIMIZER_STEP = 7
+    BACKWARD_INPUT = 8
+    BACKWARD_WEIGHT = 9
+
+
+# What occupies a device and belongs to a microbatch.
+COMPUTATIONS = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +77,33 @@ class Backward:
     stage: int
     microbatch: int
     version: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardInput:
+    """The part of a backward that others wait for: the gradients of what the stage received.
+
+    Keeps what `BackwardWeight` needs. Occupies the device.
+    """
+
+    stage: int
+    microbatch: int
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardWeight:
+    """The rest of a backward: add to the gradients of the stage's parameters, release what was kept.
+
+    Raises the marks of ready buckets. Occupies the device.
+    """
+
+    stage: int
+    microbatch: int
+    version: int = 0
+
+
+Computation = Forward | Backward | BackwardInput | BackwardWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +151,7 @@ class OptimizerStep:
     version: int = 0
 
 
-Instruction = Forward | Backward | Send | Receive | AllReduce | OptimizerStep
+Instruction = Computation | Send | Receive | AllReduce | OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +201,10 @@ class Section:
                 return Forward(stage=stage, microbatch=microbatch, version=version)
             case Opcode.BACKWARD:
                 return Backward(stage=stage, microbatch=microbatch, version=version)
+            case Opcode.BACKWARD_INPUT:
+                return BackwardInput(stage=stage, microbatch=microbatch, version=version)
+            case Opcode.BACKWARD_WEIGHT:
+                return BackwardWeight(stage=stage, microbatch=microbatch, version=version)
             case Opcode.SEND_ACTIVATION | Opcode.SEND_GRADIENT:
                 payload: Payload = "activation" if opcode is Opcode.SEND_ACTIVATION else "gradient"
                 return Send(stage=stage, microbatch=microbatch, peer=peer, payload=payload, num_bytes=num_bytes)
@@ -237,13 +274,17 @@ class Program:
 def instruction_name(opcode: int, stage: int, microbatch: int, peer: int) -> str:
     """The span name of an instruction in every timeline and picture.
 
-    ``F0.3``, ``B1.0``, ``send 0→1.3``, ``all-reduce 0 #2``.
+    ``F0.3``, ``B1.0``, ``I1.0`` and ``W1.0`` (a backward in two parts), ``send 0→1.3``, ``all-reduce 0 #2``.
     """
     match Opcode(opcode):
         case Opcode.FORWARD:
             return f"F{stage}.{microbatch}"
         case Opcode.BACKWARD:
             return f"B{stage}.{microbatch}"
+        case Opcode.BACKWARD_INPUT:
+            return f"I{stage}.{microbatch}"
+        case Opcode.BACKWARD_WEIGHT:
+            return f"W{stage}.{microbatch}"
         case Opcode.SEND_ACTIVATION:
             return f"send {stage}→{peer}.{microbatch}"
         case Opcode.RECEIVE_ACTIVATION:

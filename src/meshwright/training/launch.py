@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.program import compute_orders
+from meshwright.runtime import check_runnable
 from meshwright.spec.codec import read_document, write_document
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.events import EventSink, NullSink
@@ -81,6 +82,7 @@ def read_runnable_plan(job: Job) -> Plan:
             f"The plan was made from the stored graph {plan.model!r}, which has no code and no weights to run. "
             "Plan again from the model's own reference (a zoo name or path/to/file.py:function)."
         )
+    check_runnable(plan)
     compute_orders(plan)
     return plan
 

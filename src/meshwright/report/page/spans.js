@@ -4,6 +4,7 @@ Meshwright.spans = (() => {
   // Kinds by the opcode's name; each has its colour, and what is written on a span tells kinds apart without colour.
   const KINDS = [
     ["forward", /^forward/, "forward"],
+    ["weights", /^backward_weight/, "weight gradients"],
     ["backward", /^backward/, "backward"],
     ["optimizer", /^optimizer/, "optimizer"],
     ["activation", /_activation$/, "activation transfer"],

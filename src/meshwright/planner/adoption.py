@@ -1,0 +1,112 @@
+"""A plan under another schedule: its ranks stay in line, its layers are dealt out anew where the schedule asks for it.
+
+With p positions in line, of R ranks each, the layers are cut into S stages so that the slowest takes as little as it
+can, forward and backward of a microbatch on the first rank's kind of device:
+
+    single       S = p     stage i on position i
+    in turn      S = v·p   stage i on position i mod p
+    v            S = 2p    stage i on position i, and stage 2p - 1 - i
+    both ways    S = p     stage i on position i and once more on position p - 1 - i (p even, R = 1)
+
+The smallest θ for which greedy stages of at most θ suffice is found by bisection; it is exact to the last bit of a sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, cast
+
+from meshwright.program import SCHEDULE_LAYOUTS, name_schedule
+from meshwright.spec import PlanError, StagePlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshwright.cost import CostModel
+    from meshwright.program import OwnSchedule
+    from meshwright.spec import Graph, Plan
+    from meshwright.spec.plan import ScheduleName
+
+DEFAULT_CHUNKS = 2
+_BISECTIONS = 64
+
+
+def adopt_schedule(
+    plan: Plan, schedule: str | OwnSchedule, graph: Graph, cost: CostModel, *, num_chunks: int = DEFAULT_CHUNKS
+) -> Plan:
+    """The plan under a schedule; ``num_chunks`` stages on a rank where they are dealt out in turn.
+
+    Raises PlanError if the layout cannot be made: stages with unlike replicas, fewer layers than stages, an odd
+    pipeline that would run both ways. Raises as `name_schedule`.
+    """
+    name, content_hash = name_schedule(schedule)
+    changed = replace(plan, schedule=name, schedule_hash=content_hash)
+    layout = SCHEDULE_LAYOUTS.get(cast("ScheduleName", name), "single")
+    if layout == "single" and not plan.has_virtual_stages:
+        return changed
+    positions = _positions(plan)
+    if len({len(ranks) for ranks in positions}) > 1:
+        raise _impossible(name, "its stages have unlike numbers of replicas", "the same for all")
+    size = len(positions)
+    match layout:
+        case "single":
+            ranks = positions
+        case "in turn":
+            ranks = positions * num_chunks
+        case "v":
+            ranks = [*positions, *positions[::-1]]
+        case _:
+            if size % 2 or len(positions[0]) > 1:
+                raise _impossible(name, f"it has {size} stages of {len(positions[0])} replicas", "an even number of 1")
+            ranks = [(own[0], other[0]) for own, other in zip(positions, positions[::-1], strict=True)]
+    if len(ranks) > len(graph.layers):
+        raise _impossible(name, f"the graph has {len(graph.layers)} layers", f"at least {len(ranks)}")
+    bounds = slice_evenly(_layer_seconds(plan, graph, cost), len(ranks))
+    stages = (StagePlan(start=start, stop=stop, ranks=own) for (start, stop), own in zip(bounds, ranks, strict=True))
+    return replace(changed, stages=tuple(stages))
+
+
+def slice_evenly(seconds: Sequence[float], num_slices: int) -> tuple[tuple[int, int], ...]:
+    """Bounds of non-empty slices whose largest sum is the least possible; no more slices than there are numbers."""
+    low, high = max(seconds), sum(seconds)
+    for _ in range(_BISECTIONS):
+        middle = low + (high - low) / 2
+        low, high = (low, middle) if len(_greedy(seconds, middle)) <= num_slices else (middle, high)
+    edges = [0, *_greedy(seconds, high)]
+    while len(edges) - 1 < num_slices:
+        # Any slice of several may be cut: no sum grows.
+        place = next(i for i, (start, stop) in enumerate(pairwise(edges)) if stop - start > 1)
+        edges.insert(place + 1, edges[place] + 1)
+    return tuple(pairwise(edges))
+
+
+def _greedy(seconds: Sequence[float], most: float) -> list[int]:
+    """Ends of slices that are filled one after the other."""
+    ends, total = [], 0.0
+    for index, each in enumerate(seconds):
+        if index and total + each > most:
+            ends.append(index)
+            total = 0.0
+        total += each
+    return [*ends, len(seconds)]
+
+
+def _positions(plan: Plan) -> list[tuple[int, ...]]:
+    """The ranks of every position in line; of a pipeline that runs both ways, those of one way."""
+    both_ways = SCHEDULE_LAYOUTS.get(cast("ScheduleName", plan.schedule)) == "both ways"
+    ranks = [stage.ranks[:1] if both_ways else stage.ranks for stage in plan.stages]
+    return list(dict.fromkeys(ranks))
+
+
+def _layer_seconds(plan: Plan, graph: Graph, cost: CostModel) -> list[float]:
+    prices = cost.price_ops(graph, plan.microbatch_size, cost.cluster.device_kind(0))
+    sums = [0.0, *accumulate((prices.forward_s + prices.backward_s + prices.accumulate_s).tolist())]
+    return [sums[layer.stop] - sums[layer.start] for layer in graph.layers]
+
+
+def _impossible(schedule: str, found: str, expected: str) -> PlanError:
+    return PlanError(
+        f"The plan cannot follow the schedule {schedule}: {found}; expected {expected}. Choose another schedule, or "
+        "plan anew."
+    )

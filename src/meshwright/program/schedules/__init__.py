@@ -1,0 +1,61 @@
+"""Schedules: in which order each rank computes. Policies that yield data; nothing is executed here.
+
+A named schedule is a function (plan, rank) → the rank's computations as columns. It needs a layout (`layouts`): where
+the stages lie, and with how many replicas. Replica r of a stage with R replicas has the microbatches r, r + R, ...
+
+    single           gpipe, 1f1b, zb-h1, zb-h2     one stage on a rank
+    virtual          interleaved, looped-bfs       stages i, i + p, i + 2p, ... on the ranks of stage i
+    bidirectional    zb-v, dualpipe-v, dualpipe    two stages on a rank, counted from both ends
+
+A user's own schedules yield typed instructions: `own_schedules` finds them, `orders` checks what they yield.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from meshwright.program.schedules.bidirectional import dualpipe, dualpipe_v, zb_v
+from meshwright.program.schedules.columns import OrderColumns
+from meshwright.program.schedules.layouts import local_microbatches, num_active, stays_on_rank
+from meshwright.program.schedules.single import gpipe, one_forward_one_backward, zb_h1, zb_h2
+from meshwright.program.schedules.virtual import interleaved, looped_breadth_first
+from meshwright.spec.plan import Plan, ScheduleName
+
+LayoutKind = Literal["single", "in turn", "v", "both ways"]
+NamedSchedule = Callable[[Plan, int], OrderColumns]
+
+SCHEDULES: dict[ScheduleName, NamedSchedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "interleaved": interleaved,
+    "looped-bfs": looped_breadth_first,
+    "zb-v": zb_v,
+    "dualpipe": dualpipe,
+    "dualpipe-v": dualpipe_v,
+}
+
+# Where the stages of a plan lie for each of them; see `layouts`.
+SCHEDULE_LAYOUTS: dict[ScheduleName, LayoutKind] = {
+    "gpipe": "single",
+    "1f1b": "single",
+    "zb-h1": "single",
+    "zb-h2": "single",
+    "interleaved": "in turn",
+    "looped-bfs": "in turn",
+    "zb-v": "v",
+    "dualpipe": "both ways",
+    "dualpipe-v": "v",
+}
+
+__all__ = [
+    "SCHEDULES",
+    "SCHEDULE_LAYOUTS",
+    "NamedSchedule",
+    "OrderColumns",
+    "local_microbatches",
+    "num_active",
+    "stays_on_rank",
+]

@@ -1,0 +1,58 @@
+"""What one rank computes, in order, as columns: the kind of computation, the stage and the microbatch of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OrderColumns:
+    """Computations of one rank, each column of shape (n,); ``opcode`` is one of `spec.program.COMPUTATIONS`.
+
+    ``joint``: runs together with the next one. Neither begins before both can, and what they make leaves when both are
+    done.
+    """
+
+    opcode: NDArray[np.int8]
+    stage: NDArray[np.int32]
+    microbatch: NDArray[np.int32]
+    joint: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.opcode)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OrderColumns) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def table(self) -> NDArray[np.int32]:
+        """Rows of opcode, stage and microbatch, shape (n, 3)."""
+        return np.stack([self.opcode.astype(np.int32), self.stage, self.microbatch], axis=1)
+
+    def select(self, places: NDArray[np.int64] | NDArray[np.bool_]) -> OrderColumns:
+        """The computations at some places, or where a mask is true."""
+        return OrderColumns(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
+
+
+def make_columns(opcode: ArrayLike, stage: ArrayLike, microbatch: ArrayLike, joint: ArrayLike = False) -> OrderColumns:
+    """Columns of the right types; a single stage, and a single word on ``joint``, stand for all."""
+    kinds = np.asarray(opcode, np.int8)
+    return OrderColumns(
+        opcode=kinds,
+        stage=np.broadcast_to(np.asarray(stage, np.int32), kinds.shape),
+        microbatch=np.asarray(microbatch, np.int32),
+        joint=np.broadcast_to(np.asarray(joint, np.bool_), kinds.shape),
+    )
+
+
+def gather_columns(rows: Iterable[tuple[int, ...]]) -> OrderColumns:
+    """Columns of rows (opcode, stage, microbatch), or of such with a fourth number: joint or not."""
+    table = np.array(list(rows), np.int32)
+    return make_columns(*table.reshape(len(table), -1).T) if len(table) else make_columns((), (), ())

@@ -1,0 +1,140 @@
+"""Where a schedule expects the stages of a plan: which rank has which, and with how many replicas.
+
+A *position* is a place in the pipeline. In all layouts but the single one every stage has as many replicas, and the
+r-th replicas of all stages form a pipeline of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.spec.errors import PlanError
+from meshwright.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seat:
+    """Where a rank sits: its position of ``num_positions``, its stages in order, its microbatches in order."""
+
+    position: int
+    num_positions: int
+    stages: tuple[int, ...]
+    microbatches: NDArray[np.int32]
+
+
+def local_microbatches(plan: Plan, stage: int, rank: int) -> range:
+    """The microbatches that a rank computes of a stage that it holds, in order."""
+    ranks = plan.stages[stage].ranks
+    return range(ranks.index(rank), plan.num_microbatches, len(ranks))
+
+
+def stays_on_rank(plan: Plan, source: int, target: int) -> bool:
+    """Whether two stages compute each microbatch on one rank, so that nothing is sent between them.
+
+    Raises PlanError if they do for some microbatches only.
+    """
+    ranks = [plan.stages[stage].ranks for stage in (source, target)]
+    if ranks[0] == ranks[1]:
+        return True
+    period = min(lcm(*map(len, ranks)), plan.num_microbatches)
+    shared = {plan.stages[source].rank_of(m) == plan.stages[target].rank_of(m) for m in range(period)}
+    if shared == {True, False}:
+        raise PlanError(
+            f"Stages {source} and {target} compute some microbatches on the same rank and some on different ones "
+            f"({list(ranks[0])[:8]} and {list(ranks[1])[:8]}); expected all or none. Deal the ranks out alike."
+        )
+    return shared == {True}
+
+
+def num_active(plan: Plan, stage: int) -> int:
+    """Microbatches that a replica of ``stage`` must have in flight so that nothing waits: PipeDream's number.
+
+    ceil(R_s + R_(s+1) + … / R_s) for R_s replicas of stage s; p - s in a pipeline of p stages without replicas.
+    """
+    later = sum(len(item.ranks) for item in plan.stages[stage:])
+    return -(-later // len(plan.stages[stage].ranks))
+
+
+def sit_alone(plan: Plan, rank: int, *, alike: bool = False) -> Seat:
+    """One stage on every rank. ``alike``: all stages with the same number of replicas. Raises PlanError otherwise."""
+    if plan.has_virtual_stages:
+        raise _wrong(plan, "one stage on every rank", "Give each stage ranks of its own")
+    if alike and len({len(stage.ranks) for stage in plan.stages}) > 1:
+        raise _wrong(plan, "the same number of replicas for every stage", "Give each stage as many ranks")
+    stage = plan.stages_of(rank)[0]
+    return _seat(plan, rank, stage, len(plan.stages), (stage,))
+
+
+def sit_in_turn(plan: Plan, rank: int) -> Seat:
+    """Stages i, i + p, i + 2p, ... on the same ranks, every stage with as many replicas. Raises PlanError otherwise."""
+    size = _num_positions(plan)
+    own = [stage.ranks for stage in plan.stages[:size]]
+    if len(plan.stages) % size or any(stage.ranks != own[i % size] for i, stage in enumerate(plan.stages)):
+        raise _wrong(
+            plan,
+            f"stages i and i + {size} on the same ranks, and a number of stages that {size} divides",
+            "Deal the stages out in turn",
+        )
+    stages = plan.stages_of(rank)
+    return _seat(plan, rank, stages[0], size, stages)
+
+
+def sit_in_a_v(plan: Plan, rank: int) -> Seat:
+    """Stages i and 2p - 1 - i on the same ranks, every stage with as many replicas. Raises PlanError otherwise."""
+    size = _num_positions(plan)
+    ranks = [stage.ranks for stage in plan.stages]
+    if len(ranks) != 2 * size or ranks != ranks[::-1]:
+        raise _wrong(
+            plan,
+            f"two stages on every rank, stage i with stage {2 * size - 1} - i",
+            "Deal the stages out there and back",
+        )
+    stages = plan.stages_of(rank)
+    return _seat(plan, rank, stages[0], size, stages)
+
+
+def sit_both_ways(plan: Plan, rank: int) -> Seat:
+    """Two replicas of every stage: position i holds the first of stage i and the second of stage p - 1 - i.
+
+    Raises PlanError otherwise. The microbatches of the seat are those of the first replica; the second has the next.
+    """
+    size = len(plan.stages)
+    pairs = [stage.ranks for stage in plan.stages]
+    firsts = [pair[0] for pair in pairs]
+    if size % 2 or any(len(pair) != 2 for pair in pairs) or [pair[1] for pair in pairs] != firsts[::-1]:
+        raise _wrong(
+            plan,
+            "an even number of stages with two replicas each, the first of stage i beside the second of the stage as "
+            "far from the other end",
+            "Let the pipeline run both ways",
+        )
+    position = firsts.index(rank)
+    return _seat(plan, firsts[position], position, size, (position, size - 1 - position))
+
+
+@lru_cache(maxsize=64)
+def _num_positions(plan: Plan) -> int:
+    """Into how many pipelines positions the ranks divide. Raises PlanError for stages with unlike replicas."""
+    replicas = {len(stage.ranks) for stage in plan.stages}
+    if len(replicas) > 1:
+        raise _wrong(plan, "the same number of replicas for every stage", "Give each stage as many ranks")
+    return plan.num_ranks // replicas.pop()
+
+
+def _seat(plan: Plan, rank: int, stage: int, num_positions: int, stages: tuple[int, ...]) -> Seat:
+    mine = np.array(local_microbatches(plan, stage, rank), np.int32)
+    return Seat(position=stage, num_positions=num_positions, stages=stages, microbatches=mine)
+
+
+def _wrong(plan: Plan, expected: str, remedy: str) -> PlanError:
+    shown = ", ".join(f"{index}: {list(stage.ranks)[:8]}" for index, stage in enumerate(plan.stages[:8]))
+    more = ", ..." if len(plan.stages) > 8 else ""
+    return PlanError(
+        f"The schedule {plan.schedule} was given {len(plan.stages)} stages on ranks {shown}{more}; expected "
+        f"{expected}. {remedy}, or choose another schedule."
+    )

@@ -1,0 +1,60 @@
+"""Every named schedule, simulated: its memory comes back to where it began, and a backward in parts is as long."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from meshwright.cost import CostModel
+from meshwright.program import build_program
+from meshwright.simulator import simulate_plan
+from meshwright.simulator.pricing import price_program
+from meshwright.simulator.stage_costs import weights_share
+from meshwright.spec import Extent, Op, Opcode, Tensor, load_cluster
+from tests.program.layouts import LAYOUTS, plan_of
+
+
+@pytest.mark.parametrize("schedule", sorted(LAYOUTS))
+def test_memory_comes_back_to_what_is_always_there(schedule):
+    plan, graph = plan_of(schedule, 4, 16)
+    cost = CostModel(cluster=load_cluster("4xA100"))
+    program = build_program(plan, graph)
+    resident = price_program(program, plan, graph, cost).resident_bytes.sum(axis=1)
+    timeline = simulate_plan(plan, graph, cost.cluster, cost=cost).timeline
+    for rank in range(plan.num_ranks):
+        used = timeline.memory_bytes[timeline.memory_rank == rank]
+        assert used[-1] == resident[rank]
+        assert used.min() == resident[rank]
+        assert used.max() > resident[rank]
+
+
+def test_backwards_in_two_parts_take_as_long_as_whole_ones():
+    cluster = load_cluster("4xA100")
+    busy = {}
+    for schedule in ("1f1b", "zb-h1"):
+        plan, graph = plan_of(schedule, 4, 16)
+        timeline = simulate_plan(plan, graph, cluster).timeline
+        backward = np.isin(timeline.opcode, (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT))
+        busy[schedule] = int((timeline.end_ps - timeline.start_ps)[backward].sum())
+    assert busy["zb-h1"] == pytest.approx(busy["1f1b"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "flops", "share"),
+    [
+        ([(8, 16), (32, 16)], 1, 0.5),  # a product and its weight
+        ([(8, 16), (32, 16), (32,)], 1, 0.5),  # a bias needs no product of its own
+        ([(8, 16), (16,), (16,)], 0, 0.0),  # a norm makes all of its gradients at once
+        ([(8, 16)], 1, 0.0),  # nothing to learn
+    ],
+)
+def test_what_of_a_backward_may_wait(shapes, flops, share):
+    roles = ("activation", *("parameter" for _ in shapes[1:]))
+    tensors = [
+        Tensor(name=f"t{i}", shape=tuple(map(Extent, shape)), dtype="float32", role=role, storage=i, requires_grad=True)
+        for i, (shape, role) in enumerate(zip(shapes, roles, strict=True))
+    ]
+    op = Op(name="op", kind="aten.linear.default", inputs=tuple(range(len(shapes))), outputs=(), flops=Extent(flops))
+    assert weights_share(SimpleNamespace(tensors=tensors), op) == share
