@@ -15,7 +15,7 @@ from meshwright.spec.shipped import load_shipped_graph
 
 console = Console()
 graph = load_shipped_graph("gpt2-small")
-cluster = load_cluster("4xA100")
+cluster = load_cluster("4x1xA100")
 workload = Workload(global_batch=16, precision="bfloat16")
 cost = CostModel(cluster=cluster, precision=workload.precision)
 
