@@ -140,6 +140,8 @@ def plan(
     size = best.microbatch_size
     allocation = allocate_rank(best, graph_for(size), machine, plans.best.fullest_rank)
     held = allocation.explain() if allocation else ""
+    if allocation is not None and allocation.exceeds(plans.best.memory_limit_bytes[allocation.rank]):
+        held += " That is more than the rank has: leave it more room, or expect it to run out of memory."
     if page is not None:
         documents = {"plan.json": encode_document(best)}
         document = plans_document(

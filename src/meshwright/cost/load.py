@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.kernels import adapt_kernels, is_tiled, shipped_model
 from meshwright.cost.model import CostModel
+from meshwright.cost.plausible import refuse_impossible
 from meshwright.cost.traced import collect_traced
 from meshwright.records import from_measurements, load_measurements, read_records_at
+from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
     from meshwright.cost.kernels import KernelModel
@@ -28,6 +30,13 @@ def load_cost_model(cluster: Cluster, path: Path | str | None, precision: Precis
     measured = load_measurements(path, cluster)
     rows = read_records_at(Path(path)) if Path(path).suffix == ".parquet" else from_measurements(measured)
     here = rows.where(device=measured.device)
+    if len(twice := here.contradictions()):
+        first = int(twice[0])
+        raise MeasurementError(
+            f"{path}: {len(twice)} rows measure what another row of the table measured, with other seconds (the first: "
+            f"{here.op[first]} {here.shapes[first][:100]}). Keep one of each; which one holds, nobody can tell."
+        )
+    refuse_impossible(here, cluster)
     own, host = fit_measured(here)
     return CostModel(
         cluster=cluster,

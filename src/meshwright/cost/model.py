@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import numpy as np
 
@@ -25,13 +25,21 @@ from meshwright.cost.collectives.prices import CollectivePrices
 from meshwright.cost.host_copies import price_host_copy
 from meshwright.cost.kernels import is_tiled, price_kernels, shipped_model
 from meshwright.cost.memory import StageMemory, backend_of, likeness, weigh_stage
-from meshwright.cost.optimizers import default_loop, optimizer_curves, price_copy, price_step, trainable_elements
+from meshwright.cost.optimizers import (
+    OptimizerLoop,
+    default_loop,
+    optimizer_curves,
+    price_copy,
+    price_step,
+    trainable_elements,
+)
 from meshwright.cost.prices import End, OpPrices, gather_prices
 from meshwright.cost.table import OpTable, price_op, roofline_interval
 from meshwright.cost.work import key_in
 from meshwright.records import from_measurements
-from meshwright.spec import Cluster, DeviceKind, Graph, Measurements
+from meshwright.spec import Cluster, ClusterError, DeviceKind, Graph, MeasurementError, Measurements
 from meshwright.spec.measurements import BUCKET_COPY
+from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence, Set
@@ -40,7 +48,6 @@ if TYPE_CHECKING:
     from meshwright.cost.curves import Curve
     from meshwright.cost.kernels import KernelModel
     from meshwright.cost.memory.backward import Backend
-    from meshwright.cost.optimizers import OptimizerLoop
     from meshwright.cost.prediction import Floats, Predictions
     from meshwright.cost.prices import Price
     from meshwright.cost.traced import TracedOps
@@ -76,6 +83,10 @@ class CostModel:
     _graphs: dict[int, Graph] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.precision not in DTYPE_BYTES:
+            raise MeasurementError(
+                f"A precision {self.precision!r} was given; known are {', '.join(DTYPE_BYTES)}. Choose one of them."
+            )
         if self.measurements is not None:
             object.__setattr__(self, "_ops", OpTable(self.measurements, self.precision))
             object.__setattr__(self, "_optimizers", optimizer_curves(self.measurements, self.precision))
@@ -104,7 +115,12 @@ class CostModel:
         return self._keep(key, lambda: self._price_ops(graph, batch_size, device_kind))
 
     def at_end(self, end: End) -> CostModel:
-        """The same prices at one end of their 80 % intervals: ops at that of their sum, all others at their own."""
+        """The same prices at one end of their 80 % intervals: ops at that of their sum, all others at their own.
+
+        Raises MeasurementError for an end that is none.
+        """
+        if end not in get_args(End):
+            raise MeasurementError(f"An end {end!r} of intervals was given; expected {' or '.join(get_args(End))}.")
         return replace(self, end=end)
 
     def explain_basis(self, graph: Graph, batch_size: int) -> str:
@@ -167,6 +183,10 @@ class CostModel:
         loop: OptimizerLoop | None = None,
     ) -> Price:
         """The same with interval and basis. ``loop``: how it goes over the parameters, by default as in our runtime."""
+        if loop is not None and loop not in get_args(OptimizerLoop):
+            raise MeasurementError(
+                f"A loop {loop!r} over the parameters was given; expected {', '.join(get_args(OptimizerLoop))}."
+            )
         loop = loop or default_loop(optimizer, on_gpu=backend_of(device_kind) == "cuda")
         key = ("optimizer", self._known(graph), tuple(parameter_ids), optimizer, device_kind.name, loop)
         return self._keep(key, lambda: self._step(graph, parameter_ids, optimizer, device_kind, loop))
@@ -185,7 +205,12 @@ class CostModel:
         return self.price_host_transfer(rank, num_bytes).at(self.end)
 
     def price_host_transfer(self, rank: int, num_bytes: float) -> Price:
-        """The same with its interval and basis. Raises MeasurementError for a negative number of bytes."""
+        """The same with its interval and basis.
+
+        Raises MeasurementError for bytes that are negative or no number, ClusterError for a rank that there is not.
+        """
+        if not 0 <= rank < self.cluster.num_ranks:
+            raise ClusterError(f"Rank {rank} was given; the cluster has ranks 0 to {self.cluster.num_ranks - 1}.")
         return price_host_copy(self.cluster.nodes[self.cluster.node_index(rank)].pcie, num_bytes)
 
     def stage_memory(

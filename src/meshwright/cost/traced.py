@@ -2,7 +2,7 @@
 
     forward    the row of the operator with these inputs; of a product the row ``matmul`` of its m, n, k
     backward   products: a row for each gradient that is wanted, (m, k, n) of the left and (k, n, m) of the right factor
-               others: the rows of operators ``..._backward...`` that bear its name and start from its output's shape
+               others: the row of the operator that torch names as its backward, on a gradient of its output's shape
 
 An op of which all passes have a row is `measured`. Where only the forward has one, the backward is the roofline's
 times measured / roofline of the forward: `transferred`. Adding to gradients that are there is part of torch's
@@ -13,6 +13,7 @@ Source of the names: torch 2.13, tools/autograd/derivatives.yaml.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,15 @@ if TYPE_CHECKING:
 
 # Operators whose backward in a trace is that of their parts.
 _PARTS = {"cross_entropy_loss": ("nll_loss_backward", "_log_softmax_backward_data")}
-# What the names of backwards have of the operator's, where it is not all of it.
-_STEMS = {"scaled_dot_product_attention": "scaled_dot_product"}
+# How torch names the backward of an operator: layer_norm → native_layer_norm_backward, softmax →
+# _softmax_backward_data, embedding → embedding_dense_backward; attention's names its library.
+_BACKWARD = "(?:native_|_)?{}(?:_dense)?_backward(?:_data)?"
+_STEMS = {
+    "scaled_dot_product_attention": "scaled_dot_product",
+    "relu": "threshold",
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "convolution"),
+}
+_REST = {"scaled_dot_product_attention": "_[a-z0-9_]*attention[a-z0-9_]*"}
 
 Shapes = tuple[str, ...]
 
@@ -88,10 +96,11 @@ class TracedOps:
             parts = [self._part(part, (*outputs, *inputs)) for part in _PARTS[name]]
             known = [seconds for seconds in parts if seconds is not None]
             return math.fsum(known) if len(known) == len(parts) else None
-        stem = _STEMS.get(name, name)
-        bearing = (operator for operator, _ in self.backwards if stem in operator)
-        found = (self.backwards.get((operator, shape)) for operator in bearing for shape in outputs)
-        return next((seconds for seconds in found if seconds is not None), None)
+        pattern = _BACKWARD.format(re.escape(_STEMS.get(name, name)) + _REST.get(name, ""))
+        items = self.backwards.items()
+        rows = ((seconds, shape) for (operator, shape), seconds in items if re.fullmatch(pattern, operator))
+        found = (seconds for seconds, shape in rows if shape in outputs)
+        return next(found, None)
 
     def _part(self, operator: str, shapes: tuple[str, ...]) -> float | None:
         found = (self.backwards.get((operator, shape)) for shape in shapes)
@@ -110,9 +119,9 @@ def collect_traced(rows: Records) -> TracedOps:
                 traced.products[dtype, int(sizes["m"]), int(sizes["n"]), int(sizes["k"])] = seconds
         elif op.startswith("aten.") and op.count(".") == 1 and shapes.endswith("|"):
             name, inputs = op.removeprefix("aten."), tuple(shapes[:-1].split(";")[0].split(","))
-            traced.seconds.setdefault((name, inputs), seconds)
+            traced.seconds[name, inputs] = seconds
             if "backward" in name:
-                traced.backwards.setdefault((name, inputs[0]), seconds)
+                traced.backwards[name, inputs[0]] = seconds
     return traced
 
 

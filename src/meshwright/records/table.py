@@ -121,6 +121,14 @@ class Records:
         digests = (hashlib.blake2b("\x1f".join((*row[:-1], repr(row[-1]))).encode(), digest_size=8) for row in rows)
         return np.array([int.from_bytes(digest.digest(), "little") for digest in digests], np.uint64)
 
+    def contradictions(self) -> Integers:
+        """Rows that measure what another row measured, with other seconds: their indices, in order."""
+        seen: dict[tuple[str, ...], float] = {}
+        pairs = zip(self._texts(IDENTITY), self.seconds.tolist(), strict=True)
+        return np.array(
+            [i for i, (row, seconds) in enumerate(pairs) if seen.setdefault(row, seconds) != seconds], np.int64
+        )
+
     def dedupe(self, identity: Sequence[str] = IDENTITY) -> Records:
         """One row for each thing measured (rows that agree in the ``identity`` columns), the last."""
         last = {row: place for place, row in enumerate(self._texts(identity))}

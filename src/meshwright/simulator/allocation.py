@@ -47,6 +47,10 @@ class RankAllocation:
             "moment": self.peak.moment,
         }
 
+    def exceeds(self, limit_bytes: int) -> bool:
+        """Whether the allocator would reserve more than there is, though what is allocated fits."""
+        return self.reserved_bytes is not None and self.reserved_bytes > limit_bytes
+
     def explain(self) -> str:
         """One sentence."""
         moment = f"Op by op, rank {self.rank} is fullest in the {self.peak.moment}"

@@ -254,6 +254,10 @@ class Graph:
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raise GraphError if the graph does not describe batches of this size, or they are larger than any machine."""
+        if type(batch_size) is not int or batch_size < 1:
+            raise GraphError(
+                f"A batch of {batch_size!r} samples was asked for; expected a whole number of at least 1. Give one."
+            )
         if self.batch_size is not None and batch_size != self.batch_size:
             raise GraphError(
                 f"Graph {self.name!r} was captured for batches of {self.batch_size} samples only (its sizes are not "

@@ -1,9 +1,9 @@
 """Which rows are left out when: folds that stand in files since before the first fit, grouped by configuration.
 
-A file ``splits/NAME.json`` holds the seed, the number of folds and one digit per distinct key in sorted order. It was
-made by ``python -m meshwright.validation.splits NAME`` and is never made anew for other figures: `read_folds` refuses
-rows whose keys are not those of the file. Rows of one key (repetitions, the same sizes in another dtype where that
-would give the answer away) share a fold.
+A file ``splits/NAME.json`` holds the seed, the number of folds and one digit per distinct key in sorted order, as
+`draw_split` deals them out. It is never made anew for other figures: `read_folds` refuses rows whose keys are not those
+of the file, and folds that are not those of its seed. Rows of one key (repetitions, the same sizes in another dtype
+where that would give the answer away) share a fold.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ def read_folds(dataset: str, keys: Sequence[str]) -> NDArray[np.int64]:
         raise DocumentError(
             f"The folds of {dataset!r} were drawn for other rows ({len(split.folds)} keys; given {len(distinct)}). "
             "Folds are fixed before the first fit: restore the rows, or name the new data set and draw its own folds."
+        )
+    if draw_split(dataset, distinct, num_folds=split.num_folds, seed=split.seed).folds != split.folds:
+        raise DocumentError(
+            f"The folds of {dataset!r} are not those that seed {split.seed} deals out. Restore the file."
         )
     places = dict(zip(distinct, split.folds, strict=True))
     return np.array([int(places[key]) for key in keys], np.int64)

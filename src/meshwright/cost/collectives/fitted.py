@@ -80,6 +80,11 @@ class Place:
         return float(np.mean([one.seconds[0] for one in self.series]))
 
     @property
+    def begins(self) -> float:
+        """The smallest size that its series know."""
+        return min(one.sizes[0] for one in self.series)
+
+    @property
     def measured(self) -> frozenset[float]:
         """Sizes that any of the series was measured at."""
         return frozenset(size for one in self.series for size in one.measured)
@@ -143,7 +148,8 @@ class CollectiveModel:
             own = own.narrow(dtype, num_groups)
             measured = own.measured
             basis: tuple[Basis, ...] = tuple("measured" if size in measured else "interpolated" for size in num_bytes)
-            return with_interval(own.at(num_bytes), own.latency_s, self.interpolated, 1.0, basis)
+            found = with_interval(own.at(num_bytes), own.latency_s, self.interpolated, 1.0, basis)
+            return self._from_smaller(op, own, places, num_bytes, found)
         known = comparable(places, group)
         moved = transfer(op, group, num_bytes, known, latency_exponent(known), self.topology)
         if moved is None:
@@ -155,6 +161,31 @@ class CollectiveModel:
                 moved = Transfer(np.minimum(moved.seconds, ring), moved.latency_s, moved.octaves)
         scale = self.moved_across if group.num_nodes > 1 else self.moved_inside
         return with_interval(moved.seconds, moved.latency_s, scale, sqrt(moved.octaves), _TRANSFERRED * len(num_bytes))
+
+    def _from_smaller(
+        self, op: CollectiveOp, own: Place, places: Sequence[Place], num_bytes: Floats, found: Predictions
+    ) -> Predictions:
+        """Messages smaller than any that the place's curves know are answered by places that know such sizes.
+
+        A series that begins at a megabyte says nothing of latency.
+        """
+        below = num_bytes < own.begins
+        if not below.any():
+            return found
+        others = [one for one in comparable(places, own.group) if one.group != own.group and one.begins < own.begins]
+        moved = transfer(op, own.group, num_bytes, others, latency_exponent(others), self.topology)
+        if moved is None:
+            return found
+        scale = self.moved_across if own.group.num_nodes > 1 else self.moved_inside
+        away = with_interval(
+            moved.seconds, moved.latency_s, scale, sqrt(max(moved.octaves, 1.0)), _TRANSFERRED * len(num_bytes)
+        )
+        return Predictions(
+            seconds=np.where(below, away.seconds, found.seconds),
+            low_s=np.where(below, away.low_s, found.low_s),
+            high_s=np.where(below, away.high_s, found.high_s),
+            basis=tuple(b if is_below else a for a, b, is_below in zip(found.basis, away.basis, below, strict=True)),
+        )
 
     def _find(self, places: Sequence[Place], group: Group) -> Place | None:
         """The place of a group if it was measured; where no topology says otherwise, its stride may be another."""

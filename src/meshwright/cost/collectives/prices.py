@@ -109,8 +109,11 @@ class CollectivePrices:
         nodes = [self.cluster.node_index(rank) for rank in ranks]
         fullest = max(set(nodes), key=nodes.count)
         inside = self.predict(op, [rank for rank, node in zip(ranks, nodes, strict=True) if node == fullest], num_bytes)
+        slower_inside = inside.seconds > found.seconds
+        pairs = zip(found.basis, inside.basis, slower_inside, strict=True)
         return replace(
             found,
+            basis=tuple(at_node if slower else across for across, at_node, slower in pairs),
             seconds=np.maximum(found.seconds, inside.seconds),
             low_s=np.maximum(found.low_s, inside.low_s),
             high_s=np.maximum(found.high_s, inside.high_s),

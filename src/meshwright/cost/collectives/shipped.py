@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwright.cost.collectives.fitted import CollectiveModel
 from meshwright.cost.prediction import Interval, Predictions
-from meshwright.spec import decode_document
+from meshwright.spec import decode_document, load_cluster
 from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Generations of a link, and its PCIe variant, differ by a factor of 1.5 at least; datasheets round by less than this.
 _SAME_LINK = 0.1
+# A link whose latency is another by more is not the one that the shipped description of the node has.
+_SLOWER = 4.0
 _TRANSFERRED: tuple[Basis, ...] = ("transferred",)
 
 
@@ -58,10 +60,12 @@ class ShippedCollectives:
         names = {cluster.device_kind(rank).name for rank in ranks}
         if len(nodes) > 1 or len(names) > 1:
             return None
-        bandwidth = cluster.nodes[nodes.pop()].device_link.bandwidth_bytes_per_s
+        link = cluster.nodes[nodes.pop()].device_link
         for kind in self.kinds:
-            if {kind.model.device} == names and abs(bandwidth / kind.link_bytes_per_s - 1.0) <= _SAME_LINK:
-                return kind.model
+            off = abs(link.bandwidth_bytes_per_s / kind.link_bytes_per_s - 1.0)
+            if {kind.model.device} == names and off <= _SAME_LINK:
+                usual = load_cluster(f"2x{kind.model.device}").nodes[0].device_link.latency_s
+                return kind.model if usual / _SLOWER <= link.latency_s <= usual * _SLOWER else None
         return None
 
     def widen(self, found: Predictions) -> Predictions:
