@@ -107,3 +107,13 @@ def op_row(graph, index, batch_size, forward_s, backward_s=0.0, accumulate_s=0.0
 
 def transfer_row(kind, num_ranks, num_bytes, seconds, host_s=0.0):
     return TransferMeasurement(kind=kind, num_ranks=num_ranks, num_bytes=num_bytes, seconds=seconds, host_s=host_s)
+
+
+def never_measured(cluster):
+    """The same cluster of a kind of device that no public table knows."""
+    kinds = tuple(replace(kind, name=f"{kind.name}-like") for kind in cluster.device_kinds)
+    nodes = tuple(
+        replace(node, devices=tuple(replace(group, kind=f"{group.kind}-like") for group in node.devices))
+        for node in cluster.nodes
+    )
+    return replace(cluster, device_kinds=kinds, nodes=nodes)

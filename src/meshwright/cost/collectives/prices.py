@@ -4,13 +4,14 @@
     shipped     public measurements of nodes with the same kind of device and link (`shipped`), inside a node
     datasheet   `quote_collective`, with the interval that such prices had on public clusters (`errors`)
 
-The first that has something comparable answers. Across nodes that is mostly the datasheet, which is too fast; an op of
-`_GROWING` is then said to take no less than among the ranks that it has on one node.
+The first that has something comparable answers. The datasheet is mostly too fast. So what it says of a link that is
+slower than a measured one is no less than what was measured there; and across nodes an op of `_GROWING` takes no less
+than among the ranks that it has on one node.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -104,22 +105,32 @@ class CollectivePrices:
         latency_s, seconds = float(tariff.latency_s.min()), tariff.price(num_bytes)
         low_s, high_s = bound_price(seconds, latency_s, scale)
         found = Predictions(seconds=seconds, low_s=low_s, high_s=high_s, basis=_ROOFLINE * len(num_bytes))
-        if group.num_nodes == 1 or op not in _GROWING:
+        if group.num_nodes == 1:
+            # A slower link than a measured one is not faster than that, whatever its datasheet says.
+            shipped = load_shipped()
+            model = self._keep(("faster", ranks), lambda: shipped.find_faster(self.cluster, ranks))
+            faster = self._ask(model, op, ranks, num_bytes, concurrent) if len(ranks) > 1 else None
+            return found if faster is None else _not_below(found, shipped.widen(faster))
+        if op not in _GROWING:
             return found
         nodes = [self.cluster.node_index(rank) for rank in ranks]
         fullest = max(set(nodes), key=nodes.count)
-        inside = self.predict(op, [rank for rank, node in zip(ranks, nodes, strict=True) if node == fullest], num_bytes)
-        slower_inside = inside.seconds > found.seconds
-        pairs = zip(found.basis, inside.basis, slower_inside, strict=True)
-        return replace(
-            found,
-            basis=tuple(at_node if slower else across for across, at_node, slower in pairs),
-            seconds=np.maximum(found.seconds, inside.seconds),
-            low_s=np.maximum(found.low_s, inside.low_s),
-            high_s=np.maximum(found.high_s, inside.high_s),
-        )
+        inside = [rank for rank, node in zip(ranks, nodes, strict=True) if node == fullest]
+        return _not_below(found, self.predict(op, inside, num_bytes))
 
     def _keep(self, key: Hashable, compute: Callable[[], T]) -> T:
         if key not in self._kept:
             self._kept[key] = compute()
         return cast("T", self._kept[key])
+
+
+def _not_below(found: Predictions, least: Predictions) -> Predictions:
+    """The longer of two answers for each size, with its basis."""
+    longer = least.seconds > found.seconds
+    pairs = zip(found.basis, least.basis, longer, strict=True)
+    return Predictions(
+        seconds=np.maximum(found.seconds, least.seconds),
+        low_s=np.maximum(found.low_s, least.low_s),
+        high_s=np.maximum(found.high_s, least.high_s),
+        basis=tuple(other if is_longer else own for own, other, is_longer in pairs),
+    )

@@ -68,6 +68,16 @@ class ShippedCollectives:
                 return kind.model if usual / _SLOWER <= link.latency_s <= usual * _SLOWER else None
         return None
 
+    def find_faster(self, cluster: Cluster, ranks: Sequence[int]) -> CollectiveModel | None:
+        """The model of the ranks' devices, all on one node, if theirs is a slower link than the measured one."""
+        nodes = {cluster.node_index(rank) for rank in ranks}
+        names = {cluster.device_kind(rank).name for rank in ranks}
+        if len(nodes) > 1 or len(names) > 1:
+            return None
+        link = cluster.nodes[nodes.pop()].device_link
+        slower = (kind for kind in self.kinds if link.bandwidth_bytes_per_s < kind.link_bytes_per_s * (1 + _SAME_LINK))
+        return next((kind.model for kind in slower if {kind.model.device} == names), None)
+
     def widen(self, found: Predictions) -> Predictions:
         """A model's answer as it stands for another machine than the measured one."""
         return widen(found, self.elsewhere)
