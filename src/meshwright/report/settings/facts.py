@@ -17,6 +17,7 @@ from meshwright.report.settings.launch import ranks_per_node, uses_cpus
 from meshwright.spec import Cluster, Plan, PlanError, format_count
 from meshwright.spec.codec import document_kind
 from meshwright.spec.parsing import read_data
+from meshwright.spec.plan import BASIC_SCHEDULES
 
 RankOrder = Literal["stage-major", "replica-major", "other"]
 # Families whose sizes are exported, and all that are built of transformer blocks.
@@ -86,6 +87,11 @@ def gather_facts(plan: Plan, cluster: Cluster, layer_names: Sequence[str] = ()) 
     replicas = [len(stage.ranks) for stage in plan.stages]
     if plan.workload.kind != "training":
         raise PlanError("The plan is for inference; settings are written for systems that train. Plan for training.")
+    if plan.has_virtual_stages or not (plan.has_own_schedule or plan.schedule in BASIC_SCHEDULES):
+        raise PlanError(
+            f"The plan follows the schedule {plan.schedule}; settings are written for {', '.join(BASIC_SCHEDULES)} and "
+            "your own schedules, with one stage on every rank. Plan with one of these."
+        )
     if len(set(replicas)) > 1:
         raise PlanError(
             f"The stages have {', '.join(map(str, replicas))} replicas; other systems know only pipelines with the "
