@@ -68,11 +68,13 @@ def write_plan_files(files: PlanFiles, plan: Plan, cluster: Cluster) -> list[str
     if files.plan is None:
         return []
     text = None
-    if files.script is not None:
+    if files.script is not None and plan.is_runnable:
         make = slurm_script if files.slurm else launch_script
         text = make(plan, cluster, script=files.script, plan_file=files.plan)
     write_document(plan, files.plan)
     lines = [f"plan written to {files.plan}"]
+    if files.script is not None and not plan.is_runnable:
+        lines.append(f"no script: the runtime does not execute the schedule {plan.schedule}, which can be simulated")
     if files.script is not None and text is not None:
         write_text(text, files.script)
         mode = files.script.stat().st_mode

@@ -79,7 +79,7 @@ def join_group() -> tuple[int, torch.device]:
 
 def check_runnable(plan: Plan) -> None:
     """Raise PlanError for a plan that can only be simulated."""
-    if plan.has_virtual_stages or not (plan.has_own_schedule or plan.schedule in BASIC_SCHEDULES):
+    if not plan.is_runnable:
         raise PlanError(
             f"The plan follows the schedule {plan.schedule}"
             f"{' with several stages on a rank' if plan.has_virtual_stages else ''}, which can only be simulated; the "

@@ -111,6 +111,11 @@ class Plan:
         """Whether some rank holds more than one stage."""
         return sum(len(stage.ranks) for stage in self.stages) > self.num_ranks
 
+    @property
+    def is_runnable(self) -> bool:
+        """Whether the runtime executes it: one stage on every rank, whole backwards. Every plan can be simulated."""
+        return not self.has_virtual_stages and (self.has_own_schedule or self.schedule in BASIC_SCHEDULES)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Indices of the stages that a rank works for, ascending; at least one."""
         return tuple(index for index, stage in enumerate(self.stages) if rank in stage.ranks)

@@ -87,7 +87,7 @@ def gather_facts(plan: Plan, cluster: Cluster, layer_names: Sequence[str] = ()) 
     replicas = [len(stage.ranks) for stage in plan.stages]
     if plan.workload.kind != "training":
         raise PlanError("The plan is for inference; settings are written for systems that train. Plan for training.")
-    if plan.has_virtual_stages or not (plan.has_own_schedule or plan.schedule in BASIC_SCHEDULES):
+    if not plan.is_runnable:
         raise PlanError(
             f"The plan follows the schedule {plan.schedule}; settings are written for {', '.join(BASIC_SCHEDULES)} and "
             "your own schedules, with one stage on every rank. Plan with one of these."
