@@ -8,7 +8,7 @@ from meshwright.program.orders import Order, compute_orders, count_in_flight, ma
 from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
 from meshwright.program.progress import picture_schedule
 from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
-from meshwright.spec.program import Backward, BackwardInput, BackwardWeight, Forward
+from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Forward
 
 __all__ = [
     "SCHEDULES",

@@ -23,8 +23,9 @@ from meshwright.program.transfers import Computations, Routes, lay_out_transfers
 from meshwright.spec.codec import content_hash
 from meshwright.spec.errors import ScheduleError
 from meshwright.spec.graph import Graph, Op
+from meshwright.spec.instructions import AllReduce, Opcode, OptimizerStep
 from meshwright.spec.plan import Plan, check_plan
-from meshwright.spec.program import AllReduce, Opcode, OptimizerStep, Program
+from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice, slice_graph
 
 Ids = NDArray[np.int64]

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.program import (
-    STREAM_NAMES,
+from meshwright.spec.instructions import (
     AllReduce,
     Backward,
     BackwardInput,
@@ -21,14 +20,10 @@ from meshwright.spec.program import (
     Instruction,
     Opcode,
     OptimizerStep,
-    Program,
     Receive,
-    Section,
     Send,
-    Stream,
-    StreamName,
-    empty_section,
 )
+from meshwright.spec.program import STREAM_NAMES, Program, Section, Stream, StreamName, empty_section
 
 Ids = NDArray[np.int64]
 

@@ -15,7 +15,8 @@ from collections import Counter, defaultdict
 import numpy as np
 
 from meshwright.spec.errors import DeadlockError, ProgramError
-from meshwright.spec.program import Opcode, Program, Section, instruction_name
+from meshwright.spec.instructions import Opcode, instruction_name
+from meshwright.spec.program import Program, Section
 
 _SENDS = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT)
 _RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)

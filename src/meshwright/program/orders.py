@@ -25,9 +25,9 @@ from meshwright.program.own_schedules import EXPECTED, OwnSchedule, find_schedul
 from meshwright.program.schedules import SCHEDULES, OrderColumns, local_microbatches, num_active
 from meshwright.program.schedules.columns import gather_columns
 from meshwright.spec.errors import ScheduleError, ScheduleReferenceError
+from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Computation, Forward, Opcode
 from meshwright.spec.own_code import importable, reported, source_line, split_reference
 from meshwright.spec.plan import Plan, ScheduleName
-from meshwright.spec.program import Backward, BackwardInput, BackwardWeight, Computation, Forward, Opcode
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from meshwright.program.schedules import SCHEDULES
 from meshwright.spec.errors import ScheduleReferenceError
+from meshwright.spec.instructions import Computation
 from meshwright.spec.own_code import load_function, read_source, source_hash, split_reference
 from meshwright.spec.plan import Plan, unknown_schedule
-from meshwright.spec.program import Computation
 
 # What a user writes: (plan, rank) → the rank's computations, one by one.
 OwnSchedule = Callable[[Plan, int], Iterable[Computation]]

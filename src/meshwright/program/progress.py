@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from meshwright.program.orders import Order, compute_orders
 from meshwright.spec.errors import DeadlockError, PlanError
+from meshwright.spec.instructions import Opcode, instruction_name
 from meshwright.spec.plan import Plan
-from meshwright.spec.program import Opcode, Stream, instruction_name
+from meshwright.spec.program import Stream
 from meshwright.spec.timeline import Timeline
 
 # As papers draw it: a backward takes twice a forward, its two parts as long as a forward each.

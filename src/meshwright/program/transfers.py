@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
-from meshwright.spec.program import Opcode
+from meshwright.spec.instructions import Opcode
 
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]

@@ -22,7 +22,7 @@ from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import StageRunner
 from meshwright.runtime.transport import Layout, Transport
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.program import (
+from meshwright.spec.instructions import (
     AllReduce,
     Backward,
     BackwardInput,

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.program import Instruction, Program, Section
+from meshwright.spec.instructions import Instruction
+from meshwright.spec.program import Program, Section
 
 _BEFORE_ALL = -1
 

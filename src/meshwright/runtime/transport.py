@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from meshwright.spec.program import Opcode, Program
+from meshwright.spec.instructions import Opcode
+from meshwright.spec.program import Program
 
 
 @dataclass(frozen=True, slots=True)

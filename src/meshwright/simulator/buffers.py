@@ -18,7 +18,7 @@ import numpy as np
 from meshwright.program import stays_on_rank
 from meshwright.program.transfers import RECEIVE_LOOKAHEAD
 from meshwright.spec import Opcode
-from meshwright.spec.program import COMPUTATIONS
+from meshwright.spec.instructions import COMPUTATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

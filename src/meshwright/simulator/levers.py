@@ -29,7 +29,7 @@ from meshwright.simulator.network import Network
 from meshwright.simulator.prices import Prices
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import Opcode, to_seconds
-from meshwright.spec.program import COMPUTATIONS
+from meshwright.spec.instructions import COMPUTATIONS
 
 # The share of a class's time that is taken away.
 SHORTER = 0.1

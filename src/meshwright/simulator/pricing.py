@@ -29,8 +29,8 @@ from meshwright.simulator.stage_costs import (
     transfer_bytes,
 )
 from meshwright.spec import Graph, Opcode, Plan, Program, ProgramError, Section, slice_graph, to_picoseconds
+from meshwright.spec.instructions import COMPUTATIONS
 from meshwright.spec.memory import MEMORY_PARTS, RECEIVED, SENT
-from meshwright.spec.program import COMPUTATIONS
 
 _COMPUTE = (*COMPUTATIONS, Opcode.OPTIMIZER_STEP)
 # The engine needs time to pass while a link is held.

@@ -30,6 +30,19 @@ from meshwright.spec.errors import (
 from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.files import write_text
 from meshwright.spec.graph import Extent, Graph, Layer, Op, Tensor
+from meshwright.spec.instructions import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Opcode,
+    OptimizerStep,
+    Receive,
+    Send,
+    instruction_name,
+)
 from meshwright.spec.measurements import (
     MAX_SECONDS,
     MIN_SECONDS,
@@ -40,23 +53,7 @@ from meshwright.spec.measurements import (
     op_key,
 )
 from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan
-from meshwright.spec.program import (
-    AllReduce,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    Opcode,
-    OptimizerStep,
-    Program,
-    Receive,
-    Section,
-    Send,
-    Stream,
-    empty_section,
-    instruction_name,
-)
+from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph
 from meshwright.spec.timeline import Timeline

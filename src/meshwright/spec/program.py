@@ -11,147 +11,40 @@ run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 
     wait_offsets, waits                  CSR: ids awaited; ``num_instructions + m`` stands for mark m
     mark_instruction, mark_index         ``mark_instruction[m]`` raises mark m when bucket ``mark_index[m]`` is ready
 
-The typed classes below are the row views; `program.ProgramBuilder.append` is the only writer.
+The typed classes of `instructions` are the row views; `program.ProgramBuilder.append` is the only writer.
 A program is ``prologue``, then ``body`` repeated, then ``epilogue``: a flushing schedule is a body alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec.errors import ProgramError
+from meshwright.spec.instructions import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Opcode,
+    OptimizerStep,
+    Payload,
+    Receive,
+    Send,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 StreamName = Literal["compute", "send", "receive", "exchange"]
 STREAM_NAMES: tuple[StreamName, ...] = ("compute", "send", "receive", "exchange")
-Payload = Literal["activation", "gradient"]
 # Ranks that may do nothing at all. More would let a small file ask for tables of any length.
 MAX_IDLE_RANKS = 1024
-
-
-class Opcode(IntEnum):
-    """What an instruction does; one per typed class."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    SEND_ACTIVATION = 2
-    RECEIVE_ACTIVATION = 3
-    SEND_GRADIENT = 4
-    RECEIVE_GRADIENT = 5
-    ALL_REDUCE = 6
-    OPTIMIZER_STEP = 7
-    BACKWARD_INPUT = 8
-    BACKWARD_WEIGHT = 9
-
-
-# What occupies a device and belongs to a microbatch.
-COMPUTATIONS = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forward:
-    """Run the stage's forward on one microbatch with weights of ``version`` and keep what the backward needs.
-
-    Occupies the device.
-    """
-
-    stage: int
-    microbatch: int
-    version: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backward:
-    """Run the stage's backward of one microbatch, add to the gradients, release what was kept.
-
-    Raises the marks of ready buckets. Occupies the device.
-    """
-
-    stage: int
-    microbatch: int
-    version: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardInput:
-    """The part of a backward that others wait for: the gradients of what the stage received.
-
-    Keeps what `BackwardWeight` needs. Occupies the device.
-    """
-
-    stage: int
-    microbatch: int
-    version: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardWeight:
-    """The rest of a backward: add to the gradients of the stage's parameters, release what was kept.
-
-    Raises the marks of ready buckets. Occupies the device.
-    """
-
-    stage: int
-    microbatch: int
-    version: int = 0
-
-
-Computation = Forward | Backward | BackwardInput | BackwardWeight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    """Send one microbatch's values (or their gradients) to stage ``peer``. Does not block the device."""
-
-    stage: int
-    microbatch: int
-    peer: int
-    payload: Payload
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receive:
-    """Receive what stage ``peer`` sends for one microbatch.
-
-    Ends when the bytes are there; does not block the device.
-    """
-
-    stage: int
-    microbatch: int
-    peer: int
-    payload: Payload
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce:
-    """Sum one bucket of gradients over the ranks of its group. Starts when the last member arrives."""
-
-    stage: int
-    bucket: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerStep:
-    """Update the stage's parameters from their summed gradients and clear these.
-
-    Makes weight version ``version + 1``.
-    """
-
-    stage: int
-    version: int = 0
-
-
-Instruction = Computation | Send | Receive | AllReduce | OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,34 +162,6 @@ class Program:
     def streams_of(self, rank: int) -> tuple[int, ...]:
         """Indices of the streams of one rank."""
         return tuple(index for index, stream in enumerate(self.streams) if stream.rank == rank)
-
-
-def instruction_name(opcode: int, stage: int, microbatch: int, peer: int) -> str:
-    """The span name of an instruction in every timeline and picture.
-
-    ``F0.3``, ``B1.0``, ``I1.0`` and ``W1.0`` (a backward in two parts), ``send 0→1.3``, ``all-reduce 0 #2``.
-    """
-    match Opcode(opcode):
-        case Opcode.FORWARD:
-            return f"F{stage}.{microbatch}"
-        case Opcode.BACKWARD:
-            return f"B{stage}.{microbatch}"
-        case Opcode.BACKWARD_INPUT:
-            return f"I{stage}.{microbatch}"
-        case Opcode.BACKWARD_WEIGHT:
-            return f"W{stage}.{microbatch}"
-        case Opcode.SEND_ACTIVATION:
-            return f"send {stage}→{peer}.{microbatch}"
-        case Opcode.RECEIVE_ACTIVATION:
-            return f"receive {peer}→{stage}.{microbatch}"
-        case Opcode.SEND_GRADIENT:
-            return f"send gradient {stage}→{peer}.{microbatch}"
-        case Opcode.RECEIVE_GRADIENT:
-            return f"receive gradient {peer}→{stage}.{microbatch}"
-        case Opcode.ALL_REDUCE:
-            return f"all-reduce {stage} #{peer}"
-        case Opcode.OPTIMIZER_STEP:
-            return f"optimizer {stage}"
 
 
 def empty_section(num_streams: int) -> Section:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.html import Printer, html_table
-from meshwright.spec.program import MAX_IDLE_RANKS, Opcode, Stream, instruction_name
+from meshwright.spec.instructions import Opcode, instruction_name
+from meshwright.spec.program import MAX_IDLE_RANKS, Stream
 from meshwright.spec.units import format_bytes, format_seconds, to_seconds
 
 

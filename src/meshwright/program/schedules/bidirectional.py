@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from meshwright.program.schedules.columns import OrderColumns, gather_columns
 from meshwright.program.schedules.layouts import sit_both_ways, sit_in_a_v
 from meshwright.spec.errors import PlanError
+from meshwright.spec.instructions import Opcode
 from meshwright.spec.plan import Plan
-from meshwright.spec.program import Opcode
 
 Row = tuple[Opcode, int, int]
 # The same, and whether it runs together with the next one.

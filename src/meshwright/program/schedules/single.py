@@ -19,8 +19,8 @@ import numpy as np
 
 from meshwright.program.schedules.columns import OrderColumns, gather_columns, make_columns
 from meshwright.program.schedules.layouts import Seat, num_active, sit_alone
+from meshwright.spec.instructions import Opcode
 from meshwright.spec.plan import Plan
-from meshwright.spec.program import Opcode
 
 
 def gpipe(plan: Plan, rank: int) -> OrderColumns:

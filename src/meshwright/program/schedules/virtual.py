@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from meshwright.program.schedules.columns import OrderColumns, make_columns
 from meshwright.program.schedules.layouts import Seat, sit_in_turn
 from meshwright.spec.errors import PlanError
+from meshwright.spec.instructions import Opcode
 from meshwright.spec.plan import Plan
-from meshwright.spec.program import Opcode
 
 
 def interleaved(plan: Plan, rank: int) -> OrderColumns:
