@@ -113,7 +113,7 @@ PLAN = Plan(
     graph_hash="0123456789abcdef",
     cluster="2xX1",
     workload=WORKLOAD,
-    stages=(StagePlan(start=0, stop=1, ranks=(1, 0)), StagePlan(start=1, stop=2, ranks=(2,))),
+    stages=(StagePlan(start=0, stop=1, ranks=(1, 0), feeds=(1,)), StagePlan(start=1, stop=2, ranks=(2,))),
     num_microbatches=4,
     schedule="mine.py:waves",
     schedule_hash="0123456789abcdef",
@@ -142,6 +142,7 @@ PROGRAM = Program(
         mark_index=np.array([2], np.int32),
     ),
     epilogue=empty_section(2),
+    advance=4,
 )
 
 TIMELINE = Timeline(

@@ -7,6 +7,7 @@ from meshwright.program.check import check_program
 from meshwright.program.orders import Order, compute_orders, count_in_flight, max_in_flight
 from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
 from meshwright.program.progress import picture_schedule
+from meshwright.program.repeat import Repeated, repeat_body
 from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
 from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Forward
 
@@ -21,6 +22,7 @@ __all__ = [
     "Order",
     "OwnSchedule",
     "ProgramBuilder",
+    "Repeated",
     "build_program",
     "check_program",
     "compute_orders",
@@ -32,6 +34,7 @@ __all__ = [
     "name_schedule",
     "num_active",
     "picture_schedule",
+    "repeat_body",
     "stays_on_rank",
     "with_schedule",
 ]

@@ -24,10 +24,11 @@ import numpy as np
 from meshwright.program.own_schedules import EXPECTED, OwnSchedule, find_schedule
 from meshwright.program.schedules import SCHEDULES, OrderColumns, local_microbatches, num_active
 from meshwright.program.schedules.columns import gather_columns
+from meshwright.program.schedules.endless import endless_order
 from meshwright.spec.errors import ScheduleError, ScheduleReferenceError
 from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Computation, Forward, Opcode
 from meshwright.spec.own_code import importable, reported, source_line, split_reference
-from meshwright.spec.plan import Plan, ScheduleName
+from meshwright.spec.plan import Plan, SynchronousName
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ class Order:
 
 
 def compute_orders(plan: Plan) -> tuple[Order, ...]:
-    """The order of every rank, by rank.
+    """The order of every rank, by rank; of a schedule that never flushes, from its first microbatch to its last.
 
     Raises PlanError for a layout that the schedule does not take, ScheduleError if an own schedule breaks a rule on
     this plan, ScheduleReferenceError if it is none or its file changed.
@@ -87,7 +88,10 @@ def compute_orders(plan: Plan) -> tuple[Order, ...]:
     schedule = find_schedule(plan)
     if schedule is not None:
         return _read_orders(plan, schedule)
-    write = SCHEDULES[cast("ScheduleName", plan.schedule)]
+    if plan.is_asynchronous:
+        endless = (endless_order(plan, rank) for rank in range(plan.num_ranks))
+        return tuple(Order(rank=rank, columns=order.computations()) for rank, order in enumerate(endless))
+    write = SCHEDULES[cast("SynchronousName", plan.schedule)]
     return tuple(Order(rank=rank, columns=write(plan, rank)) for rank in range(plan.num_ranks))
 
 

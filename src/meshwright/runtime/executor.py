@@ -27,10 +27,12 @@ from meshwright.spec.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Drop,
     Forward,
     OptimizerStep,
     Receive,
     Send,
+    Stash,
 )
 from meshwright.spec.slices import StageSlice
 
@@ -149,6 +151,11 @@ class Executor:
                     f"{instruction} is one part of a backward; the runtime runs backwards as a whole. Simulate this "
                     "program, or choose a schedule with whole backwards to run."
                 )
+            case Stash() | Drop():
+                raise ProgramError(
+                    f"{instruction} keeps weights of an asynchronous schedule; the runtime runs schedules that flush. "
+                    "Simulate this program, or choose such a schedule to run."
+                )
             case Send() | Receive() | AllReduce():
                 raise ProgramError(
                     f"{instruction} stands in a compute stream; communication belongs to its own streams."
@@ -165,7 +172,7 @@ class Executor:
                 return lambda: self._receive(instruction, item.group[0])
             case AllReduce(bucket=bucket):
                 return lambda: self._all_reduce(bucket, item.group)
-            case Forward() | Backward() | BackwardInput() | BackwardWeight() | OptimizerStep():
+            case Forward() | Backward() | BackwardInput() | BackwardWeight() | OptimizerStep() | Stash() | Drop():
                 raise ProgramError(f"{instruction} stands in a communication stream; it belongs to the compute stream.")
             case _:
                 assert_never(instruction)

@@ -8,11 +8,20 @@ from meshwright.simulator.engine import Contention
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.simulate import simulate_with_memory
 from meshwright.simulator.simulation import PeakMemory, Simulation, rank_seconds, step_window
-from meshwright.spec import Cluster, Graph, Plan, check_plan, slice_graph, to_seconds
+from meshwright.spec import Cluster, Graph, Plan, Program, check_plan, slice_graph, to_seconds
 
 # Steps until the distance between two step ends is that of all later ones: a schedule that flushes repeats itself from
 # its second step on, and the third is compared with the second.
 STEADY_STEPS = 3
+# One that never flushes settles while its queues fill, and then repeats itself after one step or a few: a mean is taken
+# over the last but one of so many (the last drains).
+SETTLED_STEPS = 20
+MEAN_STEPS = 12
+
+
+def steady_steps(program: Program) -> int:
+    """Steps to simulate for a steady one."""
+    return SETTLED_STEPS if program.advance else STEADY_STEPS
 
 
 def simulate_plan(
@@ -38,11 +47,13 @@ def simulate_plan(
     prices = price_program(program, plan, graph, cost)
     timeline, memory = simulate_with_memory(program, prices, num_steps, contention)
     steady = timeline
-    if num_steps < STEADY_STEPS:
-        steady = simulate_with_memory(program, prices, STEADY_STEPS, contention)[0]
-    window = step_window(steady.step, steady.end_ps)
-    step_time_s = to_seconds(window[1] - window[0])
-    ranks = rank_seconds(steady, window)
+    if num_steps < steady_steps(program):
+        steady = simulate_with_memory(program, prices, steady_steps(program), contention)[0]
+    drains = program.advance > 0
+    averaged = MEAN_STEPS if drains else 1
+    window = step_window(steady.step, steady.end_ps, averaged, drains=drains)
+    step_time_s = to_seconds(window[1] - window[0]) / averaged
+    ranks = rank_seconds(steady, window, averaged)
     mfu, hfu = _utilisation(plan, graph, cluster, step_time_s)
     return Simulation(
         timeline=timeline,

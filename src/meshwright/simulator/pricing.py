@@ -29,10 +29,10 @@ from meshwright.simulator.stage_costs import (
     transfer_bytes,
 )
 from meshwright.spec import Graph, Opcode, Plan, Program, ProgramError, Section, slice_graph, to_picoseconds
-from meshwright.spec.instructions import COMPUTATIONS
+from meshwright.spec.instructions import COMPUTATIONS, STASHING
 from meshwright.spec.memory import MEMORY_PARTS, RECEIVED, SENT
 
-_COMPUTE = (*COMPUTATIONS, Opcode.OPTIMIZER_STEP)
+_COMPUTE = (*COMPUTATIONS, Opcode.OPTIMIZER_STEP, *STASHING)
 # The engine needs time to pass while a link is held.
 _SHORTEST_S = 1e-12
 
@@ -128,6 +128,10 @@ class _Pricer:
                 seconds = part.seconds if place & FIRST else part.later_s
                 bytes_in_use = (in_use.backwards if is_whole else in_use.weights)[place]
                 return self._add(seconds + costs.fill_s * bool(place & LAST), 0.0, bytes_in_use), -1
+            case Opcode.STASH:
+                return self._add(costs.stash_s, 0.0, (in_use.stash, by_part({}))), -1
+            case Opcode.DROP:
+                return self._add(0.0, 0.0, (by_part({}), in_use.stash)), -1
             case _:
                 return self._add(costs.optimizer_s, 0.0, in_use.optimizer), -1
 
@@ -169,12 +173,16 @@ def _per_distinct(keys: NDArray[np.int64], price: Callable[..., tuple[int, int]]
 
 
 def _place_of_backward(section: Section) -> NDArray[np.int64]:
-    """FIRST and LAST for the first and last backward of each stage in each stream, 0 for every other instruction.
+    """FIRST and LAST for the first and last backward before each update of each stage, 0 for every other instruction.
 
-    Of a backward in two parts the one for weights counts.
+    Of a backward in two parts the one for weights counts. A stage is updated after its backwards, once a step or often.
     """
     backwards = np.flatnonzero(np.isin(section.opcode, (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)))
-    keys = stream_of_instructions(section)[backwards].astype(np.int64) << 32 | section.stage[backwards]
+    # A rank with several stages updates them together, behind all of their backwards.
+    updates = np.cumsum(section.opcode == Opcode.OPTIMIZER_STEP)[backwards]
+    num_stages, num_updates = int(section.stage.max(initial=0)) + 1, int(updates.max(initial=0)) + 1
+    streams = stream_of_instructions(section)[backwards].astype(np.int64)
+    keys = (streams * num_stages + section.stage[backwards]) * num_updates + updates
     _, first = np.unique(keys, return_index=True)
     _, last_reversed = np.unique(keys[::-1], return_index=True)
     place = np.zeros(section.num_instructions, np.int64)

@@ -84,6 +84,9 @@ def instruction_columns(program: Program, unrolled: Unrolled) -> dict[str, NDArr
     rows = [section for _, section in program.sections()]
     names = ("opcode", "stage", "microbatch", "peer", "num_bytes")
     facts = {name: np.concatenate([getattr(section, name) for section in rows])[unrolled.source] for name in names}
+    if program.advance:
+        counted = facts["microbatch"] + unrolled.step * np.int32(program.advance)
+        facts["microbatch"] = np.where(facts["microbatch"] < 0, np.int32(-1), counted)
     return {"track": unrolled.stream, "step": unrolled.step, **facts}
 
 

@@ -1,9 +1,9 @@
 """What a simulated plan is worth: step time, where each rank's time goes, memory with its owners, MFU and HFU.
 
-All seconds are those of one steady step: the window from the end of the last step but one to the end of the last step.
-In it, per rank,
+All seconds are those of one steady step: the window from the end of the last step but one to the end of the last
+step, or the mean over some last ones of a schedule that never flushes, where one may differ from the next. Per rank,
 
-    busy            Σ spans of the compute stream, and its parts forward, backward, optimizer
+    busy            Σ spans of the compute stream, and its parts forward, backward, optimizer (copies of weights too)
     communication   the time in which at least one transfer or collective of the rank is under way
     exposed         the part of it in which the compute stream is idle
     exchange        the same two for all-reduces alone
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec import Opcode, Timeline
+from meshwright.spec.instructions import STASHING
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 
@@ -82,20 +83,26 @@ class Simulation:
 _COLUMNS = tuple(field.name for field in fields(RankSeconds))
 
 
-def step_window(step: NDArray[np.int32], end_ps: NDArray[np.int64]) -> tuple[int, int]:
-    """Start and end of the last step in ps, of the step and end of every span: from the end of the one before it."""
-    before = end_ps[step < step.max(initial=0)]
-    return int(before.max(initial=0)), int(end_ps.max(initial=0))
+def step_window(
+    step: NDArray[np.int32], end_ps: NDArray[np.int64], num_steps: int = 1, *, drains: bool = False
+) -> tuple[int, int]:
+    """Start and end of the last steps in ps, of the step and end of every span: from the end of the one before them.
+
+    ``drains``: an epilogue counts to the last step, so that the window ends with the step before.
+    """
+    stop = int(step.max(initial=0)) + 1 - drains
+    ends = (end_ps[step < each].max(initial=0) for each in (stop - num_steps, stop))
+    return int(next(ends)), int(next(ends))
 
 
-def rank_seconds(timeline: Timeline, window: tuple[int, int]) -> tuple[RankSeconds, ...]:
-    """Where each rank's time goes between two moments (ps)."""
+def rank_seconds(timeline: Timeline, window: tuple[int, int], num_steps: int = 1) -> tuple[RankSeconds, ...]:
+    """Where each rank's time goes in one of the steps between two moments (ps)."""
     start, end = np.clip(timeline.start_ps, *window), np.clip(timeline.end_ps, *window)
     ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track]
     computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)[timeline.track]
     columns: list[NDArray[np.float64]] = []
     backwards = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
-    for opcodes in ((Opcode.FORWARD,), backwards, (Opcode.OPTIMIZER_STEP,)):
+    for opcodes in ((Opcode.FORWARD,), backwards, (Opcode.OPTIMIZER_STEP, *STASHING)):
         mine = np.isin(timeline.opcode, opcodes)
         columns.append(_sum_per_rank(ranks[mine], (end - start)[mine], timeline.num_ranks))
     for chosen in (~computes, timeline.opcode == Opcode.ALL_REDUCE):
@@ -104,7 +111,7 @@ def rank_seconds(timeline: Timeline, window: tuple[int, int]) -> tuple[RankSecon
     columns.append(window[1] - window[0] - np.sum(columns[:3], axis=0))
     return tuple(
         RankSeconds(**dict(zip(_COLUMNS, row, strict=True)))
-        for row in (np.stack(columns, axis=1) / PICOSECONDS_PER_SECOND).tolist()
+        for row in (np.stack(columns, axis=1) / (num_steps * PICOSECONDS_PER_SECOND)).tolist()
     )
 
 

@@ -39,6 +39,7 @@ from meshwright.spec.memory import (
     RECEIVED,
     SAVED,
     SENT,
+    STASHED,
     WORKSPACE,
 )
 
@@ -62,13 +63,17 @@ class BackwardSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """Seconds of a stage's instructions on one device kind: whole backwards, or gradients of inputs and of weights."""
+    """Seconds of a stage's instructions on one device kind: whole backwards, or gradients of inputs and of weights.
+
+    ``stash_s`` copies the trained weights.
+    """
 
     forward_s: float
     backward: BackwardSeconds
     inputs_s: float
     weights: BackwardSeconds
     optimizer_s: float
+    stash_s: float
     fill_s: float
 
 
@@ -79,7 +84,7 @@ class StageBytes:
     ``microbatch_bytes`` is what stays of a forward until the backward.
 
     A part may grow until the end: then what is freed of it is negative. ``backwards``, and their part for ``weights``,
-    by place, as in `StagePhases`; ``inputs`` is their other part.
+    by place, as in `StagePhases`; ``inputs`` is their other part. ``stash`` is a copy of the trained weights.
     """
 
     resident: Bytes
@@ -89,6 +94,7 @@ class StageBytes:
     inputs: tuple[Bytes, Bytes]
     weights: tuple[tuple[Bytes, Bytes], ...]
     optimizer: tuple[Bytes, Bytes]
+    stash: Bytes
 
 
 def stage_costs(
@@ -121,6 +127,7 @@ def stage_costs(
         inputs_s=float((whole - of_weights).sum()) + host_s,
         weights=backward(of_weights, cost.overhead_s),
         optimizer_s=step_s + cost.overhead_s * (1 + len(buckets)),
+        stash_s=cost.bucket_seconds(graph, stage.parameters, kind) + cost.overhead_s,
         fill_s=sum(fill_s.values()),
     )
 
@@ -202,7 +209,13 @@ def stage_bytes(
         inputs=_takes_and_frees(_without(phases.backwards[0], GRADIENTS), gone - waiting),
         weights=tuple(_takes_and_frees(_only(phase, GRADIENTS, WORKSPACE), waiting) for phase in phases.backwards),
         optimizer=_takes_and_frees(phases.optimizer),
+        stash=by_part({STASHED: _trained_bytes(graph, stage, width)}),
     )
+
+
+def _trained_bytes(graph: Graph, stage: StageSlice, width: int) -> int:
+    """Bytes of the weights of a stage that change."""
+    return sum(graph.tensors[i].num_bytes(0, width) for i in stage.parameters if graph.tensors[i].requires_grad)
 
 
 def _takes_and_frees(phase: Phase, gone: Bytes | int = 0) -> tuple[Bytes, Bytes]:

@@ -7,11 +7,12 @@ in step k. Instruction i of stream s in repetition k gets the id ``G[s] + (instr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.simulator.endless import join_repetitions
 from meshwright.simulator.links import find_shared_links
 from meshwright.simulator.matching import Matches, match_section, stream_of_instructions
 from meshwright.simulator.network import Network, find_alone
@@ -54,6 +55,9 @@ class _Part:
 
 def unroll(program: Program, prices: Prices, num_steps: int) -> Unrolled:
     """Lay the sections of a program behind each other, with the body ``num_steps`` times."""
+    if program.advance:
+        flat, flat_prices, joined = join_repetitions(program, prices, num_steps)
+        return replace(unroll(flat, flat_prices, 1), step=joined.step, source=joined.source)
     made = [_make_part(program, section, getattr(prices, name)) for name, section in program.sections()]
     which = [0, *[1] * num_steps, 2]
     parts = [made[index] for index in which]

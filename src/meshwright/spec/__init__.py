@@ -35,12 +35,14 @@ from meshwright.spec.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Drop,
     Forward,
     Instruction,
     Opcode,
     OptimizerStep,
     Receive,
     Send,
+    Stash,
     instruction_name,
 )
 from meshwright.spec.measurements import (
@@ -52,7 +54,7 @@ from meshwright.spec.measurements import (
     TransferMeasurement,
     op_key,
 )
-from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan
+from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph
@@ -88,6 +90,7 @@ __all__ = [
     "DeviceGroup",
     "DeviceKind",
     "DocumentError",
+    "Drop",
     "EventSink",
     "Extent",
     "Forward",
@@ -124,6 +127,7 @@ __all__ = [
     "Send",
     "StagePlan",
     "StageSlice",
+    "Stash",
     "Stream",
     "Tensor",
     "Timeline",
@@ -150,6 +154,7 @@ __all__ = [
     "suggest",
     "to_picoseconds",
     "to_seconds",
+    "with_branches",
     "write_document",
     "write_text",
 ]
