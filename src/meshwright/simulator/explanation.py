@@ -16,6 +16,7 @@ from meshwright.program import build_program
 from meshwright.simulator.critical_path import Bound, CriticalPath, find_critical_path
 from meshwright.simulator.engine import Contention, check_contention
 from meshwright.simulator.levers import Lever, find_levers
+from meshwright.simulator.network import durations
 from meshwright.simulator.plan import steady_steps
 from meshwright.simulator.prices import Prices, check_prices
 from meshwright.simulator.pricing import price_program
@@ -61,7 +62,7 @@ def explain_program(
     columns = instruction_columns(program, unrolled)
     network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
     # A receive's span shows the arrival of its bytes; the receive itself comes when they are there.
-    start_ps = np.where(unrolled.send_of >= 0, end_ps - network.duration_ps, start_ps)
+    start_ps = np.where(unrolled.send_of >= 0, end_ps - durations(network), start_ps)
     begin, stop = step_window(unrolled.step, end_ps, drains=drains)
     path = find_critical_path(network, start_ps, end_ps, (begin, stop))
 

@@ -17,12 +17,12 @@ from meshwright.simulator.engine import Contention, check_contention, run_networ
 from meshwright.simulator.host_time import HOST_ROUNDS, charge_host_time
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.memory import MemoryUse, follow_memory
-from meshwright.simulator.network import Network
+from meshwright.simulator.network import Network, durations
 from meshwright.simulator.prices import Prices, check_prices
 from meshwright.simulator.unroll import Unrolled, unroll
 from meshwright.spec import Program, ProgramError, Timeline
 
-# Instructions of all steps that are kept at once: some 200 bytes each (the columns of `unroll` and of the timeline).
+# Instructions of all steps that are kept at once: 24 bytes each for the engine, some 100 for the timeline.
 MAX_UNROLLED = 5_000_000
 
 
@@ -98,7 +98,7 @@ def run_unrolled(
     start_ps, end_ps = _run(program, unrolled, network, contention)
     for _ in range(HOST_ROUNDS if host_ps.any() else 0):
         charged = charge_host_time(program, unrolled, host_ps, start_ps, end_ps)
-        if np.array_equal(charged.duration_ps, network.duration_ps):
+        if np.array_equal(durations(charged), durations(network)):
             break
         network = charged
         start_ps, end_ps = _run(program, unrolled, network, contention)
@@ -108,8 +108,9 @@ def run_unrolled(
 def _run(
     program: Program, unrolled: Unrolled, network: Network, contention: Contention
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    start_ps, end_ps, position = run_network(network, unrolled.num_links, contention)
-    raise_deadlock(program, unrolled, end_ps, position)
+    outcome = run_network(network, unrolled.num_links, contention)
+    raise_deadlock(program, unrolled, outcome.end_ps, outcome.position)
+    start_ps, end_ps = outcome.start_ps(network), outcome.end_ps
     receives = np.flatnonzero(unrolled.send_of >= 0)
     first = receives == network.stream_offsets[unrolled.stream[receives]]
     before = np.where(first, 0, end_ps[receives - 1])
