@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.program.buckets import gradient_buckets
+from meshwright.program.buckets import Bucket, gradient_buckets
 from meshwright.program.builder import ProgramBuilder
+from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.orders import Order, compute_orders
 from meshwright.program.own_schedules import OwnSchedule, find_schedule
 from meshwright.program.progress import play_orders, without_backwards
@@ -52,11 +53,21 @@ def build_program(plan: Plan, graph: Graph) -> Program:
     Raises PlanError if the plan does not fit the graph or its schedule; ScheduleReferenceError, ScheduleError or
     DeadlockError for an own schedule that changed, breaks a rule, or lets ranks wait in a circle.
     """
-    return _build_program(plan, graph, find_schedule(plan))
+    return _build_program(plan, graph, find_schedule(plan), None)
+
+
+def build_folded_program(fold: Fold, graph: Graph) -> Program:
+    """The program of ``fold.plan``, with the sums of gradients of the whole plan. Raises as `build_program`."""
+    return _build_program(fold.plan, graph, find_schedule(fold.plan), fold)
 
 
 @lru_cache(maxsize=16)
-def _build_program(plan: Plan, graph: Graph, schedule: OwnSchedule | None) -> Program:  # noqa: ARG001 - part of the key
+def _build_program(
+    plan: Plan,
+    graph: Graph,
+    schedule: OwnSchedule | None,  # noqa: ARG001 - part of the key
+    fold: Fold | None,
+) -> Program:
     check_plan(plan, graph)
     stages = slice_graph(graph, plan.bounds)
     crossings = _find_crossings(plan, graph, stages)
@@ -72,7 +83,8 @@ def _build_program(plan: Plan, graph: Graph, schedule: OwnSchedule | None) -> Pr
     )
     _append_transfers(builder, plan, computations, computed, crossings)
     if graph.mode == "training":
-        _append_exchange_and_steps(builder, plan, graph, stages, computations, computed)
+        buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
+        _append_exchange_and_steps(builder, plan, graph, stages, computations, computed, buckets)
     return builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
 
 
@@ -210,10 +222,10 @@ def _append_exchange_and_steps(
     stages: tuple[StageSlice, ...],
     computations: Computations,
     computed: Ids,
+    buckets: tuple[Bucket, ...],
 ) -> None:
     """After (or, with overlap, inside) the last backward of a stage its gradients are summed, then comes its step."""
     trained = {stage.index for stage in stages if any(graph.tensors[item].requires_grad for item in stage.parameters)}
-    buckets = gradient_buckets(graph, plan)
     releasing = np.isin(computations.opcode, (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT))
     for rank in range(plan.num_ranks):
         begin, end = computations.offsets[rank : rank + 2].tolist()

@@ -15,11 +15,13 @@ devices used); HFU counts what the devices really execute, ops repeated in sever
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.program import Fold
+from meshwright.simulator.unfolding import unfold_timeline
 from meshwright.spec import Opcode, Timeline
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
@@ -62,9 +64,14 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """The prediction for a plan. ``mfu`` and ``hfu`` are None where no peak rate is known for the precision."""
+    """The prediction for a plan. ``mfu`` and ``hfu`` are None where no peak rate is known for the precision.
 
-    timeline: Timeline
+    ``simulated`` is the timeline of what was simulated: of the ranks of ``fold.plan`` where some stand for others, else
+    of all; ``timeline`` is that of all ranks.
+    """
+
+    simulated: Timeline
+    fold: Fold | None
     step_time_s: float
     samples_per_s: float
     ranks: tuple[RankSeconds, ...]
@@ -72,6 +79,16 @@ class Simulation:
     bubble_fraction: float
     mfu: float | None
     hfu: float | None
+    _unfolded: list[Timeline] = field(init=False, repr=False, compare=False, default_factory=list)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The spans of all ranks, made when they are first asked for."""
+        if self.fold is None:
+            return self.simulated
+        if not self._unfolded:
+            self._unfolded.append(unfold_timeline(self.simulated, self.fold))
+        return self._unfolded[0]
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
