@@ -225,6 +225,10 @@ def _append_exchange_and_steps(
     buckets: tuple[Bucket, ...],
 ) -> None:
     """After (or, with overlap, inside) the last backward of a stage its gradients are summed, then comes its step."""
+    held: list[list[int]] = [[] for _ in stages]
+    for bucket in buckets:
+        for index in bucket.stages:
+            held[index].append(bucket.index)
     trained = {stage.index for stage in stages if any(graph.tensors[item].requires_grad for item in stage.parameters)}
     releasing = np.isin(computations.opcode, (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT))
     for rank in range(plan.num_ranks):
@@ -233,16 +237,15 @@ def _append_exchange_and_steps(
         last = dict(zip(computations.stage[ends].tolist(), computed[ends].tolist(), strict=True))
         mine = [stage for stage in plan.stages_of(rank) if stage in trained]
         sums: dict[int, list[int]] = {stage: [] for stage in mine}
-        for bucket in buckets:
+        for index in sorted({index for stage in mine for index in held[stage]}):
             # A parameter that several stages of a rank share is summed once, when all its gradients are there.
-            held = [stage for stage in bucket.stages if stage in sums]
-            if not held:
-                continue
-            latest = max(held, key=last.__getitem__)
+            bucket = buckets[index]
+            own = [stage for stage in bucket.stages if stage in sums]
+            latest = max(own, key=last.__getitem__)
             ready = builder.mark(last[latest], bucket.index) if plan.exchange.overlap else last[latest]
             item = AllReduce(stage=latest, bucket=bucket.index, num_bytes=bucket.num_bytes)
             handle = builder.append(rank, "exchange", item, group=bucket.ranks, waits=(ready,))
-            for stage in held:
+            for stage in own:
                 sums[stage].append(handle)
         for stage, awaited in sums.items():
             builder.append(rank, "compute", OptimizerStep(stage=stage), waits=awaited)

@@ -59,7 +59,7 @@ def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:
         np.where(inside, targets - sources, 0),
         # Where the link of each message was met first.
         np.where(links >= 0, (first // ranks.shape[1])[inverse], -1),
-        _sums_on_links(plan, graph, cluster, known)[:, inverse].reshape(-1, ranks.shape[1]),
+        _sums_on_links(plan, graph, cluster, known)[inverse],
         np.arange(ranks.shape[1])[None] < plan.num_microbatches % ranks.shape[1],
     ]
     table = np.ascontiguousarray(np.concatenate(facts).T.astype(np.int64))
@@ -86,21 +86,25 @@ def _messages(plan: Plan, graph: Graph, ranks: Ids) -> tuple[Ids, Ids]:
     return ranks[table[:, 0]], ranks[table[:, 1]]
 
 
-def _sums_on_links(plan: Plan, graph: Graph, cluster: Cluster, links: Ids) -> NDArray[np.bool_]:
-    """Whether the ring of each group that sums gradients lies on each of some links, shape (groups, links)."""
+def _sums_on_links(plan: Plan, graph: Graph, cluster: Cluster, links: Ids) -> Ids:
+    """A number for the set of rings of groups that sum gradients on each of some links, shape (links,); 0 for none."""
     buckets = gradient_buckets(graph, plan) if graph.mode == "training" else ()
     groups = [np.array(ranks) for ranks in dict.fromkeys(bucket.ranks for bucket in buckets)]
-    lies = np.zeros((len(groups), len(links)), np.bool_)
+    sets = np.zeros(len(links), np.int64)
     if not groups or not len(links):
-        return lies
+        return sets
+    lies = np.zeros((len(links), len(groups)), np.bool_)
     members = np.concatenate(groups)
     following = np.concatenate([np.roll(ranks, -1) for ranks in groups])
     number = np.repeat(np.arange(len(groups)), [len(ranks) for ranks in groups])
     for found in hop_links(cluster, members, following):
         place = np.minimum(np.searchsorted(links, found), len(links) - 1)
         hit = (links[place] == found) & (found >= 0)
-        lies[number[hit], place[hit]] = True
-    return lies
+        lies[place[hit], number[hit]] = True
+    met = lies.any(axis=1)
+    if met.any():
+        sets[met] = 1 + np.unique(np.packbits(lies[met], axis=1), axis=0, return_inverse=True)[1].ravel()
+    return sets
 
 
 def breaks_symmetry(network: Network, end_ps: Times, num_links: int) -> bool:
@@ -115,5 +119,8 @@ def breaks_symmetry(network: Network, end_ps: Times, num_links: int) -> bool:
     np.maximum.at(latest, collective[is_sum], arrival_ps[is_sum])
     requests = np.where(is_sum, latest[collective], arrival_ps)
     links, user = links_of(network, wanting)
+    of_messages = np.zeros(num_links, np.bool_)
+    of_messages[links[~is_sum[user]]] = True
+    links, user = links[of_messages[links]], user[of_messages[links]]
     moments = np.unique(requests, return_inverse=True)[1][user] * num_links + links
     return bool(len(np.intersect1d(moments[is_sum[user]], moments[~is_sum[user]])))

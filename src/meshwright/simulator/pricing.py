@@ -77,6 +77,7 @@ class _Pricer:
                 held[stage].append(item)
         self._device_of = fold.ranks if fold else tuple(range(program.num_ranks))
         self._members = fold.members() if fold else tuple((rank,) for rank in range(program.num_ranks))
+        self._collected: dict[int, tuple[int, ...]] = {}
         devices = [cost.cluster.device_kind(rank) for rank in self._device_of]
         kinds = list({kind.name: kind for kind in devices}.values())
         names = [kind.name for kind in kinds]
@@ -141,19 +142,26 @@ class _Pricer:
                 return self._add(costs.optimizer_s, 0.0, in_use.optimizer), -1
 
     def _transfer(self, group: int, opcode: int, num_bytes: int) -> tuple[int, int]:
-        group_ranks, in_use = self._program.groups[group], transfer_bytes(opcode, num_bytes)
+        in_use = transfer_bytes(opcode, num_bytes)
         if opcode in RECEIVES:
             return self._add(0.0, 0.0, in_use), -1
         if opcode == Opcode.ALL_REDUCE:
-            ranks = tuple(sorted(member for rank in group_ranks for member in self._members[rank]))
+            ranks = self._all_members(group)
             seconds = self._cost.collective_seconds("all_reduce", ranks, num_bytes)
             host_s = self._cost.collective_host_seconds("all_reduce", ranks, num_bytes)
             return self._add(max(seconds, _SHORTEST_S), host_s, in_use), self.routes.ring(ranks)
-        ranks = tuple(self._device_of[rank] for rank in group_ranks)
+        ranks = tuple(self._device_of[rank] for rank in self._program.groups[group])
         source, target = ranks
         seconds = self._cost.collective_seconds("send", ranks, num_bytes)
         host_s = self._cost.collective_host_seconds("send", ranks, num_bytes)
         return self._add(max(seconds, _SHORTEST_S), host_s, in_use), self.routes.send(source, target)
+
+    def _all_members(self, group: int) -> tuple[int, ...]:
+        """The devices that take part in the collectives of a group, ascending."""
+        if group not in self._collected:
+            ranks = self._program.groups[group]
+            self._collected[group] = tuple(sorted(member for rank in ranks for member in self._members[rank]))
+        return self._collected[group]
 
     def _mark(self, stage: int, kind: int, place: int, opcode: int, bucket: int) -> tuple[int, int]:
         costs = self._costs[stage][kind]
