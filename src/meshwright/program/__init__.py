@@ -1,9 +1,10 @@
 """Plan → Program: schedules, transfers and gradient exchange, written as data for the simulator and the runtime."""
 
 from meshwright.program.buckets import Bucket, gradient_buckets
-from meshwright.program.build import build_program
+from meshwright.program.build import build_folded_program, build_program
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.check import check_program
+from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.orders import Order, compute_orders, count_in_flight, max_in_flight
 from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
 from meshwright.program.progress import picture_schedule
@@ -18,16 +19,19 @@ __all__ = [
     "BackwardInput",
     "BackwardWeight",
     "Bucket",
+    "Fold",
     "Forward",
     "Order",
     "OwnSchedule",
     "ProgramBuilder",
     "Repeated",
+    "build_folded_program",
     "build_program",
     "check_program",
     "compute_orders",
     "count_in_flight",
     "find_schedule",
+    "folded_buckets",
     "gradient_buckets",
     "local_microbatches",
     "max_in_flight",

@@ -12,10 +12,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.program.buckets import gradient_buckets
+from meshwright.program.buckets import Bucket, gradient_buckets
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.crossings import Crossings, append_transfers, find_crossings, join_orders
 from meshwright.program.endless import build_endless
+from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.orders import Order, compute_orders
 from meshwright.program.own_schedules import OwnSchedule, find_schedule
 from meshwright.program.progress import play_orders, without_backwards
@@ -38,11 +39,21 @@ def build_program(plan: Plan, graph: Graph) -> Program:
     Raises PlanError if the plan does not fit the graph or its schedule; ScheduleReferenceError, ScheduleError or
     DeadlockError for an own schedule that changed, breaks a rule, or lets ranks wait in a circle.
     """
-    return _build_program(plan, graph, find_schedule(plan))
+    return _build_program(plan, graph, find_schedule(plan), None)
+
+
+def build_folded_program(fold: Fold, graph: Graph) -> Program:
+    """The program of ``fold.plan``, with the sums of gradients of the whole plan. Raises as `build_program`."""
+    return _build_program(fold.plan, graph, find_schedule(fold.plan), fold)
 
 
 @lru_cache(maxsize=16)
-def _build_program(plan: Plan, graph: Graph, schedule: OwnSchedule | None) -> Program:  # noqa: ARG001 - part of the key
+def _build_program(
+    plan: Plan,
+    graph: Graph,
+    schedule: OwnSchedule | None,  # noqa: ARG001 - part of the key
+    fold: Fold | None,
+) -> Program:
     check_plan(plan, graph)
     stages = slice_graph(graph, plan.bounds)
     crossings = find_crossings(plan, graph, stages)
@@ -60,7 +71,8 @@ def _build_program(plan: Plan, graph: Graph, schedule: OwnSchedule | None) -> Pr
     )
     append_transfers(builder, plan, computations, computed, crossings)
     if graph.mode == "training":
-        _append_exchange_and_steps(builder, plan, graph, stages, computations, computed)
+        buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
+        _append_exchange_and_steps(builder, plan, graph, stages, computations, computed, buckets)
     return builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
 
 
@@ -112,10 +124,14 @@ def _append_exchange_and_steps(
     stages: tuple[StageSlice, ...],
     computations: Computations,
     computed: Ids,
+    buckets: tuple[Bucket, ...],
 ) -> None:
     """After (or, with overlap, inside) the last backward of a stage its gradients are summed, then comes its step."""
+    held: list[list[int]] = [[] for _ in stages]
+    for bucket in buckets:
+        for index in bucket.stages:
+            held[index].append(bucket.index)
     trained = {stage.index for stage in stages if any(graph.tensors[item].requires_grad for item in stage.parameters)}
-    buckets = gradient_buckets(graph, plan)
     releasing = np.isin(computations.opcode, (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT))
     for rank in range(plan.num_ranks):
         begin, end = computations.offsets[rank : rank + 2].tolist()
@@ -123,16 +139,15 @@ def _append_exchange_and_steps(
         last = dict(zip(computations.stage[ends].tolist(), computed[ends].tolist(), strict=True))
         mine = [stage for stage in plan.stages_of(rank) if stage in trained]
         sums: dict[int, list[int]] = {stage: [] for stage in mine}
-        for bucket in buckets:
+        for index in sorted({index for stage in mine for index in held[stage]}):
             # A parameter that several stages of a rank share is summed once, when all its gradients are there.
-            held = [stage for stage in bucket.stages if stage in sums]
-            if not held:
-                continue
-            latest = max(held, key=last.__getitem__)
+            bucket = buckets[index]
+            own = [stage for stage in bucket.stages if stage in sums]
+            latest = max(own, key=last.__getitem__)
             ready = builder.mark(last[latest], bucket.index) if plan.exchange.overlap else last[latest]
             item = AllReduce(stage=latest, bucket=bucket.index, num_bytes=bucket.num_bytes)
             handle = builder.append(rank, "exchange", item, group=bucket.ranks, waits=(ready,))
-            for stage in held:
+            for stage in own:
                 sums[stage].append(handle)
         for stage, awaited in sums.items():
             builder.append(rank, "compute", OptimizerStep(stage=stage), waits=awaited)

@@ -21,8 +21,6 @@ from meshwright.spec import Opcode
 from meshwright.spec.instructions import COMPUTATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from meshwright.spec import Graph, Plan, Program, StageSlice
@@ -52,12 +50,12 @@ def receive_buffer_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Int
     """Bytes of the pool of buffers in which a rank receives for one of its stages."""
     arriving = [channel for channel in stage.incoming if not stays_on_rank(plan, channel.source, channel.target)]
     returning = [channel for channel in stage.outgoing if not stays_on_rank(plan, channel.source, channel.target)]
-    begins = _places(order, stage.index, Opcode.FORWARD)
-    ends = {**begins, **_places(order, stage.index, *_RELEASING)}
-    values = _held(len(order), [(place, ends[microbatch]) for microbatch, place in begins.items()])
-    gradients = _held(
-        len(order), [(place, place) for place in _places(order, stage.index, *_RECEIVING_GRADIENTS).values()]
-    )
+    here = order[:, 1] == stage.index
+    begins = _places(order, here, Opcode.FORWARD)
+    ends = np.maximum(begins, _places(order, here, *_RELEASING))
+    values = _held(len(order), begins[begins >= 0], ends[begins >= 0])
+    needed = _places(order, here, *_RECEIVING_GRADIENTS)
+    gradients = _held(len(order), needed[needed >= 0], needed[needed >= 0])
     held: dict[int, Ints] = defaultdict(lambda: np.zeros(len(order), np.int64))
     for channel in arriving:
         for tensor in channel.tensors:
@@ -88,20 +86,20 @@ def sent_gradient_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Ints
     return int((in_use + kept * size).max() - in_use.max())
 
 
-def _places(order: Ints, stage: int, *opcodes: Opcode) -> dict[int, int]:
-    """The place of each microbatch's computation of some kinds (of several, the last)."""
-    places = np.flatnonzero((order[:, 1] == stage) & np.isin(order[:, 0], opcodes))
-    return dict(zip(order[places, 2].tolist(), places.tolist(), strict=True))
+def _places(order: Ints, here: NDArray[np.bool_], *opcodes: Opcode) -> Ints:
+    """The place of each microbatch's computation of some kinds (of several, the last); -1 where there is none."""
+    places = np.flatnonzero(here & np.isin(order[:, 0], opcodes))
+    found = np.full(order[:, 2].max(initial=-1) + 1, -1, np.int64)
+    found[order[places, 2]] = places
+    return found
 
 
-def _held(count: int, spans: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+def _held(count: int, first: Ints, last: Ints) -> Ints:
     """How many are held at each place, each from so many places before its first to its last."""
     changes = np.zeros(count + 1, np.int64)
-    for start, stop in spans:
-        changes[max(start - RECEIVE_LOOKAHEAD, 0)] += 1
-        changes[stop + 1] -= 1
-    held: Ints = np.cumsum(changes)[:-1]
-    return held
+    np.add.at(changes, np.maximum(first - RECEIVE_LOOKAHEAD, 0), 1)
+    np.subtract.at(changes, last + 1, 1)
+    return np.cumsum(changes)[:-1]
 
 
 def _size(graph: Graph, plan: Plan, tensor: int) -> int:

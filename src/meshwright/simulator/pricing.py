@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory import FIRST, LAST
-from meshwright.program import gradient_buckets
+from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets
 from meshwright.simulator.buffers import compute_order, receive_buffer_bytes, sent_gradient_bytes
 from meshwright.simulator.matching import RECEIVES, rank_of_streams, stream_of_instructions
 from meshwright.simulator.prices import Prices, SectionPrices
@@ -37,9 +37,13 @@ _COMPUTE = (*COMPUTATIONS, Opcode.OPTIMIZER_STEP, *STASHING)
 _SHORTEST_S = 1e-12
 
 
-def price_program(program: Program, plan: Plan, graph: Graph, cost: CostModel) -> Prices:
-    """Price every instruction of a plan's program on the cost model's cluster; rank r is device r of the cluster."""
-    pricer = _Pricer(program, plan, graph, cost)
+def price_program(program: Program, plan: Plan, graph: Graph, cost: CostModel, *, fold: Fold | None = None) -> Prices:
+    """Price every instruction of a plan's program on the cost model's cluster; rank r is device r of the cluster.
+
+    With a ``fold``, program and plan are those of ``fold.plan``, and rank r is on the device ``fold.ranks[r]``; a sum
+    of gradients takes what it takes all members of the whole plan, on all their links.
+    """
+    pricer = _Pricer(program, plan, graph, cost, fold)
     sections = {name: pricer.price_section(section) for name, section in program.sections()}
     durations, host, takes, frees = zip(*pricer.classes, strict=True)
     route_offsets, route_links, num_links = pricer.routes.table()
@@ -63,21 +67,27 @@ def price_program(program: Program, plan: Plan, graph: Graph, cost: CostModel) -
 class _Pricer:
     """Knows what the stages cost; collects cost classes and routes while it walks through the sections."""
 
-    def __init__(self, program: Program, plan: Plan, graph: Graph, cost: CostModel) -> None:
+    def __init__(self, program: Program, plan: Plan, graph: Graph, cost: CostModel, fold: Fold | None) -> None:
         self._program, self._cost = program, cost
         stages = slice_graph(graph, plan.bounds)
-        all_buckets = gradient_buckets(graph, plan)
-        held = [tuple(item for item in all_buckets if stage.index in item.stages) for stage in stages]
-        devices = [cost.cluster.device_kind(rank) for rank in range(program.num_ranks)]
+        all_buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
+        held: list[list[Bucket]] = [[] for _ in stages]
+        for item in all_buckets:
+            for stage in item.stages:
+                held[stage].append(item)
+        self._device_of = fold.ranks if fold else tuple(range(program.num_ranks))
+        self._members = fold.members() if fold else tuple((rank,) for rank in range(program.num_ranks))
+        self._collected: dict[int, tuple[int, ...]] = {}
+        devices = [cost.cluster.device_kind(rank) for rank in self._device_of]
         kinds = list({kind.name: kind for kind in devices}.values())
         names = [kind.name for kind in kinds]
         self._kind_of_rank = np.array([names.index(kind.name) for kind in devices], np.int64)
         self._costs: list[list[StageCosts]] = [
-            [stage_costs(graph, plan, stage, buckets, kind, cost) for kind in kinds]
+            [stage_costs(graph, plan, stage, tuple(buckets), kind, cost) for kind in kinds]
             for stage, buckets in zip(stages, held, strict=True)
         ]
         self._bytes: list[list[StageBytes]] = [
-            [stage_bytes(graph, plan, stage, buckets, kind, cost) for kind in kinds]
+            [stage_bytes(graph, plan, stage, tuple(buckets), kind, cost) for kind in kinds]
             for stage, buckets in zip(stages, held, strict=True)
         ]
         self._plan, self._graph, self._stages = plan, graph, stages
@@ -136,17 +146,26 @@ class _Pricer:
                 return self._add(costs.optimizer_s, 0.0, in_use.optimizer), -1
 
     def _transfer(self, group: int, opcode: int, num_bytes: int) -> tuple[int, int]:
-        ranks, in_use = self._program.groups[group], transfer_bytes(opcode, num_bytes)
+        in_use = transfer_bytes(opcode, num_bytes)
         if opcode in RECEIVES:
             return self._add(0.0, 0.0, in_use), -1
         if opcode == Opcode.ALL_REDUCE:
+            ranks = self._all_members(group)
             seconds = self._cost.collective_seconds("all_reduce", ranks, num_bytes)
             host_s = self._cost.collective_host_seconds("all_reduce", ranks, num_bytes)
             return self._add(max(seconds, _SHORTEST_S), host_s, in_use), self.routes.ring(ranks)
+        ranks = tuple(self._device_of[rank] for rank in self._program.groups[group])
         source, target = ranks
         seconds = self._cost.collective_seconds("send", ranks, num_bytes)
         host_s = self._cost.collective_host_seconds("send", ranks, num_bytes)
         return self._add(max(seconds, _SHORTEST_S), host_s, in_use), self.routes.send(source, target)
+
+    def _all_members(self, group: int) -> tuple[int, ...]:
+        """The devices that take part in the collectives of a group, ascending."""
+        if group not in self._collected:
+            ranks = self._program.groups[group]
+            self._collected[group] = tuple(sorted(member for rank in ranks for member in self._members[rank]))
+        return self._collected[group]
 
     def _mark(self, stage: int, kind: int, place: int, opcode: int, bucket: int) -> tuple[int, int]:
         costs = self._costs[stage][kind]

@@ -20,6 +20,7 @@ is kept by its maker, and its gradient is there until the maker's backward.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,7 +108,8 @@ def stage_costs(
     num_returned = sum(bool(channel.gradients) for channel in stage.incoming)
     num_answers = sum(bool(channel.gradients) for channel in stage.outgoing)
     whole, adding = prices.backward_s[ops], prices.accumulate_s[ops]
-    of_weights = whole * np.array([weights_share(graph, graph.ops[op]) for op in stage.ops])
+    of_weights = whole * weights_shares(graph)[ops]
+    uses = _first_uses(graph, stage, buckets)
     host_s = cost.overhead_s * (1 + num_returned + num_answers)
     fill_s = {bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets}
     step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind)
@@ -117,8 +119,8 @@ def stage_costs(
         return BackwardSeconds(
             seconds=float(first.sum()) + own_host_s,
             later_s=float(later.sum()) + own_host_s,
-            ready_s=_ready_seconds(graph, stage, buckets, first, own_host_s, fill_s),
-            later_ready_s=_ready_seconds(graph, stage, buckets, later, own_host_s, fill_s),
+            ready_s=_ready_seconds(uses, first, own_host_s, fill_s),
+            later_ready_s=_ready_seconds(uses, later, own_host_s, fill_s),
         )
 
     return StageCosts(
@@ -148,26 +150,34 @@ def weights_share(graph: Graph, op: Op) -> float:
     return matrices[0] / matrices[1] if matrices[1] else len(held) / len(wanted)
 
 
-def _ready_seconds(
-    graph: Graph,
-    stage: StageSlice,
-    buckets: tuple[Bucket, ...],
-    backward_s: NDArray[np.float64],
-    host_s: float,
-    fill_s: dict[int, float],
-) -> dict[int, float]:
-    done = host_s + np.cumsum(backward_s[::-1])[::-1]
-    first_use: dict[int, int] = {}
+@lru_cache(maxsize=16)
+def weights_shares(graph: Graph) -> Floats:
+    """`weights_share` of every op, shape (ops,)."""
+    return np.array([weights_share(graph, op) for op in graph.ops])
+
+
+def _first_uses(graph: Graph, stage: StageSlice, buckets: tuple[Bucket, ...]) -> dict[int, int]:
+    """By bucket, the first of the stage's ops that uses one of its parameters."""
+    bucket_of = {parameter: bucket.index for bucket in buckets for parameter in bucket.parameters}
+    first: dict[int, int] = {}
     for place, op in enumerate(stage.ops):
         for tensor in graph.ops[op].inputs:
-            first_use.setdefault(tensor, place)
+            if tensor in bucket_of:
+                first.setdefault(bucket_of[tensor], place)
+    return first
+
+
+def _ready_seconds(
+    first_uses: dict[int, int], backward_s: Floats, host_s: float, fill_s: dict[int, float]
+) -> dict[int, float]:
+    done = (host_s + np.cumsum(backward_s[::-1])[::-1]).tolist()
     ready: dict[int, float] = {}
     latest = filled = 0.0
-    for bucket in sorted(buckets, key=lambda item: item.index):
-        uses = [first_use[parameter] for parameter in bucket.parameters if parameter in first_use]
-        latest = max([latest, *(float(done[place]) for place in uses)])
-        filled += fill_s[bucket.index]
-        ready[bucket.index] = latest + filled
+    for bucket in sorted(fill_s):
+        if bucket in first_uses:
+            latest = max(latest, done[first_uses[bucket]])
+        filled += fill_s[bucket]
+        ready[bucket] = latest + filled
     return ready
 
 
@@ -237,7 +247,8 @@ def _without(phase: Phase, *parts: int) -> Phase:
 def _kept_for_weights(graph: Graph, plan: Plan, stage: StageSlice) -> Bytes:
     """What stays after a backward's part for inputs until that for weights is done, by part."""
     size, width = plan.microbatch_size, plan.workload.float_bytes
-    later = [graph.ops[op] for op in stage.ops if weights_share(graph, graph.ops[op]) > 0]
+    shares = weights_shares(graph)
+    later = [graph.ops[op] for op in stage.ops if shares[op] > 0]
     received = {graph.tensors[i].storage for channel in stage.incoming for i in channel.tensors}
     state = ("parameter", "buffer", "constant", "input")
     read = {graph.tensors[i].storage for op in later for i in op.saved} - received
