@@ -10,6 +10,7 @@ import typer
 from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
+from meshwright.cli.traces import TraceOption, TraceRanksOption, traced_ranks
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import read_document, write_document
 from meshwright.spec.plan import SCHEDULE_NAMES, Plan
@@ -44,7 +45,8 @@ def simulate(
         bool, typer.Option("--explain", help="Show the critical path of a step, and what would make it shorter.")
     ] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the timeline to this file (.json).")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
+    trace: TraceOption = None,
+    trace_ranks: TraceRanksOption = None,
     html: HtmlOption = None,
     open_browser: OpenOption = False,
     as_json: JsonOption = False,
@@ -60,11 +62,13 @@ def simulate(
         rank_simulation,
         simulation_document,
     )
-    from meshwright.report import draw_grid, timeline_rows, timeline_table, write_trace
+    from meshwright.report import check_ranks, draw_grid, timeline_rows, timeline_table, write_trace
     from meshwright.simulator import allocate_rank, describe_steady_step, simulate_plan, steady_rows
 
     page = page_path(html, open_browser, "simulation")
+    chosen = traced_ranks(trace, trace_ranks)
     document = read_document(Plan, plan)
+    check_ranks(chosen, document.num_ranks)
     machine = load_cluster(cluster or document.cluster)
     cost = load_cost_model(machine, measurements, document.workload.precision)
     captured = graph_of_plan(document, graph)
@@ -79,7 +83,7 @@ def simulate(
     if out is not None:
         write_document(result.timeline, out)
     if trace is not None:
-        write_trace([result.timeline], trace)
+        write_trace([result.timeline], trace, ranks=chosen)
     if page is not None:
         ranked = rank_simulation(result, document, machine)
         allocation = allocate_rank(document, captured, machine, ranked.fullest_rank)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshwright.runtime.exchange import BucketExchange
 from meshwright.runtime.random_state import microbatch_seed, read_generator, write_generator
-from meshwright.runtime.rank_program import Computation, Issued, RankProgram
+from meshwright.runtime.rank_program import Computed, Issued, RankProgram
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import StageRunner
 from meshwright.runtime.transport import Layout, Transport
@@ -134,8 +134,8 @@ class Executor:
     # -------------------------------------------------------------------------
 
     def _bind(
-        self, item: Computation
-    ) -> tuple[Computation, Callable[[], None], list[tuple[Issued, Callable[[], list[dist.Work]]]]]:
+        self, item: Computed
+    ) -> tuple[Computed, Callable[[], None], list[tuple[Issued, Callable[[], list[dist.Work]]]]]:
         then = [(other, self._bind_issue(other)) for other in item.then]
         instruction = item.instruction
         match instruction:
