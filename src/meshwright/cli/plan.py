@@ -57,8 +57,8 @@ def plan(
     schedule: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Only these schedules: {', '.join(SCHEDULE_NAMES)}, or your own file.py:function; repeat for "
-            "several. By default gpipe and 1f1b."
+            help=f"Only these schedules: {', '.join(SCHEDULE_NAMES)}, or your own: file.py:function or "
+            "orders.csv; repeat for several. By default gpipe and 1f1b."
         ),
     ] = None,
     virtual_stages: VirtualStagesOption = 2,

@@ -11,6 +11,7 @@ from meshwright.cli.models import graph_to_show
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.spec.codec import encode_document
 from meshwright.spec.errors import DocumentError, ScheduleReferenceError
+from meshwright.spec.own_code import split_reference
 from meshwright.spec.plan import BASIC_SCHEDULES, Plan
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def program_to_show(plan: Plan, document: str, graph_file: Path | None) -> Progr
     """The program of a plan; its graph is read or captured, but nothing is executed that only the plan names."""
     from meshwright.program import build_program
 
-    if plan.has_own_schedule:
+    if split_reference(plan.schedule) is not None:
         raise ScheduleReferenceError(
             f"{document} follows {plan.schedule!r}, and `show --program` executes no file that only a plan names. "
             f"`meshwright show {quote(document)} --schedule` executes that one and draws its order; "

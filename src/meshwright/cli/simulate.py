@@ -27,7 +27,8 @@ def simulate(
     schedule: Annotated[
         str | None,
         typer.Option(
-            help=f"Another schedule than the plan's: {', '.join(SCHEDULE_NAMES)}, or your own file.py:function."
+            help=f"Another schedule than the plan's: {', '.join(SCHEDULE_NAMES)}, or your own: file.py:function or "
+            "orders.csv."
         ),
     ] = None,
     virtual_stages: VirtualStagesOption = 2,

@@ -4,7 +4,9 @@ from meshwright.program.buckets import Bucket, gradient_buckets
 from meshwright.program.build import build_program
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.check import check_program
-from meshwright.program.orders import Order, compute_orders, count_in_flight, max_in_flight
+from meshwright.program.order import Order
+from meshwright.program.order_files import OrderFile, WrittenOrders, write_orders
+from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
 from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
 from meshwright.program.progress import picture_schedule
 from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
@@ -19,8 +21,10 @@ __all__ = [
     "Bucket",
     "Forward",
     "Order",
+    "OrderFile",
     "OwnSchedule",
     "ProgramBuilder",
+    "WrittenOrders",
     "build_program",
     "check_program",
     "compute_orders",
@@ -34,4 +38,5 @@ __all__ = [
     "picture_schedule",
     "stays_on_rank",
     "with_schedule",
+    "write_orders",
 ]

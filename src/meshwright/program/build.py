@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from meshwright.program.buckets import gradient_buckets
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.orders import Order, compute_orders
+from meshwright.program.order import Order
+from meshwright.program.order_files import OrderFile
+from meshwright.program.orders import compute_orders
 from meshwright.program.own_schedules import OwnSchedule, find_schedule
 from meshwright.program.progress import play_orders, without_backwards
 from meshwright.program.schedules import OrderColumns
@@ -56,7 +58,7 @@ def build_program(plan: Plan, graph: Graph) -> Program:
 
 
 @lru_cache(maxsize=16)
-def _build_program(plan: Plan, graph: Graph, schedule: OwnSchedule | None) -> Program:  # noqa: ARG001 - part of the key
+def _build_program(plan: Plan, graph: Graph, schedule: OwnSchedule | OrderFile | None) -> Program:  # noqa: ARG001 - part of the key
     check_plan(plan, graph)
     stages = slice_graph(graph, plan.bounds)
     crossings = _find_crossings(plan, graph, stages)
