@@ -225,3 +225,29 @@ def test_orders_go_out_as_a_file_and_come_back(tmp_path, monkeypatch, capsys):
     assert "is not for rank 0; expected stage 0 and a microbatch of 0, 1, 2, 3" in capsys.readouterr().err
     assert invoke(["simulate", "plan.json", "--cluster", "4xcpu", "--schedule", "missing.csv"]) == 1
     assert "There is no file 'missing.csv'" in capsys.readouterr().err
+
+
+def test_orders_are_found_and_followed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = [*PLAN_OF_FOUR.split(), "1f1b", "--cluster", "2x1xA100", "--out", "plan.json", "--json"]
+    assert invoke([*command, "--find-orders", "found.csv", "--whole-backwards"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["orders"] == "found.csv"
+    assert [row["schedule"] for row in data["plans"]] == ["found.csv", "1f1b"]
+    assert data["plans"][0]["step_time_s"] <= data["plans"][1]["step_time_s"]
+    plan = read_document(Plan, "plan.json")
+    assert plan.schedule == "found.csv"
+    assert plan.is_runnable
+    assert invoke(["simulate", "plan.json", "--find-orders", "parts.csv", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    steps = {row["schedule"]: row["step_s"] for row in data["schedules"]}
+    assert steps["parts.csv"] == data["step_time_s"] == min(steps.values())
+    assert {"found.csv", "1f1b", "zb-h1"} <= set(steps)
+    assert data["orders"] == "parts.csv"
+    for wrong, words in (
+        (["--find-orders", "found.txt"], "Give a name that ends in .csv"),
+        (["--whole-backwards"], "belongs to --find-orders"),
+        (["--find-orders", "."], "no file of orders"),
+    ):
+        assert invoke(["simulate", "plan.json", *wrong]) == 1
+        assert words in " ".join(capsys.readouterr().err.split())

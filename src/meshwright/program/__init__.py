@@ -4,6 +4,7 @@ from meshwright.program.buckets import Bucket, gradient_buckets
 from meshwright.program.build import build_program
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.check import check_program
+from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
 from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile, WrittenOrders, write_orders
 from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
@@ -20,19 +21,23 @@ __all__ = [
     "BackwardWeight",
     "Bucket",
     "Forward",
+    "FoundOrders",
     "Order",
     "OrderFile",
     "OwnSchedule",
     "ProgramBuilder",
+    "StageTimes",
     "WrittenOrders",
     "build_program",
     "check_program",
     "compute_orders",
     "count_in_flight",
+    "find_orders",
     "find_schedule",
     "gradient_buckets",
     "local_microbatches",
     "max_in_flight",
+    "measure_orders",
     "name_schedule",
     "num_active",
     "picture_schedule",
