@@ -14,6 +14,9 @@ differ by up to 20 % (seed 0), so that none do.
 `linear` has pipelines of 10^5 to 10^8 instructions (`long_pipeline.py`), each once in a process of its own, so that the
 time holds what the system takes to hand out fresh memory; `bytes` is all that such a process holds for the network, its
 ends and what the engine needs meanwhile.
+Orders are found for 8 stages x 64 microbatches whose times differ by up to a half and whose transfers take a tenth of a
+forward, in the memory of 1F1B: 20 draws (seeds 0 to 19). The length is held against the best named schedule that fits,
+and against the bound.
 
 CPU time of this process, best of all runs: on a loaded machine other processes take caches and memory away, which
 makes runs slower and never faster. The spread is that of all runs.
@@ -33,19 +36,20 @@ from long_pipeline import measure_apart
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from meshwright.program import build_program
+from meshwright.program import StageTimes, build_program, find_orders
 from meshwright.simulator import price_program
 from meshwright.simulator.engine import run_network
 from meshwright.simulator.network import collectives, durations, routes, with_durations
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import Workload
 from meshwright.spec.plan import GradientExchange, Plan, StagePlan
-from tests.graphs import chain_graph
+from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 
 # Issue: 40 M and 7 M instructions per second under `queued`, 1 M events per second under `fair`, start in 0.5 s, 40
 # bytes per instruction.
 QUEUED_NS, BUSY_NS, EVENT_NS, START_S, MOST_BYTES = 1e3 / 40, 1e3 / 7, 1e3 / 1, 0.5, 40
+FOUND_S = 1.0
 START = """
 import time
 start = time.process_time()
@@ -124,6 +128,44 @@ def row(name, seconds, count, unit, target):
     return make_row(name, float(seconds.min()) / count, unit, spread=spread, target=target)
 
 
+def found_rows():
+    """CPU time of a search for orders, and how long they are."""
+    plan = make_plan(chain_graph(8), even_bounds(8, 8), [1] * 8, 64)
+    seconds, ratios, gaps = [], [], []
+    for seed in range(20):
+        drawn = np.random.default_rng(seed).integers(1000, 1500, (3, 8))
+        start = time.process_time()
+        found = find_orders(
+            plan,
+            StageTimes(
+                forward_ps=drawn[0],
+                inputs_ps=drawn[1],
+                weights_ps=drawn[2],
+                sending_ps=100,
+                returning_ps=100,
+                kept_bytes=1,
+                limit_bytes=np.arange(8, 0, -1),
+            ),
+        )
+        seconds.append(time.process_time() - start)
+        ratios.append(found.length_ps / min(found.named_ps.values()))
+        gaps.append(1 + found.gap)
+    # The first search compiles, or loads what was compiled.
+    rows = [row("orders found, 8 stages x 64 microbatches", np.array(seconds[1:]), 1, "CPU s", FOUND_S)]
+    for name, values, target in (("best named that fits", ratios, 1.0), ("bound", gaps, None)):
+        low, middle, high = np.quantile(values, [0.1, 0.5, 0.9])
+        rows.append(
+            make_row(
+                f"their length over the {name}",
+                float(middle),
+                "",
+                spread=float(high - low) / 2 / float(middle),
+                target=target,
+            )
+        )
+    return rows
+
+
 def main() -> int:
     options = parse_options(__doc__)
     repeats = 5 if options.quick else 40
@@ -155,6 +197,7 @@ def main() -> int:
     starts = np.array(outputs[1:], float).T
     rows.append(row("cached start: numpy, numba, first run", starts[0], 1, "CPU s", START_S))
     rows.append(row("the same with all of the package", starts[1], 1, "CPU s", None))
+    rows += found_rows()
     load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     return publish("simulator", rows, options, "; ".join(notes) + f". CPU time, best of {repeats} runs, {load}.")
 

@@ -183,3 +183,71 @@ def test_a_plan_that_cannot_be_run_gets_no_script(tmp_path, monkeypatch, capsys)
     assert [path.name for path in (tmp_path / "layout").iterdir()] == ["plan.json"]
     assert invoke(["run", "layout/plan.json", "--steps", "1"]) == 1
     assert "which can only be simulated" in " ".join(capsys.readouterr().err.split())
+
+
+PLAN_OF_FOUR = "plan gpt-tiny --cluster 2xcpu --batch 8 -m 1 --stages 2 --schedule"
+
+
+def test_orders_go_out_as_a_file_and_come_back(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert invoke([*PLAN_OF_FOUR.split(), "zb-v", "--out", "plan.json"]) == 0
+    capsys.readouterr()
+    assert invoke(["show", "plan.json", "--as", "torch-csv"]) == 0
+    shown = capsys.readouterr()
+    assert "usual name of the file: orders.csv" in shown.err
+    Path("orders.csv").write_text(shown.out)
+    assert invoke(["show", "plan.json", "--as", "torch-csv", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["text"].splitlines(), data["not_expressed"]) == (shown.out.splitlines(), [])
+    assert data["values"] == {"num_stages": 4, "num_ranks": 2, "num_microbatches": 8}
+
+    # The same order has the same step, whether the plan already has its layout or is laid out anew.
+    assert invoke(["simulate", "plan.json", "--json"]) == 0
+    named = json.loads(capsys.readouterr().out)["step_time_s"]
+    assert invoke(["simulate", "plan.json", "--schedule", "orders.csv", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_time_s"] == named
+    assert invoke([*PLAN_OF_FOUR.split(), "orders.csv", "--out", "read.json"]) == 0
+    plan = read_document(Plan, "read.json")
+    assert plan.stages == read_document(Plan, "plan.json").stages
+    assert (plan.schedule, plan.schedule_hash) == (
+        "orders.csv",
+        hashlib.sha256(shown.out.encode()).hexdigest()[:16],
+    )
+    capsys.readouterr()
+    assert invoke(["show", "read.json", "--program"]) == 0
+    assert invoke(["show", "read.json", "--schedule"]) == 0
+    assert "orders.csv" in capsys.readouterr().out
+
+    # Nothing but a plan of as many microbatches follows it.
+    other = [*PLAN_OF_FOUR.split(), "orders.csv"]
+    other[other.index("8")] = "4"
+    assert invoke(other) == 1
+    assert "is not for rank 0; expected stage 0 and a microbatch of 0, 1, 2, 3" in capsys.readouterr().err
+    assert invoke(["simulate", "plan.json", "--cluster", "4xcpu", "--schedule", "missing.csv"]) == 1
+    assert "There is no file 'missing.csv'" in capsys.readouterr().err
+
+
+def test_orders_are_found_and_followed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = [*PLAN_OF_FOUR.split(), "1f1b", "--cluster", "2x1xA100", "--out", "plan.json", "--json"]
+    assert invoke([*command, "--find-orders", "found.csv", "--whole-backwards"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["orders"] == "found.csv"
+    assert [row["schedule"] for row in data["plans"]] == ["found.csv", "1f1b"]
+    assert data["plans"][0]["step_time_s"] <= data["plans"][1]["step_time_s"]
+    plan = read_document(Plan, "plan.json")
+    assert plan.schedule == "found.csv"
+    assert plan.is_runnable
+    assert invoke(["simulate", "plan.json", "--find-orders", "parts.csv", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    steps = {row["schedule"]: row["step_s"] for row in data["schedules"]}
+    assert steps["parts.csv"] == data["step_time_s"] == min(steps.values())
+    assert {"found.csv", "1f1b", "zb-h1"} <= set(steps)
+    assert data["orders"] == "parts.csv"
+    for wrong, words in (
+        (["--find-orders", "found.txt"], "Give a name that ends in .csv"),
+        (["--whole-backwards"], "belongs to --find-orders"),
+        (["--find-orders", "."], "no file of orders"),
+    ):
+        assert invoke(["simulate", "plan.json", *wrong]) == 1
+        assert words in " ".join(capsys.readouterr().err.split())

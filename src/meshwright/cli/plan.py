@@ -22,6 +22,7 @@ from meshwright.cli.models import (
 from meshwright.cli.output import print_json, print_tables, terminal_sink
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.cli.plan_files import files_to_write, no_files, write_plan_files
+from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_orders
 from meshwright.spec.cluster import MAX_RANKS, load_cluster
 from meshwright.spec.codec import encode_document
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
@@ -57,11 +58,13 @@ def plan(
     schedule: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Only these schedules: {', '.join(SCHEDULE_NAMES)}, or your own file.py:function; repeat for "
-            "several. By default gpipe and 1f1b."
+            help=f"Only these schedules: {', '.join(SCHEDULE_NAMES)}, or your own: file.py:function or "
+            "orders.csv; repeat for several. By default gpipe and 1f1b."
         ),
     ] = None,
     virtual_stages: VirtualStagesOption = 2,
+    find_orders: FindOrdersOption = None,
+    whole_backwards: WholeOption = False,
     measurements: MeasurementsOption = None,
     sequence_length: SequenceOption = None,
     image_size: ImageOption = None,
@@ -89,6 +92,7 @@ def plan(
     from meshwright.planner import (
         NothingFitsError,
         explain_step_interval,
+        find_order,
         plans_document,
         predict_step_interval,
         search_plans,
@@ -103,6 +107,7 @@ def plan(
         )
     files = files_to_write(model, out, launch, slurm)
     page = page_path(html, open_browser, "plan")
+    place_of_orders(find_orders, whole_backwards)
     machine = load_cluster(cluster)
     num_ranks = ranks or machine.num_ranks
     chosen = precision or default_precision(machine.device_kind(0).peak_flops_per_s)
@@ -111,6 +116,7 @@ def plan(
         precision=chosen,
         optimizer=Optimizer.named(optimizer),
     )
+    limit_bytes = None if memory_limit is None else int(memory_limit * 2**30)
     graph_for = graphs_of(model, model_sizes(sequence_length, image_size))
     cost = load_cost_model(machine, measurements, chosen)
     try:
@@ -124,7 +130,7 @@ def plan(
                 model_sizes=model_sizes(sequence_length, image_size),
                 num_ranks=ranks,
                 num_stages=stages,
-                memory_limit_bytes=None if memory_limit is None else int(memory_limit * 2**30),
+                memory_limit_bytes=limit_bytes,
                 max_plans=top,
                 microbatch_sizes=microbatch_size,
                 schedules=schedule or BASIC_SCHEDULES,
@@ -134,9 +140,22 @@ def plan(
     except NothingFitsError as error:
         print_misfit(error, as_json)
         raise
+    found: list[str] = []
+    if find_orders is not None:
+        sought = find_order(
+            plans.best.plan,
+            graph_for(plans.best.plan.microbatch_size),
+            machine,
+            find_orders,
+            cost=cost,
+            whole=whole_backwards,
+            memory_limit_bytes=limit_bytes,
+        )
+        plans, found = replace(plans, ranked=(sought.best, *plans.ranked)), [sought.explain()]
     # The reference as it was given, so that `simulate` and `run` find the same cluster.
     best = replace(plans.best.plan, cluster=cluster)
     written = write_plan_files(files, best, machine)
+    written += [f"orders written to {find_orders}"] if find_orders is not None else []
     size = best.microbatch_size
     allocation = allocate_rank(best, graph_for(size), machine, plans.best.fullest_rank)
     held = allocation.explain() if allocation else ""
@@ -151,7 +170,7 @@ def plan(
     basis = cost.explain_basis(graph_for(size), size)
     interval = predict_step_interval(best, graph_for(size), machine, cost)
     if as_json:
-        places = {"file": files.plan, "script": files.script, "page": page}
+        places = {"file": files.plan, "script": files.script, "orders": find_orders, "page": page}
         print_json(
             {
                 "plans": plans.rows(),
@@ -165,7 +184,7 @@ def plan(
         )
         return
     sure = (basis, explain_step_interval(interval))
-    print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *sure, "")
+    print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *found, *sure, "")
     # Names of files may hold square brackets, which rich would read as markup.
     print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(model)]))
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from meshwright.cli.models import graph_to_show
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.spec.codec import encode_document
-from meshwright.spec.errors import DocumentError, ScheduleReferenceError
+from meshwright.spec.errors import DocumentError, PlanError, ScheduleReferenceError
+from meshwright.spec.files import refuse_replacing
+from meshwright.spec.own_code import split_reference
 from meshwright.spec.plan import BASIC_SCHEDULES, Plan
 
 if TYPE_CHECKING:
@@ -50,13 +54,36 @@ def program_to_show(plan: Plan, document: str, graph_file: Path | None) -> Progr
     """The program of a plan; its graph is read or captured, but nothing is executed that only the plan names."""
     from meshwright.program import build_program
 
-    if plan.has_own_schedule:
+    if split_reference(plan.schedule) is not None:
         raise ScheduleReferenceError(
             f"{document} follows {plan.schedule!r}, and `show --program` executes no file that only a plan names. "
             f"`meshwright show {quote(document)} --schedule` executes that one and draws its order; "
             f"`meshwright simulate {quote(document)}` lists what each rank does."
         )
     return build_program(plan, graph_to_show(plan, document, graph_file, "--program"))
+
+
+FindOrdersOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Find the fastest order for these stages, write it to this file (.csv) and follow it.",
+        metavar="FILE.csv",
+    ),
+]
+WholeOption = Annotated[
+    bool,
+    typer.Option("--whole-backwards", help="With --find-orders: no backward in two parts, so that it can be run."),
+]
+
+
+def place_of_orders(find_orders: Path | None, whole_backwards: bool) -> None:
+    """Refuse what cannot be meant, before anything is computed."""
+    if find_orders is None and whole_backwards:
+        raise PlanError("--whole-backwards belongs to --find-orders FILE.csv; give that, or leave it out.")
+    if find_orders is not None:
+        if find_orders.suffix != ".csv":
+            raise DocumentError(f"--find-orders {find_orders} is no file of orders. Give a name that ends in .csv.")
+        refuse_replacing(find_orders)
 
 
 def compared_schedules(plan: Plan, against: Sequence[str] | None) -> Sequence[str]:

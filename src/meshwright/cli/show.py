@@ -66,7 +66,10 @@ def show(
     program: Annotated[bool, typer.Option("--program", help="Show the program of a plan instead of the plan.")] = False,
     schedule: Annotated[bool, typer.Option("--schedule", help="Draw the schedule of a plan, as papers do.")] = False,
     system: Annotated[
-        System | None, typer.Option("--as", help="Write a plan as settings of this system, and what they cannot say.")
+        System | None,
+        typer.Option(
+            "--as", help="Write a plan as settings of this system, or its orders (torch-csv), and what they cannot say."
+        ),
     ] = None,
     graph: Annotated[
         Path | None,

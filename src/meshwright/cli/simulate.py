@@ -10,6 +10,7 @@ import typer
 from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
+from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
 from meshwright.cli.traces import TraceOption, TraceRanksOption, traced_ranks
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import read_document, write_document
@@ -28,10 +29,13 @@ def simulate(
     schedule: Annotated[
         str | None,
         typer.Option(
-            help=f"Another schedule than the plan's: {', '.join(SCHEDULE_NAMES)}, or your own file.py:function."
+            help=f"Another schedule than the plan's: {', '.join(SCHEDULE_NAMES)}, or your own: file.py:function or "
+            "orders.csv."
         ),
     ] = None,
     virtual_stages: VirtualStagesOption = 2,
+    find_orders: FindOrdersOption = None,
+    whole_backwards: WholeOption = False,
     against: Annotated[
         list[str] | None,
         typer.Option(help="Compare with this schedule for the same stages; repeat. With your own: gpipe and 1f1b."),
@@ -53,11 +57,11 @@ def simulate(
 ) -> None:
     """Predict when every instruction of a plan runs, its step time and each rank's peak memory."""
     from meshwright.cli.explain import explain_bounds
-    from meshwright.cli.schedules import compare, compared_schedules
     from meshwright.cost import load_cost_model
     from meshwright.planner import (
         adopt_schedule,
         explain_step_interval,
+        find_order,
         predict_step_interval,
         rank_simulation,
         simulation_document,
@@ -67,6 +71,7 @@ def simulate(
 
     page = page_path(html, open_browser, "simulation")
     chosen = traced_ranks(trace, trace_ranks)
+    place_of_orders(find_orders, whole_backwards)
     document = read_document(Plan, plan)
     check_ranks(chosen, document.num_ranks)
     machine = load_cluster(cluster or document.cluster)
@@ -74,6 +79,13 @@ def simulate(
     captured = graph_of_plan(document, graph)
     if schedule is not None:
         document = adopt_schedule(document, schedule, captured, cost, num_chunks=virtual_stages)
+    found = []
+    if find_orders is not None:
+        sought = find_order(
+            document, captured, machine, find_orders, cost=cost, whole=whole_backwards, contention=contention
+        )
+        document, found = sought.best.plan, ["", sought.explain()]
+        against = against or [item.plan.schedule for item in sought.named]
     result = simulate_plan(document, captured, machine, cost=cost, num_steps=steps, contention=contention)
     basis = cost.explain_basis(captured, document.microbatch_size)
     interval = predict_step_interval(document, captured, machine, cost, contention=contention)
@@ -92,7 +104,7 @@ def simulate(
             ranked, result.timeline, captured, machine, cost, remark=remark, provenance=provenance()
         )
         put_page(drawn, page, open_browser)
-    written = {"timeline": out, "trace": trace, "page": page}
+    written = {"orders": find_orders, "timeline": out, "trace": trace, "page": page}
     if as_json:
         files = {name: str(path) for name, path in written.items() if path is not None}
         print_json(
@@ -119,5 +131,6 @@ def simulate(
         draw_grid(result.timeline, width=grid_width(result.timeline.num_ranks)),
         *explanation,
         *comparison,
+        *found,
     )
     print_tables(*(f"{name} written to {path}" for name, path in written.items() if path is not None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.cli.models import graph_to_show
 from meshwright.cli.output import note, print_file, print_json
@@ -11,20 +11,46 @@ from meshwright.spec.cluster import load_cluster
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.plan import Plan
 
-System = Literal["accelerate", "deepspeed", "megatron", "torchtitan"]
+if TYPE_CHECKING:
+    from meshwright.report.settings import Settings
+
+System = Literal["accelerate", "deepspeed", "megatron", "torchtitan", "torch-csv"]
 
 
 def show_settings(value: Any, document: str, graph_file: Path | None, system: System, as_json: bool) -> None:
     """The file on standard output; what it cannot say is at its head, or on standard error if it has no comments."""
-    from meshwright.report.settings import export_settings, notes
+    from meshwright.report.settings import export_settings
 
     if not isinstance(value, Plan):
         raise DocumentError(f"{document}: --as needs a plan, found a {type(value).__name__.lower()}.")
+    if system == "torch-csv":
+        _show(_orders(value), as_json)
+        return
     # Only a cut needs the layers' names, and Megatron-LM the number of blocks.
     named = len(value.stages) > 1 or system == "megatron" or graph_file is not None
     graph = graph_to_show(value, document, graph_file, f"--as {system}") if named else None
     names = [layer.name for layer in graph.layers] if graph is not None else []
-    settings = export_settings(system, value, load_cluster(value.cluster), names)
+    _show(export_settings(system, value, load_cluster(value.cluster), names), as_json)
+
+
+def _orders(plan: Plan) -> Settings:
+    """The order of every rank; needs neither model nor cluster."""
+    from meshwright.program import compute_orders, write_orders
+    from meshwright.report.settings import export_orders
+
+    written = write_orders(plan, compute_orders(plan))
+    return export_orders(
+        plan,
+        written.text,
+        num_lines=written.num_lines,
+        num_pipelines=written.num_pipelines,
+        shared_stage=written.shared_stage,
+    )
+
+
+def _show(settings: Settings, as_json: bool) -> None:
+    from meshwright.report.settings import notes
+
     if as_json:
         print_json(
             {

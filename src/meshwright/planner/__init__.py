@@ -9,6 +9,7 @@ from meshwright.planner.candidates import Coverage
 from meshwright.planner.diagnosis import NothingFitsError
 from meshwright.planner.dynamic_program import SlicingProblem
 from meshwright.planner.evaluate import Breakdown, RankedPlan, evaluate_plan, rank_simulation
+from meshwright.planner.found_orders import FoundPlan, find_order
 from meshwright.planner.interval import explain_step_interval, predict_step_interval
 from meshwright.planner.pages import plans_document, simulation_document
 from meshwright.planner.plans import Plans, explain_difference
@@ -19,6 +20,7 @@ from meshwright.planner.slicing import Slicing, solve_slicing
 __all__ = [
     "Breakdown",
     "Coverage",
+    "FoundPlan",
     "NothingFitsError",
     "Plans",
     "RankedPlan",
@@ -29,6 +31,7 @@ __all__ = [
     "evaluate_plan",
     "explain_difference",
     "explain_step_interval",
+    "find_order",
     "plans_document",
     "predict_step_interval",
     "rank_simulation",

@@ -7,6 +7,7 @@ can, forward and backward of a microbatch on the first rank's kind of device:
     in turn      S = v·p   stage i on position i mod p
     v            S = 2p    stage i on position i, and stage 2p - 1 - i
     both ways    S = p     stage i on position i and once more on position p - 1 - i (p even, R = 1)
+    a file       as its lines say, line i being position i (or rank i, if it has a line for each)
 
 The smallest θ for which greedy stages of at most θ suffice is found by bisection; it is exact to the last bit of a sum.
 """
@@ -17,7 +18,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, cast
 
-from meshwright.program import SCHEDULE_LAYOUTS, name_schedule
+from meshwright.program import SCHEDULE_LAYOUTS, OrderFile, find_schedule, name_schedule
 from meshwright.spec import PlanError, StagePlan
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ def adopt_schedule(
     """
     name, content_hash = name_schedule(schedule)
     changed = replace(plan, schedule=name, schedule_hash=content_hash)
+    own = find_schedule(changed)
+    if isinstance(own, OrderFile):
+        return _follow_file(plan, changed, own, graph, cost)
     layout = SCHEDULE_LAYOUTS.get(cast("ScheduleName", name), "single")
     if layout == "single" and not plan.has_virtual_stages:
         return changed
@@ -60,8 +64,29 @@ def adopt_schedule(
             if size % 2 or len(positions[0]) > 1:
                 raise _impossible(name, f"it has {size} stages of {len(positions[0])} replicas", "an even number of 1")
             ranks = [(own[0], other[0]) for own, other in zip(positions, positions[::-1], strict=True)]
+    return _deal_out(plan, changed, ranks, graph, cost)
+
+
+def _follow_file(plan: Plan, changed: Plan, file: OrderFile, graph: Graph, cost: CostModel) -> Plan:
+    """The plan with the stages of a file of orders on the ranks of its lines; as it is if they lie there already."""
+    lines, positions = file.lines_of_stages(), _positions(plan)
+    if len(file.lines) == plan.num_ranks:
+        ranks = list(lines)
+    elif len(file.lines) == len(positions) and all(len(own) == 1 for own in lines):
+        ranks = [positions[line] for (line,) in lines]
+    else:
+        raise _impossible(
+            changed.schedule, f"it has {plan.num_ranks} ranks", f"the {len(file.lines)} that have a line in the file"
+        )
+    if ranks == [stage.ranks for stage in plan.stages]:
+        return changed
+    return _deal_out(plan, changed, ranks, graph, cost)
+
+
+def _deal_out(plan: Plan, changed: Plan, ranks: Sequence[tuple[int, ...]], graph: Graph, cost: CostModel) -> Plan:
+    """``changed`` with the layers cut into as even stages as can be, on these ranks."""
     if len(ranks) > len(graph.layers):
-        raise _impossible(name, f"the graph has {len(graph.layers)} layers", f"at least {len(ranks)}")
+        raise _impossible(changed.schedule, f"the graph has {len(graph.layers)} layers", f"at least {len(ranks)}")
     bounds = slice_evenly(_layer_seconds(plan, graph, cost), len(ranks))
     stages = (StagePlan(start=start, stop=stop, ranks=own) for (start, stop), own in zip(bounds, ranks, strict=True))
     return replace(changed, stages=tuple(stages))

@@ -33,6 +33,7 @@ from meshwright.spec import (
     Workload,
     with_branches,
 )
+from meshwright.spec.own_code import order_file
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 
 # Microbatch sizes that are tried when none are given: each prices the whole graph anew (0.1 to 0.3 s at 6,000 ops).
@@ -67,12 +68,12 @@ def search_plans(
     ``graph_for`` gives the graph for a microbatch size (the same one if its sizes are symbolic). Every plan uses
     exactly ``num_ranks`` ranks (default: the whole cluster) and, if given, ``num_stages`` stages.
     ``microbatch_sizes`` default to divisors of the global batch; ``memory_limit_bytes`` replaces every device's
-    memory. ``schedules`` are names, references ``path/to/file.py:function`` of your own, or such functions themselves;
-    plans that an own schedule cannot order are left out. Slicings are searched for gpipe, 1f1b and your own; other
-    named schedules take the plans found for these (for 1f1b, if none of them is asked for), with layers dealt out anew
-    and ``num_chunks`` stages on a rank where they need that (`adopt_schedule`). At most ``max_plans`` plans are
-    returned, fewer if their simulation would take long. ``model``, ``model_sizes`` and the cluster's name are noted in
-    the plans. The same input gives the same plans in the same order.
+    memory. ``schedules`` are names, references ``path/to/file.py:function`` of your own, such functions themselves, or
+    files of orders (``path/to/orders.csv``); plans that an own schedule cannot order are left out. Slicings are
+    searched for gpipe, 1f1b and your functions; others take the plans found for these (for 1f1b, if none of them is
+    asked for), with layers dealt out anew and ``num_chunks`` stages on a rank where they need that (`adopt_schedule`).
+    At most ``max_plans`` plans are returned, fewer if their simulation would take long. ``model``, ``model_sizes`` and
+    the cluster's name are noted in the plans. The same input gives the same plans in the same order.
 
     Raises PlanError for an argument out of range, NoFeasiblePlanError if nothing fits; its message names the
     constraint that binds and what would make a plan possible. Raises ScheduleReferenceError for what is no schedule,
@@ -82,7 +83,7 @@ def search_plans(
     if max_plans < 1:
         raise PlanError(f"At most {max_plans} plans were asked for; ask for at least 1.")
     named = dict(name_schedule(schedule) for schedule in schedules)
-    adopted = [name for name in named if name in SCHEDULE_NAMES and name not in BASIC_SCHEDULES]
+    adopted = [name for name in named if _is_adopted(name)]
     searched = {name: content_hash for name, content_hash in named.items() if name not in adopted}
     space = Space(
         graph_for=graph_for,
@@ -148,7 +149,7 @@ def search_plans(
         rejected += [item for item in others if not item.fits]
         fitting = [*(fitting if searched else ()), *(item for item in others if item.fits)]
         if not fitting:
-            raise PlanError(_nothing_adopted(adopted, rejected, refused))
+            raise _nothing_adopted(adopted, rejected, refused)
     return Plans(
         ranked=tuple(sorted(fitting, key=lambda item: item.step_time_s)[:max_plans]),
         rejected=tuple(rejected),
@@ -175,17 +176,24 @@ def _adopt(
             plan = adopt_schedule(plan, schedule, graph_for(plan.microbatch_size), cost, num_chunks=num_chunks)
             if plan not in found:
                 found[plan] = evaluate(plan)
-        except PlanError as error:
+        except (PlanError, ScheduleError, DeadlockError) as error:
             refused.append((plan, error))
     return list(found.values())
 
 
+def _is_adopted(schedule: str) -> bool:
+    """Whether plans are found for other schedules first: layouts of several stages on a rank, files of orders."""
+    return order_file(schedule) is not None or (schedule in SCHEDULE_NAMES and schedule not in BASIC_SCHEDULES)
+
+
 def _nothing_adopted(
     schedules: Sequence[str], rejected: Sequence[RankedPlan], refused: Sequence[tuple[Plan, MeshwrightError]]
-) -> str:
+) -> MeshwrightError:
+    if refused and not rejected and not isinstance(refused[0][1], PlanError):
+        return refused[0][1]
     reasons = [str(error) for _, error in refused[:1]]
     reasons += [f"{item.plan.describe()} needs too much memory." for item in rejected[-1:]]
-    return f"No plan that was found can follow {' or '.join(schedules)}. {' '.join(reasons)}"
+    return PlanError(f"No plan that was found can follow {' or '.join(schedules)}. {' '.join(reasons)}")
 
 
 def _with_next_best(

@@ -5,7 +5,10 @@ from meshwright.program.build import build_folded_program, build_program
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.check import check_program
 from meshwright.program.folding import Fold, folded_buckets
-from meshwright.program.orders import Order, compute_orders, count_in_flight, max_in_flight
+from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
+from meshwright.program.order import Order
+from meshwright.program.order_files import OrderFile, WrittenOrders, write_orders
+from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
 from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
 from meshwright.program.progress import picture_schedule
 from meshwright.program.repeat import Repeated, repeat_body
@@ -21,24 +24,31 @@ __all__ = [
     "Bucket",
     "Fold",
     "Forward",
+    "FoundOrders",
     "Order",
+    "OrderFile",
     "OwnSchedule",
     "ProgramBuilder",
     "Repeated",
+    "StageTimes",
+    "WrittenOrders",
     "build_folded_program",
     "build_program",
     "check_program",
     "compute_orders",
     "count_in_flight",
+    "find_orders",
     "find_schedule",
     "folded_buckets",
     "gradient_buckets",
     "local_microbatches",
     "max_in_flight",
+    "measure_orders",
     "name_schedule",
     "num_active",
     "picture_schedule",
     "repeat_body",
     "stays_on_rank",
     "with_schedule",
+    "write_orders",
 ]

@@ -17,7 +17,9 @@ from meshwright.program.builder import ProgramBuilder
 from meshwright.program.crossings import Crossings, append_transfers, find_crossings, join_orders
 from meshwright.program.endless import build_endless
 from meshwright.program.folding import Fold, folded_buckets
-from meshwright.program.orders import Order, compute_orders
+from meshwright.program.order import Order
+from meshwright.program.order_files import OrderFile
+from meshwright.program.orders import compute_orders
 from meshwright.program.own_schedules import OwnSchedule, find_schedule
 from meshwright.program.progress import play_orders, without_backwards
 from meshwright.program.schedules import OrderColumns
@@ -51,7 +53,7 @@ def build_folded_program(fold: Fold, graph: Graph) -> Program:
 def _build_program(
     plan: Plan,
     graph: Graph,
-    schedule: OwnSchedule | None,  # noqa: ARG001 - part of the key
+    schedule: OwnSchedule | OrderFile | None,  # noqa: ARG001 - part of the key
     fold: Fold | None,
 ) -> Program:
     check_plan(plan, graph)

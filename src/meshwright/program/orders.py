@@ -1,9 +1,8 @@
 """The order of every rank's computations under a plan's schedule, and how many microbatches it keeps.
 
-A user's own schedule is not trusted. What it yields is checked one by one: of each of the rank's stages, each of its
-microbatches runs once forward and once backward (whole, or in two parts), the backward after its forward; so a rank's
+A user's own schedule is not trusted. What it yields is held against the rules of `rank_rules` one by one, so a rank's
 order ends after three instructions per microbatch and stage at the latest. The function runs in a thread that is given
-up, with the line where it stands, when its time is over.
+up, with the line where it stands, when its time is over. A file of orders is data: `order_files` reads it.
 """
 
 from __future__ import annotations
@@ -14,19 +13,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType, GeneratorType
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from meshwright.program.order import KINDS, Order
+from meshwright.program.order_files import OrderFile, place_orders
 from meshwright.program.own_schedules import EXPECTED, OwnSchedule, find_schedule
+from meshwright.program.rank_rules import RELEASING, RankRules
 from meshwright.program.schedules import SCHEDULES, OrderColumns, local_microbatches, num_active
 from meshwright.program.schedules.columns import gather_columns
 from meshwright.program.schedules.endless import endless_order
 from meshwright.spec.errors import ScheduleError, ScheduleReferenceError
-from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Computation, Forward, Opcode
+from meshwright.spec.instructions import Computation, Opcode
 from meshwright.spec.own_code import importable, reported, source_line, split_reference
 from meshwright.spec.plan import Plan, SynchronousName
 
@@ -37,46 +38,8 @@ T = TypeVar("T")
 TIME_LIMIT_S = 10.0
 TIME_LIMIT_PER_INSTRUCTION_S = 1e-4
 
-_KINDS: dict[int, type[Computation]] = {
-    Opcode.FORWARD: Forward,
-    Opcode.BACKWARD: Backward,
-    Opcode.BACKWARD_INPUT: BackwardInput,
-    Opcode.BACKWARD_WEIGHT: BackwardWeight,
-}
-_OPCODES = {kind: Opcode(opcode) for opcode, kind in _KINDS.items()}
+_OPCODES = {kind: Opcode(opcode) for opcode, kind in KINDS.items()}
 _Row = tuple[Opcode, int, int]
-# A backward is one instruction, or two that follow each other.
-_PARTS = frozenset({Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT})
-# What gives back what a forward kept.
-_RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What one rank computes, in order; ``lines`` say where in the user's file each was yielded (none elsewhere)."""
-
-    rank: int
-    columns: OrderColumns
-    lines: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.columns)
-
-    def item(self, place: int) -> Computation:
-        """The typed view of one computation."""
-        columns = self.columns
-        kind = _KINDS[int(columns.opcode[place])]
-        return kind(stage=int(columns.stage[place]), microbatch=int(columns.microbatch[place]))
-
-    @property
-    def items(self) -> tuple[Computation, ...]:
-        """All of them, typed."""
-        return tuple(self.item(place) for place in range(len(self)))
-
-    def where(self, plan: Plan, place: int) -> str:
-        """The place in the user's file that yielded an item, for messages."""
-        parts = split_reference(plan.schedule)
-        return f" ({parts[0]}:{self.lines[place]})" if parts and self.lines and self.lines[place] else ""
 
 
 def compute_orders(plan: Plan) -> tuple[Order, ...]:
@@ -86,6 +49,8 @@ def compute_orders(plan: Plan) -> tuple[Order, ...]:
     this plan, ScheduleReferenceError if it is none or its file changed.
     """
     schedule = find_schedule(plan)
+    if isinstance(schedule, OrderFile):
+        return place_orders(plan, schedule)
     if schedule is not None:
         return _read_orders(plan, schedule)
     if plan.is_asynchronous:
@@ -145,7 +110,7 @@ def max_in_flight(plan: Plan, stage: int) -> int:
 def count_in_flight(columns: OrderColumns, stage: int) -> int:
     """The most forwards of a stage that are ahead of what releases them at any moment."""
     kinds = columns.opcode[columns.stage == stage]
-    ahead = np.cumsum((kinds == Opcode.FORWARD).astype(np.int64) - np.isin(kinds, _RELEASING))
+    ahead = np.cumsum((kinds == Opcode.FORWARD).astype(np.int64) - np.isin(kinds, RELEASING))
     return int(ahead.max(initial=0))
 
 
@@ -178,25 +143,18 @@ class _Reader:
                 f"{self._path}:{self._name} returned {_describe(result)}; expected a generator: it {EXPECTED}. "
                 "Let it yield Forward(stage=..., microbatch=...) and Backward(...)."
             ) from None
-        mine = self._expected(rank)
+        rules = RankRules({stage: local_microbatches(self._plan, stage, rank) for stage in self._plan.stages_of(rank)})
         rows: list[_Row] = []
         lines: list[int] = []
-        run: set[_Row] = set()
         # Around the checks too: numbers that are none may raise whatever they like when they are looked at.
         with self._reported(rank):
             for item in iterator:
                 line = self._line(iterator)
-                checked = self._check(item, rank, mine, run, line)
-                run.add(checked)
-                rows.append(checked)
+                rows.append(self._check(item, rank, rules, line))
                 lines.append(line)
-        self._check_all(run, rank, mine)
+        if missing := rules.missing():
+            raise ScheduleError(f"{self._path}:{self._name} ended on rank {rank} without {missing}")
         return Order(rank=rank, columns=gather_columns(rows), lines=tuple(lines))
-
-    def _expected(self, rank: int) -> dict[int, range]:
-        """The microbatches of each stage of a rank."""
-        plan = self._plan
-        return {stage: local_microbatches(plan, stage, rank) for stage in plan.stages_of(rank)}
 
     def in_time(self, call: Callable[[], T], limit_s: float) -> T:
         """Run ``call`` in a thread of its own; ScheduleReferenceError, with the line where it stands, if it stays."""
@@ -238,7 +196,7 @@ class _Reader:
             # Ctrl-C reaches the main thread alone: here the schedule itself raised it.
             raise ScheduleError(f"{what} {type(error).__name__}. Let it yield instructions and return.") from error
 
-    def _check(self, item: Any, rank: int, mine: dict[int, range], run: set[_Row], line: int) -> _Row:
+    def _check(self, item: Any, rank: int, rules: RankRules, line: int) -> _Row:
         """The item as plain numbers; ScheduleError if it may not come now."""
         if type(item) not in _OPCODES:
             what = f"{_describe(item)} was yielded; expected Forward, Backward, or BackwardInput and BackwardWeight"
@@ -248,36 +206,11 @@ class _Reader:
             stage, microbatch = operator.index(item.stage), operator.index(item.microbatch)
         except TypeError:
             stage = microbatch = -1
-        if microbatch not in mine.get(stage, range(0)) or item.version != 0:
-            expected = "; or ".join(
-                f"stage {index} and a microbatch of {_words(local)}" for index, local in mine.items()
-            )
-            raise self._wrong(line, f"{_name(item)} was yielded; expected {expected}", rank)
-        done = {kind for kind in _OPCODES.values() if (kind, stage, microbatch) in run}
-        if (
-            opcode in done
-            or (opcode is Opcode.BACKWARD and done & _PARTS)
-            or (opcode in _PARTS and Opcode.BACKWARD in done)
-        ):
-            raise self._wrong(line, f"{_name(item)} was yielded twice; each microbatch runs once each way", rank)
-        if opcode is not Opcode.FORWARD and Opcode.FORWARD not in done:
-            raise self._wrong(line, f"{_name(item)} was yielded before its forward, whose values it needs", rank)
-        if opcode is Opcode.BACKWARD_WEIGHT and Opcode.BACKWARD_INPUT not in done:
-            raise self._wrong(line, f"{_name(item)} was yielded before its BackwardInput, which comes first", rank)
+        if not rules.knows(stage, microbatch) or item.version != 0:
+            raise self._wrong(line, f"{_name(item)} was yielded; expected {rules.expected()}", rank)
+        if fault := rules.take(opcode, stage, microbatch):
+            raise self._wrong(line, f"{_name(item)} was yielded {fault}", rank)
         return opcode, stage, microbatch
-
-    def _check_all(self, run: set[_Row], rank: int, mine: dict[int, range]) -> None:
-        pairs = [(stage, microbatch) for stage, local in mine.items() for microbatch in local]
-        missing = [("Forward", *pair) for pair in pairs if (Opcode.FORWARD, *pair) not in run]
-        missing += [("Backward", *pair) for pair in pairs if not any((kind, *pair) in run for kind in _RELEASING)]
-        if missing:
-            kind, stage, microbatch = missing[0]
-            raise ScheduleError(
-                f"{self._path}:{self._name} ended on rank {rank} without "
-                f"{kind}(stage={stage}, microbatch={microbatch}) ({len(missing)} of {2 * len(pairs)} "
-                f"instructions are missing). Yield one forward and one backward for each microbatch of "
-                f"{_words(mine[stage])}."
-            )
 
     def _wrong(self, line: int, what: str, rank: int) -> ScheduleError:
         where = source_line(self._path, line) if line else f"{self._path}:{self._name}"
@@ -311,10 +244,3 @@ def _describe(value: Any) -> str:
 
 def _name(item: Computation) -> str:
     return f"{type(item).__name__}(stage={item.stage!r}, microbatch={item.microbatch!r})"[:100]
-
-
-def _words(microbatches: range) -> str:
-    if len(microbatches) <= 4:
-        return ", ".join(map(str, microbatches))
-    step = f" in steps of {microbatches.step}" if microbatches.step > 1 else ""
-    return f"{microbatches[0]} to {microbatches[-1]}{step}"

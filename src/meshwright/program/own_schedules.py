@@ -1,4 +1,4 @@
-"""A user's own schedules: ``path/to/file.py:function`` is found, bound by a hash, and called.
+"""A user's own schedules: ``path/to/file.py:function`` or ``path/to/orders.csv`` is found and bound by a hash.
 
 A plan keeps the reference and the hash of the file's content; a file that changed since is refused. What the file
 imports is not hashed. Relative paths are relative to the working directory, as those of models are.
@@ -13,10 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from meshwright.program.order_files import OrderFile, parse_order_file, read_order_file
 from meshwright.program.schedules import SCHEDULES
 from meshwright.spec.errors import ScheduleReferenceError
 from meshwright.spec.instructions import Computation
-from meshwright.spec.own_code import load_function, read_source, source_hash, split_reference
+from meshwright.spec.own_code import load_function, order_file, read_source, source_hash, split_reference
 from meshwright.spec.plan import SCHEDULE_NAMES, Plan, unknown_schedule
 
 # What a user writes: (plan, rank) → the rank's computations, one by one.
@@ -25,26 +26,30 @@ OwnSchedule = Callable[[Plan, int], Iterable[Computation]]
 EXPECTED = "yields the forwards and backwards of one rank: function(plan, rank)"
 
 
-def find_schedule(plan: Plan) -> OwnSchedule | None:
-    """The user's own schedule of a plan, None for a named one.
+def find_schedule(plan: Plan) -> OwnSchedule | OrderFile | None:
+    """The user's own schedule of a plan, a function or a file of orders; None for a named one.
 
     Raises ScheduleReferenceError if its file is gone, changed, or no longer has it.
     """
     if not plan.has_own_schedule:
         return None
-    path, name = _split(plan.schedule)
-    content = read_source(path, EXPECTED, ScheduleReferenceError)
+    orders = order_file(plan.schedule)
+    path, name = (orders, "") if orders else _split(plan.schedule)
+    content = read_order_file(path) if orders else read_source(path, EXPECTED, ScheduleReferenceError)
     found = source_hash(content)
     if found != plan.schedule_hash:
         raise ScheduleReferenceError(
             f"{path} changed since the plan was made: its hash was {plan.schedule_hash} and is {found}. Plan again "
             f"with --schedule {plan.schedule}, or put the file back as it was."
         )
-    return _load(path.resolve(), path, name, content)
+    return parse_order_file(path, content) if orders else _load(path.resolve(), path, name, content)
 
 
 def with_schedule(plan: Plan, schedule: str | OwnSchedule) -> Plan:
-    """The same plan under another schedule: a name, a reference ``path/to/file.py:function``, or a function in a file.
+    """The same plan under another schedule.
+
+    That is a name, a function in a file or its reference ``path/to/file.py:function``, or a file of orders,
+    ``path/to/orders.csv``.
 
     Raises PlanError for an unknown name, ScheduleReferenceError if there is no such function or others could not
     import it.
@@ -63,6 +68,11 @@ def name_schedule(schedule: str | OwnSchedule) -> tuple[str, str]:
             f"{reference!r} names a file but no function in it. Give {reference}:function, where the function "
             f"{EXPECTED}."
         )
+    orders = order_file(reference)
+    if orders is not None:
+        content = read_order_file(orders)
+        parse_order_file(orders, content)
+        return reference, source_hash(content)
     path, name = _split(reference)
     content = read_source(path, EXPECTED, ScheduleReferenceError)
     _load(path.resolve(), path, name, content)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.program.orders import Order, compute_orders
+from meshwright.program.order import Order
+from meshwright.program.orders import compute_orders
 from meshwright.spec.errors import DeadlockError, PlanError
 from meshwright.spec.instructions import Opcode, instruction_name
 from meshwright.spec.plan import Plan
@@ -92,8 +93,10 @@ def picture_schedule(plan: Plan) -> Timeline:
 def without_backwards(order: Order, differentiated: NDArray[np.bool_]) -> Order:
     """The order without the backwards of stages that have none; ``differentiated`` of shape (stages,)."""
     kept = np.flatnonzero((order.columns.opcode == Opcode.FORWARD) | differentiated[order.columns.stage])
-    lines = tuple(order.lines[place] for place in kept.tolist()) if order.lines else ()
-    return Order(rank=order.rank, columns=order.columns.select(kept), lines=lines)
+    lines, places = (
+        tuple(told[place] for place in kept.tolist()) if told else () for told in (order.lines, order.places)
+    )
+    return Order(rank=order.rank, columns=order.columns.select(kept), lines=lines, places=places)
 
 
 class _Play:

@@ -18,6 +18,7 @@ from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.simulate import simulate_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation
+from meshwright.simulator.stage_times import stage_times
 from meshwright.simulator.steady import describe_steady_step, steady_rows
 
 __all__ = [
@@ -39,5 +40,6 @@ __all__ = [
     "price_program",
     "simulate_plan",
     "simulate_program",
+    "stage_times",
     "steady_rows",
 ]

@@ -72,10 +72,12 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
     if not graph.has_loss or graph.mode != "training" or any(op.phase == "backward" for op in graph.ops):
         return None
     stages = plan.stages_of(rank)
-    if len(stages) > 1 or plan.schedule.startswith("zb"):
+    if len(stages) > 1:
         return None
     stage = slice_graph(graph, plan.bounds)[stages[0]]
     computed = compute_order(build_program(plan, graph), rank)
+    if (computed[:, 0] == Opcode.BACKWARD_INPUT).any():
+        return None
     order = repeat_free([(opcode != Opcode.FORWARD, microbatch) for opcode, _, microbatch in computed.tolist()])
     if len(order) * len(stage.ops) > MAX_VISITS:
         return None

@@ -34,6 +34,11 @@ def split_reference(reference: str) -> tuple[Path, str] | None:
     return (Path(path).expanduser(), name) if separator and path.endswith(".py") else None
 
 
+def order_file(reference: str) -> Path | None:
+    """``path/to/orders.csv``, a file that lists the order of every rank, as a path; None if it is not of that form."""
+    return Path(reference).expanduser() if reference.endswith(".csv") else None
+
+
 def read_source(path: Path, expected: str, error: type[MeshwrightError]) -> bytes:
     """The content of a Python file; ``error`` says what is wrong with it and that ``expected`` was."""
     if not path.exists() or path.is_dir():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from meshwright.spec.errors import GraphMismatchError, PlanError, suggest
 from meshwright.spec.html import Printer, html_table
-from meshwright.spec.own_code import split_reference
+from meshwright.spec.own_code import order_file, split_reference
 from meshwright.spec.slices import check_bounds, slice_graph
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
@@ -77,7 +77,8 @@ class Plan:
 
     ``model`` and ``cluster`` are the references that were given, ``model_sizes`` the sizes asked for beside the model's
     own (for people and for `run`); ``graph_hash`` is what binds the plan. ``schedule`` is a name or the reference of
-    the user's own, ``path/to/file.py:function``, which ``schedule_hash``, that of the file's content, binds.
+    the user's own, ``path/to/file.py:function`` or ``path/to/orders.csv``, which ``schedule_hash``, that of the file's
+    content, binds.
     """
 
     model: str
@@ -230,7 +231,7 @@ def unknown_schedule(name: str) -> PlanError:
     """The error for what is neither the name of a schedule nor the reference of one."""
     return PlanError(
         f"There is no schedule {name!r}{suggest(name, SCHEDULE_NAMES)}. Give {' or '.join(SCHEDULE_NAMES)}, or your "
-        "own as path/to/file.py:function."
+        "own as path/to/file.py:function or path/to/orders.csv."
     )
 
 
@@ -242,7 +243,7 @@ def _check_schedule(plan: Plan) -> None:
                 "file. Leave it out."
             )
         return
-    if split_reference(plan.schedule) is None:
+    if split_reference(plan.schedule) is None and order_file(plan.schedule) is None:
         raise unknown_schedule(plan.schedule)
     if not _HASH.fullmatch(plan.schedule_hash):
         raise PlanError(

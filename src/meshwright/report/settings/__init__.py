@@ -1,7 +1,7 @@
 """Files that start a plan, here or in another system.
 
 `launch_script` and `slurm_script` start it with `meshwright run`; `export_settings` says it in the words of another
-system, with what that system cannot express.
+system, with what that system cannot express; `export_orders` the orders of its ranks in those of torch's pipelining.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from meshwright.report.settings.deepspeed import export_deepspeed
 from meshwright.report.settings.facts import Facts, gather_facts
 from meshwright.report.settings.launch import launch_script, ranks_per_node, slurm_script
 from meshwright.report.settings.megatron import export_megatron
+from meshwright.report.settings.orders import export_orders
 from meshwright.report.settings.settings import Settings, Unsaid, notes
 from meshwright.report.settings.torchtitan import export_torchtitan
 from meshwright.spec import Cluster, Plan, PlanError, suggest
@@ -38,6 +39,7 @@ __all__ = [
     "Facts",
     "Settings",
     "Unsaid",
+    "export_orders",
     "export_settings",
     "gather_facts",
     "launch_script",

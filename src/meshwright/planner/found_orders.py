@@ -1,0 +1,156 @@
+"""The best order for a plan's own stages: found for their times, held against every named schedule, simulated.
+
+    stage_times    what the simulator charges for each stage              (simulator.stage_times)
+    limits         a rank's memory less what it holds besides microbatches, by the simulated named schedules
+    find_orders    the shortest order under the model of `program.found`
+    simulate       that order and every named schedule of this layout; the fastest that fits is the result
+
+So the result is, in the simulator itself, never slower than a named schedule that takes the stages as they lie and
+fits, nor than the plan's own. What is found for a model without queues on links may lose there; then the plan follows
+the fastest of these by its name (as a file, its order would take more: the runtime bounds the gradients on their way
+for named schedules only), and the file has its order all the same.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost import CostModel
+from meshwright.planner.evaluate import RankedPlan, evaluate_plan
+from meshwright.planner.placement import memory_limit
+from meshwright.program import FoundOrders, Order, compute_orders, find_orders, with_schedule, write_orders
+from meshwright.simulator import Contention, stage_times
+from meshwright.spec import Cluster, Graph, Opcode, Plan, PlanError, format_seconds, write_text
+from meshwright.spec.plan import SCHEDULE_NAMES
+
+# How often the limits are drawn tighter where the simulator finds more than they allow for.
+_MAX_ATTEMPTS = 4
+_RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlan:
+    """The plan under the fastest order, as simulated; and the file with that order as text.
+
+    ``model`` is what the search for orders says of its own result, None if none fits. ``named``: the named schedules
+    that take these stages, and the plan's own, simulated, fastest first; ``name``: the one among them whose order it
+    is, "" for a new one.
+    """
+
+    best: RankedPlan
+    text: str
+    model: FoundOrders | None
+    named: tuple[RankedPlan, ...]
+    name: str
+
+    def explain(self) -> str:
+        """Two lines for people."""
+        fitting = [item for item in self.named if item.fits]
+        step = f"{format_seconds(self.best.step_time_s)} per step"
+        if self.name:
+            words = f"No order was found that is faster than {self.name}, which the plan follows: {step}."
+        elif fitting:
+            share = 1 - self.best.step_time_s / fitting[0].step_time_s
+            words = f"An order was found: {step}, {100 * share:.1f} % less than {fitting[0].plan.schedule} takes."
+        else:
+            which = "fits" if self.named else "takes these stages"
+            words = f"An order was found: {step}. No named schedule {which}."
+        if self.model is None:
+            return words
+        return f"{words}\nBy stage times alone it is at most {100 * self.model.gap:.1f} % longer than the shortest one."
+
+
+def find_order(
+    plan: Plan,
+    graph: Graph,
+    cluster: Cluster,
+    path: Path,
+    *,
+    cost: CostModel | None = None,
+    whole: bool = False,
+    memory_limit_bytes: int | None = None,
+    contention: Contention = "queued",
+) -> FoundPlan:
+    """Find the fastest order of a plan's stages, write it to ``path`` (.csv) and let the plan follow it.
+
+    It follows a named schedule, or its own, by name where nothing faster was found.
+
+    ``whole``: only whole backwards, as the runtime executes them. ``memory_limit_bytes`` replaces every device's
+    memory. Raises PlanError if no order fits, or the plan is not for this graph, cluster or for training.
+    """
+    cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
+
+    def evaluate(item: Plan) -> RankedPlan:
+        return evaluate_plan(item, graph, cluster, cost, memory_limit_bytes=memory_limit_bytes, contention=contention)
+
+    times = stage_times(plan, graph, cost)
+    named = sorted(_named(plan, evaluate, whole=whole), key=lambda item: item.step_time_s)
+    best, model = next((item for item in named if item.fits), None), None
+    text = "" if best is None else write_orders(best.plan, compute_orders(best.plan)).text
+    kept = np.asarray(times.kept_bytes, np.int64)
+    limits = _limits(kept, named, [memory_limit(cluster, rank, memory_limit_bytes) for rank in range(plan.num_ranks)])
+    with tempfile.TemporaryDirectory() as folder:
+        for attempt in range(_MAX_ATTEMPTS):
+            try:
+                found = find_orders(plan, replace(times, limit_bytes=limits), whole=whole)
+            except PlanError:
+                break
+            orders = tuple(Order(rank=rank, columns=columns) for rank, columns in enumerate(found.columns))
+            written = write_orders(plan, orders).text
+            item = evaluate(with_schedule(plan, str(write_text(written, Path(folder) / f"{attempt}.csv"))))
+            if item.fits:
+                model = found
+                if best is None or item.step_time_s < best.step_time_s:
+                    best, text = item, written
+                break
+            excess = np.array(item.peak_memory_bytes) - np.array(item.memory_limit_bytes)
+            limits = np.where(excess > 0, np.maximum(_held(kept, orders) - excess, 0), limits)
+    if best is None:
+        raise PlanError(
+            f"No order of these stages fits: {plan.describe()}. Choose smaller microbatches or more stages."
+        )
+    name = best.plan.schedule if best in named else ""
+    write_text(text, path)
+    if not name:
+        best = replace(best, plan=with_schedule(plan, str(path)))
+    return FoundPlan(best=best, text=text, model=model, named=tuple(named), name=name)
+
+
+def _named(plan: Plan, evaluate: Callable[[Plan], RankedPlan], *, whole: bool) -> Iterator[RankedPlan]:
+    """The plan under every named schedule that takes its stages as they lie, and under its own.
+
+    ``whole``: those with whole backwards, and of one stage on a rank those that the runtime executes.
+    """
+    others = [replace(plan, schedule=name, schedule_hash="") for name in SCHEDULE_NAMES]
+    for other in dict.fromkeys([*others, plan]):
+        if whole and not (other.is_runnable or plan.has_virtual_stages):
+            continue
+        try:
+            orders = compute_orders(other)
+        except PlanError:
+            continue
+        if not whole or not any((order.columns.opcode == Opcode.BACKWARD_INPUT).any() for order in orders):
+            yield evaluate(other)
+
+
+def _limits(kept: NDArray[np.int64], named: Sequence[RankedPlan], limits: Sequence[int]) -> NDArray[np.int64]:
+    """Bytes of microbatches that each rank may hold: its memory less the most that it holds besides under any name."""
+    besides = [np.array(item.peak_memory_bytes) - _held(kept, compute_orders(item.plan)) for item in named]
+    most = np.max(besides, axis=0, initial=0) if besides else 0
+    return np.maximum(np.array(limits, np.int64) - most, 0)
+
+
+def _held(kept: NDArray[np.int64], orders: Sequence[Order]) -> NDArray[np.int64]:
+    """The most bytes of microbatches that each rank holds at once, shape (ranks,)."""
+    most = []
+    for order in orders:
+        opcode, stage = order.columns.opcode, order.columns.stage
+        change = kept[stage] * ((opcode == Opcode.FORWARD).astype(np.int64) - np.isin(opcode, _RELEASING))
+        most.append(int(np.cumsum(change).max(initial=0)))
+    return np.array(most, np.int64)

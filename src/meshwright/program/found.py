@@ -1,0 +1,312 @@
+"""Which order is shortest for given times of the stages, within so much memory on every rank?
+
+The model: stage s takes F, I and W for a forward, the part of a backward for inputs and that for weights; what crosses
+to another rank takes C on the way there and G on the way back, whatever else is under way. A microbatch holds K bytes
+of a stage from the start of its forward to the end of its part for weights. The length of a step is the time from the
+first start to the last end on any rank.
+
+    greedy     a list scheduler in the manner of Qi et al. (Zero Bubble, ICLR 2024, section 3.1): forwards as far ahead
+               as allowed, backwards as soon as they can, weights in gaps. It is run for a grid of choices: how far
+               ahead (of what one round trip needs, or of all memory), what goes first, which gaps are filled.
+    improve    the best of them are improved by moving computations on the critical path
+    named      every named schedule that takes the layout, where it fits: nothing slower is ever returned
+    bound      no order can be shorter. On a rank that the first microbatch reaches after H at the earliest:
+                   H + Σ (F + I + W)                             it computes all of this
+                   H + Σ (F + I) + the way back to stage 0        its last gradient has to travel
+                   H + Σ K τ / limit                              a byte of a microbatch is held for a round trip τ
+
+The loops are compiled (`list_scheduler`, `order_moves`, `order_loops`). The same input gives the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise, product
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshwright.program.list_scheduler import Rule, write_greedily
+from meshwright.program.order_loops import Columns, Ints, Problem, fits, play
+from meshwright.program.order_moves import improve
+from meshwright.program.schedules import SCHEDULES, OrderColumns, local_microbatches
+from meshwright.program.schedules.columns import make_columns
+from meshwright.spec.errors import PlanError
+from meshwright.spec.plan import Plan
+
+# How far ahead ranks may run: of the microbatches that one round trip needs; the last one is all that memory allows.
+_AHEAD = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, np.inf)
+# Gaps that are filled (of the part for weights), and parts for weights that may wait.
+_FILL = (0.0, 0.5, 1.0)
+_OWED = (-1, 0)
+_PATIENCE = (0.0, 0.5)
+# So many orders are improved, each by at most so many moves, all with at most so many computations played.
+_IMPROVED = 8
+_MAX_MOVES = 4_000
+_MAX_PLAYED = 6_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageTimes:
+    """Picoseconds and bytes for one microbatch, and what ranks may hold.
+
+    ``forward_ps``, ``inputs_ps`` and ``weights_ps`` have shape (stages,), or (stages, ranks) where ranks differ;
+    ``sending_ps`` (to the next stage), ``returning_ps`` (of its gradient) of shape (stages - 1,) count between two
+    ranks only; ``kept_bytes`` (stages,), ``limit_bytes`` (ranks,). What is not given is 0, a limit endless.
+    """
+
+    forward_ps: ArrayLike
+    inputs_ps: ArrayLike
+    weights_ps: ArrayLike
+    sending_ps: ArrayLike = 0
+    returning_ps: ArrayLike = 0
+    kept_bytes: ArrayLike = 0
+    limit_bytes: ArrayLike = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FoundOrders:
+    """The orders of all ranks, by rank, their length, the bound, and the lengths of the named ones that fit.
+
+    ``name``: the named schedule that it is, "" for a new one.
+    """
+
+    columns: tuple[OrderColumns, ...]
+    length_ps: int
+    bound_ps: int
+    named_ps: Mapping[str, int]
+    name: str = ""
+
+    @property
+    def gap(self) -> float:
+        """By which share it is longer than the bound."""
+        return self.length_ps / self.bound_ps - 1 if self.bound_ps else 0.0
+
+
+def find_orders(plan: Plan, times: StageTimes, *, whole: bool = False) -> FoundOrders:
+    """The shortest orders that were found for the stages of a plan; its own schedule does not matter.
+
+    ``whole``: only whole backwards, as the runtime executes them (named schedules in two parts are not asked then).
+    Raises PlanError for times of another shape or below 0, and if not even one microbatch fits on some rank.
+    """
+    search = _Search(plan, times, whole=whole)
+    named = dict(search.named())
+    candidates = sorted(search.greedy(), key=lambda pair: pair[0])[:_IMPROVED]
+    found = [(length, "", columns) for length, columns in map(search.improved, candidates)]
+    found += [(length, name, columns) for name, (length, columns) in named.items()]
+    if not found:
+        raise PlanError(
+            f"No order of {plan.num_microbatches} microbatches was found within the memory of each rank "
+            f"({', '.join(map(str, search.problem.limit[:8].tolist()))} bytes). Give more, or smaller microbatches."
+        )
+    length, name, columns = min(found, key=lambda item: item[:2])
+    return FoundOrders(
+        columns=_split_by_rank(columns),
+        length_ps=length,
+        bound_ps=search.bound,
+        named_ps={name: length for name, (length, _) in named.items()},
+        name=name,
+    )
+
+
+def measure_orders(plan: Plan, times: StageTimes, columns: tuple[OrderColumns, ...]) -> int:
+    """The length of given orders under the model, -1 if their ranks wait in a circle."""
+    joined = _join(columns)
+    return play(make_problem(plan, times), joined, np.empty(len(joined.opcode), np.int64))
+
+
+def make_problem(plan: Plan, times: StageTimes) -> Problem:
+    """The plan and its times as the loops read them. Raises PlanError for times of another shape or below 0."""
+    num_stages, num_ranks = len(plan.stages), plan.num_ranks
+    seats = [(rank, stage) for rank in range(num_ranks) for stage in plan.stages_of(rank)]
+    numbers = {(stage, rank): seat for seat, (rank, stage) in enumerate(seats)}
+    own = [local_microbatches(plan, stage, rank) for rank, stage in seats]
+    ranks, stages = np.array(seats, np.int64).T
+
+    def of_seats(name: str) -> Ints:
+        given = np.asarray(getattr(times, name), np.int64)
+        table = _shaped(given.reshape(-1, 1) if given.ndim == 1 else given, (num_stages, num_ranks), name)
+        return np.ascontiguousarray(table[stages, ranks])
+
+    def between(name: str, leading: int) -> Ints:
+        values = _shaped(getattr(times, name), (num_stages - 1,), name)
+        return np.concatenate([np.zeros(leading, np.int64), values, np.zeros(1 - leading, np.int64)])
+
+    return Problem(
+        seat_offsets=np.searchsorted(ranks, np.arange(num_ranks + 1)).astype(np.int64),
+        seat_stage=np.ascontiguousarray(stages),
+        seat_rank=np.ascontiguousarray(ranks),
+        seat_first=np.array([each.start for each in own], np.int64),
+        seat_step=np.array([each.step for each in own], np.int64),
+        seat_count=np.array([len(each) for each in own], np.int64),
+        replica_offsets=np.cumsum([0, *(len(stage.ranks) for stage in plan.stages)]).astype(np.int64),
+        replica_seats=np.array(
+            [numbers[s, rank] for s, item in enumerate(plan.stages) for rank in item.ranks], np.int64
+        ),
+        forward=of_seats("forward_ps"),
+        inputs=of_seats("inputs_ps"),
+        weights=of_seats("weights_ps"),
+        sending=between("sending_ps", 0),
+        returning=between("returning_ps", 1),
+        kept=_shaped(times.kept_bytes, (num_stages,), "kept_bytes").copy(),
+        limit=_shaped(times.limit_bytes, (num_ranks,), "limit_bytes").copy(),
+        num_microbatches=plan.num_microbatches,
+    )
+
+
+class _Search:
+    def __init__(self, plan: Plan, times: StageTimes, *, whole: bool) -> None:
+        problem = make_problem(plan, times)
+        if whole:  # as if all of a backward were needed by the stage before
+            problem = problem._replace(inputs=problem.inputs + problem.weights, weights=np.zeros_like(problem.weights))
+        self.problem = problem
+        self._plan, self._whole = plan, whole
+        counts = self.problem.seat_count * (2 if whole else 3)
+        self._offsets = np.concatenate([[0], np.cumsum(counts)])[self.problem.seat_offsets].astype(np.int64)
+
+    def named(self) -> Iterator[tuple[str, tuple[int, Columns]]]:
+        """Length and orders of every named schedule that takes the layout, fits, and ends."""
+        for name, write in SCHEDULES.items():
+            try:
+                plan = replace(self._plan, schedule=name, schedule_hash="")
+                orders = tuple(write(plan, rank) for rank in range(plan.num_ranks))
+            except PlanError:
+                continue
+            columns = _join(orders)
+            in_parts = len(columns.opcode) > 2 * int(self.problem.seat_count.sum())
+            if not (self._whole and in_parts) and fits(self.problem, columns):
+                length = play(self.problem, columns, np.empty(len(columns.opcode), np.int64))
+                yield name, (length, columns)
+
+    def greedy(self) -> Iterator[tuple[int, Columns]]:
+        """Length and orders for every choice of the list scheduler that ends, without those that are there already."""
+        seen: set[bytes] = set()
+        for ahead, rule in product(_AHEAD, self._rules()):
+            columns = _empty(self._offsets)
+            length = write_greedily(self.problem, self._cap(ahead), rule, columns)
+            key = columns.opcode.tobytes() + columns.stage.tobytes()
+            if length >= 0 and key not in seen:
+                seen.add(key)
+                yield length, columns
+            if length == self.bound:
+                return
+
+    def _rules(self) -> list[Rule]:
+        whole, single = self._whole, not self._plan.has_virtual_stages
+        return [
+            Rule(not whole, forward_first, patience, fill, owed, deepest_first)
+            for forward_first, patience in product((False, True), _PATIENCE)
+            for fill, owed in ([(0.0, -1)] if whole else product(_FILL, _OWED))
+            for deepest_first in ((True,) if single else (True, False))
+        ]
+
+    def improved(self, candidate: tuple[int, Columns]) -> tuple[int, Columns]:
+        """The candidate after local improvement."""
+        columns = candidate[1]
+        rounds = min(_MAX_MOVES, _MAX_PLAYED // (_IMPROVED * len(columns.opcode)))
+        return improve(self.problem, columns, rounds, self.bound, len(columns.opcode)), columns
+
+    def _cap(self, ahead: float) -> Ints:
+        """Bytes that ranks may hold if they run ahead by so much of a round trip; at least one microbatch."""
+        problem = self.problem
+        if ahead == np.inf:
+            return problem.limit
+        work = problem.forward + problem.inputs + problem.weights
+        busy = np.add.reduceat(work * problem.seat_count, problem.seat_offsets[:-1]).max() / problem.num_microbatches
+        kept = problem.kept[problem.seat_stage]
+        # Of a stage with R replicas each has every R-th microbatch.
+        number = np.ceil(ahead * self._round_trips[problem.seat_stage] / max(busy, 1) / problem.seat_step)
+        cap = np.add.reduceat(kept * np.maximum(number, 1).astype(np.int64), problem.seat_offsets[:-1])
+        return np.minimum(cap, problem.limit)
+
+    @cached_property
+    def bound(self) -> int:
+        """What no order is shorter than; see the module."""
+        problem, heads = self.problem, self._heads
+        trips, back = self._round_trips, self._ways_back
+        longest = 0
+        for rank in range(self._plan.num_ranks):
+            seats = np.arange(problem.seat_offsets[rank], problem.seat_offsets[rank + 1])
+            stages, count = problem.seat_stage[seats], problem.seat_count[seats]
+            head = int(heads[stages].min())
+            moving = int((count * (problem.forward + problem.inputs)[seats]).sum())
+            work = moving + int((count * problem.weights[seats]).sum())
+            held = sum(
+                int(n) * int(k) * int(t) for n, k, t in zip(count, problem.kept[stages], trips[stages], strict=True)
+            )
+            limit = int(problem.limit[rank])
+            if len(seats) == 1 and (kept := int(problem.kept[stages[0]])):
+                limit -= limit % kept
+            longest = max(
+                longest, head + work, head + moving + int(back[stages].min()), head + -(-held // max(limit, 1))
+            )
+        return longest
+
+    @cached_property
+    def _heads(self) -> Ints:
+        """When a microbatch can reach each stage at the earliest, shape (stages,)."""
+        hops = self._fastest(self.problem.forward)[:-1] + self._crossing(self.problem.sending[:-1])
+        return np.concatenate([[0], np.cumsum(hops)]).astype(np.int64)
+
+    @cached_property
+    def _ways_back(self) -> Ints:
+        """From the end of a stage's part for inputs until all of that microbatch is done, at least, shape (stages,)."""
+        inputs, weights = self._fastest(self.problem.inputs), self._fastest(self.problem.weights)
+        crossing = self._crossing(self.problem.returning[1:])
+        back = weights.copy()
+        for stage in range(1, len(back)):
+            back[stage] = max(weights[stage], crossing[stage - 1] + inputs[stage - 1] + back[stage - 1])
+        return back
+
+    @cached_property
+    def _round_trips(self) -> Ints:
+        """From the start of a stage's forward to the end of its part for weights, at least, shape (stages,)."""
+        forward, inputs = self._fastest(self.problem.forward), self._fastest(self.problem.inputs)
+        trip = forward + inputs
+        there, back = self._crossing(self.problem.sending[:-1]), self._crossing(self.problem.returning[1:])
+        for stage in range(len(trip) - 2, -1, -1):
+            trip[stage] += there[stage] + trip[stage + 1] + back[stage]
+        return trip + self._fastest(self.problem.weights)
+
+    def _fastest(self, seconds: Ints) -> Ints:
+        """The least of each stage's seats."""
+        return np.minimum.reduceat(seconds[self.problem.replica_seats], self.problem.replica_offsets[:-1])
+
+    def _crossing(self, between: Ints) -> Ints:
+        """What a transfer takes at least: nothing where two stages share a rank."""
+        ranks = [set(stage.ranks) for stage in self._plan.stages]
+        apart = [not ranks[stage] & ranks[stage + 1] for stage in range(len(ranks) - 1)]
+        return np.where(apart, between, 0).astype(np.int64)
+
+
+def _shaped(values: ArrayLike, shape: tuple[int, ...], name: str) -> NDArray[np.int64]:
+    try:
+        found = np.broadcast_to(np.asarray(values, np.int64), shape)
+    except ValueError:
+        raise PlanError(f"{name} has shape {np.shape(values)}; expected {shape}, or one number for all.") from None
+    if found.size and found.min() < 0:
+        raise PlanError(f"{name} has the number {found.min()}; expected none below 0.")
+    return found
+
+
+def _empty(offsets: Ints) -> Columns:
+    opcode, stage, microbatch, joint = np.zeros((4, int(offsets[-1])), np.int64)
+    return Columns(offsets, opcode, stage, microbatch, joint)
+
+
+def _join(orders: tuple[OrderColumns, ...]) -> Columns:
+    return Columns(
+        np.cumsum([0, *map(len, orders)]).astype(np.int64),
+        *(
+            np.concatenate([getattr(order, name) for order in orders]).astype(np.int64)
+            for name in ("opcode", "stage", "microbatch", "joint")
+        ),
+    )
+
+
+def _split_by_rank(columns: Columns) -> tuple[OrderColumns, ...]:
+    return tuple(
+        make_columns(*(column[begin:end] for column in columns[1:])) for begin, end in pairwise(columns.offsets)
+    )

@@ -1,0 +1,190 @@
+"""An order written greedily: whenever a rank is free, a rule chooses what it computes next.
+
+In the manner of Qi et al. (Zero Bubble, ICLR 2024, section 3.1): forwards ahead as memory allows, backwards as soon as
+they can, weights in the gaps. All ranks share one clock, so that a rank knows what is on its way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.cost.compiled import compiled
+from meshwright.program.order_loops import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Columns,
+    Ints,
+    Problem,
+    duration,
+    seat_of,
+)
+
+_NEVER = 2**62
+
+
+class Rule(NamedTuple):
+    """How `write_greedily` chooses.
+
+    ``split``: backwards in two parts. ``forward_first``: before a backward that could run, too. ``patience``: wait for
+    a backward that comes within so many forwards. ``fill``: a part for weights fills a gap of at least so much of it.
+    ``owed``: so many of them may wait (-1: any number). ``deepest_first``: of several stages the latest, instead of
+    the earliest microbatch.
+    """
+
+    split: bool
+    forward_first: bool
+    patience: float
+    fill: float
+    owed: int
+    deepest_first: bool
+
+
+class _State(NamedTuple):
+    """Arrivals (forward or backward, stage, microbatch; -1 unknown), what each seat did, what each rank holds."""
+
+    arrivals: Ints
+    forwards: Ints
+    inputs: Ints
+    weights: Ints
+    held: Ints
+
+
+@compiled
+def write_greedily(problem: Problem, cap: Ints, rule: Rule, columns: Columns) -> int:
+    """Write an order in which no rank holds more than ``cap`` bytes; its length in ps, -1 if that leads nowhere.
+
+    The clock goes from decision to decision; a rank that has nothing to do sleeps until something arrives.
+    """
+    num_ranks, num_seats, num_stages = len(cap), len(problem.seat_stage), len(problem.sending)
+    state = _State(
+        np.full((2, num_stages, problem.num_microbatches), -1, np.int64),
+        np.zeros(num_seats, np.int64),
+        np.zeros(num_seats, np.int64),
+        np.zeros(num_seats, np.int64),
+        np.zeros(num_ranks, np.int64),
+    )
+    state.arrivals[0, 0] = 0
+    wake, asleep = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.bool_)
+    place, length = columns.offsets[:-1].copy(), 0
+    while True:
+        rank = int(np.argmin(wake))
+        now = int(wake[rank])
+        if now >= _NEVER:
+            break
+        opcode, seat, later = _choose(problem, rule, cap, state, rank, now)
+        asleep[rank] = opcode < 0
+        if opcode < 0:
+            wake[rank] = later
+            continue
+        done = state.forwards if opcode == FORWARD else state.weights if opcode == WEIGHT else state.inputs
+        stage, microbatch = problem.seat_stage[seat], _microbatch(problem, seat, done[seat])
+        done[seat] += 1
+        i = place[rank]
+        columns.opcode[i], columns.stage[i], columns.microbatch[i] = opcode, stage, microbatch
+        place[rank] += 1
+        end = now + duration(problem, opcode, seat)
+        wake[rank], length = end, max(length, end)
+        if opcode == FORWARD:
+            state.held[rank] += problem.kept[stage]
+        elif opcode != INPUT:
+            state.held[rank] -= problem.kept[stage]
+        other, arrival = _hand_on(problem, state, opcode, stage, microbatch, rank, end)
+        if other >= 0 and asleep[other]:
+            wake[other] = max(now, min(wake[other], arrival))
+    return int(length) if place.sum() == columns.offsets[1:].sum() else -1
+
+
+@compiled
+def _microbatch(problem: Problem, seat: int, number: int) -> int:
+    return int(problem.seat_first[seat] + number * problem.seat_step[seat])
+
+
+@compiled
+def _hand_on(
+    problem: Problem, state: _State, opcode: int, stage: int, microbatch: int, rank: int, end: int
+) -> tuple[int, int]:
+    """Note when the next stage can go on with a microbatch; the rank that then can, or -1, and when."""
+    last = len(problem.sending) - 1
+    if opcode == WEIGHT or (opcode != FORWARD and stage == 0):
+        return -1, end
+    if opcode == FORWARD and stage == last:
+        state.arrivals[1, stage, microbatch] = end
+        return -1, end
+    target = stage + 1 if opcode == FORWARD else stage - 1
+    other = problem.seat_rank[seat_of(problem, target, microbatch)]
+    if other != rank:
+        end += problem.sending[stage] if opcode == FORWARD else problem.returning[stage]
+    state.arrivals[0 if opcode == FORWARD else 1, target, microbatch] = end
+    return int(other), end
+
+
+@compiled
+def _choose(problem: Problem, rule: Rule, cap: Ints, state: _State, rank: int, now: int) -> tuple[int, int, int]:
+    """What a rank does next: opcode and seat; or -1, -1 and when the next thing arrives."""
+    backward, next_backward = _find_backward(problem, rule, state, rank, now)
+    forward, next_forward, blocked = _find_forward(problem, rule, cap, state, rank, now)
+    weight, owed = _find_weight(problem, rule, state, rank)
+    if weight >= 0 and 0 <= rule.owed < owed:
+        return WEIGHT, weight, now
+    if backward >= 0 and not (rule.forward_first and forward >= 0):
+        return (INPUT if rule.split else BACKWARD), backward, now
+    if forward >= 0 and next_backward >= now + rule.patience * problem.forward[forward]:
+        return FORWARD, forward, now
+    nearest = next_backward if forward >= 0 else min(next_forward, next_backward)
+    if weight >= 0 and (blocked or nearest - now >= rule.fill * problem.weights[weight]):
+        return WEIGHT, weight, now
+    return -1, -1, int(nearest)
+
+
+@compiled
+def _find_backward(problem: Problem, rule: Rule, state: _State, rank: int, now: int) -> tuple[int, int]:
+    """The seat whose backward can run now, or -1; and when the next one can, as far as that is known."""
+    found, least, later = -1, _NEVER, _NEVER
+    for seat in range(problem.seat_offsets[rank], problem.seat_offsets[rank + 1]):
+        if state.inputs[seat] == state.forwards[seat]:
+            continue
+        m = _microbatch(problem, seat, state.inputs[seat])
+        arrival = state.arrivals[1, problem.seat_stage[seat], m]
+        if arrival > now:
+            later = min(later, arrival)
+        elif arrival >= 0 and (m < least or rule.deepest_first):
+            found, least = seat, m
+    return found, int(later)
+
+
+@compiled
+def _find_forward(problem: Problem, rule: Rule, cap: Ints, state: _State, rank: int, now: int) -> tuple[int, int, bool]:
+    """The same of forwards; and whether one could run now if there were more memory."""
+    found, least, later, blocked = -1, _NEVER, _NEVER, False
+    for seat in range(problem.seat_offsets[rank], problem.seat_offsets[rank + 1]):
+        if state.forwards[seat] == problem.seat_count[seat]:
+            continue
+        m = _microbatch(problem, seat, state.forwards[seat])
+        arrival = state.arrivals[0, problem.seat_stage[seat], m]
+        if arrival < 0:
+            continue
+        if state.held[rank] + problem.kept[problem.seat_stage[seat]] > cap[rank]:
+            blocked = blocked or arrival <= now
+        elif arrival > now:
+            later = min(later, arrival)
+        elif m < least or rule.deepest_first:
+            found, least = seat, m
+    return found, int(later), blocked
+
+
+@compiled
+def _find_weight(problem: Problem, rule: Rule, state: _State, rank: int) -> tuple[int, int]:
+    """The seat whose part for weights waits, that of the earliest microbatch, or -1; and how many wait."""
+    found, least, owed = -1, _NEVER, 0
+    if rule.split:
+        for seat in range(problem.seat_offsets[rank], problem.seat_offsets[rank + 1]):
+            waiting = state.inputs[seat] - state.weights[seat]
+            m = _microbatch(problem, seat, state.weights[seat])
+            if waiting > 0 and m < least:
+                found, least = seat, m
+            owed += waiting
+    return found, int(owed)

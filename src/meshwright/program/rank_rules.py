@@ -1,0 +1,72 @@
+"""What a rank may compute next: the rules that orders from outside are held against, one computation after the other.
+
+Of each of the rank's stages, each of its microbatches runs once forward and once backward (whole, or first the part for
+inputs and later that for weights), the backward after its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.spec.instructions import COMPUTATIONS, Opcode
+
+# A backward is one instruction, or two that follow each other.
+_PARTS = frozenset({Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT})
+# What gives back what a forward kept.
+RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
+
+
+class RankRules:
+    """Takes the computations of one rank in order; ``microbatches`` are those of each stage that it holds."""
+
+    def __init__(self, microbatches: Mapping[int, range]) -> None:
+        self.microbatches = microbatches
+        self._run: set[tuple[int, int, int]] = set()
+
+    def knows(self, stage: int, microbatch: int) -> bool:
+        """Whether the rank computes this microbatch of this stage at all."""
+        return microbatch in self.microbatches.get(stage, range(0))
+
+    def expected(self) -> str:
+        """What the rank computes, for messages: ``stage 0 and a microbatch of 0 to 7; or stage 3 and ...``."""
+        return "; or ".join(
+            f"stage {stage} and a microbatch of {name_range(own)}" for stage, own in self.microbatches.items()
+        )
+
+    def take(self, opcode: Opcode, stage: int, microbatch: int) -> str:
+        """Take a computation that the rank knows; what is wrong with it now ("twice; ..."), "" if nothing is."""
+        done = {kind for kind in COMPUTATIONS if (kind, stage, microbatch) in self._run}
+        if (
+            opcode in done
+            or (opcode is Opcode.BACKWARD and done & _PARTS)
+            or (opcode in _PARTS and Opcode.BACKWARD in done)
+        ):
+            return "twice; each microbatch runs once each way"
+        if opcode is not Opcode.FORWARD and Opcode.FORWARD not in done:
+            return "before its forward, whose values it needs"
+        if opcode is Opcode.BACKWARD_WEIGHT and Opcode.BACKWARD_INPUT not in done:
+            return "before its BackwardInput, which comes first"
+        self._run.add((opcode, stage, microbatch))
+        return ""
+
+    def missing(self) -> str:
+        """What has not been taken, "" if nothing is: ``Forward(stage=0, microbatch=3) (2 of 8 instructions ...)``."""
+        pairs = [(stage, microbatch) for stage, own in self.microbatches.items() for microbatch in own]
+        missing = [("Forward", *pair) for pair in pairs if (Opcode.FORWARD, *pair) not in self._run]
+        missing += [("Backward", *pair) for pair in pairs if not any((kind, *pair) in self._run for kind in RELEASING)]
+        if not missing:
+            return ""
+        kind, stage, microbatch = missing[0]
+        return (
+            f"{kind}(stage={stage}, microbatch={microbatch}) ({len(missing)} of {2 * len(pairs)} instructions are "
+            f"missing). Expected one forward and one backward for each microbatch of "
+            f"{name_range(self.microbatches[stage])}."
+        )
+
+
+def name_range(microbatches: range) -> str:
+    """``0, 1, 2``, or ``0 to 30 in steps of 2``."""
+    if len(microbatches) <= 4:
+        return ", ".join(map(str, microbatches))
+    step = f" in steps of {microbatches.step}" if microbatches.step > 1 else ""
+    return f"{microbatches[0]} to {microbatches[-1]}{step}"

@@ -1,0 +1,54 @@
+"""The orders of a plan's ranks as a file for torch.distributed.pipelining.
+
+`_PipelineScheduleRuntime` loads it as it is and adds messages, gathers and sums by itself (torch 2.13, `_load_csv` with
+its default format "compute_only").
+"""
+
+from __future__ import annotations
+
+from meshwright.report.settings.settings import Settings, Unsaid
+from meshwright.spec import Plan, format_count
+
+VERSION = "2.13"
+
+
+def export_orders(plan: Plan, text: str, *, num_lines: int, num_pipelines: int, shared_stage: int | None) -> Settings:
+    """The file, and what torch does not take from it.
+
+    ``text`` has ``num_lines`` lines, one per rank of a pipeline, of which the plan has ``num_pipelines``;
+    ``shared_stage`` stands on several lines, which torch refuses.
+    """
+    unsaid = []
+    if num_pipelines > 1:
+        unsaid.append(
+            Unsaid(
+                what=f"{num_pipelines} pipelines side by side",
+                reason="a file holds one of them; start each with its part of the batch, and sum the gradients of "
+                "equal stages",
+            )
+        )
+    if shared_stage is not None:
+        unsaid.append(
+            Unsaid(
+                what=f"replicas of stage {shared_stage}",
+                reason="torch expects every stage on one line and refuses this file; `meshwright simulate --schedule` "
+                "reads it",
+            )
+        )
+    if plan.workload.kind == "inference":
+        unsaid.append(Unsaid(what="inference", reason="the backwards stand in the file; torch leaves them out in eval"))
+    count = plan.num_microbatches // num_pipelines
+    return Settings(
+        system="torch.distributed.pipelining",
+        version=VERSION,
+        file_name="orders.csv",
+        values={"num_stages": len(plan.stages), "num_ranks": num_lines, "num_microbatches": count},
+        text=text,
+        start=f"schedule = _PipelineScheduleRuntime(stages, {count}, loss_fn); schedule._load_csv('orders.csv')",
+        fill_in=(
+            f"stages: those of a rank, PipelineStage(module, index, {len(plan.stages)}, device); line i is rank i of "
+            f"{format_count(num_lines, 'rank')}",
+        ),
+        unsaid=tuple(unsaid),
+        has_comments=False,
+    )

@@ -1,0 +1,65 @@
+"""What `program.find_orders` has to know of a plan: times and bytes of its stages, as the simulator prices them.
+
+A backward in parts takes what a rank's second and later microbatches take. A transfer takes what the slowest pair of
+replicas needs alone on its links. Values that skip a stage are not in this model; the simulator has them.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost import CostModel
+from meshwright.program import StageTimes, gradient_buckets
+from meshwright.simulator.stage_costs import stage_bytes, stage_costs
+from meshwright.spec import Graph, Plan, PlanError, check_plan, slice_graph, to_picoseconds
+
+
+def stage_times(plan: Plan, graph: Graph, cost: CostModel) -> StageTimes:
+    """The times and bytes of a plan's stages, without limits of memory. Raises PlanError for a plan of inference."""
+    check_plan(plan, graph)
+    if plan.workload.kind != "training":
+        raise PlanError("The plan is for inference, which has forwards only; orders are found for training.")
+    stages, buckets = slice_graph(graph, plan.bounds), gradient_buckets(graph, plan)
+    kinds = [cost.cluster.device_kind(rank) for rank in range(plan.num_ranks)]
+    times: NDArray[np.int64] = np.zeros((3, len(stages), plan.num_ranks), np.int64)
+    kept = np.zeros(len(stages), np.int64)
+    for stage in stages:
+        held = tuple(item for item in buckets if stage.index in item.stages)
+        for kind in {kinds[rank].name: kinds[rank] for rank in plan.stages[stage.index].ranks}.values():
+            ranks = [rank for rank in plan.stages[stage.index].ranks if kinds[rank].name == kind.name]
+            costs = stage_costs(graph, plan, stage, held, kind, cost)
+            backward_s = (costs.inputs_s, costs.weights.later_s) if stage.has_backward else (0.0, 0.0)
+            for row, seconds in enumerate((costs.forward_s, *backward_s)):
+                times[row, stage.index, ranks] = to_picoseconds(seconds)
+            if stage.has_backward:
+                in_use = stage_bytes(graph, plan, stage, held, kind, cost)
+                kept[stage.index] = max(kept[stage.index], in_use.microbatch_bytes)
+    size, width = plan.microbatch_size, plan.workload.float_bytes
+    crossing: NDArray[np.int64] = np.zeros((2, len(stages) - 1), np.int64)
+    for stage in stages[:-1]:
+        for channel in stage.outgoing:
+            if channel.target == stage.index + 1:
+                there = _slowest(plan, cost, stage.index, channel.target, channel.forward_bytes(graph, size, width))
+                back = _slowest(plan, cost, channel.target, stage.index, channel.backward_bytes(graph, size, width))
+                crossing[:, stage.index] = to_picoseconds(there), to_picoseconds(back)
+    return StageTimes(
+        forward_ps=times[0],
+        inputs_ps=times[1],
+        weights_ps=times[2],
+        sending_ps=crossing[0],
+        returning_ps=crossing[1],
+        kept_bytes=kept,
+    )
+
+
+def _slowest(plan: Plan, cost: CostModel, sender: int, receiver: int, num_bytes: int) -> float:
+    """Seconds of a message between the ranks of two stages that are the furthest apart; 0 for none."""
+    if not num_bytes:
+        return 0.0
+    source, target = plan.stages[sender], plan.stages[receiver]
+    period = min(lcm(len(source.ranks), len(target.ranks)), plan.num_microbatches)
+    pairs = {(source.rank_of(m), target.rank_of(m)) for m in range(period)}
+    return max((cost.collective_seconds("send", pair, num_bytes) for pair in pairs if pair[0] != pair[1]), default=0.0)

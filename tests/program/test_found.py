@@ -1,0 +1,197 @@
+"""Found orders: never slower than a named one, the optimum where it is known, and the limits are kept."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.program import (
+    SCHEDULES,
+    Order,
+    StageTimes,
+    build_program,
+    check_program,
+    compute_orders,
+    find_orders,
+    measure_orders,
+    with_schedule,
+    write_orders,
+)
+from meshwright.spec import Opcode, PlanError
+from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.program.layouts import plan_of
+from tests.program.order_oracle import all_orders, length_of, most_held
+
+
+def rows_of(columns):
+    """Each rank's rows as the oracle reads them."""
+    return [
+        [(*row, bool(joint)) for row, joint in zip(each.table().tolist(), each.joint.tolist(), strict=True)]
+        for each in columns
+    ]
+
+
+@st.composite
+def problems(draw):
+    """(plan, graph, times) of a layout, stages that differ, and limits from too little to plenty."""
+    schedule = draw(st.sampled_from(["1f1b", "1f1b", "zb-v", "interleaved", "dualpipe"]))
+    positions = draw(st.sampled_from([2, 4])) if schedule == "dualpipe" else draw(st.integers(1, 4))
+    count = 2 * draw(st.integers(1, 6))
+    replicas = 1 if schedule == "dualpipe" else draw(st.sampled_from([1, 1, 2]))
+    plan, graph = plan_of(schedule, positions, count * replicas, num_replicas=replicas)
+    stages = len(plan.stages)
+
+    def numbers(low, high, size):
+        return draw(st.lists(st.integers(low, high), min_size=size, max_size=size))
+
+    kept = numbers(1, 3, stages)
+    own = [sum(kept[stage] for stage in plan.stages_of(rank)) for rank in range(plan.num_ranks)]
+    times = StageTimes(
+        forward_ps=numbers(1, 20, stages),
+        inputs_ps=numbers(0, 20, stages),
+        weights_ps=numbers(0, 20, stages),
+        sending_ps=numbers(0, 9, stages - 1),
+        returning_ps=numbers(0, 9, stages - 1),
+        kept_bytes=kept,
+        limit_bytes=[each * draw(st.integers(1, 2 * positions)) for each in own],
+    )
+    return plan, graph, times
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), whole=st.booleans())
+def test_nothing_named_that_fits_is_shorter(problem, whole):
+    plan, _, times = problem
+    seconds = [
+        [kinds] * plan.num_ranks for kinds in zip(times.forward_ps, times.inputs_ps, times.weights_ps, strict=True)
+    ]
+    layout = ([stage.ranks for stage in plan.stages], seconds, times.sending_ps, times.returning_ps)
+    lengths = {}
+    for name in SCHEDULES:
+        try:
+            rows = rows_of([order.columns for order in compute_orders(with_schedule(plan, name))])
+        except PlanError:
+            continue
+        fits = all(most_held(own, times.kept_bytes) <= most for own, most in zip(rows, times.limit_bytes, strict=True))
+        in_parts = any(row[0] == Opcode.BACKWARD_INPUT for own in rows for row in own)
+        if fits and not (whole and in_parts):
+            lengths[name] = length_of(rows, *layout)
+    try:
+        found = find_orders(plan, times, whole=whole)
+    except PlanError:
+        found = None
+    if found is None:
+        assert not lengths
+        return
+    assert found.named_ps == lengths
+    rows = rows_of(found.columns)
+    assert found.length_ps == length_of(rows, *layout) == measure_orders(plan, times, found.columns)
+    assert found.bound_ps <= found.length_ps <= min(lengths.values(), default=found.length_ps)
+    for own, most in zip(rows, times.limit_bytes, strict=True):
+        assert most_held(own, times.kept_bytes) <= most
+        assert not whole or all(row[0] in (Opcode.FORWARD, Opcode.BACKWARD) for row in own)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problem=problems())
+def test_what_is_found_keeps_every_rule(tmp_path_factory, problem):
+    plan, graph, times = problem
+    try:
+        found = find_orders(plan, times)
+    except PlanError:
+        return
+    again = find_orders(plan, times)
+    assert again.columns == found.columns
+    orders = tuple(Order(rank=rank, columns=columns) for rank, columns in enumerate(found.columns))
+    path = tmp_path_factory.mktemp("found") / "found.csv"
+    path.write_text(write_orders(plan, orders).text, newline="")
+    # Read back, each rank is held against the rules, and all ranks are played together.
+    program = build_program(with_schedule(plan, str(path)), graph)
+    check_program(program)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_of_all_orders_of_two_short_stages_is_found(seed):
+    rng = np.random.default_rng(seed)
+    count = 1 + seed % 3
+    most = rng.integers(1, count + 1, 2).tolist()
+    seconds = rng.integers(seed % 2, 12, (2, 3)).tolist()
+    sending, returning = rng.integers(0, 6, (2, 1)).tolist()
+    shortest = None
+    for pair in itertools.product(*(list(all_orders(stage, count, most[stage])) for stage in range(2))):
+        try:
+            length = length_of(pair, [(0,), (1,)], [[own] * 2 for own in seconds], sending, returning)
+        except RecursionError:  # the ranks wait in a circle
+            continue
+        shortest = length if shortest is None else min(shortest, length)
+    plan, _ = plan_of("1f1b", 2, count)
+    forward, inputs, weights = zip(*seconds, strict=True)
+    found = find_orders(
+        plan,
+        StageTimes(
+            forward_ps=forward,
+            inputs_ps=inputs,
+            weights_ps=weights,
+            sending_ps=sending,
+            returning_ps=returning,
+            kept_bytes=1,
+            limit_bytes=most,
+        ),
+    )
+    assert found.length_ps == shortest
+    assert found.bound_ps <= shortest
+
+
+@pytest.mark.parametrize(("positions", "count"), [(2, 6), (4, 12), (8, 32), (8, 64)])
+def test_closed_forms(positions, count):
+    plan, _ = plan_of("1f1b", positions, count)
+    forward, inputs, weights = 70, 90, 50
+    times = {"forward_ps": forward, "inputs_ps": inputs, "weights_ps": weights, "kept_bytes": 1}
+    stages = {name: [value] * positions for name, value in times.items()}
+    work = count * (forward + inputs + weights)
+    # No bubble but the way of the first microbatch to the last stage (Qi et al., section 2.3) ...
+    free = find_orders(plan, StageTimes(**stages, limit_bytes=2 * positions))
+    assert free.length_ps == free.bound_ps == work + (positions - 1) * forward
+    # ... with whole backwards the bubble of 1F1B, in the memory of 1F1B ...
+    limits = [positions - stage for stage in range(positions)]
+    whole = find_orders(plan, StageTimes(**stages, limit_bytes=limits), whole=True)
+    assert whole.length_ps == whole.bound_ps == work + (positions - 1) * (forward + inputs + weights)
+    # ... and with one microbatch at a time on the first rank its round trips in a row.
+    alone = find_orders(plan, StageTimes(**stages, limit_bytes=1))
+    trip = positions * (forward + inputs) + weights
+    assert alone.bound_ps == count * trip
+    assert alone.length_ps <= count * (trip + weights)
+
+
+def test_unequal_stages_and_ranks():
+    graph = chain_graph(2)
+    plan = make_plan(graph, even_bounds(2, 2), [2, 1], 8)
+    # Rank 1 computes the first stage three times slower than rank 0: rank 2 is behind both.
+    found = find_orders(
+        plan,
+        StageTimes(
+            forward_ps=[[10, 30, 0], [0, 0, 4]], inputs_ps=[[10, 30, 0], [0, 0, 4]], weights_ps=[[10, 30, 0], [0, 0, 4]]
+        ),
+    )
+    assert found.length_ps == found.bound_ps == 4 * 3 * 30
+    assert [len(columns) for columns in found.columns] == [12, 12, 24]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"forward_ps": [1, 2, 3]}, r"forward_ps has shape \(3, 1\); expected \(2, 2\)"),
+        ({"inputs_ps": [1, -2]}, r"inputs_ps has the number -2; expected none below 0"),
+        ({"sending_ps": [1, 2]}, r"sending_ps has shape \(2,\); expected \(1,\)"),
+        ({"limit_bytes": [5, 9]}, r"No order of 4 microbatches was found within the memory of each rank \(5, 9 bytes"),
+    ],
+)
+def test_times_that_cannot_be_meant(changes, message):
+    plan, _ = plan_of("1f1b", 2, 4)
+    times = {"forward_ps": [1, 2], "inputs_ps": [1, 2], "weights_ps": [1, 2], "kept_bytes": 6}
+    with pytest.raises(PlanError, match=message):
+        find_orders(plan, StageTimes(**(times | changes)))
