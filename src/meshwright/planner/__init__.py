@@ -11,6 +11,8 @@ from meshwright.planner.dynamic_program import SlicingProblem
 from meshwright.planner.evaluate import Breakdown, RankedPlan, evaluate_plan, rank_simulation
 from meshwright.planner.interval import explain_step_interval, predict_step_interval
 from meshwright.planner.pages import plans_document, simulation_document
+from meshwright.planner.place import place
+from meshwright.planner.place_constraints import Constraints
 from meshwright.planner.plans import Plans, explain_difference
 from meshwright.planner.schedules import compare_schedules, schedule_rows
 from meshwright.planner.search import search_plans
@@ -18,6 +20,7 @@ from meshwright.planner.slicing import Slicing, solve_slicing
 
 __all__ = [
     "Breakdown",
+    "Constraints",
     "Coverage",
     "NothingFitsError",
     "Plans",
@@ -29,6 +32,7 @@ __all__ = [
     "evaluate_plan",
     "explain_difference",
     "explain_step_interval",
+    "place",
     "plans_document",
     "predict_step_interval",
     "rank_simulation",

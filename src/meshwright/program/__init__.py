@@ -6,11 +6,13 @@ from meshwright.program.builder import ProgramBuilder
 from meshwright.program.check import check_program
 from meshwright.program.orders import Order, compute_orders, count_in_flight, max_in_flight
 from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
+from meshwright.program.placed import PLACED, build_placed_program, trained_stages
 from meshwright.program.progress import picture_schedule
 from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
 from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Forward
 
 __all__ = [
+    "PLACED",
     "SCHEDULES",
     "SCHEDULE_LAYOUTS",
     "Backward",
@@ -21,6 +23,7 @@ __all__ = [
     "Order",
     "OwnSchedule",
     "ProgramBuilder",
+    "build_placed_program",
     "build_program",
     "check_program",
     "compute_orders",
@@ -33,5 +36,6 @@ __all__ = [
     "num_active",
     "picture_schedule",
     "stays_on_rank",
+    "trained_stages",
     "with_schedule",
 ]

@@ -24,6 +24,7 @@ from meshwright.spec.codec import content_hash
 from meshwright.spec.errors import ScheduleError
 from meshwright.spec.graph import Graph, Op
 from meshwright.spec.instructions import AllReduce, Opcode, OptimizerStep
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan, check_plan
 from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice, slice_graph
@@ -31,7 +32,7 @@ from meshwright.spec.slices import StageSlice, slice_graph
 Ids = NDArray[np.int64]
 
 
-class _Crossings(NamedTuple):
+class Crossings(NamedTuple):
     """What crosses between stages: its routes, and of each route its bytes and whether it carries gradients."""
 
     routes: Routes
@@ -59,9 +60,9 @@ def build_program(plan: Plan, graph: Graph) -> Program:
 def _build_program(plan: Plan, graph: Graph, schedule: OwnSchedule | None) -> Program:  # noqa: ARG001 - part of the key
     check_plan(plan, graph)
     stages = slice_graph(graph, plan.bounds)
-    crossings = _find_crossings(plan, graph, stages)
+    crossings = find_crossings(plan, graph, stages)
     orders = _orders(plan, graph, stages, crossings)
-    computations = _join(plan, orders)
+    computations = join_orders(plan, orders)
     builder = ProgramBuilder(plan.num_ranks)
     computed = builder.extend(
         np.repeat(np.arange(plan.num_ranks), np.diff(computations.offsets)),
@@ -70,7 +71,7 @@ def _build_program(plan: Plan, graph: Graph, schedule: OwnSchedule | None) -> Pr
         stage=computations.stage,
         microbatch=computations.microbatch,
     )
-    _append_transfers(builder, plan, computations, computed, crossings)
+    append_transfers(builder, plan, computations, computed, crossings)
     if graph.mode == "training":
         _append_exchange_and_steps(builder, plan, graph, stages, computations, computed)
     return builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
@@ -81,9 +82,7 @@ def forget_programs() -> None:
     _build_program.cache_clear()
 
 
-def _orders(
-    plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], crossings: _Crossings
-) -> tuple[OrderColumns, ...]:
+def _orders(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], crossings: Crossings) -> tuple[OrderColumns, ...]:
     """What every rank computes; an own schedule is checked against this graph first."""
     orders = compute_orders(plan)
     differentiated = np.array([stage.has_backward for stage in stages])
@@ -119,7 +118,7 @@ def _writes_buffer(op: Op, stage: StageSlice) -> bool:
     return ("batch_norm" in name or name.endswith("_")) and not set(stage.buffers).isdisjoint(op.inputs)
 
 
-def _find_crossings(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> _Crossings:
+def find_crossings(plan: Plan | Placement, graph: Graph, stages: tuple[StageSlice, ...]) -> Crossings:
     """What goes out after each stage's forwards and backwards, and what they must have received."""
     size, float_bytes, num_stages = plan.microbatch_size, plan.workload.float_bytes, len(stages)
     rows: list[tuple[int, int, int, bool]] = []
@@ -135,7 +134,7 @@ def _find_crossings(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) ->
             rows.append((source, target, num_bytes, is_gradient))
     table = np.array(rows, np.int64).reshape(-1, 4)
     routes = Routes(table[:, 0].astype(np.int32), table[:, 1].astype(np.int32), *_ragged(leaving), *_ragged(arriving))
-    return _Crossings(routes, table[:, 2], table[:, 3].astype(bool))
+    return Crossings(routes, table[:, 2], table[:, 3].astype(bool))
 
 
 def _ragged(lists: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -143,7 +142,8 @@ def _ragged(lists: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32
     return offsets.astype(np.int32), np.array([item for items in lists for item in items], np.int32)
 
 
-def _join(plan: Plan, orders: tuple[OrderColumns, ...]) -> Computations:
+def join_orders(plan: Plan | Placement, orders: tuple[OrderColumns, ...]) -> Computations:
+    """What all ranks compute, rank by rank, with the ranks of each stage."""
     replica_offsets, replicas = _ragged([list(stage.ranks) for stage in plan.stages])
     return Computations(
         offsets=np.cumsum([0, *(len(order) for order in orders)]).astype(np.int64),
@@ -156,8 +156,8 @@ def _join(plan: Plan, orders: tuple[OrderColumns, ...]) -> Computations:
     )
 
 
-def _append_transfers(
-    builder: ProgramBuilder, plan: Plan, computations: Computations, computed: Ids, crossings: _Crossings
+def append_transfers(
+    builder: ProgramBuilder, plan: Plan | Placement, computations: Computations, computed: Ids, crossings: Crossings
 ) -> None:
     """Sends after what makes their values, receives before what consumes them."""
     found = lay_out_transfers(computations, crossings.routes, plan.num_microbatches)
