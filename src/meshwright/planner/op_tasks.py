@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 # In an edge, in place of a tensor: the state of the generator.
 GENERATOR = -1
+# Operators whose result is a view of the first argument or a copy, as its strides have it, which may vary with the
+# batch size.
+_MAY_SHARE = ("contiguous", "flatten", "ravel", "reshape", "reshape_as")
 _HELD = ("input", "parameter", "buffer", "constant")
 
 
@@ -150,18 +153,20 @@ def _op_edges(graph: Graph) -> Iterator[tuple[int, int, int]]:
 
 def _written_together(graph: Graph) -> list[list[int]]:
     """Ops around each piece of memory that is written, from its first user to its last write."""
+    memory = UnionFind(len(graph.tensors))
+    for op in graph.ops:
+        if operator_name(op) in _MAY_SHARE:
+            memory.merge(graph.tensors[i].storage for i in (*op.inputs[:1], *op.outputs))
     touching: dict[int, list[int]] = defaultdict(list)
     last_write: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         if op.replicable:
             continue
-        for storage in dict.fromkeys(graph.tensors[i].storage for i in (*op.inputs, *op.outputs)):
-            touching[storage].append(index)
-        last_write.update(dict.fromkeys(_written_storages(graph, op), index))
-    return [
-        [op for op in touching[storage] if op <= last or graph.tensors[storage].role in _HELD]
-        for storage, last in last_write.items()
-    ]
+        for piece in dict.fromkeys(memory.find(graph.tensors[i].storage) for i in (*op.inputs, *op.outputs)):
+            touching[piece].append(index)
+        last_write.update((memory.find(storage), index) for storage in _written_storages(graph, op))
+    held = {memory.find(tensor.storage) for tensor in graph.tensors if tensor.role in _HELD}
+    return [[op for op in touching[piece] if op <= last or piece in held] for piece, last in last_write.items()]
 
 
 def _written_storages(graph: Graph, op: Op) -> set[int]:
