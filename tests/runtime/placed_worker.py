@@ -24,7 +24,7 @@ from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import Opcode, Placement, Workload, decode_document, encode_document
 from meshwright.training.state import gather_state
 from tests.processes import fork_ranks
-from tests.runtime.cases import MICROBATCH_SIZE, NUM_MICROBATCHES, NUM_STEPS, RUN_SEED
+from tests.runtime.cases import MICROBATCH_SIZE, NUM_MICROBATCHES, RUN_SEED
 from tests.runtime.equality_worker import call, make_optimizer, relative_error, serial_reference
 from tests.runtime.placed_models import PLACED_MODELS
 from tests.simulator.plans import FixedCost, small_cluster
@@ -126,7 +126,7 @@ def prepare_case(make):
     asleep.model.eval()
     inference = capture_model(asleep.model, inputs, mode="inference", verify=False)
     torch.manual_seed(99)
-    batches = [case.make_batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
+    batches = [case.make_batch(GLOBAL_BATCH) for _ in range(2)]
     return {
         "training": (case, training, state, batches, list(placements(training.graph))),
         "inference": (asleep, inference, state, batches, list(placements(inference.graph))),

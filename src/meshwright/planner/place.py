@@ -1,9 +1,9 @@
 """Put every op of a graph on a device, so that one step takes as little time as possible.
 
     tasks        ops that can only be placed together (`op_tasks`), and chains of them: a branch moves as a whole
-    candidates   everything on one device; list scheduling of tasks and of chains (`earliest_finish`)
+    candidates   all on one device; pipelines of equal parts; list schedules of tasks, of chains (`earliest_finish`)
     step time    of each candidate, by the simulator, as its program has it: one step from a cold start
-    search       chains and groups of the best one are moved, the heaviest first, while that makes it faster
+    search       chains of the best one are moved, the heaviest first, while that makes it faster
 
 So a placement is never slower, by the simulator, than the best single device on which the model fits. All is
 deterministic. Where memory does not suffice, list scheduling is told of less and less, for it knows only what ops hold

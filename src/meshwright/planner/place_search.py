@@ -12,7 +12,7 @@ from meshwright.cost import CostModel
 from meshwright.cost.optimizers import state_bytes
 from meshwright.planner.earliest_finish import Assignment, TaskCosts, order_tasks, schedule_tasks
 from meshwright.planner.op_tasks import GENERATOR, Tasks, UnionFind, find_tasks, merge_chains
-from meshwright.planner.place_constraints import Choices, Constraints, find_choices
+from meshwright.planner.place_constraints import Constraints, find_choices
 from meshwright.planner.segments import cut_stages
 from meshwright.program import build_placed_program
 from meshwright.simulator import price_program, simulate_plan, simulate_program
@@ -81,29 +81,23 @@ class _Search:
         self._problem, self._left = problem, max_simulated
         self._tasks = find_tasks(problem.graph)
         self._choices = find_choices(problem.graph, self._tasks, problem.ranks, problem.constraints)
+        self._costs = _task_costs(problem, self._tasks)
         self._chains, self._chain_of = merge_chains(problem.graph, self._tasks, self._choices.allowed)
-        self._chain_choices = _merge_choices(self._choices, self._chain_of)
         self._known: dict[Placement, _Candidate] = {}
 
     def start(self) -> Iterator[tuple[_Candidate, Assignment]]:
-        """Everything on one device, then list schedules; of these the ones that memory makes necessary.
-
-        Each with the assignment of chains that comes nearest to it.
-        """
-        best_excess: int | None = None
-        common = set.intersection(*map(set, self._chain_choices.allowed))
-        for device in sorted(common):
-            pinned = self._pin([device] * len(self._chains.ops))
-            candidate = self._simulate(self._spread(pinned))
-            yield candidate, pinned
-            best_excess = min(candidate.excess_bytes, best_excess or candidate.excess_bytes)
-        for share in _MEMORY_SHARES:
-            for candidate, assignment in self._list_schedules(share):
-                yield candidate, assignment
-                best_excess = min(candidate.excess_bytes, best_excess or candidate.excess_bytes)
-            if best_excess == 0:
-                return
-        if best_excess is None:
+        """Everything on one device, pipelines, and list schedules, those for less memory only where nothing fits."""
+        least: int | None = None
+        for assignment in self._assignments():
+            if assignment is None:
+                # Another round, with less memory.
+                if least == 0:
+                    return
+                continue
+            candidate = self._simulate(assignment)
+            least = candidate.excess_bytes if least is None else min(least, candidate.excess_bytes)
+            yield candidate, assignment
+        if least is None:
             raise NoFeasiblePlanError(
                 f"The parameters of {self._problem.model} with what training keeps for them do not fit: the devices "
                 f"{', '.join(map(str, self._problem.ranks))} have "
@@ -112,64 +106,94 @@ class _Search:
             )
 
     def improve(self, best: _Candidate, assignment: Assignment) -> _Candidate:
-        """Move groups of chains to other devices, the heaviest first, while that helps."""
-        costs = _task_costs(self._problem, self._chains)
-        members: dict[int, list[int]] = defaultdict(list)
-        for chain, group in enumerate(self._chain_choices.groups):
-            members[group].append(chain)
-        weight = {group: float(costs.seconds[chains].mean(axis=1).sum()) for group, chains in members.items()}
-        groups = sorted(members, key=lambda group: (-weight[group], group))
+        """Move chains, with what has to share their device, the heaviest first, while that helps."""
+        moves = self._moves()
         improved = True
         while improved:
             improved = False
-            for group in groups:
-                for device in self._chain_choices.allowed[group]:
-                    if device == assignment.devices[group] or self._left <= 0:
+            for tasks in moves:
+                for device in self._choices.allowed[tasks[0]]:
+                    if self._left <= 0 or all(assignment.devices[task] == device for task in tasks):
                         continue
-                    moved = list(assignment.devices)
-                    for chain in members[group]:
-                        moved[chain] = device
-                    pinned = self._pin(moved)
-                    candidate = self._simulate(self._spread(pinned))
+                    devices = list(assignment.devices)
+                    for task in tasks:
+                        devices[task] = device
+                    pinned = self._pin(devices)
+                    candidate = self._simulate(pinned)
                     if candidate.key < best.key:
                         best, assignment, improved = candidate, pinned, True
         return best
 
-    def _list_schedules(self, share: float) -> Iterator[tuple[_Candidate, Assignment]]:
-        """Of chains, and of single tasks; the latter are improved from the device that most of a chain is on."""
-        for tasks, choices in ((self._chains, self._chain_choices), (self._tasks, self._choices)):
-            costs = _task_costs(self._problem, tasks)
-            costs = replace(costs, limit_bytes=costs.limit_bytes * share)
-            found = schedule_tasks(tasks, costs, choices.allowed, choices.groups)
-            if found is None:
-                continue
-            if tasks is self._chains:
-                yield self._simulate(self._spread(found)), found
-            else:
-                yield self._simulate(found), self._pin(self._gather(found))
+    def _assignments(self) -> Iterator[Assignment | None]:
+        for device in sorted(set.intersection(*map(set, self._choices.allowed))):
+            yield self._pin([device] * len(self._tasks.ops))
+        for count in range(2, len(self._problem.ranks) + 1):
+            yield self._pin(self._pipeline(count))
+        for share in _MEMORY_SHARES:
+            yield from self._list_schedules(share)
+            yield None
+
+    def _moves(self) -> list[list[int]]:
+        """Sets of tasks that are moved together, the heaviest first: groups, joined by the chains that they are in."""
+        sets = UnionFind(len(self._tasks.ops))
+        first_of_chain: dict[int, int] = {}
+        for task, chain in enumerate(self._chain_of):
+            sets.merge((first_of_chain.setdefault(chain, task), task, self._choices.groups[task]))
+        members: dict[int, list[int]] = defaultdict(list)
+        for task in range(len(self._tasks.ops)):
+            members[sets.find(task)].append(task)
+        seconds = self._costs.seconds.mean(axis=1)
+        return sorted(members.values(), key=lambda tasks: (-float(seconds[tasks].sum()), tasks))
+
+    def _pipeline(self, count: int) -> list[int]:
+        """The first ``count`` devices, each with the next tasks in the graph's order, of about equal seconds."""
+        order = order_tasks(self._tasks, [float(ops[0]) for ops in self._tasks.ops])
+        seconds = self._costs.seconds.mean(axis=1)
+        middle = np.cumsum(seconds[order]) - seconds[order] / 2
+        share = seconds.sum() / count or 1.0
+        wanted = dict(zip(order, np.minimum(middle / share, count - 1).astype(int).tolist(), strict=True))
+        # The first of those that share a device decides, if it may be there.
+        allowed, groups = self._choices.allowed, self._choices.groups
+        chosen = {task: min(allowed[task], key=lambda device: abs(device - wanted[task])) for task in {*groups}}
+        return [chosen[group] for group in groups]
+
+    def _list_schedules(self, share: float) -> Iterator[Assignment]:
+        """Of chains, and of single tasks."""
+        limit_bytes = self._costs.limit_bytes * share
+        of_chains = schedule_tasks(
+            self._chains,
+            replace(_task_costs(self._problem, self._chains), limit_bytes=limit_bytes),
+            *self._choices_of_chains(),
+        )
+        if of_chains is not None:
+            yield self._pin([of_chains.devices[chain] for chain in self._chain_of])
+        choices = self._choices
+        of_tasks = schedule_tasks(
+            self._tasks, replace(self._costs, limit_bytes=limit_bytes), choices.allowed, choices.groups
+        )
+        if of_tasks is not None:
+            yield of_tasks
+
+    def _choices_of_chains(self) -> tuple[list[tuple[int, ...]], list[int]]:
+        """The choices of chains: those of their tasks, which agree; groups that a chain joins are one."""
+        sets = UnionFind(len(self._chains.ops))
+        allowed: dict[int, tuple[int, ...]] = {}
+        members: dict[int, list[int]] = defaultdict(list)
+        for task, chain in enumerate(self._chain_of):
+            allowed[chain] = self._choices.allowed[task]
+            members[self._choices.groups[task]].append(chain)
+        for chains in members.values():
+            sets.merge(chains)
+        numbers = range(len(self._chains.ops))
+        return [allowed[chain] for chain in numbers], [sets.find(chain) for chain in numbers]
 
     def _pin(self, devices: Sequence[int]) -> Assignment:
-        """When chains start if their devices are given."""
-        costs = _task_costs(self._problem, self._chains)
-        costs = replace(costs, limit_bytes=np.full(len(self._problem.ranks), np.inf))
-        alone = range(len(self._chains.ops))
-        found = schedule_tasks(self._chains, costs, [(device,) for device in devices], alone)
+        """When tasks start if their devices are given."""
+        costs = replace(self._costs, limit_bytes=np.full(len(self._problem.ranks), np.inf))
+        alone = range(len(self._tasks.ops))
+        found = schedule_tasks(self._tasks, costs, [(device,) for device in devices], alone)
         assert found is not None, "memory without a limit suffices"
         return found
-
-    def _spread(self, of_chains: Assignment) -> Assignment:
-        """The assignment of the tasks of all chains."""
-        return Assignment(
-            devices=tuple(of_chains.devices[chain] for chain in self._chain_of),
-            starts=tuple(of_chains.starts[chain] for chain in self._chain_of),
-        )
-
-    def _gather(self, of_tasks: Assignment) -> list[int]:
-        """Of each group of chains the device of its first task."""
-        first: dict[int, int] = {}
-        for task, chain in enumerate(self._chain_of):
-            first.setdefault(self._chain_choices.groups[chain], of_tasks.devices[task])
-        return [first[group] for group in self._chain_choices.groups]
 
     def _simulate(self, assignment: Assignment) -> _Candidate:
         problem = self._problem
@@ -193,23 +217,6 @@ class _Search:
                 placement=placement, step_ps=int(timeline.end_ps.max(initial=0)), excess_bytes=max(over)
             )
         return self._known[placement]
-
-
-def _merge_choices(choices: Choices, chain_of: Sequence[int]) -> Choices:
-    """The choices of chains: those of their tasks, which agree; groups that a chain joins are one."""
-    sets = UnionFind(max(chain_of) + 1)
-    allowed: dict[int, tuple[int, ...]] = {}
-    members: dict[int, list[int]] = defaultdict(list)
-    for task, chain in enumerate(chain_of):
-        allowed[chain] = choices.allowed[task]
-        members[choices.groups[task]].append(chain)
-    for chains in members.values():
-        sets.merge(chains)
-    count = max(chain_of) + 1
-    return Choices(
-        allowed=tuple(allowed[chain] for chain in range(count)),
-        groups=tuple(sets.find(chain) for chain in range(count)),
-    )
 
 
 def _task_costs(problem: PlaceProblem, tasks: Tasks) -> TaskCosts:
