@@ -14,6 +14,7 @@ from meshwright.spec.errors import ModelReferenceError, suggest
 from meshwright.spec.graph import Graph
 from meshwright.spec.model_files import read_model_file
 from meshwright.spec.own_code import split_reference
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan, check_plan
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 
@@ -138,7 +139,7 @@ def graphs_of(reference: str, sizes: tuple[tuple[str, int], ...], *, mode: Mode 
     return graph_for
 
 
-def graph_of_plan(plan: Plan, graph_file: Path | None) -> Graph:
+def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
     """The graph that a plan was made for: from a file if given, else captured again from the plan's model."""
     reference = str(graph_file) if graph_file is not None else plan.model
     return graphs_of(reference, plan.model_sizes, mode=plan.workload.kind)(plan.microbatch_size)

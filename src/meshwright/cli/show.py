@@ -22,12 +22,13 @@ from meshwright.spec.errors import DocumentError, MeshwrightError, PlaygroundErr
 from meshwright.spec.graph import Graph
 from meshwright.spec.measurements import Measurements
 from meshwright.spec.parsing import read_data
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.program import Program
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.timeline import Timeline
 
-KINDS = {kind.__name__.lower(): kind for kind in (Graph, Plan, Program, Timeline, Cluster, Measurements)}
+KINDS = {kind.__name__.lower(): kind for kind in (Graph, Plan, Placement, Program, Timeline, Cluster, Measurements)}
 
 
 def show(
@@ -214,6 +215,7 @@ def tables_of(value: Any, batch_size: int) -> list[Any]:
     views: dict[type, Callable[[], list[Any]]] = {
         Graph: lambda: [report.graph_table(value, batch_size)],
         Plan: lambda: [value.describe(), report.plan_table(value)],
+        Placement: lambda: [value.describe(), report.make_table(report.placement_rows(value))],
         Program: lambda: [report.program_table(value)],
         Timeline: lambda: [
             report.timeline_table(value),
