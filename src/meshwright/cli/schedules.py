@@ -11,6 +11,7 @@ from meshwright.cli.models import graph_to_show
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.spec.codec import encode_document
 from meshwright.spec.errors import DocumentError, ScheduleReferenceError
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import BASIC_SCHEDULES, Plan
 
 if TYPE_CHECKING:
@@ -46,10 +47,12 @@ def show_schedule(value: Any, document: str, as_json: bool) -> None:
     print_tables(value.describe(), draw_slots(timeline, in_flight, max_width=grid_width(value.num_ranks)))
 
 
-def program_to_show(plan: Plan, document: str, graph_file: Path | None) -> Program:
+def program_to_show(plan: Plan | Placement, document: str, graph_file: Path | None) -> Program:
     """The program of a plan; its graph is read or captured, but nothing is executed that only the plan names."""
-    from meshwright.program import build_program
+    from meshwright.program import build_placed_program, build_program
 
+    if isinstance(plan, Placement):
+        return build_placed_program(plan, graph_to_show(plan, document, graph_file, "--program"))
     if plan.has_own_schedule:
         raise ScheduleReferenceError(
             f"{document} follows {plan.schedule!r}, and `show --program` executes no file that only a plan names. "

@@ -35,8 +35,8 @@ def show(
     document: Annotated[
         str | None,
         typer.Argument(
-            help="A graph, plan, program, timeline, cluster or measurement file, a cluster's short form, a zoo name, "
-            "or `zoo` for all of them. With --play: a model or a plan, or nothing."
+            help="A graph, plan, placement, program, timeline, cluster or measurement file, a cluster's short form, a "
+            "zoo name, or `zoo` for all of them. With --play: a model or a plan, or nothing."
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per batch for the figures of a graph.", min=1)] = 1,
@@ -129,7 +129,7 @@ def show(
         show_schedule(value, document, as_json)
         return
     if program:
-        if not isinstance(value, Plan):
+        if not isinstance(value, Plan | Placement):
             raise DocumentError(f"{document}: --program needs a plan, found a {type(value).__name__.lower()}.")
         from meshwright.cli.schedules import program_to_show
 
