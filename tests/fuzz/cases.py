@@ -60,6 +60,15 @@ LINES: dict[str, tuple[str, ...]] = {
         "show {} --program --graph graph.json",
         "show {} --html page.html",
     ),
+    "placement": (
+        "show {}",
+        "show {} --json",
+        "show {} --html page.html",
+        "show {} --program --graph graph.json",
+        "simulate {} --graph graph.json",
+        "simulate {} --graph graph.json --steps 2 --trace trace.json --out timeline.json",
+        "simulate {} --graph graph.json --json",
+    ),
     "program": ("show {}", "show {} --json", "show {} --html page.html"),
     "timeline": (
         "show {}",
@@ -96,7 +105,7 @@ _OPTIONS = (
     "--cluster", "--batch", "--out", "-o", "--json", "-m", "--microbatch-size", "--schedule", "--measurements", "--top",
     "--stages", "--ranks", "--memory-limit", "--precision", "--optimizer", "--graph", "--steps", "--trace", "--program",
     "--as", "--batch-size", "--sequence-length", "--image-size", "--inference", "--repeats", "--force", "--bogus", "--",
-    "--against", "--launch", "--slurm", "--html", "--from", "--device", "--list", "-", "-x",
+    "--against", "--method", "--fix", "--launch", "--slurm", "--html", "--from", "--device", "--list", "-", "-x",
 )  # fmt: skip
 _SOUND = (
     "graph.json",

@@ -132,7 +132,7 @@ def run_case(captured, loops, layout, schedule, optimizer_name):
     losses = []
     for step, (inputs, targets) in enumerate(loops.batches):
         tensors = flatten_batch(captured, inputs, targets)
-        mine = session.executor.run_step(step, session.microbatch_inputs(tensors))
+        mine = session.run_step(step, tensors).get(graph.outputs[0], [])
         total = sum((loss.double() for loss in mine), torch.zeros((), dtype=torch.float64)) / NUM_MICROBATCHES
         dist.all_reduce(total)
         losses.append(total.item())

@@ -18,6 +18,8 @@ from meshwright.spec import (
     OpMeasurement,
     Optimizer,
     OptimizerMeasurement,
+    PlacedStage,
+    Placement,
     Plan,
     Program,
     Section,
@@ -120,6 +122,16 @@ PLAN = Plan(
     exchange=GradientExchange(bucket_bytes=1024, overlap=False),
 )
 
+PLACEMENT = Placement(
+    model="gpt-tiny",
+    model_sizes=(("batch_size", 8),),
+    graph_hash="0123456789abcdef",
+    cluster="2xX1",
+    workload=WORKLOAD,
+    stages=(PlacedStage(rank=1, ops=(0, 2)), PlacedStage(rank=0, ops=(1,))),
+    num_microbatches=4,
+)
+
 PROGRAM = Program(
     schedule="1f1b",
     plan_hash="0123456789abcdef",
@@ -179,6 +191,7 @@ EXAMPLES = {
     "cluster": CLUSTER,
     "graph": GRAPH,
     "measurements": MEASUREMENTS,
+    "placement": PLACEMENT,
     "plan": PLAN,
     "program": PROGRAM,
     "timeline": TIMELINE,

@@ -13,10 +13,14 @@ from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, 
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
 from meshwright.cli.traces import TraceOption, TraceRanksOption, traced_ranks
 from meshwright.spec.cluster import load_cluster
-from meshwright.spec.codec import read_document, write_document
-from meshwright.spec.plan import SCHEDULE_NAMES, Plan
+from meshwright.spec.codec import write_document
+from meshwright.spec.placement import Placement
+from meshwright.spec.plan import SCHEDULE_NAMES
+from meshwright.spec.plan_files import read_plan
 
-PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan (.json) that `meshwright plan` wrote.")]
+PlanArgument = Annotated[
+    Path, typer.Argument(metavar="PLAN", help="A plan or a placement (.json) that `meshwright plan` wrote.")
+]
 
 
 def simulate(
@@ -57,6 +61,7 @@ def simulate(
 ) -> None:
     """Predict when every instruction of a plan runs, its step time and each rank's peak memory."""
     from meshwright.cli.explain import explain_bounds
+    from meshwright.cli.place import refuse_for_place, simulate_placement
     from meshwright.cost import load_cost_model
     from meshwright.planner import (
         adopt_schedule,
@@ -72,11 +77,25 @@ def simulate(
     page = page_path(html, open_browser, "simulation")
     chosen = traced_ranks(trace, trace_ranks)
     place_of_orders(find_orders, whole_backwards)
-    document = read_document(Plan, plan)
+    document = read_plan(plan)
     check_ranks(chosen, document.num_ranks)
     machine = load_cluster(cluster or document.cluster)
     cost = load_cost_model(machine, measurements, document.workload.precision)
     captured = graph_of_plan(document, graph)
+    if isinstance(document, Placement):
+        refuse_for_place(
+            {"--schedule": schedule is not None, "--against": bool(against), "--html": html is not None}
+            | {"--open": open_browser, "--virtual-stages": virtual_stages != 2, "--explain": explain and as_json}
+        )
+        placed = simulate_plan(document, captured, machine, cost=cost, num_steps=steps, contention=contention)
+        if out is not None:
+            write_document(placed.timeline, out)
+        if trace is not None:
+            write_trace([placed.timeline], trace)
+        simulate_placement(document, captured, machine, placed, contention, as_json=as_json)
+        if explain:
+            print_tables(*explain_bounds(document, captured, machine, cost, contention)[1])
+        return
     if schedule is not None:
         document = adopt_schedule(document, schedule, captured, cost, num_chunks=virtual_stages)
     found = []

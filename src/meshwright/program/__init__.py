@@ -10,12 +10,14 @@ from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile, WrittenOrders, write_orders
 from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
 from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
+from meshwright.program.placed import PLACED, build_placed_program, trained_stages
 from meshwright.program.progress import picture_schedule
 from meshwright.program.repeat import Repeated, repeat_body
 from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
 from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Forward
 
 __all__ = [
+    "PLACED",
     "SCHEDULES",
     "SCHEDULE_LAYOUTS",
     "Backward",
@@ -33,6 +35,7 @@ __all__ = [
     "StageTimes",
     "WrittenOrders",
     "build_folded_program",
+    "build_placed_program",
     "build_program",
     "check_program",
     "compute_orders",
@@ -49,6 +52,7 @@ __all__ = [
     "picture_schedule",
     "repeat_body",
     "stays_on_rank",
+    "trained_stages",
     "with_schedule",
     "write_orders",
 ]

@@ -16,6 +16,7 @@ from meshwright.program.schedules import OrderColumns
 from meshwright.program.transfers import Computations, Routes, lay_out_transfers
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import Opcode
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.slices import StageSlice
 
@@ -37,7 +38,7 @@ class Crossings(NamedTuple):
         return [int(source) for source in routes.source[arriving]]
 
 
-def find_crossings(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> Crossings:
+def find_crossings(plan: Plan | Placement, graph: Graph, stages: tuple[StageSlice, ...]) -> Crossings:
     """What goes out after each stage's forwards and backwards, and what they must have received."""
     size, float_bytes, num_stages = plan.microbatch_size, plan.workload.float_bytes, len(stages)
     rows: list[tuple[int, int, int, bool]] = []
@@ -61,7 +62,7 @@ def _ragged(lists: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32
     return offsets.astype(np.int32), np.array([item for items in lists for item in items], np.int32)
 
 
-def join_orders(plan: Plan, orders: tuple[OrderColumns, ...]) -> Computations:
+def join_orders(plan: Plan | Placement, orders: tuple[OrderColumns, ...]) -> Computations:
     """The computations of all ranks, one behind the other."""
     replica_offsets, replicas = _ragged([list(stage.ranks) for stage in plan.stages])
     return Computations(
@@ -76,7 +77,7 @@ def join_orders(plan: Plan, orders: tuple[OrderColumns, ...]) -> Computations:
 
 
 def append_transfers(
-    builder: ProgramBuilder, plan: Plan, computations: Computations, computed: Ids, crossings: Crossings
+    builder: ProgramBuilder, plan: Plan | Placement, computations: Computations, computed: Ids, crossings: Crossings
 ) -> None:
     """Sends after what makes their values, receives before what consumes them."""
     found = lay_out_transfers(computations, crossings.routes, int(computations.microbatch.max(initial=-1)) + 1)

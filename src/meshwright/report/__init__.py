@@ -20,7 +20,14 @@ from meshwright.report.grid import draw_grid
 from meshwright.report.layers import graph_rows, graph_total
 from meshwright.report.order import StreamOrder
 from meshwright.report.perfetto import check_ranks, write_trace
-from meshwright.report.rows import cluster_rows, fit_transfers, measurement_rows, plan_rows, program_rows
+from meshwright.report.rows import (
+    cluster_rows,
+    fit_transfers,
+    measurement_rows,
+    placement_rows,
+    plan_rows,
+    program_rows,
+)
 from meshwright.report.schedules import draw_slots, schedules_table
 from meshwright.report.tables import (
     cluster_table,
@@ -60,6 +67,7 @@ __all__ = [
     "measurement_rows",
     "measurement_table",
     "name_schedule_briefly",
+    "placement_rows",
     "plan_rows",
     "plan_table",
     "plans_table",

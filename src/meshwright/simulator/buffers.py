@@ -17,17 +17,17 @@ import numpy as np
 
 from meshwright.program import stays_on_rank
 from meshwright.program.transfers import RECEIVE_LOOKAHEAD
-from meshwright.spec import Opcode
+from meshwright.spec import Opcode, Plan
 from meshwright.spec.instructions import COMPUTATIONS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from meshwright.spec import Graph, Plan, Program, StageSlice
+    from meshwright.spec import Graph, Placement, Program, StageSlice
 
     Ints = NDArray[np.int64]
 
-# As runtime/executor.py has it; under an own schedule nothing is waited for before the step's end.
+# As runtime/executor.py has it; under an own schedule, or placed, nothing is waited for before the step's end.
 MAX_GRADIENT_SENDS = 4
 # Which half of a backward in two parts is the last to read what was received, and which one needs its own gradient.
 _RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
@@ -36,9 +36,9 @@ _RECEIVING_GRADIENTS = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT)
 
 def compute_order(program: Program, rank: int) -> Ints:
     """What a rank computes in a step: rows of opcode, stage and microbatch, shape (n, 3)."""
-    (compute,) = (stream for stream in program.streams_of(rank) if program.streams[stream].name == "compute")
-    rows = []
-    for _, section in program.sections():
+    mine = [stream for stream in program.streams_of(rank) if program.streams[stream].name == "compute"]
+    rows = [np.zeros((0, 3), np.int64)]
+    for section, compute in ((section, compute) for _, section in program.sections() for compute in mine):
         own = slice(*section.stream_offsets[compute : compute + 2])
         columns = (section.opcode[own], section.stage[own], section.microbatch[own])
         rows.append(np.stack([column.astype(np.int64) for column in columns], axis=1))
@@ -46,7 +46,7 @@ def compute_order(program: Program, rank: int) -> Ints:
     return order[np.isin(order[:, 0], COMPUTATIONS)]
 
 
-def receive_buffer_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Ints) -> int:
+def receive_buffer_bytes(graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints) -> int:
     """Bytes of the pool of buffers in which a rank receives for one of its stages."""
     arriving = [channel for channel in stage.incoming if not stays_on_rank(plan, channel.source, channel.target)]
     returning = [channel for channel in stage.outgoing if not stays_on_rank(plan, channel.source, channel.target)]
@@ -66,7 +66,9 @@ def receive_buffer_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Int
     return sum(size * int(count.max(initial=0)) for size, count in held.items())
 
 
-def sent_gradient_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Ints, microbatch_bytes: int) -> int:
+def sent_gradient_bytes(
+    graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints, microbatch_bytes: int
+) -> int:
     """Bytes of earlier gradients still being sent when most is in use, each microbatch in flight keeping so much."""
     returning = [
         channel
@@ -81,7 +83,8 @@ def sent_gradient_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Ints
     is_released = here & np.isin(order[:, 0], (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT))
     done = np.cumsum(is_sent) - is_sent
     in_flight = np.cumsum(here & (order[:, 0] == Opcode.FORWARD)) - (np.cumsum(is_released) - is_released)
-    kept = done if plan.has_own_schedule else np.minimum(done, MAX_GRADIENT_SENDS // len(returning))
+    waits = isinstance(plan, Plan) and not plan.has_own_schedule
+    kept = done if not waits else np.minimum(done, MAX_GRADIENT_SENDS // len(returning))
     in_use = in_flight * microbatch_bytes
     return int((in_use + kept * size).max() - in_use.max())
 
@@ -102,5 +105,5 @@ def _held(count: int, first: Ints, last: Ints) -> Ints:
     return np.cumsum(changes)[:-1]
 
 
-def _size(graph: Graph, plan: Plan, tensor: int) -> int:
+def _size(graph: Graph, plan: Plan | Placement, tensor: int) -> int:
     return graph.tensors[tensor].num_bytes(plan.microbatch_size, plan.workload.float_bytes)

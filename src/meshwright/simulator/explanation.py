@@ -12,18 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
-from meshwright.program import build_program
 from meshwright.simulator.critical_path import Bound, CriticalPath, find_critical_path
 from meshwright.simulator.engine import Contention, check_contention
 from meshwright.simulator.levers import Lever, find_levers
 from meshwright.simulator.network import durations
-from meshwright.simulator.plan import steady_steps
+from meshwright.simulator.plan import program_of, steady_steps
 from meshwright.simulator.prices import Prices, check_prices
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.simulate import instruction_columns, run_unrolled
 from meshwright.simulator.simulation import step_window
 from meshwright.simulator.unroll import Unrolled, unroll
-from meshwright.spec import Cluster, Graph, Plan, Program, Timeline, check_plan, to_seconds
+from meshwright.spec import Cluster, Graph, Placement, Plan, Program, Timeline, to_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +40,16 @@ class StepExplanation:
 
 
 def explain_step(
-    plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel | None = None, contention: Contention = "queued"
+    plan: Plan | Placement,
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    cost: CostModel | None = None,
+    contention: Contention = "queued",
 ) -> StepExplanation:
-    """Explain a steady step of a plan. Arguments and errors are those of `simulate_plan`."""
-    check_plan(plan, graph, cluster)
+    """Explain a steady step of a plan or a placement. Arguments and errors are those of `simulate_plan`."""
+    program = program_of(plan, graph, cluster)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
-    program = build_program(plan, graph)
     prices = price_program(program, plan, graph, cost)
     devices = [cluster.device_kind(rank).name for rank in range(plan.num_ranks)]
     return explain_program(program, prices, devices, contention=contention)

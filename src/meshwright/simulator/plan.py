@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.cost import CostModel
-from meshwright.program import Fold, build_folded_program, build_program
+from meshwright.program import Fold, build_folded_program, build_placed_program, build_program
 from meshwright.simulator.engine import Contention, check_contention
 from meshwright.simulator.folding import breaks_symmetry, find_fold
 from meshwright.simulator.prices import Prices
@@ -23,12 +23,14 @@ from meshwright.spec import (
     Cluster,
     DeadlockError,
     Graph,
+    Placement,
     Plan,
     PlanError,
     Program,
     Timeline,
+    check_placement,
     check_plan,
-    slice_graph,
+    slice_stages,
     to_seconds,
 )
 
@@ -47,7 +49,7 @@ def steady_steps(program: Program) -> int:
 
 
 def simulate_plan(
-    plan: Plan,
+    plan: Plan | Placement,
     graph: Graph,
     cluster: Cluster,
     *,
@@ -55,7 +57,7 @@ def simulate_plan(
     num_steps: int = 1,
     contention: Contention = "queued",
 ) -> Simulation:
-    """Predict a plan: times, memory, utilisation. Rank r of the plan is device r of the cluster.
+    """Predict a plan or a placement: times, memory, utilisation. Its rank r is device r of the cluster.
 
     ``cost`` is the cost model to price with (default: the cluster's datasheet figures). The timeline shows
     ``num_steps`` steps from a cold start; step time and seconds per rank are those of a steady step, simulated
@@ -63,10 +65,10 @@ def simulate_plan(
     first served) or ``fair`` (max-min shares). Raises PlanError if the plan fits graph or cluster not, DeadlockError
     if its program can never finish, ProgramError for an unknown model of contention.
     """
-    check_plan(plan, graph, cluster)
     check_contention(contention)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
-    fold = find_fold(plan, graph, cluster)
+    _check(plan, graph, cluster)
+    fold = None if isinstance(plan, Placement) else find_fold(plan, graph, cluster)
     outcome = None
     if fold is not None:
         try:
@@ -77,7 +79,7 @@ def simulate_plan(
             # Of all ranks it can be told, or they are those that the error is about.
             fold = None
     if outcome is None:
-        program = build_program(plan, graph)
+        program = program_of(plan, graph, cluster)
         prices = price_program(program, plan, graph, cost)
         outcome = _simulate(program, prices, num_steps, contention, folded=False)
     return _sum_up(outcome, fold, plan, graph, cluster)
@@ -132,7 +134,7 @@ def _is_broken(run: Run, contention: Contention) -> bool:
     return breaks_symmetry(run.network, run.end_ps, run.unrolled.num_links)
 
 
-def _sum_up(outcome: _Outcome, fold: Fold | None, plan: Plan, graph: Graph, cluster: Cluster) -> Simulation:
+def _sum_up(outcome: _Outcome, fold: Fold | None, plan: Plan | Placement, graph: Graph, cluster: Cluster) -> Simulation:
     step_time_s = outcome.step_time_s
     stands = fold.representatives().tolist() if fold else range(plan.num_ranks)
     ranks = tuple(outcome.seconds[rank] for rank in stands)
@@ -150,7 +152,22 @@ def _sum_up(outcome: _Outcome, fold: Fold | None, plan: Plan, graph: Graph, clus
     )
 
 
-def _utilisation(plan: Plan, graph: Graph, cluster: Cluster, step_time_s: float) -> tuple[float | None, float | None]:
+def program_of(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> Program:
+    """The program of a plan or a placement. Raises PlanError if it fits graph or cluster not."""
+    _check(plan, graph, cluster)
+    return build_placed_program(plan, graph) if isinstance(plan, Placement) else build_program(plan, graph)
+
+
+def _check(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> None:
+    if isinstance(plan, Placement):
+        check_placement(plan, graph, cluster)
+    else:
+        check_plan(plan, graph, cluster)
+
+
+def _utilisation(
+    plan: Plan | Placement, graph: Graph, cluster: Cluster, step_time_s: float
+) -> tuple[float | None, float | None]:
     num_devices = np.bincount(cluster.columns().kind[: plan.num_ranks], minlength=len(cluster.device_kinds)).tolist()
     rates = [kind.peak_flops_per_s.get(plan.workload.precision) for kind in cluster.device_kinds]
     used = [(count, rate) for count, rate in zip(num_devices, rates, strict=True) if count]
@@ -160,7 +177,7 @@ def _utilisation(plan: Plan, graph: Graph, cluster: Cluster, step_time_s: float)
     size, count = plan.microbatch_size, plan.num_microbatches
     executed = sum(
         graph.ops[op].flops.at(size) + graph.ops[op].backward_flops.at(size)
-        for stage in slice_graph(graph, plan.bounds)
+        for stage in slice_stages(graph, plan)
         for op in stage.ops
     )
     return count * graph.flops(size) / available, count * executed / available

@@ -17,6 +17,7 @@ from meshwright.cost.memory import FIRST, LAST
 from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets
 from meshwright.simulator.buffers import compute_order, receive_buffer_bytes, sent_gradient_bytes
 from meshwright.simulator.matching import RECEIVES, rank_of_streams, stream_of_instructions
+from meshwright.simulator.placed import PlacedRanks
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.routes import Routes
 from meshwright.simulator.stage_costs import (
@@ -28,7 +29,17 @@ from meshwright.simulator.stage_costs import (
     stage_costs,
     transfer_bytes,
 )
-from meshwright.spec import Graph, Opcode, Plan, Program, ProgramError, Section, slice_graph, to_picoseconds
+from meshwright.spec import (
+    Graph,
+    Opcode,
+    Placement,
+    Plan,
+    Program,
+    ProgramError,
+    Section,
+    slice_stages,
+    to_picoseconds,
+)
 from meshwright.spec.instructions import COMPUTATIONS, STASHING
 from meshwright.spec.memory import MEMORY_PARTS, RECEIVED, SENT
 
@@ -37,7 +48,9 @@ _COMPUTE = (*COMPUTATIONS, Opcode.OPTIMIZER_STEP, *STASHING)
 _SHORTEST_S = 1e-12
 
 
-def price_program(program: Program, plan: Plan, graph: Graph, cost: CostModel, *, fold: Fold | None = None) -> Prices:
+def price_program(
+    program: Program, plan: Plan | Placement, graph: Graph, cost: CostModel, *, fold: Fold | None = None
+) -> Prices:
     """Price every instruction of a plan's program on the cost model's cluster; rank r is device r of the cluster.
 
     With a ``fold``, program and plan are those of ``fold.plan``, and rank r is on the device ``fold.ranks[r]``; a sum
@@ -64,13 +77,21 @@ def price_program(program: Program, plan: Plan, graph: Graph, cost: CostModel, *
     )
 
 
+def _buckets(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[Bucket, ...]:
+    if isinstance(plan, Placement):
+        return ()
+    return folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
+
+
 class _Pricer:
     """Knows what the stages cost; collects cost classes and routes while it walks through the sections."""
 
-    def __init__(self, program: Program, plan: Plan, graph: Graph, cost: CostModel, fold: Fold | None) -> None:
+    def __init__(
+        self, program: Program, plan: Plan | Placement, graph: Graph, cost: CostModel, fold: Fold | None
+    ) -> None:
         self._program, self._cost = program, cost
-        stages = slice_graph(graph, plan.bounds)
-        all_buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
+        stages = slice_stages(graph, plan)
+        all_buckets = _buckets(plan, graph, fold)
         held: list[list[Bucket]] = [[] for _ in stages]
         for item in all_buckets:
             for stage in item.stages:
@@ -91,6 +112,7 @@ class _Pricer:
             for stage, buckets in zip(stages, held, strict=True)
         ]
         self._plan, self._graph, self._stages = plan, graph, stages
+        self._placed = PlacedRanks(plan, graph, stages) if isinstance(plan, Placement) else None
         self.routes = Routes(cost.cluster)
         # Per class: duration and host time in ps, bytes taken and freed.
         self.classes: list[tuple[int, int, Bytes, Bytes]] = []
@@ -107,7 +129,7 @@ class _Pricer:
                     SENT: sent_gradient_bytes(self._graph, self._plan, stage, order, own.microbatch_bytes),
                 }
             )
-        return total
+        return total - self._placed.shared_bytes(rank) if self._placed else total
 
     def price_section(self, section: Section) -> SectionPrices:
         """Classes, routes and mark offsets of one section."""
@@ -127,9 +149,11 @@ class _Pricer:
 
     def _computation(self, stage: int, kind: int, place: int, opcode: int) -> tuple[int, int]:
         costs, in_use = self._costs[stage][kind], self._bytes[stage][kind]
+        placed = self._placed
         match Opcode(opcode):
             case Opcode.FORWARD:
-                return self._add(costs.forward_s, 0.0, in_use.forward), -1
+                in_forward = placed.keep_handed_on(stage, in_use.forward) if placed else in_use.forward
+                return self._add(costs.forward_s, 0.0, in_forward), -1
             case Opcode.BACKWARD_INPUT:
                 return self._add(costs.inputs_s, 0.0, in_use.inputs), -1
             case Opcode.BACKWARD | Opcode.BACKWARD_WEIGHT:
@@ -143,7 +167,11 @@ class _Pricer:
             case Opcode.DROP:
                 return self._add(0.0, 0.0, (by_part({}), in_use.stash)), -1
             case _:
-                return self._add(costs.optimizer_s, 0.0, in_use.optimizer), -1
+                if placed is None:
+                    return self._add(costs.optimizer_s, 0.0, in_use.optimizer), -1
+                seconds, stages = placed.optimizer_step(stage, self._cost)
+                takes, frees = zip(*(self._bytes[index][kind].optimizer for index in stages), strict=True)
+                return self._add(seconds, 0.0, (np.sum(takes, axis=0), np.sum(frees, axis=0))), -1
 
     def _transfer(self, group: int, opcode: int, num_bytes: int) -> tuple[int, int]:
         in_use = transfer_bytes(opcode, num_bytes)

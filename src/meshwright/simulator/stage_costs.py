@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.memory import Phase, backend_of
 from meshwright.program import Bucket, stays_on_rank
-from meshwright.spec import DeviceKind, Graph, Op, Opcode, Plan, StageSlice
+from meshwright.spec import DeviceKind, Graph, Op, Opcode, Placement, Plan, StageSlice
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,
@@ -99,7 +99,12 @@ class StageBytes:
 
 
 def stage_costs(
-    graph: Graph, plan: Plan, stage: StageSlice, buckets: tuple[Bucket, ...], kind: DeviceKind, cost: CostModel
+    graph: Graph,
+    plan: Plan | Placement,
+    stage: StageSlice,
+    buckets: tuple[Bucket, ...],
+    kind: DeviceKind,
+    cost: CostModel,
 ) -> StageCosts:
     """Price a stage for the plan's microbatches on one kind of device; ``buckets`` are those that the stage holds."""
     prices = cost.price_ops(graph, plan.microbatch_size, kind)
@@ -182,7 +187,12 @@ def _ready_seconds(
 
 
 def stage_bytes(
-    graph: Graph, plan: Plan, stage: StageSlice, buckets: tuple[Bucket, ...], kind: DeviceKind, cost: CostModel
+    graph: Graph,
+    plan: Plan | Placement,
+    stage: StageSlice,
+    buckets: tuple[Bucket, ...],
+    kind: DeviceKind,
+    cost: CostModel,
 ) -> StageBytes:
     """Weigh a stage for the plan's microbatches on one kind of device."""
     bucketed = frozenset(stage.parameters).intersection(i for bucket in buckets for i in bucket.parameters)
@@ -244,7 +254,7 @@ def _without(phase: Phase, *parts: int) -> Phase:
     return _only(phase, *(part for part in range(len(MEMORY_PARTS)) if part not in parts))
 
 
-def _kept_for_weights(graph: Graph, plan: Plan, stage: StageSlice) -> Bytes:
+def _kept_for_weights(graph: Graph, plan: Plan | Placement, stage: StageSlice) -> Bytes:
     """What stays after a backward's part for inputs until that for weights is done, by part."""
     size, width = plan.microbatch_size, plan.workload.float_bytes
     shares = weights_shares(graph)

@@ -54,6 +54,8 @@ from meshwright.spec.measurements import (
     TransferMeasurement,
     op_key,
 )
+from meshwright.spec.placed_slices import slice_placement, slice_stages
+from meshwright.spec.placement import PlacedStage, Placement, check_placement
 from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
@@ -114,6 +116,8 @@ __all__ = [
     "Optimizer",
     "OptimizerMeasurement",
     "OptimizerStep",
+    "PlacedStage",
+    "Placement",
     "Plan",
     "PlanError",
     "PlaygroundError",
@@ -133,6 +137,7 @@ __all__ = [
     "Timeline",
     "TransferMeasurement",
     "Workload",
+    "check_placement",
     "check_plan",
     "content_hash",
     "decode_document",
@@ -151,6 +156,8 @@ __all__ = [
     "shipped_graphs",
     "shipped_kinds",
     "slice_graph",
+    "slice_placement",
+    "slice_stages",
     "suggest",
     "to_picoseconds",
     "to_seconds",

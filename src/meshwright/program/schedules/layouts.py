@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec.errors import PlanError
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 
 
@@ -33,7 +34,7 @@ def local_microbatches(plan: Plan, stage: int, rank: int) -> range:
     return range(ranks.index(rank), plan.num_microbatches, len(ranks))
 
 
-def stays_on_rank(plan: Plan, source: int, target: int) -> bool:
+def stays_on_rank(plan: Plan | Placement, source: int, target: int) -> bool:
     """Whether two stages compute each microbatch on one rank, so that nothing is sent between them.
 
     Raises PlanError if they do for some microbatches only.
