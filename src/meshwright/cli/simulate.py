@@ -12,6 +12,7 @@ from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import read_document, write_document
+from meshwright.spec.errors import DocumentError
 from meshwright.spec.plan import SCHEDULE_NAMES, Plan
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan (.json) that `meshwright plan` wrote.")]
@@ -40,6 +41,10 @@ def simulate(
         typer.Option(help="How transfers get a link that others want too: one after the other, or in fair shares."),
     ] = "queued",
     steps: Annotated[int, typer.Option(help="Steps to simulate.", min=1)] = 2,
+    detail: Annotated[
+        Literal["instructions", "ops"],
+        typer.Option(help="What the trace shows: instructions, or also the ops inside of them."),
+    ] = "instructions",
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the critical path of a step, and what would make it shorter.")
     ] = False,
@@ -63,6 +68,10 @@ def simulate(
     from meshwright.report import draw_grid, timeline_rows, timeline_table, write_trace
     from meshwright.simulator import allocate_rank, describe_steady_step, simulate_plan, steady_rows
 
+    if detail == "ops" and trace is None:
+        raise DocumentError(
+            "`--detail ops` puts ops into the trace, but no trace was asked for; add --trace FILE.json."
+        )
     page = page_path(html, open_browser, "simulation")
     document = read_document(Plan, plan)
     machine = load_cluster(cluster or document.cluster)
@@ -70,7 +79,9 @@ def simulate(
     captured = graph_of_plan(document, graph)
     if schedule is not None:
         document = adopt_schedule(document, schedule, captured, cost, num_chunks=virtual_stages)
-    result = simulate_plan(document, captured, machine, cost=cost, num_steps=steps, contention=contention)
+    result = simulate_plan(
+        document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
+    )
     basis = cost.explain_basis(captured, document.microbatch_size)
     interval = predict_step_interval(document, captured, machine, cost, contention=contention)
     reasons, explanation = explain_bounds(document, captured, machine, cost, contention) if explain else ({}, [])
@@ -79,7 +90,7 @@ def simulate(
     if out is not None:
         write_document(result.timeline, out)
     if trace is not None:
-        write_trace([result.timeline], trace)
+        write_trace([result.timeline], trace, ops=result.op_spans)
     if page is not None:
         ranked = rank_simulation(result, document, machine)
         allocation = allocate_rank(document, captured, machine, ranked.fullest_rank)

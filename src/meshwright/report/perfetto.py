@@ -5,6 +5,7 @@ The format is the Trace Event Format (Google, "Trace Event Format", 2016), which
     process   a rank of one timeline: "rank 0 predicted" above "rank 0 measured"
     thread    a stream of the rank, named alike in every timeline
     X         a span: ``ts`` and ``dur`` in microseconds, exact to the picosecond below 2^53 ps (two and a half hours)
+              inside of it, where they are given, its ops
     s, f      an arrow from a send to the receive of the same bytes
     C         bytes in use on a rank
 
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.spec import DocumentError, Opcode, Timeline, instruction_name, write_text
+from meshwright.spec import DocumentError, Opcode, OpSpans, Timeline, instruction_name, write_text
 
 PICOSECONDS_PER_MICROSECOND = 1e6
 
@@ -36,12 +37,13 @@ Event = dict[str, Any]
 Ids = NDArray[np.int64]
 
 
-def write_trace(timelines: Sequence[Timeline], path: Path | str) -> Path:
+def write_trace(timelines: Sequence[Timeline], path: Path | str, *, ops: OpSpans | None = None) -> Path:
     """Write timelines into one trace file, side by side; the file appears whole or not at all.
 
     Args:
         timelines: At least one. With a single one, processes are called "rank 0"; else "rank 0 predicted".
         path: The file to write (``.json``).
+        ops: What happens inside the spans of the first timeline.
 
     Returns:
         The path.
@@ -51,20 +53,20 @@ def write_trace(timelines: Sequence[Timeline], path: Path | str) -> Path:
     """
     if not timelines:
         raise DocumentError("A trace of no timelines was asked for; give at least one.")
-    return write_text(trace_pieces(timelines), path)
+    return write_text(trace_pieces(timelines, ops), path)
 
 
-def trace_pieces(timelines: Sequence[Timeline]) -> Iterator[str]:
+def trace_pieces(timelines: Sequence[Timeline], ops: OpSpans | None = None) -> Iterator[str]:
     """The text of a trace, in pieces."""
     yield '{"displayTimeUnit":"ms","traceEvents":[\n'
     separator = ""
-    for event in _events(timelines):
+    for event in _events(timelines, ops):
         yield separator + json.dumps(event, ensure_ascii=False, separators=(",", ":"))
         separator = ",\n"
     yield "\n]}\n"
 
 
-def _events(timelines: Sequence[Timeline]) -> Iterator[Event]:
+def _events(timelines: Sequence[Timeline], ops: OpSpans | None) -> Iterator[Event]:
     num_processes = max(timeline.num_ranks for timeline in timelines) * len(timelines)
     # Process 0 means "idle" to Perfetto, and a thread with its process's number counts as the main thread.
     tids = itertools.count(num_processes + 1)
@@ -79,6 +81,8 @@ def _events(timelines: Sequence[Timeline]) -> Iterator[Event]:
         threads = _Threads(pids=pids, lanes=lanes, tids={})
         yield from _name_threads(timeline, threads, tids)
         yield from _span_events(timeline, order, threads, first_flow)
+        if ops is not None and position == 0:
+            yield from _op_events(timeline, ops, threads)
         yield from _memory_events(timeline, pids)
         first_flow += timeline.num_spans
 
@@ -171,6 +175,22 @@ def _span_event(timeline: Timeline, i: int, name: str, threads: _Threads) -> Eve
             "step": int(timeline.step[i]),
         },
     }
+
+
+def _op_events(timeline: Timeline, ops: OpSpans, threads: _Threads) -> Iterator[Event]:
+    """Ops in the thread of their span, behind it in the file: of two that begin together the first holds the other."""
+    for i in range(ops.num_parts):
+        span, start = int(ops.span[i]), int(ops.start_ps[i])
+        track = int(timeline.track[span])
+        yield {
+            "ph": "X",
+            "name": ops.name(i),
+            "cat": "op",
+            "pid": threads.pids[timeline.tracks[track].rank],
+            "tid": threads.tids[track, int(threads.lanes[span])],
+            "ts": start / PICOSECONDS_PER_MICROSECOND,
+            "dur": (int(ops.end_ps[i]) - start) / PICOSECONDS_PER_MICROSECOND,
+        }
 
 
 def _arrival(timeline: Timeline, send: int, receive: int) -> float:

@@ -112,7 +112,7 @@ class _Pricer:
     def price_section(self, section: Section) -> SectionPrices:
         """Classes, routes and mark offsets of one section."""
         ranks = rank_of_streams(self._program)[stream_of_instructions(section)]
-        where = np.stack([section.stage, self._kind_of_rank[ranks], _place_of_backward(section)]).astype(np.int64)
+        where = np.stack([section.stage, self._kind_of_rank[ranks], place_of_backward(section)]).astype(np.int64)
         is_compute = np.isin(section.opcode, _COMPUTE)
         compute, transfers = np.flatnonzero(is_compute), np.flatnonzero(~is_compute)
         _check_groups(self._program, section, transfers)
@@ -187,7 +187,7 @@ def _per_distinct(keys: NDArray[np.int64], price: Callable[..., tuple[int, int]]
     return table
 
 
-def _place_of_backward(section: Section) -> NDArray[np.int64]:
+def place_of_backward(section: Section) -> NDArray[np.int64]:
     """FIRST and LAST for the first and last backward of each stage in each stream, 0 for every other instruction.
 
     Of a backward in two parts the one for weights counts.

@@ -52,6 +52,7 @@ from meshwright.spec.measurements import (
     TransferMeasurement,
     op_key,
 )
+from meshwright.spec.op_spans import OpSpans
 from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan
 from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
@@ -107,6 +108,7 @@ __all__ = [
     "NullSink",
     "Op",
     "OpMeasurement",
+    "OpSpans",
     "Opcode",
     "Optimizer",
     "OptimizerMeasurement",
