@@ -4,7 +4,7 @@
 other, `engine` finds when each instruction ends, `memory` follows the bytes, `simulation` sums up. Links that several
 want are granted one by one (`engine`) or shared fairly (`fair`, `sharing`); `deadlock` tells why a program stops.
 `folding` finds replicas that are alike, of which one is simulated, and `repetition` steps that are;
-`op_spans` tells what happens inside each computation.
+`op_spans` tells what happens inside each computation, and `many` simulates many plans on all cores.
 `allocation` follows one rank's memory op by op. `explain_step` tells what bounds a step (`critical_path`) and what
 would help (`levers`).
 """
@@ -14,6 +14,7 @@ from meshwright.simulator.critical_path import Bound
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.explanation import StepExplanation, explain_program, explain_step
 from meshwright.simulator.levers import SHORTER, Lever
+from meshwright.simulator.many import simulate_plans
 from meshwright.simulator.plan import DETAILS, Detail, simulate_plan
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.pricing import price_program
@@ -41,6 +42,7 @@ __all__ = [
     "explain_step",
     "price_program",
     "simulate_plan",
+    "simulate_plans",
     "simulate_program",
     "steady_rows",
 ]
