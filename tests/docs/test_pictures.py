@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 
 import pytest
 
+from meshwright.program import SCHEDULES
 from meshwright.spec import Link
 from tests.docs.blocks import ROOT
 
@@ -22,14 +24,20 @@ def drawn():
     sys.path.remove(folder)
 
 
-def test_the_picture_of_the_schedules_is_what_the_simulator_says(drawn):
+@pytest.mark.parametrize("name", [*SCHEDULES, "replicas"])
+def test_the_pictures_of_the_schedules_are_what_the_simulator_says(drawn, name):
     schedules = drawn("schedules")
-    assert schedules.PICTURE.read_text() == schedules.draw(), "run python docs/pictures/schedules.py"
+    drawing = schedules.draw(name)
+    assert (schedules.IMAGES / f"schedule-{name}.svg").read_text() == drawing, "run python docs/pictures/schedules.py"
 
 
-def test_the_picture_of_more_schedules_is_what_the_simulator_says(drawn):
-    schedules = drawn("more_schedules")
-    assert schedules.PICTURE.read_text() == schedules.draw(), "run python docs/pictures/more_schedules.py"
+def test_every_schedule_that_flushes_has_its_section_with_its_picture_and_its_source():
+    text = (ROOT / "docs" / "concepts" / "schedules.md").read_text()
+    sections = dict(re.findall(r"^## `([^`]+)`$(.*?)(?=^## )", text, flags=re.MULTILINE | re.DOTALL))
+    assert sections.keys() == SCHEDULES.keys()
+    for name, section in sections.items():
+        assert f"(../images/schedule-{name}.svg)" in section
+        assert "\nSource: " in section
 
 
 def test_the_picture_of_endless_schedules_is_what_the_simulator_says(drawn):
