@@ -206,7 +206,7 @@ def _span_lines(timeline: Timeline, order: Ids, places: _Places, first_flow: int
             ',\n{"ph":"X","name":"',
             *_name_parts(timeline, spans),
             '","cat":"',
-            Choice(texts=[item.name.lower() for item in Opcode], which=opcode),
+            Choice(texts=[item.name.lower() for item in sorted(Opcode)], which=opcode),
             '","pid":',
             Number(values=pid),
             ',"tid":',
@@ -290,7 +290,9 @@ def _name_forms() -> tuple[list[list[str]], NDArray[np.int8]]:
     And which numbers they are, shape (opcodes, numbers): 0 stage, 1 microbatch, 2 peer, -1 for none.
     """
     numbers = (1_000_001, 1_000_002, 1_000_003)
-    cut = [re.split("(" + "|".join(map(str, numbers)) + ")", instruction_name(item, *numbers)) for item in Opcode]
+    cut = [
+        re.split("(" + "|".join(map(str, numbers)) + ")", instruction_name(item, *numbers)) for item in sorted(Opcode)
+    ]
     most = max(len(pieces) for pieces in cut) // 2
     texts = [pieces[::2] + [""] * (most + 1 - len(pieces[::2])) for pieces in cut]
     found = [[numbers.index(int(number)) for number in pieces[1::2]] for pieces in cut]
