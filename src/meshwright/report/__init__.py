@@ -21,7 +21,8 @@ from meshwright.report.layers import graph_rows, graph_total
 from meshwright.report.order import StreamOrder
 from meshwright.report.perfetto import write_trace
 from meshwright.report.rows import cluster_rows, fit_transfers, measurement_rows, plan_rows, program_rows
-from meshwright.report.schedules import draw_slots, schedules_table
+from meshwright.report.schedule_picture import draw_schedule
+from meshwright.report.schedules import draw_slots, explain_slots, schedules_table
 from meshwright.report.tables import (
     cluster_table,
     comparison_table,
@@ -47,7 +48,9 @@ __all__ = [
     "comparison_rows",
     "comparison_table",
     "draw_grid",
+    "draw_schedule",
     "draw_slots",
+    "explain_slots",
     "explanation_rows",
     "explanation_table",
     "fit_table",
