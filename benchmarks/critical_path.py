@@ -11,6 +11,7 @@ from meshwright.cost import CostModel
 from meshwright.program import build_program
 from meshwright.simulator import explain_step, price_program
 from meshwright.simulator.critical_path import find_critical_path
+from meshwright.simulator.network import durations
 from meshwright.simulator.simulate import run_unrolled
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import Plan, StagePlan, Workload, load_cluster
@@ -38,7 +39,7 @@ def main() -> int:
     prices = price_program(program, plan, graph, cost)
     unrolled = unroll(program, prices, -(-INSTRUCTIONS // program.body.num_instructions))
     network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps)
-    start_ps = np.where(unrolled.send_of >= 0, end_ps - network.duration_ps, start_ps)
+    start_ps = np.where(unrolled.send_of >= 0, end_ps - durations(network), start_ps)
     find = partial(find_critical_path, network, start_ps, end_ps, (0, int(end_ps.max())))
     length, repeats = len(find().instruction), 3 if options.quick else 21
     rows = [

@@ -11,6 +11,9 @@ For `fair`, an event is the beginning or the end of a transfer on shared links, 
 the other instructions too; once with durations that make many events coincide, once with durations that
 differ by up to 20 % (seed 0), so that none do.
 
+`linear` has pipelines of 10^5 to 10^8 instructions (`long_pipeline.py`), each once in a process of its own, so that the
+time holds what the system takes to hand out fresh memory; `bytes` is all that such a process holds for the network, its
+ends and what the engine needs meanwhile.
 Orders are found for 8 stages x 64 microbatches whose times differ by up to a half and whose transfers take a tenth of a
 forward, in the memory of 1F1B: 20 draws (seeds 0 to 19). The length is held against the best named schedule that fits,
 and against the bound.
@@ -29,21 +32,24 @@ from pathlib import Path
 
 import numpy as np
 from harness import make_row, parse_options, publish
+from long_pipeline import measure_apart
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from meshwright.program import StageTimes, build_program, find_orders
 from meshwright.simulator import price_program
 from meshwright.simulator.engine import run_network
+from meshwright.simulator.network import collectives, durations, routes, with_durations
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import Workload
 from meshwright.spec.plan import GradientExchange, Plan, StagePlan
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 
+# Issue: 40 M and 7 M instructions per second under `queued`, 1 M events per second under `fair`, start in 0.5 s, 40
+# bytes per instruction.
+QUEUED_NS, BUSY_NS, EVENT_NS, START_S, MOST_BYTES = 1e3 / 40, 1e3 / 7, 1e3 / 1, 0.5, 40
 FOUND_S = 1.0
-# Issue: 40 M and 7 M instructions per second under `queued`, 1 M events per second under `fair`, start in 0.5 s.
-QUEUED_NS, BUSY_NS, EVENT_NS, START_S = 1e3 / 40, 1e3 / 7, 1e3 / 1, 0.5
 START = """
 import time
 start = time.process_time()
@@ -54,10 +60,9 @@ from meshwright.simulator.network import Network
 imported = time.process_time()
 ids = lambda *values: np.array(values, np.int64)
 columns = lambda *values: np.array(values, np.int32)
-flags = lambda *values: np.array(values, bool)
-network = Network(ids(0, 1), ids(5), columns(0, 0), ids(), ids(), columns(), columns(0), ids(0, 1), columns(0),
-    flags(True), columns(-1), columns(), columns(), flags(False))
-assert run_network(network, 1)[1][0] == 5
+network = Network(ids(0, 1), columns(0), ids(5), columns(0, 0), columns(), columns(), ids(), columns(0), 0,
+    ids(0, 1), columns(0), columns(), columns(), columns())
+assert run_network(network, 1).end_ps[0] == 5
 print(time.process_time() - imported + libraries - start, time.process_time() - start)
 """
 
@@ -90,21 +95,21 @@ def unrolled(num_nodes, num_devices, num_stages, num_replicas, num_microbatches,
 
 
 def shared(network):
-    return np.append(network.route_shared, False)[network.route]
+    return routes(network) >= network.num_private
 
 
 def num_events(network):
     """Two per transfer on shared links; a collective is one transfer."""
-    alone = shared(network) & (network.collective < 0)
-    return 2 * (int(alone.sum()) + len(np.unique(network.collective[shared(network) & (network.collective >= 0)])))
+    sends = shared(network) & (collectives(network) < 0)
+    return 2 * (int(sends.sum()) + int((network.collective_route >= network.num_private).sum()))
 
 
 def with_noise(network):
-    count = len(network.duration_ps)
-    factor = np.random.default_rng(0).uniform(0.8, 1.2, count)
-    duration_ps = np.rint(network.duration_ps * factor).astype(np.int64)
-    shift_ps = np.maximum(network.wait_shift_ps, -duration_ps[network.waits])
-    return network._replace(duration_ps=duration_ps, wait_shift_ps=shift_ps)
+    factor = np.random.default_rng(0).uniform(0.8, 1.2, len(network.cost_class))
+    duration_ps = np.rint(durations(network) * factor).astype(np.int64)
+    return with_durations(
+        network, duration_ps, np.maximum(network.mark_shift_ps, -duration_ps[network.mark_instruction])
+    )
 
 
 def cpu_seconds(network, num_links, contention, repeats):
@@ -171,7 +176,7 @@ def main() -> int:
     }
     rows, notes = [], []
     for name, ((network, num_links), target) in cases.items():
-        seconds, count = cpu_seconds(network, num_links, "queued", repeats), len(network.duration_ps)
+        seconds, count = cpu_seconds(network, num_links, "queued", repeats), len(network.cost_class)
         rows.append(row(f"queued, {name}", seconds, count / 1e9, "ns per instruction", target))
         share = shared(network).mean()
         notes.append(
@@ -182,6 +187,11 @@ def main() -> int:
         seconds, count = cpu_seconds(changed, num_links, "fair", repeats), num_events(changed)
         rows.append(row(f"fair, events {name}", seconds, count / 1e9, "ns per event", EVENT_NS))
         notes.append(f"fair, {name}: {count} events, {count / seconds.min() / 1e6:.2f} M/s")
+    sizes = [measure_apart(10**power) for power in range(5, 8 if options.quick else 9)]
+    for size in sizes:
+        name, value = f"linear, {size['count']:.3g} instructions", size["seconds"] / size["count"] * 1e9
+        rows.append(make_row(name, value, "ns per instruction"))
+    rows.append(make_row("the largest of these", sizes[-1]["bytes"], "bytes per instruction", target=MOST_BYTES))
     command = [sys.executable, "-c", START]
     outputs = [subprocess.run(command, capture_output=True, check=True).stdout.split() for _ in range(repeats // 4 + 2)]
     starts = np.array(outputs[1:], float).T

@@ -36,7 +36,6 @@ SMALL = (
     "activation_memory_korthikanti_fig7",
     "layer_times_korthikanti",
     "zero_bubble_rates_table5",
-    "zero_bubble_times",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 from meshwright.spec import Extent, Graph, Layer, Op, Tensor, Workload
 from meshwright.spec.plan import GradientExchange, Plan, StagePlan
@@ -18,12 +19,14 @@ def chain_graph(
     skips: tuple[tuple[int, int], ...] = (),
     frozen: int = 0,
     random: tuple[int, ...] = (),
+    reads: Mapping[int, int] | None = None,
 ) -> Graph:
     """One linear op per layer, ending in a loss.
 
     ``tied``: first and last layer share their weight. ``skips``: (from, to) pairs; layer ``to`` also reads the output
     of layer
     ``from``. ``frozen``: so many first layers have no trainable weight. ``random``: layers that draw random numbers.
+    ``reads``: layers that read the output of another one than the one before.
     """
     tensors = [Tensor(name="x", shape=(B, Extent(width)), dtype="float32", role="input", storage=0)]
     ops, outputs, weights = [], [], []
@@ -45,6 +48,7 @@ def chain_graph(
                 )
             )
         weights.append(weight)
+        previous = outputs[reads[layer]] if reads and layer in reads else previous
         out = len(tensors)
         last = layer == num_layers - 1
         tensors.append(

@@ -26,6 +26,8 @@ from meshwright.spec import (
     OpMeasurement,
     Optimizer,
     OptimizerMeasurement,
+    PlacedStage,
+    Placement,
     Plan,
     Program,
     Section,
@@ -220,6 +222,29 @@ def plans(draw):
     )
 
 
+@st.composite
+def placements(draw):
+    ops = draw(
+        st.lists(few(st.integers(0, 30), min_size=1).map(lambda ids: tuple(sorted({*ids}))), min_size=1, max_size=3)
+    )
+    num_microbatches = draw(counts)
+    workload = draw(workloads)
+    return Placement(
+        model=draw(names),
+        model_sizes=draw(few(st.tuples(names, sizes), max_size=2)),
+        graph_hash=draw(names),
+        cluster=draw(names),
+        workload=Workload(
+            kind=workload.kind,
+            global_batch=num_microbatches * draw(counts),
+            precision=workload.precision,
+            optimizer=workload.optimizer,
+        ),
+        stages=tuple(PlacedStage(rank=draw(st.integers(0, 3)), ops=ids) for ids in ops),
+        num_microbatches=num_microbatches,
+    )
+
+
 def columns(draw, dtype, count, low, high):
     """One column of integers from ``low`` to ``high``."""
     return np.array(draw(st.lists(st.integers(low, high), min_size=count, max_size=count)), dtype)
@@ -346,6 +371,7 @@ DOCUMENTS = {
     "cluster": clusters(),
     "graph": graphs(),
     "measurements": measurements,
+    "placement": placements(),
     "plan": plans(),
     "program": programs(),
     "timeline": timelines(),

@@ -15,6 +15,7 @@ _PUBLIC = {
     "Cluster": "meshwright.spec:Cluster",
     "Workload": "meshwright.spec:Workload",
     "Plan": "meshwright.spec:Plan",
+    "Placement": "meshwright.spec:Placement",
     "Program": "meshwright.spec:Program",
     "Timeline": "meshwright.spec:Timeline",
     "load_cluster": "meshwright.spec:load_cluster",
@@ -26,7 +27,9 @@ _PUBLIC = {
     "part": "meshwright.capture:part",
     # plans
     "search_plans": "meshwright.planner:search_plans",
+    "place": "meshwright.planner:place",
     "build_program": "meshwright.program:build_program",
+    "build_placed_program": "meshwright.program:build_placed_program",
     "with_schedule": "meshwright.program:with_schedule",
     "simulate_plan": "meshwright.simulator:simulate_plan",
     # training

@@ -32,6 +32,11 @@ def test_the_picture_of_more_schedules_is_what_the_simulator_says(drawn):
     assert schedules.PICTURE.read_text() == schedules.draw(), "run python docs/pictures/more_schedules.py"
 
 
+def test_the_picture_of_endless_schedules_is_what_the_simulator_says(drawn):
+    schedules = drawn("endless_schedules")
+    assert schedules.PICTURE.read_text() == schedules.draw(), "run python docs/pictures/endless_schedules.py"
+
+
 def test_the_picture_of_collectives_is_what_the_model_says(drawn):
     collectives = drawn("collectives")
     assert collectives.PICTURE.read_text() == collectives.draw(), "run python docs/pictures/collectives.py"

@@ -32,6 +32,7 @@ order = build
 _COMMANDS = (
     "capture gpt-tiny --out graph.json",
     "plan gpt-tiny --cluster 2xcpu --batch 4 --stages 2 --precision float32 --out plan.json",
+    "plan graph.json --cluster 2xcpu --batch 4 --precision float32 --method place --fix head=1 --out placement.json",
     "simulate plan.json --graph graph.json --out predicted.json",
     "simulate plan.json --graph graph.json --cluster 2xH100 --out measured.json",
 )

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.program import SCHEDULE_LAYOUTS as LAYOUTS
 from meshwright.spec import StagePlan
 from tests.graphs import chain_graph, even_bounds, make_plan
-
-LAYOUTS = {
-    "gpipe": "single",
-    "1f1b": "single",
-    "zb-h1": "single",
-    "zb-h2": "single",
-    "interleaved": "in turn",
-    "looped-bfs": "in turn",
-    "zb-v": "v",
-    "dualpipe-v": "v",
-    "dualpipe": "both ways",
-}
 
 
 def stage_ranks(schedule: str, num_positions: int, num_chunks: int = 2, num_replicas: int = 1):

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import textwrap
+from inspect import getsource
 from pathlib import Path
 
 from meshwright.program import with_schedule
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.runtime import schedules
 
 HEAD = "import random\n\nfrom meshwright.program import Backward, Forward, local_microbatches, num_active\n\n\n"
 # Stands at the end of files, so that lines of what is tested keep their numbers.
-IN_TURN = """
-
-
-def in_turn(plan, rank, at_most):
-    stage = plan.stages_of(rank)[0]
-    mine = local_microbatches(plan, stage, rank)
-    at_most = min(at_most, len(mine))
-    yield from (Forward(stage=stage, microbatch=m) for m in mine[:at_most])
-    for done, m in enumerate(mine):
-        yield Backward(stage=stage, microbatch=m)
-        if at_most + done < len(mine):
-            yield Forward(stage=stage, microbatch=mine[at_most + done])
-"""
+IN_TURN = "\n\n" + getsource(schedules.in_turn)
 
 # Both named schedules, written anew from the papers; and one that is neither.
 GPIPE = """
@@ -46,11 +36,7 @@ def one_f_one_b(plan, rank):
         else:
             yield Backward(stage=stage, microbatch=backwards.pop(0))
 """
-EAGER = """
-def eager(plan, rank):
-    (stage,) = plan.stages_of(rank)
-    return in_turn(plan, rank, at_most=2 * num_active(plan, stage) - 1)
-"""
+EAGER = "\n" + getsource(schedules.eager)
 # Every rank in an order of its own, which the plan's model seeds: all forwards first, or anything legal on one rank.
 SHUFFLED = """
 def shuffled(plan, rank):

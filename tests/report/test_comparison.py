@@ -129,6 +129,8 @@ def _opcode_name(timeline, i):
         "optimizer_step",
         "backward_input",
         "backward_weight",
+        "stash",
+        "drop",
     )
     return names[timeline.opcode[i]]
 

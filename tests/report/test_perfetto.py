@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import tracemalloc
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.report import write_trace
+from meshwright.report import check_ranks, perfetto, write_trace
+from meshwright.report.perfetto import pair_transfers
 from meshwright.simulator import simulate_plan
-from meshwright.spec import DocumentError, load_cluster
+from meshwright.spec import DocumentError, Opcode, load_cluster
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.report.timelines import F, R, S, as_measured, make_timeline
 from tests.strategies import timelines
@@ -31,8 +35,8 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("traces")
 
 
-def read_trace(path, *given_timelines):
-    assert write_trace(given_timelines, path) == path
+def read_trace(path, *given_timelines, ranks=None):
+    assert write_trace(given_timelines, path, ranks=ranks) == path
     data = json.loads(path.read_text(encoding="utf-8"))
     assert data.keys() == {"displayTimeUnit", "traceEvents"}
     events = defaultdict(list)
@@ -195,3 +199,106 @@ def test_no_timeline_is_refused_and_no_file_is_left(tmp_path):
     with pytest.raises(IndexError):
         write_trace([broken], tmp_path / "trace.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_that_fails_leaves_the_file_that_was_there(tmp_path, simulated):
+    path = write_trace([simulated], tmp_path / "trace.json")
+    before = path.read_bytes()
+    broken = make_timeline([(0, "compute", F, 0, 0, -1, 0, 10)])
+    object.__setattr__(broken, "stage", broken.stage[:0])
+    with pytest.raises(IndexError):
+        write_trace([simulated, broken], path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_ranks_are_cut_out_with_what_goes_between_them(simulated, folder):
+    whole, cut = read_trace(folder / "all.json", simulated), read_trace(folder / "cut.json", simulated, ranks=(1, 3))
+    assert set(names_of(cut, "process_name", "pid").values()) == {"rank 1", "rank 3"}
+    processes = names_of(whole, "process_name", "pid")
+    drawn = {pid for (pid,), name in processes.items() if name in ("rank 1", "rank 3")}
+    ranks = np.array([stream.rank for stream in simulated.tracks])[simulated.track]
+    assert len(cut["X"]) == int(np.isin(ranks, (1, 3)).sum()) > 0
+    assert len(cut["C"]) == int(np.isin(simulated.memory_rank, (1, 3)).sum()) > 0
+    for kind in ("M", "X", "C"):
+        kept = [event for event in whole[kind] if event["pid"] in drawn]
+        assert [without_tid(event) for event in cut[kind]] == [without_tid(event) for event in kept]
+    # An arrow needs both of its ends: rank 3 gets from ranks 1 and 2.
+    ends = {event["id"]: event["pid"] for event in whole["f"]}
+    between = {event["id"] for event in whole["s"] if {event["pid"], ends[event["id"]]} <= drawn}
+    assert {event["id"] for event in cut["s"]} == {event["id"] for event in cut["f"]} == between
+    assert 0 < len(between) < len(whole["s"])
+
+
+def without_tid(event):
+    """Threads are numbered through those that are drawn."""
+    kept = {key: value for key, value in event.items() if key != "tid"}
+    return kept | ({"args": {}} if event["name"] == "thread_sort_index" else {})
+
+
+def test_ranks_that_are_not_there_are_refused(simulated, tmp_path):
+    with pytest.raises(DocumentError, match="Rank 4 was asked for in a trace; there are ranks 0 to 3"):
+        write_trace([simulated], tmp_path / "trace.json", ranks=(0, 4))
+    with pytest.raises(DocumentError, match="No ranks were asked for"):
+        check_ranks((), 4)
+    check_ranks(None, 4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_packed_trace_holds_the_same(simulated, folder):
+    plain, packed = (write_trace([simulated], folder / name).read_bytes() for name in ("p.json", "p.json.gz"))
+    assert gzip.decompress(packed) == plain
+    assert len(packed) < len(plain) / 5
+
+
+@given(timeline=timelines(), chunk=st.integers(1, 4))
+def test_chunks_leave_no_seam(folder, timeline, chunk):
+    whole = write_trace([timeline], folder / "whole.json").read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(perfetto, "CHUNK", chunk)
+        assert write_trace([timeline], folder / "chunks.json").read_bytes() == whole
+
+
+def test_names_are_those_of_every_timeline(folder):
+    spans = [(0, "compute", opcode, 12, 345, 6789, 0, 10) for opcode in Opcode]
+    timeline = make_timeline(spans)
+    names = [event["name"] for event in read_trace(folder / "names.json", timeline)["X"]]
+    assert sorted(names) == sorted(timeline.name(i) for i in range(timeline.num_spans))
+
+
+@given(timelines())
+def test_transfers_pair_up_as_told_one_by_one(timeline):
+    keys = defaultdict(list)
+    sends = {Opcode.SEND_ACTIVATION: "activation", Opcode.SEND_GRADIENT: "gradient"}
+    receives = {Opcode.RECEIVE_ACTIVATION: "activation", Opcode.RECEIVE_GRADIENT: "gradient"}
+    for i in np.argsort(timeline.start_ps, kind="stable").tolist():
+        opcode, ends = Opcode(timeline.opcode[i]), (int(timeline.stage[i]), int(timeline.peer[i]))
+        facts = int(timeline.microbatch[i]), int(timeline.step[i])
+        if opcode in sends:
+            keys[sends[opcode], ends, facts, "send"].append(i)
+        elif opcode in receives:
+            keys[receives[opcode], ends[::-1], facts, "receive"].append(i)
+    expected = {}
+    for (*key, side), indices in keys.items():
+        if side == "send":
+            for send, receive in zip(indices, keys.get((*key, "receive"), ()), strict=False):
+                expected |= {send: receive, receive: send}
+    partner = pair_transfers(timeline)
+    assert {i: int(other) for i, other in enumerate(partner) if other >= 0} == expected
+
+
+def test_memory_holds_no_trace():
+    """Twice as many spans take a few numbers each, while their text is some hundred bytes."""
+    peaks, sizes = [], []
+    for count in (30_000, 60_000):
+        spans = make_timeline([(0, "compute", F, 0, 0, -1, 0, 10)])
+        row = {name: np.repeat(getattr(spans, name), count) for name in ("track", "opcode", "stage", "microbatch")}
+        row |= {name: np.repeat(getattr(spans, name), count) for name in ("peer", "step", "num_bytes")}
+        start_ps = 10 * np.arange(count)
+        timeline = replace(spans, **row, start_ps=start_ps, end_ps=start_ps + 10)
+        tracemalloc.start()
+        sizes.append(sum(map(len, perfetto.trace_pieces([timeline]))))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert sizes[1] - sizes[0] > 30_000 * 130
+    assert peaks[1] - peaks[0] < 30_000 * 80

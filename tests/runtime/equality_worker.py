@@ -20,7 +20,7 @@ import torch.distributed as dist
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.program import with_schedule
 from meshwright.runtime import microbatch_seed, open_session
-from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, slice_graph
+from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, slice_graph, with_branches
 from meshwright.training.state import gather_state
 from tests.processes import fork_ranks
 from tests.runtime.cases import CASES, MICROBATCH_SIZE, NUM_MICROBATCHES, NUM_STEPS, RUN_SEED
@@ -51,6 +51,7 @@ def make_plan(graph, layout, schedule):
         num_microbatches=NUM_MICROBATCHES,
         exchange=GradientExchange(bucket_bytes=2000, overlap=schedule != "gpipe"),
     )
+    plan = with_branches(plan, graph)
     return with_schedule(plan, schedule if own == schedule else f"tests/runtime/schedules.py:{own}")
 
 
@@ -131,7 +132,7 @@ def run_case(captured, loops, layout, schedule, optimizer_name):
     losses = []
     for step, (inputs, targets) in enumerate(loops.batches):
         tensors = flatten_batch(captured, inputs, targets)
-        mine = session.executor.run_step(step, session.microbatch_inputs(tensors))
+        mine = session.run_step(step, tensors).get(graph.outputs[0], [])
         total = sum((loss.double() for loss in mine), torch.zeros((), dtype=torch.float64)) / NUM_MICROBATCHES
         dist.all_reduce(total)
         losses.append(total.item())

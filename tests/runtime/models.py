@@ -139,6 +139,26 @@ class TwoOutputs(nn.Module):
         return {"classes": self.classify(x), "rebuilt": rebuilt}
 
 
+class TwoTowers(nn.Module):
+    """Two branches of convolutions that do not need each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = ConvBlock(3, 4)
+        self.left = nn.ModuleList([ConvBlock(4, 6), ConvBlock(6, 6)])
+        self.right = nn.ModuleList([ConvBlock(4, 8), ConvBlock(8, 4)])
+        self.head = nn.Linear(10, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        left = right = x
+        for one in self.left:
+            left = one(left)
+        for one in self.right:
+            right = one(right)
+        return self.head(torch.cat([left, right], dim=1).mean((2, 3)))
+
+
 def two_losses(outputs, labels, original):
     return F.cross_entropy(outputs["classes"], labels) + 0.5 * F.mse_loss(outputs["rebuilt"], original)
 
@@ -167,6 +187,9 @@ MODELS: dict[str, Callable[[], Case]] = {
     ),
     "resnet": lambda: Case(
         ResNet(), F.cross_entropy, lambda n: ((torch.randn(n, 3, 8, 8),), (torch.randint(5, (n,)),))
+    ),
+    "two-towers": lambda: Case(
+        TwoTowers(), F.cross_entropy, lambda n: ((torch.randn(n, 3, 8, 8),), (torch.randint(5, (n,)),))
     ),
     "two-outputs": lambda: Case(TwoOutputs(), two_losses, _vectors),
     "stranger-dropout": _stranger,

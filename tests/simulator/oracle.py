@@ -32,7 +32,13 @@ class Oracle:
             for s in range(len(program.streams)):
                 self.queues[s] += [(k, int(i)) for i in section.stream_range(s)]
             self._read_section(k, section, getattr(prices, name))
-            self._find_partners(k, program, section)
+        if program.advance:
+            # A message may arrive in a later part than that in which it is sent: its number counts on.
+            numbered = [(k, section, max(0, min(k, num_steps) - 1)) for k, (_, section) in enumerate(parts)]
+            self._find_partners(program, [(k, section, r * program.advance) for k, section, r in numbered])
+        else:
+            for k, (_, section) in enumerate(parts):
+                self._find_partners(program, [(k, section, 0)])
         self.stream_of = {key: s for s, queue in enumerate(self.queues) for key in queue}
         self.done, self.began = {}, {}
 
@@ -44,17 +50,21 @@ class Oracle:
         for m, i in enumerate(section.mark_instruction.tolist()):
             self.marks[k, i].append((int(costs.mark_offset_ps[m]), ("mark", k, m)))
 
-    def _find_partners(self, k, program, section):
+    def _find_partners(self, program, numbered):
         sends, meetings, seen = defaultdict(list), defaultdict(list), defaultdict(int)
-        rows = range(section.num_instructions)
-        at = lambda i: (int(section.stage[i]), int(section.peer[i]), int(section.microbatch[i]))
-        for i in rows:
+        at = lambda section, shift, i: (
+            int(section.stage[i]),
+            int(section.peer[i]),
+            int(section.microbatch[i]) + shift,
+        )
+        everything = [(k, section, shift, i) for k, section, shift in numbered for i in range(section.num_instructions)]
+        for k, section, shift, i in everything:
             if section.opcode[i] in SENDS:
-                stage, peer, microbatch = at(i)
+                stage, peer, microbatch = at(section, shift, i)
                 sends[stage, peer, microbatch, SENDS.index(section.opcode[i])].append((k, i))
-        for i in rows:
+        for k, section, shift, i in everything:
             if section.opcode[i] in RECEIVES:
-                stage, peer, microbatch = at(i)
+                stage, peer, microbatch = at(section, shift, i)
                 self.waits[k, i].add(sends[peer, stage, microbatch, RECEIVES.index(section.opcode[i])].pop(0))
             if section.opcode[i] == Opcode.ALL_REDUCE:
                 s = next(s for s in range(len(program.streams)) if i in section.stream_range(s))

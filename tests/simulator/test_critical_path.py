@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.simulator.critical_path import Bound, find_critical_path
+from meshwright.simulator.network import awaited_instructions, collectives, durations
 from meshwright.simulator.simulate import run_unrolled
 from meshwright.simulator.simulation import step_window
 from meshwright.simulator.unroll import unroll
@@ -22,7 +23,7 @@ def run(program, prices, num_steps):
     """What the path is found from: network, starts without the arrival of bytes, ends and steps."""
     unrolled = unroll(program, prices, num_steps)
     network, _, end_ps = run_unrolled(program, unrolled, prices.host_ps)
-    return network, end_ps - network.duration_ps, end_ps, unrolled.step
+    return network, end_ps - durations(network), end_ps, unrolled.step
 
 
 @settings(max_examples=300)
@@ -84,17 +85,19 @@ def test_the_path_where_links_are_shared_fairly(seed, size):
     program, prices = random_program(seed, size)
     unrolled = unroll(program, prices, 2)
     network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, "fair")
-    start_ps = np.where(unrolled.send_of >= 0, end_ps - network.duration_ps, start_ps)
+    start_ps = np.where(unrolled.send_of >= 0, end_ps - durations(network), start_ps)
     begin, stop = step_window(unrolled.step, end_ps)
     path = find_critical_path(network, start_ps, end_ps, (begin, stop))
     assert int((path.end_ps - path.start_ps).sum()) == stop - begin
     assert Bound.LINK not in path.bound
+    collective = collectives(network)
     segments = list(zip(path.instruction.tolist(), path.end_ps.tolist(), strict=True))
     for (before, until), (i, _), bound in zip(segments, segments[1:], path.bound[1:].tolist(), strict=False):
         assert start_ps[i] == until
-        needed = [i - 1] if bound == Bound.STREAM else network.waits[slice(*network.wait_offsets[i : i + 2])].tolist()
-        together = network.collective[before]
-        members = [before] if together < 0 else np.flatnonzero(network.collective == together).tolist()
+        waits = network.waits[slice(*network.wait_offsets[i : i + 2])]
+        needed = [i - 1] if bound == Bound.STREAM else awaited_instructions(network, waits).tolist()
+        together = collective[before]
+        members = [before] if together < 0 else np.flatnonzero(collective == together).tolist()
         assert set(members) & set(needed)
         assert bound == Bound.MARK or end_ps[before] == until
         assert start_ps[before] <= until <= end_ps[before]

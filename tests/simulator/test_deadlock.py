@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from meshwright.simulator import simulate_program
 from meshwright.simulator.deadlock import find_circle
 from meshwright.simulator.engine import run_network
+from meshwright.simulator.network import collectives
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import DeadlockError
 from tests.simulator.builders import forward, program_of, random_program, reduction, transfer
@@ -126,7 +127,7 @@ def test_the_circle_is_real_and_the_shortest(seed, size, num_steps):
     if None not in oracle.ends():
         return
     unrolled = unroll(program, prices, num_steps)
-    _, end_ps, position = run_network(unrolled.network, unrolled.num_links)
+    end_ps, position, _ = run_network(unrolled.network, unrolled.num_links)
     circle = find_circle(unrolled.network, unrolled.stream, end_ps, position)
     keys = [key for queue in oracle.queues for key in queue]
     awaited = awaited_by(oracle)
@@ -147,14 +148,14 @@ def test_random_programs_deadlock_in_all_ways():
         program, prices = random_program(seed, 25, may_deadlock=True)
         unrolled = unroll(program, prices, 1)
         network = unrolled.network
-        _, end_ps, position = run_network(network, unrolled.num_links)
+        end_ps, position, _ = run_network(network, unrolled.num_links)
+        collective = collectives(network)
         if (position == network.stream_offsets[1:]).all():
             continue
         circle = find_circle(network, unrolled.stream, end_ps, position)
         lengths.add(len(circle))
         through_collectives += any(
-            network.collective[waiting] >= 0 and network.collective[waiting] == network.collective[wanted]
-            for waiting, wanted in circle
+            collective[waiting] >= 0 and collective[waiting] == collective[wanted] for waiting, wanted in circle
         )
         behind += any(position[unrolled.stream[wanted]] != wanted for _, wanted in circle)
     assert {1, 2, 3} <= lengths

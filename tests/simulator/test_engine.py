@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.simulator import simulate_program
 from meshwright.simulator.engine import run_network
-from meshwright.simulator.network import find_alone
+from meshwright.simulator.network import collectives, fresh_state, routes
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import DeadlockError, Opcode, ProgramError
 from tests.simulator.builders import ends_by_name, forward, program_of, random_program, reduction, transfer
@@ -27,7 +27,8 @@ def assert_equal_to_oracle(seed, size, num_steps, contention, *, may_deadlock=Fa
     oracle = ORACLES[contention](program, prices, num_steps)
     expected = oracle.ends()
     unrolled = unroll(program, prices, num_steps)
-    start_ps, end_ps, position = run_network(unrolled.network, unrolled.num_links, contention)
+    outcome = run_network(unrolled.network, unrolled.num_links, contention)
+    start_ps, end_ps, position = outcome.start_ps(unrolled.network), outcome.end_ps, outcome.position
     ended = end_ps >= 0
     assert [end if known else None for end, known in zip(end_ps.tolist(), ended, strict=True)] == expected
     assert start_ps[ended].tolist() == [
@@ -77,36 +78,53 @@ def test_private_links_change_nothing(seed, size, contention):
     program, prices = random_program(seed, size)
     unrolled = unroll(program, prices, 2)
     network = unrolled.network
-    shared = np.ones_like(network.route_shared)
-    alone = find_alone(network.route, shared, network.collective)
-    forced = network._replace(route_shared=shared, alone=alone)
-    starts, ends, _ = run_network(unrolled.network, unrolled.num_links, contention)
-    others = run_network(forced, unrolled.num_links, contention)
-    assert np.array_equal(starts, others[0])
-    assert np.array_equal(ends, others[1])
+    one, two = (
+        run_network(each, unrolled.num_links, contention) for each in (network, network._replace(num_private=0))
+    )
+    assert np.array_equal(one.start_ps(network), two.start_ps(network))
+    assert np.array_equal(one.end_ps, two.end_ps)
 
 
 def test_random_programs_hold_what_is_to_be_tested():
     """Both kinds of links, collectives, marks and waits occur often enough to mean something."""
-    private = shared = collectives = marks = busy_links = fairer = split = 0
+    private = shared = joint = marks = busy_links = fairer = split = 0
     for seed in range(60):
         program, prices = random_program(seed, 25)
         network = unroll(program, prices, 1).network
-        used = np.unique(network.route[network.route >= 0])
-        shared += int(network.route_shared[used].sum())
-        private += int((~network.route_shared[used]).sum())
-        collectives += len(network.collective_size)
-        marks += int((network.wait_shift_ps < 0).sum())
-        split += int(holds_shared_links(network)[network.waits[network.wait_shift_ps < 0]].sum())
-        _, ends, _ = run_network(network, prices.num_links)
-        free = network._replace(route=np.full_like(network.route, -1))
-        busy_links += bool((run_network(free, 0)[1] != ends).any())
-        fairer += bool((run_network(network, prices.num_links, "fair")[1] != ends).any())
-    assert min(private, shared, collectives, marks, busy_links, fairer, split) >= 20
+        used = np.setdiff1d(routes(network), [-1])
+        shared += int((used >= network.num_private).sum())
+        private += int((used < network.num_private).sum())
+        joint += len(network.collective_size)
+        inside = network.mark_instruction[network.mark_shift_ps < 0]
+        marks += len(inside)
+        split += int((routes(network)[inside] >= network.num_private).sum())
+        ends = run_network(network, prices.num_links).end_ps
+        no_route = np.full_like(network.collective_route, -1)
+        freed = np.where(collectives(network) >= 0, network.resource, np.int32(-1))
+        free = network._replace(resource=freed, collective_route=no_route)
+        busy_links += bool((run_network(free, 0).end_ps != ends).any())
+        fairer += bool((run_network(network, prices.num_links, "fair").end_ps != ends).any())
+    assert min(private, shared, joint, marks, busy_links, fairer, split) >= 20
 
 
-def holds_shared_links(network):
-    return np.append(network.route_shared, False)[network.route]
+def test_the_engine_needs_few_bytes_per_instruction():
+    """Columns, ends and what changes meanwhile: 16 + 8, and something per stream, link and collective."""
+    program, prices = random_program(7, 60)
+    unrolled = unroll(program, prices, 200)
+    network = unrolled.network
+    count, num_waits = len(network.cost_class), len(network.waits)
+    columns = [*network, *fresh_state(network, unrolled.num_links)]
+    per_collective = 3 * 4 + 20
+    least = 20 * count + 4 * num_waits + per_collective * len(network.collective_size)
+    least += 12 * len(network.mark_instruction)
+    assert sum(np.asarray(column).nbytes for column in columns) - least < 5_000 < count
+
+
+def test_more_waits_than_can_be_numbered(monkeypatch):
+    monkeypatch.setattr("meshwright.simulator.unroll._MOST", 100)
+    program, prices = random_program(0, 20)
+    with pytest.raises(ProgramError, match=r"\d+ instructions with \d+ waits were to be simulated; at most 99 of each"):
+        unroll(program, prices, 20)
 
 
 def test_unknown_contention():

@@ -175,7 +175,5 @@ def test_numbers_of_links_mean_nothing(seed, size):
     network = unrolled.network
     order = np.random.default_rng(seed).permutation(unrolled.num_links).astype(np.int32)
     other = network._replace(route_links=order[network.route_links])
-    for one, two in zip(
-        run_network(network, unrolled.num_links, "fair"), run_network(other, unrolled.num_links, "fair"), strict=True
-    ):
-        assert np.array_equal(one, two)
+    one, two = (run_network(each, unrolled.num_links, "fair") for each in (network, other))
+    assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))

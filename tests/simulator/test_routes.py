@@ -47,15 +47,13 @@ def test_a_ring_holds_the_links_between_neighbours():
 
 def test_a_link_is_private_when_one_stream_is_in_every_request():
     """Link 0: two streams. Link 1: one stream. Link 2: a collective of both streams and a request of one of them."""
-    route = np.array([0, 1, 2, 2, 0, 2], np.int32)
-    collective = np.array([-1, -1, 0, -1, -1, 0], np.int32)
+    resource = np.array([0, 1, 3, 2, 0, 3], np.int32)
     shared = find_shared_links(
         np.array([0, 4, 6]),
-        route,
-        collective,
+        resource,
+        np.array([2], np.int32),
         np.array([0, 1, 2, 3]),
         np.array([0, 1, 2], np.int32),
         3,
-        1,
     )
     assert shared.tolist() == [True, False, False]

@@ -18,6 +18,8 @@ from meshwright.spec import (
     OpMeasurement,
     Optimizer,
     OptimizerMeasurement,
+    PlacedStage,
+    Placement,
     Plan,
     Program,
     Section,
@@ -113,11 +115,21 @@ PLAN = Plan(
     graph_hash="0123456789abcdef",
     cluster="2xX1",
     workload=WORKLOAD,
-    stages=(StagePlan(start=0, stop=1, ranks=(1, 0)), StagePlan(start=1, stop=2, ranks=(2,))),
+    stages=(StagePlan(start=0, stop=1, ranks=(1, 0), feeds=(1,)), StagePlan(start=1, stop=2, ranks=(2,))),
     num_microbatches=4,
     schedule="mine.py:waves",
     schedule_hash="0123456789abcdef",
     exchange=GradientExchange(bucket_bytes=1024, overlap=False),
+)
+
+PLACEMENT = Placement(
+    model="gpt-tiny",
+    model_sizes=(("batch_size", 8),),
+    graph_hash="0123456789abcdef",
+    cluster="2xX1",
+    workload=WORKLOAD,
+    stages=(PlacedStage(rank=1, ops=(0, 2)), PlacedStage(rank=0, ops=(1,))),
+    num_microbatches=4,
 )
 
 PROGRAM = Program(
@@ -142,6 +154,7 @@ PROGRAM = Program(
         mark_index=np.array([2], np.int32),
     ),
     epilogue=empty_section(2),
+    advance=4,
 )
 
 TIMELINE = Timeline(
@@ -178,6 +191,7 @@ EXAMPLES = {
     "cluster": CLUSTER,
     "graph": GRAPH,
     "measurements": MEASUREMENTS,
+    "placement": PLACEMENT,
     "plan": PLAN,
     "program": PROGRAM,
     "timeline": TIMELINE,

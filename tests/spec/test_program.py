@@ -12,12 +12,14 @@ from meshwright.spec import (
     BackwardInput,
     BackwardWeight,
     DocumentError,
+    Drop,
     Forward,
     Opcode,
     OptimizerStep,
     ProgramError,
     Receive,
     Send,
+    Stash,
     Stream,
     empty_section,
     instruction_name,
@@ -42,6 +44,8 @@ ROWS = {
     Opcode.OPTIMIZER_STEP: (OptimizerStep(stage=1, version=3), "optimizer 1"),
     Opcode.BACKWARD_INPUT: (BackwardInput(stage=1, microbatch=2, version=3), "I1.2"),
     Opcode.BACKWARD_WEIGHT: (BackwardWeight(stage=1, microbatch=2, version=3), "W1.2"),
+    Opcode.STASH: (Stash(stage=1, version=3), "stash 1"),
+    Opcode.DROP: (Drop(stage=1, version=3), "drop 1"),
 }
 
 
@@ -85,7 +89,7 @@ def test_programs_compare_by_their_columns(program):
 
 BODY = PROGRAM.body
 DAMAGED = {
-    "opcode": np.array([0, 1, 10], np.int8),
+    "opcode": np.array([0, 1, len(Opcode)], np.int8),
     "group": np.array([-1, -1, 1], np.int32),
     "waits": np.array([0, 4]),
     "mark_instruction": np.array([3]),
@@ -157,7 +161,7 @@ def test_the_seconds_of_each_step():
         ({"track": np.array([0, 1], np.int32)}, "differ in length"),
         ({"memory_bytes": np.array([1])}, "differ in length"),
         ({"track": np.array([0, 2, 0], np.int32)}, "column track leaves 0..1"),
-        ({"opcode": np.array([0, 10, 0], np.int8)}, "column opcode leaves 0..9"),
+        ({"opcode": np.array([0, len(Opcode), 0], np.int8)}, f"column opcode leaves 0..{len(Opcode) - 1}"),
         ({"step": np.array([0, -1, 0], np.int32)}, "column step"),
         ({"memory_rank": np.array([0, 2], np.int32)}, "column memory_rank leaves 0..1"),
         ({"end_ps": np.array([10, 9, 40])}, "end before they start"),

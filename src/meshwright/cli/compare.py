@@ -10,6 +10,7 @@ import typer
 from meshwright.cli.models import JsonOption
 from meshwright.cli.output import print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
+from meshwright.cli.traces import TraceRanksOption, traced_ranks
 from meshwright.spec.codec import encode_document, read_document, write_document
 from meshwright.spec.timeline import Timeline
 
@@ -19,8 +20,10 @@ def compare(
     measured: Annotated[Path, typer.Argument(help="The timeline that `run` wrote.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the comparison to this file (.json).")] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write one trace with both, track by track, for ui.perfetto.dev.")
+        Path | None,
+        typer.Option(help="Write one trace with both, track by track, for ui.perfetto.dev (.json, or .json.gz)."),
     ] = None,
+    trace_ranks: TraceRanksOption = None,
     html: HtmlOption = None,
     open_browser: OpenOption = False,
     as_json: JsonOption = False,
@@ -30,12 +33,13 @@ def compare(
     from meshwright.report.page import comparison_document
 
     page = page_path(html, open_browser, "comparison")
+    chosen = traced_ranks(trace, trace_ranks)
     first, second = read_document(Timeline, predicted), read_document(Timeline, measured)
     comparison = compare_timelines(first, second)
     if out is not None:
         write_document(comparison, out)
     if trace is not None:
-        write_trace([first, second], trace)
+        write_trace([first, second], trace, ranks=chosen)
     placed = ""
     if page is not None:
         placed = put_page(comparison_document(comparison, first, second, provenance=provenance()), page, open_browser)

@@ -10,11 +10,12 @@ if TYPE_CHECKING:
     from meshwright.simulator import Contention
     from meshwright.spec.cluster import Cluster
     from meshwright.spec.graph import Graph
+    from meshwright.spec.placement import Placement
     from meshwright.spec.plan import Plan
 
 
 def explain_bounds(
-    plan: Plan, graph: Graph, machine: Cluster, cost: CostModel, contention: Contention
+    plan: Plan | Placement, graph: Graph, machine: Cluster, cost: CostModel, contention: Contention
 ) -> tuple[dict[str, Any], list[Any]]:
     """Rows for JSON and renderables for people."""
     from meshwright.report import explanation_rows, explanation_table

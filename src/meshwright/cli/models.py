@@ -14,6 +14,7 @@ from meshwright.spec.errors import ModelReferenceError, suggest
 from meshwright.spec.graph import Graph
 from meshwright.spec.model_files import read_model_file
 from meshwright.spec.own_code import split_reference
+from meshwright.spec.placement import Placement, check_placement
 from meshwright.spec.plan import Plan, check_plan
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 
@@ -138,25 +139,27 @@ def graphs_of(reference: str, sizes: tuple[tuple[str, int], ...], *, mode: Mode 
     return graph_for
 
 
-def graph_of_plan(plan: Plan, graph_file: Path | None) -> Graph:
+def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
     """The graph that a plan was made for: from a file if given, else captured again from the plan's model."""
     reference = str(graph_file) if graph_file is not None else plan.model
     return graphs_of(reference, plan.model_sizes, mode=plan.workload.kind)(plan.microbatch_size)
 
 
-def graph_to_show(plan: Plan, document: str, graph_file: Path | None, option: str) -> Graph:
+def graph_to_show(plan: Plan | Placement, document: str, graph_file: Path | None, option: str) -> Graph:
     """The graph of a plan that is only looked at: nothing is executed that the plan alone names.
 
     Raises ModelReferenceError for a model in a Python file unless its graph was given, PlanError for another graph.
     """
     refuse_to_load(plan, document, graph_file, option)
     graph = graph_of_plan(plan, graph_file)
-    if graph_file is not None:
+    if isinstance(plan, Placement):
+        check_placement(plan, graph)
+    elif graph_file is not None:
         check_plan(plan, graph)
     return graph
 
 
-def refuse_to_load(plan: Plan, document: str, graph_file: Path | None, option: str) -> None:
+def refuse_to_load(plan: Plan | Placement, document: str, graph_file: Path | None, option: str) -> None:
     """Raise ModelReferenceError if the plan's model is a Python file, which `show` does not execute."""
     if graph_file is None and split_reference(plan.model) is not None:
         raise ModelReferenceError(

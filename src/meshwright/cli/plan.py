@@ -85,9 +85,20 @@ def plan(
     ] = False,
     html: HtmlOption = None,
     open_browser: OpenOption = False,
+    method: Annotated[
+        Literal["layers", "place"],
+        typer.Option(
+            help="Stages of whole layers, with replicas (layers), or every op on a device of its own (place)."
+        ),
+    ] = "layers",
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(help="With --method place: NAME=RANK, a layer, module or op and its device; repeat for several."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Search for the fastest layout that fits and explain it. Needs no GPU and allocates no weight."""
+    from meshwright.cli.place import PlaceRequest, place_ops, refuse_for_place
     from meshwright.cost import load_cost_model
     from meshwright.planner import (
         NothingFitsError,
@@ -105,6 +116,40 @@ def plan(
             f"--memory-limit {memory_limit:g} is no amount of memory; give GiB, above 0 and up to "
             f"{MAX_MEMORY_LIMIT_GIB:,.0f}."
         )
+    if fix and method != "place":
+        raise typer.BadParameter("--fix says where ops go, which only --method place decides; add that.")
+    if method == "place":
+        refuse_for_place(
+            {
+                "--schedule": bool(schedule),
+                "--stages": stages is not None,
+                "--virtual-stages": virtual_stages != 2,
+                "--launch": launch is not None,
+                "--slurm": slurm,
+                "--html": html is not None,
+                "--open": open_browser,
+                "--top": top != 10,
+            }
+        )
+        machine = load_cluster(cluster)
+        place_ops(
+            PlaceRequest(
+                model=model,
+                sizes=model_sizes(sequence_length, image_size),
+                cluster=cluster,
+                batch=batch or default_batch(ranks or machine.num_ranks),
+                optimizer=Optimizer.named(optimizer),
+                precision=precision or default_precision(machine.device_kind(0).peak_flops_per_s),
+                ranks=ranks,
+                microbatch_sizes=microbatch_size or [],
+                measurements=measurements,
+                memory_limit_bytes=None if memory_limit is None else int(memory_limit * 2**30),
+                fixed=fix or [],
+                out=out,
+                as_json=as_json,
+            )
+        )
+        return
     files = files_to_write(model, out, launch, slurm)
     page = page_path(html, open_browser, "plan")
     place_of_orders(find_orders, whole_backwards)

@@ -11,7 +11,9 @@ import typer
 from meshwright.cli.models import JsonOption
 from meshwright.cli.output import print_json, print_tables, terminal_sink
 from meshwright.cli.simulate import PlanArgument
+from meshwright.cli.traces import TraceOption, TraceRanksOption, traced_ranks
 from meshwright.spec.codec import read_document
+from meshwright.spec.plan import Plan
 from meshwright.spec.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -27,15 +29,20 @@ def run(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and dropout.")] = 0,
     save_model: Annotated[Path | None, typer.Option(help="Write the trained weights to this file (.pt).")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
+    trace: TraceOption = None,
+    trace_ranks: TraceRanksOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train the plan's model: one process per rank, the same program that was simulated.
 
     Starts all ranks on this host. Under torchrun (`launch.sh` of `meshwright plan`) it is one rank of them.
     """
+    from meshwright.report import check_ranks
     from meshwright.training import Job, leave, run_plan, run_rank, started_by_torchrun
 
+    chosen = traced_ranks(trace, trace_ranks)
+    if chosen is not None:
+        check_ranks(chosen, read_document(Plan, plan).num_ranks)
     job = Job(
         plan=str(plan.resolve()),
         num_steps=steps,
@@ -47,18 +54,18 @@ def run(
     with terminal_sink(as_json or (is_rank and os.environ["RANK"] != "0")) as events:
         result = run_rank(job, out, events) if is_rank else run_plan(job, out, events)
     if result is not None:
-        print_result(result, trace, as_json)
+        print_result(result, trace, chosen, as_json)
     if is_rank:
         leave(0)
 
 
-def print_result(result: RunResult, trace: Path | None, as_json: bool) -> None:
+def print_result(result: RunResult, trace: Path | None, ranks: tuple[int, ...] | None, as_json: bool) -> None:
     """What a run prints, and the trace."""
     from meshwright.report import timeline_rows, timeline_table, write_trace
 
     timeline = read_document(Timeline, result.timeline)
     if trace is not None:
-        write_trace([timeline], trace)
+        write_trace([timeline], trace, ranks=ranks)
     if as_json:
         print_json({"losses": result.losses, **timeline_rows(timeline), "timeline": result.timeline})
         return

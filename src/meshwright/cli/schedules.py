@@ -16,6 +16,7 @@ from meshwright.spec.codec import encode_document
 from meshwright.spec.errors import DocumentError, PlanError, ScheduleReferenceError
 from meshwright.spec.files import refuse_replacing, write_text
 from meshwright.spec.own_code import split_reference
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import BASIC_SCHEDULES, Plan
 from meshwright.spec.units import format_count
 
@@ -59,10 +60,12 @@ def show_schedule(value: Any, document: str, as_json: bool, out: Path | None = N
         print_tables(Text(f"drawing written to {out}"))
 
 
-def program_to_show(plan: Plan, document: str, graph_file: Path | None) -> Program:
+def program_to_show(plan: Plan | Placement, document: str, graph_file: Path | None) -> Program:
     """The program of a plan; its graph is read or captured, but nothing is executed that only the plan names."""
-    from meshwright.program import build_program
+    from meshwright.program import build_placed_program, build_program
 
+    if isinstance(plan, Placement):
+        return build_placed_program(plan, graph_to_show(plan, document, graph_file, "--program"))
     if split_reference(plan.schedule) is not None:
         raise ScheduleReferenceError(
             f"{document} follows {plan.schedule!r}, and `show --program` executes no file that only a plan names. "

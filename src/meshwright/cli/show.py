@@ -23,20 +23,21 @@ from meshwright.spec.files import refuse_replacing
 from meshwright.spec.graph import Graph
 from meshwright.spec.measurements import Measurements
 from meshwright.spec.parsing import read_data
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.program import Program
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.timeline import Timeline
 
-KINDS = {kind.__name__.lower(): kind for kind in (Graph, Plan, Program, Timeline, Cluster, Measurements)}
+KINDS = {kind.__name__.lower(): kind for kind in (Graph, Plan, Placement, Program, Timeline, Cluster, Measurements)}
 
 
 def show(
     document: Annotated[
         str | None,
         typer.Argument(
-            help="A graph, plan, program, timeline, cluster or measurement file, a cluster's short form, a zoo name, "
-            "or `zoo` for all of them. With --play: a model or a plan, or nothing."
+            help="A graph, plan, placement, program, timeline, cluster or measurement file, a cluster's short form, a "
+            "zoo name, or `zoo` for all of them. With --play: a model or a plan, or nothing."
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per batch for the figures of a graph.", min=1)] = 1,
@@ -137,7 +138,7 @@ def show(
         show_schedule(value, document, as_json, out)
         return
     if program:
-        if not isinstance(value, Plan):
+        if not isinstance(value, Plan | Placement):
             raise DocumentError(f"{document}: --program needs a plan, found a {type(value).__name__.lower()}.")
         from meshwright.cli.schedules import program_to_show
 
@@ -232,6 +233,7 @@ def tables_of(value: Any, batch_size: int) -> list[Any]:
     views: dict[type, Callable[[], list[Any]]] = {
         Graph: lambda: [report.graph_table(value, batch_size)],
         Plan: lambda: [value.describe(), report.plan_table(value)],
+        Placement: lambda: [value.describe(), report.make_table(report.placement_rows(value))],
         Program: lambda: [report.program_table(value)],
         Timeline: lambda: [
             report.timeline_table(value),

@@ -11,11 +11,16 @@ from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesO
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
+from meshwright.cli.traces import TraceOption, TraceRanksOption, traced_ranks
 from meshwright.spec.cluster import load_cluster
-from meshwright.spec.codec import read_document, write_document
-from meshwright.spec.plan import SCHEDULE_NAMES, Plan
+from meshwright.spec.codec import write_document
+from meshwright.spec.placement import Placement
+from meshwright.spec.plan import SCHEDULE_NAMES
+from meshwright.spec.plan_files import read_plan
 
-PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan (.json) that `meshwright plan` wrote.")]
+PlanArgument = Annotated[
+    Path, typer.Argument(metavar="PLAN", help="A plan or a placement (.json) that `meshwright plan` wrote.")
+]
 
 
 def simulate(
@@ -48,13 +53,15 @@ def simulate(
         bool, typer.Option("--explain", help="Show the critical path of a step, and what would make it shorter.")
     ] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the timeline to this file (.json).")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
+    trace: TraceOption = None,
+    trace_ranks: TraceRanksOption = None,
     html: HtmlOption = None,
     open_browser: OpenOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict when every instruction of a plan runs, its step time and each rank's peak memory."""
     from meshwright.cli.explain import explain_bounds
+    from meshwright.cli.place import refuse_for_place, simulate_placement
     from meshwright.cost import load_cost_model
     from meshwright.planner import (
         adopt_schedule,
@@ -64,15 +71,31 @@ def simulate(
         rank_simulation,
         simulation_document,
     )
-    from meshwright.report import draw_grid, timeline_rows, timeline_table, write_trace
+    from meshwright.report import check_ranks, draw_grid, timeline_rows, timeline_table, write_trace
     from meshwright.simulator import allocate_rank, describe_steady_step, simulate_plan, steady_rows
 
     page = page_path(html, open_browser, "simulation")
+    chosen = traced_ranks(trace, trace_ranks)
     place_of_orders(find_orders, whole_backwards)
-    document = read_document(Plan, plan)
+    document = read_plan(plan)
+    check_ranks(chosen, document.num_ranks)
     machine = load_cluster(cluster or document.cluster)
     cost = load_cost_model(machine, measurements, document.workload.precision)
     captured = graph_of_plan(document, graph)
+    if isinstance(document, Placement):
+        refuse_for_place(
+            {"--schedule": schedule is not None, "--against": bool(against), "--html": html is not None}
+            | {"--open": open_browser, "--virtual-stages": virtual_stages != 2, "--explain": explain and as_json}
+        )
+        placed = simulate_plan(document, captured, machine, cost=cost, num_steps=steps, contention=contention)
+        if out is not None:
+            write_document(placed.timeline, out)
+        if trace is not None:
+            write_trace([placed.timeline], trace)
+        simulate_placement(document, captured, machine, placed, contention, as_json=as_json)
+        if explain:
+            print_tables(*explain_bounds(document, captured, machine, cost, contention)[1])
+        return
     if schedule is not None:
         document = adopt_schedule(document, schedule, captured, cost, num_chunks=virtual_stages)
     found = []
@@ -91,7 +114,7 @@ def simulate(
     if out is not None:
         write_document(result.timeline, out)
     if trace is not None:
-        write_trace([result.timeline], trace)
+        write_trace([result.timeline], trace, ranks=chosen)
     if page is not None:
         ranked = rank_simulation(result, document, machine)
         allocation = allocate_rank(document, captured, machine, ranked.fullest_rank)

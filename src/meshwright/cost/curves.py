@@ -31,10 +31,6 @@ class Curve:
         above: NDArray[np.float64] = np.maximum(sizes - self.sizes[-1], 0.0)
         return np.interp(sizes, self.sizes, self.seconds) + self._slope_above() * above
 
-    def seconds_at(self, size: float) -> float:
-        """Seconds at one size."""
-        return float(self.at(np.array([size], np.float64))[0])
-
     def _slope_above(self) -> float:
         if len(self.sizes) == 1:
             return float(self.seconds[0] / self.sizes[0]) if self.sizes[0] else 0.0

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.cost.roofline import OpSeconds
 from meshwright.cost.traits import operator_name
+from meshwright.records.table import parse_sizes
 from meshwright.spec.units import FLOAT_DTYPES
 
 if TYPE_CHECKING:
@@ -114,9 +115,9 @@ def collect_traced(rows: Records) -> TracedOps:
         if seconds <= 0:
             continue
         if op == "matmul":
-            sizes = dict(part.split("=") for part in shapes.split(";"))
+            sizes = parse_sizes(shapes) or {}
             if sizes.keys() == {"m", "n", "k"}:
-                traced.products[dtype, int(sizes["m"]), int(sizes["n"]), int(sizes["k"])] = seconds
+                traced.products[dtype, sizes["m"], sizes["n"], sizes["k"]] = seconds
         elif op.startswith("aten.") and op.count(".") == 1 and shapes.endswith("|"):
             name, inputs = op.removeprefix("aten."), tuple(shapes[:-1].split(";")[0].split(","))
             traced.seconds[name, inputs] = seconds

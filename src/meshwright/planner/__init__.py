@@ -12,6 +12,8 @@ from meshwright.planner.evaluate import Breakdown, RankedPlan, evaluate_plan, ra
 from meshwright.planner.found_orders import FoundPlan, find_order
 from meshwright.planner.interval import explain_step_interval, predict_step_interval
 from meshwright.planner.pages import plans_document, simulation_document
+from meshwright.planner.place import place
+from meshwright.planner.place_constraints import Constraints
 from meshwright.planner.plans import Plans, explain_difference
 from meshwright.planner.schedules import compare_schedules, schedule_rows
 from meshwright.planner.search import search_plans
@@ -19,6 +21,7 @@ from meshwright.planner.slicing import Slicing, solve_slicing
 
 __all__ = [
     "Breakdown",
+    "Constraints",
     "Coverage",
     "FoundPlan",
     "NothingFitsError",
@@ -32,6 +35,7 @@ __all__ = [
     "explain_difference",
     "explain_step_interval",
     "find_order",
+    "place",
     "plans_document",
     "predict_step_interval",
     "rank_simulation",

@@ -31,6 +31,7 @@ from meshwright.spec import (
     PlanError,
     ScheduleError,
     Workload,
+    with_branches,
 )
 from meshwright.spec.own_code import order_file
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
@@ -106,7 +107,12 @@ def search_plans(
     def evaluate(plan: Plan, estimate_s: float | None = None) -> RankedPlan:
         graph = graph_for(plan.microbatch_size)
         return evaluate_plan(
-            plan, graph, cluster, space.cost, memory_limit_bytes=memory_limit_bytes, estimate_s=estimate_s
+            with_branches(plan, graph),
+            graph,
+            cluster,
+            space.cost,
+            memory_limit_bytes=memory_limit_bytes,
+            estimate_s=estimate_s,
         )
 
     fitting: list[RankedPlan] = []

@@ -172,7 +172,7 @@ def _plan_file(answer: Answer) -> Reply:
 
 
 def _trace_file(answer: Answer) -> Reply:
-    return Reply(body="".join(trace_pieces([answer.simulation.timeline])).encode(), file_name="trace.json")
+    return Reply(body=b"".join(trace_pieces([answer.simulation.timeline])), file_name="trace.json")
 
 
 def _report_file(answer: Answer) -> Reply:

@@ -1,39 +1,48 @@
 """Plan → Program: schedules, transfers and gradient exchange, written as data for the simulator and the runtime."""
 
 from meshwright.program.buckets import Bucket, gradient_buckets
-from meshwright.program.build import build_program
+from meshwright.program.build import build_folded_program, build_program
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.check import check_program
+from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
 from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile, WrittenOrders, write_orders
 from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
 from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
+from meshwright.program.placed import PLACED, build_placed_program, trained_stages
 from meshwright.program.progress import picture_schedule
+from meshwright.program.repeat import Repeated, repeat_body
 from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
 from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Forward
 
 __all__ = [
+    "PLACED",
     "SCHEDULES",
     "SCHEDULE_LAYOUTS",
     "Backward",
     "BackwardInput",
     "BackwardWeight",
     "Bucket",
+    "Fold",
     "Forward",
     "FoundOrders",
     "Order",
     "OrderFile",
     "OwnSchedule",
     "ProgramBuilder",
+    "Repeated",
     "StageTimes",
     "WrittenOrders",
+    "build_folded_program",
+    "build_placed_program",
     "build_program",
     "check_program",
     "compute_orders",
     "count_in_flight",
     "find_orders",
     "find_schedule",
+    "folded_buckets",
     "gradient_buckets",
     "local_microbatches",
     "max_in_flight",
@@ -41,7 +50,9 @@ __all__ = [
     "name_schedule",
     "num_active",
     "picture_schedule",
+    "repeat_body",
     "stays_on_rank",
+    "trained_stages",
     "with_schedule",
     "write_orders",
 ]

@@ -16,12 +16,14 @@ from meshwright.spec.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Drop,
     Forward,
     Instruction,
     Opcode,
     OptimizerStep,
     Receive,
     Send,
+    Stash,
 )
 from meshwright.spec.program import STREAM_NAMES, Program, Section, Stream, StreamName, empty_section
 
@@ -189,5 +191,9 @@ def _row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
             return (Opcode.ALL_REDUCE, instruction.stage, -1, -1, instruction.bucket, instruction.num_bytes)
         case OptimizerStep():
             return (Opcode.OPTIMIZER_STEP, instruction.stage, -1, instruction.version, -1, 0)
+        case Stash():
+            return (Opcode.STASH, instruction.stage, -1, instruction.version, -1, 0)
+        case Drop():
+            return (Opcode.DROP, instruction.stage, -1, instruction.version, -1, 0)
         case _:
             assert_never(instruction)

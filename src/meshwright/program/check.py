@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
+from meshwright.program.repeat import repeat_body
 from meshwright.spec.errors import DeadlockError, ProgramError
 from meshwright.spec.instructions import Opcode, instruction_name
 from meshwright.spec.program import Program, Section
@@ -24,7 +25,7 @@ _RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)
 
 def check_program(program: Program) -> None:
     """Raise ProgramError (DeadlockError for rule 4) naming the first instruction that breaks a rule."""
-    section = program.body
+    section = repeat_body(program, 2).section if program.advance else program.body
     ranks = _ranks(program, section)
     _check_computation(section, ranks)
     _check_pairs(program, section, ranks)

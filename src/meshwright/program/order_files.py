@@ -20,7 +20,7 @@ from meshwright.program.rank_rules import RankRules
 from meshwright.program.schedules import OrderColumns, local_microbatches
 from meshwright.program.schedules.columns import make_columns
 from meshwright.program.torch_csv import Line, describe_action, name_action, parse_lines, write_lines
-from meshwright.spec.errors import ScheduleError, ScheduleReferenceError, suggest
+from meshwright.spec.errors import PlanError, ScheduleError, ScheduleReferenceError, suggest
 from meshwright.spec.files import read_regular
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.own_code import MAX_SOURCE_BYTES
@@ -122,7 +122,15 @@ def place_orders(plan: Plan, file: OrderFile) -> tuple[Order, ...]:
 
 
 def write_orders(plan: Plan, orders: tuple[Order, ...]) -> WrittenOrders:
-    """The orders of a plan's ranks as the text of a file, of one pipeline where all are alike."""
+    """The orders of a plan's ranks as the text of a file, of one pipeline where all are alike.
+
+    Raises PlanError for a plan that never flushes: a file has the order of one step.
+    """
+    if plan.is_asynchronous:
+        raise PlanError(
+            f"The plan follows {plan.schedule}, which never flushes; a file of orders has the order of one step, at "
+            "whose end all is done. Choose a schedule that flushes."
+        )
     alike = find_pipelines(plan) or ()
     local = [[_localize(orders[rank].columns, len(alike)) for rank in ranks] for ranks in alike]
     if local and all(own == local[0] for own in local[1:]):

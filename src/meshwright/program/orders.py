@@ -25,10 +25,11 @@ from meshwright.program.own_schedules import EXPECTED, OwnSchedule, find_schedul
 from meshwright.program.rank_rules import RELEASING, RankRules
 from meshwright.program.schedules import SCHEDULES, OrderColumns, local_microbatches, num_active
 from meshwright.program.schedules.columns import gather_columns
+from meshwright.program.schedules.endless import endless_order
 from meshwright.spec.errors import ScheduleError, ScheduleReferenceError
 from meshwright.spec.instructions import Computation, Opcode
 from meshwright.spec.own_code import importable, reported, source_line, split_reference
-from meshwright.spec.plan import Plan, ScheduleName
+from meshwright.spec.plan import Plan, SynchronousName
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ _Row = tuple[Opcode, int, int]
 
 
 def compute_orders(plan: Plan) -> tuple[Order, ...]:
-    """The order of every rank, by rank.
+    """The order of every rank, by rank; of a schedule that never flushes, from its first microbatch to its last.
 
     Raises PlanError for a layout that the schedule does not take, ScheduleError if an own schedule breaks a rule on
     this plan, ScheduleReferenceError if it is none or its file changed.
@@ -52,7 +53,10 @@ def compute_orders(plan: Plan) -> tuple[Order, ...]:
         return place_orders(plan, schedule)
     if schedule is not None:
         return _read_orders(plan, schedule)
-    write = SCHEDULES[cast("ScheduleName", plan.schedule)]
+    if plan.is_asynchronous:
+        endless = (endless_order(plan, rank) for rank in range(plan.num_ranks))
+        return tuple(Order(rank=rank, columns=order.computations()) for rank, order in enumerate(endless))
+    write = SCHEDULES[cast("SynchronousName", plan.schedule)]
     return tuple(Order(rank=rank, columns=write(plan, rank)) for rank in range(plan.num_ranks))
 
 

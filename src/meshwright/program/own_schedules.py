@@ -18,7 +18,7 @@ from meshwright.program.schedules import SCHEDULES
 from meshwright.spec.errors import ScheduleReferenceError
 from meshwright.spec.instructions import Computation
 from meshwright.spec.own_code import load_function, order_file, read_source, source_hash, split_reference
-from meshwright.spec.plan import Plan, unknown_schedule
+from meshwright.spec.plan import SCHEDULE_NAMES, Plan, unknown_schedule
 
 # What a user writes: (plan, rank) → the rank's computations, one by one.
 OwnSchedule = Callable[[Plan, int], Iterable[Computation]]
@@ -61,7 +61,7 @@ def with_schedule(plan: Plan, schedule: str | OwnSchedule) -> Plan:
 def name_schedule(schedule: str | OwnSchedule) -> tuple[str, str]:
     """What a plan writes down: the name or reference, and the hash of the file ("" for a name). Runs the file once."""
     reference = schedule if isinstance(schedule, str) else _reference_of(schedule)
-    if reference in SCHEDULES:
+    if reference in SCHEDULE_NAMES:
         return reference, ""
     if reference.endswith(".py"):
         raise ScheduleReferenceError(

@@ -48,7 +48,8 @@ def play_orders(
 def picture_schedule(plan: Plan) -> Timeline:
     """The plan's schedule as papers draw it: a forward takes one slot, a backward two, transfers none.
 
-    Times of the timeline are slots. Needs no graph: every stage feeds the next one. Raises as `compute_orders`, and
+    Times of the timeline are slots. Needs no graph: every stage feeds the next one, or those that the
+    plan says. Raises as `compute_orders`, and
     DeadlockError if the ranks wait in a circle, PlanError if nobody could look at so many instructions.
     """
     count = 2 * plan.num_microbatches * len(plan.stages)
@@ -60,11 +61,11 @@ def picture_schedule(plan: Plan) -> Timeline:
     orders = compute_orders(plan)
     if plan.workload.kind == "inference":
         orders = tuple(without_backwards(order, np.zeros(len(plan.stages), np.bool_)) for order in orders)
-    last = len(plan.stages) - 1
+    after = [plan.feeds(stage) for stage in range(len(plan.stages))]
+    before = [[source for source, targets in enumerate(after) if stage in targets] for stage in range(len(after))]
 
     def needs(backward: bool, stage: int) -> Sequence[int]:
-        peer = stage + 1 if backward else stage - 1
-        return (peer,) if 0 <= peer <= last else ()
+        return after[stage] if backward else before[stage]
 
     spans = play_orders(plan, orders, needs)
     table = np.concatenate([order.columns.table() for order in orders])

@@ -19,8 +19,15 @@ from meshwright.report.fit import fit_table
 from meshwright.report.grid import draw_grid
 from meshwright.report.layers import graph_rows, graph_total
 from meshwright.report.order import StreamOrder
-from meshwright.report.perfetto import write_trace
-from meshwright.report.rows import cluster_rows, fit_transfers, measurement_rows, plan_rows, program_rows
+from meshwright.report.perfetto import check_ranks, write_trace
+from meshwright.report.rows import (
+    cluster_rows,
+    fit_transfers,
+    measurement_rows,
+    placement_rows,
+    plan_rows,
+    program_rows,
+)
 from meshwright.report.schedule_picture import draw_schedule
 from meshwright.report.schedules import draw_slots, explain_slots, schedules_table
 from meshwright.report.tables import (
@@ -42,6 +49,7 @@ __all__ = [
     "RankComparison",
     "StepComparison",
     "StreamOrder",
+    "check_ranks",
     "cluster_rows",
     "cluster_table",
     "compare_timelines",
@@ -62,6 +70,7 @@ __all__ = [
     "measurement_rows",
     "measurement_table",
     "name_schedule_briefly",
+    "placement_rows",
     "plan_rows",
     "plan_table",
     "plans_table",

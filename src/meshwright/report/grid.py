@@ -1,8 +1,9 @@
 """Who computes what when? The schedule as papers draw it, as text.
 
 One line per rank, time from left to right, of the compute stream: ``F3`` is the forward of microbatch 3, ``B3`` its
-backward (``I3`` and ``W3`` where that is done in two parts), ``O`` the optimizer, a dot idle time. A span from t0 to t1
-fills the columns round(t0·w/T) to round(t1·w/T) of w; what is shorter than a column may vanish.
+backward (``I3`` and ``W3`` where that is done in two parts), ``O`` the optimizer, ``S`` a copy of weights that are
+needed still, a dot idle time. A span from t0 to t1 fills the columns round(t0·w/T) to round(t1·w/T) of w; what is
+shorter than a column may vanish.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from rich.text import Text
 
 from meshwright.spec import DocumentError, Opcode, Timeline, format_seconds, to_seconds
+from meshwright.spec.instructions import COMPUTATIONS
 
 # Letter and colours of what a compute stream does; backgrounds keep neighbouring cells apart.
 _LOOKS: dict[Opcode, tuple[str, tuple[str, str]]] = {
@@ -21,6 +23,7 @@ _LOOKS: dict[Opcode, tuple[str, tuple[str, str]]] = {
     Opcode.BACKWARD_INPUT: ("I", ("black on cyan", "black on bright_cyan")),
     Opcode.BACKWARD_WEIGHT: ("W", ("black on magenta", "black on bright_magenta")),
     Opcode.OPTIMIZER_STEP: ("O", ("black on yellow", "black on yellow")),
+    Opcode.STASH: ("S", ("black on white", "black on white")),
 }
 IDLE = "."
 
@@ -70,7 +73,7 @@ def _draw_rank(timeline: Timeline, spans: Iterable[int], begin: int, length: int
             continue
         start, stop = (round((int(edge[i]) - begin) * width / length) for edge in (timeline.start_ps, timeline.end_ps))
         letter, shades = _LOOKS[opcode]
-        label = letter if opcode is Opcode.OPTIMIZER_STEP else f"{letter}{int(timeline.microbatch[i])}"
+        label = f"{letter}{int(timeline.microbatch[i])}" if opcode in COMPUTATIONS else letter
         characters[start:stop] = _fit(label, stop - start)
         styles.append((shades[int(timeline.microbatch[i]) % 2], start, stop))
     line = Text("".join(characters))

@@ -10,86 +10,123 @@ The format is the Trace Event Format (Google, "Trace Event Format", 2016), which
 
 Perfetto wants the spans of a thread to nest. Transfers that are under way at the same time do not, so a stream gets as
 many threads of one name as it has spans at once.
+
+The text is made and written some ten thousand spans at a time (`byte_rows`). Beside the timelines themselves memory
+holds a few numbers per span: the order in which they are written, their threads, and who receives what they send.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.spec import DocumentError, Opcode, Timeline, instruction_name, write_text
-
-PICOSECONDS_PER_MICROSECOND = 1e6
+from meshwright.report.byte_rows import Choice, Number, Part, render_lines
+from meshwright.spec import DocumentError, Opcode, Timeline, instruction_name
+from meshwright.spec.files import write_bytes
 
 _SENDS = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT)
-_RECEIVES = {Opcode.RECEIVE_ACTIVATION: Opcode.SEND_ACTIVATION, Opcode.RECEIVE_GRADIENT: Opcode.SEND_GRADIENT}
+_RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)
+_GRADIENTS = (Opcode.SEND_GRADIENT, Opcode.RECEIVE_GRADIENT)
 
-Event = dict[str, Any]
+# Lines whose text is made at once: some megabytes, and enough that numpy's calls cost little.
+CHUNK = 16_384
+# Texts of spans repeat themselves so much that a higher level takes longer and saves little.
+_LEVEL = 3
+
 Ids = NDArray[np.int64]
 
 
-def write_trace(timelines: Sequence[Timeline], path: Path | str) -> Path:
+def write_trace(timelines: Sequence[Timeline], path: Path | str, *, ranks: Sequence[int] | None = None) -> Path:
     """Write timelines into one trace file, side by side; the file appears whole or not at all.
 
     Args:
         timelines: At least one. With a single one, processes are called "rank 0"; else "rank 0 predicted".
-        path: The file to write (``.json``).
+        path: The file to write (``.json``); gzip if it ends in ``.gz``, which Perfetto opens too.
+        ranks: Only these ranks, and the arrows between them; all, if not given.
 
     Returns:
         The path.
 
     Raises:
-        DocumentError: No timeline was given, or the file cannot be written.
+        DocumentError: No timeline was given, a rank is in none of them, or the file cannot be written.
     """
+    pieces = trace_pieces(timelines, ranks)
+    return write_bytes(_compress(pieces) if Path(path).suffix == ".gz" else pieces, path)
+
+
+def trace_pieces(timelines: Sequence[Timeline], ranks: Sequence[int] | None = None) -> Iterator[bytes]:
+    """The text of a trace, in pieces. Raises DocumentError as `write_trace`."""
     if not timelines:
         raise DocumentError("A trace of no timelines was asked for; give at least one.")
-    return write_text(trace_pieces(timelines), path)
+    num_ranks = max(timeline.num_ranks for timeline in timelines)
+    check_ranks(ranks, num_ranks)
+    chosen = np.zeros(num_ranks, np.bool_)
+    chosen[slice(None) if ranks is None else list(ranks)] = True
+    return _pieces(timelines, chosen)
 
 
-def trace_pieces(timelines: Sequence[Timeline]) -> Iterator[str]:
-    """The text of a trace, in pieces."""
-    yield '{"displayTimeUnit":"ms","traceEvents":[\n'
-    separator = ""
-    for event in _events(timelines):
-        yield separator + json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-        separator = ",\n"
-    yield "\n]}\n"
+def check_ranks(ranks: Sequence[int] | None, num_ranks: int) -> None:
+    """Raise DocumentError unless some ranks, or all (None), of ``num_ranks`` are chosen for a trace."""
+    odd = next((rank for rank in ranks or () if not 0 <= rank < num_ranks), None)
+    if odd is not None or (ranks is not None and not ranks):
+        asked = "No ranks were" if odd is None else f"Rank {odd} was"
+        raise DocumentError(f"{asked} asked for in a trace; there are ranks 0 to {num_ranks - 1}. Name some of these.")
 
 
-def _events(timelines: Sequence[Timeline]) -> Iterator[Event]:
-    num_processes = max(timeline.num_ranks for timeline in timelines) * len(timelines)
-    # Process 0 means "idle" to Perfetto, and a thread with its process's number counts as the main thread.
-    tids = itertools.count(num_processes + 1)
-    first_flow = 0
-    for position, (timeline, suffix) in enumerate(zip(timelines, _suffixes(timelines), strict=True)):
-        pids = [1 + rank * len(timelines) + position for rank in range(timeline.num_ranks)]
-        for rank, pid in enumerate(pids):
-            yield _metadata("process_name", pid, name=f"rank {rank}{suffix}")
-            yield _metadata("process_sort_index", pid, sort_index=pid)
-        order = np.lexsort((timeline.end_ps, timeline.start_ps, timeline.track))
-        lanes = _assign_lanes(timeline, order)
-        threads = _Threads(pids=pids, lanes=lanes, tids={})
-        yield from _name_threads(timeline, threads, tids)
-        yield from _span_events(timeline, order, threads, first_flow)
-        yield from _memory_events(timeline, pids)
-        first_flow += timeline.num_spans
+def _compress(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    packer = zlib.compressobj(_LEVEL, wbits=16 + zlib.MAX_WBITS)  # 16 +: a gzip header, without a time stamp
+    for piece in pieces:
+        yield packer.compress(piece)
+    yield packer.flush()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Threads:
-    """Where spans are drawn: ``pids`` by rank, ``lanes`` by span, ``tids`` by (track, lane)."""
+class _Places:
+    """Where a timeline is drawn: ``pids`` by rank, ``first_tids`` by track, ``lanes`` (threads of it) by span."""
 
-    pids: list[int]
+    pids: Ids
+    first_tids: Ids
     lanes: NDArray[np.int32]
-    tids: dict[tuple[int, int], int]
+    track_ranks: Ids
+
+
+def _pieces(timelines: Sequence[Timeline], chosen: NDArray[np.bool_]) -> Iterator[bytes]:
+    yield b'{"displayTimeUnit":"ms","traceEvents":['
+    # Process 0 means "idle" to Perfetto, and a thread with its process's number counts as the main thread.
+    first_tid = 1 + len(chosen) * len(timelines)
+    first_flow, separator = 0, "\n"
+    for position, (timeline, suffix) in enumerate(zip(timelines, _suffixes(timelines), strict=True)):
+        track_ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)
+        drawn = chosen[track_ranks]
+        order = np.lexsort((timeline.end_ps, timeline.start_ps, timeline.track))
+        order = order[drawn[timeline.track[order]]]
+        lanes = _assign_lanes(timeline, order)
+        num_lanes = np.ones(len(timeline.tracks), np.int64)
+        np.maximum.at(num_lanes, timeline.track[order], lanes[order] + 1)
+        places = _Places(
+            pids=1 + np.arange(timeline.num_ranks) * len(timelines) + position,
+            first_tids=first_tid + np.cumsum(num_lanes) - num_lanes,
+            lanes=lanes,
+            track_ranks=track_ranks,
+        )
+        for event in _names(timeline, places, num_lanes, suffix, chosen):
+            yield f"{separator}{json.dumps(event, ensure_ascii=False, separators=(',', ':'))}".encode()
+            separator = ",\n"
+        yield from _span_lines(timeline, order, places, first_flow)
+        yield from _memory_lines(timeline, places, chosen)
+        first_flow += timeline.num_spans
+        first_tid += int(num_lanes.sum())
+    yield b"\n]}\n"
 
 
 def _suffixes(timelines: Sequence[Timeline]) -> list[str]:
@@ -105,79 +142,134 @@ def _suffixes(timelines: Sequence[Timeline]) -> list[str]:
     return suffixes
 
 
-def _metadata(kind: str, pid: int, tid: int = 0, **args: str | int) -> Event:
+def _names(
+    timeline: Timeline, places: _Places, num_lanes: Ids, suffix: str, chosen: NDArray[np.bool_]
+) -> Iterator[dict[str, Any]]:
+    """How the chosen processes and their threads are called, and in which order they stand."""
+    for rank in np.flatnonzero(chosen[: timeline.num_ranks]).tolist():
+        pid = int(places.pids[rank])
+        yield _metadata("process_name", pid, name=f"rank {rank}{suffix}")
+        yield _metadata("process_sort_index", pid, sort_index=pid)
+    for track, stream in enumerate(timeline.tracks):
+        if chosen[stream.rank]:
+            pid, first = int(places.pids[stream.rank]), int(places.first_tids[track])
+            for tid in range(first, first + int(num_lanes[track])):
+                yield _metadata("thread_name", pid, tid, name=stream.name)
+                yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+
+
+def _metadata(kind: str, pid: int, tid: int = 0, **args: str | int) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
 def _assign_lanes(timeline: Timeline, order: Ids) -> NDArray[np.int32]:
-    """The first lane of its track that is free when a span starts, per span."""
+    """The first lane of its track that is free when a span starts, per span; ``order`` is by track and start."""
     lanes = np.zeros(timeline.num_spans, np.int32)
-    columns = (timeline.track[order], timeline.start_ps[order], timeline.end_ps[order])
-    free_at: dict[int, list[int]] = defaultdict(list)
-    for index, track, start, end in zip(order.tolist(), *(column.tolist() for column in columns), strict=True):
-        ends = free_at[track]
-        lane = next((lane for lane, free in enumerate(ends) if free <= start), len(ends))
-        ends[lane : lane + 1] = [end]
-        lanes[index] = lane
+    track, start, end = timeline.track[order], timeline.start_ps[order], timeline.end_ps[order]
+    late = (track[1:] == track[:-1]) & (start[1:] < end[:-1])
+    for crowded in np.unique(track[1:][late]).tolist():
+        first, last = np.searchsorted(track, [crowded, crowded + 1])
+        ends: list[int] = []
+        for index, begin, finish in zip(
+            order[first:last].tolist(), start[first:last].tolist(), end[first:last].tolist(), strict=True
+        ):
+            lane = next((lane for lane, free in enumerate(ends) if free <= begin), len(ends))
+            ends[lane : lane + 1] = [finish]
+            lanes[index] = lane
     return lanes
 
 
-def _name_threads(timeline: Timeline, threads: _Threads, tids: Iterator[int]) -> Iterator[Event]:
-    last = np.zeros(len(timeline.tracks), np.int64)
-    np.maximum.at(last, timeline.track, threads.lanes)
-    for track, stream in enumerate(timeline.tracks):
-        for lane in range(int(last[track]) + 1):
-            tid = threads.tids[track, lane] = next(tids)
-            yield _metadata("thread_name", threads.pids[stream.rank], tid, name=stream.name)
-            yield _metadata("thread_sort_index", threads.pids[stream.rank], tid, sort_index=tid)
-
-
-def _span_events(timeline: Timeline, order: Ids, threads: _Threads, first_flow: int) -> Iterator[Event]:
+def _span_lines(timeline: Timeline, order: Ids, places: _Places, first_flow: int) -> Iterator[bytes]:
     """The spans of each track by start, each transfer with its end of an arrow."""
+    drawn = np.zeros(timeline.num_spans, np.bool_)
+    drawn[order] = True
     partner = pair_transfers(timeline)
-    names: dict[tuple[int, int, int, int], str] = {}
-    # Not `tolist`: a long timeline would hold every index as a Python number.
-    for i in map(int, order):
-        key = (int(timeline.opcode[i]), int(timeline.stage[i]), int(timeline.microbatch[i]), int(timeline.peer[i]))
-        if key not in names:
-            names[key] = instruction_name(*key)
-        event = _span_event(timeline, i, names[key], threads)
-        yield event
-        other = int(partner[i])
-        if other < 0:
-            continue
-        place = {"cat": "transfer", "name": "transfer", "pid": event["pid"], "tid": event["tid"]}
-        if key[0] in _SENDS:
-            yield {"ph": "s", "id": first_flow + i, "ts": event["ts"], **place}
-        else:
-            yield {"ph": "f", "bp": "e", "id": first_flow + other, "ts": _arrival(timeline, other, i), **place}
+    partner[(partner >= 0) & ~drawn[partner]] = -1
+    for begin in range(0, len(order), CHUNK):
+        spans = order[begin : begin + CHUNK]
+        track, opcode = timeline.track[spans], timeline.opcode[spans]
+        pid, tid = places.pids[places.track_ranks[track]], places.first_tids[track] + places.lanes[spans]
+        start_ps = timeline.start_ps[spans]
+        parts: list[Part] = [
+            ',\n{"ph":"X","name":"',
+            *_name_parts(timeline, spans),
+            '","cat":"',
+            Choice(texts=[item.name.lower() for item in Opcode], which=opcode),
+            '","pid":',
+            Number(values=pid),
+            ',"tid":',
+            Number(values=tid),
+            ',"ts":',
+            Number(values=start_ps, millionths=True),
+            ',"dur":',
+            Number(values=timeline.end_ps[spans] - start_ps, millionths=True),
+            ',"args":{"stage":',
+            Number(values=timeline.stage[spans]),
+            ',"microbatch":',
+            Number(values=timeline.microbatch[spans]),
+            ',"bytes":',
+            Number(values=timeline.num_bytes[spans]),
+            ',"step":',
+            Number(values=timeline.step[spans]),
+            "}}",
+        ]
+        if (partner[spans] >= 0).any():
+            parts += _arrow_parts(timeline, spans, partner[spans], pid, tid, first_flow)
+        yield render_lines(parts, len(spans))
 
 
-def _span_event(timeline: Timeline, i: int, name: str, threads: _Threads) -> Event:
-    track = int(timeline.track[i])
-    start, end = int(timeline.start_ps[i]), int(timeline.end_ps[i])
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": Opcode(int(timeline.opcode[i])).name.lower(),
-        "pid": threads.pids[timeline.tracks[track].rank],
-        "tid": threads.tids[track, int(threads.lanes[i])],
-        "ts": start / PICOSECONDS_PER_MICROSECOND,
-        "dur": (end - start) / PICOSECONDS_PER_MICROSECOND,
-        "args": {
-            "stage": int(timeline.stage[i]),
-            "microbatch": int(timeline.microbatch[i]),
-            "bytes": int(timeline.num_bytes[i]),
-            "step": int(timeline.step[i]),
-        },
-    }
+def _arrow_parts(timeline: Timeline, spans: Ids, partner: Ids, pid: Ids, tid: Ids, first_flow: int) -> list[Part]:
+    """A second line for each span that is an end of a transfer: the beginning or the end of an arrow."""
+    drawn = partner >= 0
+    receives = drawn & np.isin(timeline.opcode[spans], _RECEIVES)
+    send = np.where(receives, partner, spans)
+    kind = drawn * (1 + receives)
+    # Inside the receive and after the start of its send: Perfetto drops arrows that point back.
+    end_ps = timeline.end_ps[spans]
+    first_ps = np.minimum(np.maximum(timeline.start_ps[send], timeline.start_ps[spans]), end_ps)
+    moment_ps = np.where(receives, first_ps + (end_ps - first_ps) // 2, timeline.start_ps[spans])
+
+    def text(*lines: str) -> Choice:
+        return Choice(texts=("", *lines), which=kind if len(lines) > 1 else drawn.astype(np.int64))
+
+    return [
+        text(',\n{"ph":"s","id":', ',\n{"ph":"f","bp":"e","id":'),
+        Number(values=first_flow + send, shown=drawn),
+        text(',"ts":'),
+        Number(values=moment_ps, millionths=True, shown=drawn),
+        text(',"cat":"transfer","name":"transfer","pid":'),
+        Number(values=pid, shown=drawn),
+        text(',"tid":'),
+        Number(values=tid, shown=drawn),
+        text("}"),
+    ]
 
 
-def _arrival(timeline: Timeline, send: int, receive: int) -> float:
-    """A moment (µs) inside the receive and after the start of its send: Perfetto drops arrows that point back."""
-    end = int(timeline.end_ps[receive])
-    first = min(max(int(timeline.start_ps[send]), int(timeline.start_ps[receive])), end)
-    return (first + end) / 2 / PICOSECONDS_PER_MICROSECOND
+@cache
+def _name_forms() -> tuple[list[list[str]], NDArray[np.int8]]:
+    """How `instruction_name` puts names together: by opcode, the texts before, between and behind its numbers.
+
+    And which numbers they are, shape (opcodes, numbers): 0 stage, 1 microbatch, 2 peer, -1 for none.
+    """
+    numbers = (1_000_001, 1_000_002, 1_000_003)
+    cut = [re.split("(" + "|".join(map(str, numbers)) + ")", instruction_name(item, *numbers)) for item in Opcode]
+    most = max(len(pieces) for pieces in cut) // 2
+    texts = [pieces[::2] + [""] * (most + 1 - len(pieces[::2])) for pieces in cut]
+    found = [[numbers.index(int(number)) for number in pieces[1::2]] for pieces in cut]
+    return texts, np.array([row + [-1] * (most - len(row)) for row in found], np.int8)
+
+
+def _name_parts(timeline: Timeline, spans: Ids) -> list[Part]:
+    """The names of spans, as `instruction_name` gives them."""
+    texts, numbers = _name_forms()
+    opcode = timeline.opcode[spans]
+    columns = [column[spans].astype(np.int64) for column in (timeline.stage, timeline.microbatch, timeline.peer)]
+    parts: list[Part] = [Choice(texts=[row[0] for row in texts], which=opcode)]
+    for place in range(numbers.shape[1]):
+        which = numbers[:, place][opcode]
+        parts.append(Number(values=np.choose(np.maximum(which, 0), columns), shown=which >= 0))
+        parts.append(Choice(texts=[row[place + 1] for row in texts], which=opcode))
+    return parts
 
 
 def pair_transfers(timeline: Timeline) -> Ids:
@@ -186,33 +278,44 @@ def pair_transfers(timeline: Timeline) -> Ids:
     Step, payload, stages and microbatch say what belongs together; what occurs several times pairs up by start.
     """
     partner = np.full(timeline.num_spans, -1, np.int64)
-    moves = np.flatnonzero(np.isin(timeline.opcode, [*_SENDS, *_RECEIVES]))
-    moves = moves[np.argsort(timeline.start_ps[moves], kind="stable")]
-    sends: dict[tuple[int, ...], deque[int]] = defaultdict(deque)
-    receives: list[tuple[int, tuple[int, ...]]] = []
-    columns = (timeline.opcode, timeline.stage, timeline.peer, timeline.microbatch, timeline.step)
-    for index, opcode, stage, peer, microbatch, step in zip(
-        moves.tolist(), *(column[moves].tolist() for column in columns), strict=True
-    ):
-        if opcode in _SENDS:
-            sends[opcode, stage, peer, microbatch, step].append(index)
-        else:
-            receives.append((index, (_RECEIVES[Opcode(opcode)], peer, stage, microbatch, step)))
-    for index, key in receives:
-        if sends.get(key):
-            partner[index] = sends[key].popleft()
-            partner[partner[index]] = index
+    moves = np.flatnonzero(np.isin(timeline.opcode, (*_SENDS, *_RECEIVES)))
+    opcode, stage, peer = (column[moves] for column in (timeline.opcode, timeline.stage, timeline.peer))
+    receives = np.isin(opcode, _RECEIVES)
+    keys = (
+        timeline.step[moves],
+        timeline.microbatch[moves],
+        np.where(receives, stage, peer),
+        np.where(receives, peer, stage),
+        np.isin(opcode, _GRADIENTS),
+    )
+    order = np.lexsort((timeline.start_ps[moves], receives, *keys))
+    same = np.ones(max(len(order) - 1, 0), np.bool_)
+    for key in keys:
+        same &= np.diff(key[order].astype(np.int64)) == 0
+    # Of those with equal keys the sends stand first: the k-th receive belongs to the k-th send.
+    group = np.cumsum(np.append(False, ~same)[: len(order)])
+    first = np.searchsorted(group, group)
+    num_sends = np.bincount(group, ~receives[order]).astype(np.int64)[group] if len(order) else group
+    place = np.arange(len(order)) - first
+    send = first + place - num_sends
+    paired = receives[order] & (place - num_sends < num_sends)
+    ends = moves[order[paired]], moves[order[send[paired]]]
+    partner[ends[0]], partner[ends[1]] = ends[1], ends[0]
     return partner
 
 
-def _memory_events(timeline: Timeline, pids: list[int]) -> Iterator[Event]:
+def _memory_lines(timeline: Timeline, places: _Places, chosen: NDArray[np.bool_]) -> Iterator[bytes]:
     order = np.lexsort((timeline.memory_time_ps, timeline.memory_rank))
-    columns = (timeline.memory_rank[order], timeline.memory_time_ps[order], timeline.memory_bytes[order])
-    for rank, time_ps, num_bytes in zip(*(column.tolist() for column in columns), strict=True):
-        yield {
-            "ph": "C",
-            "name": "memory",
-            "pid": pids[rank],
-            "ts": time_ps / PICOSECONDS_PER_MICROSECOND,
-            "args": {"bytes": num_bytes},
-        }
+    order = order[chosen[timeline.memory_rank[order]]]
+    for begin in range(0, len(order), CHUNK):
+        samples = order[begin : begin + CHUNK]
+        parts: list[Part] = [
+            ',\n{"ph":"C","name":"memory","pid":',
+            Number(values=places.pids[timeline.memory_rank[samples]]),
+            ',"ts":',
+            Number(values=timeline.memory_time_ps[samples], millionths=True),
+            ',"args":{"bytes":',
+            Number(values=timeline.memory_bytes[samples]),
+            "}}",
+        ]
+        yield render_lines(parts, len(samples))

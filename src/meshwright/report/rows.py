@@ -18,6 +18,7 @@ from meshwright.spec import (
     Graph,
     Measurements,
     Opcode,
+    Placement,
     Plan,
     PlanError,
     Program,
@@ -84,6 +85,15 @@ def cluster_rows(cluster: Cluster) -> list[Row]:
         }
         for node in cluster.nodes
         for group in node.devices
+    ]
+
+
+def placement_rows(placement: Placement) -> list[Row]:
+    """One row per rank of a placement: ``rank``, ``num_stages``, ``num_ops``."""
+    of_ranks = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+    return [
+        {"rank": rank, "num_stages": len(mine), "num_ops": sum(len(placement.stages[index].ops) for index in mine)}
+        for rank, mine in enumerate(of_ranks)
     ]
 
 

@@ -8,8 +8,8 @@ buckets and microbatches come from the program, tensors and parts from the captu
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshwright.runtime.exchange import BucketExchange
 from meshwright.runtime.random_state import microbatch_seed, read_generator, write_generator
-from meshwright.runtime.rank_program import Computation, Issued, RankProgram
+from meshwright.runtime.rank_program import Computed, Issued, RankProgram
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import StageRunner
 from meshwright.runtime.transport import Layout, Transport
@@ -27,10 +27,12 @@ from meshwright.spec.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Drop,
     Forward,
     OptimizerStep,
     Receive,
     Send,
+    Stash,
 )
 from meshwright.spec.slices import StageSlice
 
@@ -41,13 +43,15 @@ from meshwright.spec.slices import StageSlice
 _MAX_GRADIENT_SENDS = 4
 
 Inputs = Sequence[Sequence[torch.Tensor]]
+# A stage and a microbatch.
+_Visit = tuple[int, int]
 
 
 class Executor:
     """Runs the body of a program on one rank, step after step.
 
-    ``layouts`` gives the wire layouts of (source stage, target stage, payload). ``optimizer_step`` updates and clears
-    the rank's
+    ``runners`` run the rank's ``stages``, each at its place; what one hands to another does not travel. ``layouts``
+    gives the wire layouts of (source stage, target stage, payload). ``optimizer_step`` updates and clears the rank's
     parameters. Arguments are what `runtime.session` makes of a plan; use that unless you bring your own parts.
     """
 
@@ -55,8 +59,8 @@ class Executor:
         self,
         *,
         rank_program: RankProgram,
-        stage: StageSlice,
-        runner: StageRunner,
+        stages: Sequence[StageSlice],
+        runners: Sequence[StageRunner],
         transport: Transport,
         exchange: BucketExchange | None,
         layouts: dict[tuple[int, int, str], tuple[Layout, ...]],
@@ -66,8 +70,8 @@ class Executor:
         run_seed: int = 0,
         bound_gradient_sends: bool = True,
     ) -> None:
-        self._stage = stage
-        self._runner = runner
+        self._stages = {stage.index: stage for stage in stages}
+        self._runners = {stage.index: runner for stage, runner in zip(stages, runners, strict=True)}
         self._transport = transport
         self._exchange = exchange
         self._layouts = layouts
@@ -76,7 +80,7 @@ class Executor:
         self._device = device
         self._run_seed = run_seed
         self._bound_gradient_sends = bound_gradient_sends
-        self._channels = {channel.target: channel for channel in stage.outgoing}
+        self._channels = {(channel.source, channel.target): channel for stage in stages for channel in stage.outgoing}
         self._first = [(item, self._bind_issue(item)) for item in rank_program.first]
         self._computations = [self._bind(item) for item in rank_program.computations]
         self._marked = {
@@ -86,17 +90,18 @@ class Executor:
             if isinstance(item.instruction, AllReduce)
         }
         self._step = 0
-        self._inputs: Inputs = ()
+        self._inputs: Mapping[int, Inputs] = {}
         self._clear()
 
-    def run_step(self, step: int, inputs: Inputs) -> list[torch.Tensor]:
-        """Run one step; ``inputs[m]`` are microbatch m's graph inputs in the order of the stage.
+    def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> dict[int, list[torch.Tensor]]:
+        """Run one step; ``inputs[s][m]`` are the graph inputs that stage s reads of microbatch m, in its order.
 
-        Returns the losses of this rank's microbatches, detached and in their order (none unless the rank holds the
-        loss).
+        Returns the outputs of the graph that this rank makes, by tensor id: of each its microbatches, detached and in
+        the order in which they ran.
         """
         self._step, self._inputs = step, inputs
-        saved = read_generator(self._device) if self._stage.draws_random else None
+        draws_random = any(stage.draws_random for stage in self._stages.values())
+        saved = read_generator(self._device) if draws_random else None
         for item, issue in self._first:
             self._issue(item, issue)
         for computation, run, then in self._computations:
@@ -114,40 +119,46 @@ class Executor:
             self._wait(index)
         if saved is not None:
             write_generator(self._device, saved)
-        losses = self._losses
+        outputs = self._made
         self._clear()
-        return losses
+        return outputs
 
     def _clear(self) -> None:
         self._pending: dict[int, tuple[list[dist.Work], int]] = {}
         self._gradient_sends: deque[int] = deque()
-        self._activation_sends: dict[tuple[int, int], int] = {}
-        self._activations: dict[int, dict[int, list[torch.Tensor]]] = {}
-        self._gradients: dict[int, dict[int, list[torch.Tensor]]] = {}
+        self._activation_sends: dict[tuple[int, int, int], int] = {}
+        # What a stage has of a microbatch, by the stage that it comes from.
+        self._activations: defaultdict[_Visit, dict[int, list[torch.Tensor]]] = defaultdict(dict)
+        self._gradients: defaultdict[_Visit, dict[int, list[torch.Tensor]]] = defaultdict(dict)
         self._outputs: dict[int, torch.Tensor] = {}
         self._input_gradients: dict[int, list[torch.Tensor]] = {}
-        self._losses: list[torch.Tensor] = []
+        self._made: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
 
     # --- binding: instructions become calls, once
     # -------------------------------------------------------------------------
 
     def _bind(
-        self, item: Computation
-    ) -> tuple[Computation, Callable[[], None], list[tuple[Issued, Callable[[], list[dist.Work]]]]]:
+        self, item: Computed
+    ) -> tuple[Computed, Callable[[], None], list[tuple[Issued, Callable[[], list[dist.Work]]]]]:
         then = [(other, self._bind_issue(other)) for other in item.then]
         instruction = item.instruction
         match instruction:
-            case Forward(microbatch=microbatch):
-                return item, lambda: self._forward(microbatch), then
-            case Backward(microbatch=microbatch):
+            case Forward(stage=stage, microbatch=microbatch):
+                return item, lambda: self._forward(stage, microbatch), then
+            case Backward(stage=stage, microbatch=microbatch):
                 last = bool(item.marked) or any(isinstance(other.instruction, AllReduce) for other in item.then)
-                return item, lambda: self._backward(microbatch, last), then
+                return item, lambda: self._backward(stage, microbatch, last), then
             case OptimizerStep():
                 return item, self._optimizer_step, then
             case BackwardInput() | BackwardWeight():
                 raise ProgramError(
                     f"{instruction} is one part of a backward; the runtime runs backwards as a whole. Simulate this "
                     "program, or choose a schedule with whole backwards to run."
+                )
+            case Stash() | Drop():
+                raise ProgramError(
+                    f"{instruction} keeps weights of an asynchronous schedule; the runtime runs schedules that flush. "
+                    "Simulate this program, or choose such a schedule to run."
                 )
             case Send() | Receive() | AllReduce():
                 raise ProgramError(
@@ -165,7 +176,7 @@ class Executor:
                 return lambda: self._receive(instruction, item.group[0])
             case AllReduce(bucket=bucket):
                 return lambda: self._all_reduce(bucket, item.group)
-            case Forward() | Backward() | BackwardInput() | BackwardWeight() | OptimizerStep():
+            case Forward() | Backward() | BackwardInput() | BackwardWeight() | OptimizerStep() | Stash() | Drop():
                 raise ProgramError(f"{instruction} stands in a communication stream; it belongs to the compute stream.")
             case _:
                 assert_never(instruction)
@@ -185,49 +196,65 @@ class Executor:
             if self._recorder.active:
                 self._recorder.add(index, self._step, start, time.perf_counter_ns())
 
-    def _forward(self, microbatch: int) -> None:
-        self._outputs = self._runner.forward(
+    def _forward(self, stage: int, microbatch: int) -> None:
+        runner, facts = self._runners[stage], self._stages[stage]
+        self._outputs = runner.forward(
             microbatch,
-            self._inputs[microbatch],
-            self._activations.get(microbatch, {}),
+            self._inputs[stage][microbatch],
+            self._activations[stage, microbatch],
             microbatch_seed(self._run_seed, self._step, microbatch),
         )
-        if self._stage.outputs:
-            self._losses.append(self._outputs[self._stage.outputs[0]].detach())
+        for channel in facts.outgoing:
+            if channel.target in self._stages:
+                handed_on = [value.detach() for value in runner.leaving(channel, self._outputs)]
+                self._activations[channel.target, microbatch][stage] = handed_on
+        for tensor in facts.outputs:
+            value = self._outputs[tensor].detach()
+            # With a backward, what was received goes back to a pool, and an output may be a view of it.
+            self._made[tensor].append(value.clone() if facts.has_backward else value)
+        if not facts.has_backward:
+            # Nobody else reads what came; what is handed on or sent is held by those who have it.
+            del self._activations[stage, microbatch]
 
-    def _backward(self, microbatch: int, last: bool) -> None:
-        received = self._gradients.pop(microbatch, {})
+    def _backward(self, stage: int, microbatch: int, last: bool) -> None:
+        facts, received = self._stages[stage], self._gradients.pop((stage, microbatch), {})
         if last and self._exchange is not None:
             self._exchange.begin()
-        self._input_gradients = self._runner.backward(microbatch, received)
+        self._input_gradients = self._runners[stage].backward(microbatch, received)
         if last and self._exchange is not None:
             self._exchange.finish()
-        for target in self._channels:
+        for source, gradients in self._input_gradients.items():
+            if source in self._stages:
+                self._gradients[source, microbatch][stage] = gradients
+        for channel in facts.outgoing:
             # The gradient came back, so what was sent has arrived: this wait returns at once and frees the sender's
             # buffers.
-            sent = self._activation_sends.pop((microbatch, target), None)
-            if sent is not None and target in received:
+            sent = self._activation_sends.pop((stage, channel.target, microbatch), None)
+            if sent is not None and channel.target in received:
                 self._wait(sent)
-        for tensors in (*received.values(), *self._activations.pop(microbatch, {}).values()):
-            self._transport.recycle(tensors)
+        arrived = self._activations.pop((stage, microbatch), {})
+        for source, tensors in (*received.items(), *arrived.items()):
+            if source not in self._stages:
+                self._transport.recycle(tensors)
 
     def _send(self, index: int, instruction: Send, target: int) -> list[dist.Work]:
-        layouts = self._layouts[instruction.stage, instruction.peer, instruction.payload]
+        stage, peer = instruction.stage, instruction.peer
+        layouts = self._layouts[stage, peer, instruction.payload]
         if instruction.payload == "activation":
-            self._activation_sends[instruction.microbatch, instruction.peer] = index
-            tensors = self._runner.leaving(self._channels[instruction.peer], self._outputs)
+            self._activation_sends[stage, peer, instruction.microbatch] = index
+            tensors = self._runners[stage].leaving(self._channels[stage, peer], self._outputs)
         else:
             self._gradient_sends.append(index)
             if self._bound_gradient_sends and len(self._gradient_sends) > _MAX_GRADIENT_SENDS:
                 self._wait(self._gradient_sends.popleft())
-            tensors = self._input_gradients[instruction.peer]
+            tensors = self._input_gradients[peer]
         return self._transport.send(tensors, layouts, target)
 
     def _receive(self, instruction: Receive, source: int) -> list[dist.Work]:
         layouts = self._layouts[instruction.peer, instruction.stage, instruction.payload]
         tensors, works = self._transport.receive(layouts, source)
         inbox = self._activations if instruction.payload == "activation" else self._gradients
-        inbox.setdefault(instruction.microbatch, {})[instruction.peer] = tensors
+        inbox[instruction.stage, instruction.microbatch][instruction.peer] = tensors
         return works
 
     def raise_mark(self, bucket: int) -> None:

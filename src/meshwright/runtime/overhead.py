@@ -29,7 +29,7 @@ def measure_overhead(num_microbatches: int = 64, repeats: int = 15) -> float:
     seconds = []
     for step in range(repeats + 1):
         start = time.perf_counter()
-        executor.run_step(step, inputs)
+        executor.run_step(step, {0: inputs})
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:]) / (2 * num_microbatches + 1)
 
@@ -49,8 +49,8 @@ def _tiny_executor(num_microbatches: int) -> Executor:
     device = torch.device("cpu")
     return Executor(
         rank_program=arrange_rank(program, program.body, 0),
-        stage=stage,
-        runner=StageRunner(_Add(), graph, stage, 1.0, device),
+        stages=(stage,),
+        runners=(StageRunner(_Add(), graph, stage, 1.0, device),),
         transport=Transport(program, device),
         exchange=None,
         layouts={},

@@ -30,7 +30,7 @@ class Issued:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Computation:
+class Computed:
     """An instruction of the compute stream: first wait for ``awaits``, run, then issue ``then``.
 
     ``marked`` are issued while it runs, one after the other, each as soon as its bucket is ready.
@@ -50,7 +50,7 @@ class RankProgram:
 
     rank: int
     first: tuple[Issued, ...]
-    computations: tuple[Computation, ...]
+    computations: tuple[Computed, ...]
 
 
 def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
@@ -74,7 +74,7 @@ def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
         rank=rank,
         first=tuple(then[_BEFORE_ALL]),
         computations=tuple(
-            Computation(
+            Computed(
                 index=index,
                 stream=compute[0],
                 instruction=section.instruction(index),

@@ -1,6 +1,6 @@
-"""From a plan and a captured model to a ready executor on this rank.
+"""From a plan (or a placement) and a captured model to a ready executor on this rank.
 
-The parts of the session: the program that the simulator would also read, this rank's stage cut from the graph, its
+The parts of the session: the program that the simulator would also read, this rank's stages cut from the graph, their
 parameters on the device, the process groups, the buckets, and the executor.
 """
 
@@ -15,19 +15,22 @@ import torch
 import torch.distributed as dist
 
 from meshwright.capture import Captured, part
-from meshwright.program import build_program, gradient_buckets
+from meshwright.program import build_placed_program, build_program, gradient_buckets
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange
 from meshwright.runtime.executor import Executor, Inputs
 from meshwright.runtime.layouts import channel_layouts
+from meshwright.runtime.placed import check_placed_writes
 from meshwright.runtime.rank_program import arrange_rank
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import StageRunner, stage_feeds, stage_fetches
 from meshwright.runtime.transport import Transport
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.graph import Graph
+from meshwright.spec.placed_slices import slice_stages
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import BASIC_SCHEDULES, Plan, check_plan
 from meshwright.spec.program import Program
-from meshwright.spec.slices import StageSlice, slice_graph
+from meshwright.spec.slices import StageSlice
 
 # A rank that waits longer than this for a message gives up: the other end is dead or stuck.
 COMMUNICATION_TIMEOUT = timedelta(minutes=10)
@@ -35,23 +38,33 @@ COMMUNICATION_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Everything one rank holds while it works on a plan."""
+    """Everything one rank holds while it works on a plan or a placement: its ``stages``, and the module of each."""
 
     rank: int
-    plan: Plan
+    plan: Plan | Placement
     graph: Graph
     program: Program
-    stage: StageSlice
+    stages: tuple[StageSlice, ...]
     executor: Executor
     recorder: Recorder
     exchange: BucketExchange | None
-    module: torch.nn.Module
+    modules: tuple[torch.nn.Module, ...]
     parameters: dict[int, torch.nn.Parameter]
     device: torch.device
 
-    def microbatch_inputs(self, tensors: Sequence[torch.Tensor]) -> Inputs:
-        """Cut a global batch (graph inputs in order) into microbatches; PlanError if the sizes do not fit."""
-        return split_batch(self.plan, self.graph, self.stage, tensors, self.device)
+    def microbatch_inputs(self, tensors: Sequence[torch.Tensor]) -> dict[int, Inputs]:
+        """Cut a global batch (graph inputs in order) into microbatches, for each stage what it reads.
+
+        Raises PlanError if the sizes do not fit.
+        """
+        return {stage.index: split_batch(self.plan, self.graph, stage, tensors, self.device) for stage in self.stages}
+
+    def run_step(self, step: int, tensors: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        """Run one step on a global batch (graph inputs in order); the outputs that this rank makes, by tensor id.
+
+        Of each output its microbatches, detached. Raises PlanError if the sizes do not fit.
+        """
+        return self.executor.run_step(step, self.microbatch_inputs(tensors))
 
     def close(self) -> None:
         """Give the user's parameters back without hooks."""
@@ -90,40 +103,39 @@ def check_runnable(plan: Plan) -> None:
 
 def open_session(
     captured: Captured,
-    plan: Plan,
+    plan: Plan | Placement,
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer | None],
     *,
     run_seed: int = 0,
 ) -> Session:
     """Make this rank ready to execute ``plan``. All ranks of the process group call it together.
 
-    ``make_optimizer`` gets the trainable parameters of the rank's stage. Raises PlanError if the plan does not fit
-    the graph or the
-    number of processes.
+    ``make_optimizer`` gets the trainable parameters of the rank's stages. Raises PlanError if the plan does not fit
+    the graph or the number of processes, or parts what writes to the same memory.
     """
     graph = captured.graph
-    check_plan(plan, graph)
-    check_runnable(plan)
+    if isinstance(plan, Plan):
+        check_plan(plan, graph)
+        check_runnable(plan)
+    else:
+        check_placed_writes(captured, plan)
     rank, device = join_group()
     if plan.num_ranks != dist.get_world_size():
         raise PlanError(
             f"The plan is for {plan.num_ranks} ranks, but {dist.get_world_size()} processes were started. "
             f"Start it with `torchrun --nproc-per-node {plan.num_ranks}` or `meshwright run`."
         )
-    stages = slice_graph(graph, plan.bounds)
-    stage = stages[plan.stages_of(rank)[0]]
-    program = build_program(plan, graph)
-    module = part(captured, stage_feeds(stage), stage_fetches(stage), batch_size=plan.microbatch_size, ops=stage.ops)
-    module.to(device)
-    names = {graph.tensors[tensor].name: tensor for tensor in stage.parameters}
-    parameters = {names[name]: parameter for name, parameter in module.named_parameters()}
-    transport = Transport(program, device)
+    stages = slice_stages(graph, plan)
+    mine = tuple(stages[index] for index in plan.stages_of(rank))
+    program = build_program(plan, graph) if isinstance(plan, Plan) else build_placed_program(plan, graph)
+    modules = tuple(_cut_out(captured, stage, plan.microbatch_size, device) for stage in mine)
+    parameters = _parameters(graph, mine, modules)
     recorder = Recorder()
     executor: Executor | None = None
     buffers = [
         BucketBuffer(bucket, [parameters[tensor] for tensor in bucket.parameters])
-        for bucket in gradient_buckets(graph, plan)
-        if stage.index in bucket.stages
+        for bucket in (gradient_buckets(graph, plan) if isinstance(plan, Plan) else ())
+        if mine[0].index in bucket.stages
     ]
 
     def raise_mark(bucket: int) -> None:
@@ -132,36 +144,55 @@ def open_session(
 
     exchange = BucketExchange(buffers, raise_mark) if buffers else None
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    scale = 1.0 / plan.num_microbatches
     executor = Executor(
         rank_program=arrange_rank(program, program.body, rank),
-        stage=stage,
-        runner=StageRunner(module, graph, stage, 1.0 / plan.num_microbatches, device),
-        transport=transport,
+        stages=mine,
+        runners=tuple(
+            StageRunner(module, graph, stage, scale, device) for stage, module in zip(mine, modules, strict=True)
+        ),
+        transport=Transport(program, device),
         exchange=exchange,
         layouts=channel_layouts(captured, stages, plan.microbatch_size, device),
         optimizer_step=_optimizer_step(make_optimizer(trainable) if trainable else None, trainable),
         recorder=recorder,
         device=device,
         run_seed=run_seed,
-        bound_gradient_sends=not plan.has_own_schedule,
+        bound_gradient_sends=isinstance(plan, Plan) and not plan.has_own_schedule,
     )
     return Session(
         rank=rank,
         plan=plan,
         graph=graph,
         program=program,
-        stage=stage,
+        stages=mine,
         executor=executor,
         recorder=recorder,
         exchange=exchange,
-        module=module,
+        modules=modules,
         parameters=parameters,
         device=device,
     )
 
 
+def _cut_out(captured: Captured, stage: StageSlice, batch_size: int, device: torch.device) -> torch.nn.Module:
+    module = part(captured, stage_feeds(stage), stage_fetches(stage), batch_size=batch_size, ops=stage.ops)
+    return module.to(device)
+
+
+def _parameters(
+    graph: Graph, stages: Sequence[StageSlice], modules: Sequence[torch.nn.Module]
+) -> dict[int, torch.nn.Parameter]:
+    """The rank's parameters by tensor id, each once."""
+    found: dict[int, torch.nn.Parameter] = {}
+    for stage, module in zip(stages, modules, strict=True):
+        names = {graph.tensors[tensor].name: tensor for tensor in stage.parameters}
+        found |= {names[name]: parameter for name, parameter in module.named_parameters()}
+    return found
+
+
 def split_batch(
-    plan: Plan, graph: Graph, stage: StageSlice, tensors: Sequence[torch.Tensor], device: torch.device
+    plan: Plan | Placement, graph: Graph, stage: StageSlice, tensors: Sequence[torch.Tensor], device: torch.device
 ) -> Inputs:
     """Microbatch m is rows ``m * size : (m + 1) * size`` of every input with a batch dim; others go whole to all."""
     size, count, batch = plan.microbatch_size, plan.num_microbatches, plan.workload.global_batch

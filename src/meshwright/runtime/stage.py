@@ -40,7 +40,7 @@ class StageRunner:
         self._stage = stage
         self._training = graph.mode == "training" and stage.has_backward
         self._fetches = stage_fetches(stage)
-        self._loss = stage.outputs[0] if graph.has_loss and stage.outputs else None
+        self._loss = graph.outputs[0] if graph.has_loss and graph.outputs[0] in stage.outputs else None
         self._loss_scale = loss_scale
         self._tapes: dict[int, _Tape] = {}
 

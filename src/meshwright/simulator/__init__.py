@@ -3,6 +3,7 @@
 `simulate_plan` builds and prices a plan's program (`pricing`), then runs it: `unroll` lays the sections behind each
 other, `engine` finds when each instruction ends, `memory` follows the bytes, `simulation` sums up. Links that several
 want are granted one by one (`engine`) or shared fairly (`fair`, `sharing`); `deadlock` tells why a program stops.
+`folding` finds replicas that are alike, of which one is simulated, and `repetition` steps that are.
 `allocation` follows one rank's memory op by op. `explain_step` tells what bounds a step (`critical_path`) and what
 would help (`levers`).
 """

@@ -17,19 +17,17 @@ import numpy as np
 
 from meshwright.program import stays_on_rank
 from meshwright.program.transfers import RECEIVE_LOOKAHEAD
-from meshwright.spec import Opcode
+from meshwright.spec import Opcode, Plan
 from meshwright.spec.instructions import COMPUTATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
-    from meshwright.spec import Graph, Plan, Program, StageSlice
+    from meshwright.spec import Graph, Placement, Program, StageSlice
 
     Ints = NDArray[np.int64]
 
-# As runtime/executor.py has it; under an own schedule nothing is waited for before the step's end.
+# As runtime/executor.py has it; under an own schedule, or placed, nothing is waited for before the step's end.
 MAX_GRADIENT_SENDS = 4
 # Which half of a backward in two parts is the last to read what was received, and which one needs its own gradient.
 _RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
@@ -38,9 +36,9 @@ _RECEIVING_GRADIENTS = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT)
 
 def compute_order(program: Program, rank: int) -> Ints:
     """What a rank computes in a step: rows of opcode, stage and microbatch, shape (n, 3)."""
-    (compute,) = (stream for stream in program.streams_of(rank) if program.streams[stream].name == "compute")
-    rows = []
-    for _, section in program.sections():
+    mine = [stream for stream in program.streams_of(rank) if program.streams[stream].name == "compute"]
+    rows = [np.zeros((0, 3), np.int64)]
+    for section, compute in ((section, compute) for _, section in program.sections() for compute in mine):
         own = slice(*section.stream_offsets[compute : compute + 2])
         columns = (section.opcode[own], section.stage[own], section.microbatch[own])
         rows.append(np.stack([column.astype(np.int64) for column in columns], axis=1))
@@ -48,16 +46,16 @@ def compute_order(program: Program, rank: int) -> Ints:
     return order[np.isin(order[:, 0], COMPUTATIONS)]
 
 
-def receive_buffer_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Ints) -> int:
+def receive_buffer_bytes(graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints) -> int:
     """Bytes of the pool of buffers in which a rank receives for one of its stages."""
     arriving = [channel for channel in stage.incoming if not stays_on_rank(plan, channel.source, channel.target)]
     returning = [channel for channel in stage.outgoing if not stays_on_rank(plan, channel.source, channel.target)]
-    begins = _places(order, stage.index, Opcode.FORWARD)
-    ends = {**begins, **_places(order, stage.index, *_RELEASING)}
-    values = _held(len(order), [(place, ends[microbatch]) for microbatch, place in begins.items()])
-    gradients = _held(
-        len(order), [(place, place) for place in _places(order, stage.index, *_RECEIVING_GRADIENTS).values()]
-    )
+    here = order[:, 1] == stage.index
+    begins = _places(order, here, Opcode.FORWARD)
+    ends = np.maximum(begins, _places(order, here, *_RELEASING))
+    values = _held(len(order), begins[begins >= 0], ends[begins >= 0])
+    needed = _places(order, here, *_RECEIVING_GRADIENTS)
+    gradients = _held(len(order), needed[needed >= 0], needed[needed >= 0])
     held: dict[int, Ints] = defaultdict(lambda: np.zeros(len(order), np.int64))
     for channel in arriving:
         for tensor in channel.tensors:
@@ -68,7 +66,9 @@ def receive_buffer_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Int
     return sum(size * int(count.max(initial=0)) for size, count in held.items())
 
 
-def sent_gradient_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Ints, microbatch_bytes: int) -> int:
+def sent_gradient_bytes(
+    graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints, microbatch_bytes: int
+) -> int:
     """Bytes of earlier gradients still being sent when most is in use, each microbatch in flight keeping so much."""
     returning = [
         channel
@@ -83,26 +83,27 @@ def sent_gradient_bytes(graph: Graph, plan: Plan, stage: StageSlice, order: Ints
     is_released = here & np.isin(order[:, 0], (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT))
     done = np.cumsum(is_sent) - is_sent
     in_flight = np.cumsum(here & (order[:, 0] == Opcode.FORWARD)) - (np.cumsum(is_released) - is_released)
-    kept = done if plan.has_own_schedule else np.minimum(done, MAX_GRADIENT_SENDS // len(returning))
+    waits = isinstance(plan, Plan) and not plan.has_own_schedule
+    kept = done if not waits else np.minimum(done, MAX_GRADIENT_SENDS // len(returning))
     in_use = in_flight * microbatch_bytes
     return int((in_use + kept * size).max() - in_use.max())
 
 
-def _places(order: Ints, stage: int, *opcodes: Opcode) -> dict[int, int]:
-    """The place of each microbatch's computation of some kinds (of several, the last)."""
-    places = np.flatnonzero((order[:, 1] == stage) & np.isin(order[:, 0], opcodes))
-    return dict(zip(order[places, 2].tolist(), places.tolist(), strict=True))
+def _places(order: Ints, here: NDArray[np.bool_], *opcodes: Opcode) -> Ints:
+    """The place of each microbatch's computation of some kinds (of several, the last); -1 where there is none."""
+    places = np.flatnonzero(here & np.isin(order[:, 0], opcodes))
+    found = np.full(order[:, 2].max(initial=-1) + 1, -1, np.int64)
+    found[order[places, 2]] = places
+    return found
 
 
-def _held(count: int, spans: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+def _held(count: int, first: Ints, last: Ints) -> Ints:
     """How many are held at each place, each from so many places before its first to its last."""
     changes = np.zeros(count + 1, np.int64)
-    for start, stop in spans:
-        changes[max(start - RECEIVE_LOOKAHEAD, 0)] += 1
-        changes[stop + 1] -= 1
-    held: Ints = np.cumsum(changes)[:-1]
-    return held
+    np.add.at(changes, np.maximum(first - RECEIVE_LOOKAHEAD, 0), 1)
+    np.subtract.at(changes, last + 1, 1)
+    return np.cumsum(changes)[:-1]
 
 
-def _size(graph: Graph, plan: Plan, tensor: int) -> int:
+def _size(graph: Graph, plan: Plan | Placement, tensor: int) -> int:
     return graph.tensors[tensor].num_bytes(plan.microbatch_size, plan.workload.float_bytes)

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
-from meshwright.simulator.network import Network
+from meshwright.simulator.network import Network, collectives, route_of
 from meshwright.spec import ProgramError
 
 Ids = NDArray[np.int64]
@@ -102,12 +102,13 @@ def _path(segments: Ids) -> CriticalPath:
 
 
 def _index(network: Network) -> _Index:
-    joined = np.flatnonzero(network.collective >= 0)
+    collective = collectives(network)
+    joined = np.flatnonzero(collective >= 0)
     sizes = network.collective_size
     link_offsets, link_streams = _streams_of_links(network, int(network.route_links.max(initial=-1)) + 1)
     return _Index(
         member_offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
-        members=joined[np.argsort(network.collective[joined], kind="stable")],
+        members=joined[np.argsort(collective[joined], kind="stable")],
         link_offsets=link_offsets,
         link_streams=link_streams,
     )
@@ -122,8 +123,8 @@ def _streams_of_links(network: Network, num_links: int) -> tuple[Ids, Ids]:
         seen = np.full(num_links, -1, np.int64)
         for stream in range(len(network.stream_offsets) - 1):
             for i in range(network.stream_offsets[stream], network.stream_offsets[stream + 1]):
-                r = network.route[i]
-                if r < 0 or not network.route_shared[r]:
+                r = route_of(network, i)
+                if r < network.num_private:
                     continue
                 for q in range(network.route_offsets[r], network.route_offsets[r + 1]):
                     link = network.route_links[q]
@@ -159,7 +160,7 @@ def _walk(network: Network, index: _Index, start_ps: Times, end_ps: Times, begin
 @compiled
 def _tight_member(network: Network, index: _Index, start_ps: Times, end_ps: Times, i: int) -> tuple[int, int, int]:
     """``i``, or the lowest member of its collective with a tight instruction; that instruction, -1 for none; why."""
-    c = network.collective[i]
+    c = network.resource[i] - (len(network.route_offsets) - 1)
     for is_known in (True, False):
         if c < 0:
             before, bound = _tight(network, start_ps, end_ps, i, is_known)
@@ -185,9 +186,11 @@ def _tight(network: Network, start_ps: Times, end_ps: Times, i: int, is_known: b
         return i - 1, BY_STREAM
     found, bound = -1, BY_WAIT
     for w in range(network.wait_offsets[i], network.wait_offsets[i + 1]):
-        awaited, shift = int(network.waits[w]), network.wait_shift_ps[w]
+        awaited, shift = int(network.waits[w]), 0
+        if awaited < 0:
+            awaited, shift = int(network.mark_instruction[~awaited]), int(network.mark_shift_ps[~awaited])
         latest = end_ps[awaited] + shift
-        if shift < 0 and end_ps[awaited] - start_ps[awaited] > network.duration_ps[awaited]:
+        if shift < 0 and end_ps[awaited] - start_ps[awaited] > network.class_ps[network.cost_class[awaited]]:
             is_tight = not is_known and start_ps[awaited] < start <= latest
         else:
             is_tight = is_known and latest == start
@@ -199,7 +202,7 @@ def _tight(network: Network, start_ps: Times, end_ps: Times, i: int, is_known: b
 @compiled
 def _holder(network: Network, index: _Index, start: int, end_ps: Times, i: int) -> int:
     """The lowest instruction that holds a link of ``i`` until ``start``; -1 for none."""
-    found, r = -1, network.route[i]
+    found, r = -1, route_of(network, i)
     if r < 0:
         return found
     for q in range(network.route_offsets[r], network.route_offsets[r + 1]):
@@ -219,7 +222,7 @@ def _holder(network: Network, index: _Index, start: int, end_ps: Times, i: int) 
 @compiled
 def _uses(network: Network, i: int, link: int) -> bool:
     """Whether an instruction holds a link."""
-    r = network.route[i]
+    r = route_of(network, i)
     if r >= 0:
         for q in range(network.route_offsets[r], network.route_offsets[r + 1]):
             if network.route_links[q] == link:

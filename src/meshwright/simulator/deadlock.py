@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
-from meshwright.simulator.network import Network
+from meshwright.simulator.network import Network, awaited_instructions, collectives
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import DeadlockError, Program, instruction_name
 
@@ -56,12 +56,13 @@ def _awaited(network: Network, end_ps: Ids, stopped: Ids) -> list[Ids]:
     """For each instruction before which a stream stopped, what it waits for."""
     awaited = []
     for i in stopped.tolist():
-        ids = network.waits[network.wait_offsets[i] : network.wait_offsets[i + 1]]
+        ids = awaited_instructions(network, network.waits[network.wait_offsets[i] : network.wait_offsets[i + 1]])
         awaited.append(ids[end_ps[ids] < 0])
     arrived = stopped[[not len(ids) for ids in awaited]]
-    missing = np.setdiff1d(np.flatnonzero((network.collective >= 0) & (end_ps < 0)), arrived)
+    collective = collectives(network)
+    missing = np.setdiff1d(np.flatnonzero((collective >= 0) & (end_ps < 0)), arrived)
     for k in np.flatnonzero(np.isin(stopped, arrived)).tolist():
-        awaited[k] = missing[network.collective[missing] == network.collective[stopped[k]]]
+        awaited[k] = missing[collective[missing] == collective[stopped[k]]]
     return awaited
 
 
@@ -103,10 +104,11 @@ def _tell(program: Program, unrolled: Unrolled, position: Ids, circle: list[tupl
     first = circle[0][0]
     text = _describe(program, unrolled, first)
     for waiting, awaited in circle[:_MOST_NAMED]:
-        ids = slice(network.wait_offsets[waiting], network.wait_offsets[waiting + 1])
-        ends = network.wait_shift_ps[ids][network.waits[ids] == awaited]
+        waits = network.waits[network.wait_offsets[waiting] : network.wait_offsets[waiting + 1]]
+        found = waits[awaited_instructions(network, waits) == awaited]
+        by_mark = len(found) and (found < 0).all()
         link = "" if waiting == first else ", which"
-        text += f"{link} waits for {'a mark in ' if len(ends) and (ends < 0).all() else ''}"
+        text += f"{link} waits for {'a mark in ' if by_mark else ''}"
         text += _describe(program, unrolled, awaited)
         ahead = int(position[unrolled.stream[awaited]])
         if ahead != awaited:

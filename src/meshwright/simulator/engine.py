@@ -25,14 +25,14 @@ compare with a plain event-driven simulation.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from meshwright.cost.compiled import compiled
 from meshwright.simulator.fair import Sharing, prepare_sharing, run_moments
 from meshwright.simulator.heap import pop, push
-from meshwright.simulator.network import Network, State, fresh_state
+from meshwright.simulator.network import Network, State, durations, fresh_state
 from meshwright.simulator.waiters import GRANTED, Column, Ids, Times, finish, join, resume
 from meshwright.spec import ProgramError, suggest
 
@@ -49,32 +49,48 @@ def check_contention(contention: str) -> None:
         )
 
 
-def run_network(network: Network, num_links: int, contention: Contention = "queued") -> tuple[Times, Times, Ids]:
-    """Simulate; return start and end of each instruction in ps, shape (n,), and where each stream stopped, (streams,).
+class Outcome(NamedTuple):
+    """When each instruction ended, in ps, shape (n,), and where each stream stopped, shape (streams,).
 
-    A stream that stopped before its last instruction waits for ever; ends that are not known are negative, and the
-    starts that belong to them mean nothing.
+    A stream that stopped before its last instruction waits for ever; ends that are not known are negative.
+    ``shared_start_ps`` (n,) is when a transfer began that shared its links, else -1; None under ``queued``.
     """
+
+    end_ps: Times
+    position: Ids
+    shared_start_ps: Times | None
+
+    def start_ps(self, network: Network) -> Times:
+        """When each instruction began, shape (n,); it means nothing for those that never end."""
+        start_ps = self.end_ps - durations(network)
+        if self.shared_start_ps is None:
+            return start_ps
+        return np.where(self.shared_start_ps >= 0, self.shared_start_ps, start_ps)
+
+
+def run_network(network: Network, num_links: int, contention: Contention = "queued") -> Outcome:
+    """Simulate until nothing happens any more."""
     if contention == "queued":
         state = fresh_state(network, num_links)
         _run(network, state, None)
-        return state.end_ps - network.duration_ps, state.end_ps, state.position
+        return Outcome(state.end_ps, state.position, None)
     numbered, sharing = prepare_sharing(network, num_links)
     state = fresh_state(network, num_links, len(sharing.mark_left))
     _run(numbered, state, sharing)
-    end_ps = state.end_ps[: len(network.duration_ps)]
-    start_ps = np.where(sharing.start_ps >= 0, sharing.start_ps, end_ps - network.duration_ps)
-    return start_ps, end_ps, state.position
+    return Outcome(state.end_ps[: len(network.cost_class)], state.position, sharing.start_ps)
 
 
 @compiled
 def _run(network: Network, state: State, sharing: Sharing | None) -> None:  # noqa: C901 - see below
     # One loop, with arrays taken out of the tuples once: an array that is handed to a function in the innermost loop
     # has its references counted each time, which made the loop ten times as slow.
-    offsets, duration, wait_offsets, _, shift, awaited, route, route_offsets, links, shared = network[:10]
-    collective, size, owner, alone = network[10:]
+    offsets, cost_class, class_ps, wait_offsets, waits, mark_instruction, mark_shift, resource, num_private = network[
+        :9
+    ]
+    route_offsets, links, collective_route, size, owner = network[9:]
     end, position, cursor, ready, next_waiter, stack, heap_time, heap_stream, link_free = state[:9]
     arrived, arrival, members = state[9:]
+    num_routes = len(route_offsets) - 1
     top, num_requests = len(position), 0
     while top > 0:
         top -= 1
@@ -83,30 +99,31 @@ def _run(network: Network, state: State, sharing: Sharing | None) -> None:  # no
         while i < offsets[stream + 1]:
             if w != GRANTED:
                 while w < wait_offsets[i + 1]:
-                    moment = np.int64(awaited[w])
-                    k = moment if moment >= 0 else ~moment
+                    k, shift = np.int64(waits[w]), np.int64(0)
+                    if k < 0:
+                        shift, k = mark_shift[~k], np.int64(mark_instruction[~k])
                     if end[k] < 0:
                         next_waiter[stream], end[k] = end[k], -(stream + 2)
                         break
-                    time = max(time, end[k] if moment >= 0 else end[k] + shift[w])
+                    time = max(time, end[k] + shift)
                     w += 1
                 if w < wait_offsets[i + 1]:
                     cursor[stream], ready[stream] = w, time
                     break
-                if not alone[i]:
-                    c, requester = collective[i], stream
+                if resource[i] >= num_private:
+                    c, route, requester = resource[i] - num_routes, np.int64(resource[i]), stream
                     if c >= 0:
                         time = join(c, stream, time, arrived, arrival, members, next_waiter)
-                        requester = np.int64(owner[c])
-                    if c >= 0 and arrived[c] < size[c]:
-                        break
-                    if route[i] >= 0 and shared[route[i]]:
+                        route, requester = np.int64(collective_route[c]), np.int64(owner[c])
+                        if arrived[c] < size[c]:
+                            break
+                    if route >= num_private:
                         num_requests = push(heap_time, heap_stream, num_requests, time, requester)
                     else:
-                        time += duration[i]
+                        time += class_ps[cost_class[i]]
                         top = resume(c, stream, time, members, next_waiter, cursor, ready, stack, top)
                     break
-                time += duration[i]
+                time += class_ps[cost_class[i]]
             top = finish(end, i, time, next_waiter, stack, top)
             i += 1
             w = np.int64(wait_offsets[i])
@@ -118,8 +135,11 @@ def _run(network: Network, state: State, sharing: Sharing | None) -> None:  # no
                 requester, time = heap_stream[0], heap_time[0]
                 num_requests = pop(heap_time, heap_stream, num_requests)
                 i = position[requester]
-                time = _take_links(route_offsets, links, link_free, route[i], time, duration[i])
-                top = resume(collective[i], requester, time, members, next_waiter, cursor, ready, stack, top)
+                c, route = resource[i] - num_routes, np.int64(resource[i])
+                if c >= 0:
+                    route = np.int64(collective_route[c])
+                time = _take_links(route_offsets, links, link_free, int(route), time, class_ps[cost_class[i]])
+                top = resume(c, requester, time, members, next_waiter, cursor, ready, stack, top)
 
 
 @compiled

@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
-from meshwright.program import build_program
 from meshwright.simulator.critical_path import Bound, CriticalPath, find_critical_path
 from meshwright.simulator.engine import Contention, check_contention
 from meshwright.simulator.levers import Lever, find_levers
-from meshwright.simulator.plan import STEADY_STEPS
+from meshwright.simulator.network import durations
+from meshwright.simulator.plan import program_of, steady_steps
 from meshwright.simulator.prices import Prices, check_prices
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.simulate import instruction_columns, run_unrolled
 from meshwright.simulator.simulation import step_window
 from meshwright.simulator.unroll import Unrolled, unroll
-from meshwright.spec import Cluster, Graph, Plan, Program, Timeline, check_plan, to_seconds
+from meshwright.spec import Cluster, Graph, Placement, Plan, Program, Timeline, to_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +40,16 @@ class StepExplanation:
 
 
 def explain_step(
-    plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel | None = None, contention: Contention = "queued"
+    plan: Plan | Placement,
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    cost: CostModel | None = None,
+    contention: Contention = "queued",
 ) -> StepExplanation:
-    """Explain a steady step of a plan. Arguments and errors are those of `simulate_plan`."""
-    check_plan(plan, graph, cluster)
+    """Explain a steady step of a plan or a placement. Arguments and errors are those of `simulate_plan`."""
+    program = program_of(plan, graph, cluster)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
-    program = build_program(plan, graph)
     prices = price_program(program, plan, graph, cost)
     devices = [cluster.device_kind(rank).name for rank in range(plan.num_ranks)]
     return explain_program(program, prices, devices, contention=contention)
@@ -57,17 +61,17 @@ def explain_program(
     """Explain a steady step of a priced program; ``devices`` names the kind of each rank's device."""
     check_contention(contention)
     check_prices(program, prices)
-    unrolled = unroll(program, prices, STEADY_STEPS)
+    unrolled, drains = unroll(program, prices, steady_steps(program)), program.advance > 0
     columns = instruction_columns(program, unrolled)
     network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
     # A receive's span shows the arrival of its bytes; the receive itself comes when they are there.
-    start_ps = np.where(unrolled.send_of >= 0, end_ps - network.duration_ps, start_ps)
-    begin, stop = step_window(unrolled.step, end_ps)
+    start_ps = np.where(unrolled.send_of >= 0, end_ps - durations(network), start_ps)
+    begin, stop = step_window(unrolled.step, end_ps, drains=drains)
     path = find_critical_path(network, start_ps, end_ps, (begin, stop))
 
     def simulate(changed: Unrolled) -> int:
         ends = run_unrolled(program, changed, prices.host_ps, contention)[2]
-        first, last = step_window(changed.step, ends)
+        first, last = step_window(changed.step, ends, drains=drains)
         return last - first
 
     of_streams = [devices[stream.rank] for stream in program.streams]

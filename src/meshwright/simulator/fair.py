@@ -25,11 +25,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.simulator.heap import pop, push
-from meshwright.simulator.network import Network, State
+from meshwright.simulator.network import Network, State, route_of
 from meshwright.simulator.sharing import (
     NUM_CHANGED,
     UNITS,
@@ -69,17 +68,13 @@ class Sharing(NamedTuple):
 
 def prepare_sharing(network: Network, num_links: int) -> tuple[Network, Sharing]:
     """The network with marks of shared transfers as instructions of their own, and nothing under way yet."""
-    num_streams, num_instructions = len(network.stream_offsets) - 1, len(network.duration_ps)
-    requester = np.repeat(np.arange(num_streams), np.diff(network.stream_offsets))
-    joint = np.flatnonzero(network.collective >= 0)
-    requester[joint] = network.collective_owner[network.collective[joint]]
-    shared = np.flatnonzero(_is_shared(network))
-    capacities = np.zeros(num_streams, np.int64)
-    np.maximum.at(capacities, requester[shared], np.diff(network.route_offsets)[network.route[shared]])
-    network, mark_transfer, mark_left = _number_marks(network, requester)
+    num_streams = len(network.stream_offsets) - 1
+    capacities, leader = np.zeros(num_streams, np.int64), np.zeros(len(network.collective_size), np.int64)
+    _find_transfers(network, capacities, leader)
+    network, mark_transfer, mark_left = _number_marks(network, leader)
     slots = _STOPS_PER_STREAM * num_streams
     return network, Sharing(
-        start_ps=np.full(num_instructions, -1, np.int64),
+        start_ps=np.full(len(network.cost_class), -1, np.int64),
         mark_transfer=mark_transfer,
         mark_left=mark_left,
         stops_time=np.empty(slots, np.int64),
@@ -89,32 +84,43 @@ def prepare_sharing(network: Network, num_links: int) -> tuple[Network, Sharing]
     )
 
 
-def _is_shared(network: Network) -> NDArray[np.bool_]:
-    """Which instructions hold shared links, shape (n,)."""
-    return np.append(network.route_shared, False)[network.route]
+@compiled
+def _find_transfers(network: Network, capacities: Ids, leader: Ids) -> None:
+    """The most links of a shared transfer of each stream, and the member of each collective in whose name it is."""
+    offsets, num_routes = network.stream_offsets, len(network.route_offsets) - 1
+    for stream in range(len(capacities)):
+        for i in range(offsets[stream], offsets[stream + 1]):
+            c, route = network.resource[i] - num_routes, route_of(network, i)
+            if c >= 0 and network.collective_owner[c] == stream:
+                leader[c] = i
+            if route >= network.num_private and (c < 0 or leader[c] == i):
+                num_links = network.route_offsets[route + 1] - network.route_offsets[route]
+                capacities[stream] = max(capacities[stream], num_links)
 
 
-def _number_marks(network: Network, requester: Ids) -> tuple[Network, Ids, Times]:
+def _number_marks(network: Network, leader: Ids) -> tuple[Network, Ids, Times]:
     """Marks of shared transfers that are awaited get numbers from n on; of which transfer, and work left, in order.
 
-    A collective is known by the instruction of its owner.
+    A collective is known by its leader.
     """
-    awaited = np.flatnonzero(_is_shared(network)[network.waits] & (network.wait_shift_ps < 0))
-    raiser, left = network.waits[awaited], -network.wait_shift_ps[awaited]
-    leader = np.arange(len(network.duration_ps))
-    owners = np.flatnonzero((network.collective >= 0) & (requester == _streams(network)))
-    led = np.zeros(len(network.collective_size), np.int64)
-    led[network.collective[owners]] = owners
-    joint = np.flatnonzero(network.collective >= 0)
-    leader[joint] = led[network.collective[joint]]
-    keys, number = np.unique(np.stack([leader[raiser], -left]), axis=1, return_inverse=True)
-    renamed = network.awaited.copy()
-    renamed[awaited] = len(leader) + number
-    return network._replace(awaited=renamed), keys[0].copy(), -keys[1]
-
-
-def _streams(network: Network) -> Ids:
-    return np.repeat(np.arange(len(network.stream_offsets) - 1), np.diff(network.stream_offsets))
+    num_routes, raiser = len(network.route_offsets) - 1, network.mark_instruction
+    collective = network.resource[raiser] - num_routes
+    joint = np.flatnonzero(collective >= 0)
+    route, transfer = network.resource[raiser], raiser.astype(np.int64)
+    route[joint], transfer[joint] = network.collective_route[collective[joint]], leader[collective[joint]]
+    marked = np.flatnonzero(network.waits < 0)
+    awaited = np.zeros(len(raiser), np.bool_)
+    awaited[~network.waits[marked]] = True
+    chosen = np.flatnonzero(awaited & (route >= network.num_private) & (network.mark_shift_ps < 0))
+    keys, number = np.unique(np.stack([transfer[chosen], network.mark_shift_ps[chosen]]), axis=1, return_inverse=True)
+    renamed = np.full(len(raiser), -1, np.int64)
+    renamed[chosen] = len(network.cost_class) + number
+    if len(chosen):
+        waits = network.waits.copy()
+        marked = marked[renamed[~waits[marked]] >= 0]
+        waits[marked] = renamed[~waits[marked]]
+        network = network._replace(waits=waits)
+    return network, keys[0].copy(), -keys[1]
 
 
 @compiled
@@ -125,8 +131,9 @@ def run_moments(network: Network, state: State, sharing: Sharing, num_requests: 
     """
     start_ps, mark_transfer, mark_left, stops_time, stops_stream, clock, flows = sharing
     transfers, links, crossings, changed, reached, connected, counts = flows
-    duration_ps, collective, members = network.duration_ps, network.collective, state.members
-    route, route_offsets, route_links = network.route, network.route_offsets, network.route_links
+    cost_class, class_ps, resource, members = network.cost_class, network.class_ps, network.resource, state.members
+    route_offsets, route_links, collective_route = network.route_offsets, network.route_links, network.collective_route
+    num_routes, num_instructions = len(route_offsets) - 1, len(cost_class)
     end_ps, position, cursor, ready_ps, next_waiter, stack, heap_time, heap_stream = state[:8]
     top = 0
     while top == 0:
@@ -146,7 +153,7 @@ def run_moments(network: Network, state: State, sharing: Sharing, num_requests: 
             i, transfer = position[stream], transfers[stream]
             _work(transfer, clock[NOW])
             for k in range(transfer["next_mark"], _marks_raised(transfer, i, mark_transfer, mark_left)):
-                top = finish(end_ps, len(duration_ps) + k, clock[NOW], next_waiter, stack, top)
+                top = finish(end_ps, num_instructions + k, clock[NOW], next_waiter, stack, top)
                 transfer["next_mark"] = k + 1
             if _is_left(transfer):
                 _find_stop(transfer, i, mark_transfer, mark_left)
@@ -154,14 +161,18 @@ def run_moments(network: Network, state: State, sharing: Sharing, num_requests: 
             else:
                 transfer["stop_ps"] = _NEVER
                 leave_links(transfers, links, crossings, changed, counts, stream)
-                top = resume(collective[i], stream, clock[NOW], members, next_waiter, cursor, ready_ps, stack, top)
+                c = resource[i] - num_routes
+                top = resume(c, stream, clock[NOW], members, next_waiter, cursor, ready_ps, stack, top)
         while num_requests > 0 and heap_time[0] == clock[NOW]:
             stream = heap_stream[0]
             num_requests = pop(heap_time, heap_stream, num_requests)
             i = position[stream]
-            _begin(transfers[stream], i, duration_ps[i], clock[NOW], mark_transfer)
-            _note_start(start_ps, collective[i], stream, clock[NOW], position, members, next_waiter)
-            begin, stop = route_offsets[route[i]], route_offsets[route[i] + 1]
+            c, route = resource[i] - num_routes, np.int64(resource[i])
+            if c >= 0:
+                route = np.int64(collective_route[c])
+            _begin(transfers[stream], i, class_ps[cost_class[i]], clock[NOW], mark_transfer)
+            _note_start(start_ps, c, stream, clock[NOW], position, members, next_waiter)
+            begin, stop = route_offsets[route], route_offsets[route + 1]
             enter_links(transfers, links, crossings, changed, counts, stream, route_links, begin, stop)
     return top, num_requests
 

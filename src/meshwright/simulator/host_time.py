@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.simulator.matching import rank_of_streams
-from meshwright.simulator.network import Network
+from meshwright.simulator.network import Network, durations, with_durations
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import Program
 
@@ -42,10 +42,10 @@ def charge_host_time(program: Program, unrolled: Unrolled, host_ps: Times, start
         start_ps,
         end_ps,
     )
-    duration_ps = network.duration_ps + np.rint(taken).astype(np.int64)
-    scale = (duration_ps / np.maximum(network.duration_ps, 1))[network.waits]
-    shift_ps = np.rint(network.wait_shift_ps * scale).astype(np.int64)
-    return network._replace(duration_ps=duration_ps, wait_shift_ps=shift_ps)
+    usual_ps = durations(network)
+    duration_ps = usual_ps + np.rint(taken).astype(np.int64)
+    scale = (duration_ps / np.maximum(usual_ps, 1))[network.mark_instruction]
+    return with_durations(network, duration_ps, np.rint(network.mark_shift_ps * scale).astype(np.int64))
 
 
 def _compute_ranges(program: Program, network: Network) -> Times:

@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.simulator.critical_path import CriticalPath
-from meshwright.simulator.network import Network
+from meshwright.simulator.network import Network, route_of, routes, with_durations
 from meshwright.simulator.prices import Prices
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import Opcode, to_seconds
-from meshwright.spec.instructions import COMPUTATIONS
+from meshwright.spec.instructions import COMPUTATIONS, STASHING
 
 # The share of a class's time that is taken away.
 SHORTER = 0.1
@@ -106,22 +106,22 @@ def find_levers(
 
 def shorten(unrolled: Unrolled, chosen: Mask, share: float) -> Unrolled:
     """The same program with the chosen instructions, shape (n,), taking only a share of their time."""
-    duration_ps, shift_ps = _shorten(unrolled.network, chosen, share)
-    return replace(unrolled, network=unrolled.network._replace(duration_ps=duration_ps, wait_shift_ps=shift_ps))
+    return replace(unrolled, network=with_durations(unrolled.network, *_shorten(unrolled.network, chosen, share)))
 
 
 @compiled
 def _shorten(network: Network, chosen: Mask, share: float) -> tuple[Times, Times]:
-    """Durations and shifts of waits; what holds a link takes 1 ps or more, and so do its marks."""
-    duration_ps, shift_ps = network.duration_ps.copy(), network.wait_shift_ps.copy()
+    """Durations and shifts of marks; what holds a link takes 1 ps or more, and so do its marks."""
+    duration_ps, shift_ps = np.empty(len(chosen), np.int64), network.mark_shift_ps.copy()
     for i in range(len(duration_ps)):
+        duration_ps[i] = network.class_ps[network.cost_class[i]]
         if chosen[i]:
-            duration_ps[i] = max(int(np.rint(share * duration_ps[i])), int(network.route[i] >= 0))
-    for w in range(len(shift_ps)):
-        i = network.waits[w]
+            duration_ps[i] = max(int(np.rint(share * duration_ps[i])), int(route_of(network, i) >= 0))
+    for m in range(len(shift_ps)):
+        i = network.mark_instruction[m]
         if chosen[i]:
-            moment = np.rint(share * (network.duration_ps[i] + shift_ps[w]))
-            shift_ps[w] = max(int(moment), int(network.route[i] >= 0)) - duration_ps[i]
+            moment = np.rint(share * (network.class_ps[network.cost_class[i]] + shift_ps[m]))
+            shift_ps[m] = max(int(moment), int(route_of(network, i) >= 0)) - duration_ps[i]
     return duration_ps, shift_ps
 
 
@@ -130,6 +130,7 @@ def _classes(
 ) -> Iterator[_Class]:
     """Every class that the path touches."""
     here, network = path.instruction, unrolled.network
+    route = routes(network)
     opcode, stage = columns["opcode"], columns["stage"]
     for code in np.unique(opcode[here]).tolist():
         yield _Class("work", _work(Opcode(code)), opcode, [code])
@@ -138,15 +139,15 @@ def _classes(
         stages = np.where(opcode == code, stage, -1)
         for place in _distinct(stages[here]):
             yield _Class("stage", f"{name} of stage {place}", stages, [place])
-    computes = np.isin(opcode, (*COMPUTATIONS, Opcode.OPTIMIZER_STEP))
+    computes = np.isin(opcode, (*COMPUTATIONS, Opcode.OPTIMIZER_STEP, *STASHING))
     names, kinds = np.unique(np.array(devices), return_inverse=True)
     machines = np.where(computes, kinds[unrolled.stream], -1)
     for number in _distinct(machines[here]):
         yield _Class("device", f"{names[number]} computing", machines, [number])
     route_of_link = np.repeat(np.arange(len(network.route_offsets) - 1), np.diff(network.route_offsets))
-    for link in _distinct(network.route_links[np.isin(route_of_link, network.route[here])]):
+    for link in _distinct(network.route_links[np.isin(route_of_link, route[here])]):
         name = prices.link_names[link] if prices.link_names else f"link number {link}"
-        yield _Class("link", name, network.route, route_of_link[network.route_links == link].tolist())
+        yield _Class("link", name, route, route_of_link[network.route_links == link].tolist())
 
 
 def _distinct(numbers: NDArray[Any]) -> list[int]:
@@ -166,6 +167,8 @@ def _work(opcode: Opcode) -> str:
             return "gradients of weights"
         case Opcode.OPTIMIZER_STEP:
             return "optimizer"
+        case Opcode.STASH | Opcode.DROP:
+            return "copies of weights"
         case Opcode.SEND_ACTIVATION:
             return "sends of activations"
         case Opcode.SEND_GRADIENT:

@@ -44,6 +44,8 @@ def follow_memory(
     num_ranks = len(resident_bytes)
     first_stream = np.searchsorted(stream_ranks, np.arange(num_ranks + 1)).astype(np.int64)
     capacity = 2 * len(ids) + num_ranks
+    changes = np.stack([allocate_bytes, -free_bytes]).astype(np.int64)
+    class_of, part_of = np.nonzero(changes.reshape(-1, changes.shape[2]))
     rank, time_ps = np.empty(capacity, np.int32), np.empty(capacity, np.int64)
     in_use = np.empty(capacity, np.int64)
     peak = np.zeros(resident_bytes.shape, np.int64)
@@ -52,7 +54,10 @@ def follow_memory(
         offsets.astype(np.int64),
         np.stack([start_ps[ids], end_ps[ids]]),
         cost_class[ids],
-        np.stack([allocate_bytes, -free_bytes]).astype(np.int64),
+        len(allocate_bytes),
+        np.searchsorted(class_of, np.arange(2 * len(allocate_bytes) + 1)),
+        part_of,
+        changes.reshape(-1, changes.shape[2])[class_of, part_of],
         resident_bytes.astype(np.int64),
         (rank, time_ps, in_use),
         peak,
@@ -66,13 +71,18 @@ def _merge_ranks(
     offsets: Times,
     times: Times,
     cost_class: NDArray[np.int32],
-    changes: NDArray[np.int64],
+    num_classes: int,
+    change_offsets: Times,
+    part_of: Times,
+    change: NDArray[np.int64],
     resident: NDArray[np.int64],
     series: tuple[NDArray[np.int32], Times, NDArray[np.int64]],
     peak: NDArray[np.int64],
 ) -> int:
     """Walk through the moments of each rank in order; event 2i is the start of instruction i, 2i + 1 its end.
 
+    What class c changes at its start is ``change_offsets[c : c + 2]`` of ``part_of`` and ``change``, at its end that of
+    ``num_classes`` + c; most change few parts.
     Parts are added one by one: numba takes seconds to compile arithmetic on whole arrays.
     """
     count, num_parts = 0, resident.shape[1]
@@ -92,10 +102,10 @@ def _merge_ranks(
                 break
             i, phase = event[stream] >> 1, event[stream] & 1
             event[stream] += 1
-            for part in range(num_parts):
-                change = changes[phase, cost_class[i], part]
-                now[part] += change
-                total += change
+            row = phase * num_classes + cost_class[i]
+            for k in range(change_offsets[row], change_offsets[row + 1]):
+                now[part_of[k]] += change[k]
+                total += change[k]
             if total > highest:
                 highest = total
                 for part in range(num_parts):

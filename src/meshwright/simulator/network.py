@@ -1,47 +1,84 @@
-"""What the engine runs and what changes meanwhile: columns per instruction, stream, link and collective."""
+"""What the engine runs and what changes meanwhile: columns per instruction, stream, link and collective.
+
+The speed of the engine is that of the memory, so it keeps 16 bytes per instruction with one wait (4 per further wait)
+and 8 for its end: what something takes is looked up by its class, what it needs stands in one number, and a wait is one
+number too. What only reports need is derived when they ask (`layout.py`).
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from meshwright.cost.compiled import compiled
 from meshwright.simulator.waiters import Column, Ids, Times
 
 
 class Network(NamedTuple):
     """What is simulated; nothing in it changes. Instruction ids run stream by stream, ``n`` of them.
 
-    Wait w is for the moment ``wait_shift_ps[w]`` (0 or, for a mark, less) after the end of instruction ``waits[w]``;
-    ``route`` is -1 where no link is needed; ``collective`` is -1 for work of one stream, and ``collective_owner`` is
-    the lowest stream among its members.
+    Instruction i takes ``class_ps[cost_class[i]]``. A wait w is for the end of instruction ``waits[w]``, or, if that is
+    negative, for mark ``~waits[w]``: the moment ``mark_shift_ps`` (0 or less) after the end of ``mark_instruction``.
 
-    The engine reads narrower columns, for its speed is that of the memory: ``awaited`` is ``waits``, inverted (~) for
-    marks, so that it looks at shifts of marks only; ``alone`` is False where others have a say: members of
-    collectives and users of shared links.
+    ``resource`` is -1 for work of one stream; r, from 0 on, for the links of route r; and ``num_routes + c`` for a
+    member of collective c, which holds the links of ``collective_route[c]`` (-1: none). The first ``num_private``
+    routes are those whose links nobody else wants. ``collective_owner`` is the lowest stream among the members.
     """
 
     stream_offsets: Ids
-    duration_ps: Times
+    cost_class: Column
+    class_ps: Times
     wait_offsets: Column
-    waits: Ids
-    wait_shift_ps: Times
-    awaited: Column
-    route: Column
+    waits: Column
+    mark_instruction: Column
+    mark_shift_ps: Times
+    resource: Column
+    num_private: int
     route_offsets: Ids
     route_links: Column
-    route_shared: NDArray[np.bool_]
-    collective: Column
+    collective_route: Column
     collective_size: Column
     collective_owner: Column
-    alone: NDArray[np.bool_]
 
 
-def find_alone(route: Column, route_shared: NDArray[np.bool_], collective: Column) -> NDArray[np.bool_]:
-    """The column `Network.alone`, shape (n,)."""
-    needs_link: NDArray[np.bool_] = np.append(route_shared, False)[route]
-    return (collective < 0) & ~needs_link
+def durations(network: Network) -> Times:
+    """What each instruction takes, in ps, shape (n,)."""
+    return network.class_ps[network.cost_class]
+
+
+def with_durations(network: Network, duration_ps: Times, mark_shift_ps: Times) -> Network:
+    """The same network with a duration for each instruction, shape (n,), and other marks."""
+    own_class = np.arange(len(duration_ps), dtype=np.int32)
+    return network._replace(cost_class=own_class, class_ps=duration_ps, mark_shift_ps=mark_shift_ps)
+
+
+def collectives(network: Network) -> Column:
+    """The collective of which each instruction is a member, else -1, shape (n,)."""
+    numbers: Column = network.resource - np.int32(len(network.route_offsets) - 1)
+    return np.maximum(numbers, -1, out=numbers)
+
+
+def routes(network: Network) -> Column:
+    """The route of each instruction, -1 for none, shape (n,)."""
+    num_routes = len(network.route_offsets) - 1
+    known = np.concatenate([np.arange(num_routes, dtype=np.int32), network.collective_route, np.array([-1], np.int32)])
+    return known[network.resource]
+
+
+def awaited_instructions(network: Network, waits: Column) -> Ids:
+    """The instructions behind some of a network's waits: a mark stands for the one that raises it."""
+    awaited = waits.astype(np.int64)
+    marked = waits < 0
+    awaited[marked] = network.mark_instruction[~waits[marked]]
+    return awaited
+
+
+@compiled
+def route_of(network: Network, i: int) -> int:
+    """The route of one instruction, -1 for none."""
+    resource, num_routes = int(network.resource[i]), len(network.route_offsets) - 1
+    return resource if resource < num_routes else int(network.collective_route[resource - num_routes])
 
 
 class State(NamedTuple):
@@ -68,7 +105,7 @@ def fresh_state(network: Network, num_links: int, num_marks: int = 0) -> State:
     """Every stream stands before its first instruction, ready to run; ``num_marks`` more ends than instructions."""
     num_streams, num_collectives = len(network.stream_offsets) - 1, len(network.collective_size)
     return State(
-        end_ps=np.full(len(network.duration_ps) + num_marks, -1, np.int64),
+        end_ps=np.full(len(network.cost_class) + num_marks, -1, np.int64),
         position=network.stream_offsets[:-1].copy(),
         cursor=network.wait_offsets[network.stream_offsets[:-1]].astype(np.int64),
         ready_ps=np.zeros(num_streams, np.int64),

@@ -1,22 +1,55 @@
-"""Plan in, Simulation out: build the program, price it, run it on the virtual clock, sum up."""
+"""Plan in, Simulation out: build the program, price it, run it on the virtual clock, sum up.
+
+Pipelines that are alike are simulated once (`folding`). The steady step is the first one where all later ones repeat it
+(`repetition`); else `STEADY_STEPS` are simulated.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
+
 from meshwright.cost import CostModel
-from meshwright.program import build_program
-from meshwright.simulator.engine import Contention
+from meshwright.program import Fold, build_folded_program, build_placed_program, build_program
+from meshwright.simulator.engine import Contention, check_contention
+from meshwright.simulator.folding import breaks_symmetry, find_fold
+from meshwright.simulator.prices import Prices
 from meshwright.simulator.pricing import price_program
-from meshwright.simulator.simulate import simulate_with_memory
-from meshwright.simulator.simulation import PeakMemory, Simulation, rank_seconds, step_window
-from meshwright.spec import Cluster, Graph, Plan, check_plan, slice_graph, to_seconds
+from meshwright.simulator.repetition import step_distance
+from meshwright.simulator.simulate import Run, record_run, record_spans, run_program
+from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation, rank_seconds, step_window
+from meshwright.spec import (
+    Cluster,
+    DeadlockError,
+    Graph,
+    Placement,
+    Plan,
+    PlanError,
+    Program,
+    Timeline,
+    check_placement,
+    check_plan,
+    slice_stages,
+    to_seconds,
+)
 
 # Steps until the distance between two step ends is that of all later ones: a schedule that flushes repeats itself from
 # its second step on, and the third is compared with the second.
 STEADY_STEPS = 3
+# One that never flushes settles while its queues fill, and then repeats itself after one step or a few: a mean is taken
+# over the last but one of so many (the last drains).
+SETTLED_STEPS = 20
+MEAN_STEPS = 12
+
+
+def steady_steps(program: Program) -> int:
+    """Steps to simulate for a steady one."""
+    return SETTLED_STEPS if program.advance else STEADY_STEPS
 
 
 def simulate_plan(
-    plan: Plan,
+    plan: Plan | Placement,
     graph: Graph,
     cluster: Cluster,
     *,
@@ -24,7 +57,7 @@ def simulate_plan(
     num_steps: int = 1,
     contention: Contention = "queued",
 ) -> Simulation:
-    """Predict a plan: times, memory, utilisation. Rank r of the plan is device r of the cluster.
+    """Predict a plan or a placement: times, memory, utilisation. Its rank r is device r of the cluster.
 
     ``cost`` is the cost model to price with (default: the cluster's datasheet figures). The timeline shows
     ``num_steps`` steps from a cold start; step time and seconds per rank are those of a steady step, simulated
@@ -32,42 +65,119 @@ def simulate_plan(
     first served) or ``fair`` (max-min shares). Raises PlanError if the plan fits graph or cluster not, DeadlockError
     if its program can never finish, ProgramError for an unknown model of contention.
     """
-    check_plan(plan, graph, cluster)
+    check_contention(contention)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
-    program = build_program(plan, graph)
-    prices = price_program(program, plan, graph, cost)
-    timeline, memory = simulate_with_memory(program, prices, num_steps, contention)
-    steady = timeline
-    if num_steps < STEADY_STEPS:
-        steady = simulate_with_memory(program, prices, STEADY_STEPS, contention)[0]
-    window = step_window(steady.step, steady.end_ps)
-    step_time_s = to_seconds(window[1] - window[0])
-    ranks = rank_seconds(steady, window)
+    _check(plan, graph, cluster)
+    fold = None if isinstance(plan, Placement) else find_fold(plan, graph, cluster)
+    outcome = None
+    if fold is not None:
+        try:
+            program = build_folded_program(fold, graph)
+            prices = price_program(program, fold.plan, graph, cost, fold=fold)
+            outcome = _simulate(program, prices, num_steps, contention, folded=True)
+        except (_NotAlikeError, DeadlockError, PlanError):
+            # Of all ranks it can be told, or they are those that the error is about.
+            fold = None
+    if outcome is None:
+        program = program_of(plan, graph, cluster)
+        prices = price_program(program, plan, graph, cost)
+        outcome = _simulate(program, prices, num_steps, contention, folded=False)
+    return _sum_up(outcome, fold, plan, graph, cluster)
+
+
+class _NotAlikeError(Exception):
+    """Ranks that were to stand for others do not do what those do."""
+
+
+class _Outcome(NamedTuple):
+    """What the ranks of a program do: spans and memory of the steps that are shown, and a steady step."""
+
+    timeline: Timeline
+    memory: tuple[PeakMemory, ...]
+    step_time_s: float
+    seconds: tuple[RankSeconds, ...]
+
+
+def _simulate(program: Program, prices: Prices, num_steps: int, contention: Contention, *, folded: bool) -> _Outcome:
+    def run(steps: int) -> Run:
+        done = run_program(program, prices, steps, contention)
+        if folded and _is_broken(done, contention):
+            raise _NotAlikeError
+        return done
+
+    first = run(1)
+    timeline, memory = record_run(program, prices, first if num_steps == 1 else run(num_steps))
+    steady, window, averaged, drains = timeline, (0, 0), 1, program.advance > 0
+    distance = step_distance(program, prices, first)
+    if distance is not None:
+        steady = timeline if num_steps == 1 else record_spans(program, first)
+        last = int(steady.end_ps.max(initial=0))
+        window = (last - distance, last)
+    else:
+        needed, averaged = steady_steps(program), MEAN_STEPS if drains else 1
+        steady = timeline if num_steps >= needed else record_spans(program, run(needed))
+        window = step_window(steady.step, steady.end_ps, averaged, drains=drains)
+    parts = (dict(zip(prices.memory_parts, row, strict=True)) for row in memory.peak_parts_bytes.tolist())
+    return _Outcome(
+        timeline=timeline,
+        memory=tuple(PeakMemory(parts=item) for item in parts),
+        step_time_s=to_seconds(window[1] - window[0]) / averaged,
+        seconds=rank_seconds(steady, window, averaged),
+    )
+
+
+def _is_broken(run: Run, contention: Contention) -> bool:
+    """Whether the clock showed that ranks which stand for others differ from them."""
+    if contention == "fair":
+        # Shares are rounded, and what is rounded first depends on the ranks.
+        return run.network.num_private < len(run.network.route_offsets) - 1
+    return breaks_symmetry(run.network, run.end_ps, run.unrolled.num_links)
+
+
+def _sum_up(outcome: _Outcome, fold: Fold | None, plan: Plan | Placement, graph: Graph, cluster: Cluster) -> Simulation:
+    step_time_s = outcome.step_time_s
+    stands = fold.representatives().tolist() if fold else range(plan.num_ranks)
+    ranks = tuple(outcome.seconds[rank] for rank in stands)
     mfu, hfu = _utilisation(plan, graph, cluster, step_time_s)
     return Simulation(
-        timeline=timeline,
+        simulated=outcome.timeline,
+        fold=fold,
         step_time_s=step_time_s,
         samples_per_s=plan.workload.global_batch / step_time_s if step_time_s else 0.0,
         ranks=ranks,
-        memory=tuple(
-            PeakMemory(parts=dict(zip(prices.memory_parts, row, strict=True)))
-            for row in memory.peak_parts_bytes.tolist()
-        ),
+        memory=tuple(outcome.memory[rank] for rank in stands),
         bubble_fraction=sum(item.idle_s for item in ranks) / (len(ranks) * step_time_s) if step_time_s else 0.0,
         mfu=mfu,
         hfu=hfu,
     )
 
 
-def _utilisation(plan: Plan, graph: Graph, cluster: Cluster, step_time_s: float) -> tuple[float | None, float | None]:
-    peaks = [cluster.device_kind(rank).peak_flops_per_s.get(plan.workload.precision) for rank in range(plan.num_ranks)]
-    if not step_time_s or any(peak is None for peak in peaks):
+def program_of(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> Program:
+    """The program of a plan or a placement. Raises PlanError if it fits graph or cluster not."""
+    _check(plan, graph, cluster)
+    return build_placed_program(plan, graph) if isinstance(plan, Placement) else build_program(plan, graph)
+
+
+def _check(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> None:
+    if isinstance(plan, Placement):
+        check_placement(plan, graph, cluster)
+    else:
+        check_plan(plan, graph, cluster)
+
+
+def _utilisation(
+    plan: Plan | Placement, graph: Graph, cluster: Cluster, step_time_s: float
+) -> tuple[float | None, float | None]:
+    num_devices = np.bincount(cluster.columns().kind[: plan.num_ranks], minlength=len(cluster.device_kinds)).tolist()
+    rates = [kind.peak_flops_per_s.get(plan.workload.precision) for kind in cluster.device_kinds]
+    used = [(count, rate) for count, rate in zip(num_devices, rates, strict=True) if count]
+    if not step_time_s or any(rate is None for _, rate in used):
         return None, None
-    available = step_time_s * sum(peak for peak in peaks if peak is not None)
+    available = step_time_s * sum(count * rate for count, rate in used if rate is not None)
     size, count = plan.microbatch_size, plan.num_microbatches
     executed = sum(
         graph.ops[op].flops.at(size) + graph.ops[op].backward_flops.at(size)
-        for stage in slice_graph(graph, plan.bounds)
+        for stage in slice_stages(graph, plan)
         for op in stage.ops
     )
     return count * graph.flops(size) / available, count * executed / available

@@ -10,15 +10,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec import Cluster
 
-# ("pair", source rank, target rank), or ("out" or "in", node, NIC of the node).
-_Link = tuple[str, int, int]
+Ids = NDArray[np.int64]
+
+
+def hop_links(cluster: Cluster, sources: Ids, targets: Ids) -> Ids:
+    """Numbers of the links that messages between ranks hold, shape (2, *ranks' shape*); -1 for none.
+
+    Ranks a and b of one node of n ranks in the cluster: a n + b. NIC k of node i: n² + 2 (i K + k) outwards, and the
+    next number inwards, where K is the most NICs in use on a node.
+    """
+    columns, num_ranks = cluster.columns(), cluster.num_ranks
+    nics = num_ranks**2 + 2 * (columns.node * _most_nics(cluster) + columns.nic)
+    inside = columns.node[sources] == columns.node[targets]
+    first = np.where(inside, sources * num_ranks + targets, nics[sources])
+    second = np.where(inside, -1, nics[targets] + 1)
+    return np.stack([np.where(sources == targets, -1, first), second])
+
+
+def _most_nics(cluster: Cluster) -> int:
+    return int(cluster.columns().nic.max()) + 1
 
 
 class Routes:
@@ -26,19 +42,21 @@ class Routes:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._first_rank = [0, *accumulate(node.num_devices for node in cluster.nodes)]
-        self._links: dict[_Link, int] = {}
+        self._links: dict[int, int] = {}
         self._routes: dict[tuple[int, ...], int] = {}
+        self._rings: dict[tuple[int, ...], int] = {}
 
     def send(self, source: int, target: int) -> int:
         """The route of a message between two ranks; -1 from a rank to itself."""
-        return self._number(self._pair(source, target))
+        return self._number(hop_links(self._cluster, np.array([source]), np.array([target])))
 
     def ring(self, ranks: Sequence[int]) -> int:
         """The route of a collective over ``ranks``."""
-        members = sorted(ranks)
-        hops = zip(members, [*members[1:], members[0]], strict=True)
-        return self._number([link for hop in hops for link in self._pair(*hop)])
+        key = tuple(ranks)
+        if key not in self._rings:
+            members = np.sort(np.array(key, np.int64))
+            self._rings[key] = self._number(hop_links(self._cluster, members, np.roll(members, -1)))
+        return self._rings[key]
 
     def table(self) -> tuple[NDArray[np.int64], NDArray[np.int32], int]:
         """Offsets and links of all routes in CSR form, and the number of links."""
@@ -48,26 +66,18 @@ class Routes:
 
     def names(self) -> tuple[str, ...]:
         """What people call each link, in order of their numbers."""
-        return tuple(self._name(*link) for link in self._links)
+        num_ranks, most = self._cluster.num_ranks, _most_nics(self._cluster)
+        return tuple(self._name(link, num_ranks, most) for link in self._links)
 
-    def _name(self, kind: str, first: int, second: int) -> str:
-        if kind == "pair":
-            return f"link {first}→{second}"
-        return f"NIC {second} of {self._cluster.nodes[first].name}, {kind}"
+    def _name(self, link: int, num_ranks: int, most_nics: int) -> str:
+        if link < num_ranks**2:
+            return f"link {link // num_ranks}→{link % num_ranks}"
+        place, is_in = divmod(link - num_ranks**2, 2)
+        index, nic = divmod(place, most_nics)
+        return f"NIC {nic} of {self._cluster.nodes[index].name}, {'in' if is_in else 'out'}"
 
-    def _pair(self, source: int, target: int) -> list[_Link]:
-        if source == target:
-            return []
-        if self._cluster.node_index(source) == self._cluster.node_index(target):
-            return [("pair", source, target)]
-        return [("out", *self._nic(source)), ("in", *self._nic(target))]
-
-    def _nic(self, rank: int) -> tuple[int, int]:
-        index = self._cluster.node_index(rank)
-        node = self._cluster.nodes[index]
-        return index, (rank - self._first_rank[index]) * node.num_nics // node.num_devices
-
-    def _number(self, links: Sequence[_Link]) -> int:
+    def _number(self, hops: Ids) -> int:
+        links = [link for link in hops.T.ravel().tolist() if link >= 0]
         if not links:
             return -1
         numbers = tuple(dict.fromkeys(self._links.setdefault(link, len(self._links)) for link in links))

@@ -7,6 +7,7 @@ its own end.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,12 @@ from meshwright.simulator.engine import Contention, check_contention, run_networ
 from meshwright.simulator.host_time import HOST_ROUNDS, charge_host_time
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.memory import MemoryUse, follow_memory
-from meshwright.simulator.network import Network
+from meshwright.simulator.network import Network, durations
 from meshwright.simulator.prices import Prices, check_prices
 from meshwright.simulator.unroll import Unrolled, unroll
 from meshwright.spec import Program, ProgramError, Timeline
 
-# Instructions of all steps that are kept at once: some 200 bytes each (the columns of `unroll` and of the timeline).
+# Instructions of all steps that are kept at once: 24 bytes each for the engine, some 100 for the timeline.
 MAX_UNROLLED = 5_000_000
 
 
@@ -43,6 +44,21 @@ def simulate_with_memory(
     program: Program, prices: Prices, num_steps: int, contention: Contention = "queued"
 ) -> tuple[Timeline, MemoryUse]:
     """Like `simulate_program`, with the parts of memory at each rank's peak."""
+    return record_run(program, prices, run_program(program, prices, num_steps, contention))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """What was run, with processor time charged, and start and end of each instruction of ``unrolled`` in ps."""
+
+    unrolled: Unrolled
+    network: Network
+    start_ps: NDArray[np.int64]
+    end_ps: NDArray[np.int64]
+
+
+def run_program(program: Program, prices: Prices, num_steps: int, contention: Contention = "queued") -> Run:
+    """Find when each instruction of ``num_steps`` steps runs. Raises as `simulate_program`."""
     if num_steps < 1:
         raise ProgramError(f"{num_steps} steps were asked for; simulate at least 1.")
     if num_steps > 2 and num_steps * program.body.num_instructions > MAX_UNROLLED:
@@ -53,30 +69,41 @@ def simulate_with_memory(
     check_contention(contention)
     check_prices(program, prices)
     unrolled = unroll(program, prices, num_steps)
-    _, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
+    network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
+    return Run(unrolled=unrolled, network=network, start_ps=start_ps, end_ps=end_ps)
+
+
+def record_run(program: Program, prices: Prices, run: Run) -> tuple[Timeline, MemoryUse]:
+    """The timeline of a run, with the parts of memory at each rank's peak."""
+    unrolled = run.unrolled
     memory = follow_memory(
         rank_of_streams(program),
         unrolled.network.stream_offsets,
         unrolled.cost_class,
-        start_ps,
-        end_ps,
+        run.start_ps,
+        run.end_ps,
         prices.allocate_bytes,
         prices.free_bytes,
         prices.resident_bytes,
     )
-    timeline = Timeline(
+    return record_spans(program, run, memory), memory
+
+
+def record_spans(program: Program, run: Run, memory: MemoryUse | None = None) -> Timeline:
+    """The timeline of a run, with the memory that was followed, if any."""
+    none = np.zeros(0, np.int64)
+    return Timeline(
         origin="predicted",
         num_ranks=program.num_ranks,
         tracks=program.streams,
-        **instruction_columns(program, unrolled),
-        start_ps=start_ps,
-        end_ps=end_ps,
-        memory_rank=memory.rank,
-        memory_time_ps=memory.time_ps,
-        memory_bytes=memory.in_use_bytes,
-        peak_memory_bytes=tuple(memory.peak_parts_bytes.sum(axis=1).tolist()),
+        **instruction_columns(program, run.unrolled),
+        start_ps=run.start_ps,
+        end_ps=run.end_ps,
+        memory_rank=memory.rank if memory else none.astype(np.int32),
+        memory_time_ps=memory.time_ps if memory else none,
+        memory_bytes=memory.in_use_bytes if memory else none,
+        peak_memory_bytes=tuple(memory.peak_parts_bytes.sum(axis=1).tolist()) if memory else (),
     )
-    return timeline, memory
 
 
 def instruction_columns(program: Program, unrolled: Unrolled) -> dict[str, NDArray[Any]]:
@@ -84,6 +111,9 @@ def instruction_columns(program: Program, unrolled: Unrolled) -> dict[str, NDArr
     rows = [section for _, section in program.sections()]
     names = ("opcode", "stage", "microbatch", "peer", "num_bytes")
     facts = {name: np.concatenate([getattr(section, name) for section in rows])[unrolled.source] for name in names}
+    if program.advance:
+        counted = facts["microbatch"] + unrolled.step * np.int32(program.advance)
+        facts["microbatch"] = np.where(facts["microbatch"] < 0, np.int32(-1), counted)
     return {"track": unrolled.stream, "step": unrolled.step, **facts}
 
 
@@ -95,7 +125,7 @@ def run_unrolled(
     start_ps, end_ps = _run(program, unrolled, network, contention)
     for _ in range(HOST_ROUNDS if host_ps.any() else 0):
         charged = charge_host_time(program, unrolled, host_ps, start_ps, end_ps)
-        if np.array_equal(charged.duration_ps, network.duration_ps):
+        if np.array_equal(durations(charged), durations(network)):
             break
         network = charged
         start_ps, end_ps = _run(program, unrolled, network, contention)
@@ -105,8 +135,9 @@ def run_unrolled(
 def _run(
     program: Program, unrolled: Unrolled, network: Network, contention: Contention
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    start_ps, end_ps, position = run_network(network, unrolled.num_links, contention)
-    raise_deadlock(program, unrolled, end_ps, position)
+    outcome = run_network(network, unrolled.num_links, contention)
+    raise_deadlock(program, unrolled, outcome.end_ps, outcome.position)
+    start_ps, end_ps = outcome.start_ps(network), outcome.end_ps
     receives = np.flatnonzero(unrolled.send_of >= 0)
     first = receives == network.stream_offsets[unrolled.stream[receives]]
     before = np.where(first, 0, end_ps[receives - 1])

@@ -1,9 +1,9 @@
 """What a simulated plan is worth: step time, where each rank's time goes, memory with its owners, MFU and HFU.
 
-All seconds are those of one steady step: the window from the end of the last step but one to the end of the last step.
-In it, per rank,
+All seconds are those of one steady step: the window from the end of the last step but one to the end of the last
+step, or the mean over some last ones of a schedule that never flushes, where one may differ from the next. Per rank,
 
-    busy            Σ spans of the compute stream, and its parts forward, backward, optimizer
+    busy            Σ spans of the compute stream, and its parts forward, backward, optimizer (copies of weights too)
     communication   the time in which at least one transfer or collective of the rank is under way
     exposed         the part of it in which the compute stream is idle
     exchange        the same two for all-reduces alone
@@ -15,13 +15,19 @@ devices used); HFU counts what the devices really execute, ops repeated in sever
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.cost.compiled import compiled
+from meshwright.program import Fold
+from meshwright.simulator.unfolding import unfold_timeline
 from meshwright.spec import Opcode, Timeline
+from meshwright.spec.instructions import STASHING
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
+
+Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +68,14 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """The prediction for a plan. ``mfu`` and ``hfu`` are None where no peak rate is known for the precision."""
+    """The prediction for a plan. ``mfu`` and ``hfu`` are None where no peak rate is known for the precision.
 
-    timeline: Timeline
+    ``simulated`` is the timeline of what was simulated: of the ranks of ``fold.plan`` where some stand for others, else
+    of all; ``timeline`` is that of all ranks.
+    """
+
+    simulated: Timeline
+    fold: Fold | None
     step_time_s: float
     samples_per_s: float
     ranks: tuple[RankSeconds, ...]
@@ -72,6 +83,16 @@ class Simulation:
     bubble_fraction: float
     mfu: float | None
     hfu: float | None
+    _unfolded: list[Timeline] = field(init=False, repr=False, compare=False, default_factory=list)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The spans of all ranks, made when they are first asked for."""
+        if self.fold is None:
+            return self.simulated
+        if not self._unfolded:
+            self._unfolded.append(unfold_timeline(self.simulated, self.fold))
+        return self._unfolded[0]
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -80,54 +101,90 @@ class Simulation:
 
 
 _COLUMNS = tuple(field.name for field in fields(RankSeconds))
+# The column of what computes, by opcode; then what moves, and of that the sums of gradients.
+_MOVES, _EXCHANGES = 3, 4
+_COLUMN_OF_OPCODE = np.full(len(Opcode), _MOVES, np.int8)
+_COLUMN_OF_OPCODE[Opcode.FORWARD] = 0
+_COLUMN_OF_OPCODE[[Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT]] = 1
+_COLUMN_OF_OPCODE[[Opcode.OPTIMIZER_STEP, *STASHING]] = 2
+_COLUMN_OF_OPCODE[Opcode.ALL_REDUCE] = _EXCHANGES
 
 
-def step_window(step: NDArray[np.int32], end_ps: NDArray[np.int64]) -> tuple[int, int]:
-    """Start and end of the last step in ps, of the step and end of every span: from the end of the one before it."""
-    before = end_ps[step < step.max(initial=0)]
-    return int(before.max(initial=0)), int(end_ps.max(initial=0))
+def step_window(
+    step: NDArray[np.int32], end_ps: NDArray[np.int64], num_steps: int = 1, *, drains: bool = False
+) -> tuple[int, int]:
+    """Start and end of the last steps in ps, of the step and end of every span: from the end of the one before them.
+
+    ``drains``: an epilogue counts to the last step, so that the window ends with the step before.
+    """
+    stop = int(step.max(initial=0)) + 1 - drains
+    ends = (end_ps[step < each].max(initial=0) for each in (stop - num_steps, stop))
+    return int(next(ends)), int(next(ends))
 
 
-def rank_seconds(timeline: Timeline, window: tuple[int, int]) -> tuple[RankSeconds, ...]:
-    """Where each rank's time goes between two moments (ps)."""
-    start, end = np.clip(timeline.start_ps, *window), np.clip(timeline.end_ps, *window)
-    ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track]
-    computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)[timeline.track]
-    columns: list[NDArray[np.float64]] = []
-    backwards = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
-    for opcodes in ((Opcode.FORWARD,), backwards, (Opcode.OPTIMIZER_STEP,)):
-        mine = np.isin(timeline.opcode, opcodes)
-        columns.append(_sum_per_rank(ranks[mine], (end - start)[mine], timeline.num_ranks))
-    for chosen in (~computes, timeline.opcode == Opcode.ALL_REDUCE):
-        shown = np.flatnonzero((end > start) & (computes | chosen))
-        columns += _covered(ranks[shown], start[shown], end[shown], computes[shown], timeline.num_ranks)
-    columns.append(window[1] - window[0] - np.sum(columns[:3], axis=0))
+def rank_seconds(timeline: Timeline, window: tuple[int, int], num_steps: int = 1) -> tuple[RankSeconds, ...]:
+    """Where each rank's time goes in one of the steps between two moments (ps)."""
+    computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)
+    ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)
+    sums = _sum_spans(
+        np.searchsorted(timeline.track, np.arange(len(ranks) + 1)),
+        np.searchsorted(ranks, np.arange(timeline.num_ranks + 1)),
+        computes,
+        _COLUMN_OF_OPCODE[timeline.opcode],
+        timeline.start_ps,
+        timeline.end_ps,
+        window,
+    )
+    idle = window[1] - window[0] - sums[:, :_MOVES].sum(axis=1, keepdims=True)
     return tuple(
         RankSeconds(**dict(zip(_COLUMNS, row, strict=True)))
-        for row in (np.stack(columns, axis=1) / PICOSECONDS_PER_SECOND).tolist()
+        for row in (np.concatenate([sums, idle], axis=1) / (num_steps * PICOSECONDS_PER_SECOND)).tolist()
     )
 
 
-def _covered(
-    ranks: NDArray[np.int64],
-    start: NDArray[np.int64],
-    end: NDArray[np.int64],
+@compiled
+def _sum_spans(
+    offsets: Ids,
+    first_stream: Ids,
     computes: NDArray[np.bool_],
-    num_ranks: int,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Per rank, the ps covered by spans that do not compute, and by them but by no computation."""
-    rank, time = np.concatenate([ranks, ranks]), np.concatenate([start, end])
-    opens = np.repeat([1, -1], len(ranks))
-    order = np.lexsort((time, rank))
-    rank, time, opens, of_compute = rank[order], time[order], opens[order], np.tile(computes, 2)[order]
-    # Every span of a rank is closed at its last moment, so the running sums start at 0 for the next rank.
-    computing, moving = np.cumsum(opens * of_compute), np.cumsum(opens * ~of_compute)
-    gaps = np.diff(time, append=time[-1:])
-    gaps[np.diff(rank, append=num_ranks) != 0] = 0
-    covered = _sum_per_rank(rank, gaps * (moving > 0), num_ranks)
-    exposed = _sum_per_rank(rank, gaps * ((moving > 0) & (computing == 0)), num_ranks)
-    return covered, exposed
+    column: NDArray[np.int8],
+    start_ps: Ids,
+    end_ps: Ids,
+    window: tuple[int, int],
+) -> Ids:
+    """Per rank the ps of the first columns of `RankSeconds`; spans of a stream are in order and do not overlap.
 
-
-def _sum_per_rank(ranks: NDArray[np.int64], values: NDArray[np.int64], num_ranks: int) -> NDArray[np.float64]:
-    return np.bincount(ranks, values, num_ranks).astype(np.float64)
+    A rank's streams are walked through together, from one moment at which a span begins or ends to the next.
+    """
+    sums = np.zeros((len(first_stream) - 1, _MOVES + 4), np.int64)
+    place = offsets[:-1].copy()
+    for rank in range(len(first_stream) - 1):
+        streams = range(first_stream[rank], first_stream[rank + 1])
+        now = window[0]
+        while now < window[1]:
+            kind, moving, exchanging, then = np.int64(-1), False, False, window[1]
+            for stream in streams:
+                while place[stream] < offsets[stream + 1] and end_ps[place[stream]] <= now:
+                    place[stream] += 1
+                i = place[stream]
+                if i == offsets[stream + 1]:
+                    continue
+                if start_ps[i] > now:
+                    then = min(then, start_ps[i])
+                    continue
+                then = min(then, end_ps[i])
+                if computes[stream]:
+                    kind = np.int64(column[i])
+                else:
+                    moving, exchanging = True, exchanging or column[i] == _EXCHANGES
+            passed = then - now
+            if kind >= 0:
+                sums[rank, kind] += passed
+            if moving:
+                sums[rank, _MOVES] += passed
+                sums[rank, _MOVES + 1] += passed * (kind < 0)
+            if exchanging:
+                sums[rank, _MOVES + 2] += passed
+                sums[rank, _MOVES + 3] += passed * (kind < 0)
+            now = then
+    return sums

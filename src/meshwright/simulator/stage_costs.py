@@ -20,6 +20,7 @@ is kept by its maker, and its gradient is there until the maker's backward.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.memory import Phase, backend_of
 from meshwright.program import Bucket, stays_on_rank
-from meshwright.spec import DeviceKind, Graph, Op, Opcode, Plan, StageSlice
+from meshwright.spec import DeviceKind, Graph, Op, Opcode, Placement, Plan, StageSlice
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,
@@ -39,6 +40,7 @@ from meshwright.spec.memory import (
     RECEIVED,
     SAVED,
     SENT,
+    STASHED,
     WORKSPACE,
 )
 
@@ -62,13 +64,17 @@ class BackwardSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """Seconds of a stage's instructions on one device kind: whole backwards, or gradients of inputs and of weights."""
+    """Seconds of a stage's instructions on one device kind: whole backwards, or gradients of inputs and of weights.
+
+    ``stash_s`` copies the trained weights.
+    """
 
     forward_s: float
     backward: BackwardSeconds
     inputs_s: float
     weights: BackwardSeconds
     optimizer_s: float
+    stash_s: float
     fill_s: float
 
 
@@ -79,7 +85,7 @@ class StageBytes:
     ``microbatch_bytes`` is what stays of a forward until the backward.
 
     A part may grow until the end: then what is freed of it is negative. ``backwards``, and their part for ``weights``,
-    by place, as in `StagePhases`; ``inputs`` is their other part.
+    by place, as in `StagePhases`; ``inputs`` is their other part. ``stash`` is a copy of the trained weights.
     """
 
     resident: Bytes
@@ -89,10 +95,16 @@ class StageBytes:
     inputs: tuple[Bytes, Bytes]
     weights: tuple[tuple[Bytes, Bytes], ...]
     optimizer: tuple[Bytes, Bytes]
+    stash: Bytes
 
 
 def stage_costs(
-    graph: Graph, plan: Plan, stage: StageSlice, buckets: tuple[Bucket, ...], kind: DeviceKind, cost: CostModel
+    graph: Graph,
+    plan: Plan | Placement,
+    stage: StageSlice,
+    buckets: tuple[Bucket, ...],
+    kind: DeviceKind,
+    cost: CostModel,
 ) -> StageCosts:
     """Price a stage for the plan's microbatches on one kind of device; ``buckets`` are those that the stage holds."""
     prices = cost.price_ops(graph, plan.microbatch_size, kind)
@@ -101,7 +113,8 @@ def stage_costs(
     num_returned = sum(bool(channel.gradients) for channel in stage.incoming)
     num_answers = sum(bool(channel.gradients) for channel in stage.outgoing)
     whole, adding = prices.backward_s[ops], prices.accumulate_s[ops]
-    of_weights = whole * np.array([weights_share(graph, graph.ops[op]) for op in stage.ops])
+    of_weights = whole * weights_shares(graph)[ops]
+    uses = _first_uses(graph, stage, buckets)
     host_s = cost.overhead_s * (1 + num_returned + num_answers)
     fill_s = {bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets}
     step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind)
@@ -111,8 +124,8 @@ def stage_costs(
         return BackwardSeconds(
             seconds=float(first.sum()) + own_host_s,
             later_s=float(later.sum()) + own_host_s,
-            ready_s=_ready_seconds(graph, stage, buckets, first, own_host_s, fill_s),
-            later_ready_s=_ready_seconds(graph, stage, buckets, later, own_host_s, fill_s),
+            ready_s=_ready_seconds(uses, first, own_host_s, fill_s),
+            later_ready_s=_ready_seconds(uses, later, own_host_s, fill_s),
         )
 
     return StageCosts(
@@ -121,6 +134,7 @@ def stage_costs(
         inputs_s=float((whole - of_weights).sum()) + host_s,
         weights=backward(of_weights, cost.overhead_s),
         optimizer_s=step_s + cost.overhead_s * (1 + len(buckets)),
+        stash_s=cost.bucket_seconds(graph, stage.parameters, kind) + cost.overhead_s,
         fill_s=sum(fill_s.values()),
     )
 
@@ -141,31 +155,44 @@ def weights_share(graph: Graph, op: Op) -> float:
     return matrices[0] / matrices[1] if matrices[1] else len(held) / len(wanted)
 
 
-def _ready_seconds(
-    graph: Graph,
-    stage: StageSlice,
-    buckets: tuple[Bucket, ...],
-    backward_s: NDArray[np.float64],
-    host_s: float,
-    fill_s: dict[int, float],
-) -> dict[int, float]:
-    done = host_s + np.cumsum(backward_s[::-1])[::-1]
-    first_use: dict[int, int] = {}
+@lru_cache(maxsize=16)
+def weights_shares(graph: Graph) -> Floats:
+    """`weights_share` of every op, shape (ops,)."""
+    return np.array([weights_share(graph, op) for op in graph.ops])
+
+
+def _first_uses(graph: Graph, stage: StageSlice, buckets: tuple[Bucket, ...]) -> dict[int, int]:
+    """By bucket, the first of the stage's ops that uses one of its parameters."""
+    bucket_of = {parameter: bucket.index for bucket in buckets for parameter in bucket.parameters}
+    first: dict[int, int] = {}
     for place, op in enumerate(stage.ops):
         for tensor in graph.ops[op].inputs:
-            first_use.setdefault(tensor, place)
+            if tensor in bucket_of:
+                first.setdefault(bucket_of[tensor], place)
+    return first
+
+
+def _ready_seconds(
+    first_uses: dict[int, int], backward_s: Floats, host_s: float, fill_s: dict[int, float]
+) -> dict[int, float]:
+    done = (host_s + np.cumsum(backward_s[::-1])[::-1]).tolist()
     ready: dict[int, float] = {}
     latest = filled = 0.0
-    for bucket in sorted(buckets, key=lambda item: item.index):
-        uses = [first_use[parameter] for parameter in bucket.parameters if parameter in first_use]
-        latest = max([latest, *(float(done[place]) for place in uses)])
-        filled += fill_s[bucket.index]
-        ready[bucket.index] = latest + filled
+    for bucket in sorted(fill_s):
+        if bucket in first_uses:
+            latest = max(latest, done[first_uses[bucket]])
+        filled += fill_s[bucket]
+        ready[bucket] = latest + filled
     return ready
 
 
 def stage_bytes(
-    graph: Graph, plan: Plan, stage: StageSlice, buckets: tuple[Bucket, ...], kind: DeviceKind, cost: CostModel
+    graph: Graph,
+    plan: Plan | Placement,
+    stage: StageSlice,
+    buckets: tuple[Bucket, ...],
+    kind: DeviceKind,
+    cost: CostModel,
 ) -> StageBytes:
     """Weigh a stage for the plan's microbatches on one kind of device."""
     bucketed = frozenset(stage.parameters).intersection(i for bucket in buckets for i in bucket.parameters)
@@ -202,7 +229,13 @@ def stage_bytes(
         inputs=_takes_and_frees(_without(phases.backwards[0], GRADIENTS), gone - waiting),
         weights=tuple(_takes_and_frees(_only(phase, GRADIENTS, WORKSPACE), waiting) for phase in phases.backwards),
         optimizer=_takes_and_frees(phases.optimizer),
+        stash=by_part({STASHED: _trained_bytes(graph, stage, width)}),
     )
+
+
+def _trained_bytes(graph: Graph, stage: StageSlice, width: int) -> int:
+    """Bytes of the weights of a stage that change."""
+    return sum(graph.tensors[i].num_bytes(0, width) for i in stage.parameters if graph.tensors[i].requires_grad)
 
 
 def _takes_and_frees(phase: Phase, gone: Bytes | int = 0) -> tuple[Bytes, Bytes]:
@@ -221,10 +254,11 @@ def _without(phase: Phase, *parts: int) -> Phase:
     return _only(phase, *(part for part in range(len(MEMORY_PARTS)) if part not in parts))
 
 
-def _kept_for_weights(graph: Graph, plan: Plan, stage: StageSlice) -> Bytes:
+def _kept_for_weights(graph: Graph, plan: Plan | Placement, stage: StageSlice) -> Bytes:
     """What stays after a backward's part for inputs until that for weights is done, by part."""
     size, width = plan.microbatch_size, plan.workload.float_bytes
-    later = [graph.ops[op] for op in stage.ops if weights_share(graph, graph.ops[op]) > 0]
+    shares = weights_shares(graph)
+    later = [graph.ops[op] for op in stage.ops if shares[op] > 0]
     received = {graph.tensors[i].storage for channel in stage.incoming for i in channel.tensors}
     state = ("parameter", "buffer", "constant", "input")
     read = {graph.tensors[i].storage for op in later for i in op.saved} - received

@@ -7,86 +7,82 @@ in step k. Instruction i of stream s in repetition k gets the id ``G[s] + (instr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.cost.compiled import compiled
+from meshwright.simulator.endless import join_repetitions
+from meshwright.simulator.layout import Layout, Part
 from meshwright.simulator.links import find_shared_links
 from meshwright.simulator.matching import Matches, match_section, stream_of_instructions
-from meshwright.simulator.network import Network, find_alone
+from meshwright.simulator.network import Network
 from meshwright.simulator.prices import Prices, SectionPrices
-from meshwright.spec import Program, Section
+from meshwright.spec import Program, ProgramError, Section
 
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
 
+_MOST = np.iinfo(np.int32).max
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Unrolled:
-    """A network for the engine and, per instruction of it, where it comes from.
-
-    ``stream`` (n,); ``step`` (n,) numbers the repetitions of the body (the prologue counts to the first, the
-    epilogue to the last); ``source`` (n,) is its row in the columns of prologue, body and epilogue, one behind the
-    other; ``send_of`` (n,) is the send that a receive waits for, else -1.
-    """
+    """A network for the engine, and where its instructions come from (`Layout`), which is derived when asked for."""
 
     network: Network
     num_links: int
-    stream: Column
-    step: Column
-    source: Ids
     cost_class: Column
-    send_of: Ids
+    layout: Layout
 
+    @property
+    def stream(self) -> Column:
+        """The stream of each instruction, shape (n,)."""
+        return self.layout.stream
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """One section with all that is needed to copy it; shared by the repetitions of the body."""
+    @property
+    def step(self) -> Column:
+        """The repetition of the body; the prologue counts to the first, the epilogue to the last; shape (n,)."""
+        return self.layout.step
 
-    section: Section
-    costs: SectionPrices
-    matches: Matches
-    streams: NDArray[np.int32]
-    wait_offsets: Ids
-    waits: Ids
+    @property
+    def source(self) -> Ids:
+        """Row in the columns of prologue, body and epilogue, one behind the other, shape (n,)."""
+        return self.layout.source
+
+    @property
+    def send_of(self) -> Ids:
+        """The send that a receive waits for, else -1, shape (n,)."""
+        return self.layout.send_of
 
 
 def unroll(program: Program, prices: Prices, num_steps: int) -> Unrolled:
-    """Lay the sections of a program behind each other, with the body ``num_steps`` times."""
-    made = [_make_part(program, section, getattr(prices, name)) for name, section in program.sections()]
-    which = [0, *[1] * num_steps, 2]
-    parts = [made[index] for index in which]
-    lengths = np.array([np.diff(part.section.stream_offsets) for part in parts])
+    """Lay the sections of a program behind each other, with the body ``num_steps`` times.
+
+    Raises ProgramError if a transfer or collective lacks a counterpart, or if there are more instructions or waits than
+    32 bits number.
+    """
+    if program.advance:
+        flat, flat_prices, joined = join_repetitions(program, prices, num_steps)
+        unrolled = unroll(flat, flat_prices, 1)
+        return replace(unrolled, layout=replace(unrolled.layout, joined=joined))
+    prologue, body, epilogue = (_make_part(program, item, getattr(prices, name)) for name, item in program.sections())
+    made = prologue, body, epilogue
+    which = 0, *[1] * num_steps, 2
+    lengths = np.array([np.diff(made[k].section.stream_offsets) for k in which])
     stream_offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=0))])
     begins = stream_offsets[:-1] + np.cumsum(lengths, axis=0) - lengths
-    ids = [_new_ids(part, begin) for part, begin in zip(parts, begins, strict=True)]
-    order = np.concatenate(ids)
-    counts = [part.section.num_instructions for part in made]
-    first = np.cumsum([0, *counts])
-    source = np.empty(len(order), np.int64)
-    source[order] = np.concatenate([np.arange(first[k], first[k + 1]) for k in which])
-    steps = np.array([0, *range(num_steps), num_steps - 1], np.int32)
-    send_of = np.full(len(order), -1, np.int64)
-    for part, new in zip(parts, ids, strict=True):
-        send_of[new[part.matches.receives]] = new[part.matches.sends]
-    cost_class = _scatter(order, [part.costs.cost_class for part in parts])
-    return Unrolled(
-        network=_assemble(prices, parts, ids, stream_offsets, prices.duration_ps[cost_class].astype(np.int64)),
-        num_links=prices.num_links,
-        stream=np.repeat(np.arange(len(stream_offsets) - 1, dtype=np.int32), np.diff(stream_offsets)),
-        step=_scatter(order, [np.repeat(steps, [counts[k] for k in which])]),
-        source=source,
-        cost_class=cost_class,
-        send_of=send_of,
-    )
+    layout = Layout(made=made, which=which, begins=begins, stream_offsets=stream_offsets)
+    network = _assemble(prices, layout)
+    return Unrolled(network=network, num_links=prices.num_links, cost_class=network.cost_class, layout=layout)
 
 
-def _make_part(program: Program, section: Section, costs: SectionPrices) -> _Part:
+def _make_part(program: Program, section: Section, costs: SectionPrices) -> Part:
     matches = match_section(program, section)
     wait_offsets, waits = _with_sends_awaited(section, matches)
     streams = stream_of_instructions(section)
-    return _Part(section=section, costs=costs, matches=matches, streams=streams, wait_offsets=wait_offsets, waits=waits)
+    return Part(section=section, costs=costs, matches=matches, streams=streams, wait_offsets=wait_offsets, waits=waits)
 
 
 def _with_sends_awaited(section: Section, matches: Matches) -> tuple[Ids, Ids]:
@@ -103,72 +99,131 @@ def _with_sends_awaited(section: Section, matches: Matches) -> tuple[Ids, Ids]:
     return section.wait_offsets + np.cumsum(added), waits
 
 
-def _new_ids(part: _Part, begin: Ids) -> Ids:
-    shift = begin - part.section.stream_offsets[:-1]
-    return np.arange(part.section.num_instructions) + shift[part.streams]
-
-
-def _assemble(prices: Prices, parts: list[_Part], ids: list[Ids], stream_offsets: Ids, duration_ps: Ids) -> Network:
-    order = np.concatenate(ids)
-    wait_offsets, waits, wait_shift_ps = _place_waits(parts, ids, duration_ps)
-    route = _scatter(order, [part.costs.route for part in parts])
-    collective = _scatter(order, _number_collectives(parts))
-    sizes = np.concatenate([part.matches.sizes for part in parts])
+def _assemble(prices: Prices, layout: Layout) -> Network:
+    parts = layout.parts
+    _check_size(layout)
+    cost_class, resource, wait_offsets, waits = _place_parts(layout, len(prices.route_offsets) - 1)
+    collective_route = np.concatenate([_routes_of_collectives(part) for part in parts])
     links = prices.route_offsets.astype(np.int64), prices.route_links.astype(np.int32)
-    shared = find_shared_links(stream_offsets, route, collective, *links, prices.num_links, len(sizes))
-    route_shared = _any_per_route(shared[links[1]], links[0])
+    shared = find_shared_links(layout.stream_offsets, resource, collective_route, *links, prices.num_links)
+    number, num_private, route_offsets, route_links = _put_private_first(shared, *links)
+    _renumber(number, resource)
+    _renumber(number, collective_route)
+    mark_instruction, mark_shift_ps = _place_marks(layout, prices.duration_ps)
     return Network(
-        stream_offsets=stream_offsets,
-        duration_ps=duration_ps,
-        wait_offsets=wait_offsets.astype(np.int32),
+        stream_offsets=layout.stream_offsets,
+        cost_class=cost_class,
+        class_ps=prices.duration_ps.astype(np.int64),
+        wait_offsets=wait_offsets,
         waits=waits,
-        wait_shift_ps=wait_shift_ps,
-        awaited=np.where(wait_shift_ps < 0, ~waits, waits).astype(np.int32),
-        route=route,
-        route_offsets=links[0],
-        route_links=links[1],
-        route_shared=route_shared,
-        collective=collective,
-        collective_size=sizes,
+        mark_instruction=mark_instruction,
+        mark_shift_ps=mark_shift_ps,
+        resource=resource,
+        num_private=num_private,
+        route_offsets=route_offsets,
+        route_links=route_links,
+        collective_route=collective_route,
+        collective_size=np.concatenate([part.matches.sizes for part in parts]),
         collective_owner=np.concatenate([part.matches.owners for part in parts]),
-        alone=find_alone(route, route_shared, collective),
     )
 
 
-def _scatter(order: Ids, columns: list[Column]) -> Column:
-    """The int32 column whose rows ``order`` are those of ``columns``, one behind the other."""
-    out = np.empty(len(order), np.int32)
-    out[order] = np.concatenate(columns)
-    return out
+def _check_size(layout: Layout) -> None:
+    num_instructions, num_waits = int(layout.stream_offsets[-1]), sum(len(part.waits) for part in layout.parts)
+    if max(num_instructions, num_waits) >= _MOST:
+        raise ProgramError(
+            f"{num_instructions} instructions with {num_waits} waits were to be simulated; at most {_MOST - 1} of each "
+            "can be. Simulate fewer steps."
+        )
 
 
-def _place_waits(parts: list[_Part], ids: list[Ids], duration_ps: Ids) -> tuple[Ids, Ids, Ids]:
-    """Offsets, awaited instructions and, for marks, how long before their end (negative)."""
-    offsets = np.zeros(len(duration_ps) + 1, np.int64)
-    for part, new in zip(parts, ids, strict=True):
-        offsets[new + 1] = np.diff(part.wait_offsets)
+def _place_parts(layout: Layout, num_routes: int) -> tuple[Column, Column, Column, Column]:
+    """The columns cost class, resource (with the routes of the prices), offsets of waits, and waits."""
+    parts = layout.parts
+    num_instructions = int(layout.stream_offsets[-1])
+    cost_class, resource = np.empty(num_instructions, np.int32), np.empty(num_instructions, np.int32)
+    offsets, waits = np.zeros(num_instructions + 1, np.int32), np.empty(sum(len(p.waits) for p in parts), np.int32)
+    number, marks = num_routes, 0
+    for part, begins in zip(parts, layout.begins, strict=True):
+        shift = begins - part.section.stream_offsets[:-1]
+        _place_columns(
+            (shift, part.streams, number),
+            (part.costs.cost_class, part.costs.route, part.matches.collective, part.wait_offsets),
+            (cost_class, resource, offsets),
+        )
+        number += len(part.matches.sizes)
     np.cumsum(offsets, out=offsets)
-    waits, shift_ps = np.empty(int(offsets[-1]), np.int64), np.empty(int(offsets[-1]), np.int64)
-    for part, new in zip(parts, ids, strict=True):
-        marked = new[part.section.mark_instruction]
-        place = np.repeat(offsets[new] - part.wait_offsets[:-1], np.diff(part.wait_offsets))
-        place += np.arange(len(part.waits))
-        waits[place] = np.concatenate([new, marked])[part.waits]
-        mark_shift = part.costs.mark_offset_ps - duration_ps[marked]
-        shift_ps[place] = np.concatenate([np.zeros(len(new), np.int64), mark_shift])[part.waits]
-    return offsets, waits, shift_ps
+    for part, begins in zip(parts, layout.begins, strict=True):
+        shift = begins - part.section.stream_offsets[:-1]
+        _place_waits((shift, part.streams, marks), (part.wait_offsets, part.waits), (offsets, waits))
+        marks += len(part.section.mark_instruction)
+    return cost_class, resource, offsets, waits
 
 
-def _number_collectives(parts: list[_Part]) -> list[Column]:
-    numbered: list[Column] = []
-    first = 0
-    for part in parts:
-        collective = part.matches.collective
-        numbered.append(np.where(collective >= 0, collective + np.int32(first), np.int32(-1)))
-        first += len(part.matches.sizes)
-    return numbered
+@compiled
+def _place_columns(
+    place: tuple[Ids, Column, int], given: tuple[Column, Column, Column, Ids], made: tuple[Column, Column, Column]
+) -> None:
+    """Copy the columns of a part; ``made[2]`` gets numbers of waits, one place further."""
+    shift, streams, first = place
+    given_class, route, collective, given_offsets = given
+    cost_class, resource, counts = made
+    for i in range(len(streams)):
+        k = i + shift[streams[i]]
+        cost_class[k] = given_class[i]
+        resource[k] = route[i] if collective[i] < 0 else first + collective[i]
+        counts[k + 1] = given_offsets[i + 1] - given_offsets[i]
 
 
-def _any_per_route(shared: NDArray[np.bool_], route_offsets: Ids) -> NDArray[np.bool_]:
-    totals = np.concatenate([[0], np.cumsum(shared)])
-    return totals[route_offsets[1:]] > totals[route_offsets[:-1]]
+@compiled
+def _place_waits(place: tuple[Ids, Column, int], given: tuple[Ids, Ids], made: tuple[Column, Column]) -> None:
+    """Copy the waits of a part, with the numbers that instructions and marks get."""
+    shift, streams, first = place
+    given_offsets, given_waits = given
+    offsets, waits = made
+    count = len(streams)
+    for i in range(count):
+        q = offsets[i + shift[streams[i]]]
+        for w in range(given_offsets[i], given_offsets[i + 1]):
+            k = given_waits[w]
+            waits[q] = k + shift[streams[k]] if k < count else ~(first + k - count)
+            q += 1
+
+
+def _place_marks(layout: Layout, class_ps: Ids) -> tuple[Column, Ids]:
+    """Which instruction raises each mark, and how long before its end (0 or less), in ps."""
+    instructions, shifts_ps = [], []
+    for part, begins in zip(layout.parts, layout.begins, strict=True):
+        raising = part.section.mark_instruction
+        shift = begins - part.section.stream_offsets[:-1]
+        instructions.append((raising + shift[part.streams[raising]]).astype(np.int32))
+        shifts_ps.append(part.costs.mark_offset_ps - class_ps[part.costs.cost_class[raising]])
+    return np.concatenate(instructions), np.concatenate(shifts_ps)
+
+
+def _routes_of_collectives(part: Part) -> Column:
+    """The route of each collective: that of its lowest member."""
+    route = np.empty(len(part.matches.sizes), np.int32)
+    members = np.flatnonzero(part.matches.collective >= 0)[::-1]
+    route[part.matches.collective[members]] = part.costs.route[members]
+    return route
+
+
+def _put_private_first(shared: NDArray[np.bool_], offsets: Ids, links: Column) -> tuple[Column, int, Ids, Column]:
+    """New numbers of routes: first those without a shared link; how many these are; and links by these numbers."""
+    totals = np.concatenate([[0], np.cumsum(shared[links])])
+    is_shared = totals[offsets[1:]] > totals[offsets[:-1]]
+    order = np.argsort(is_shared, kind="stable")
+    number = np.empty(len(order), np.int32)
+    number[order] = np.arange(len(order))
+    new_offsets = np.concatenate([[0], np.cumsum(np.diff(offsets)[order])])
+    route_of_link = np.repeat(number, np.diff(offsets))
+    return number, int((~is_shared).sum()), new_offsets, links[np.argsort(route_of_link, kind="stable")]
+
+
+@compiled
+def _renumber(number: Column, resource: Column) -> None:
+    """Give routes their new numbers, in place; what is no route keeps its own."""
+    for i in range(len(resource)):
+        if 0 <= resource[i] < len(number):
+            resource[i] = number[resource[i]]

@@ -35,12 +35,14 @@ from meshwright.spec.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Drop,
     Forward,
     Instruction,
     Opcode,
     OptimizerStep,
     Receive,
     Send,
+    Stash,
     instruction_name,
 )
 from meshwright.spec.measurements import (
@@ -52,7 +54,9 @@ from meshwright.spec.measurements import (
     TransferMeasurement,
     op_key,
 )
-from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan
+from meshwright.spec.placed_slices import slice_placement, slice_stages
+from meshwright.spec.placement import PlacedStage, Placement, check_placement
+from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph
@@ -88,6 +92,7 @@ __all__ = [
     "DeviceGroup",
     "DeviceKind",
     "DocumentError",
+    "Drop",
     "EventSink",
     "Extent",
     "Forward",
@@ -111,6 +116,8 @@ __all__ = [
     "Optimizer",
     "OptimizerMeasurement",
     "OptimizerStep",
+    "PlacedStage",
+    "Placement",
     "Plan",
     "PlanError",
     "PlaygroundError",
@@ -124,11 +131,13 @@ __all__ = [
     "Send",
     "StagePlan",
     "StageSlice",
+    "Stash",
     "Stream",
     "Tensor",
     "Timeline",
     "TransferMeasurement",
     "Workload",
+    "check_placement",
     "check_plan",
     "content_hash",
     "decode_document",
@@ -147,9 +156,12 @@ __all__ = [
     "shipped_graphs",
     "shipped_kinds",
     "slice_graph",
+    "slice_placement",
+    "slice_stages",
     "suggest",
     "to_picoseconds",
     "to_seconds",
+    "with_branches",
     "write_document",
     "write_text",
 ]

@@ -11,7 +11,10 @@ import re
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.spec.codec import decode_document
 from meshwright.spec.errors import ClusterError, suggest
@@ -106,6 +109,20 @@ class Node:
         return sum(group.count for group in self.devices)
 
 
+class DeviceColumns(NamedTuple):
+    """Facts of all devices of a cluster, each of shape (ranks,).
+
+    ``node`` is the index of the device's node, ``nic`` that of its NIC there: a node of d devices with k NICs gives
+    device i the NIC floor(i k / d). Nodes with equal ``node_kind`` differ in nothing but their names; ``kind`` indexes
+    the cluster's device kinds.
+    """
+
+    node: NDArray[np.int64]
+    node_kind: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    nic: NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Nodes and the device kinds that they name. Raises ClusterError when a kind is missing or there is no device."""
@@ -115,6 +132,7 @@ class Cluster:
     nodes: tuple[Node, ...]
 
     _places: tuple[tuple[int, DeviceKind], ...] = field(init=False, repr=False, compare=False)
+    _columns: list[DeviceColumns] = field(init=False, repr=False, compare=False, default_factory=list)
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -151,6 +169,12 @@ class Cluster:
         """The kind of the device of ``rank``."""
         return self._places[rank][1]
 
+    def columns(self) -> DeviceColumns:
+        """Facts of all devices as arrays, made once."""
+        if not self._columns:
+            self._columns.append(_device_columns(self))
+        return self._columns[0]
+
     def link_between(self, first: int, second: int) -> Link:
         """The link that a message between two ranks takes: the node's own, or the slower end of the two nodes' NICs."""
         here, there = self.nodes[self.node_index(first)], self.nodes[self.node_index(second)]
@@ -160,6 +184,19 @@ class Cluster:
             latency_s=max(here.nic.latency_s, there.nic.latency_s),
             bandwidth_bytes_per_s=min(here.nic.bandwidth_bytes_per_s, there.nic.bandwidth_bytes_per_s),
         )
+
+
+def _device_columns(cluster: Cluster) -> DeviceColumns:
+    counts = np.array([node.num_devices for node in cluster.nodes])
+    node = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(node)) - np.repeat(np.cumsum(counts) - counts, counts)
+    num_nics = np.array([item.num_nics for item in cluster.nodes])
+    kinds: dict[Node, int] = {}
+    node_kind = np.array([kinds.setdefault(replace(item, name="", source=""), len(kinds)) for item in cluster.nodes])
+    known = {kind.name: index for index, kind in enumerate(cluster.device_kinds)}
+    kind = [known[group.kind] for item in cluster.nodes for group in item.devices for _ in range(group.count)]
+    nic = place * num_nics[node] // counts[node]
+    return DeviceColumns(node=node, node_kind=node_kind[node], kind=np.array(kind, np.int64), nic=nic)
 
 
 def load_cluster(reference: str | Path) -> Cluster:

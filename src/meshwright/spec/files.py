@@ -50,9 +50,9 @@ def write_text(text: str | Iterable[str], path: Path | str) -> Path:
     return _write((piece.encode() for piece in pieces), Path(path))
 
 
-def write_bytes(content: bytes, path: Path | str) -> Path:
-    """Write a binary file atomically (beside, then rename)."""
-    return _write((content,), Path(path))
+def write_bytes(content: bytes | Iterable[bytes], path: Path | str) -> Path:
+    """Write a binary file, given whole or in pieces, atomically (beside, then rename)."""
+    return _write((content,) if isinstance(content, bytes) else content, Path(path))
 
 
 def _write(pieces: Iterable[bytes], path: Path) -> Path:

@@ -25,10 +25,14 @@ class Opcode(IntEnum):
     OPTIMIZER_STEP = 7
     BACKWARD_INPUT = 8
     BACKWARD_WEIGHT = 9
+    STASH = 10
+    DROP = 11
 
 
 # What occupies a device and belongs to a microbatch.
 COMPUTATIONS = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
+# What keeps and gives up copies of weights that were updated while microbatches that began with them are under way.
+STASHING = (Opcode.STASH, Opcode.DROP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +131,42 @@ class OptimizerStep:
     version: int = 0
 
 
-Instruction = Computation | Send | Receive | AllReduce | OptimizerStep
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stash:
+    """Keep a copy of the stage's weights of ``version``, which are about to be updated: microbatches need them still.
+
+    Occupies the device.
+    """
+
+    stage: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """Give up the copy of ``version``: the last microbatch that needs it is done."""
+
+    stage: int
+    version: int
+
+
+Instruction = Computation | Send | Receive | AllReduce | OptimizerStep | Stash | Drop
+
+
+_NAMES: dict[Opcode, str] = {
+    Opcode.FORWARD: "F{stage}.{microbatch}",
+    Opcode.BACKWARD: "B{stage}.{microbatch}",
+    Opcode.BACKWARD_INPUT: "I{stage}.{microbatch}",
+    Opcode.BACKWARD_WEIGHT: "W{stage}.{microbatch}",
+    Opcode.SEND_ACTIVATION: "send {stage}→{peer}.{microbatch}",
+    Opcode.RECEIVE_ACTIVATION: "receive {peer}→{stage}.{microbatch}",
+    Opcode.SEND_GRADIENT: "send gradient {stage}→{peer}.{microbatch}",
+    Opcode.RECEIVE_GRADIENT: "receive gradient {peer}→{stage}.{microbatch}",
+    Opcode.ALL_REDUCE: "all-reduce {stage} #{peer}",
+    Opcode.OPTIMIZER_STEP: "optimizer {stage}",
+    Opcode.STASH: "stash {stage}",
+    Opcode.DROP: "drop {stage}",
+}
 
 
 def instruction_name(opcode: int, stage: int, microbatch: int, peer: int) -> str:
@@ -135,24 +174,4 @@ def instruction_name(opcode: int, stage: int, microbatch: int, peer: int) -> str
 
     ``F0.3``, ``B1.0``, ``I1.0`` and ``W1.0`` (a backward in two parts), ``send 0→1.3``, ``all-reduce 0 #2``.
     """
-    match Opcode(opcode):
-        case Opcode.FORWARD:
-            return f"F{stage}.{microbatch}"
-        case Opcode.BACKWARD:
-            return f"B{stage}.{microbatch}"
-        case Opcode.BACKWARD_INPUT:
-            return f"I{stage}.{microbatch}"
-        case Opcode.BACKWARD_WEIGHT:
-            return f"W{stage}.{microbatch}"
-        case Opcode.SEND_ACTIVATION:
-            return f"send {stage}→{peer}.{microbatch}"
-        case Opcode.RECEIVE_ACTIVATION:
-            return f"receive {peer}→{stage}.{microbatch}"
-        case Opcode.SEND_GRADIENT:
-            return f"send gradient {stage}→{peer}.{microbatch}"
-        case Opcode.RECEIVE_GRADIENT:
-            return f"receive gradient {peer}→{stage}.{microbatch}"
-        case Opcode.ALL_REDUCE:
-            return f"all-reduce {stage} #{peer}"
-        case Opcode.OPTIMIZER_STEP:
-            return f"optimizer {stage}"
+    return _NAMES[Opcode(opcode)].format(stage=stage, microbatch=microbatch, peer=peer)

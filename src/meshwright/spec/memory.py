@@ -2,7 +2,8 @@
 
 A part belongs to one group, so groups add up to the whole wherever they are shown:
 
-    parameters, gradients, optimizer    one part each
+    parameters                          and the copies of older versions that a schedule keeps
+    gradients, optimizer                one part each
     activations                         what grows with the microbatch: what it keeps, and what computing it takes
     buffers                             what is there once, whatever the microbatch: the model's own, gradient buckets
 """
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 # The parts of memory, in the order of all columns.
-PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, BUCKETS, SAVED, RECEIVED, INPUTS, SENT, WORKSPACE = range(10)
+PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, BUCKETS, SAVED, RECEIVED, INPUTS, SENT, WORKSPACE, STASHED = range(11)
 MEMORY_PARTS = (
     "parameters",
     "buffers",
@@ -27,12 +28,13 @@ MEMORY_PARTS = (
     "inputs",
     "sent",
     "workspace",
+    "stashed weights",
 )
 
 # What grows with the microbatch.
 ACTIVATIONS = "activations"
 MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "parameters": ("parameters",),
+    "parameters": ("parameters", "stashed weights"),
     "gradients": ("gradients",),
     "optimizer": ("optimizer states",),
     ACTIVATIONS: ("saved activations", "received", "inputs", "sent", "workspace"),

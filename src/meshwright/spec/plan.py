@@ -8,13 +8,13 @@ knows how to take turns among them. The loss of a step is the mean over its micr
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from meshwright.spec.errors import GraphMismatchError, PlanError, suggest
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.own_code import order_file, split_reference
-from meshwright.spec.slices import check_bounds
+from meshwright.spec.slices import check_bounds, slice_graph
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
 
@@ -22,8 +22,14 @@ if TYPE_CHECKING:
     from meshwright.spec.cluster import Cluster
     from meshwright.spec.graph import Graph
 
-ScheduleName = Literal["gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v", "dualpipe", "dualpipe-v"]
-SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+SynchronousName = Literal[
+    "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v", "dualpipe", "dualpipe-v"
+]
+# These never flush: each microbatch is a minibatch, and weights change while others are under way.
+AsynchronousName = Literal["pipedream", "pipedream-vertical", "pipedream-2bw"]
+ScheduleName = SynchronousName | AsynchronousName
+ASYNCHRONOUS_SCHEDULES: tuple[AsynchronousName, ...] = get_args(AsynchronousName)
+SCHEDULE_NAMES: tuple[ScheduleName, ...] = (*get_args(SynchronousName), *ASYNCHRONOUS_SCHEDULES)
 # One stage on every rank and whole backwards: what slicings are searched for, and what the runtime executes.
 BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 _HASH = re.compile(r"[0-9a-f]{16}")
@@ -38,11 +44,15 @@ MAX_MICROBATCH_STAGES = 2_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """Layers ``start:stop`` on ``ranks``, one replica per rank."""
+    """Layers ``start:stop`` on ``ranks``, one replica per rank.
+
+    ``feeds``: the stages that receive what this one makes, where stages form parallel branches; none given for a chain.
+    """
 
     start: int
     stop: int
     ranks: tuple[int, ...]
+    feeds: tuple[int, ...] = ()
 
     def rank_of(self, microbatch: int) -> int:
         """The rank whose replica computes this microbatch."""
@@ -98,6 +108,11 @@ class Plan:
         return self.schedule not in SCHEDULE_NAMES
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether the schedule never flushes, so that weights change while microbatches are under way."""
+        return self.schedule in ASYNCHRONOUS_SCHEDULES
+
+    @property
     def num_ranks(self) -> int:
         """Ranks that take part; they are numbered from 0."""
         return 1 + max(rank for stage in self.stages for rank in stage.ranks)
@@ -106,6 +121,17 @@ class Plan:
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """Layer ranges of the stages."""
         return tuple((stage.start, stage.stop) for stage in self.stages)
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether some stages run beside each other, as ``feeds`` say."""
+        return any(stage.feeds for stage in self.stages)
+
+    def feeds(self, stage: int) -> tuple[int, ...]:
+        """The stages that a stage hands its values to; in a chain the next one."""
+        if self.has_branches:
+            return self.stages[stage].feeds
+        return (stage + 1,) if stage + 1 < len(self.stages) else ()
 
     @property
     def has_virtual_stages(self) -> bool:
@@ -156,6 +182,24 @@ def _first_numbers(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
 
 
+def with_branches(plan: Plan, graph: Graph) -> Plan:
+    """The plan with the edges between its stages written down, if some of them lie on parallel branches of the graph.
+
+    Schedules then keep as many microbatches under way as the longest way from a stage to the end asks for, instead of
+    as many as there are later stages. Plans with several stages on a rank stay as they are.
+    """
+    edges = _edges(plan, graph)
+    is_chain = all(index + 1 in targets for index, targets in enumerate(edges[:-1]))
+    if plan.has_virtual_stages or is_chain:
+        return plan
+    stages = zip(plan.stages, edges, strict=True)
+    return replace(plan, stages=tuple(replace(stage, feeds=targets) for stage, targets in stages))
+
+
+def _edges(plan: Plan, graph: Graph) -> list[tuple[int, ...]]:
+    return [tuple(channel.target for channel in stage.outgoing) for stage in slice_graph(graph, plan.bounds)]
+
+
 def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None:
     """Raise PlanError unless the plan fits the graph (by content hash, layers and batch) and, if given, the cluster."""
     if plan.graph_hash != graph.content_hash:
@@ -166,6 +210,11 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
         )
     check_bounds(graph, plan.bounds)
     graph.check_batch_size(plan.microbatch_size)
+    if plan.has_branches and (edges := _edges(plan, graph)) != [stage.feeds for stage in plan.stages]:
+        raise PlanError(
+            f"The plan says that its stages feed {[list(stage.feeds) for stage in plan.stages]}; in the graph they "
+            f"feed {[list(targets) for targets in edges]}. Leave out `feeds`, or plan again."
+        )
     if plan.workload.kind != graph.mode:
         raise PlanError(
             f"The plan is for {plan.workload.kind}, but the graph was captured for {graph.mode}; "
@@ -214,6 +263,11 @@ def _check_plan(plan: Plan) -> None:
             f"The stages use ranks {[stage.ranks for stage in plan.stages]}; expected every stage to have at least one "
             f"rank, none twice, and all of the ranks 0 to {max(len(ranks) - 1, 0)} to be used."
         )
+    for index, stage in enumerate(plan.stages):
+        if any(not index < target < len(plan.stages) for target in stage.feeds):
+            raise PlanError(
+                f"Stage {index} feeds stages {list(stage.feeds)}; expected later ones, up to {len(plan.stages) - 1}."
+            )
     batch, count = plan.workload.global_batch, plan.num_microbatches
     if count * len(plan.stages) > MAX_MICROBATCH_STAGES:
         raise PlanError(

@@ -12,7 +12,10 @@ run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 
     mark_instruction, mark_index         ``mark_instruction[m]`` raises mark m when bucket ``mark_index[m]`` is ready
 
 The typed classes of `instructions` are the row views; `program.ProgramBuilder.append` is the only writer.
-A program is ``prologue``, then ``body`` repeated, then ``epilogue``: a flushing schedule is a body alone.
+A program is ``prologue``, then ``body`` repeated, then ``epilogue``: a flushing schedule is a body alone. In one that
+never flushes, a microbatch that enters in one repetition of the body may leave in another. Its sections number
+microbatches and versions as if the body came once; in repetition r, and in the epilogue behind r more, the microbatches
+are those in the columns + r·``advance``, and the versions those + r·(optimizer steps of the stage in the body).
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from meshwright.spec.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Drop,
     Forward,
     Instruction,
     Opcode,
@@ -36,6 +40,7 @@ from meshwright.spec.instructions import (
     Payload,
     Receive,
     Send,
+    Stash,
 )
 
 if TYPE_CHECKING:
@@ -108,6 +113,10 @@ class Section:
                 return AllReduce(stage=stage, bucket=peer, num_bytes=num_bytes)
             case Opcode.OPTIMIZER_STEP:
                 return OptimizerStep(stage=stage, version=version)
+            case Opcode.STASH:
+                return Stash(stage=stage, version=version)
+            case Opcode.DROP:
+                return Drop(stage=stage, version=version)
 
     def waits_of(self, index: int) -> NDArray[np.int64]:
         """Ids (or marks, from ``num_instructions`` on) that one instruction waits for."""
@@ -122,7 +131,8 @@ class Section:
 class Program:
     """Everything that all ranks issue, for ``prologue``, any number of ``body`` repetitions, and ``epilogue``.
 
-    ``streams`` are ordered by rank. ``schedule`` and ``plan_hash`` say where the program came from.
+    ``streams`` are ordered by rank. ``schedule`` and ``plan_hash`` say where the program came from. ``advance`` is the
+    number of microbatches by which each repetition of the body is ahead of the one before; 0 for programs that flush.
     """
 
     schedule: str
@@ -133,6 +143,7 @@ class Program:
     prologue: Section
     body: Section
     epilogue: Section
+    advance: int = 0
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -148,6 +159,8 @@ class Program:
                 f"The program names ranks {min(ranks)} to {max(ranks)}, but it is for {self.num_ranks} ranks "
                 "(0 and up). Build the program again from its plan."
             )
+        if self.advance < 0:
+            raise ProgramError(f"The program advances by {self.advance} microbatches; expected 0 or more.")
         for name, section in self.sections():
             _check_section(name, section, len(self.streams), len(self.groups))
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from meshwright.spec.codec import write_document
 from meshwright.spec.files import write_text
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.workload import Optimizer
 from meshwright.training.text import text_batches
@@ -75,7 +76,7 @@ def write_results(
     return result
 
 
-def load_source(plan: Plan, seed: int = 0) -> ModelSource:
+def load_source(plan: Plan | Placement, seed: int = 0) -> ModelSource:
     """The plan's model with an example batch; the same weights on every rank."""
     sizes: dict[str, Any] = dict(plan.model_sizes)
     return load_model(plan.model, seed=seed, **sizes)

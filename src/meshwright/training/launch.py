@@ -30,7 +30,9 @@ from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.files import refuse_replacing
 from meshwright.spec.graph import Graph
 from meshwright.spec.model_files import read_model_file
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_files import read_plan
 from meshwright.training.job import PROGRESS_FILE, RESULT_FILE, TIMELINE_FILE, Job, RunResult, error_file, write_results
 
 _MONITOR_INTERVAL_S = 0.2
@@ -74,16 +76,22 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
         return _keep_results(Path(scratch), folder)
 
 
-def read_runnable_plan(job: Job) -> Plan:
+def read_runnable_plan(job: Job) -> Plan | Placement:
     """The job's plan. Raises PlanError for one whose model has no code, and what `compute_orders` raises."""
-    plan = read_document(Plan, job.plan)
+    plan = read_plan(job.plan)
     if isinstance(read_model_file(plan.model), Graph):
         raise PlanError(
             f"The plan was made from the stored graph {plan.model!r}, which has no code and no weights to run. "
             "Plan again from the model's own reference (a zoo name or path/to/file.py:function)."
         )
-    check_runnable(plan)
-    compute_orders(plan)
+    if isinstance(plan, Plan):
+        check_runnable(plan)
+        compute_orders(plan)
+    elif plan.workload.kind != "training":
+        raise PlanError(
+            f"{job.plan} places a graph for inference, but `run` trains. Run it with "
+            "`meshwright.runtime.open_session`, or place the graph of a training step."
+        )
     return plan
 
 

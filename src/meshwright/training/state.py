@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from meshwright.runtime import Session
 from meshwright.spec.errors import DocumentError
-from meshwright.spec.slices import slice_graph
+from meshwright.spec.placed_slices import slice_stages
 
 
 def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Tensor] | None:
@@ -21,7 +22,11 @@ def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Te
     model.
     """
     owners = _owners(session)
-    own = {**dict(session.module.named_parameters()), **dict(session.module.named_buffers())}
+    own = {
+        name: item
+        for module in session.modules
+        for name, item in chain(module.named_parameters(), module.named_buffers())
+    }
     state: dict[str, torch.Tensor] = {}
     for tensor, owner in owners.items():
         facts = session.graph.tensors[tensor]
@@ -64,7 +69,7 @@ def save_state(state: dict[str, torch.Tensor], path: Path) -> None:
 def _owners(session: Session) -> dict[int, int]:
     """Tensor id of every parameter and buffer → the rank that speaks for it."""
     owners: dict[int, int] = {}
-    for stage in slice_graph(session.graph, session.plan.bounds):
+    for stage in slice_stages(session.graph, session.plan):
         for tensor in (*stage.parameters, *stage.buffers):
             owners.setdefault(tensor, session.plan.stages[stage.index].ranks[0])
     return owners

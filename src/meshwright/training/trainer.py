@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured, capture_model, flatten_batch
 from meshwright.runtime import Session, gather_timeline, join_group, measure_clock_offset, open_session
-from meshwright.spec.codec import read_document
 from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_files import read_plan
 from meshwright.spec.timeline import Timeline
 from meshwright.training.memory import MemoryMeter
 from meshwright.training.state import gather_state, save_state
@@ -39,7 +40,7 @@ def prepare(
     optimizer: OptimizerArgument,
     batch: tuple[Any, Any],
     *,
-    plan: Plan | Path | str,
+    plan: Plan | Placement | Path | str,
     run_seed: int = 0,
     verify: bool = True,
 ) -> Trainer:
@@ -52,7 +53,7 @@ def prepare(
         optimizer: a torch optimizer over ``model.parameters()`` (it keeps only this rank's parameters), or a function
             that makes one from a list of parameters.
         batch: an example batch ``(inputs, targets)``; only its shapes matter.
-        plan: a Plan or the file of one.
+        plan: a Plan, a Placement or the file of either.
         run_seed: seed of dropout and other random ops.
         verify: compare the captured model with the eager one first.
 
@@ -60,7 +61,7 @@ def prepare(
     faithfully.
     """
     rank, _ = join_group()
-    plan = plan if isinstance(plan, Plan) else read_document(Plan, plan)
+    plan = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
     inputs, targets = batch
     captured = capture_model(
         model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=verify and rank == 0
@@ -86,7 +87,7 @@ class Trainer:
         self._memory = MemoryMeter(session.device, session.parameters.values())
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | Placement:
         """The plan that is executed."""
         return self._session.plan
 
@@ -104,7 +105,7 @@ class Trainer:
         tensors = flatten_batch(self._captured, inputs, targets)
         if self._steps == 0:
             _check_same_batch(tensors)
-        losses = self._session.executor.run_step(self._steps, self._session.microbatch_inputs(tensors))
+        losses = self._session.run_step(self._steps, tensors).get(self._session.graph.outputs[0], [])
         self._steps += 1
         total = torch.zeros((), dtype=torch.float64, device=self._session.device)
         for loss in losses:
@@ -116,11 +117,18 @@ class Trainer:
         """Bytes that this rank holds before a step on such a batch: its stage's state, buckets, its microbatches."""
         session = self._session
         given = session.microbatch_inputs(flatten_batch(self._captured, inputs, targets))
-        ranks = self.plan.stages[session.stage.index]
-        mine = [item for index, items in enumerate(given) if ranks.rank_of(index) == self.rank for item in items]
-        state = [*session.module.parameters(), *session.module.buffers()]
+        # Stages share what several of them read: the same memory counts once.
+        mine = {
+            (index, item.data_ptr()): item.nbytes
+            for stage, microbatches in given.items()
+            for index, items in enumerate(microbatches)
+            if self.plan.stages[stage].rank_of(index) == self.rank
+            for item in items
+        }
+        state = [item for module in session.modules for item in (*module.parameters(), *module.buffers())]
         buckets = session.exchange.buffers if session.exchange is not None else []
-        return sum(item.nbytes for item in (*state, *buckets, *mine))
+        held = {id(item): item.nbytes for item in (*state, *buckets)}
+        return sum(held.values()) + sum(mine.values())
 
     def record(self) -> None:
         """Record spans from the next step on (what was recorded before is dropped)."""

@@ -25,7 +25,7 @@ from meshwright.runtime import join_group
 from meshwright.spec.codec import dump_json, encode_document, read_document
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.files import write_text
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan_files import read_plan
 from meshwright.training.job import (
     PROGRESS_FILE,
     Job,
@@ -111,7 +111,7 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
 
     ``report`` is called on rank 0 after every step.
     """
-    plan = read_document(Plan, job.plan)
+    plan = read_plan(job.plan)
     join_group()
     source = load_source(plan, job.seed)
     trainer = prepare(

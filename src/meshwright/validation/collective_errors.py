@@ -8,7 +8,6 @@ the percentiles of its measured / priced, however many rows it has.
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +16,9 @@ from meshwright.cost.collectives.datasheet import quote_collective
 from meshwright.cost.collectives.errors import DatasheetErrors, bound_price
 from meshwright.cost.collectives.fitted import ErrorScale
 from meshwright.cost.collectives.fitting import collective_rows, groups_of
-from meshwright.cost.prediction import Interval, Predictions, fit_interval
+from meshwright.cost.prediction import Interval, Predictions
 from meshwright.spec import load_cluster
+from meshwright.validation.collective_rows import digest_rows, fit_alike
 from meshwright.validation.datasets import load_records
 from meshwright.validation.scores import Score, score_rows
 
@@ -40,11 +40,10 @@ _BASIS: tuple[Basis, ...] = ("roofline",)
 def fit_datasheet_errors(inside: Records, across: Records) -> DatasheetErrors:
     """The factors of each op among the rows, whose devices are those of shipped clusters."""
     inner, outer = collective_rows(inside), crossing_rows(across)
-    hashes = np.sort(np.concatenate([inner.row_hashes(), outer.row_hashes()])).astype("<u8").tobytes()
     return DatasheetErrors(
         source=_SOURCE,
         devices=tuple(sorted(set(inner.device))),
-        rows_sha256=hashlib.sha256(hashes).hexdigest(),
+        rows_sha256=digest_rows(inner, outer),
         inside=_fit_scales(inner),
         across=_fit_scales(outer),
     )
@@ -110,8 +109,5 @@ def _fit_scales(rows: Records) -> dict[str, ErrorScale]:
 
 
 def _factors(ratios: Floats, devices: NDArray[np.object_], regime: NDArray[np.bool_]) -> Interval:
-    """The interval of measured / priced in a regime, over the percentiles of each kind of device; 1 lies in it."""
-    parts = [np.percentile(ratios[regime & (devices == name)], range(1, 100)) for name in sorted(set(devices[regime]))]
-    pooled = np.concatenate(parts)
-    found = fit_interval(pooled, np.ones(len(pooled)))
-    return Interval(low=min(found.low, 1.0), high=max(found.high, 1.0))
+    """The interval of measured / priced in a regime."""
+    return fit_alike(ratios[regime & (devices == name)] for name in sorted(set(devices[regime])))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshwright.cost.collectives import load_topology
 from meshwright.cost.collectives.fitting import groups_of
-from meshwright.cost.prediction import Predictions
+from meshwright.cost.prediction import Interval, Predictions, fit_interval
 from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from meshwright.cost.collectives import CollectiveModel, Topology
-    from meshwright.cost.prediction import Basis
+    from meshwright.cost.prediction import Basis, Floats
     from meshwright.records import Records
 
 
@@ -26,6 +29,22 @@ def table_of(rows: Records, index: int) -> tuple[str, str, str]:
 def topology_of(device: str) -> Topology | None:
     """The links inside the measured nodes of a kind of device, where they differ from pair to pair."""
     return load_topology("dgx1-v100") if device == "V100" else None
+
+
+def digest_rows(*tables: Records) -> str:
+    """SHA-256 of the rows of all tables, in whatever order they stand."""
+    hashes = np.sort(np.concatenate([rows.row_hashes() for rows in tables]))
+    return hashlib.sha256(hashes.astype("<u8").tobytes()).hexdigest()
+
+
+def fit_alike(ratios: Iterable[Floats]) -> Interval:
+    """The interval of measured / predicted over the percentiles of each kind of device; 1 lies in it.
+
+    ``ratios``: those of each kind, shape (rows of it,). So every kind counts the same, however many rows it has.
+    """
+    pooled = np.concatenate([np.percentile(mine, range(1, 100)) for mine in ratios])
+    found = fit_interval(pooled, np.ones(len(pooled)))
+    return Interval(low=min(found.low, 1.0), high=max(found.high, 1.0))
 
 
 def predict_rows(model: CollectiveModel, rows: Records, *, placed_only: bool = False) -> Predictions:

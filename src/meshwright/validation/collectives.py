@@ -59,6 +59,8 @@ _NOTE = (
     "for all series of a layout"
 )
 _LARGE_BYTES, _MEDIUM_BYTES = 64 * 2**20, 2**20
+# Devices of a node of the V100 cluster.
+_PER_NODE = 8
 
 
 def score_collectives() -> tuple[Score, ...]:
@@ -69,17 +71,14 @@ def score_collectives() -> tuple[Score, ...]:
 def score_new_cluster() -> tuple[Score, ...]:
     """Four nodes predicted from two: per op, all that was measured and what is no plateau."""
     rows = load_records("v100")
-    nodes, per_node = rows.op != "matmul", 8
-    rows = rows.select(nodes)
-    across = (rows.size("ranks") - 1) * rows.size("stride") >= per_node
-    eights = rows.size("devices_per_node") == per_node
-    fitted = rows.select((rows.size("nodes") == 2) & eights)
-    model = fit_collectives(fitted, topology_of("V100"))
-    asked = rows.select(
-        (rows.size("nodes") == 4) & eights & across & (rows.size("bytes") >= _LARGE_BYTES) & ~rows.has_flag("noop")
-    )
+    rows = rows.select(rows.op != "matmul")
+    rows = rows.select(rows.size("devices_per_node") == _PER_NODE)
+    crossing = (rows.size("ranks") - 1) * rows.size("stride") >= _PER_NODE
+    on_two, on_four = (rows.size("nodes") == count for count in (2, 4))
+    model = fit_collectives(rows.select(on_two), topology_of("V100"))
+    asked = rows.select(on_four & crossing & (rows.size("bytes") >= _LARGE_BYTES) & ~rows.has_flag("noop"))
     refuse_seen("v100", _seen(model), asked.row_hashes())
-    base = collective_rows(rows.select((rows.size("nodes") == 2) & eights & across))
+    base = collective_rows(rows.select(on_two & crossing))
     scores = []
     for op in OPS:
         mine = asked.where(op=op)

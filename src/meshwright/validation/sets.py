@@ -76,6 +76,12 @@ DATASETS = (
         score=Later(function="steps.score_steps"),
         quick=Later(function="steps.score_steps"),
     ),
+    DataSet(
+        name="schedules",
+        about="bubbles and speed-ups of pipeline schedules that Zero Bubble states, from its times of stages",
+        score=Later(function="schedules.score_schedules"),
+        quick=Later(function="schedules.score_schedules"),
+    ),
 )
 
 

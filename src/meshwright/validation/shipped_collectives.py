@@ -9,7 +9,6 @@ kinds. Only the A100 was measured by two parties; the other tables of a kind com
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -19,11 +18,11 @@ import numpy as np
 from meshwright.cost.collectives import fit_collectives
 from meshwright.cost.collectives.fitting import collective_rows
 from meshwright.cost.collectives.shipped import ShippedCollectives, ShippedKind, widen
-from meshwright.cost.prediction import Interval, Predictions, fit_interval, join_predictions
+from meshwright.cost.prediction import Interval, Predictions, join_predictions
 from meshwright.records import COLUMNS, Records
 from meshwright.spec import load_cluster
 from meshwright.validation.collective_errors import price_rows
-from meshwright.validation.collective_rows import predict_rows, table_of, topology_of
+from meshwright.validation.collective_rows import digest_rows, fit_alike, predict_rows, table_of, topology_of
 from meshwright.validation.datasets import load_records
 from meshwright.validation.scores import Score, score_rows
 
@@ -44,12 +43,11 @@ def fit_shipped() -> ShippedCollectives:
     kinds = []
     for device in sorted(set(usable.device)):
         mine = usable.where(device=device)
-        hashes = np.sort(mine.row_hashes()).astype("<u8").tobytes()
         kinds.append(
             ShippedKind(
                 link_bytes_per_s=load_cluster(f"8x{device}").nodes[0].device_link.bandwidth_bytes_per_s,
                 software=tuple(sorted(set(mine.software))),
-                rows_sha256=hashlib.sha256(hashes).hexdigest(),
+                rows_sha256=digest_rows(mine),
                 model=_round(_fit(mine)),
             )
         )
@@ -95,11 +93,10 @@ def leave_tables_out() -> LeftOut:
 
 
 def fit_elsewhere(left_out: Mapping[str, list[tuple[Records, Predictions]]]) -> Interval:
-    """The interval of measured / predicted of tables left out, over the percentiles of each kind of device."""
-    ratios = [np.concatenate([rows.seconds / said.seconds for rows, said in parts]) for parts in left_out.values()]
-    pooled = np.concatenate([np.percentile(mine, range(1, 100)) for mine in ratios])
-    found = fit_interval(pooled, np.ones(len(pooled)))
-    return Interval(low=min(found.low, 1.0), high=max(found.high, 1.0))
+    """The interval of measured / predicted of tables left out."""
+    return fit_alike(
+        np.concatenate([rows.seconds / said.seconds for rows, said in parts]) for parts in left_out.values()
+    )
 
 
 def _fit(rows: Records) -> CollectiveModel:

@@ -118,31 +118,23 @@ def score_steps() -> tuple[Score, ...]:
     simulated = {row["id"]: seconds for row in scored if (seconds := _own_prediction(row)) is not None}
     scores: list[Score] = []
     for part in PARTS:
-        mine = [index for index, case in enumerate(cases) if part.holds(case, regime_of(case, model))]
-        measured, ours = _measured([cases[index] for index in mine]), _choose(predicted, mine)
+        held = np.array([part.holds(case, regime_of(case, model)) for case in cases])
+        mine = [case for case, kept in zip(cases, held, strict=True) if kept]
+        measured, ours = _measured(mine), predicted.select(held)
         if part.targets:
-            without = _move(ours, predict_left_out([cases[index] for index in mine], fitted, model))
+            without = _move(ours, predict_left_out(mine, fitted, model))
             for judged, target in part.targets:
                 scores.append(
                     score_rows(DATASET, part.name, WITHOUT_SIZE, measured, without, judged=judged, target=target)
                 )
         scores.append(score_rows(DATASET, part.name, OURS, measured, ours, note=part.note))
-        scores.append(score_rows(DATASET, part.name, CONSTANT, measured, constant_s[mine]))
-        names = [cases[index].row_id for index in mine]
+        scores.append(score_rows(DATASET, part.name, CONSTANT, measured, constant_s[held]))
+        names = [case.row_id for case in mine]
         if all(name in simulated for name in names):
             own = np.array([simulated[name] for name in names])
             scores.append(score_rows(DATASET, part.name, "SimuMax", measured, own))
     scores.append(score_rows(DATASET, "SC'21, each model left out", OURS, _measured(fitted), left_out_s))
     return (*scores, *_score_layers(model))
-
-
-def _choose(predicted: Predictions, rows: Sequence[int]) -> Predictions:
-    return Predictions(
-        seconds=predicted.seconds[rows],
-        low_s=predicted.low_s[rows],
-        high_s=predicted.high_s[rows],
-        basis=tuple(predicted.basis[row] for row in rows),
-    )
 
 
 def _move(predicted: Predictions, seconds: Floats) -> Predictions:

@@ -22,10 +22,10 @@ from meshwright.spec import decode_document, load_cluster
 from meshwright.spec.parsing import read_data
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from meshwright.cost.prediction import Basis
-    from meshwright.spec import Cluster
+    from meshwright.spec import Cluster, Link
 
 # Generations of a link, and its PCIe variant, differ by a factor of 1.5 at least; datasheets round by less than this.
 _SAME_LINK = 0.1
@@ -56,27 +56,26 @@ class ShippedCollectives:
 
     def find(self, cluster: Cluster, ranks: Sequence[int]) -> CollectiveModel | None:
         """The model of the ranks' devices, if all are on one node of a kind and link that was measured."""
-        nodes = {cluster.node_index(rank) for rank in ranks}
-        names = {cluster.device_kind(rank).name for rank in ranks}
-        if len(nodes) > 1 or len(names) > 1:
-            return None
-        link = cluster.nodes[nodes.pop()].device_link
-        for kind in self.kinds:
-            off = abs(link.bandwidth_bytes_per_s / kind.link_bytes_per_s - 1.0)
-            if {kind.model.device} == names and off <= _SAME_LINK:
+        for kind, link in self._measured(cluster, ranks):
+            if abs(link.bandwidth_bytes_per_s / kind.link_bytes_per_s - 1.0) <= _SAME_LINK:
                 usual = load_cluster(f"2x{kind.model.device}").nodes[0].device_link.latency_s
                 return kind.model if usual / _SLOWER <= link.latency_s <= usual * _SLOWER else None
         return None
 
     def find_faster(self, cluster: Cluster, ranks: Sequence[int]) -> CollectiveModel | None:
         """The model of the ranks' devices, all on one node, if theirs is a slower link than the measured one."""
+        for kind, link in self._measured(cluster, ranks):
+            if link.bandwidth_bytes_per_s < kind.link_bytes_per_s * (1 + _SAME_LINK):
+                return kind.model
+        return None
+
+    def _measured(self, cluster: Cluster, ranks: Sequence[int]) -> Iterator[tuple[ShippedKind, Link]]:
+        """The kinds that the ranks' devices are of, with the link between these, if all are on one node."""
         nodes = {cluster.node_index(rank) for rank in ranks}
         names = {cluster.device_kind(rank).name for rank in ranks}
-        if len(nodes) > 1 or len(names) > 1:
-            return None
-        link = cluster.nodes[nodes.pop()].device_link
-        slower = (kind for kind in self.kinds if link.bandwidth_bytes_per_s < kind.link_bytes_per_s * (1 + _SAME_LINK))
-        return next((kind.model for kind in slower if {kind.model.device} == names), None)
+        if len(nodes) == len(names) == 1:
+            link = cluster.nodes[nodes.pop()].device_link
+            yield from ((kind, link) for kind in self.kinds if {kind.model.device} == names)
 
     def widen(self, found: Predictions) -> Predictions:
         """A model's answer as it stands for another machine than the measured one."""

@@ -6,6 +6,7 @@ the stages lie, and with how many replicas. Replica r of a stage with R replicas
     single           gpipe, 1f1b, zb-h1, zb-h2     one stage on a rank
     virtual          interleaved, looped-bfs       stages i, i + p, i + 2p, ... on the ranks of stage i
     bidirectional    zb-v, dualpipe-v, dualpipe    two stages on a rank, counted from both ends
+    endless          pipedream, pipedream-vertical, pipedream-2bw    one stage on a rank, no flush: more than an order
 
 A user's own schedules yield typed instructions: `own_schedules` finds them, `orders` checks what they yield.
 """
@@ -20,12 +21,12 @@ from meshwright.program.schedules.columns import OrderColumns
 from meshwright.program.schedules.layouts import local_microbatches, num_active, stays_on_rank
 from meshwright.program.schedules.single import gpipe, one_forward_one_backward, zb_h1, zb_h2
 from meshwright.program.schedules.virtual import interleaved, looped_breadth_first
-from meshwright.spec.plan import Plan, ScheduleName
+from meshwright.spec.plan import Plan, ScheduleName, SynchronousName
 
 LayoutKind = Literal["single", "in turn", "v", "both ways"]
 NamedSchedule = Callable[[Plan, int], OrderColumns]
 
-SCHEDULES: dict[ScheduleName, NamedSchedule] = {
+SCHEDULES: dict[SynchronousName, NamedSchedule] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "zb-h1": zb_h1,
@@ -48,6 +49,9 @@ SCHEDULE_LAYOUTS: dict[ScheduleName, LayoutKind] = {
     "zb-v": "v",
     "dualpipe": "both ways",
     "dualpipe-v": "v",
+    "pipedream": "single",
+    "pipedream-vertical": "single",
+    "pipedream-2bw": "single",
 }
 
 __all__ = [

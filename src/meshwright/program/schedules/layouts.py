@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec.errors import PlanError
+from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 
 
@@ -33,7 +34,7 @@ def local_microbatches(plan: Plan, stage: int, rank: int) -> range:
     return range(ranks.index(rank), plan.num_microbatches, len(ranks))
 
 
-def stays_on_rank(plan: Plan, source: int, target: int) -> bool:
+def stays_on_rank(plan: Plan | Placement, source: int, target: int) -> bool:
     """Whether two stages compute each microbatch on one rank, so that nothing is sent between them.
 
     Raises PlanError if they do for some microbatches only.
@@ -54,10 +55,20 @@ def stays_on_rank(plan: Plan, source: int, target: int) -> bool:
 def num_active(plan: Plan, stage: int) -> int:
     """Microbatches that a replica of ``stage`` must have in flight so that nothing waits: PipeDream's number.
 
-    ceil(R_s + R_(s+1) + … / R_s) for R_s replicas of stage s; p - s in a pipeline of p stages without replicas.
+    ceil(R_s + R_(s+1) + … / R_s) for R_s replicas of stage s; p - s in a pipeline of p stages without replicas. Where
+    stages form branches the sum goes along the way to the end with the most ranks.
     """
-    later = sum(len(item.ranks) for item in plan.stages[stage:])
-    return -(-later // len(plan.stages[stage].ranks))
+    return -(-_ranks_ahead(plan)[stage] // len(plan.stages[stage].ranks))
+
+
+@lru_cache(maxsize=64)
+def _ranks_ahead(plan: Plan) -> tuple[int, ...]:
+    """Of each stage, the ranks on the longest way from it to the end."""
+    ahead = [0] * len(plan.stages)
+    for stage in reversed(range(len(plan.stages))):
+        later = max((ahead[target] for target in plan.feeds(stage)), default=0)
+        ahead[stage] = len(plan.stages[stage].ranks) + later
+    return tuple(ahead)
 
 
 def sit_alone(plan: Plan, rank: int, *, alike: bool = False) -> Seat:

@@ -10,12 +10,12 @@ from meshwright.report.layers import graph_rows, graph_total
 from meshwright.report.page.document import page_document, result_part
 from meshwright.report.page.layouts import cluster_part
 from meshwright.report.page.results import comparison_part
-from meshwright.report.rows import measurement_rows, program_rows
+from meshwright.report.rows import measurement_rows, placement_rows, program_rows
 from meshwright.report.time_shares import timeline_rows
-from meshwright.spec import Cluster, Graph, Measurements, Plan, Program, Timeline, encode_document
+from meshwright.spec import Cluster, Graph, Measurements, Placement, Plan, Program, Timeline, encode_document
 
 Row = dict[str, Any]
-Shown = Graph | Plan | Program | Timeline | Cluster | Measurements
+Shown = Graph | Plan | Placement | Program | Timeline | Cluster | Measurements
 
 
 def shown_document(
@@ -40,6 +40,8 @@ def shown_document(
             parts = _graph_parts(value, batch_size)
         case Plan():
             parts = _plan_parts(value, cluster)
+        case Placement():
+            parts = _placement_parts(value)
         case Program():
             parts = _program_parts(value)
         case Timeline():
@@ -87,6 +89,15 @@ def _plan_parts(plan: Plan, cluster: Cluster | None) -> Row:
         "cluster": None if cluster is None else cluster_part(cluster),
         "provenance": {"graph": plan.graph_hash},
         "documents": _saved(plan),
+    }
+
+
+def _placement_parts(placement: Placement) -> Row:
+    return {
+        "title": f"{placement.model} on {placement.cluster}",
+        "tables": [{"title": placement.describe(), "rows": placement_rows(placement)}],
+        "provenance": {"graph": placement.graph_hash},
+        "documents": _saved(placement),
     }
 
 

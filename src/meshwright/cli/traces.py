@@ -1,0 +1,37 @@
+"""``--trace FILE`` and ``--trace-ranks``: where a trace goes, and which ranks it shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TraceOption = Annotated[
+    Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file (.json, or .json.gz).")
+]
+TraceRanksOption = Annotated[
+    str | None, typer.Option(help="Only these ranks in the trace: numbers and ranges, such as 0,5-7.")
+]
+# Six digits: no range asks for more memory than a list of a million numbers.
+_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+
+
+def traced_ranks(trace: Path | None, ranks: str | None) -> tuple[int, ...] | None:
+    """The ranks that a trace is to show, ascending; None for all. Raises BadParameter for what names none."""
+    if ranks is None:
+        return None
+    if trace is None:
+        raise typer.BadParameter("--trace-ranks says which ranks a trace shows; give --trace FILE, too.")
+    chosen: set[int] = set()
+    for part in ranks.split(","):
+        found = _RANGE.fullmatch(part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if last < first:
+            raise typer.BadParameter(
+                f"--trace-ranks {ranks!r}: {part!r} names no ranks; expected numbers of up to six digits and ranges of "
+                "them, such as 0,5-7."
+            )
+        chosen.update(range(first, last + 1))
+    return tuple(sorted(chosen))

@@ -1,0 +1,218 @@
+"""Which ops of a graph can be placed on their own, and which only together: the tasks that `place` puts on devices.
+
+Three things keep ops together:
+
+- **one task**: ops around memory that is written in place, from its first maker to its last write (all users, where it
+  is state), for a value must not leave before its last write; and what lies on a path between two ops of a task, or
+  the task would wait for itself. Found as the strongly connected components of the graph with such ops merged.
+- **one device**: ops that share a trained parameter, so that its gradient needs no exchange.
+- **order**: ops that draw random numbers follow each other in the graph's order, since they share one generator.
+
+Replicable ops are no tasks: every device computes those that it needs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.cost.traits import is_in_place, operator_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from meshwright.spec import Graph, Op
+
+# In an edge, in place of a tensor: the state of the generator.
+GENERATOR = -1
+# Operators whose result is a view of the first argument or a copy, as its strides have it, which may vary with the
+# batch size.
+_MAY_SHARE = ("contiguous", "flatten", "ravel", "reshape", "reshape_as")
+_HELD = ("input", "parameter", "buffer", "constant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tasks:
+    """A partition of the ops that are placed.
+
+    ``ops[t]`` ascending; ``reads[t]`` are (task, tensor) pairs, each tensor once, of what task t reads of others, with
+    `GENERATOR` for the state of the random generator.
+    """
+
+    ops: tuple[tuple[int, ...], ...]
+    reads: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def task_of(self) -> dict[int, int]:
+        """The task of each op that is placed."""
+        return {op: task for task, ops in enumerate(self.ops) for op in ops}
+
+    def readers(self) -> list[list[int]]:
+        """The tasks that read something of each task, ascending, each once."""
+        found: list[list[int]] = [[] for _ in self.ops]
+        for task, reads in enumerate(self.reads):
+            for source in sorted({source for source, _ in reads}):
+                found[source].append(task)
+        return found
+
+
+class UnionFind:
+    """Sets of numbers that are merged; the smallest stands for its set."""
+
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
+
+    def find(self, item: int) -> int:
+        """Who stands for the item's set."""
+        while self._parent[item] != item:
+            self._parent[item] = self._parent[self._parent[item]]
+            item = self._parent[item]
+        return item
+
+    def merge(self, items: Iterable[int]) -> None:
+        """Make one set of all sets of the items."""
+        roots = sorted({self.find(item) for item in items})
+        for root in roots[1:]:
+            self._parent[root] = roots[0]
+
+
+def find_tasks(graph: Graph) -> Tasks:
+    """The smallest tasks that may be placed one by one."""
+    sets = UnionFind(len(graph.ops))
+    for ops in _written_together(graph):
+        sets.merge(ops)
+    successors: dict[int, set[int]] = defaultdict(set)
+    for op, source, _ in _op_edges(graph):
+        successors[sets.find(source)].add(sets.find(op))
+    placed = [op for op in range(len(graph.ops)) if not graph.ops[op].replicable]
+    for component in _components(sorted({sets.find(op) for op in placed}), successors):
+        sets.merge(component)
+    return group_tasks(graph, [(sets.find(op), op) for op in placed])
+
+
+def merge_chains(graph: Graph, tasks: Tasks, classes: Sequence[object]) -> tuple[Tasks, tuple[int, ...]]:
+    """Tasks in which those of a chain are one, and the new task of each old one.
+
+    A chain is a run of tasks each of which reads only the one before and is read only by the one behind; its tasks are
+    of one class (what ``classes`` has for them, of shape (tasks,)).
+    """
+    sets = UnionFind(len(tasks.ops))
+    readers = tasks.readers()
+    for task, reads in enumerate(tasks.reads):
+        sources = {source for source, _ in reads}
+        if len(sources) == 1:
+            (source,) = sources
+            if len(readers[source]) == 1 and classes[source] == classes[task]:
+                sets.merge((source, task))
+    merged = group_tasks(graph, [(sets.find(task), op) for task, ops in enumerate(tasks.ops) for op in ops])
+    home = merged.task_of
+    return merged, tuple(home[ops[0]] for ops in tasks.ops)
+
+
+def group_tasks(graph: Graph, grouped: Iterable[tuple[int, int]]) -> Tasks:
+    """The tasks of pairs (group, op)."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for group, op in grouped:
+        groups[group].append(op)
+    ops = tuple(sorted(tuple(sorted(members)) for members in groups.values()))
+    home = {op: task for task, members in enumerate(ops) for op in members}
+    reads: list[dict[tuple[int, int], None]] = [{} for _ in ops]
+    for op, source, tensor in _op_edges(graph):
+        if home[op] != home[source]:
+            reads[home[op]][home[source], tensor] = None
+    return Tasks(ops=ops, reads=tuple(map(tuple, reads)))
+
+
+def parameter_sharers(graph: Graph) -> list[list[int]]:
+    """Ops that share a trained parameter, for every parameter that several read."""
+    if graph.mode != "training":
+        return []
+    users: dict[int, list[int]] = defaultdict(list)
+    for index, op in enumerate(graph.ops):
+        for tensor in dict.fromkeys(op.inputs):
+            if graph.tensors[tensor].role == "parameter" and graph.tensors[tensor].requires_grad:
+                users[tensor].append(index)
+    return [ops for ops in users.values() if len(ops) > 1]
+
+
+def _op_edges(graph: Graph) -> Iterator[tuple[int, int, int]]:
+    """(op, the placed op whose result it reads, tensor), and (op, the op that drew before it, `GENERATOR`)."""
+    maker: dict[int, int] = {}
+    drew: int | None = None
+    for index, op in enumerate(graph.ops):
+        if op.replicable:
+            continue
+        yield from ((index, maker[tensor], tensor) for tensor in dict.fromkeys(op.inputs) if tensor in maker)
+        if op.random:
+            if drew is not None:
+                yield index, drew, GENERATOR
+            drew = index
+        maker.update(dict.fromkeys(op.outputs, index))
+
+
+def _written_together(graph: Graph) -> list[list[int]]:
+    """Ops around each piece of memory that is written, from its first user to its last write."""
+    memory = UnionFind(len(graph.tensors))
+    for op in graph.ops:
+        if operator_name(op) in _MAY_SHARE:
+            memory.merge(graph.tensors[i].storage for i in (*op.inputs[:1], *op.outputs))
+    touching: dict[int, list[int]] = defaultdict(list)
+    last_write: dict[int, int] = {}
+    for index, op in enumerate(graph.ops):
+        if op.replicable:
+            continue
+        for piece in dict.fromkeys(memory.find(graph.tensors[i].storage) for i in (*op.inputs, *op.outputs)):
+            touching[piece].append(index)
+        last_write.update((memory.find(storage), index) for storage in _written_storages(graph, op))
+    held = {memory.find(tensor.storage) for tensor in graph.tensors if tensor.role in _HELD}
+    return [[op for op in touching[piece] if op <= last or piece in held] for piece, last in last_write.items()]
+
+
+def _written_storages(graph: Graph, op: Op) -> set[int]:
+    """The memory that an op writes beside its own results, by torch's naming rule (see `cost.traits.is_in_place`).
+
+    Batch norm writes its statistics without saying so; an op without results has nothing but what it writes.
+    """
+    read = [graph.tensors[i].storage for i in op.inputs]
+    if is_in_place(op):
+        made = {graph.tensors[i].storage for i in op.outputs} & set(read)
+        return made or set(read[:1])
+    if not op.outputs:
+        return {storage for storage in read if graph.tensors[storage].role in ("activation", "buffer")}
+    if "batch_norm" in operator_name(op) or "instance_norm" in operator_name(op):
+        return {storage for storage in read if graph.tensors[storage].role == "buffer"}
+    return set()
+
+
+def _components(nodes: Sequence[int], successors: dict[int, set[int]]) -> list[list[int]]:
+    """Strongly connected components (Kosaraju 1978), without recursion."""
+    predecessors: dict[int, set[int]] = defaultdict(set)
+    for node, others in successors.items():
+        for other in others:
+            predecessors[other].add(node)
+    finished: list[int] = []
+    seen: set[int] = set()
+    for node in nodes:
+        finished += _reach(node, successors, seen)
+    seen = set()
+    return [found for node in reversed(finished) if (found := _reach(node, predecessors, seen))]
+
+
+def _reach(start: int, successors: dict[int, set[int]], seen: set[int]) -> list[int]:
+    """Unseen nodes that are reached, each after those that are reached through it."""
+    if start in seen:
+        return []
+    seen.add(start)
+    order: list[int] = []
+    path = [(start, iter(sorted(successors[start])))]
+    while path:
+        node, others = path[-1]
+        following = next((other for other in others if other not in seen), None)
+        if following is None:
+            order.append(node)
+            path.pop()
+        else:
+            seen.add(following)
+            path.append((following, iter(sorted(successors[following]))))
+    return order

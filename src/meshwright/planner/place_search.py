@@ -1,0 +1,276 @@
+"""The search behind `place`: candidates, their simulated steps, and moves of chains that make the best one faster."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.cost import CostModel
+from meshwright.cost.optimizers import state_bytes
+from meshwright.planner.earliest_finish import Assignment, TaskCosts, order_tasks, schedule_tasks
+from meshwright.planner.op_tasks import GENERATOR, Tasks, UnionFind, find_tasks, merge_chains
+from meshwright.planner.place_constraints import Constraints, find_choices
+from meshwright.planner.segments import cut_stages
+from meshwright.program import build_placed_program
+from meshwright.simulator import price_program, simulate_plan, simulate_program
+from meshwright.spec import (
+    RNG_STATE_BYTES,
+    Cluster,
+    Graph,
+    NoFeasiblePlanError,
+    Placement,
+    Workload,
+    format_bytes,
+)
+
+# Shares of the memory that list scheduling may fill, one after the other until a candidate fits: it knows what ops hold
+# for good, not what they need meanwhile.
+_MEMORY_SHARES = (1.0, 0.85, 0.7, 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceProblem:
+    """What `place` was asked; ``limits_bytes`` has one entry for each of ``ranks``."""
+
+    graph: Graph
+    cluster: Cluster
+    workload: Workload
+    ranks: tuple[int, ...]
+    constraints: Constraints
+    num_microbatches: int
+    cost: CostModel
+    limits_bytes: tuple[int, ...]
+    model: str
+    model_sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples in one microbatch."""
+        return self.workload.global_batch // self.num_microbatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A placement with the duration of one step from a cold start, and by how many bytes its fullest rank is over."""
+
+    placement: Placement
+    step_ps: int
+    excess_bytes: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Smaller is better: first what fits, or lacks less, then what is faster."""
+        return self.excess_bytes, self.step_ps
+
+
+def search_placement(problem: PlaceProblem, max_simulated: int) -> Placement:
+    """The fastest placement that was found. Raises NoFeasiblePlanError if none fits, PlanError as `place` does."""
+    search = _Search(problem, max_simulated)
+    best = min(search.start(), key=lambda item: item[0].key)
+    candidate = search.improve(*best)
+    if candidate.excess_bytes:
+        raise _does_not_fit(problem, candidate.placement)
+    return candidate.placement
+
+
+class _Search:
+    def __init__(self, problem: PlaceProblem, max_simulated: int) -> None:
+        self._problem, self._left = problem, max_simulated
+        self._tasks = find_tasks(problem.graph)
+        self._choices = find_choices(problem.graph, self._tasks, problem.ranks, problem.constraints)
+        self._costs = _task_costs(problem, self._tasks)
+        self._chains, self._chain_of = merge_chains(problem.graph, self._tasks, self._choices.allowed)
+        self._known: dict[Placement, _Candidate] = {}
+
+    def start(self) -> Iterator[tuple[_Candidate, Assignment]]:
+        """Everything on one device, pipelines, and list schedules, those for less memory only where nothing fits."""
+        least: int | None = None
+        for assignment in self._assignments():
+            if assignment is None:
+                # Another round, with less memory.
+                if least == 0:
+                    return
+                continue
+            candidate = self._simulate(assignment)
+            least = candidate.excess_bytes if least is None else min(least, candidate.excess_bytes)
+            yield candidate, assignment
+        if least is None:
+            raise NoFeasiblePlanError(
+                f"The parameters of {self._problem.model} with what training keeps for them do not fit: the devices "
+                f"{', '.join(map(str, self._problem.ranks))} have "
+                f"{', '.join(map(format_bytes, self._problem.limits_bytes))}. Give more devices, or loosen constraints "
+                "that put much on one."
+            )
+
+    def improve(self, best: _Candidate, assignment: Assignment) -> _Candidate:
+        """Move chains, with what has to share their device, the heaviest first, while that helps."""
+        moves = self._moves()
+        improved = True
+        while improved:
+            improved = False
+            for tasks in moves:
+                for device in self._choices.allowed[tasks[0]]:
+                    if self._left <= 0 or all(assignment.devices[task] == device for task in tasks):
+                        continue
+                    devices = list(assignment.devices)
+                    for task in tasks:
+                        devices[task] = device
+                    pinned = self._pin(devices)
+                    candidate = self._simulate(pinned)
+                    if candidate.key < best.key:
+                        best, assignment, improved = candidate, pinned, True
+        return best
+
+    def _assignments(self) -> Iterator[Assignment | None]:
+        for device in sorted(set.intersection(*map(set, self._choices.allowed))):
+            yield self._pin([device] * len(self._tasks.ops))
+        for count in range(2, len(self._problem.ranks) + 1):
+            yield self._pin(self._pipeline(count))
+        for share in _MEMORY_SHARES:
+            yield from self._list_schedules(share)
+            yield None
+
+    def _moves(self) -> list[list[int]]:
+        """Sets of tasks that are moved together, the heaviest first: groups, joined by the chains that they are in."""
+        sets = UnionFind(len(self._tasks.ops))
+        first_of_chain: dict[int, int] = {}
+        for task, chain in enumerate(self._chain_of):
+            sets.merge((first_of_chain.setdefault(chain, task), task, self._choices.groups[task]))
+        members: dict[int, list[int]] = defaultdict(list)
+        for task in range(len(self._tasks.ops)):
+            members[sets.find(task)].append(task)
+        seconds = self._costs.seconds.mean(axis=1)
+        return sorted(members.values(), key=lambda tasks: (-float(seconds[tasks].sum()), tasks))
+
+    def _pipeline(self, count: int) -> list[int]:
+        """The first ``count`` devices, each with the next tasks in the graph's order, of about equal seconds."""
+        order = order_tasks(self._tasks, [float(ops[0]) for ops in self._tasks.ops])
+        seconds = self._costs.seconds.mean(axis=1)
+        middle = np.cumsum(seconds[order]) - seconds[order] / 2
+        share = seconds.sum() / count or 1.0
+        wanted = dict(zip(order, np.minimum(middle / share, count - 1).astype(int).tolist(), strict=True))
+        # The first of those that share a device decides, if it may be there.
+        allowed, groups = self._choices.allowed, self._choices.groups
+        chosen = {task: min(allowed[task], key=lambda device: abs(device - wanted[task])) for task in {*groups}}
+        return [chosen[group] for group in groups]
+
+    def _list_schedules(self, share: float) -> Iterator[Assignment]:
+        """Of chains, and of single tasks."""
+        limit_bytes = self._costs.limit_bytes * share
+        of_chains = schedule_tasks(
+            self._chains,
+            replace(_task_costs(self._problem, self._chains), limit_bytes=limit_bytes),
+            *self._choices_of_chains(),
+        )
+        if of_chains is not None:
+            yield self._pin([of_chains.devices[chain] for chain in self._chain_of])
+        choices = self._choices
+        of_tasks = schedule_tasks(
+            self._tasks, replace(self._costs, limit_bytes=limit_bytes), choices.allowed, choices.groups
+        )
+        if of_tasks is not None:
+            yield of_tasks
+
+    def _choices_of_chains(self) -> tuple[list[tuple[int, ...]], list[int]]:
+        """The choices of chains: those of their tasks, which agree; groups that a chain joins are one."""
+        sets = UnionFind(len(self._chains.ops))
+        allowed: dict[int, tuple[int, ...]] = {}
+        members: dict[int, list[int]] = defaultdict(list)
+        for task, chain in enumerate(self._chain_of):
+            allowed[chain] = self._choices.allowed[task]
+            members[self._choices.groups[task]].append(chain)
+        for chains in members.values():
+            sets.merge(chains)
+        numbers = range(len(self._chains.ops))
+        return [allowed[chain] for chain in numbers], [sets.find(chain) for chain in numbers]
+
+    def _pin(self, devices: Sequence[int]) -> Assignment:
+        """When tasks start if their devices are given."""
+        costs = replace(self._costs, limit_bytes=np.full(len(self._problem.ranks), np.inf))
+        alone = range(len(self._tasks.ops))
+        found = schedule_tasks(self._tasks, costs, [(device,) for device in devices], alone)
+        assert found is not None, "memory without a limit suffices"
+        return found
+
+    def _simulate(self, assignment: Assignment) -> _Candidate:
+        problem = self._problem
+        ranks = [problem.ranks[device] for device in assignment.devices]
+        placement = Placement(
+            model=problem.model,
+            graph_hash=problem.graph.content_hash,
+            cluster=problem.cluster.name,
+            workload=problem.workload,
+            stages=cut_stages(self._tasks, ranks, order_tasks(self._tasks, assignment.starts)),
+            num_microbatches=problem.num_microbatches,
+            model_sizes=problem.model_sizes,
+        )
+        if placement not in self._known:
+            self._left -= 1
+            program = build_placed_program(placement, problem.graph)
+            timeline = simulate_program(program, price_program(program, placement, problem.graph, problem.cost))
+            limit = dict(zip(problem.ranks, problem.limits_bytes, strict=True))
+            over = [max(timeline.peak_memory_bytes[rank] - limit[rank], 0) for rank in sorted(set(ranks))]
+            self._known[placement] = _Candidate(
+                placement=placement, step_ps=int(timeline.end_ps.max(initial=0)), excess_bytes=max(over)
+            )
+        return self._known[placement]
+
+
+def _task_costs(problem: PlaceProblem, tasks: Tasks) -> TaskCosts:
+    graph, cost, size = problem.graph, problem.cost, problem.microbatch_size
+    width, training = problem.workload.float_bytes, problem.workload.kind == "training"
+    columns = []
+    for rank in problem.ranks:
+        prices = cost.price_ops(graph, size, problem.cluster.device_kind(rank))
+        each = prices.forward_s + prices.backward_s
+        columns.append([float(each[list(ops)].sum()) for ops in tasks.ops])
+    held = np.array([_held_bytes(problem, ops) for ops in tasks.ops], np.float64)
+
+    def send_s(tensor: int, source: int, target: int) -> float:
+        pair = problem.ranks[source], problem.ranks[target]
+        facts = graph.tensors[tensor]
+        num_bytes = RNG_STATE_BYTES if tensor == GENERATOR else facts.num_bytes(size, width)
+        there = cost.collective_seconds("send", pair, num_bytes)
+        returns = training and tensor != GENERATOR and facts.requires_grad
+        return there + (cost.collective_seconds("send", pair[::-1], num_bytes) if returns else 0.0)
+
+    return TaskCosts(
+        seconds=np.array(columns, np.float64).T.reshape(len(tasks.ops), len(problem.ranks)),
+        num_bytes=np.repeat(held[:, None], len(problem.ranks), axis=1),
+        limit_bytes=np.array(problem.limits_bytes, np.float64),
+        send_s=send_s,
+    )
+
+
+def _held_bytes(problem: PlaceProblem, ops: Sequence[int]) -> int:
+    """Parameters with gradients and states of the optimizer, buffers, and in training what the ops make."""
+    graph, workload = problem.graph, problem.workload
+    training, total = workload.kind == "training", 0
+    for tensor in sorted({i for op in ops for i in graph.ops[op].inputs}):
+        facts = graph.tensors[tensor]
+        if facts.role in ("parameter", "buffer"):
+            num_bytes = facts.num_bytes(0, workload.float_bytes)
+            trained = training and facts.role == "parameter" and facts.requires_grad
+            states = facts.num_elements(0) * state_bytes(workload.optimizer, workload.precision) if trained else 0
+            total += num_bytes * (1 + trained) + states
+    for tensor in (i for op in ops for i in graph.ops[op].outputs if training):
+        if graph.tensors[tensor].storage == tensor:
+            kept = graph.tensors[tensor].num_bytes(problem.microbatch_size, workload.float_bytes)
+            total += problem.num_microbatches * kept
+    return total
+
+
+def _does_not_fit(problem: PlaceProblem, placement: Placement) -> NoFeasiblePlanError:
+    simulation = simulate_plan(placement, problem.graph, problem.cluster, cost=problem.cost)
+    limit = dict(zip(problem.ranks, problem.limits_bytes, strict=True))
+    used = [rank for rank in problem.ranks if placement.stages_of(rank)]
+    rank = max(used, key=lambda item: simulation.memory[item].total_bytes - limit[item])
+    peak = simulation.memory[rank]
+    return NoFeasiblePlanError(
+        f"No placement of {problem.model} was found that fits: at best rank {rank} needs "
+        f"{format_bytes(peak.total_bytes)} of {format_bytes(limit[rank])}, most of it {peak.owner}. Give more devices, "
+        "smaller microbatches (num_microbatches), or loosen constraints."
+    )

@@ -1,0 +1,153 @@
+"""Programs of schedules that never flush: prologue, a body that repeats, epilogue.
+
+Written as one run with the body once, like any other program, and then cut: what a rank computes lies where its
+schedule says, a message beside what it waits for or what waits for it, an all-reduce beside its backward. What waits
+across a cut is left out: a send and its receive find each other by their absolute number (`spec.program`), and of the
+other kind, receives that hold back until computations before are near their end, a few are then let go early.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.program.buckets import Bucket, gradient_buckets
+from meshwright.program.builder import ProgramBuilder
+from meshwright.program.crossings import Crossings, append_transfers, join_orders
+from meshwright.program.schedules.endless import BODY, EPILOGUE, PROLOGUE, EndlessOrder, endless_order
+from meshwright.spec.codec import content_hash
+from meshwright.spec.errors import PlanError
+from meshwright.spec.graph import Graph
+from meshwright.spec.instructions import COMPUTATIONS, AllReduce, Opcode
+from meshwright.spec.plan import Plan
+from meshwright.spec.program import Program, Section
+from meshwright.spec.slices import StageSlice
+
+Ids = NDArray[np.int64]
+
+
+def build_endless(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], crossings: Crossings) -> Program:
+    """The program of a plan with an asynchronous schedule.
+
+    Raises PlanError for what the schedule does not take, parameters that several stages share among it.
+    """
+    _check_ties(plan, graph, stages)
+    orders = [_without(endless_order(plan, rank), stages, graph) for rank in range(plan.num_ranks)]
+    builder = ProgramBuilder(plan.num_ranks)
+    handles = builder.extend(
+        np.repeat(np.arange(plan.num_ranks), [len(order) for order in orders]),
+        "compute",
+        opcode=np.concatenate([order.opcode for order in orders]),
+        stage=np.repeat([order.stage for order in orders], [len(order) for order in orders]),
+        microbatch=np.concatenate([order.microbatch for order in orders]),
+        version=np.concatenate([order.version for order in orders]),
+    )
+    computes = np.concatenate([np.isin(order.opcode, COMPUTATIONS) for order in orders])
+    computations = join_orders(plan, tuple(order.computations() for order in orders))
+    append_transfers(builder, plan, computations, handles[computes], crossings)
+    _append_exchange(builder, plan, graph, orders, handles)
+    program = builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
+    prologue, body, epilogue = _cut(program, np.concatenate([order.section for order in orders]))
+    return replace(program, prologue=prologue, body=body, epilogue=epilogue, advance=plan.num_microbatches)
+
+
+def _check_ties(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> None:
+    holders: dict[int, list[int]] = {}
+    for stage in stages:
+        for parameter in stage.parameters:
+            if graph.tensors[parameter].requires_grad:
+                holders.setdefault(parameter, []).append(stage.index)
+    shared = next(((i, held) for i, held in holders.items() if len(held) > 1), None)
+    if shared is not None:
+        raise PlanError(
+            f"The schedule {plan.schedule} was given stages {shared[1]} that share the parameter "
+            f"{graph.tensors[shared[0]].name!r}. They update it at different times, so it would be no longer one "
+            "parameter. Choose a schedule that flushes, or stages that do not share it."
+        )
+
+
+def _without(order: EndlessOrder, stages: tuple[StageSlice, ...], graph: Graph) -> EndlessOrder:
+    """Backwards only where there are any, updates and copies only where something is trained."""
+    stage = stages[order.stage]
+    if stage.has_backward and any(graph.tensors[i].requires_grad for i in stage.parameters):
+        return order
+    kept = order.opcode == Opcode.FORWARD
+    if stage.has_backward:
+        kept |= order.opcode == Opcode.BACKWARD
+    columns = {name: getattr(order, name)[kept] for name in ("opcode", "microbatch", "version", "section")}
+    return replace(order, **columns)
+
+
+def _append_exchange(
+    builder: ProgramBuilder, plan: Plan, graph: Graph, orders: list[EndlessOrder], handles: Ids
+) -> None:
+    """Before an update, the gradients of the replicas are summed."""
+    buckets = gradient_buckets(graph, plan)
+    first = 0
+    for rank, order in enumerate(orders):
+        own = handles[first : first + len(order)]
+        first += len(order)
+        held = [bucket for bucket in buckets if order.stage in bucket.stages]
+        if not held:
+            continue
+        steps = np.flatnonzero(order.opcode == Opcode.OPTIMIZER_STEP)
+        backwards = np.flatnonzero(order.opcode == Opcode.BACKWARD)
+        last = backwards[np.searchsorted(backwards, steps) - 1]
+        for step, backward in zip(own[steps].tolist(), own[last].tolist(), strict=True):
+            for bucket in held:
+                builder.wait(step, _sum_up(builder, plan, rank, order.stage, backward, bucket))
+
+
+def _sum_up(builder: ProgramBuilder, plan: Plan, rank: int, stage: int, backward: int, bucket: Bucket) -> int:
+    ready = builder.mark(backward, bucket.index) if plan.exchange.overlap else backward
+    item = AllReduce(stage=stage, bucket=bucket.index, num_bytes=bucket.num_bytes)
+    return builder.append(rank, "exchange", item, group=bucket.ranks, waits=(ready,))
+
+
+def _cut(program: Program, computed_in: NDArray[np.int8]) -> tuple[Section, Section, Section]:
+    """The program's body in three; ``computed_in`` says where each instruction of the compute streams belongs."""
+    whole = program.body
+    part = _place(program, computed_in)
+    stream = np.repeat(np.arange(len(program.streams)), np.diff(whole.stream_offsets))
+    waiter = np.repeat(np.arange(whole.num_instructions), np.diff(whole.wait_offsets))
+    awaited = np.concatenate([np.arange(whole.num_instructions), whole.mark_instruction])[whole.waits]
+    sections = []
+    for number in (PROLOGUE, BODY, EPILOGUE):
+        chosen = np.flatnonzero(part == number)
+        marks = np.flatnonzero(part[whole.mark_instruction] == number)
+        new = np.full(whole.num_instructions + len(whole.mark_instruction), -1)
+        new[chosen] = np.arange(len(chosen))
+        new[whole.num_instructions + marks] = len(chosen) + np.arange(len(marks))
+        waits = (part[waiter] == number) & (part[awaited] == number)
+        counts = np.bincount(new[waiter[waits]], minlength=len(chosen))
+        columns = ("opcode", "stage", "microbatch", "version", "peer", "group", "num_bytes")
+        sections.append(
+            Section(
+                stream_offsets=np.searchsorted(stream[chosen], np.arange(len(program.streams) + 1)).astype(np.int64),
+                **{name: getattr(whole, name)[chosen] for name in columns},
+                wait_offsets=np.append(0, np.cumsum(counts)).astype(np.int64),
+                waits=new[whole.waits[waits]],
+                mark_instruction=new[whole.mark_instruction[marks]],
+                mark_index=whole.mark_index[marks],
+            )
+        )
+    return sections[0], sections[1], sections[2]
+
+
+def _place(program: Program, computed_in: NDArray[np.int8]) -> NDArray[np.int8]:
+    """The section of each instruction: of a computation as given, else that of the computation that it belongs to."""
+    whole = program.body
+    names = np.array([stream.name for stream in program.streams])
+    name = np.repeat(names, np.diff(whole.stream_offsets))
+    is_computed = name == "compute"
+    part = np.full(whole.num_instructions, -1, np.int8)
+    part[is_computed] = computed_in
+    waiter = np.repeat(np.arange(whole.num_instructions), np.diff(whole.wait_offsets))
+    awaited = np.concatenate([np.arange(whole.num_instructions), whole.mark_instruction])[whole.waits]
+    after = is_computed[awaited] & np.isin(name[waiter], ("send", "exchange"))
+    part[waiter[after]] = part[awaited[after]]
+    before = is_computed[waiter] & (name[awaited] == "receive")
+    part[awaited[before]] = part[waiter[before]]
+    return part

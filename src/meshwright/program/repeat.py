@@ -1,0 +1,94 @@
+"""A program with its body repeated, as one section: microbatches and versions counted on, waits within their part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.spec.instructions import Opcode
+from meshwright.spec.program import Program, Section
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Repeated:
+    """The section, and for each of its n instructions and m marks where it comes from.
+
+    ``source`` (n,) and ``mark_source`` (m,) are rows in the columns of prologue, body and epilogue, one behind the
+    other; ``step`` (n,) numbers the repetitions of the body (the prologue counts to the first, the epilogue to the
+    last).
+    """
+
+    section: Section
+    source: Ids
+    mark_source: Ids
+    step: NDArray[np.int32]
+
+
+def repeat_body(program: Program, num_steps: int) -> Repeated:
+    """Prologue, ``num_steps`` repetitions of the body, and epilogue."""
+    made = [section for _, section in program.sections()]
+    which = [0, *[1] * num_steps, 2]
+    steps = [0, *range(num_steps), num_steps - 1]
+    parts = [made[index] for index in which]
+    lengths = np.array([np.diff(part.stream_offsets) for part in parts])
+    stream_offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=0))])
+    begins = stream_offsets[:-1] + np.cumsum(lengths, axis=0) - lengths
+    new = [
+        np.arange(part.num_instructions) + np.repeat(begin - part.stream_offsets[:-1], length)
+        for part, begin, length in zip(parts, begins, lengths, strict=True)
+    ]
+    order = np.argsort(np.concatenate(new), kind="stable")
+    source = _behind_each_other(which, [part.num_instructions for part in made])[order]
+    mark_source = _behind_each_other(which, [len(part.mark_instruction) for part in made])
+    step = np.repeat(np.array(steps, np.int32), [part.num_instructions for part in parts])[order]
+    columns = ("opcode", "stage", "microbatch", "version", "peer", "group", "num_bytes")
+    facts: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in made])[source] for name in columns}
+    updates = _updates_per_body(program, int(facts["stage"].max(initial=0)) + 1) if program.advance else np.zeros(1)
+    for name, advance in (("microbatch", program.advance), ("version", updates[facts["stage"] % len(updates)])):
+        counted = facts[name] + (step * advance).astype(np.int32)
+        facts[name] = np.where(facts[name] < 0, facts[name], counted)
+    section = Section(
+        stream_offsets=stream_offsets.astype(np.int64),
+        **facts,
+        wait_offsets=_wait_offsets(parts, order),
+        waits=_waits(parts, new, len(order)),
+        mark_instruction=np.concatenate([ids[part.mark_instruction] for ids, part in zip(new, parts, strict=True)]),
+        mark_index=np.concatenate([part.mark_index for part in parts]),
+    )
+    return Repeated(section=section, source=source, mark_source=mark_source, step=step)
+
+
+def _behind_each_other(which: list[int], counts: list[int]) -> Ids:
+    first = np.cumsum([0, *counts])
+    return np.concatenate([np.arange(first[k], first[k + 1]) for k in which])
+
+
+def _updates_per_body(program: Program, num_stages: int) -> Ids:
+    """How many versions of each stage's weights a repetition of the body makes."""
+    body = program.body
+    steps = np.flatnonzero(body.opcode == Opcode.OPTIMIZER_STEP)
+    streams = np.repeat(np.arange(len(program.streams)), np.diff(body.stream_offsets))[steps]
+    made = np.bincount(body.stage[steps], minlength=num_stages)
+    pairs = np.unique(np.stack([streams, body.stage[steps]]), axis=1)
+    replicas: Ids = np.bincount(pairs[1], minlength=num_stages)
+    return made // np.maximum(replicas, 1)
+
+
+def _wait_offsets(parts: list[Section], order: Ids) -> Ids:
+    counts = np.concatenate([np.diff(part.wait_offsets) for part in parts])[order]
+    return np.append(0, np.cumsum(counts)).astype(np.int64)
+
+
+def _waits(parts: list[Section], new: list[Ids], num_instructions: int) -> Ids:
+    awaited, waiting, num_marks = [], [], 0
+    for part, ids in zip(parts, new, strict=True):
+        marks = num_instructions + num_marks + np.arange(len(part.mark_instruction))
+        awaited.append(np.concatenate([ids, marks])[part.waits])
+        waiting.append(np.repeat(ids, np.diff(part.wait_offsets)))
+        num_marks += len(part.mark_instruction)
+    return np.concatenate(awaited)[np.argsort(np.concatenate(waiting), kind="stable")].astype(np.int64)

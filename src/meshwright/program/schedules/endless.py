@@ -1,0 +1,181 @@
+"""Schedules that never flush: every rank goes on with the next minibatch while older ones are under way.
+
+A microbatch of the plan is a *minibatch*; a step of the plan, its ``num_microbatches`` minibatches, is one repetition
+of the body. Stage s has R_s replicas and k_s = `num_active` minibatches of a replica under way; its replica computes
+the local minibatches j = 0, 1, ... in the order
+
+    F(0) ... F(k_s - 1),  then for each j:  B(j), update if due, F(j + k_s)
+
+so that max(0, j - k_s + 1) of its backwards are done when F(j) begins. F(j) and B(j) use the same version of the
+weights, v for what v updates have made. Where an update comes in between, a copy of the version is kept (`Stash`) from
+the update until the last backward that needs it (`Drop`).
+
+    schedule              update                   version of minibatch m = j R_s + r at stage s
+    pipedream             every R_s minibatches    max(0, j - k_s + 1): the newest
+    pipedream-vertical    the same                 max(0, m // R_0 - k_0 + 1) R_0 // R_s: at all stages the one with
+                                                   which m entered the pipeline (vertical sync)
+    pipedream-2bw         every M minibatches      max(0, m // M - 1), with M = num_microbatches
+
+Sources: Narayanan et al., PipeDream (SOSP 2019, section 3.3), and Memory-Efficient Pipeline-Parallel DNN Training
+(ICML 2021, 2006.09503, section 3.1) for 2BW, double-buffered weights.
+
+W = M ceil(max(k_s R_s) / M) minibatches run through in the prologue: then the version of every minibatch that begins or
+ends grows with it, so that one repetition of the body is like the next. W more follow in the epilogue, until all that
+entered have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.program.schedules.columns import OrderColumns, make_columns
+from meshwright.program.schedules.layouts import num_active, sit_alone
+from meshwright.spec.errors import PlanError
+from meshwright.spec.instructions import COMPUTATIONS, Opcode
+from meshwright.spec.plan import AsynchronousName, Plan
+
+Ids = NDArray[np.int64]
+# (plan, stage, replica, local minibatches) → the version of the weights that each of them uses.
+Versions = Callable[[Plan, int, int, Ids], Ids]
+
+PROLOGUE, BODY, EPILOGUE = 0, 1, 2
+# What follows in one turn of a rank, in this order.
+_BACKWARD, _DROP, _STASH, _STEP, _FORWARD = range(5)
+_OPCODES = np.array([Opcode.BACKWARD, Opcode.DROP, Opcode.STASH, Opcode.OPTIMIZER_STEP, Opcode.FORWARD], np.int8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EndlessOrder:
+    """What a rank does with the body once: computations, updates, copies; all of shape (n,).
+
+    ``microbatch`` is -1 but for computations; ``section`` is `PROLOGUE`, `BODY` or `EPILOGUE`, never falling.
+    """
+
+    stage: int
+    opcode: NDArray[np.int8]
+    microbatch: NDArray[np.int32]
+    version: NDArray[np.int32]
+    section: NDArray[np.int8]
+
+    def __len__(self) -> int:
+        return len(self.opcode)
+
+    def computations(self) -> OrderColumns:
+        """The computations alone."""
+        chosen = np.isin(self.opcode, COMPUTATIONS)
+        return make_columns(self.opcode[chosen], self.stage, self.microbatch[chosen])
+
+
+def endless_order(plan: Plan, rank: int) -> EndlessOrder:
+    """The order of a rank under an asynchronous schedule.
+
+    Raises PlanError for a layout or number of microbatches that the schedule does not take.
+    """
+    seat = sit_alone(plan, rank)
+    _check(plan)
+    versions_of, per_update = _RULES[_name(plan)]
+    stage, period, ahead = seat.position, plan.num_microbatches, num_active(plan, seat.position)
+    replicas = plan.stages[stage].ranks
+    fill = _fill(plan)
+    count = (2 * fill + period) // len(replicas)
+    local = np.arange(count)
+    versions = versions_of(plan, stage, replicas.index(rank), local)
+    turn = per_update(plan, stage)
+    updates = np.arange(count // turn)
+    updated_in = (updates + 1) * turn - 1
+    last_use = np.full(len(updates) + 1, -1, np.int64)
+    np.maximum.at(last_use, versions, local)
+    kept = updates[last_use[updates] > updated_in]
+    # Turn and place in it; the forwards before the first turn have turn -1.
+    rows = [
+        (local, _BACKWARD, local, versions),
+        (last_use[kept], _DROP, None, kept),
+        (updated_in[kept], _STASH, None, kept),
+        (updated_in, _STEP, None, updates),
+        (np.maximum(local - ahead, -1), _FORWARD, local, versions),
+    ]
+    turns = np.concatenate([row[0] for row in rows])
+    places = np.concatenate([np.full(len(row[0]), row[1]) for row in rows])
+    minibatches = np.concatenate([np.full(len(row[0]), -1) if row[2] is None else row[2] for row in rows])
+    version = np.concatenate([row[3] for row in rows])
+    order = np.lexsort([minibatches, places, turns])
+    first, stop = fill // len(replicas), (fill + period) // len(replicas)
+    minibatches, turns = minibatches[order], turns[order]
+    return EndlessOrder(
+        stage=stage,
+        opcode=_OPCODES[places[order]],
+        microbatch=np.where(minibatches < 0, -1, minibatches * len(replicas) + replicas.index(rank)).astype(np.int32),
+        version=version[order].astype(np.int32),
+        section=((turns >= first).astype(np.int8) + (turns >= stop)).astype(np.int8),
+    )
+
+
+def num_fill(plan: Plan) -> int:
+    """Minibatches that run through before the body, and that enter after it: W."""
+    return _fill(plan)
+
+
+def _fill(plan: Plan) -> int:
+    under_way = max(num_active(plan, stage) * len(item.ranks) for stage, item in enumerate(plan.stages))
+    return -(-under_way // plan.num_microbatches) * plan.num_microbatches
+
+
+def _newest(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - a rule of its kind
+    return np.maximum(local - num_active(plan, stage) + 1, 0)
+
+
+def _at_entry(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:
+    # Of several entries the one with the most under way, which has the oldest weights.
+    entry = max(range(len(plan.stages)), key=lambda index: num_active(plan, index) * len(plan.stages[index].ranks))
+    own, first = len(plan.stages[stage].ranks), len(plan.stages[entry].ranks)
+    entered = np.maximum((local * own + replica) // first - num_active(plan, entry) + 1, 0)
+    return entered * first // own
+
+
+def _one_behind(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - a rule of its kind
+    return np.maximum(local // _every_step(plan, stage) - 1, 0)
+
+
+def _every_turn(plan: Plan, stage: int) -> int:  # noqa: ARG001 - a rule of its kind
+    return 1
+
+
+def _every_step(plan: Plan, stage: int) -> int:
+    return plan.num_microbatches // len(plan.stages[stage].ranks)
+
+
+# Versions of minibatches, and after how many backwards of a replica an update is due.
+_RULES: dict[AsynchronousName, tuple[Versions, Callable[[Plan, int], int]]] = {
+    "pipedream": (_newest, _every_turn),
+    "pipedream-vertical": (_at_entry, _every_turn),
+    "pipedream-2bw": (_one_behind, _every_step),
+}
+
+
+def _name(plan: Plan) -> AsynchronousName:
+    return next(name for name in _RULES if name == plan.schedule)
+
+
+def _check(plan: Plan) -> None:
+    if plan.workload.kind == "inference":
+        raise PlanError(
+            f"The schedule {plan.schedule} was given for inference, where no weights change. Choose 1f1b: without "
+            "backwards it never flushes."
+        )
+    for index, stage in enumerate(plan.stages):
+        if plan.num_microbatches % len(stage.ranks):
+            raise PlanError(
+                f"The schedule {plan.schedule} was given {plan.num_microbatches} microbatches for the "
+                f"{len(stage.ranks)} replicas of stage {index}; expected a multiple, for replicas update their weights "
+                "together. Choose such a number of microbatches, or another schedule."
+            )
+        if plan.schedule == "pipedream-2bw" and num_active(plan, index) * len(stage.ranks) > plan.num_microbatches:
+            raise PlanError(
+                f"The schedule {plan.schedule} was given {plan.num_microbatches} microbatches between two updates, "
+                f"while {num_active(plan, index) * len(stage.ranks)} are under way at stage {index}; with fewer "
+                "between updates than under way, two versions do not suffice. Choose more microbatches."
+            )

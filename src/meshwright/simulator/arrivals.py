@@ -1,0 +1,42 @@
+"""When was each instruction ready to start, in a run that is over? Found from the ends of all."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+from meshwright.simulator.network import Network, routes
+from meshwright.simulator.waiters import Times
+
+
+def uses_shared_links(network: Network) -> NDArray[np.bool_]:
+    """Which instructions want a link that others want too, shape (n,)."""
+    return routes(network) >= network.num_private
+
+
+@compiled
+def find_arrivals(network: Network, end_ps: Times, chosen: NDArray[np.bool_]) -> Times:
+    """When the instruction before each chosen one, and all that it waits for, was done; shape (n,), 0 elsewhere."""
+    arrival_ps = np.zeros(len(end_ps), np.int64)
+    for stream in range(len(network.stream_offsets) - 1):
+        first, last = network.stream_offsets[stream], network.stream_offsets[stream + 1]
+        for i in range(first, last):
+            if chosen[i]:
+                time = end_ps[i - 1] if i > first else 0
+                for w in range(network.wait_offsets[i], network.wait_offsets[i + 1]):
+                    wait = network.waits[w]
+                    if wait >= 0:
+                        time = max(time, end_ps[wait])
+                    else:
+                        time = max(time, end_ps[network.mark_instruction[~wait]] + network.mark_shift_ps[~wait])
+                arrival_ps[i] = time
+    return arrival_ps
+
+
+def links_of(network: Network, instructions: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """The links of some instructions that hold any, and for each the place of its user among them."""
+    route = routes(network)[instructions]
+    counts = np.diff(network.route_offsets)[route]
+    places = np.repeat(network.route_offsets[:-1][route] - (np.cumsum(counts) - counts), counts)
+    return network.route_links[places + np.arange(len(places))], np.repeat(np.arange(len(route)), counts)

@@ -1,0 +1,30 @@
+"""Programs that never flush, for the engine: all repetitions become one section, in which messages find each other.
+
+A message may be sent in one repetition of the body and arrive in another; its number, counted on from repetition to
+repetition, tells which receive is meant. So the sections are not matched one by one, as those of programs that flush.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from meshwright.program import Repeated, repeat_body
+from meshwright.simulator.prices import Prices, SectionPrices
+from meshwright.spec import Program, empty_section
+
+
+def join_repetitions(program: Program, prices: Prices, num_steps: int) -> tuple[Program, Prices, Repeated]:
+    """The program and its prices with all repetitions in one body, and where they come from."""
+    joined = repeat_body(program, num_steps)
+    costs = [getattr(prices, name) for name, _ in program.sections()]
+    body = SectionPrices(
+        cost_class=np.concatenate([part.cost_class for part in costs])[joined.source],
+        route=np.concatenate([part.route for part in costs])[joined.source],
+        mark_offset_ps=np.concatenate([part.mark_offset_ps for part in costs])[joined.mark_source],
+    )
+    none, nothing = empty_section(len(program.streams)), np.zeros(0, np.int32)
+    unpriced = SectionPrices(cost_class=nothing, route=nothing, mark_offset_ps=nothing.astype(np.int64))
+    flat = replace(program, prologue=none, body=joined.section, epilogue=none, advance=0)
+    return flat, replace(prices, prologue=unpriced, body=body, epilogue=unpriced), joined

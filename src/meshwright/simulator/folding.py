@@ -1,0 +1,126 @@
+"""Which pipelines of a plan are alike, so that one of each kind is simulated for all (`program.folding`)?
+
+Two pipelines p and q are alike when everything that the simulator asks of a rank or a link has one answer for both:
+
+    devices      stage by stage, the same kind of device in the same kind of node
+    messages     pair by pair of stages: inside a node or not, and how far apart there (`cost.collectives.groups`)
+    links        the messages of p share links among each other where those of q do
+    sums         the rings of the same sums of gradients lie on a link of p and on that link's counterpart in q
+    work         as many microbatches
+
+and for all pipelines of a plan: no two of them send over one link, so that none delays another, and their ranks are in
+one order (a link that is wanted by two at the same picosecond goes to the lower rank). Pipelines then differ in nothing
+while all is symmetric, and remain so by induction over the requests for links. One thing breaks the symmetry, and
+shows only when the clock runs: a message and a sum of gradients that want one link at the same picosecond, for the sum
+asks in the name of its lowest rank alone. `breaks_symmetry` finds that, and then nothing is folded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.program import Fold, gradient_buckets
+from meshwright.simulator.arrivals import find_arrivals, links_of, uses_shared_links
+from meshwright.simulator.network import Network, collectives
+from meshwright.simulator.routes import hop_links
+from meshwright.simulator.waiters import Times
+from meshwright.spec import Cluster, Graph, Plan, slice_graph
+
+Ids = NDArray[np.int64]
+
+# Their pipelines meet in sums of gradients alone, and the rank of a computation does not matter to its order.
+_FOLDED = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v", "dualpipe-v")
+
+
+def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:
+    """The fold of a plan that fits graph and cluster; None where no two pipelines are alike."""
+    counts = {len(stage.ranks) for stage in plan.stages}
+    if plan.schedule not in _FOLDED or len(counts) > 1 or counts == {1}:
+        return None
+    ranks = np.array([stage.ranks for stage in plan.stages])
+    order = _order_of_ranks(ranks)
+    if order is None:
+        return None
+    sources, targets = _messages(plan, graph, ranks)
+    links = hop_links(cluster, sources, targets).reshape(-1, ranks.shape[1])
+    known, first, inverse = np.unique(links, return_index=True, return_inverse=True)
+    inverse = inverse.reshape(links.shape)
+    used = np.zeros((len(known), ranks.shape[1]), np.bool_)
+    used[inverse, np.arange(ranks.shape[1])] = True
+    if bool((used[known >= 0].sum(axis=1) > 1).any()):
+        return None
+    columns = cluster.columns()
+    inside = columns.node[sources] == columns.node[targets]
+    facts = [
+        order,
+        columns.node_kind[ranks],
+        columns.kind[ranks],
+        np.where(inside, targets - sources, 0),
+        # Where the link of each message was met first.
+        np.where(links >= 0, (first // ranks.shape[1])[inverse], -1),
+        _sums_on_links(plan, graph, cluster, known)[inverse],
+        np.arange(ranks.shape[1])[None] < plan.num_microbatches % ranks.shape[1],
+    ]
+    table = np.ascontiguousarray(np.concatenate(facts).T.astype(np.int64))
+    numbers: dict[bytes, int] = {}
+    classes = tuple(numbers.setdefault(row.tobytes(), len(numbers)) for row in table)
+    return Fold(whole=plan, classes=classes) if len(numbers) < len(classes) else None
+
+
+def _order_of_ranks(ranks: Ids) -> Ids | None:
+    """The place of each stage's rank among those of its pipeline; None if a rank is in two, or their orders differ."""
+    apart = len(np.unique(ranks)) == sum(len(np.unique(column)) for column in ranks.T)
+    order = np.stack([np.unique(column, return_inverse=True)[1] for column in ranks.T], axis=1)
+    return order if apart and bool((order == order[:, :1]).all()) else None
+
+
+def _messages(plan: Plan, graph: Graph, ranks: Ids) -> tuple[Ids, Ids]:
+    """Who sends to whom in each pipeline, with every microbatch: two arrays of shape (messages, replicas)."""
+    pairs: list[tuple[int, int]] = []
+    for channel in (channel for stage in slice_graph(graph, plan.bounds) for channel in stage.outgoing):
+        pairs.append((channel.source, channel.target))
+        if channel.gradients:
+            pairs.append((channel.target, channel.source))
+    table = np.array(pairs, np.int64).reshape(-1, 2)
+    return ranks[table[:, 0]], ranks[table[:, 1]]
+
+
+def _sums_on_links(plan: Plan, graph: Graph, cluster: Cluster, links: Ids) -> Ids:
+    """A number for the set of rings of groups that sum gradients on each of some links, shape (links,); 0 for none."""
+    buckets = gradient_buckets(graph, plan) if graph.mode == "training" else ()
+    groups = [np.array(ranks) for ranks in dict.fromkeys(bucket.ranks for bucket in buckets)]
+    sets = np.zeros(len(links), np.int64)
+    if not groups or not len(links):
+        return sets
+    lies = np.zeros((len(links), len(groups)), np.bool_)
+    members = np.concatenate(groups)
+    following = np.concatenate([np.roll(ranks, -1) for ranks in groups])
+    number = np.repeat(np.arange(len(groups)), [len(ranks) for ranks in groups])
+    for found in hop_links(cluster, members, following):
+        place = np.minimum(np.searchsorted(links, found), len(links) - 1)
+        hit = (links[place] == found) & (found >= 0)
+        lies[place[hit], number[hit]] = True
+    met = lies.any(axis=1)
+    if met.any():
+        sets[met] = 1 + np.unique(np.packbits(lies[met], axis=1), axis=0, return_inverse=True)[1].ravel()
+    return sets
+
+
+def breaks_symmetry(network: Network, end_ps: Times, num_links: int) -> bool:
+    """Whether a message and a sum of gradients requested one link at the same picosecond."""
+    shared = uses_shared_links(network)
+    wanting = np.flatnonzero(shared)
+    collective, arrival_ps = collectives(network)[wanting], find_arrivals(network, end_ps, shared)[wanting]
+    is_sum = collective >= 0
+    if is_sum.all() or not is_sum.any():
+        return False
+    latest = np.zeros(len(network.collective_size), np.int64)
+    np.maximum.at(latest, collective[is_sum], arrival_ps[is_sum])
+    requests = np.where(is_sum, latest[collective], arrival_ps)
+    links, user = links_of(network, wanting)
+    of_messages = np.zeros(num_links, np.bool_)
+    of_messages[links[~is_sum[user]]] = True
+    links, user = links[of_messages[links]], user[of_messages[links]]
+    moments = np.unique(requests, return_inverse=True)[1][user] * num_links + links
+    return bool(len(np.intersect1d(moments[is_sum[user]], moments[~is_sum[user]])))

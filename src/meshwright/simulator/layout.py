@@ -1,0 +1,98 @@
+"""Where does each instruction of an unrolled program come from? Derived when a report asks for it.
+
+Part p (prologue, a repetition of the body, or epilogue) of stream s begins at id ``begins[p, s]``, so instruction i of
+a section gets the id ``begins[p, s] + i - stream_offsets[s]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.program import Repeated
+from meshwright.simulator.matching import Matches
+from meshwright.simulator.prices import SectionPrices
+from meshwright.spec import Section
+
+Ids = NDArray[np.int64]
+Column = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One section with all that is needed to copy it; shared by the repetitions of the body."""
+
+    section: Section
+    costs: SectionPrices
+    matches: Matches
+    streams: Column
+    wait_offsets: Ids
+    waits: Ids
+
+
+# Without slots, for derived columns are kept with it once they were asked for.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """The parts one behind the other: ``made`` are prologue, body and epilogue, ``which`` says which of them part p is.
+
+    ``begins`` (parts, streams) holds where they begin; ``stream_offsets`` (streams + 1,) is that of the network.
+    ``joined``: of a program that never flushes, whose repetitions are one section already (`endless`).
+    """
+
+    made: tuple[Part, Part, Part]
+    which: tuple[int, ...]
+    begins: Ids
+    stream_offsets: Ids
+    joined: Repeated | None = None
+
+    @property
+    def parts(self) -> list[Part]:
+        """All parts in order; those of the body are the same object."""
+        return [self.made[k] for k in self.which]
+
+    def new_ids(self, p: int) -> Ids:
+        """The ids that the instructions of part p get, in the order of its section."""
+        part = self.made[self.which[p]]
+        shift = self.begins[p] - part.section.stream_offsets[:-1]
+        ids: Ids = np.arange(part.section.num_instructions) + shift[part.streams]
+        return ids
+
+    @cached_property
+    def stream(self) -> Column:
+        """The stream of each instruction, shape (n,)."""
+        counts = np.diff(self.stream_offsets)
+        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+    @cached_property
+    def step(self) -> Column:
+        """Repetition of the body (n,): the prologue counts to the first, the epilogue to the last."""
+        if self.joined is not None:
+            return self.joined.step
+        num_steps = len(self.which) - 2
+        step = np.empty(int(self.stream_offsets[-1]), np.int32)
+        for p, number in enumerate((0, *range(num_steps), num_steps - 1)):
+            step[self.new_ids(p)] = number
+        return step
+
+    @cached_property
+    def source(self) -> Ids:
+        """Row in the columns of prologue, body and epilogue, one behind the other, shape (n,)."""
+        if self.joined is not None:
+            return self.joined.source
+        first = np.cumsum([0, *(part.section.num_instructions for part in self.made)])
+        source = np.empty(int(self.stream_offsets[-1]), np.int64)
+        for p, k in enumerate(self.which):
+            source[self.new_ids(p)] = np.arange(first[k], first[k + 1])
+        return source
+
+    @cached_property
+    def send_of(self) -> Ids:
+        """The send that a receive waits for, else -1, shape (n,)."""
+        send_of = np.full(int(self.stream_offsets[-1]), -1, np.int64)
+        for p, k in enumerate(self.which):
+            new, matches = self.new_ids(p), self.made[k].matches
+            send_of[new[matches.receives]] = new[matches.sends]
+        return send_of

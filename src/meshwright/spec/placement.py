@@ -1,0 +1,187 @@
+"""Placement: every op of a graph on a rank. A small JSON document, like a plan.
+
+A placement is a list of **stages**. A stage is a run of ops that one rank computes without any communication in
+between: what it reads from other ranks has arrived before it begins, and what it sends leaves when it ends. The stages
+stand in an order in which each reads only what earlier ones made, so the stages of a rank, run in that order, never
+wait in a circle. Unlike those of a `Plan` they are any sets of ops, a rank has any number of them, and they form a
+directed acyclic graph: branches of a model run side by side.
+
+Ops that are `replicable` belong to no stage: every rank that needs them computes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from meshwright.spec.errors import GraphMismatchError, PlanError
+from meshwright.spec.html import Printer, html_table
+from meshwright.spec.plan import MAX_MICROBATCH_STAGES
+from meshwright.spec.program import MAX_IDLE_RANKS
+from meshwright.spec.units import format_count
+from meshwright.spec.workload import Workload
+
+if TYPE_CHECKING:
+    from meshwright.spec.cluster import Cluster
+    from meshwright.spec.graph import Graph
+
+# Ranks that a message names one by one.
+_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedStage:
+    """Ops (ids, ascending) that ``rank`` computes in one go, in the graph's order."""
+
+    rank: int
+    ops: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank alone: what is placed has no replicas."""
+        return (self.rank,)
+
+    def rank_of(self, microbatch: int) -> int:  # noqa: ARG002 - the same for all
+        """The rank that computes a microbatch."""
+        return self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The ops of one graph on the devices of one cluster, for one workload; rank r is device r.
+
+    ``stages`` in an order in which each reads only what earlier ones made. ``model``, ``cluster``, ``graph_hash`` and
+    ``model_sizes`` are as in a `Plan`. Raises PlanError for what no graph could fit.
+    """
+
+    model: str
+    graph_hash: str
+    cluster: str
+    workload: Workload
+    stages: tuple[PlacedStage, ...]
+    num_microbatches: int = 1
+    model_sizes: tuple[tuple[str, int], ...] = ()
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        _check_parts(self)
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples in one microbatch."""
+        return self.workload.global_batch // self.num_microbatches
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks up to the last that computes; one before it may have nothing to do."""
+        return 1 + max(stage.rank for stage in self.stages)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Indices of the stages of a rank, in its order."""
+        return tuple(index for index, stage in enumerate(self.stages) if stage.rank == rank)
+
+    def describe(self) -> str:
+        """One line for people: ``31 ops on 2 ranks (20, 11), 5 stages, 1 microbatch of 8``."""
+        counts = [sum(len(self.stages[index].ops) for index in self.stages_of(r)) for r in range(self.num_ranks)]
+        shown = ", ".join(map(str, counts[:_SHOWN_RANKS])) + (", …" if len(counts) > _SHOWN_RANKS else "")
+        microbatches = format_count(self.num_microbatches, "microbatch", "microbatches")
+        return (
+            f"{format_count(sum(counts), 'op')} on {format_count(self.num_ranks, 'rank')} ({shown}), "
+            f"{format_count(len(self.stages), 'stage')}, {microbatches} of {self.microbatch_size}"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = ((index, stage.rank, len(stage.ops)) for index, stage in enumerate(self.stages))
+        return html_table(self._summary(), ("stage", "rank", "ops"), rows, len(self.stages))
+
+    def _repr_pretty_(self, printer: Printer, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
+        printer.text(self._summary())
+
+    def _summary(self) -> str:
+        return f"Placement of {self.model} on {self.cluster}: {self.describe()}"
+
+
+def check_placement(placement: Placement, graph: Graph, cluster: Cluster | None = None) -> None:
+    """Raise PlanError unless the placement fits the graph (content hash, ops, their order, batch) and the cluster."""
+    if placement.graph_hash != graph.content_hash:
+        raise GraphMismatchError(
+            f"The placement was made for graph {placement.graph_hash} of {placement.model!r}, but this graph is "
+            f"{graph.content_hash} ({graph.name!r}). The model, its shapes or the loss changed since; place it again."
+        )
+    graph.check_batch_size(placement.microbatch_size)
+    if placement.workload.kind != graph.mode:
+        raise PlanError(
+            f"The placement is for {placement.workload.kind}, but the graph was captured for {graph.mode}; capture it "
+            "in that mode."
+        )
+    if any(op.phase == "backward" for op in graph.ops):
+        raise PlanError(
+            f"Graph {graph.name!r} holds its own backward, whose ops cannot be placed; place the graph of the model "
+            "alone."
+        )
+    _check_ops(placement, graph)
+    if cluster is not None and placement.num_ranks > cluster.num_ranks:
+        raise PlanError(
+            f"The placement uses rank {placement.num_ranks - 1}, but cluster {cluster.name!r} has {cluster.num_ranks} "
+            "devices. Give a larger cluster or place again for this one."
+        )
+
+
+def _check_ops(placement: Placement, graph: Graph) -> None:
+    """Every op once, each stage after those that it reads, random ops in the graph's order."""
+    stage_of: dict[int, int] = {}
+    for index, stage in enumerate(placement.stages):
+        for op in stage.ops:
+            if not 0 <= op < len(graph.ops) or op in stage_of or graph.ops[op].replicable:
+                what = "twice" if op in stage_of else "which the graph has not, or computes wherever it is needed"
+                raise PlanError(f"Stage {index} of the placement names op {op}, {what}. Place the graph again.")
+            stage_of[op] = index
+    missing = [i for i, op in enumerate(graph.ops) if not op.replicable and i not in stage_of]
+    if missing:
+        raise PlanError(
+            f"The placement leaves out {len(missing)} ops of the graph, the first is {graph.ops[missing[0]].name!r}; "
+            "every op needs a rank. Place the graph again."
+        )
+    maker = {tensor: op for op in stage_of for tensor in graph.ops[op].outputs}
+    latest_random = 0
+    for op in sorted(stage_of):
+        late = [i for i in graph.ops[op].inputs if i in maker and stage_of[maker[i]] > stage_of[op]]
+        if late:
+            raise PlanError(
+                f"Op {graph.ops[op].name!r} stands in stage {stage_of[op]} of the placement, but reads "
+                f"{graph.tensors[late[0]].name!r}, which a later stage makes. Place the graph again."
+            )
+        if graph.ops[op].random:
+            if stage_of[op] < latest_random:
+                raise PlanError(
+                    f"Op {graph.ops[op].name!r} draws random numbers in an earlier stage of the placement than one "
+                    "that draws before it in the graph, so the numbers would not be those of one process. Place the "
+                    "graph again."
+                )
+            latest_random = stage_of[op]
+
+
+def _check_parts(placement: Placement) -> None:
+    if not placement.stages:
+        raise PlanError("The placement has no stages; expected at least one.")
+    highest = len(placement.stages) + MAX_IDLE_RANKS
+    for index, stage in enumerate(placement.stages):
+        if not 0 <= stage.rank < highest:
+            raise PlanError(f"Stage {index} of the placement is on rank {stage.rank}; expected 0 to {highest - 1}.")
+        if not stage.ops or any(a >= b for a, b in zip(stage.ops, stage.ops[1:], strict=False)):
+            raise PlanError(
+                f"Stage {index} of the placement has ops {list(stage.ops[:8])}; expected at least one, ascending. "
+                "Place the graph again."
+            )
+    batch, count = placement.workload.global_batch, placement.num_microbatches
+    if count < 1 or batch % count:
+        raise PlanError(
+            f"A global batch of {batch} samples does not divide into {count} microbatches. "
+            f"Choose a number of microbatches that divides {batch}."
+        )
+    if count * len(placement.stages) > MAX_MICROBATCH_STAGES:
+        raise PlanError(
+            f"{count} microbatches in {len(placement.stages)} stages were given; programs are limited to "
+            f"{MAX_MICROBATCH_STAGES} (microbatches times stages). Choose larger microbatches."
+        )

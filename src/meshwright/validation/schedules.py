@@ -1,0 +1,128 @@
+"""Do our schedules have the bubbles that their authors state, and the speed that they measured?
+
+    Table 5    busy shares of schedules, computed by Qi et al. (ICLR 2024) from profiled times of stages; the same times
+               and our programs (`equal_stages`), so that what differs is the schedule or the simulator
+    Table 4    measured throughput of the same models: how much faster than under 1F1B
+
+What stands in Table 5 as ZB-1p and ZB-2p are schedules found for the times. The found ZB-1p has the rates of ZB-H1 in
+every row, which stands for it here.
+
+Interleaved 1F1B is counted twice. In the authors' simulation (sail-sg/zero-bubble-pipeline-parallelism at f68d387,
+megatron/core/pipeline_parallel/efficiency.py) only the first of the microbatches that go round together waits for its
+message from the last rank to the first, or back; so they state p messages less than the schedule needs.
+
+In theory a message takes nothing from those who compute. Where it takes both of its ends' time, a schedule with v times
+as many messages gains less: what was measured of interleaved 1F1B lies between the two.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.cost.steps import StageSeconds, pipeline_seconds
+from meshwright.validation.datasets import load_steps, load_table
+from meshwright.validation.equal_stages import EqualStages, busy_share
+from meshwright.validation.scores import Score, score_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from meshwright.cost.prediction import Floats
+    from meshwright.cost.transformer import Schedule
+
+DATASET = "schedules"
+OURS, COUNTED, BLOCKING = (
+    "simulated",
+    "simulated, waits as the authors count them",
+    "simulated, messages take time of both ends",
+)
+CLOSED, PRINTED = "closed form", "rates of Table 5"
+
+# Columns of the tables, the schedules that they are, and their closed forms in `cost.steps`.
+SCHEDULES: dict[str, tuple[str, Schedule | None]] = {
+    "1F1B": ("1f1b", "1f1b"),
+    "1F1B-I": ("interleaved", "interleaved"),
+    "ZB-H1": ("zb-h1", "zb-1p"),
+    "ZB-H2": ("zb-h2", None),
+}
+# Measured, and what of Table 5 it is.
+MEASURED = {"1F1B-I": "1F1B-I", "ZB-1p": "ZB-H1"}
+# In per cent: 0.002 of a rate, and less where less is busy; 3 % of a ratio.
+_RATES, _RATIOS = 0.2, 3.0
+_BLOCKING_NOTE = "form chosen with these rows in view: what a message takes from those who compute"
+
+
+def score_schedules() -> tuple[Score, ...]:
+    """Both tables: twelve setups of four models."""
+    rows = load_table("zero_bubble_rates_table5")
+    pipelines = [find_pipeline(row) for row in rows]
+    found = {name: _shares(pipelines, name) for name in SCHEDULES}
+    scores: list[Score] = []
+    for name, (_, closed) in SCHEDULES.items():
+        part, printed = f"Table 5: busy share of {name}", _printed(rows, name)
+        arms = {OURS: found[name]}
+        if name == "1F1B-I":
+            arms[COUNTED] = _shares(pipelines, name, rounds_wait_together=True)
+        scores += [
+            score_rows(DATASET, part, arm, printed, shares, judged="worst", target=_RATES)
+            for arm, shares in arms.items()
+        ]
+        if closed is not None:
+            forms = np.array([_closed_share(pipeline, closed) for pipeline in pipelines])
+            scores.append(score_rows(DATASET, part, CLOSED, printed, forms))
+    for name, column in MEASURED.items():
+        part, measured = f"Table 4: {name} over 1F1B", _speedups(rows, name)
+        ours = found[column] / found["1F1B"]
+        blocking = _shares(pipelines, column, blocking=True) / _shares(pipelines, "1F1B", blocking=True)
+        printed = _printed(rows, name) / _printed(rows, "1F1B")
+        scores += [
+            score_rows(DATASET, part, OURS, measured, ours, target=_RATIOS),
+            score_rows(DATASET, part, BLOCKING, measured, blocking, target=_RATIOS, note=_BLOCKING_NOTE),
+            score_rows(DATASET, part, PRINTED, measured, printed),
+        ]
+    return tuple(scores)
+
+
+def find_pipeline(row: Mapping[str, str]) -> EqualStages:
+    """The pipeline of a row of Table 5."""
+    times = next(item for item in load_table("zero_bubble_times") if _setup(item) == _setup(row))
+    forward, inputs, weights, transfer = (
+        float(times[f"t_{name}_ms"]) / 1e3 for name in ("forward", "backward_input", "backward_weight", "comm")
+    )
+    return EqualStages(
+        num_positions=int(row["stages"]),
+        num_microbatches=int(row["microbatches"]),
+        num_chunks=int(times["virtual_stages_1f1b_i"]),
+        stage=StageSeconds(forward_s=forward, input_gradient_s=inputs, weight_gradient_s=weights, transfer_s=transfer),
+    )
+
+
+def _setup(row: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("model", "stages", "microbatches"))
+
+
+def _shares(pipelines: Iterable[EqualStages], name: str, **counted: bool) -> Floats:
+    schedule = SCHEDULES[name][0]
+    return np.array([busy_share(pipeline, schedule, **counted) for pipeline in pipelines])
+
+
+def _printed(rows: Iterable[Mapping[str, str]], name: str) -> Floats:
+    return np.array([1.0 - float(row[name]) for row in rows])
+
+
+def _closed_share(pipeline: EqualStages, schedule: Schedule) -> float:
+    stage, count = pipeline.stage, pipeline.num_microbatches
+    work_s = count * (stage.seconds - stage.transfer_s)
+    return work_s / pipeline_seconds([stage] * pipeline.num_positions, count, schedule, pipeline.num_chunks)
+
+
+def _speedups(rows: Iterable[Mapping[str, str]], name: str) -> Floats:
+    """Measured seconds under 1F1B over those under another schedule, for the setups of Table 5's rows."""
+    measured = {row["id"]: float(row["iter_time_s"]) for row in load_steps() if row["id"].startswith("zb-t4-")}
+
+    def seconds(row: Mapping[str, str], schedule: str) -> float:
+        return measured[f"zb-t4-{row['model']}-{schedule}-{row['microbatches']}"]
+
+    return np.array([seconds(row, "1F1B") / seconds(row, name) for row in rows])

@@ -1,0 +1,81 @@
+"""`plan --method place` and what the other verbs do with what it writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+FORK = "plan unet-tiny --cluster 2xcpu --batch 8 --method place"
+
+
+@pytest.fixture
+def placed(run):
+    code, _, errors = run(*FORK.split(), "--fix", "head=1", "--out", "placed.json")
+    assert code == 0, errors
+    return json.loads(Path("placed.json").read_text())
+
+
+def test_a_placement_is_written_and_simulated(run, placed):
+    assert placed["schema"] == "meshwright/placement/1"
+    assert {stage["rank"] for stage in placed["stages"]} == {0, 1}
+    code, out, errors = run("simulate", "placed.json", "--steps", "1", "--json", "--out", "timeline.json")
+    assert code == 0, errors
+    ranks = json.loads(out)["ranks"]
+    assert [row["rank"] for row in ranks] == [0, 1]
+    assert json.loads(Path("timeline.json").read_text())["schema"] == "meshwright/timeline/1"
+    code, out, errors = run("simulate", "placed.json", "--explain")
+    assert code == 0, errors
+    assert "Critical path" in out
+
+
+def test_it_says_what_one_device_takes(run):
+    code, out, errors = run(*FORK.split(), "--json")
+    assert code == 0, errors
+    found = json.loads(out)
+    assert 0 < found["duration_s"] <= found["one_device_s"]
+    assert found["file"] is None
+
+
+def test_it_is_shown(run, placed):
+    code, out, _ = run("show", "placed.json")
+    assert code == 0
+    ops = sum(len(stage["ops"]) for stage in placed["stages"])
+    assert f"{ops} ops on 2 ranks" in out
+    code, out, errors = run("show", "placed.json", "--program")
+    assert code == 0, errors
+    assert "placed" in out
+    assert run("show", "placed.json", "--html", "page.html")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{FORK} --schedule gpipe", "--schedule was given"),
+        (f"{FORK} --stages 2", "--stages was given"),
+        (f"{FORK} --top 3", "--top was given"),
+        (f"{FORK} --out folder", "ends in .json"),
+        (f"{FORK} --fix head", "expected NAME=RANK"),
+        (f"{FORK} --fix head=x", "expected NAME=RANK"),
+        (f"{FORK} --fix head=9", "names device 9"),
+        (f"{FORK} --fix heat=0", "no such layer, module or op (did you mean 'head'?)"),
+        (f"{FORK} -m 3", "do not divide a batch of 8"),
+        (f"{FORK} -m 4 -m 2", "takes one --microbatch-size"),
+        ("plan unet-tiny --cluster 2xcpu --fix head=1", "only --method place decides"),
+    ],
+)
+def test_what_says_nothing_here_is_refused(run, line, message):
+    code, _, errors = run(*line.split())
+    assert code != 0
+    assert message in " ".join(errors.replace("│", " ").split())
+
+
+def test_other_verbs_refuse_what_they_cannot_do(run, placed):
+    for line in (
+        "simulate placed.json --schedule gpipe",
+        "simulate placed.json --against gpipe",
+        "show placed.json --as megatron",
+        "show placed.json --schedule",
+    ):
+        code, _, errors = run(*line.split())
+        assert code == 1, line
+        assert "placement" in errors

@@ -1,0 +1,29 @@
+"""Plans of schedules that never flush, over a chain of layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
+from tests.graphs import chain_graph, even_bounds, make_plan
+
+schedules = st.sampled_from(ASYNCHRONOUS_SCHEDULES)
+
+
+def endless_plan(schedule, replicas, num_microbatches):
+    graph = chain_graph(len(replicas))
+    plan = make_plan(graph, even_bounds(len(replicas), len(replicas)), replicas, num_microbatches)
+    return replace(plan, schedule=schedule), graph
+
+
+@st.composite
+def endless_plans(draw):
+    """(plan, graph) with enough microbatches for every schedule."""
+    replicas = draw(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4))
+    schedule = draw(schedules)
+    count = 4 * draw(st.integers(1, 3))
+    if schedule == "pipedream-2bw":
+        count = max(count, 4 * -(-sum(replicas) // 4) + 4)
+    return endless_plan(schedule, replicas, count)

@@ -1,0 +1,156 @@
+"""Schedules that never flush: versions of weights, copies of them, and programs that repeat."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.program import build_program, check_program, compute_orders, max_in_flight, repeat_body
+from meshwright.spec import Backward, Drop, Forward, OptimizerStep, PlanError, Stash
+from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.program.endless_plans import endless_plan, endless_plans, schedules
+
+
+def compute_streams(program, num_steps):
+    """What each rank computes, typed, with the body ``num_steps`` times."""
+    section = repeat_body(program, num_steps).section
+    for index, stream in enumerate(program.streams):
+        if stream.name == "compute":
+            yield stream.rank, [section.instruction(i) for i in section.stream_range(index)]
+
+
+class Rank:
+    """A rank that holds versions instead of weights: it has what it computed last, and what it kept."""
+
+    def __init__(self, instructions):
+        self.instructions = instructions
+        self.current, self.kept, self.used = 0, set(), {}
+        self.most_kept = 0
+
+    def run(self):
+        for place, item in enumerate(self.instructions):
+            match item:
+                case Forward(microbatch=m, version=v):
+                    assert v == self.current or v in self.kept
+                    self.used[m] = v
+                case Backward(microbatch=m, version=v):
+                    assert self.used.pop(m) == v, "the backward uses the weights of the forward"
+                    assert v == self.current or v in self.kept
+                case Stash(version=v):
+                    assert v == self.current
+                    assert self.is_needed(v, place), "nothing is kept that nobody needs"
+                    self.kept.add(v)
+                    self.most_kept = max(self.most_kept, len(self.kept))
+                case Drop(version=v):
+                    assert not self.is_needed(v, place), "nothing is dropped that somebody needs"
+                    self.kept.remove(v)
+                    before = self.instructions[place - 1]
+                    assert isinstance(before, Backward)
+                    assert before.version == v, "what nobody needs any more goes at once"
+                case OptimizerStep(version=v):
+                    assert v == self.current
+                    self.current += 1
+        assert not self.kept
+        assert not self.used
+
+    def is_needed(self, version, place):
+        rest = self.instructions[place + 1 :]
+        return any(isinstance(item, Forward | Backward) and item.version == version for item in rest)
+
+
+@given(case=endless_plans(), num_steps=st.integers(1, 3))
+def test_stashes_hold_exactly_the_versions_that_are_needed(case, num_steps):
+    plan, graph = case
+    for _, instructions in compute_streams(build_program(plan, graph), num_steps):
+        Rank(instructions).run()
+
+
+@given(case=endless_plans(), num_steps=st.integers(1, 3))
+def test_every_microbatch_runs_once_each_way_at_every_stage(case, num_steps):
+    plan, graph = case
+    program = build_program(plan, graph)
+    check_program(program)
+    done = Counter(
+        (type(item), item.stage, item.microbatch)
+        for rank, instructions in compute_streams(program, num_steps)
+        for item in instructions
+        if isinstance(item, Forward | Backward) and plan.stages[item.stage].rank_of(item.microbatch) == rank
+    )
+    computed = Counter(
+        (type(item), item.stage)
+        for _, instructions in compute_streams(program, num_steps)
+        for item in instructions
+        if isinstance(item, Forward | Backward)
+    )
+    counts = {count for (_, stage), count in computed.items()}
+    assert len(counts) == 1
+    total = counts.pop()
+    assert total % plan.num_microbatches == 0
+    expected = {(kind, s, m) for kind in (Forward, Backward) for s in range(len(plan.stages)) for m in range(total)}
+    assert done == Counter(expected)
+
+
+@given(schedule=schedules, num_stages=st.integers(1, 5), rounds=st.integers(1, 3))
+def test_versions_without_replicas_are_those_of_the_papers(schedule, num_stages, rounds):
+    count = num_stages * rounds
+    plan, graph = endless_plan(schedule, [1] * num_stages, count)
+    for rank, instructions in compute_streams(build_program(plan, graph), 2):
+        behind = num_stages - 1 - rank
+        for item in instructions:
+            if isinstance(item, Forward | Backward):
+                expected = {
+                    "pipedream": max(0, item.microbatch - behind),
+                    "pipedream-vertical": max(0, item.microbatch - num_stages + 1),
+                    "pipedream-2bw": max(0, item.microbatch // count - 1),
+                }
+                assert item.version == expected[schedule]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "most_kept"),
+    [("pipedream", [3, 2, 1, 0]), ("pipedream-vertical", [3, 3, 3, 3]), ("pipedream-2bw", [1, 1, 1, 1])],
+)
+def test_copies_that_are_held_at_once(schedule, most_kept):
+    """PipeDream: p - s versions at stage s, with the newest; 2BW: two."""
+    plan, graph = endless_plan(schedule, [1, 1, 1, 1], 8)
+    for rank, instructions in compute_streams(build_program(plan, graph), 3):
+        one = Rank(instructions)
+        one.run()
+        assert one.most_kept == most_kept[rank]
+    assert [max_in_flight(plan, stage) for stage in range(4)] == [4, 3, 2, 1]
+
+
+def test_the_order_runs_from_the_first_microbatch_to_the_last():
+    plan, _ = endless_plan("pipedream", [1, 1], 2)
+    names = ["".join(type(item).__name__[0] + str(item.microbatch) for item in o.items) for o in compute_orders(plan)]
+    assert names == ["F0F1B0F2B1F3B2F4B3F5B4B5", "F0B0F1B1F2B2F3B3F4B4F5B5"]
+
+
+def test_inference_is_refused():
+    plan, _ = endless_plan("pipedream", [1, 1], 4)
+    forward_only = replace(plan, workload=replace(plan.workload, kind="inference"))
+    with pytest.raises(PlanError, match="for inference, where no weights change"):
+        compute_orders(forward_only)
+
+
+def test_replicas_need_equal_shares():
+    plan, graph = endless_plan("pipedream", [2, 1], 3)
+    with pytest.raises(PlanError, match="3 microbatches for the 2 replicas of stage 0; expected a multiple"):
+        build_program(plan, graph)
+
+
+def test_two_versions_do_not_suffice_for_few_microbatches():
+    plan, graph = endless_plan("pipedream-2bw", [1, 1, 1], 2)
+    with pytest.raises(PlanError, match="2 microbatches between two updates, while 3 are under way at stage 0"):
+        build_program(plan, graph)
+
+
+def test_stages_that_share_a_parameter_are_refused():
+    graph = chain_graph(3, tied=True)
+    plan = replace(make_plan(graph, even_bounds(3, 3), [1, 1, 1], 6), schedule="pipedream")
+    with pytest.raises(PlanError, match=r"stages \[0, 2\] that share the parameter"):
+        build_program(plan, graph)

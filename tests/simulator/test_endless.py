@@ -1,0 +1,103 @@
+"""Programs that never flush, simulated: against the oracle, closed forms of steady steps, memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.program import build_program
+from meshwright.simulator import explain_step, simulate_plan, simulate_program
+from meshwright.simulator.pricing import price_program
+from meshwright.spec import Opcode
+from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
+from tests.program.endless_plans import endless_plan, endless_plans
+from tests.simulator.oracle import Oracle
+from tests.simulator.oracle_fair import FairOracle
+from tests.simulator.plans import FixedCost, small_cluster
+
+
+@pytest.mark.parametrize("oracle", [Oracle, FairOracle])
+@settings(max_examples=25)
+@given(case=endless_plans(), num_steps=st.integers(1, 2), seconds=st.lists(st.integers(1, 9), min_size=6, max_size=6))
+def test_programs_that_never_flush_equal_the_oracle(oracle, case, num_steps, seconds):
+    plan, graph = case
+    names = ("forward", "backward", "send", "all_reduce", "optimizer", "fill")
+    costs = {name: each * 1e-6 for name, each in zip(names, seconds, strict=True)}
+    cost = FixedCost(cluster=small_cluster(num_nodes=4, devices=4), **costs)
+    program = build_program(plan, graph)
+    prices = price_program(program, plan, graph, cost)
+    contention = "queued" if oracle is Oracle else "fair"
+    timeline = simulate_program(program, prices, num_steps, contention=contention)
+    assert timeline.end_ps.tolist() == oracle(program, prices, num_steps).ends()
+
+
+@pytest.mark.parametrize(("schedule", "updates"), [("pipedream", 8), ("pipedream-vertical", 8), ("pipedream-2bw", 1)])
+def test_a_steady_step_is_as_long_as_its_busiest_stage(schedule, updates):
+    """No bubble: M (f + b), and the updates; in 1F1B it is (M + p - 1) (f + b)."""
+    plan, graph = endless_plan(schedule, [1, 1, 1, 1], 8)
+    found = simulate_plan(plan, graph, small_cluster(), cost=FixedCost(forward=3e-6, backward=5e-6, optimizer=1e-6))
+    # Transfers take 1 ps at the least.
+    assert found.step_time_s == pytest.approx(8 * 8e-6 + updates * 1e-6, rel=1e-6)
+    assert found.samples_per_s == pytest.approx(plan.workload.global_batch / found.step_time_s)
+    assert [rank.busy_s for rank in found.ranks] == pytest.approx([found.step_time_s] * 4, rel=1e-6)
+    assert found.bubble_fraction == pytest.approx(0, abs=1e-6)
+
+
+def test_replicas_share_the_work():
+    """The second stage takes a microbatch in 8 µs; the two replicas of the first one every 4."""
+    plan, graph = endless_plan("pipedream", [2, 1], 8)
+    found = simulate_plan(plan, graph, small_cluster(), cost=FixedCost(forward=3e-6, backward=5e-6))
+    assert found.step_time_s == pytest.approx(8 * 8e-6, rel=1e-9)
+    assert [rank.busy_s / found.step_time_s for rank in found.ranks] == pytest.approx([0.5, 0.5, 1.0])
+
+
+def test_copies_take_time():
+    plan, graph = endless_plan("pipedream", [1, 1], 4)
+    found = simulate_plan(plan, graph, small_cluster(), cost=FixedCost(fill=2e-6))
+    assert found.ranks[0].optimizer_s == pytest.approx(4 * 2e-6)
+    assert found.ranks[1].optimizer_s == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "copies"),
+    [("pipedream", [3, 2, 1, 0]), ("pipedream-vertical", [3, 3, 3, 3]), ("pipedream-2bw", [1, 1, 1, 1])],
+)
+def test_memory_holds_the_copies_and_comes_back(schedule, copies):
+    plan, graph = endless_plan(schedule, [1, 1, 1, 1], 8)
+    cost = FixedCost()
+    resident = price_program(build_program(plan, graph), plan, graph, cost).resident_bytes.sum(axis=1)
+    found = simulate_plan(plan, graph, cost.cluster, cost=cost, num_steps=3)
+    weights = 4 * 4 * 4
+    assert [use.parts["stashed weights"] for use in found.memory] == [count * weights for count in copies]
+    timeline = found.timeline
+    for rank in range(plan.num_ranks):
+        used = timeline.memory_bytes[timeline.memory_rank == rank]
+        assert used[-1] == resident[rank]
+        assert used.min() == resident[rank]
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS_SCHEDULES)
+def test_the_timeline_counts_microbatches_on(schedule):
+    plan, graph = endless_plan(schedule, [1, 1], 4)
+    timeline = simulate_plan(plan, graph, small_cluster(), cost=FixedCost(), num_steps=3).timeline
+    forwards = (timeline.opcode == Opcode.FORWARD) & (timeline.stage == 0)
+    order = np.argsort(timeline.start_ps[forwards])
+    assert timeline.microbatch[forwards][order].tolist() == list(range(5 * 4))
+    assert set(timeline.step.tolist()) == {0, 1, 2}
+
+
+def test_a_longer_simulation_finds_the_same_steady_step():
+    """Transfers bound this one, and its steps differ in turn."""
+    plan, graph = endless_plan("pipedream", [1, 1, 1, 1], 8)
+    cost = FixedCost(forward=1e-6, backward=2e-6, send=4e-6)
+    steps = [simulate_plan(plan, graph, cost.cluster, cost=cost, num_steps=count).step_time_s for count in (1, 60)]
+    assert steps[0] == pytest.approx(steps[1], rel=0.02)
+
+
+def test_the_critical_path_of_a_steady_step():
+    plan, graph = endless_plan("pipedream", [1, 1], 4)
+    found = explain_step(plan, graph, small_cluster(), cost=FixedCost(optimizer=1e-6))
+    assert found.step_time_s == pytest.approx(4 * 9e-6)
+    assert found.path.duration_s == pytest.approx(found.step_time_s)
