@@ -106,7 +106,8 @@ _OPTIONS = (
     "--cluster", "--batch", "--out", "-o", "--json", "-m", "--microbatch-size", "--schedule", "--measurements", "--top",
     "--stages", "--ranks", "--memory-limit", "--precision", "--optimizer", "--graph", "--steps", "--trace", "--program",
     "--as", "--batch-size", "--sequence-length", "--image-size", "--inference", "--repeats", "--force", "--bogus", "--",
-    "--against", "--method", "--fix", "--launch", "--slurm", "--find-orders", "--html", "--from", "--device", "--list", "-", "-x",
+    "--against", "--method", "--fix", "--launch", "--slurm", "--html", "--from", "--device", "--list", "-", "-x",
+    "--find-orders",
 )  # fmt: skip
 _SOUND = (
     "graph.json",
