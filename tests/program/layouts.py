@@ -1,12 +1,14 @@
-"""Plans of every named schedule over a chain of layers."""
+"""Plans of every named schedule that flushes, over a chain of layers (others: `endless_plans`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.program import SCHEDULE_LAYOUTS as LAYOUTS
+from meshwright.program import SCHEDULE_LAYOUTS, SCHEDULES
 from meshwright.spec import StagePlan
 from tests.graphs import chain_graph, even_bounds, make_plan
+
+LAYOUTS = {schedule: SCHEDULE_LAYOUTS[schedule] for schedule in SCHEDULES}
 
 
 def stage_ranks(schedule: str, num_positions: int, num_chunks: int = 2, num_replicas: int = 1):

@@ -131,12 +131,6 @@ def test_replicas_that_are_not_alike_have_a_line_each(tmp_path):
         torch_runtime(6, 3, 12)._load_csv(found.schedule)
 
 
-def test_a_plan_that_never_flushes_has_no_file():
-    _, plan = pipeline(2, 4, schedule="pipedream")
-    with pytest.raises(PlanError, match="pipedream, which never flushes; a file of orders has the order of one step"):
-        write_orders(plan, compute_orders(plan))
-
-
 def test_ranks_in_any_order_keep_their_lines(tmp_path):
     _, plan = pipeline(3, 6)
     ranks = (2, 0, 1)

@@ -80,7 +80,7 @@ def test_a_deadlock_is_found_if_and_only_if_the_finished_program_would_stand_sti
     graph, plan = case
     plan = plan_with(mine, "mixed", replace(plan, model=str(seed)))
     with mock.patch("meshwright.program.build.play_orders"):
-        unchecked = build._build_program.__wrapped__(plan, graph, None)
+        unchecked = build._build_program.__wrapped__(plan, graph, None, None)
     try:
         check_program(unchecked)
     except DeadlockError:

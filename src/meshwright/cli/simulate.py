@@ -18,6 +18,11 @@ from meshwright.spec.placement import Placement
 from meshwright.spec.plan import SCHEDULE_NAMES
 from meshwright.spec.plan_files import read_plan
 
+NEVER_FLUSHES = (
+    "The schedule never flushes: the first step above fills the pipeline and the last one empties it; the steady step "
+    "is what lies between."
+)
+
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A plan or a placement (.json) that `meshwright plan` wrote.")
 ]
@@ -72,7 +77,14 @@ def simulate(
         simulation_document,
     )
     from meshwright.report import check_ranks, draw_grid, timeline_rows, timeline_table, write_trace
-    from meshwright.simulator import allocate_rank, describe_steady_step, simulate_plan, steady_rows
+    from meshwright.simulator import (
+        allocate_rank,
+        describe_steady_step,
+        explain_overflows,
+        find_overflows,
+        simulate_plan,
+        steady_rows,
+    )
 
     page = page_path(html, open_browser, "simulation")
     chosen = traced_ranks(trace, trace_ranks)
@@ -109,6 +121,7 @@ def simulate(
     basis = cost.explain_basis(captured, document.microbatch_size)
     interval = predict_step_interval(document, captured, machine, cost, contention=contention)
     reasons, explanation = explain_bounds(document, captured, machine, cost, contention) if explain else ({}, [])
+    overflows = find_overflows(result, machine)
     compared = compared_schedules(document, against)
     rows, comparison = compare(document, captured, machine, cost, compared, contention)
     if out is not None:
@@ -136,6 +149,7 @@ def simulate(
                 "step_interval_measured": interval.measured,
                 **timeline_rows(result.timeline),
                 "steady": steady_rows(result),
+                **({"overflows": [item.row() for item in overflows]} if overflows else {}),
                 **({"explanation": reasons} if explain else {}),
                 **({"schedules": rows} if rows else {}),
                 **files,
@@ -145,6 +159,8 @@ def simulate(
     print_tables(
         timeline_table(result.timeline),
         describe_steady_step(result),
+        *((NEVER_FLUSHES,) if document.is_asynchronous else ()),
+        *explain_overflows(overflows),
         basis,
         explain_step_interval(interval),
         draw_grid(result.timeline, width=grid_width(result.timeline.num_ranks)),

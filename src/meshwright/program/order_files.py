@@ -124,12 +124,12 @@ def place_orders(plan: Plan, file: OrderFile) -> tuple[Order, ...]:
 def write_orders(plan: Plan, orders: tuple[Order, ...]) -> WrittenOrders:
     """The orders of a plan's ranks as the text of a file, of one pipeline where all are alike.
 
-    Raises PlanError for a plan that never flushes: a file has the order of one step.
+    Raises PlanError for a schedule that never flushes: such files know neither versions of weights nor updates.
     """
     if plan.is_asynchronous:
         raise PlanError(
-            f"The plan follows {plan.schedule}, which never flushes; a file of orders has the order of one step, at "
-            "whose end all is done. Choose a schedule that flushes."
+            f"The schedule {plan.schedule} never flushes: weights change between its actions, which a file of orders "
+            "cannot say. Write the orders of a schedule that flushes."
         )
     alike = find_pipelines(plan) or ()
     local = [[_localize(orders[rank].columns, len(alike)) for rank in ranks] for ranks in alike]

@@ -13,6 +13,7 @@ from meshwright.simulator.critical_path import Bound
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.explanation import StepExplanation, explain_program, explain_step
 from meshwright.simulator.levers import SHORTER, Lever
+from meshwright.simulator.overflow import Overflow, explain_overflows, find_overflows
 from meshwright.simulator.plan import simulate_plan
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.pricing import price_program
@@ -26,6 +27,7 @@ __all__ = [
     "Bound",
     "Contention",
     "Lever",
+    "Overflow",
     "PeakMemory",
     "Prices",
     "RankAllocation",
@@ -35,8 +37,10 @@ __all__ = [
     "StepExplanation",
     "allocate_rank",
     "describe_steady_step",
+    "explain_overflows",
     "explain_program",
     "explain_step",
+    "find_overflows",
     "price_program",
     "simulate_plan",
     "simulate_program",

@@ -1,0 +1,92 @@
+"""More memory than there is: which rank, from when on, during what, and who holds it at the worst moment?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.simulator.simulation import Simulation
+from meshwright.spec import Cluster, Timeline, format_bytes, format_seconds, to_seconds
+
+# Ranks that people are told of one by one; of the rest they are told how many.
+_MOST_TOLD = 3
+_MOST_PARTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overflow:
+    """A rank needs more than its device has: first at ``time_s`` of the simulation, in ``span``; parts at its peak."""
+
+    rank: int
+    device: str
+    limit_bytes: int
+    time_s: float
+    span: str
+    parts_bytes: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """What it needs at most."""
+        return sum(self.parts_bytes.values())
+
+    def row(self) -> dict[str, Any]:
+        """Keys: ``rank``, ``device``, ``limit_bytes``, ``peak_bytes``, ``time_s``, ``span``, ``parts_bytes``."""
+        names = ("rank", "device", "limit_bytes", "peak_bytes", "time_s", "span", "parts_bytes")
+        return {name: getattr(self, name) for name in names}
+
+    def explain(self) -> str:
+        """One sentence."""
+        largest = sorted(self.parts_bytes.items(), key=lambda item: -item[1])[:_MOST_PARTS]
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+        return (
+            f"Rank {self.rank} needs up to {format_bytes(self.peak_bytes)}, but its {self.device} has "
+            f"{format_bytes(self.limit_bytes)}: too much from {format_seconds(self.time_s)} on, in {self.span}; most "
+            f"at its peak are {parts}."
+        )
+
+
+def find_overflows(result: Simulation, cluster: Cluster) -> tuple[Overflow, ...]:
+    """Every rank whose peak exceeds its device's memory, by rank; none if all fit."""
+    over = [rank for rank, use in enumerate(result.memory) if use.total_bytes > cluster.device_kind(rank).memory_bytes]
+    return tuple(_overflow(result, cluster, rank) for rank in over)
+
+
+def explain_overflows(overflows: Sequence[Overflow]) -> tuple[str, ...]:
+    """Lines for people: the first ranks one by one, how many more there are, and what to do; none if all fit."""
+    if not overflows:
+        return ()
+    more = len(overflows) - _MOST_TOLD
+    return (
+        *(item.explain() for item in overflows[:_MOST_TOLD]),
+        *((f"So do {more} more ranks.",) if more > 0 else ()),
+        "This plan would not run there: plan for this cluster, with smaller microbatches, more stages, or a schedule "
+        "that keeps fewer in flight.",
+    )
+
+
+def _overflow(result: Simulation, cluster: Cluster, rank: int) -> Overflow:
+    timeline, kind = result.timeline, cluster.device_kind(rank)
+    mine = timeline.memory_rank == rank
+    times, in_use = timeline.memory_time_ps[mine], timeline.memory_bytes[mine]
+    # What is over within one moment leaves no sample of its own: then it is the moment of the largest one.
+    time_ps = int(times[np.argmax(np.minimum(in_use, kind.memory_bytes + 1))])
+    return Overflow(
+        rank=rank,
+        device=kind.name,
+        limit_bytes=kind.memory_bytes,
+        time_s=to_seconds(time_ps),
+        span=_span_at(timeline, rank, time_ps),
+        parts_bytes={name: size for name, size in result.memory[rank].parts.items() if size},
+    )
+
+
+def _span_at(timeline: Timeline, rank: int, time_ps: int) -> str:
+    """What a rank begins at a moment, its computations first; what is always there, at the start."""
+    tracks = [index for index, stream in enumerate(timeline.tracks) if stream.rank == rank]
+    found = np.flatnonzero(np.isin(timeline.track, tracks) & (timeline.start_ps == time_ps))
+    computed = [i for i in found.tolist() if timeline.tracks[timeline.track[i]].name == "compute"]
+    chosen = (computed or found.tolist())[-1:]
+    return timeline.name(chosen[0]) if chosen else "what is there all the time"
