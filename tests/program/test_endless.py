@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.program import build_program, check_program, compute_orders, max_in_flight, repeat_body
+from meshwright.program import (
+    build_program,
+    check_program,
+    compute_orders,
+    max_in_flight,
+    repeat_body,
+    write_orders,
+)
 from meshwright.spec import Backward, Drop, Forward, OptimizerStep, PlanError, Stash
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.program.endless_plans import endless_plan, endless_plans, schedules
@@ -154,3 +161,9 @@ def test_stages_that_share_a_parameter_are_refused():
     plan = replace(make_plan(graph, even_bounds(3, 3), [1, 1, 1], 6), schedule="pipedream")
     with pytest.raises(PlanError, match=r"stages \[0, 2\] that share the parameter"):
         build_program(plan, graph)
+
+
+def test_files_of_orders_know_no_versions():
+    plan, _ = endless_plan("pipedream", [1, 1], 4)
+    with pytest.raises(PlanError, match="weights change between its actions, which a file of orders cannot say"):
+        write_orders(plan, compute_orders(plan))
