@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from meshwright.report.schedule_picture import COLOURS as COMPUTING
+from meshwright.report.schedule_picture import IDLE
 from meshwright.simulator import Simulation, simulate_plan
 from meshwright.spec import (
     Cluster,
@@ -34,16 +36,11 @@ MARGIN = 76
 ROW = 26
 INSTANT = Link(latency_s=0.0, bandwidth_bytes_per_s=1e18)
 COLOURS = {
-    Opcode.FORWARD: "#9fc3e6",
-    Opcode.BACKWARD: "#a9d3b0",
-    Opcode.BACKWARD_INPUT: "#8fc7c9",
-    Opcode.BACKWARD_WEIGHT: "#cfe3a8",
-    Opcode.OPTIMIZER_STEP: "#e8c766",
+    **COMPUTING,
     Opcode.ALL_REDUCE: "#d9a7c7",
     Opcode.SEND_ACTIVATION: "#c9b8e8",
     Opcode.SEND_GRADIENT: "#e8b48f",
 }
-IDLE = "#eceff1"
 
 
 def chain(seconds: Sequence[float] = (1,) * 8, num_weights: int = 1, width: int = 1, backward: float = 2.0) -> Graph:

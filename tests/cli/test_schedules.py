@@ -251,3 +251,21 @@ def test_orders_are_found_and_followed(tmp_path, monkeypatch, capsys):
     ):
         assert invoke(["simulate", "plan.json", *wrong]) == 1
         assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_schedule_is_drawn_into_a_file(folder, capsys):
+    capsys.readouterr()
+    assert invoke(["show", "plan.json", "--schedule", "--out", "drawn.svg"]) == 0
+    assert "drawing written to drawn.svg" in capsys.readouterr().out
+    text = Path("drawn.svg").read_text()
+    assert text.startswith("<svg ")
+    assert text.count("<rect ") == 2 * 2 * 8
+    assert "In flight, by stage: 3, 1." in text
+    assert invoke(["show", "plan.json", "--schedule", "--out", "drawn.svg", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["drawing"] == "drawn.svg"
+    for arguments, words in (
+        (["--out", "drawn.svg"], "--out writes the drawing of --schedule"),
+        (["--schedule", "--out", "drawn.png"], "Give a name that ends in .svg"),
+    ):
+        assert invoke(["show", "plan.json", *arguments]) == 1
+        assert words in " ".join(capsys.readouterr().err.split())

@@ -46,6 +46,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "show {} --json",
         "show {} --program",
         "show {} --schedule",
+        "show {} --as torch-csv",
         "show {} --as megatron",
         "show {} --as torchtitan",
         "show {} --as deepspeed",
@@ -106,6 +107,7 @@ _OPTIONS = (
     "--stages", "--ranks", "--memory-limit", "--precision", "--optimizer", "--graph", "--steps", "--trace", "--program",
     "--as", "--batch-size", "--sequence-length", "--image-size", "--inference", "--repeats", "--force", "--bogus", "--",
     "--against", "--method", "--fix", "--launch", "--slurm", "--html", "--from", "--device", "--list", "-", "-x",
+    "--find-orders",
 )  # fmt: skip
 _SOUND = (
     "graph.json",
@@ -163,6 +165,16 @@ _SCHEDULES = tuple(
         ("*given", "return 1 // 0"),
     )
 )  # fmt: skip
+# Orders for the plan of the corpus, and others.
+_ORDERS = (
+    "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n",
+    "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1I0,1SEND_B0,1W0,1RECV_F1,(1F1;1B1)OVERLAP_F_B\n",
+    "0UNSHARD,0F0,,0B0,0RESHARD,0REDUCE_GRAD\n",
+)
+_ORDER_LINES = (
+    "simulate plan.json --graph graph.json --schedule orders.csv",
+    "plan graph.json --cluster 2xcpu --batch 4 -m 1 --precision float32 --schedule orders.csv --stages 2 --top 1",
+)
 _SCHEDULE_LINES = (
     "simulate plan.json --graph graph.json --schedule mine.py:order",
     "plan graph.json --cluster 2xcpu --batch 4 --precision float32 --schedule mine.py:order --stages 2 --top 1",
@@ -182,6 +194,7 @@ def cases(corpus: dict[str, Document]) -> st.SearchStrategy[Case]:
         *[_line_cases(corpus)] * 15,
         *[asked] * 25,
         *[_schedule_cases(corpus)] * 9,
+        *[_order_cases(corpus)] * 9,
         *[_foreign_cases(corpus)] * 25,
         st.one_of(models),
     ]
@@ -223,6 +236,13 @@ def _schedule_cases(draw: st.DrawFn, corpus: dict[str, Document]) -> Case:
         content = content[:place] + draw(st.sampled_from((b"", b" ", b"\x00", b"\xff", b"(", content[place + 1 :])))
     words = tuple(draw(st.sampled_from(_SCHEDULE_LINES)).split())
     return Case(arguments=words, files={**_named(corpus, words), "mine.py": content})
+
+
+@st.composite
+def _order_cases(draw: st.DrawFn, corpus: dict[str, Document]) -> Case:
+    content = spoil_bytes(draw, draw(any_of(_ORDERS)).encode())
+    words = tuple(draw(st.sampled_from(_ORDER_LINES)).split())
+    return Case(arguments=words, files={**_named(corpus, words), "orders.csv": content})
 
 
 @st.composite

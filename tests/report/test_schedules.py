@@ -30,6 +30,14 @@ def drawn(renderable, width=80):
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
+def test_names_without_folders():
+    assert [name_schedule_briefly(name) for name in ("a/b/mine.py:waves", "a/b/orders.csv", "1f1b")] == [
+        "mine.py:waves",
+        "orders.csv",
+        "1f1b",
+    ]
+
+
 def test_the_table_names_no_folders_and_tells_memory_only_where_it_differs():
     text = "\n".join(drawn(schedules_table([ROW, {**ROW, "schedule": "gpipe", "in_flight": [32] * 9, "fits": False}])))
     assert "mine.py:waves" in text

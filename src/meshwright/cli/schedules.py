@@ -8,15 +8,17 @@ from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from meshwright.cli.models import graph_to_show
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.spec.codec import encode_document
 from meshwright.spec.errors import DocumentError, PlanError, ScheduleReferenceError
-from meshwright.spec.files import refuse_replacing
+from meshwright.spec.files import refuse_replacing, write_text
 from meshwright.spec.own_code import split_reference
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import BASIC_SCHEDULES, Plan
+from meshwright.spec.units import format_count
 
 if TYPE_CHECKING:
     from meshwright.cost import CostModel
@@ -27,28 +29,35 @@ if TYPE_CHECKING:
     from meshwright.spec.program import Program
 
 
-def show_schedule(value: Any, document: str, as_json: bool) -> None:
-    """Draw the schedule of a plan in slots; needs neither model nor cluster."""
+def show_schedule(value: Any, document: str, as_json: bool, out: Path | None = None) -> None:
+    """Draw the schedule of a plan in slots, also into a file (.svg); needs neither model nor cluster."""
     from meshwright.program import max_in_flight, picture_schedule
-    from meshwright.report import draw_slots
+    from meshwright.report import draw_schedule, draw_slots, explain_slots
 
     if not isinstance(value, Plan):
         raise DocumentError(f"{document}: --schedule needs a plan, found a {type(value).__name__.lower()}.")
     timeline = picture_schedule(value)
     training = value.workload.kind == "training"
     in_flight = [max_in_flight(value, stage) if training else 1 for stage in range(len(value.stages))]
+    slots = int(timeline.end_ps.max(initial=0))
+    if out is not None:
+        scale = format_count(slots, "slot")
+        write_text(draw_schedule(timeline, title=value.describe(), note=explain_slots(in_flight), scale=scale), out)
     if as_json:
         print_json(
             {
                 "plan": document,
                 "schedule": value.schedule,
-                "num_slots": int(timeline.end_ps.max(initial=0)),
+                "num_slots": slots,
                 "in_flight": in_flight,
                 "timeline": encode_document(timeline),
+                **({"drawing": str(out)} if out is not None else {}),
             }
         )
         return
     print_tables(value.describe(), draw_slots(timeline, in_flight, max_width=grid_width(value.num_ranks)))
+    if out is not None:
+        print_tables(Text(f"drawing written to {out}"))
 
 
 def program_to_show(plan: Plan | Placement, document: str, graph_file: Path | None) -> Program:

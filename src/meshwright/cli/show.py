@@ -19,6 +19,7 @@ from meshwright.cli.zoo import ZOO, show_zoo
 from meshwright.spec.cluster import Cluster, load_cluster
 from meshwright.spec.codec import decode_document, document_kind, encode_document
 from meshwright.spec.errors import DocumentError, MeshwrightError, PlaygroundError, suggest
+from meshwright.spec.files import refuse_replacing
 from meshwright.spec.graph import Graph
 from meshwright.spec.measurements import Measurements
 from meshwright.spec.parsing import read_data
@@ -66,6 +67,10 @@ def show(
     ] = False,
     program: Annotated[bool, typer.Option("--program", help="Show the program of a plan instead of the plan.")] = False,
     schedule: Annotated[bool, typer.Option("--schedule", help="Draw the schedule of a plan, as papers do.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Write the drawing of --schedule to this file (.svg).", metavar="FILE.svg"),
+    ] = None,
     system: Annotated[
         System | None,
         typer.Option(
@@ -110,6 +115,7 @@ def show(
         play_page(document, graph, port, open_browser)
         return
     _check_options(port, graph, of_plan=bool(not schedule and (program or system is not None)))
+    _check_drawing(out, schedule=schedule)
     _check_views(text=schedule or system is not None, program=program, asks_page=asks_page, pricing=pricing)
     if document is None:
         raise DocumentError("No document was given. Give a file or a cluster's short form, or --play for a page.")
@@ -129,7 +135,7 @@ def show(
     if schedule:
         from meshwright.cli.schedules import show_schedule
 
-        show_schedule(value, document, as_json)
+        show_schedule(value, document, as_json, out)
         return
     if program:
         if not isinstance(value, Plan | Placement):
@@ -151,6 +157,15 @@ def _check_options(port: int, graph: Path | None, *, of_plan: bool) -> None:
         raise DocumentError(
             "--graph belongs to --program, --as or --play of a plan; give one of them, or leave it out."
         )
+
+
+def _check_drawing(out: Path | None, *, schedule: bool) -> None:
+    if out is not None and not schedule:
+        raise DocumentError("--out writes the drawing of --schedule; give both, or leave it out.")
+    if out is not None and out.suffix != ".svg":
+        raise DocumentError(f"--out {out} is no place for a drawing. Give a name that ends in .svg.")
+    if out is not None:
+        refuse_replacing(out)
 
 
 def _check_views(*, text: bool, program: bool, asks_page: bool, pricing: Pricing) -> None:

@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan
 from meshwright.planner.placement import memory_limit
-from meshwright.program import FoundOrders, Order, compute_orders, find_orders, with_schedule, write_orders
+from meshwright.program import SCHEDULES, FoundOrders, Order, compute_orders, find_orders, with_schedule, write_orders
 from meshwright.simulator import Contention, stage_times
 from meshwright.spec import Cluster, Graph, Opcode, Plan, PlanError, format_seconds, write_text
-from meshwright.spec.plan import SCHEDULE_NAMES
 
 # How often the limits are drawn tighter where the simulator finds more than they allow for.
 _MAX_ATTEMPTS = 4
@@ -82,13 +81,19 @@ def find_order(
     It follows a named schedule, or its own, by name where nothing faster was found.
 
     ``whole``: only whole backwards, as the runtime executes them. ``memory_limit_bytes`` replaces every device's
-    memory. Raises PlanError if no order fits, or the plan is not for this graph, cluster or for training.
+    memory. Raises PlanError if no order fits, the plan never flushes, or it is not for this graph, cluster or for
+    training.
     """
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
 
     def evaluate(item: Plan) -> RankedPlan:
         return evaluate_plan(item, graph, cluster, cost, memory_limit_bytes=memory_limit_bytes, contention=contention)
 
+    if plan.is_asynchronous:
+        raise PlanError(
+            f"The plan follows {plan.schedule}, which never flushes; orders are found for steps that end, which train "
+            "otherwise. Give --schedule 1f1b, or another schedule that flushes."
+        )
     times = stage_times(plan, graph, cost)
     named = sorted(_named(plan, evaluate, whole=whole), key=lambda item: item.step_time_s)
     best, model = next((item for item in named if item.fits), None), None
@@ -127,7 +132,7 @@ def _named(plan: Plan, evaluate: Callable[[Plan], RankedPlan], *, whole: bool) -
 
     ``whole``: those with whole backwards, and of one stage on a rank those that the runtime executes.
     """
-    others = [replace(plan, schedule=name, schedule_hash="") for name in SCHEDULE_NAMES]
+    others = [replace(plan, schedule=name, schedule_hash="") for name in SCHEDULES]
     for other in dict.fromkeys([*others, plan]):
         if whole and not (other.is_runnable or plan.has_virtual_stages):
             continue

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,8 +36,8 @@ from meshwright.program.schedules.columns import make_columns
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import Plan
 
-# How far ahead ranks may run: of the microbatches that one round trip needs; the last one is all that memory allows.
-_AHEAD = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, np.inf)
+# How far ahead ranks may run: of the microbatches that one round trip needs, or all that memory allows.
+_AHEAD = (np.inf, 1.0, 1.5, 0.75, 1.25, 2.0, 0.5)
 # Gaps that are filled (of the part for weights), and parts for weights that may wait.
 _FILL = (0.0, 0.5, 1.0)
 _OWED = (-1, 0)
@@ -46,6 +46,8 @@ _PATIENCE = (0.0, 0.5)
 _IMPROVED = 8
 _MAX_MOVES = 4_000
 _MAX_PLAYED = 6_000_000
+# No further order is written once these have so many computations together: large pipelines take seconds otherwise.
+_MAX_WRITTEN = 5_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -183,7 +185,8 @@ class _Search:
     def greedy(self) -> Iterator[tuple[int, Columns]]:
         """Length and orders for every choice of the list scheduler that ends, without those that are there already."""
         seen: set[bytes] = set()
-        for ahead, rule in product(_AHEAD, self._rules()):
+        most = max(_MAX_WRITTEN // int(self._offsets[-1]), 1)
+        for ahead, rule in islice(product(_AHEAD, self._rules()), most):
             columns = _empty(self._offsets)
             length = write_greedily(self.problem, self._cap(ahead), rule, columns)
             key = columns.opcode.tobytes() + columns.stage.tobytes()

@@ -28,8 +28,6 @@ from meshwright.program.schedules.columns import OrderColumns, gather_columns
 from meshwright.spec.errors import ScheduleReferenceError
 from meshwright.spec.instructions import Opcode
 
-TORCH_VERSION = "2.13"
-
 _LETTERS = {Opcode.FORWARD: "F", Opcode.BACKWARD: "B", Opcode.BACKWARD_INPUT: "I", Opcode.BACKWARD_WEIGHT: "W"}
 _OPCODES = {letter: opcode for opcode, letter in _LETTERS.items()}
 _MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")

@@ -28,7 +28,8 @@ from meshwright.report.rows import (
     plan_rows,
     program_rows,
 )
-from meshwright.report.schedules import draw_slots, schedules_table
+from meshwright.report.schedule_picture import draw_schedule
+from meshwright.report.schedules import draw_slots, explain_slots, schedules_table
 from meshwright.report.tables import (
     cluster_table,
     comparison_table,
@@ -55,7 +56,9 @@ __all__ = [
     "comparison_rows",
     "comparison_table",
     "draw_grid",
+    "draw_schedule",
     "draw_slots",
+    "explain_slots",
     "explanation_rows",
     "explanation_table",
     "fit_table",

@@ -35,7 +35,9 @@ _OTHER = {"communication_s": "transfers_s", "num_measured": "times_measured"}
 
 
 def name_schedule_briefly(schedule: str) -> str:
-    """A reference without its folders: ``mine.py:waves``."""
+    """A reference without its folders: ``mine.py:waves``, ``orders.csv``."""
+    if schedule.endswith(".csv"):
+        return PurePath(schedule).name
     path, separator, function = schedule.rpartition(":")
     return f"{PurePath(path).name}:{function}" if separator else schedule
 

@@ -56,9 +56,13 @@ def draw_slots(timeline: Timeline, in_flight: Sequence[int], *, max_width: int) 
     widths = [slots * columns for columns in (digits + 2, digits + 1)]
     width = next((width for width in widths if width <= max_width), max_width)
     scale = format_count(slots, "slot")
+    return Group(draw_grid(timeline, width=max(width, 1), scale=scale), Text(explain_slots(in_flight)))
+
+
+def explain_slots(in_flight: Sequence[int]) -> str:
+    """What slots are, and how many microbatches each stage holds at most."""
     counts = ", ".join(map(str, in_flight))
-    note = f"A forward takes 1 slot, a backward 2, transfers none. In flight, by stage: {counts}."
-    return Group(draw_grid(timeline, width=max(width, 1), scale=scale), Text(note))
+    return f"A forward takes 1 slot, a backward 2, transfers none. In flight, by stage: {counts}."
 
 
 def _counts(numbers: Sequence[int]) -> str:
