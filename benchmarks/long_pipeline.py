@@ -106,6 +106,8 @@ def pipeline(num_ranks: int, num_microbatches: int) -> tuple[Network, int]:
         collective_route=none,
         collective_size=none,
         collective_owner=none,
+        join_instruction=none,
+        join_need=none,
     )
     return network, len(links)
 

@@ -11,6 +11,8 @@ For `fair`, an event is the beginning or the end of a transfer on shared links, 
 the other instructions too; once with durations that make many events coincide, once with durations that
 differ by up to 20 % (seed 0), so that none do.
 
+`joins` are workers in rounds (`join_rounds.py`): every instruction goes on when k of the n of the round before ended.
+
 `linear` has pipelines of 10^5 to 10^8 instructions (`long_pipeline.py`), each once in a process of its own, so that the
 time holds what the system takes to hand out fresh memory; `bytes` is all that such a process holds for the network, its
 ends and what the engine needs meanwhile.
@@ -40,6 +42,7 @@ from pathlib import Path
 
 import numpy as np
 from harness import make_row, paired_ratios, parse_options, publish, ratio_row
+from join_rounds import join_rounds
 from long_pipeline import measure_apart
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -59,9 +62,9 @@ from meshwright.spec.plan import GradientExchange, Plan, StagePlan
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 
-# Issue: 40 M and 7 M instructions per second under `queued`, 1 M events per second under `fair`, start in 0.5 s, 40
-# bytes per instruction.
-QUEUED_NS, BUSY_NS, EVENT_NS, START_S, MOST_BYTES = 1e3 / 40, 1e3 / 7, 1e3 / 1, 0.5, 40
+# Issue: under `queued` 40 M and 7 M instructions per second, 3 M with joins everywhere; 1 M events per second under
+# `fair`; start in 0.5 s; 40 bytes per instruction.
+QUEUED_NS, BUSY_NS, JOIN_NS, EVENT_NS, START_S, MOST_BYTES = 1e3 / 40, 1e3 / 7, 1e3 / 3, 1e3 / 1, 0.5, 40
 FOUND_S = 1.0
 # A step of 1T parameters built and simulated with memory in 10 ms, with every op in 1 s; many plans 1.9 x on 2 cores.
 TRILLION_S, TRILLION_OPS_S, MANY_RATIO = 0.010, 1.0, 1 / 1.9
@@ -76,7 +79,7 @@ imported = time.process_time()
 ids = lambda *values: np.array(values, np.int64)
 columns = lambda *values: np.array(values, np.int32)
 network = Network(ids(0, 1), columns(0), ids(5), columns(0, 0), columns(), columns(), ids(), columns(0), 0,
-    ids(0, 1), columns(0), columns(), columns(), columns())
+    ids(0, 1), columns(0), columns(), columns(), columns(), columns(), columns())
 assert run_network(network, 1).end_ps[0] == 5
 print(time.process_time() - imported + libraries - start, time.process_time() - start)
 """
@@ -337,6 +340,10 @@ def main() -> int:
         seconds, count = cpu_seconds(changed, num_links, "fair", repeats), num_events(changed)
         rows.append(row(f"fair, events {name}", seconds, count / 1e9, "ns per event", EVENT_NS))
         notes.append(f"fair, {name}: {count} events, {count / seconds.min() / 1e6:.2f} M/s")
+    for need, num_workers in ((3, 4), (6, 8), (4, 8)):
+        network, num_links = join_rounds(num_workers, need, 200_000 // num_workers)
+        seconds, count = cpu_seconds(network, num_links, "queued", repeats), len(network.cost_class)
+        rows.append(row(f"queued, joins {need} of {num_workers}", seconds, count / 1e9, "ns per instruction", JOIN_NS))
     sizes = [measure_apart(10**power) for power in range(5, 8 if options.quick else 9)]
     for size in sizes:
         name, value = f"linear, {size['count']:.3g} instructions", size["seconds"] / size["count"] * 1e9

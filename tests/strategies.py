@@ -262,19 +262,25 @@ def sections(draw, num_streams, num_groups):
     count = draw(st.integers(0, 5)) if num_streams else 0
     num_marks = draw(st.integers(0, 2)) if count else 0
     num_waits = draw(st.integers(0, 4)) if count else 0
+    wait_offsets = offsets(draw, count, num_waits)
+    opcode = columns(draw, np.int8, count, 0, len(Opcode) - 1)
+    receives = np.isin(opcode, (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT))
+    joins = [i for i in np.flatnonzero((np.diff(wait_offsets) > 0) & ~receives).tolist() if draw(st.booleans())]
     return Section(
         stream_offsets=offsets(draw, num_streams, count),
-        opcode=columns(draw, np.int8, count, 0, len(Opcode) - 1),
+        opcode=opcode,
         stage=columns(draw, np.int32, count, 0, 3),
         microbatch=columns(draw, np.int32, count, 0, 3),
         version=columns(draw, np.int32, count, 0, 3),
         peer=columns(draw, np.int32, count, -1, 3),
         group=columns(draw, np.int32, count, -1, num_groups - 1),
         num_bytes=columns(draw, np.int64, count, 0, 2**40),
-        wait_offsets=offsets(draw, count, num_waits),
+        wait_offsets=wait_offsets,
         waits=columns(draw, np.int64, num_waits, 0, max(count + num_marks - 1, 0)),
         mark_instruction=columns(draw, np.int64, num_marks, 0, max(count - 1, 0)),
         mark_index=columns(draw, np.int32, num_marks, 0, 3),
+        join_instruction=np.array(joins, np.int64),
+        join_need=np.array([draw(st.integers(1, int(wait_offsets[i + 1] - wait_offsets[i]))) for i in joins], np.int32),
     )
 
 

@@ -15,6 +15,7 @@ from meshwright.program import (
     local_microbatches,
     max_in_flight,
 )
+from meshwright.runtime.rank_program import arrange_rank
 from meshwright.spec import (
     AllReduce,
     Backward,
@@ -261,6 +262,52 @@ def test_a_circle_is_a_deadlock_and_named():
     builder.wait(first, second)
     with pytest.raises(DeadlockError, match=r"F0\.0 on rank 0 waits for F1\.0 on rank 1"):
         check_program(builder.build(schedule="test", plan_hash=""))
+
+
+def joined(need, *, circle):
+    """Rank 0 waits for ranks 1 and 2, the second of which may wait for rank 0."""
+    builder = ProgramBuilder(3)
+    others = [builder.append(rank, "compute", Forward(stage=rank, microbatch=0)) for rank in (1, 2)]
+    join = builder.append(0, "compute", Forward(stage=0, microbatch=0), waits=others, need=need)
+    if circle:
+        builder.wait(others[1], join)
+    return builder.build(schedule="test", plan_hash="")
+
+
+def test_a_join_needs_some_of_its_waits():
+    body = joined(1, circle=True).body
+    assert (body.join_instruction.tolist(), body.join_need.tolist()) == ([0], [1])
+    check_program(joined(1, circle=True))
+    check_program(joined(2, circle=False))
+    with pytest.raises(DeadlockError, match=r"F0\.0 on rank 0 waits for 2 of 2, of which these .* F2\.0 on rank 2; F2"):
+        check_program(joined(2, circle=True))
+
+
+def test_joins_of_streams_in_any_order_keep_their_needs():
+    builder = ProgramBuilder(2)
+    done = [builder.append(1, "send", Forward(stage=1, microbatch=k)) for k in range(3)]
+    for rank, need in ((1, 3), (0, 2), (0, 1)):
+        builder.append(rank, "compute", Forward(stage=rank, microbatch=need), waits=done, need=need)
+    body = builder.build(schedule="test", plan_hash="").body
+    assert body.microbatch[body.join_instruction].tolist() == body.join_need.tolist() == [2, 1, 3]
+
+
+def test_joins_that_cannot_be():
+    builder = ProgramBuilder(2)
+    receive = Receive(stage=0, microbatch=0, peer=1, payload="activation", num_bytes=4)
+    first = builder.append(1, "compute", Forward(stage=1, microbatch=0))
+    for instruction, need in ((Forward(stage=0, microbatch=0), 0), (receive, 1)):
+        with pytest.raises(ProgramError, match=f"after {need} of its waits; expected 1 or more, and no receive"):
+            builder.append(0, "compute", instruction, waits=[first], need=need)
+    builder.append(0, "compute", Forward(stage=0, microbatch=0), waits=[first], need=2)
+    with pytest.raises(ProgramError, match=r"Instruction 1 needs 2 of its waits, but has 1"):
+        builder.build(schedule="test", plan_hash="")
+
+
+def test_joins_are_not_run():
+    program = joined(1, circle=False)
+    with pytest.raises(ProgramError, match=r"goes on when 1 of its waits have happened\. Such joins can be simulated"):
+        arrange_rank(program, program.body, 1)
 
 
 def test_local_microbatches_are_dealt_round_robin():

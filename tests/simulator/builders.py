@@ -12,6 +12,7 @@ from meshwright.spec import Opcode, Program, Section, Stream
 from meshwright.spec.program import STREAM_NAMES
 
 NUM_STREAMS = len(STREAM_NAMES)
+RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class Row:
     cost: int = 0
     route: int = -1
     waits: list = field(default_factory=list)  # rows, or (row, offset) for a mark
+    need: int | None = None  # of its waits; None for all
 
     def __hash__(self):
         return id(self)
@@ -96,6 +98,8 @@ def section_of(rows: list[Row], num_ranks: int) -> tuple[Section, SectionPrices]
         waits=np.array(waits, np.int64),
         mark_instruction=np.array(marks, np.int64),
         mark_index=np.arange(len(marks), dtype=np.int32),
+        join_instruction=np.array([i for i, row in enumerate(rows) if row.need is not None], np.int64),
+        join_need=np.array([row.need for row in rows if row.need is not None], np.int32),
     )
     costs = SectionPrices(
         cost_class=column("cost", np.int32),
@@ -132,10 +136,11 @@ def program_of(sections, num_ranks, durations, routes=(), groups=()) -> tuple[Pr
     return program, prices
 
 
-def random_program(seed: int, size: int, *, may_deadlock: bool = False) -> tuple[Program, Prices]:
+def random_program(seed: int, size: int, *, may_deadlock: bool = False, joins: bool = False) -> tuple[Program, Prices]:
     """Compute, transfers and collectives on 2-4 ranks, waiting for ends and marks of others, with many ties.
 
-    Classes 0-2 may take no time and are for work without links; classes 3-5 take at least 1 ps.
+    With ``joins``, some of those that wait need only a few of their waits. Classes 0-2 may take no time and are for
+    work without links; classes 3-5 take at least 1 ps.
     """
     rng = random.Random(seed)
     num_ranks = rng.randint(2, 4)
@@ -157,6 +162,11 @@ def random_program(seed: int, size: int, *, may_deadlock: bool = False) -> tuple
         for rows in sections:
             for _ in range(min(2, len(rows))):
                 rng.choice(rows).waits.append(rng.choice(rows))
+    if joins:
+        rng = random.Random(seed + 1)
+        for row in (row for rows in sections for row in rows if row.opcode not in RECEIVES):
+            if row.waits and rng.random() < 0.6:
+                row.need = rng.randint(1, len(row.waits))
     return program_of(sections, num_ranks, durations, routes, groups)
 
 

@@ -27,7 +27,7 @@ class Oracle:
         parts = [("prologue", program.prologue), *[("body", program.body)] * num_steps, ("epilogue", program.epilogue)]
         self.queues = [[] for _ in program.streams]
         self.waits, self.marks, self.cost = {}, defaultdict(list), {}
-        self.partners = {}
+        self.partners, self.need = {}, {}
         for k, (name, section) in enumerate(parts):
             for s in range(len(program.streams)):
                 self.queues[s] += [(k, int(i)) for i in section.stream_range(s)]
@@ -46,7 +46,9 @@ class Oracle:
         n = section.num_instructions
         for i in range(n):
             self.cost[k, i] = (int(self.prices.duration_ps[costs.cost_class[i]]), int(costs.route[i]))
-            self.waits[k, i] = {(k, int(w)) if w < n else ("mark", k, int(w) - n) for w in section.waits_of(i).tolist()}
+            self.waits[k, i] = [(k, int(w)) if w < n else ("mark", k, int(w) - n) for w in section.waits_of(i).tolist()]
+        for i, need in zip(section.join_instruction.tolist(), section.join_need.tolist(), strict=True):
+            self.need[k, i] = need
         for m, i in enumerate(section.mark_instruction.tolist()):
             self.marks[k, i].append((int(costs.mark_offset_ps[m]), ("mark", k, m)))
 
@@ -65,7 +67,7 @@ class Oracle:
         for k, section, shift, i in everything:
             if section.opcode[i] in RECEIVES:
                 stage, peer, microbatch = at(section, shift, i)
-                self.waits[k, i].add(sends[peer, stage, microbatch, RECEIVES.index(section.opcode[i])].pop(0))
+                self.waits[k, i].append(sends[peer, stage, microbatch, RECEIVES.index(section.opcode[i])].pop(0))
             if section.opcode[i] == Opcode.ALL_REDUCE:
                 s = next(s for s in range(len(program.streams)) if i in section.stream_range(s))
                 what = (int(section.group[i]), int(section.peer[i]))
@@ -101,7 +103,8 @@ class Oracle:
                 self.place[s] += 1
             if self.place[s] < len(queue):
                 key = queue[self.place[s]]
-                if key not in self.arrived and all(w in self.done for w in self.waits[key]):
+                happened = sum(w in self.done for w in self.waits[key])
+                if key not in self.arrived and happened >= self.need.get(key, len(self.waits[key])):
                     self.arrived.add(key)
                     self._arrive(now, key)
 

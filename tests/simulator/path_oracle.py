@@ -37,9 +37,22 @@ class PathOracle(Oracle):
     def raiser(self):
         return {mark: (key, offset) for key, marks in self.marks.items() for offset, mark in marks}
 
+    def moments(self, key):
+        """(instruction, how far into it, kind) of each of its waits."""
+        for what in self.waits[key]:
+            if what[0] == "mark":
+                other, offset = self.raiser[what]
+                # One that is raised at the very end is a wait for the end.
+                yield other, offset, MARK if offset < self.cost[other][0] else WAIT
+            else:
+                yield what, self.cost[what][0], WAIT
+
     @cached_property
     def before(self):
-        """Per instruction: (what it needs, after how much of that, kind), links as the holder before it."""
+        """Per instruction: (what it needs, after how much of that, kind), links as the holder before it.
+
+        Of the waits of a join those that came as the k-th or at the same moment.
+        """
         users = {}
         for key in self.order:
             for link in self.links(key):
@@ -48,14 +61,12 @@ class PathOracle(Oracle):
         for queue in self.queues:
             for first, second in pairwise(queue):
                 found[second].append((first, self.cost[first][0], STREAM))
-        for key, waits in self.waits.items():
-            for what in waits:
-                if what[0] == "mark":
-                    other, offset = self.raiser[what]
-                    # One that is raised at the very end is a wait for the end.
-                    found[key].append((other, offset, MARK if offset < self.cost[other][0] else WAIT))
-                else:
-                    found[key].append((what, self.cost[what][0], WAIT))
+        for key in self.waits:
+            needs = sorted(self.moments(key), key=lambda need: self.start(need[0]) + need[1])
+            if key in self.need:
+                last = needs[self.need[key] - 1]
+                needs = [need for need in needs if self.start(need[0]) + need[1] == self.start(last[0]) + last[1]]
+            found[key] += needs
         for keys in users.values():
             for key in keys:
                 earlier = [other for other in keys if self.done[other] <= self.start(key)]

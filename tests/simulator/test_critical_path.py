@@ -27,9 +27,9 @@ def run(program, prices, num_steps):
 
 
 @settings(max_examples=300)
-@given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 3))
-def test_the_path_is_the_longest_chain(seed, size, num_steps):
-    program, prices = random_program(seed, size)
+@given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 3), joins=st.booleans())
+def test_the_path_is_the_longest_chain(seed, size, num_steps, joins):
+    program, prices = random_program(seed, size, joins=joins)
     network, start_ps, end_ps, _ = run(program, prices, num_steps)
     oracle = PathOracle(program, prices, num_steps)
     assert end_ps.tolist() == oracle.ends()
@@ -42,10 +42,10 @@ def test_the_path_is_the_longest_chain(seed, size, num_steps):
 
 
 @settings(max_examples=500)
-@given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 3))
-def test_the_path_is_the_chain_that_the_order_of_ties_picks(seed, size, num_steps):
+@given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 3), joins=st.booleans())
+def test_the_path_is_the_chain_that_the_order_of_ties_picks(seed, size, num_steps, joins):
     """In the window of the last step: every segment tight, none left out, lengths that add up exactly."""
-    program, prices = random_program(seed, size)
+    program, prices = random_program(seed, size, joins=joins)
     network, start_ps, end_ps, step = run(program, prices, num_steps)
     oracle = PathOracle(program, prices, num_steps)
     oracle.ends()
@@ -79,10 +79,10 @@ def test_times_of_another_simulation_are_refused():
 
 
 @settings(max_examples=300)
-@given(seed=seeds, size=st.integers(1, 25))
-def test_the_path_where_links_are_shared_fairly(seed, size):
+@given(seed=seeds, size=st.integers(1, 25), joins=st.booleans())
+def test_the_path_where_links_are_shared_fairly(seed, size, joins):
     """Each segment needs the one before it, nothing is left out, and nobody waits for a link."""
-    program, prices = random_program(seed, size)
+    program, prices = random_program(seed, size, joins=joins)
     unrolled = unroll(program, prices, 2)
     network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, "fair")
     start_ps = np.where(unrolled.send_of >= 0, end_ps - durations(network), start_ps)

@@ -71,6 +71,18 @@ def test_a_member_that_never_arrives_is_named():
     ) in message_of(rows, 2, [(0, 1)])
 
 
+def test_what_a_join_has_and_lacks_is_named():
+    """Two of three are needed; one ends, the others wait for the join."""
+    rows = [forward(rank, cost=1) for rank in range(4)]
+    rows[0].waits, rows[0].need = [rows[1], rows[2], (rows[3], 4)], 2
+    for rank in (2, 3):
+        rows[rank].waits = [rows[0]]
+    assert (
+        "F0.0 (rank 0, compute) [needs 2 of 3, has 1, lacks F2.0 (rank 2, compute), F3.0 (rank 3, compute)] waits for "
+        "F2.0 (rank 2, compute), which waits for F0.0 (rank 0, compute). "
+    ) in message_of(rows, 4)
+
+
 def test_a_long_circle_is_cut():
     rows = [forward(rank, cost=1) for rank in range(30)]
     for rank, row in enumerate(rows):
@@ -120,9 +132,9 @@ def shortest_circle(edges) -> int:
 
 
 @settings(max_examples=400)
-@given(seed=st.integers(0, 2**31), size=st.integers(2, 30), num_steps=st.integers(1, 2))
-def test_the_circle_is_real_and_the_shortest(seed, size, num_steps):
-    program, prices = random_program(seed, size, may_deadlock=True)
+@given(seed=st.integers(0, 2**31), size=st.integers(2, 30), num_steps=st.integers(1, 2), joins=st.booleans())
+def test_the_circle_is_real_and_the_shortest(seed, size, num_steps, joins):
+    program, prices = random_program(seed, size, may_deadlock=True, joins=joins)
     oracle = Oracle(program, prices, num_steps)
     if None not in oracle.ends():
         return

@@ -21,9 +21,9 @@ seeds = st.integers(0, 2**31)
 contentions = st.sampled_from(sorted(ORACLES))
 
 
-def assert_equal_to_oracle(seed, size, num_steps, contention, *, may_deadlock=False) -> None:
+def assert_equal_to_oracle(seed, size, num_steps, contention, *, may_deadlock=False, joins=False) -> None:
     """Starts and ends of all instructions, and of those that ever end in a program that cannot finish."""
-    program, prices = random_program(seed, size, may_deadlock=may_deadlock)
+    program, prices = random_program(seed, size, may_deadlock=may_deadlock, joins=joins)
     oracle = ORACLES[contention](program, prices, num_steps)
     expected = oracle.ends()
     unrolled = unroll(program, prices, num_steps)
@@ -51,10 +51,17 @@ def test_engine_equals_the_oracle(contention, seed, size, num_steps):
     assert_equal_to_oracle(seed, size, num_steps, contention)
 
 
+@pytest.mark.parametrize("contention", sorted(ORACLES))
+@settings(max_examples=400)
+@given(seed=seeds, size=st.integers(1, 30), num_steps=st.integers(1, 3))
+def test_joins_equal_the_oracle(contention, seed, size, num_steps):
+    assert_equal_to_oracle(seed, size, num_steps, contention, joins=True)
+
+
 @settings(max_examples=250)
-@given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 2), contention=contentions)
-def test_engine_and_oracle_agree_on_deadlocks(seed, size, num_steps, contention):
-    assert_equal_to_oracle(seed, size, num_steps, contention, may_deadlock=True)
+@given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 2), contention=contentions, joins=st.booleans())
+def test_engine_and_oracle_agree_on_deadlocks(seed, size, num_steps, contention, joins):
+    assert_equal_to_oracle(seed, size, num_steps, contention, may_deadlock=True, joins=joins)
 
 
 @pytest.mark.slow
@@ -66,16 +73,17 @@ def test_engine_and_oracle_agree_on_deadlocks(seed, size, num_steps, contention)
     num_steps=st.integers(1, 3),
     contention=contentions,
     may_deadlock=st.booleans(),
+    joins=st.booleans(),
 )
-def test_engine_equals_the_oracle_at_length(seed, size, num_steps, contention, may_deadlock):
-    assert_equal_to_oracle(seed, size, num_steps, contention, may_deadlock=may_deadlock)
+def test_engine_equals_the_oracle_at_length(seed, size, num_steps, contention, may_deadlock, joins):
+    assert_equal_to_oracle(seed, size, num_steps, contention, may_deadlock=may_deadlock, joins=joins)
 
 
 @settings(max_examples=300)
-@given(seed=seeds, size=st.integers(5, 40), contention=contentions)
-def test_private_links_change_nothing(seed, size, contention):
+@given(seed=seeds, size=st.integers(5, 40), contention=contentions, joins=st.booleans())
+def test_private_links_change_nothing(seed, size, contention, joins):
     """Whether a link is settled at once or goes through the heap must not show."""
-    program, prices = random_program(seed, size)
+    program, prices = random_program(seed, size, joins=joins)
     unrolled = unroll(program, prices, 2)
     network = unrolled.network
     one, two = (
@@ -160,6 +168,25 @@ def test_one_link_by_hand():
         "2: receive 1→2.1": 13,
         **{f"{rank}: all-reduce {rank} #0": 37 for rank in range(3)},
     }
+
+
+@pytest.mark.parametrize(("need", "begin"), [(1, 3), (2, 8), (3, 12), (4, 20)])
+@pytest.mark.parametrize("contention", sorted(ORACLES))
+def test_a_join_goes_on_with_the_kth_of_its_waits(need, begin, contention):
+    """Ends at 20, 12 and 3, and a mark at 8 within the first of them; what comes late does not hold it up."""
+    rows = [forward(rank, cost=rank) for rank in range(1, 4)]
+    joining = forward(0, cost=4, waits=[*rows, (rows[0], 8)], need=need)
+    program, prices = program_of([[], [*rows, joining], []], 4, [0, 20, 12, 3, 5])
+    assert ends_by_name(simulate_program(program, prices, contention=contention))["0: F0.0"] == begin + 5
+
+
+def test_a_join_is_found_late_but_not_late_in_time():
+    """Rank 1's send waits for the link until 30, rank 2's chain of sends ends at 12: one of both is needed."""
+    slow, other, fast = (transfer(r, 3, r, waits=[], cost=c, route=k) for r, c, k in ((0, 1, 0), (1, 1, 0), (2, 2, 1)))
+    again = transfer(3, 2, 9, waits=[fast[0]], cost=2, route=1)
+    joining = forward(0, cost=3, waits=[other[0], again[0]], need=1)
+    program, prices = program_of([[], [*slow, *other, *fast, *again, joining], []], 4, [0, 15, 6, 1], [[0], [1]])
+    assert ends_by_name(simulate_program(program, prices))["0: F0.0"] == 13
 
 
 def test_a_transfer_of_two_links_waits_for_both():

@@ -16,13 +16,17 @@ from meshwright.spec import (
     Forward,
     Opcode,
     OptimizerStep,
+    Program,
     ProgramError,
     Receive,
     Send,
     Stash,
     Stream,
     empty_section,
+    encode_document,
     instruction_name,
+    read_document,
+    write_document,
 )
 from tests.spec.examples import PROGRAM, TIMELINE
 from tests.strategies import programs, timelines
@@ -101,6 +105,8 @@ DAMAGED = {
     "version": np.array([], np.int32),
     "peer": np.array([0, 0, 0, 0], np.int32),
     "mark_index": np.array([0, 1], np.int32),
+    "join_instruction": np.array([1]),
+    "join_need": np.array([1], np.int32),
 }
 
 
@@ -113,6 +119,40 @@ def test_every_column_is_checked():
 def test_damaged_columns_are_noticed(column, part):
     with pytest.raises(ProgramError, match=f"program's {part} is damaged"):
         replace(PROGRAM, **{part: replace(BODY, **{column: DAMAGED[column]})})
+
+
+JOINED = replace(BODY, wait_offsets=np.array([0, 0, 2, 3]), waits=np.array([0, 0, 3]))
+
+
+@pytest.mark.parametrize(
+    ("joins", "need", "message"),
+    [
+        ([2, 1], [1, 1], "does not ascend"),
+        ([1, 1], [1, 1], "does not ascend"),
+        ([1], [3], "leaves 1 and the number of waits"),
+        ([1], [0], "leaves 1 and the number of waits"),
+        ([0], [1], "leaves 1 and the number of waits"),
+        ([3], [1], "leaves 0..2"),
+    ],
+)
+def test_damaged_joins_are_noticed(joins, need, message):
+    columns = {"join_instruction": np.array(joins), "join_need": np.array(need, np.int32)}
+    with pytest.raises(ProgramError, match=message):
+        replace(PROGRAM, body=replace(JOINED, **columns))
+
+
+def test_a_receive_is_no_join():
+    columns = {"join_instruction": np.array([1]), "join_need": np.array([1], np.int32)}
+    receive = np.array([Opcode.FORWARD, Opcode.RECEIVE_ACTIVATION, Opcode.FORWARD], np.int8)
+    with pytest.raises(ProgramError, match="a receive, which waits for its send, is a join"):
+        replace(PROGRAM, body=replace(JOINED, opcode=receive, **columns))
+
+
+def test_programs_without_joins_are_written_as_before_there_were_any(tmp_path):
+    assert "join_need" not in encode_document(PROGRAM)["body"]
+    columns = {"join_instruction": np.array([1]), "join_need": np.array([2], np.int32)}
+    joined = replace(PROGRAM, body=replace(JOINED, **columns))
+    assert read_document(Program, write_document(joined, tmp_path / "program.json")) == joined
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ class ProgramBuilder:
         self._waiting = array("q")
         self._awaited = array("q")
         self._marks: list[tuple[int, int]] = []
+        self._joins: dict[int, int] = {}
         self._groups: dict[tuple[int, ...], int] = {}
 
     def append(
@@ -64,11 +65,20 @@ class ProgramBuilder:
         *,
         group: tuple[int, ...] = (),
         waits: Iterable[int] = (),
+        need: int | None = None,
     ) -> int:
-        """Append one instruction to a stream of a rank; ``group`` names the ranks that take part in communication."""
+        """Append one instruction to a stream of a rank; ``group`` names the ranks that take part in communication.
+
+        It goes on when ``need`` of its waits have happened, or all of them if that is not given.
+        """
         if not 0 <= rank < self._num_ranks:
             raise ProgramError(
                 f"{instruction} was given to rank {rank}; the program has ranks 0 to {self._num_ranks - 1}."
+            )
+        if need is not None and (need < 1 or isinstance(instruction, Receive)):
+            raise ProgramError(
+                f"{instruction} was to go on after {need} of its waits; expected 1 or more, and no receive, which "
+                "waits for its send. Leave `need` out to wait for all."
             )
         number = self.group(group) if group else -1
         try:
@@ -82,6 +92,8 @@ class ProgramBuilder:
         self._num_instructions += 1
         for awaited in waits:
             self.wait(handle, awaited)
+        if need is not None:
+            self._joins[handle] = need
         return handle
 
     def extend(self, ranks: NDArray[np.integer], stream: StreamName, **columns: ArrayLike) -> Ids:
@@ -136,6 +148,7 @@ class ProgramBuilder:
             name: np.concatenate([chunk[name] for chunk in chunks]).astype(_TYPES.get(name, np.int32))[order]
             for name in _COLUMNS[1:]
         } | self._wait_columns(position)
+        columns |= self._join_columns(position, columns["wait_offsets"])
         body = Section(
             stream_offsets=np.concatenate([[0], np.cumsum(counts[used])]).astype(np.int64),
             **columns,
@@ -168,6 +181,20 @@ class ProgramBuilder:
         awaited = np.where(handles >= 0, position[np.maximum(handles, 0)], count - 1 - handles) if count else handles
         offsets = np.append(0, np.cumsum(np.bincount(waiting, minlength=count)))
         return {"wait_offsets": offsets.astype(np.int64), "waits": awaited[np.argsort(waiting, kind="stable")]}
+
+    def _join_columns(self, position: Ids, wait_offsets: Ids) -> dict[str, Any]:
+        handles = np.array(list(self._joins), np.int64)
+        need = np.array(list(self._joins.values()), np.int64)
+        joins = position[handles]
+        num_waits = np.diff(wait_offsets)[joins]
+        if (need > num_waits).any():
+            first = int(np.argmax(need > num_waits))
+            raise ProgramError(
+                f"Instruction {handles[first]} needs {need[first]} of its waits, but has {num_waits[first]}. Give it "
+                "more handles to wait for, or a smaller `need`."
+            )
+        order = np.argsort(joins)
+        return {"join_instruction": joins[order], "join_need": need[order].astype(np.int32)}
 
 
 def _row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:

@@ -116,6 +116,7 @@ def _check_progress(program: Program, section: Section, ranks: np.ndarray) -> No
     """Execute without durations: an instruction runs when its waits are done, a collective when all have arrived."""
     done = np.zeros(section.num_instructions, bool)
     position = section.stream_offsets[:-1].copy()
+    need = _needs(section)
     arrived: Counter[tuple[int, int]] = Counter()
     meeting: set[int] = set()
     progress = True
@@ -124,7 +125,8 @@ def _check_progress(program: Program, section: Section, ranks: np.ndarray) -> No
         for stream in range(len(program.streams)):
             while position[stream] < section.stream_offsets[stream + 1]:
                 index = int(position[stream])
-                if not all(done[_awaited(section, wait)] for wait in section.waits_of(index)):
+                happened = (bool(done[_awaited(section, wait)]) for wait in section.waits_of(index))
+                if not (sum(happened) >= need[index] if index in need else all(happened)):
                     break
                 if section.opcode[index] == Opcode.ALL_REDUCE:
                     key = (int(section.group[index]), int(section.peer[index]))
@@ -148,7 +150,14 @@ def _check_progress(program: Program, section: Section, ranks: np.ndarray) -> No
 def _describe_wait(section: Section, done: np.ndarray, ranks: np.ndarray, index: int) -> str:
     awaited = (_awaited(section, wait) for wait in section.waits_of(index))
     missing = ", ".join(describe(section, other, int(ranks[other])) for other in awaited if not done[other])
-    return f"{describe(section, index, int(ranks[index]))} waits for {missing or 'the other members'}"
+    need = _needs(section).get(index)
+    some = f"{need} of {len(section.waits_of(index))}, of which these never happen: " if need and missing else ""
+    return f"{describe(section, index, int(ranks[index]))} waits for {some}{missing or 'the other members'}"
+
+
+def _needs(section: Section) -> dict[int, int]:
+    """How many of its waits each join needs."""
+    return dict(zip(section.join_instruction.tolist(), section.join_need.tolist(), strict=True))
 
 
 def _awaited(section: Section, wait: int) -> int:

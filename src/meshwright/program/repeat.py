@@ -59,6 +59,7 @@ def repeat_body(program: Program, num_steps: int) -> Repeated:
         waits=_waits(parts, new, len(order)),
         mark_instruction=np.concatenate([ids[part.mark_instruction] for ids, part in zip(new, parts, strict=True)]),
         mark_index=np.concatenate([part.mark_index for part in parts]),
+        **_joins(parts, new),
     )
     return Repeated(section=section, source=source, mark_source=mark_source, step=step)
 
@@ -92,3 +93,9 @@ def _waits(parts: list[Section], new: list[Ids], num_instructions: int) -> Ids:
         waiting.append(np.repeat(ids, np.diff(part.wait_offsets)))
         num_marks += len(part.mark_instruction)
     return np.concatenate(awaited)[np.argsort(np.concatenate(waiting), kind="stable")].astype(np.int64)
+
+
+def _joins(parts: list[Section], new: list[Ids]) -> dict[str, Any]:
+    joins = np.concatenate([ids[part.join_instruction] for part, ids in zip(parts, new, strict=True)])
+    order = np.argsort(joins)
+    return {"join_instruction": joins[order], "join_need": np.concatenate([part.join_need for part in parts])[order]}

@@ -54,7 +54,13 @@ class RankProgram:
 
 
 def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
-    """Arrange the instructions of ``rank``. Raises ProgramError if a computation waits directly for another rank."""
+    """Arrange the instructions of ``rank``. Raises ProgramError for joins, and for direct waits for another rank."""
+    if len(section.join_instruction):
+        first = section.instruction(int(section.join_instruction[0]))
+        raise ProgramError(
+            f"{first} goes on when {section.join_need[0]} of its waits have happened. Such joins can be simulated; a "
+            "run needs a program in which every instruction waits for all."
+        )
     streams = program.streams_of(rank)
     compute = [stream for stream in streams if program.streams[stream].name == "compute"]
     order = {index: place for stream in compute for place, index in enumerate(section.stream_range(stream))}

@@ -8,7 +8,7 @@ that ends last, each time to a tight one, until it reaches the beginning of the 
     length = Σ (until(k) - max(s(k), begin)) = end - begin,     until(k) = s(k + 1)
 
 so its segments leave no gap and add up to the window. A mark cuts the instruction that raises it: what it does
-afterwards is not on the path.
+afterwards is not on the path. For a join that needs k of its waits the k-th that happens is tight, and no later one.
 
 Under ``fair`` contention nobody waits for a link: transfers that share one take longer, and so they stand on the path.
 How far such a transfer was when it raised a mark is not kept, so that its marks are tight when nothing else is.
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
-from meshwright.simulator.network import Network, collectives, route_of
+from meshwright.simulator.network import Network, collectives, need_of, route_of
 from meshwright.spec import ProgramError
 
 Ids = NDArray[np.int64]
@@ -184,7 +184,7 @@ def _tight(network: Network, start_ps: Times, end_ps: Times, i: int, is_known: b
     stream = np.searchsorted(network.stream_offsets, i, side="right") - 1
     if is_known and i > network.stream_offsets[stream] and end_ps[i - 1] == start:
         return i - 1, BY_STREAM
-    found, bound = -1, BY_WAIT
+    found, bound, earlier = -1, BY_WAIT, 0
     for w in range(network.wait_offsets[i], network.wait_offsets[i + 1]):
         awaited, shift = int(network.waits[w]), 0
         if awaited < 0:
@@ -196,6 +196,10 @@ def _tight(network: Network, start_ps: Times, end_ps: Times, i: int, is_known: b
             is_tight = is_known and latest == start
         if is_tight and (found < 0 or awaited < found):
             found, bound = awaited, BY_MARK if shift < 0 else BY_WAIT
+        earlier += latest < start
+    # A join that had enough before it started did not wait for this one.
+    if found >= 0 and earlier >= need_of(network, i):
+        return -1, BY_WAIT
     return found, bound
 
 

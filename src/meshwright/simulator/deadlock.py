@@ -3,7 +3,8 @@
 A stream that stopped stands before an instruction p. It waits for each instruction a that p awaits and that never
 ended, and, where p is a member of a collective, for each member a that was never reached. If a is not what the stream
 of a stands before, it comes after that in stream order. So there is an edge from a stopped stream to the stream of
-each a, which has stopped too. No stopped stream is without one, and there are finitely many: they contain a circle.
+each a, which has stopped too; from a join to all that it still waits for, for of these too few ever happen. No stopped
+stream is without one, and there are finitely many: they contain a circle.
 The shortest is found by breadth-first search from each stream; among equals the one through the lowest stream.
 """
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
-from meshwright.simulator.network import Network, awaited_instructions, collectives
+from meshwright.simulator.network import Network, awaited_instructions, collectives, need_of
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import DeadlockError, Program, instruction_name
 
@@ -30,7 +31,7 @@ def raise_deadlock(program: Program, unrolled: Unrolled, end_ps: Ids, position: 
         circle = find_circle(unrolled.network, unrolled.stream, end_ps, position)
         raise DeadlockError(
             f"The program can never finish: {num_stuck} of {len(position)} streams wait in a circle or behind one. "
-            f"{_tell(program, unrolled, position, circle)}. "
+            f"{_tell(program, unrolled, end_ps, position, circle)}. "
             "Change the order of these instructions in the schedule."
         )
 
@@ -57,7 +58,9 @@ def _awaited(network: Network, end_ps: Ids, stopped: Ids) -> list[Ids]:
     awaited = []
     for i in stopped.tolist():
         ids = awaited_instructions(network, network.waits[network.wait_offsets[i] : network.wait_offsets[i + 1]])
-        awaited.append(ids[end_ps[ids] < 0])
+        left = ids[end_ps[ids] < 0]
+        # A join that had enough is stopped by what comes after its waits.
+        awaited.append(left if len(ids) - len(left) < need_of(network, i) else left[:0])
     arrived = stopped[[not len(ids) for ids in awaited]]
     collective = collectives(network)
     missing = np.setdiff1d(np.flatnonzero((collective >= 0) & (end_ps < 0)), arrived)
@@ -98,7 +101,7 @@ def _shortest_circle(offsets: Ids, targets: Ids) -> Ids:
     return best
 
 
-def _tell(program: Program, unrolled: Unrolled, position: Ids, circle: list[tuple[int, int]]) -> str:
+def _tell(program: Program, unrolled: Unrolled, end_ps: Ids, position: Ids, circle: list[tuple[int, int]]) -> str:
     """'A waits for B, which comes after C, which waits for ... A'."""
     network = unrolled.network
     first = circle[0][0]
@@ -108,7 +111,7 @@ def _tell(program: Program, unrolled: Unrolled, position: Ids, circle: list[tupl
         found = waits[awaited_instructions(network, waits) == awaited]
         by_mark = len(found) and (found < 0).all()
         link = "" if waiting == first else ", which"
-        text += f"{link} waits for {'a mark in ' if by_mark else ''}"
+        text += f"{_tell_need(program, unrolled, end_ps, waiting)}{link} waits for {'a mark in ' if by_mark else ''}"
         text += _describe(program, unrolled, awaited)
         ahead = int(position[unrolled.stream[awaited]])
         if ahead != awaited:
@@ -116,6 +119,18 @@ def _tell(program: Program, unrolled: Unrolled, position: Ids, circle: list[tupl
     if len(circle) > _MOST_NAMED:
         text += f", and so on through {len(circle) - _MOST_NAMED} more back to the first"
     return text
+
+
+def _tell_need(program: Program, unrolled: Unrolled, end_ps: Ids, i: int) -> str:
+    """What a join needs, has and still waits for."""
+    network = unrolled.network
+    ids = awaited_instructions(network, network.waits[network.wait_offsets[i] : network.wait_offsets[i + 1]])
+    left = ids[end_ps[ids] < 0].tolist()
+    if i not in network.join_instruction or not left:
+        return ""
+    names = ", ".join(_describe(program, unrolled, other) for other in left[:_MOST_NAMED])
+    more = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
+    return f" [needs {need_of(network, i)} of {len(ids)}, has {len(ids) - len(left)}, lacks {names}{more}]"
 
 
 def _describe(program: Program, unrolled: Unrolled, i: int) -> str:

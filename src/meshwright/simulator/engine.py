@@ -32,6 +32,16 @@ import numpy as np
 from meshwright.cost.compiled import compiled
 from meshwright.simulator.fair import Sharing, prepare_sharing, run_moments
 from meshwright.simulator.heap import pop, push
+from meshwright.simulator.joins import (
+    NONE,
+    Joins,
+    close_join,
+    drop_stale,
+    finish_for_joins,
+    look_at_join,
+    open_join,
+    prepare_joins,
+)
 from meshwright.simulator.network import Network, State, durations, fresh_state
 from meshwright.simulator.waiters import GRANTED, Column, Ids, Times, finish, join, resume
 from meshwright.spec import ProgramError, suggest
@@ -70,24 +80,26 @@ class Outcome(NamedTuple):
 
 def run_network(network: Network, num_links: int, contention: Contention = "queued") -> Outcome:
     """Simulate until nothing happens any more."""
+    joins = prepare_joins(network)
     if contention == "queued":
         state = fresh_state(network, num_links)
-        _run(network, state, None)
+        _run(network, state, None, joins)
         return Outcome(state.end_ps, state.position, None)
     numbered, sharing = prepare_sharing(network, num_links)
     state = fresh_state(network, num_links, len(sharing.mark_left))
-    _run(numbered, state, sharing)
+    _run(numbered, state, sharing, joins)
     return Outcome(state.end_ps[: len(network.cost_class)], state.position, sharing.start_ps)
 
 
 @compiled
-def _run(network: Network, state: State, sharing: Sharing | None) -> None:  # noqa: C901 - see below
+def _run(network: Network, state: State, sharing: Sharing | None, joins: Joins | None) -> None:  # noqa: C901
     # One loop, with arrays taken out of the tuples once: an array that is handed to a function in the innermost loop
-    # has its references counted each time, which made the loop ten times as slow.
+    # has its references counted each time, which made the loop ten times as slow. It is compiled apart with and without
+    # sharing and joins: a network without them does not pay for them.
     offsets, cost_class, class_ps, wait_offsets, waits, mark_instruction, mark_shift, resource, num_private = network[
         :9
     ]
-    route_offsets, links, collective_route, size, owner = network[9:]
+    route_offsets, links, collective_route, size, owner = network[9:14]
     end, position, cursor, ready, next_waiter, stack, heap_time, heap_stream, link_free = state[:9]
     arrived, arrival, members = state[9:]
     num_routes = len(route_offsets) - 1
@@ -98,6 +110,19 @@ def _run(network: Network, state: State, sharing: Sharing | None) -> None:  # no
         i, time, w = position[stream], ready[stream], cursor[stream]
         while i < offsets[stream + 1]:
             if w != GRANTED:
+                if joins is not None and joins.need[i] > 0 and w < wait_offsets[i + 1]:
+                    if joins.first[stream] < 0:
+                        open_join(network, joins, end, stream, i)
+                    num_waits = wait_offsets[i + 1] - wait_offsets[i]
+                    moment, closes, enters = look_at_join(joins, stream, num_waits, time)
+                    if not closes:
+                        cursor[stream], ready[stream] = w, time
+                        if enters:
+                            if num_requests == len(heap_time):
+                                num_requests = drop_stale(joins, heap_time, heap_stream, num_requests)
+                            num_requests = push(heap_time, heap_stream, num_requests, moment, stream - len(position))
+                        break
+                    time, w = moment, np.int64(wait_offsets[i + 1])
                 while w < wait_offsets[i + 1]:
                     k, shift = np.int64(waits[w]), np.int64(0)
                     if k < 0:
@@ -118,28 +143,36 @@ def _run(network: Network, state: State, sharing: Sharing | None) -> None:  # no
                         if arrived[c] < size[c]:
                             break
                     if route >= num_private:
+                        if joins is not None and num_requests == len(heap_time):
+                            num_requests = drop_stale(joins, heap_time, heap_stream, num_requests)
                         num_requests = push(heap_time, heap_stream, num_requests, time, requester)
                     else:
                         time += class_ps[cost_class[i]]
                         top = resume(c, stream, time, members, next_waiter, cursor, ready, stack, top)
                     break
                 time += class_ps[cost_class[i]]
-            top = finish(end, i, time, next_waiter, stack, top)
+            if joins is not None and end[i] < NONE:
+                top = finish_for_joins(joins, end, i, time, next_waiter, stack, top)
+            else:
+                top = finish(end, i, time, next_waiter, stack, top)
             i += 1
             w = np.int64(wait_offsets[i])
         position[stream] = i
-        if top == 0:
-            if sharing is not None:
-                top, num_requests = run_moments(network, state, sharing, num_requests)
-            elif num_requests > 0:
-                requester, time = heap_stream[0], heap_time[0]
-                num_requests = pop(heap_time, heap_stream, num_requests)
-                i = position[requester]
-                c, route = resource[i] - num_routes, np.int64(resource[i])
-                if c >= 0:
-                    route = np.int64(collective_route[c])
-                time = _take_links(route_offsets, links, link_free, int(route), time, class_ps[cost_class[i]])
-                top = resume(c, requester, time, members, next_waiter, cursor, ready, stack, top)
+        if top == 0 and sharing is not None:
+            top, num_requests = run_moments(network, state, sharing, joins, num_requests)
+        while sharing is None and top == 0 and num_requests > 0:
+            requester, time = heap_stream[0], heap_time[0]
+            num_requests = pop(heap_time, heap_stream, num_requests)
+            if joins is not None and requester < 0:
+                requester += len(position)
+                top = close_join(network, joins, requester, time, position, cursor, ready, stack, top)
+                continue
+            i = position[requester]
+            c, route = resource[i] - num_routes, np.int64(resource[i])
+            if c >= 0:
+                route = np.int64(collective_route[c])
+            time = _take_links(route_offsets, links, link_free, int(route), time, class_ps[cost_class[i]])
+            top = resume(c, requester, time, members, next_waiter, cursor, ready, stack, top)
 
 
 @compiled

@@ -28,6 +28,7 @@ import numpy as np
 
 from meshwright.cost.compiled import compiled
 from meshwright.simulator.heap import pop, push
+from meshwright.simulator.joins import Joins, close_join, finish_for_joins
 from meshwright.simulator.network import Network, State, route_of
 from meshwright.simulator.sharing import (
     NUM_CHANGED,
@@ -124,7 +125,9 @@ def _number_marks(network: Network, leader: Ids) -> tuple[Network, Ids, Times]:
 
 
 @compiled
-def run_moments(network: Network, state: State, sharing: Sharing, num_requests: int) -> tuple[int, int]:
+def run_moments(
+    network: Network, state: State, sharing: Sharing, joins: Joins | None, num_requests: int
+) -> tuple[int, int]:
     """Go from moment to moment until streams can run on; return their number and that of the requests left.
 
     No streams: nothing is under way any more.
@@ -134,7 +137,7 @@ def run_moments(network: Network, state: State, sharing: Sharing, num_requests: 
     cost_class, class_ps, resource, members = network.cost_class, network.class_ps, network.resource, state.members
     route_offsets, route_links, collective_route = network.route_offsets, network.route_links, network.collective_route
     num_routes, num_instructions = len(route_offsets) - 1, len(cost_class)
-    end_ps, position, cursor, ready_ps, next_waiter, stack, heap_time, heap_stream = state[:8]
+    position, cursor, ready_ps, next_waiter, stack, heap_time, heap_stream = state[1:8]
     top = 0
     while top == 0:
         if counts[NUM_CHANGED] > 0 and not (num_requests > 0 and heap_time[0] == clock[NOW]):
@@ -153,7 +156,7 @@ def run_moments(network: Network, state: State, sharing: Sharing, num_requests: 
             i, transfer = position[stream], transfers[stream]
             _work(transfer, clock[NOW])
             for k in range(transfer["next_mark"], _marks_raised(transfer, i, mark_transfer, mark_left)):
-                top = finish(end_ps, num_instructions + k, clock[NOW], next_waiter, stack, top)
+                top = _raise_mark(state, joins, num_instructions + k, clock[NOW], top)
                 transfer["next_mark"] = k + 1
             if _is_left(transfer):
                 _find_stop(transfer, i, mark_transfer, mark_left)
@@ -163,6 +166,7 @@ def run_moments(network: Network, state: State, sharing: Sharing, num_requests: 
                 leave_links(transfers, links, crossings, changed, counts, stream)
                 c = resource[i] - num_routes
                 top = resume(c, stream, clock[NOW], members, next_waiter, cursor, ready_ps, stack, top)
+        top, num_requests = _close_joins(network, state, joins, clock[NOW], num_requests, top)
         while num_requests > 0 and heap_time[0] == clock[NOW]:
             stream = heap_stream[0]
             num_requests = pop(heap_time, heap_stream, num_requests)
@@ -174,6 +178,28 @@ def run_moments(network: Network, state: State, sharing: Sharing, num_requests: 
             _note_start(start_ps, c, stream, clock[NOW], position, members, next_waiter)
             begin, stop = route_offsets[route], route_offsets[route + 1]
             enter_links(transfers, links, crossings, changed, counts, stream, route_links, begin, stop)
+    return top, num_requests
+
+
+@compiled
+def _raise_mark(state: State, joins: Joins | None, mark: int, now: int, top: int) -> int:
+    """Let those run on who wait for a mark; return the new top of the stack."""
+    if joins is None:
+        return finish(state.end_ps, mark, now, state.next_waiter, state.stack, top)
+    return finish_for_joins(joins, state.end_ps, mark, now, state.next_waiter, state.stack, top)
+
+
+@compiled
+def _close_joins(
+    network: Network, state: State, joins: Joins | None, now: int, num_requests: int, top: int
+) -> tuple[int, int]:
+    """Let the joins go on whose time has come; they stand before the requests of the same time."""
+    if joins is not None:
+        position, cursor, ready_ps, _, stack, heap_time, heap_stream = state[1:8]
+        while num_requests > 0 and heap_time[0] == now and heap_stream[0] < 0:
+            stream = heap_stream[0] + len(position)
+            num_requests = pop(heap_time, heap_stream, num_requests)
+            top = close_join(network, joins, stream, now, position, cursor, ready_ps, stack, top)
     return top, num_requests
 
 

@@ -24,6 +24,8 @@ class Network(NamedTuple):
     ``resource`` is -1 for work of one stream; r, from 0 on, for the links of route r; and ``num_routes + c`` for a
     member of collective c, which holds the links of ``collective_route[c]`` (-1: none). The first ``num_private``
     routes are those whose links nobody else wants. ``collective_owner`` is the lowest stream among the members.
+
+    ``join_instruction``, ascending, goes on when ``join_need`` of its waits have happened; all else waits for all.
     """
 
     stream_offsets: Ids
@@ -40,6 +42,8 @@ class Network(NamedTuple):
     collective_route: Column
     collective_size: Column
     collective_owner: Column
+    join_instruction: Column
+    join_need: Column
 
 
 def durations(network: Network) -> Times:
@@ -81,6 +85,15 @@ def route_of(network: Network, i: int) -> int:
     return resource if resource < num_routes else int(network.collective_route[resource - num_routes])
 
 
+@compiled
+def need_of(network: Network, i: int) -> int:
+    """How many of its waits an instruction needs: all, unless it is a join."""
+    j = np.searchsorted(network.join_instruction, i)
+    if j < len(network.join_instruction) and network.join_instruction[j] == i:
+        return int(network.join_need[j])
+    return int(network.wait_offsets[i + 1] - network.wait_offsets[i])
+
+
 class State(NamedTuple):
     """What changes while streams run: ends per instruction, then columns per stream, per link and per collective.
 
@@ -104,6 +117,8 @@ class State(NamedTuple):
 def fresh_state(network: Network, num_links: int, num_marks: int = 0) -> State:
     """Every stream stands before its first instruction, ready to run; ``num_marks`` more ends than instructions."""
     num_streams, num_collectives = len(network.stream_offsets) - 1, len(network.collective_size)
+    # A stream has one request or open join; joins may stand there with times that have changed since.
+    num_entries = num_streams * (1 if not len(network.join_instruction) else 2)
     return State(
         end_ps=np.full(len(network.cost_class) + num_marks, -1, np.int64),
         position=network.stream_offsets[:-1].copy(),
@@ -111,8 +126,8 @@ def fresh_state(network: Network, num_links: int, num_marks: int = 0) -> State:
         ready_ps=np.zeros(num_streams, np.int64),
         next_waiter=np.full(num_streams, -1, np.int64),
         stack=np.arange(num_streams, dtype=np.int64)[::-1].copy(),
-        heap_time=np.empty(num_streams, np.int64),
-        heap_stream=np.empty(num_streams, np.int64),
+        heap_time=np.empty(num_entries, np.int64),
+        heap_stream=np.empty(num_entries, np.int64),
         link_free_ps=np.zeros(num_links, np.int64),
         arrived=np.zeros(num_collectives, np.int32),
         arrival_ps=np.zeros(num_collectives, np.int64),

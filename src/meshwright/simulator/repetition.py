@@ -24,9 +24,12 @@ from meshwright.spec import Program
 def step_distance(program: Program, prices: Prices, run: Run) -> int | None:
     """Δ in ps, of the run of one step; None where it is not sure.
 
-    Processor time that transfers take depends on all that runs, so it is not sure where that is charged.
+    Processor time that transfers take depends on all that runs, so it is not sure where that is charged; nor where an
+    instruction needs only some of what it waits for.
     """
     if program.prologue.num_instructions or program.epilogue.num_instructions or prices.host_ps.any():
+        return None
+    if len(program.body.join_instruction):
         return None
     network, end_ps = run.network, run.end_ps
     used = np.flatnonzero(np.diff(network.stream_offsets))

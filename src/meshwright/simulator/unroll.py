@@ -110,6 +110,7 @@ def _assemble(prices: Prices, layout: Layout) -> Network:
     _renumber(number, resource)
     _renumber(number, collective_route)
     mark_instruction, mark_shift_ps = _place_marks(layout, prices.duration_ps)
+    join_instruction, join_need = _place_joins(layout)
     return Network(
         stream_offsets=layout.stream_offsets,
         cost_class=cost_class,
@@ -125,6 +126,8 @@ def _assemble(prices: Prices, layout: Layout) -> Network:
         collective_route=collective_route,
         collective_size=np.concatenate([part.matches.sizes for part in parts]),
         collective_owner=np.concatenate([part.matches.owners for part in parts]),
+        join_instruction=join_instruction,
+        join_need=join_need,
     )
 
 
@@ -199,6 +202,17 @@ def _place_marks(layout: Layout, class_ps: Ids) -> tuple[Column, Ids]:
         instructions.append((raising + shift[part.streams[raising]]).astype(np.int32))
         shifts_ps.append(part.costs.mark_offset_ps - class_ps[part.costs.cost_class[raising]])
     return np.concatenate(instructions), np.concatenate(shifts_ps)
+
+
+def _place_joins(layout: Layout) -> tuple[Column, Column]:
+    """The joins in the order of the network, and how many of their waits they need."""
+    ids = []
+    for part, begins in zip(layout.parts, layout.begins, strict=True):
+        joins = part.section.join_instruction
+        ids.append((joins + (begins - part.section.stream_offsets[:-1])[part.streams[joins]]).astype(np.int32))
+    need = np.concatenate([part.section.join_need for part in layout.parts]).astype(np.int32)
+    order = np.argsort(np.concatenate(ids))
+    return np.concatenate(ids)[order], need[order]
 
 
 def _routes_of_collectives(part: Part) -> Column:

@@ -134,7 +134,7 @@ def _schema_remedy(data: dict[str, Any], cls: type) -> str:
 
 def _is_default(field: dataclasses.Field[Any], item: Any) -> bool:
     if isinstance(item, np.ndarray):
-        return False
+        return field.default_factory is not dataclasses.MISSING and np.array_equal(item, field.default_factory())
     if field.default is not dataclasses.MISSING:
         return type(item) is type(field.default) and bool(item == field.default)
     if field.default_factory is not dataclasses.MISSING:

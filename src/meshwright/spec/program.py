@@ -10,6 +10,7 @@ run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 
     num_bytes                            bytes that move, 0 elsewhere
     wait_offsets, waits                  CSR: ids awaited; ``num_instructions + m`` stands for mark m
     mark_instruction, mark_index         ``mark_instruction[m]`` raises mark m when bucket ``mark_index[m]`` is ready
+    join_instruction, join_need          ``join_instruction[j]`` goes on after ``join_need[j]`` of its waits
 
 The typed classes of `instructions` are the row views; `program.ProgramBuilder.append` is the only writer.
 A program is ``prologue``, then ``body`` repeated, then ``epilogue``: a flushing schedule is a body alone. In one that
@@ -20,7 +21,7 @@ are those in the columns + r·``advance``, and the versions those + r·(optimize
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -76,6 +77,8 @@ class Section:
     waits: NDArray[np.int64]
     mark_instruction: NDArray[np.int64]
     mark_index: NDArray[np.int32]
+    join_instruction: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    join_need: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Section) and all(
@@ -215,11 +218,13 @@ def _check_section(name: str, section: Section, num_streams: int, num_groups: in
         )
         require(legal, f"{column} does not partition {total} entries")
     require(len(section.mark_index) == num_marks, "the mark columns differ in length")
+    require(len(section.join_need) == len(section.join_instruction), "the join columns differ in length")
     for column, low, high in (
         ("opcode", 0, len(Opcode)),
         ("group", -1, num_groups),
         ("waits", 0, count + num_marks),
         ("mark_instruction", 0, count),
+        ("join_instruction", 0, count),
         ("num_bytes", 0, np.iinfo(np.int64).max),
     ):
         values = getattr(section, column)
@@ -227,3 +232,9 @@ def _check_section(name: str, section: Section, num_streams: int, num_groups: in
             not len(values) or (values.min() >= low and values.max() < high),
             f"column {column} leaves {low}..{high - 1}",
         )
+    joins = section.join_instruction
+    require(bool((np.diff(joins) > 0).all()), "column join_instruction does not ascend")
+    legal = (section.join_need >= 1) & (section.join_need <= np.diff(section.wait_offsets)[joins])
+    require(bool(legal.all()), "column join_need leaves 1 and the number of waits of an instruction")
+    receives = np.isin(section.opcode[joins], (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT))
+    require(not receives.any(), "a receive, which waits for its send, is a join")

@@ -1,0 +1,207 @@
+"""k-of-n joins: an instruction that goes on when k of the moments that it waits for have come.
+
+The moment of a join is the k-th smallest of those that it waits for, and it *closes* at that moment or when the one
+before it in its stream has ended, whichever is later. Streams run ahead of time, so a moment that becomes known late
+may be an early one. A join whose known moments are k or more therefore waits in the heap of requests, with the k-th
+smallest as its time: when it comes up, nothing earlier can come any more (`engine.py`). At equal times joins come
+before requests, so that what follows from them is there when links are given. A join closes at once when all its
+moments are known, or when the k-th smallest is not later than the end of the instruction before it.
+
+Each wait of a join has a *slot*, numbered in the order of the instructions. What has not ended keeps a list of those
+who wait for it, in which ``num_streams + slot`` stands for a slot (`waiters.py`). A join that has closed leaves its
+slots in such lists; they are passed over. A stream has one open join at most, the k smallest moments of which it keeps
+in a heap with the largest on top.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+from meshwright.simulator.heap import push
+from meshwright.simulator.network import Network
+from meshwright.simulator.waiters import Column, Ids, Times
+
+NONE = -1
+
+
+class Joins(NamedTuple):
+    """Joins of a network and what is known of them; columns are reached through the tuple, which counts no references.
+
+    ``need`` (n,) is 0 for all that is no join. Per slot: the next waiter of the same list, the stream, and how long
+    after the end that is awaited the moment is (0 or less). Per stream: the first slot of the open join (-1: none is
+    open) and of the next one, how many of its waits it needs and how many moments are known, as which time it stands in
+    the heap of requests (-1: it does not), whether the stream is on the stack to look at it again, and where its
+    smallest moments begin.
+    """
+
+    need: Column
+    slot_after: Ids
+    slot_stream: Column
+    slot_shift_ps: Times
+    first: Ids
+    next: Ids
+    needed: Ids
+    known: Ids
+    key_ps: Times
+    is_queued: NDArray[np.bool_]
+    smallest_offsets: Ids
+    smallest_ps: Times
+
+
+def prepare_joins(network: Network) -> Joins | None:
+    """No join open yet; None for a network without joins, which then runs through a loop that knows none."""
+    if not len(network.join_instruction):
+        return None
+    num_streams, ids = len(network.stream_offsets) - 1, network.join_instruction.astype(np.int64)
+    need = np.zeros(len(network.cost_class), np.int32)
+    need[ids] = network.join_need
+    streams = np.searchsorted(network.stream_offsets, ids, side="right") - 1
+    num_waits = network.wait_offsets[ids + 1].astype(np.int64) - network.wait_offsets[ids]
+    num_slots, most = np.bincount(streams, num_waits, num_streams).astype(np.int64), np.zeros(num_streams, np.int64)
+    np.maximum.at(most, streams, network.join_need)
+    return Joins(
+        need=need,
+        slot_after=np.empty(int(num_waits.sum()), np.int64),
+        slot_stream=np.repeat(streams.astype(np.int32), num_waits),
+        slot_shift_ps=np.empty(int(num_waits.sum()), np.int64),
+        first=np.full(num_streams, NONE),
+        next=np.cumsum(num_slots) - num_slots,
+        needed=np.zeros(num_streams, np.int64),
+        known=np.zeros(num_streams, np.int64),
+        key_ps=np.full(num_streams, NONE),
+        is_queued=np.zeros(num_streams, np.bool_),
+        smallest_offsets=np.cumsum(most) - most,
+        smallest_ps=np.empty(int(most.sum()), np.int64),
+    )
+
+
+@compiled
+def open_join(network: Network, joins: Joins, end: Times, stream: int, i: int) -> None:
+    """Take the moments that are known, and ask to be told of the others."""
+    first, begin = joins.next[stream], network.wait_offsets[i]
+    num_streams, num_waits = len(joins.first), network.wait_offsets[i + 1] - begin
+    joins.first[stream], joins.next[stream] = first, first + num_waits
+    joins.needed[stream], joins.known[stream] = joins.need[i], 0
+    for slot in range(first, first + num_waits):
+        k, shift = np.int64(network.waits[begin + slot - first]), np.int64(0)
+        if k < 0:
+            shift, k = network.mark_shift_ps[~k], np.int64(network.mark_instruction[~k])
+        if end[k] < 0:
+            joins.slot_after[slot], joins.slot_shift_ps[slot] = end[k], shift
+            end[k] = -(num_streams + slot + 2)
+        else:
+            _take(joins, stream, int(end[k] + shift))
+
+
+@compiled
+def _take(joins: Joins, stream: int, moment: int) -> None:
+    """One more moment of a stream's open join is known: into its heap if it is among the smallest."""
+    top, size, need = joins.smallest_offsets[stream], joins.known[stream], joins.needed[stream]
+    joins.known[stream] += 1
+    if size < need:
+        child = size
+        while child > 0 and joins.smallest_ps[top + (child - 1) // 2] < moment:
+            joins.smallest_ps[top + child] = joins.smallest_ps[top + (child - 1) // 2]
+            child = (child - 1) // 2
+        joins.smallest_ps[top + child] = moment
+    elif moment < joins.smallest_ps[top]:
+        hole, child = 0, 1
+        while child < need:
+            if child + 1 < need and joins.smallest_ps[top + child + 1] > joins.smallest_ps[top + child]:
+                child += 1
+            if joins.smallest_ps[top + child] <= moment:
+                break
+            joins.smallest_ps[top + hole] = joins.smallest_ps[top + child]
+            hole, child = child, 2 * child + 1
+        joins.smallest_ps[top + hole] = moment
+
+
+@compiled
+def look_at_join(joins: Joins, stream: int, num_waits: int, time: int) -> tuple[int, bool, bool]:
+    """The time at which the open join of a stream closes if no earlier moment comes; whether it does; whether to wait.
+
+    ``time`` is the end of the instruction before. To wait means: in the heap of requests, for the time that is given.
+    """
+    joins.is_queued[stream] = False
+    if joins.known[stream] < joins.needed[stream]:
+        return time, False, False
+    moment = joins.smallest_ps[joins.smallest_offsets[stream]]
+    if moment <= time or joins.known[stream] == num_waits:
+        joins.first[stream], joins.key_ps[stream] = NONE, NONE
+        return max(time, moment), True, False
+    is_new = joins.key_ps[stream] != moment
+    joins.key_ps[stream] = moment
+    return moment, False, is_new
+
+
+@compiled
+def close_join(
+    network: Network,
+    joins: Joins,
+    stream: int,
+    time: int,
+    position: Ids,
+    cursor: Ids,
+    ready: Times,
+    stack: Ids,
+    top: int,
+) -> int:
+    """A join has come up in the heap of requests; if that still holds, let its stream run on."""
+    if joins.key_ps[stream] == time:
+        joins.first[stream], joins.key_ps[stream] = NONE, NONE
+        cursor[stream], ready[stream] = network.wait_offsets[position[stream] + 1], time
+        # Under `fair` a mark of the same moment may have put it on the stack already.
+        if not joins.is_queued[stream]:
+            stack[top] = stream
+            top += 1
+        joins.is_queued[stream] = False
+    return top
+
+
+@compiled
+def finish_for_joins(joins: Joins, end: Times, i: int, time: int, next_waiter: Ids, stack: Ids, top: int) -> int:
+    """Write the end of ``i``, wake the streams that wait for it and tell the joins that do."""
+    waiter, num_streams = end[i], len(joins.first)
+    end[i] = time
+    while waiter < -1:
+        stream = -(waiter + 2)
+        if stream < num_streams:
+            waiter = next_waiter[stream]
+            stack[top] = stream
+            top += 1
+            continue
+        slot = stream - num_streams
+        waiter, stream = joins.slot_after[slot], np.int64(joins.slot_stream[slot])
+        if joins.first[stream] < 0 or slot < joins.first[stream]:
+            continue
+        _take(joins, int(stream), time + joins.slot_shift_ps[slot])
+        if joins.known[stream] >= joins.needed[stream] and not joins.is_queued[stream]:
+            joins.is_queued[stream] = True
+            stack[top] = stream
+            top += 1
+    return top
+
+
+@compiled
+def drop_stale(joins: Joins, heap_time: Times, heap_stream: Ids, size: int) -> int:
+    """Take joins out of the heap of requests whose time has changed; return its new size.
+
+    Requests stand there as their stream, joins as their stream minus the number of streams.
+    """
+    num_streams, kept = len(joins.first), 0
+    for place in range(size):
+        time, code = heap_time[place], heap_stream[place]
+        if code < 0:
+            if joins.key_ps[code + num_streams] != time:
+                continue
+            # Only one entry of a join is kept; the time comes back below.
+            joins.key_ps[code + num_streams] = ~time
+        kept = push(heap_time, heap_stream, kept, time, code)
+    for stream in range(num_streams):
+        if joins.key_ps[stream] < NONE:
+            joins.key_ps[stream] = ~joins.key_ps[stream]
+    return kept
