@@ -20,7 +20,7 @@ from functools import cache
 import numpy as np
 
 from meshwright.cost.steps import StageSeconds
-from meshwright.program import build_program
+from meshwright.program import StageTimes, build_program, find_orders
 from meshwright.simulator import Prices, SectionPrices, simulate_program
 from meshwright.spec import (
     Extent,
@@ -51,6 +51,12 @@ class EqualStages:
     num_chunks: int
     stage: StageSeconds
 
+    @property
+    def work_s(self) -> float:
+        """Seconds for which a rank computes: m (F + B + W)."""
+        stage = self.stage
+        return self.num_microbatches * (stage.forward_s + stage.input_gradient_s + stage.weight_gradient_s)
+
 
 def busy_share(
     pipeline: EqualStages, schedule: str, *, blocking: bool = False, rounds_wait_together: bool = False
@@ -70,28 +76,48 @@ def busy_share(
     end = np.zeros(timeline.num_ranks, np.int64)
     np.minimum.at(begin, rank, timeline.start_ps[computes])
     np.maximum.at(end, rank, timeline.end_ps[computes])
-    stage = pipeline.stage
-    work_s = pipeline.num_microbatches * (stage.forward_s + stage.input_gradient_s + stage.weight_gradient_s)
-    return work_s / to_seconds(int((end - begin).max()))
+    return pipeline.work_s / to_seconds(int((end - begin).max()))
+
+
+def found_share(pipeline: EqualStages, most_kept: int) -> float:
+    """The same of the shortest order that is found for one stage on a rank, which keeps so many microbatches at most.
+
+    Its cost is the time from the first computation of all ranks to the last one, no less than that of any rank.
+    """
+    stage, one = pipeline.stage, np.ones(pipeline.num_positions, np.int64)
+    message_ps = one[1:] * to_picoseconds(stage.transfer_s)
+    times = StageTimes(
+        forward_ps=one * to_picoseconds(stage.forward_s),
+        inputs_ps=one * to_picoseconds(stage.input_gradient_s),
+        weights_ps=one * to_picoseconds(stage.weight_gradient_s),
+        sending_ps=message_ps,
+        returning_ps=message_ps,
+        kept_bytes=one,
+        limit_bytes=one * most_kept,
+    )
+    plan, _ = _lay_out(pipeline, "1f1b")
+    return pipeline.work_s / to_seconds(find_orders(plan, times).length_ps)
 
 
 def _build(pipeline: EqualStages, schedule: str) -> Program:
+    return build_program(*_lay_out(pipeline, schedule))
+
+
+def _lay_out(pipeline: EqualStages, schedule: str) -> tuple[Plan, Graph]:
     """One stage on a rank, or v, dealt out in turn."""
     size, chunks = pipeline.num_positions, pipeline.num_chunks if schedule == "interleaved" else 1
     graph = _chain(size * chunks)
     stages = tuple(StagePlan(start=i, stop=i + 1, ranks=(i % size,)) for i in range(size * chunks))
-    return build_program(
-        Plan(
-            model=graph.name,
-            graph_hash=graph.content_hash,
-            cluster=f"{size} equal devices",
-            workload=Workload(global_batch=pipeline.num_microbatches),
-            stages=stages,
-            num_microbatches=pipeline.num_microbatches,
-            schedule=schedule,
-        ),
-        graph,
+    plan = Plan(
+        model=graph.name,
+        graph_hash=graph.content_hash,
+        cluster=f"{size} equal devices",
+        workload=Workload(global_batch=pipeline.num_microbatches),
+        stages=stages,
+        num_microbatches=pipeline.num_microbatches,
+        schedule=schedule,
     )
+    return plan, graph
 
 
 @cache

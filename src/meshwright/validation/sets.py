@@ -80,7 +80,7 @@ DATASETS = (
         name="schedules",
         about="bubbles and speed-ups of pipeline schedules that Zero Bubble states, from its times of stages",
         score=Later(function="schedules.score_schedules"),
-        quick=Later(function="schedules.score_schedules"),
+        quick=Later(function="schedules.score_schedules", quick=True),
     ),
 )
 
