@@ -18,6 +18,13 @@ Orders are found for 8 stages x 64 microbatches whose times differ by up to a ha
 forward, in the memory of 1F1B: 20 draws (seeds 0 to 19). The length is held against the best named schedule that fits,
 and against the bound.
 
+And whole plans. SC'21: the GPT of a trillion parameters on 3,072 GPUs (Narayanan et al. 2021, table 1), here as 64
+stages of 48 replicas with 512 microbatches each, without tensor parallelism: building the program, pricing it, and
+simulating it with memory, of the one pipeline that stands for all; everything together, and with every op of every
+layer. Compiled code is loaded, and the cost model knows ops and collectives; program, costs of stages and routes are
+made anew. A smaller plan is simulated with and without folding, and many plans with one process and with one per core
+(wall time, so that it means something on idle cores only).
+
 CPU time of this process, best of all runs: on a loaded machine other processes take caches and memory away, which
 makes runs slower and never faster. The spread is that of all runs.
 """
@@ -27,21 +34,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-from harness import make_row, parse_options, publish
+from harness import make_row, paired_ratios, parse_options, publish, ratio_row
 from long_pipeline import measure_apart
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from meshwright.program import StageTimes, build_program, find_orders
-from meshwright.simulator import price_program
+import meshwright.simulator.plan as simulating
+from meshwright.cost import CostModel
+from meshwright.program import StageTimes, build_folded_program, build_program, find_orders
+from meshwright.program.build import forget_programs
+from meshwright.simulator import price_program, simulate_plan, simulate_plans
 from meshwright.simulator.engine import run_network
+from meshwright.simulator.folding import find_fold
 from meshwright.simulator.network import collectives, durations, routes, with_durations
+from meshwright.simulator.simulate import record_run, run_program
 from meshwright.simulator.unroll import unroll
-from meshwright.spec import Workload
+from meshwright.spec import Workload, load_cluster, load_shipped_graph
 from meshwright.spec.plan import GradientExchange, Plan, StagePlan
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
@@ -50,6 +63,8 @@ from tests.simulator.plans import FixedCost, small_cluster
 # bytes per instruction.
 QUEUED_NS, BUSY_NS, EVENT_NS, START_S, MOST_BYTES = 1e3 / 40, 1e3 / 7, 1e3 / 1, 0.5, 40
 FOUND_S = 1.0
+# A step of 1T parameters built and simulated with memory in 10 ms, with every op in 1 s; many plans 1.9 x on 2 cores.
+TRILLION_S, TRILLION_OPS_S, MANY_RATIO = 0.010, 1.0, 1 / 1.9
 START = """
 import time
 start = time.process_time()
@@ -110,6 +125,141 @@ def with_noise(network):
     return with_durations(
         network, duration_ps, np.maximum(network.mark_shift_ps, -duration_ps[network.mark_instruction])
     )
+
+
+def replicated(graph, cluster, num_stages, num_replicas, num_microbatches, schedule="1f1b"):
+    """A plan of alike pipelines, each on neighbouring devices; so many microbatches for each."""
+    cuts = [len(graph.layers) * stage // num_stages for stage in range(num_stages + 1)]
+    return Plan(
+        model=graph.name,
+        graph_hash=graph.content_hash,
+        cluster=cluster.name,
+        workload=Workload(global_batch=num_microbatches * num_replicas),
+        num_microbatches=num_microbatches * num_replicas,
+        schedule=schedule,
+        stages=tuple(
+            StagePlan(
+                start=cuts[stage],
+                stop=cuts[stage + 1],
+                ranks=tuple(stage + replica * num_stages for replica in range(num_replicas)),
+            )
+            for stage in range(num_stages)
+        ),
+    )
+
+
+def trillion_graph():
+    """The graph of the trillion-parameter GPT, captured without weights."""
+    from meshwright.capture import capture_model
+    from meshwright.zoo import load_model
+
+    shape = """schema = "meshwright/gptshape/1"
+source = "Narayanan et al. 2021, table 1"
+num_layers = 128
+width = 25600
+num_heads = 160
+vocabulary = 51200
+context = 2048
+batch_size = 1
+sequence_length = 2048
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gpt-1t.toml"
+        path.write_text(shape)
+        source = load_model(str(path), fake=True)
+        captured = capture_model(
+            source.model, source.inputs, targets=source.targets, loss=source.loss, name="gpt-1t", verify=False
+        )
+    return captured.graph
+
+
+def trillion_rows(repeats):
+    """Rows of the 1T step, and a note on what was simulated."""
+    graph, cluster = trillion_graph(), load_cluster("384x8xA100")
+    plan = replicated(graph, cluster, 64, 48, 512)
+    cost = CostModel(cluster=cluster)
+    result = simulate_plan(plan, graph, cluster, cost=cost, detail="ops")
+    names = (
+        "find what is alike",
+        "build",
+        "price",
+        "simulate with memory",
+        "all, seconds per rank too",
+        "with every op",
+    )
+    taken = {name: [] for name in names}
+    for _ in range(repeats):
+        forget_programs()
+        marks = [time.process_time()]
+        fold = find_fold(plan, graph, cluster)
+        marks.append(time.process_time())
+        program = build_folded_program(fold, graph)
+        marks.append(time.process_time())
+        prices = price_program(program, fold.plan, graph, cost, fold=fold)
+        marks.append(time.process_time())
+        record_run(program, prices, run_program(program, prices, 1))
+        marks.append(time.process_time())
+        for detail in ("instructions", "ops"):
+            forget_programs()
+            marks.append(time.process_time())
+            simulate_plan(plan, graph, cluster, cost=cost, detail=detail)
+            marks.append(time.process_time())
+        spent = np.diff(marks)
+        for name, seconds in zip(names, (*spent[:4], spent[5], spent[7]), strict=True):
+            taken[name].append(seconds)
+    both = np.array(taken["build"]) + np.array(taken["simulate with memory"])
+    rows = [
+        row("1T: build and simulate with memory", both, 1, "CPU s", TRILLION_S),
+        *(row(f"1T: {name}", np.array(taken[name]), 1, "CPU s", None) for name in names[:-1]),
+        row(f"1T: {names[-1]}", np.array(taken[names[-1]]), 1, "CPU s", TRILLION_OPS_S),
+    ]
+    note = (
+        f"1T: {len(result.fold.ranks)} of {len(result.ranks)} ranks simulated, {result.simulated.num_spans} "
+        f"instructions, {result.simulated_ops.num_parts} ops; step {result.step_time_s:.0f} s"
+    )
+    return rows, note
+
+
+def folding_rows(pairs):
+    """16 stages of 16 replicas with 32 microbatches each: folded against unfolded, CPU time."""
+    graph, cluster = load_shipped_graph("gpt2-xl"), load_cluster("32x8xA100")
+    plan, cost = replicated(graph, cluster, 16, 16, 32), CostModel(cluster=cluster)
+
+    def seconds(find):
+        forget_programs()
+        start = time.process_time()
+        simulating.find_fold, kept = find, simulating.find_fold
+        simulate_plan(plan, graph, cluster, cost=cost)
+        simulating.find_fold = kept
+        return time.process_time() - start
+
+    ours, theirs = lambda: seconds(find_fold), lambda: seconds(lambda *_: None)
+    ours(), theirs()
+    return [ratio_row("256 ranks, folded against all", *paired_ratios(ours, theirs, pairs))]
+
+
+def many_rows(pairs):
+    """144 plans of 2 to 64 ranks: a process per core against one process, wall time."""
+    graph, cluster = load_shipped_graph("gpt2-xl"), load_cluster("8x8xA100")
+    plans = [
+        replicated(graph, cluster, stages, replicas, count, schedule)
+        for stages in (2, 4, 8, 16)
+        for replicas in (1, 2, 4)
+        for count in (32, 64, 96, 128, 192, 256)
+        for schedule in ("gpipe", "1f1b")
+    ]
+    cost = CostModel(cluster=cluster)
+
+    def seconds(num_processes):
+        forget_programs()
+        start = time.perf_counter()
+        simulate_plans(plans, graph, cluster, cost=cost, num_processes=num_processes)
+        return time.perf_counter() - start
+
+    seconds(1)
+    cores = len(os.sched_getaffinity(0))
+    ours, theirs = paired_ratios(lambda: seconds(cores), lambda: seconds(1), pairs)
+    return [ratio_row(f"{len(plans)} plans, {cores} processes against 1", ours, theirs, MANY_RATIO)]
 
 
 def cpu_seconds(network, num_links, contention, repeats):
@@ -198,6 +348,9 @@ def main() -> int:
     rows.append(row("cached start: numpy, numba, first run", starts[0], 1, "CPU s", START_S))
     rows.append(row("the same with all of the package", starts[1], 1, "CPU s", None))
     rows += found_rows()
+    made, note = trillion_rows(repeats)
+    rows += [*made, *folding_rows(max(repeats // 4, 2)), *many_rows(max(repeats // 8, 2))]
+    notes.append(note)
     load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     return publish("simulator", rows, options, "; ".join(notes) + f". CPU time, best of {repeats} runs, {load}.")
 

@@ -6,7 +6,7 @@ devices of 10^12 FLOP/s. Links take no time unless a picture is about them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwright.report.schedule_picture import COLOURS as COMPUTING
@@ -227,3 +227,20 @@ def stack(title: str, head: Sequence[str], panels: Sequence[Panel], top: float =
         lines, top = panel.draw(top)
         body += lines
     return picture(title, body, top)
+
+
+def draw_schedules(
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[tuple[int, Sequence[int]]], str]],
+    pixels_per_s: float,
+    *,
+    note: Callable[[Simulation], str] = lambda _: "",
+    **work: int,
+) -> str:
+    """A picture of schedules below each other; each row is a title, the stages as `lay_out` takes them, a schedule."""
+    panels = []
+    for words, stages, schedule in rows:
+        result = simulate(stages, schedule, **work)
+        panels.append(Panel(title=words, result=result, pixels_per_s=pixels_per_s, note=note(result)))
+    return stack(title, head, panels)

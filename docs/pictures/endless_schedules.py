@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drawing import COLOURS, IDLE, Panel, legend, simulate, stack
+from drawing import COLOURS, IDLE, draw_schedules, legend
 
 from meshwright.spec import Opcode, write_text
 
@@ -31,15 +31,8 @@ LEGEND = legend(
 
 def draw() -> str:
     """The whole picture as SVG."""
-    panels = [
-        Panel(
-            title=title,
-            result=simulate(FOUR_STAGES, schedule, num_microbatches=4, batch=4),
-            pixels_per_s=PIXELS_PER_S,
-        )
-        for title, schedule in PANELS
-    ]
-    return stack("Schedules that never flush", LEGEND, panels)
+    rows = [(title, FOUR_STAGES, schedule) for title, schedule in PANELS]
+    return draw_schedules("Schedules that never flush", LEGEND, rows, PIXELS_PER_S, num_microbatches=4, batch=4)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ _PUBLIC = {
     "build_placed_program": "meshwright.program:build_placed_program",
     "with_schedule": "meshwright.program:with_schedule",
     "simulate_plan": "meshwright.simulator:simulate_plan",
+    "simulate_plans": "meshwright.simulator:simulate_plans",
     # training
     "prepare": "meshwright.training:prepare",
 }

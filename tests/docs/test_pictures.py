@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 
 import pytest
 
+from meshwright.program import SCHEDULES
 from meshwright.spec import Link
 from tests.docs.blocks import ROOT
 
@@ -22,14 +24,20 @@ def drawn():
     sys.path.remove(folder)
 
 
-def test_the_picture_of_the_schedules_is_what_the_simulator_says(drawn):
+@pytest.mark.parametrize("name", [*SCHEDULES, "replicas"])
+def test_the_pictures_of_the_schedules_are_what_the_simulator_says(drawn, name):
     schedules = drawn("schedules")
-    assert schedules.PICTURE.read_text() == schedules.draw(), "run python docs/pictures/schedules.py"
+    drawing = schedules.draw(name)
+    assert (schedules.IMAGES / f"schedule-{name}.svg").read_text() == drawing, "run python docs/pictures/schedules.py"
 
 
-def test_the_picture_of_more_schedules_is_what_the_simulator_says(drawn):
-    schedules = drawn("more_schedules")
-    assert schedules.PICTURE.read_text() == schedules.draw(), "run python docs/pictures/more_schedules.py"
+def test_every_schedule_that_flushes_has_its_section_with_its_picture_and_its_source():
+    text = (ROOT / "docs" / "concepts" / "schedules.md").read_text()
+    sections = dict(re.findall(r"^## `([^`]+)`$(.*?)(?=^## )", text, flags=re.MULTILINE | re.DOTALL))
+    assert sections.keys() == SCHEDULES.keys()
+    for name, section in sections.items():
+        assert f"(../images/schedule-{name}.svg)" in section
+        assert "\nSource: " in section
 
 
 def test_the_picture_of_endless_schedules_is_what_the_simulator_says(drawn):
@@ -88,7 +96,7 @@ def test_what_1f1b_keeps_of_the_activations_is_a_share_p_of_m(drawn):
 
 
 # Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), Table 5, column 1F1B: the first row of each model. Stage
-# times in ms (forward, backward for inputs, backward for weights, transfer) as recalled from the paper, not read in it.
+# times in ms: forward, backward for inputs, backward for weights, transfer (validation/data/zero_bubble_times.csv).
 PUBLISHED = (
     ("1.5B", 8, 24, (18.522, 18.086, 9.337, 0.601), 0.2431),
     ("6.2B", 8, 24, (29.718, 29.444, 19.927, 0.527), 0.2347),

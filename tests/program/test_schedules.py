@@ -11,6 +11,7 @@ from meshwright.program import SCHEDULES, build_program, check_program, compute_
 from meshwright.spec import Opcode, PlanError
 from tests.program.layouts import LAYOUTS, plan_of
 
+_RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 _LETTERS = {Opcode.FORWARD: "F", Opcode.BACKWARD: "B", Opcode.BACKWARD_INPUT: "I", Opcode.BACKWARD_WEIGHT: "W"}
 
 
@@ -112,6 +113,29 @@ def test_orders_are_those_of_torch():
                 # torch 2.13 prints the last rank's forwards one too high (F1 to F4 of four microbatches).
                 ours, theirs = ours[:-1], theirs[:-1]
             assert ours == theirs, (schedule, positions, count)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 24), (6, 12)])
+def test_a_rank_keeps_what_the_table_of_schedules_says(p, m):
+    """docs/concepts/schedules.md, in stages of a rank; that of dualpipe is its authors' PP + 1."""
+    expected = {
+        "gpipe": [m] * p,
+        "1f1b": [p - i for i in range(p)],
+        "zb-h1": [p] * p,
+        "zb-h2": [2 * p - 1] * p,
+        "interleaved": [2 * p + p - 1 - 2 * i for i in range(p)],
+        "looped-bfs": [2 * m] * p,
+        "zb-v": [2 * p] * p,
+        "dualpipe": [p + 1] * p,
+        "dualpipe-v": [2 * p + 1] * p,
+    }
+    assert expected.keys() == SCHEDULES.keys()
+    for schedule, counts in expected.items():
+        orders = [order.columns.opcode for order in compute_orders(plan_of(schedule, p, m)[0])]
+        steps = [(kinds == Opcode.FORWARD).astype(int) - np.isin(kinds, _RELEASING) for kinds in orders]
+        assert [int(np.cumsum(each).max()) for each in steps] == counts, schedule
+    busy = 3 * m
+    assert _slots("looped-bfs", p, m) == 2 * busy + (p - 1) * 3
 
 
 def test_activations_in_flight():

@@ -62,12 +62,20 @@ def test_costs_have_closed_forms(size, rounds, chunks, milliseconds):
     assert on_top("interleaved", rounds_wait_together=True) == pytest.approx(filled - size * message, abs=1e-9)
 
 
-def test_without_messages_bubbles_are_those_of_the_paper():
-    """Table 1: (p - 1)(F + B + W) and (p - 1)(F + B - W)."""
-    pipeline = pipeline_of(4, 12, 1, (100, 90, 70, 0.0001))
-    work = 12 * 0.026
-    for schedule, bubble in (("1f1b", 3 * 0.026), ("zb-h1", 3 * (0.01 + 0.009 - 0.007))):
-        assert work / busy_share(pipeline, schedule) - work == pytest.approx(bubble, abs=1e-6)
+@settings(max_examples=30, deadline=None)
+@given(size=st.integers(2, 5), parts=st.tuples(*[st.integers(50, 150)] * 3))
+def test_without_messages_bubbles_are_those_of_the_paper(size, parts):
+    """Table 1: (p - 1) times F + B + W, F + B - W and F + B - 2 W; a W above F fills no more than F."""
+    pipeline = pipeline_of(size, 4 * size, 1, (*parts, 1e-6))
+    forward, inputs, weights = (each / 1e4 for each in parts)
+    work, filling = 4 * size * (forward + inputs + weights), min(weights, forward)
+    for schedule, bubble in (
+        ("1f1b", forward + inputs + weights),
+        ("zb-h1", forward + inputs - filling),
+        ("zb-h2", max(forward + inputs - 2 * filling, 0.0)),
+    ):
+        found = work / busy_share(pipeline, schedule) - work
+        assert found == pytest.approx((size - 1) * bubble, abs=1e-6), schedule
 
 
 def test_messages_that_block_cost_time():

@@ -14,6 +14,7 @@ from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, com
 from meshwright.cli.traces import TraceOption, TraceRanksOption, traced_ranks
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import write_document
+from meshwright.spec.errors import DocumentError
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import SCHEDULE_NAMES
 from meshwright.spec.plan_files import read_plan
@@ -54,6 +55,10 @@ def simulate(
         typer.Option(help="How transfers get a link that others want too: one after the other, or in fair shares."),
     ] = "queued",
     steps: Annotated[int, typer.Option(help="Steps to simulate.", min=1)] = 2,
+    detail: Annotated[
+        Literal["instructions", "ops"],
+        typer.Option(help="What the trace shows: instructions, or also the ops inside of them."),
+    ] = "instructions",
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the critical path of a step, and what would make it shorter.")
     ] = False,
@@ -86,6 +91,10 @@ def simulate(
         steady_rows,
     )
 
+    if detail == "ops" and trace is None:
+        raise DocumentError(
+            "`--detail ops` puts ops into the trace, but no trace was asked for; add --trace FILE.json."
+        )
     page = page_path(html, open_browser, "simulation")
     chosen = traced_ranks(trace, trace_ranks)
     place_of_orders(find_orders, whole_backwards)
@@ -99,11 +108,13 @@ def simulate(
             {"--schedule": schedule is not None, "--against": bool(against), "--html": html is not None}
             | {"--open": open_browser, "--virtual-stages": virtual_stages != 2, "--explain": explain and as_json}
         )
-        placed = simulate_plan(document, captured, machine, cost=cost, num_steps=steps, contention=contention)
+        placed = simulate_plan(
+            document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
+        )
         if out is not None:
             write_document(placed.timeline, out)
         if trace is not None:
-            write_trace([placed.timeline], trace)
+            write_trace([placed.timeline], trace, ranks=chosen, ops=placed.op_spans)
         simulate_placement(document, captured, machine, placed, contention, as_json=as_json)
         if explain:
             print_tables(*explain_bounds(document, captured, machine, cost, contention)[1])
@@ -117,7 +128,9 @@ def simulate(
         )
         document, found = sought.best.plan, ["", sought.explain()]
         against = against or [item.plan.schedule for item in sought.named]
-    result = simulate_plan(document, captured, machine, cost=cost, num_steps=steps, contention=contention)
+    result = simulate_plan(
+        document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
+    )
     basis = cost.explain_basis(captured, document.microbatch_size)
     interval = predict_step_interval(document, captured, machine, cost, contention=contention)
     reasons, explanation = explain_bounds(document, captured, machine, cost, contention) if explain else ({}, [])
@@ -127,7 +140,7 @@ def simulate(
     if out is not None:
         write_document(result.timeline, out)
     if trace is not None:
-        write_trace([result.timeline], trace, ranks=chosen)
+        write_trace([result.timeline], trace, ranks=chosen, ops=result.op_spans)
     if page is not None:
         ranked = rank_simulation(result, document, machine)
         allocation = allocate_rank(document, captured, machine, ranked.fullest_rank)

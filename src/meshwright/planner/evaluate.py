@@ -9,13 +9,14 @@ where exposed means: nothing is computed meanwhile. Terms are seconds of a stead
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.cost import CostModel
 from meshwright.planner.placement import memory_limit
-from meshwright.simulator import Contention, PeakMemory, Simulation, simulate_plan
-from meshwright.spec import Cluster, Graph, Plan
+from meshwright.simulator import Contention, PeakMemory, Simulation, simulate_plan, simulate_plans
+from meshwright.spec import Cluster, Graph, MeshwrightError, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,19 @@ def evaluate_plan(
     """Simulate a plan; needing too much memory is no error. Raises PlanError if it is not for this graph or cluster."""
     simulation = simulate_plan(plan, graph, cluster, cost=cost, contention=contention)
     return rank_simulation(simulation, plan, cluster, memory_limit_bytes=memory_limit_bytes, estimate_s=estimate_s)
+
+
+def evaluate_plans(
+    plans: Sequence[Plan], graph: Graph, cluster: Cluster, cost: CostModel, *, contention: Contention = "queued"
+) -> tuple[RankedPlan, ...]:
+    """Evaluate plans, on all cores where that pays. Raises what is wrong with the first plan that cannot be."""
+    found = simulate_plans(plans, graph, cluster, cost=cost, contention=contention)
+    items: list[RankedPlan] = []
+    for plan, simulation in zip(plans, found, strict=True):
+        if isinstance(simulation, MeshwrightError):
+            raise simulation
+        items.append(rank_simulation(simulation, plan, cluster))
+    return tuple(items)
 
 
 def rank_simulation(

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.cost import CostModel
 from meshwright.planner.adoption import adopt_schedule
-from meshwright.planner.evaluate import RankedPlan, evaluate_plan
+from meshwright.planner.evaluate import RankedPlan, evaluate_plans
 from meshwright.program import OwnSchedule, max_in_flight
 from meshwright.simulator import Contention
 from meshwright.spec import Cluster, Graph, Plan, slice_graph
@@ -28,7 +28,7 @@ def compare_schedules(
     """
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     plans = dict.fromkeys([plan, *(adopt_schedule(plan, schedule, graph, cost) for schedule in schedules)])
-    return tuple(evaluate_plan(item, graph, cluster, cost, contention=contention) for item in plans)
+    return evaluate_plans(tuple(plans), graph, cluster, cost, contention=contention)
 
 
 def schedule_rows(items: Sequence[RankedPlan], graph: Graph, cost: CostModel) -> list[dict[str, Any]]:

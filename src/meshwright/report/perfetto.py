@@ -5,6 +5,7 @@ The format is the Trace Event Format (Google, "Trace Event Format", 2016), which
     process   a rank of one timeline: "rank 0 predicted" above "rank 0 measured"
     thread    a stream of the rank, named alike in every timeline
     X         a span: ``ts`` and ``dur`` in microseconds, exact to the picosecond below 2^53 ps (two and a half hours)
+              inside of it, where they are given, its ops
     s, f      an arrow from a send to the receive of the same bytes
     C         bytes in use on a rank
 
@@ -31,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.report.byte_rows import Choice, Number, Part, render_lines
-from meshwright.spec import DocumentError, Opcode, Timeline, instruction_name
+from meshwright.spec import DocumentError, Opcode, OpSpans, Timeline, instruction_name
 from meshwright.spec.files import write_bytes
 
 _SENDS = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT)
@@ -46,13 +47,20 @@ _LEVEL = 3
 Ids = NDArray[np.int64]
 
 
-def write_trace(timelines: Sequence[Timeline], path: Path | str, *, ranks: Sequence[int] | None = None) -> Path:
+def write_trace(
+    timelines: Sequence[Timeline],
+    path: Path | str,
+    *,
+    ranks: Sequence[int] | None = None,
+    ops: OpSpans | None = None,
+) -> Path:
     """Write timelines into one trace file, side by side; the file appears whole or not at all.
 
     Args:
         timelines: At least one. With a single one, processes are called "rank 0"; else "rank 0 predicted".
         path: The file to write (``.json``); gzip if it ends in ``.gz``, which Perfetto opens too.
         ranks: Only these ranks, and the arrows between them; all, if not given.
+        ops: What happens inside the spans of the first timeline.
 
     Returns:
         The path.
@@ -60,11 +68,13 @@ def write_trace(timelines: Sequence[Timeline], path: Path | str, *, ranks: Seque
     Raises:
         DocumentError: No timeline was given, a rank is in none of them, or the file cannot be written.
     """
-    pieces = trace_pieces(timelines, ranks)
+    pieces = trace_pieces(timelines, ranks, ops)
     return write_bytes(_compress(pieces) if Path(path).suffix == ".gz" else pieces, path)
 
 
-def trace_pieces(timelines: Sequence[Timeline], ranks: Sequence[int] | None = None) -> Iterator[bytes]:
+def trace_pieces(
+    timelines: Sequence[Timeline], ranks: Sequence[int] | None = None, ops: OpSpans | None = None
+) -> Iterator[bytes]:
     """The text of a trace, in pieces. Raises DocumentError as `write_trace`."""
     if not timelines:
         raise DocumentError("A trace of no timelines was asked for; give at least one.")
@@ -72,7 +82,7 @@ def trace_pieces(timelines: Sequence[Timeline], ranks: Sequence[int] | None = No
     check_ranks(ranks, num_ranks)
     chosen = np.zeros(num_ranks, np.bool_)
     chosen[slice(None) if ranks is None else list(ranks)] = True
-    return _pieces(timelines, chosen)
+    return _pieces(timelines, chosen, ops)
 
 
 def check_ranks(ranks: Sequence[int] | None, num_ranks: int) -> None:
@@ -100,7 +110,7 @@ class _Places:
     track_ranks: Ids
 
 
-def _pieces(timelines: Sequence[Timeline], chosen: NDArray[np.bool_]) -> Iterator[bytes]:
+def _pieces(timelines: Sequence[Timeline], chosen: NDArray[np.bool_], ops: OpSpans | None) -> Iterator[bytes]:
     yield b'{"displayTimeUnit":"ms","traceEvents":['
     # Process 0 means "idle" to Perfetto, and a thread with its process's number counts as the main thread.
     first_tid = 1 + len(chosen) * len(timelines)
@@ -123,6 +133,8 @@ def _pieces(timelines: Sequence[Timeline], chosen: NDArray[np.bool_]) -> Iterato
             yield f"{separator}{json.dumps(event, ensure_ascii=False, separators=(',', ':'))}".encode()
             separator = ",\n"
         yield from _span_lines(timeline, order, places, first_flow)
+        if ops is not None and position == 0:
+            yield from _op_lines(timeline, ops, places, drawn)
         yield from _memory_lines(timeline, places, chosen)
         first_flow += timeline.num_spans
         first_tid += int(num_lanes.sum())
@@ -194,7 +206,7 @@ def _span_lines(timeline: Timeline, order: Ids, places: _Places, first_flow: int
             ',\n{"ph":"X","name":"',
             *_name_parts(timeline, spans),
             '","cat":"',
-            Choice(texts=[item.name.lower() for item in Opcode], which=opcode),
+            Choice(texts=[item.name.lower() for item in sorted(Opcode)], which=opcode),
             '","pid":',
             Number(values=pid),
             ',"tid":',
@@ -216,6 +228,32 @@ def _span_lines(timeline: Timeline, order: Ids, places: _Places, first_flow: int
         if (partner[spans] >= 0).any():
             parts += _arrow_parts(timeline, spans, partner[spans], pid, tid, first_flow)
         yield render_lines(parts, len(spans))
+
+
+def _op_lines(timeline: Timeline, ops: OpSpans, places: _Places, drawn: NDArray[np.bool_]) -> Iterator[bytes]:
+    """Ops in the thread of their span, behind it in the file: of two that begin together the first holds the other.
+
+    ``drawn``: the tracks that are.
+    """
+    names = [json.dumps(name, ensure_ascii=False) for name in ops.names]
+    for begin in range(0, ops.num_parts, CHUNK):
+        chosen = begin + np.flatnonzero(drawn[timeline.track[ops.span[begin : begin + CHUNK]]])
+        spans, start_ps = ops.span[chosen], ops.start_ps[chosen]
+        track = timeline.track[spans]
+        parts: list[Part] = [
+            ',\n{"ph":"X","name":',
+            Choice(texts=names, which=ops.op[chosen]),
+            ',"cat":"op","pid":',
+            Number(values=places.pids[places.track_ranks[track]]),
+            ',"tid":',
+            Number(values=places.first_tids[track] + places.lanes[spans]),
+            ',"ts":',
+            Number(values=start_ps, millionths=True),
+            ',"dur":',
+            Number(values=ops.end_ps[chosen] - start_ps, millionths=True),
+            "}",
+        ]
+        yield render_lines(parts, len(chosen))
 
 
 def _arrow_parts(timeline: Timeline, spans: Ids, partner: Ids, pid: Ids, tid: Ids, first_flow: int) -> list[Part]:
@@ -252,7 +290,9 @@ def _name_forms() -> tuple[list[list[str]], NDArray[np.int8]]:
     And which numbers they are, shape (opcodes, numbers): 0 stage, 1 microbatch, 2 peer, -1 for none.
     """
     numbers = (1_000_001, 1_000_002, 1_000_003)
-    cut = [re.split("(" + "|".join(map(str, numbers)) + ")", instruction_name(item, *numbers)) for item in Opcode]
+    cut = [
+        re.split("(" + "|".join(map(str, numbers)) + ")", instruction_name(item, *numbers)) for item in sorted(Opcode)
+    ]
     most = max(len(pieces) for pieces in cut) // 2
     texts = [pieces[::2] + [""] * (most + 1 - len(pieces[::2])) for pieces in cut]
     found = [[numbers.index(int(number)) for number in pieces[1::2]] for pieces in cut]

@@ -3,7 +3,8 @@
 `simulate_plan` builds and prices a plan's program (`pricing`), then runs it: `unroll` lays the sections behind each
 other, `engine` finds when each instruction ends, `memory` follows the bytes, `simulation` sums up. Links that several
 want are granted one by one (`engine`) or shared fairly (`fair`, `sharing`); `deadlock` tells why a program stops.
-`folding` finds replicas that are alike, of which one is simulated, and `repetition` steps that are.
+`folding` finds replicas that are alike, of which one is simulated, and `repetition` steps that are;
+`op_spans` tells what happens inside each computation, and `many` simulates many plans on all cores.
 `allocation` follows one rank's memory op by op. `explain_step` tells what bounds a step (`critical_path`) and what
 would help (`levers`).
 """
@@ -13,8 +14,9 @@ from meshwright.simulator.critical_path import Bound
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.explanation import StepExplanation, explain_program, explain_step
 from meshwright.simulator.levers import SHORTER, Lever
+from meshwright.simulator.many import simulate_plans
 from meshwright.simulator.overflow import Overflow, explain_overflows, find_overflows
-from meshwright.simulator.plan import simulate_plan
+from meshwright.simulator.plan import DETAILS, Detail, simulate_plan
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.simulate import simulate_program
@@ -23,9 +25,11 @@ from meshwright.simulator.stage_times import stage_times
 from meshwright.simulator.steady import describe_steady_step, steady_rows
 
 __all__ = [
+    "DETAILS",
     "SHORTER",
     "Bound",
     "Contention",
+    "Detail",
     "Lever",
     "Overflow",
     "PeakMemory",
@@ -43,6 +47,7 @@ __all__ = [
     "find_overflows",
     "price_program",
     "simulate_plan",
+    "simulate_plans",
     "simulate_program",
     "stage_times",
     "steady_rows",

@@ -29,9 +29,20 @@ if TYPE_CHECKING:
 
 # As runtime/executor.py has it; under an own schedule, or placed, nothing is waited for before the step's end.
 MAX_GRADIENT_SENDS = 4
+
+
+def _choose(*opcodes: Opcode) -> NDArray[np.bool_]:
+    """Which opcodes are among some: to look up by opcode, shape (opcodes,)."""
+    chosen = np.zeros(len(Opcode), np.bool_)
+    chosen[list(opcodes)] = True
+    return chosen
+
+
+_COMPUTES, _FORWARD = _choose(*COMPUTATIONS), _choose(Opcode.FORWARD)
 # Which half of a backward in two parts is the last to read what was received, and which one needs its own gradient.
-_RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
-_RECEIVING_GRADIENTS = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT)
+_RELEASING = _choose(Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
+_RECEIVING_GRADIENTS = _choose(Opcode.BACKWARD, Opcode.BACKWARD_INPUT)
+_ENDING = _choose(Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 
 
 def compute_order(program: Program, rank: int) -> Ints:
@@ -43,7 +54,7 @@ def compute_order(program: Program, rank: int) -> Ints:
         columns = (section.opcode[own], section.stage[own], section.microbatch[own])
         rows.append(np.stack([column.astype(np.int64) for column in columns], axis=1))
     order = np.concatenate(rows)
-    return order[np.isin(order[:, 0], COMPUTATIONS)]
+    return order[_COMPUTES[order[:, 0]]]
 
 
 def receive_buffer_bytes(graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints) -> int:
@@ -51,10 +62,10 @@ def receive_buffer_bytes(graph: Graph, plan: Plan | Placement, stage: StageSlice
     arriving = [channel for channel in stage.incoming if not stays_on_rank(plan, channel.source, channel.target)]
     returning = [channel for channel in stage.outgoing if not stays_on_rank(plan, channel.source, channel.target)]
     here = order[:, 1] == stage.index
-    begins = _places(order, here, Opcode.FORWARD)
-    ends = np.maximum(begins, _places(order, here, *_RELEASING))
+    begins = _places(order, here, _FORWARD)
+    ends = np.maximum(begins, _places(order, here, _RELEASING))
     values = _held(len(order), begins[begins >= 0], ends[begins >= 0])
-    needed = _places(order, here, *_RECEIVING_GRADIENTS)
+    needed = _places(order, here, _RECEIVING_GRADIENTS)
     gradients = _held(len(order), needed[needed >= 0], needed[needed >= 0])
     held: dict[int, Ints] = defaultdict(lambda: np.zeros(len(order), np.int64))
     for channel in arriving:
@@ -79,8 +90,8 @@ def sent_gradient_bytes(
     if not size:
         return 0
     here = order[:, 1] == stage.index
-    is_sent = here & np.isin(order[:, 0], _RECEIVING_GRADIENTS)
-    is_released = here & np.isin(order[:, 0], (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT))
+    is_sent = here & _RECEIVING_GRADIENTS[order[:, 0]]
+    is_released = here & _ENDING[order[:, 0]]
     done = np.cumsum(is_sent) - is_sent
     in_flight = np.cumsum(here & (order[:, 0] == Opcode.FORWARD)) - (np.cumsum(is_released) - is_released)
     waits = isinstance(plan, Plan) and not plan.has_own_schedule
@@ -89,9 +100,9 @@ def sent_gradient_bytes(
     return int((in_use + kept * size).max() - in_use.max())
 
 
-def _places(order: Ints, here: NDArray[np.bool_], *opcodes: Opcode) -> Ints:
+def _places(order: Ints, here: NDArray[np.bool_], chosen: NDArray[np.bool_]) -> Ints:
     """The place of each microbatch's computation of some kinds (of several, the last); -1 where there is none."""
-    places = np.flatnonzero(here & np.isin(order[:, 0], opcodes))
+    places = np.flatnonzero(here & chosen[order[:, 0]])
     found = np.full(order[:, 2].max(initial=-1) + 1, -1, np.int64)
     found[order[places, 2]] = places
     return found

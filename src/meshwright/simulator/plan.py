@@ -6,7 +6,7 @@ Pipelines that are alike are simulated once (`folding`). The steady step is the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from meshwright.cost import CostModel
 from meshwright.program import Fold, build_folded_program, build_placed_program, build_program
 from meshwright.simulator.engine import Contention, check_contention
 from meshwright.simulator.folding import breaks_symmetry, find_fold
+from meshwright.simulator.op_spans import expand_ops
 from meshwright.simulator.prices import Prices
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.repetition import step_distance
@@ -23,16 +24,22 @@ from meshwright.spec import (
     Cluster,
     DeadlockError,
     Graph,
+    OpSpans,
     Placement,
     Plan,
     PlanError,
     Program,
+    ProgramError,
     Timeline,
     check_placement,
     check_plan,
     slice_stages,
+    suggest,
     to_seconds,
 )
+
+Detail = Literal["instructions", "ops"]
+DETAILS: tuple[Detail, ...] = get_args(Detail)
 
 # Steps until the distance between two step ends is that of all later ones: a schedule that flushes repeats itself from
 # its second step on, and the third is compared with the second.
@@ -56,25 +63,29 @@ def simulate_plan(
     cost: CostModel | None = None,
     num_steps: int = 1,
     contention: Contention = "queued",
+    detail: Detail = "instructions",
 ) -> Simulation:
     """Predict a plan or a placement: times, memory, utilisation. Its rank r is device r of the cluster.
 
     ``cost`` is the cost model to price with (default: the cluster's datasheet figures). The timeline shows
     ``num_steps`` steps from a cold start; step time and seconds per rank are those of a steady step, simulated
     beyond them if need be. ``contention`` says how transfers get links that others want too: ``queued`` (first come,
-    first served) or ``fair`` (max-min shares). Raises PlanError if the plan fits graph or cluster not, DeadlockError
-    if its program can never finish, ProgramError for an unknown model of contention.
+    first served) or ``fair`` (max-min shares). With ``detail="ops"`` the ops inside of spans are told too
+    (`Simulation.op_spans`), which changes no time. Raises PlanError if the plan fits graph or cluster not,
+    DeadlockError if its program can never finish, ProgramError for an unknown model of contention or detail.
     """
     check_contention(contention)
+    check_detail(detail)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     _check(plan, graph, cluster)
     fold = None if isinstance(plan, Placement) else find_fold(plan, graph, cluster)
-    outcome = None
+    outcome, simulated = None, plan
     if fold is not None:
         try:
             program = build_folded_program(fold, graph)
             prices = price_program(program, fold.plan, graph, cost, fold=fold)
             outcome = _simulate(program, prices, num_steps, contention, folded=True)
+            simulated = fold.plan
         except (_NotAlikeError, DeadlockError, PlanError):
             # Of all ranks it can be told, or they are those that the error is about.
             fold = None
@@ -82,7 +93,16 @@ def simulate_plan(
         program = program_of(plan, graph, cluster)
         prices = price_program(program, plan, graph, cost)
         outcome = _simulate(program, prices, num_steps, contention, folded=False)
-    return _sum_up(outcome, fold, plan, graph, cluster)
+    ops = expand_ops(program, prices, outcome.run, simulated, graph, cost, fold=fold) if detail == "ops" else None
+    return _sum_up(outcome, ops, fold, plan, graph, cluster)
+
+
+def check_detail(detail: str) -> None:
+    """Raise ProgramError unless this is a level of detail."""
+    if detail not in DETAILS:
+        raise ProgramError(
+            f"The detail {detail!r} was asked for{suggest(detail, DETAILS)}; expected {' or '.join(DETAILS)}."
+        )
 
 
 class _NotAlikeError(Exception):
@@ -92,6 +112,7 @@ class _NotAlikeError(Exception):
 class _Outcome(NamedTuple):
     """What the ranks of a program do: spans and memory of the steps that are shown, and a steady step."""
 
+    run: Run
     timeline: Timeline
     memory: tuple[PeakMemory, ...]
     step_time_s: float
@@ -106,7 +127,8 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
         return done
 
     first = run(1)
-    timeline, memory = record_run(program, prices, first if num_steps == 1 else run(num_steps))
+    shown = first if num_steps == 1 else run(num_steps)
+    timeline, memory = record_run(program, prices, shown)
     steady, window, averaged, drains = timeline, (0, 0), 1, program.advance > 0
     distance = step_distance(program, prices, first)
     if distance is not None:
@@ -119,6 +141,7 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
         window = step_window(steady.step, steady.end_ps, averaged, drains=drains)
     parts = (dict(zip(prices.memory_parts, row, strict=True)) for row in memory.peak_parts_bytes.tolist())
     return _Outcome(
+        run=shown,
         timeline=timeline,
         memory=tuple(PeakMemory(parts=item) for item in parts),
         step_time_s=to_seconds(window[1] - window[0]) / averaged,
@@ -134,13 +157,16 @@ def _is_broken(run: Run, contention: Contention) -> bool:
     return breaks_symmetry(run.network, run.end_ps, run.unrolled.num_links)
 
 
-def _sum_up(outcome: _Outcome, fold: Fold | None, plan: Plan | Placement, graph: Graph, cluster: Cluster) -> Simulation:
+def _sum_up(
+    outcome: _Outcome, ops: OpSpans | None, fold: Fold | None, plan: Plan | Placement, graph: Graph, cluster: Cluster
+) -> Simulation:
     step_time_s = outcome.step_time_s
     stands = fold.representatives().tolist() if fold else range(plan.num_ranks)
     ranks = tuple(outcome.seconds[rank] for rank in stands)
     mfu, hfu = _utilisation(plan, graph, cluster, step_time_s)
     return Simulation(
         simulated=outcome.timeline,
+        simulated_ops=ops,
         fold=fold,
         step_time_s=step_time_s,
         samples_per_s=plan.workload.global_batch / step_time_s if step_time_s else 0.0,

@@ -77,7 +77,8 @@ def price_program(
     )
 
 
-def _buckets(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[Bucket, ...]:
+def exchanged_buckets(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[Bucket, ...]:
+    """The buckets that a plan sums; none of a placement, which has no replicas."""
     if isinstance(plan, Placement):
         return ()
     return folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
@@ -91,7 +92,7 @@ class _Pricer:
     ) -> None:
         self._program, self._cost = program, cost
         stages = slice_stages(graph, plan)
-        all_buckets = _buckets(plan, graph, fold)
+        all_buckets = exchanged_buckets(plan, graph, fold)
         held: list[list[Bucket]] = [[] for _ in stages]
         for item in all_buckets:
             for stage in item.stages:
@@ -134,7 +135,7 @@ class _Pricer:
     def price_section(self, section: Section) -> SectionPrices:
         """Classes, routes and mark offsets of one section."""
         ranks = rank_of_streams(self._program)[stream_of_instructions(section)]
-        where = np.stack([section.stage, self._kind_of_rank[ranks], _place_of_backward(section)]).astype(np.int64)
+        where = np.stack([section.stage, self._kind_of_rank[ranks], place_of_backward(section)]).astype(np.int64)
         is_compute = np.isin(section.opcode, _COMPUTE)
         compute, transfers = np.flatnonzero(is_compute), np.flatnonzero(~is_compute)
         _check_groups(self._program, section, transfers)
@@ -219,7 +220,7 @@ def _per_distinct(keys: NDArray[np.int64], price: Callable[..., tuple[int, int]]
     return table
 
 
-def _place_of_backward(section: Section) -> NDArray[np.int64]:
+def place_of_backward(section: Section) -> NDArray[np.int64]:
     """FIRST and LAST for the first and last backward before each update of each stage, 0 for every other instruction.
 
     Of a backward in two parts the one for weights counts. A stage is updated after its backwards, once a step or often.

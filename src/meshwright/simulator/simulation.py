@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.program import Fold
-from meshwright.simulator.unfolding import unfold_timeline
-from meshwright.spec import Opcode, Timeline
+from meshwright.simulator.unfolding import unfold_ops, unfold_timeline
+from meshwright.spec import Opcode, OpSpans, Timeline
 from meshwright.spec.instructions import STASHING
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
@@ -71,10 +71,12 @@ class Simulation:
     """The prediction for a plan. ``mfu`` and ``hfu`` are None where no peak rate is known for the precision.
 
     ``simulated`` is the timeline of what was simulated: of the ranks of ``fold.plan`` where some stand for others, else
-    of all; ``timeline`` is that of all ranks.
+    of all; ``timeline`` is that of all ranks. ``simulated_ops`` and ``op_spans`` are the ops inside of their spans,
+    None unless they were asked for.
     """
 
     simulated: Timeline
+    simulated_ops: OpSpans | None
     fold: Fold | None
     step_time_s: float
     samples_per_s: float
@@ -93,6 +95,13 @@ class Simulation:
         if not self._unfolded:
             self._unfolded.append(unfold_timeline(self.simulated, self.fold))
         return self._unfolded[0]
+
+    @property
+    def op_spans(self) -> OpSpans | None:
+        """The ops inside of the spans of ``timeline``; made anew whenever they are asked for."""
+        if self.fold is None or self.simulated_ops is None:
+            return self.simulated_ops
+        return unfold_ops(self.simulated_ops, self.simulated, self.fold)
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:

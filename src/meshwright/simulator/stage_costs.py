@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +99,48 @@ class StageBytes:
     stash: Bytes
 
 
+class OpSeconds(NamedTuple):
+    """Seconds of a stage's ops, each of shape (ops,), and what its instructions take beside them.
+
+    ``weights`` is the part of ``backward`` that may wait, ``accumulate`` comes on top from the second microbatch on.
+    ``host_s`` is the host's time for a forward, for a backward or its part for inputs, and for that for weights; it
+    comes before the ops. ``fill_s`` by bucket; ``first_uses`` as in `_first_uses`.
+    """
+
+    forward: Floats
+    backward: Floats
+    weights: Floats
+    accumulate: Floats
+    host_s: tuple[float, float, float]
+    fill_s: dict[int, float]
+    first_uses: dict[int, int]
+
+
+def op_seconds(
+    graph: Graph,
+    plan: Plan | Placement,
+    stage: StageSlice,
+    buckets: tuple[Bucket, ...],
+    kind: DeviceKind,
+    cost: CostModel,
+) -> OpSeconds:
+    """Price the ops of a stage; arguments as of `stage_costs`."""
+    prices = cost.price_ops(graph, plan.microbatch_size, kind)
+    ops = np.array(stage.ops, np.int64)
+    num_returned = sum(bool(channel.gradients) for channel in stage.incoming)
+    num_answers = sum(bool(channel.gradients) for channel in stage.outgoing)
+    issued = (1 + len(stage.incoming) + len(stage.outgoing), 1 + num_returned + num_answers, 1)
+    return OpSeconds(
+        forward=prices.forward_s[ops],
+        backward=prices.backward_s[ops],
+        weights=prices.backward_s[ops] * weights_shares(graph)[ops],
+        accumulate=prices.accumulate_s[ops],
+        host_s=(cost.overhead_s * issued[0], cost.overhead_s * issued[1], cost.overhead_s * issued[2]),
+        fill_s={bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets},
+        first_uses=_first_uses(graph, stage, buckets),
+    )
+
+
 def stage_costs(
     graph: Graph,
     plan: Plan | Placement,
@@ -107,35 +150,27 @@ def stage_costs(
     cost: CostModel,
 ) -> StageCosts:
     """Price a stage for the plan's microbatches on one kind of device; ``buckets`` are those that the stage holds."""
-    prices = cost.price_ops(graph, plan.microbatch_size, kind)
-    ops = np.array(stage.ops, np.int64)
-    num_received, num_sent = len(stage.incoming), len(stage.outgoing)
-    num_returned = sum(bool(channel.gradients) for channel in stage.incoming)
-    num_answers = sum(bool(channel.gradients) for channel in stage.outgoing)
-    whole, adding = prices.backward_s[ops], prices.accumulate_s[ops]
-    of_weights = whole * weights_shares(graph)[ops]
-    uses = _first_uses(graph, stage, buckets)
-    host_s = cost.overhead_s * (1 + num_returned + num_answers)
-    fill_s = {bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets}
+    seconds = op_seconds(graph, plan, stage, buckets, kind, cost)
     step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind)
+    forward_host_s, host_s, weights_host_s = seconds.host_s
 
     def backward(first: Floats, own_host_s: float) -> BackwardSeconds:
-        later = first + adding
+        later = first + seconds.accumulate
         return BackwardSeconds(
             seconds=float(first.sum()) + own_host_s,
             later_s=float(later.sum()) + own_host_s,
-            ready_s=_ready_seconds(uses, first, own_host_s, fill_s),
-            later_ready_s=_ready_seconds(uses, later, own_host_s, fill_s),
+            ready_s=_ready_seconds(seconds.first_uses, first, own_host_s, seconds.fill_s),
+            later_ready_s=_ready_seconds(seconds.first_uses, later, own_host_s, seconds.fill_s),
         )
 
     return StageCosts(
-        forward_s=float(prices.forward_s[ops].sum()) + cost.overhead_s * (1 + num_received + num_sent),
-        backward=backward(whole, host_s),
-        inputs_s=float((whole - of_weights).sum()) + host_s,
-        weights=backward(of_weights, cost.overhead_s),
+        forward_s=float(seconds.forward.sum()) + forward_host_s,
+        backward=backward(seconds.backward, host_s),
+        inputs_s=float((seconds.backward - seconds.weights).sum()) + host_s,
+        weights=backward(seconds.weights, weights_host_s),
         optimizer_s=step_s + cost.overhead_s * (1 + len(buckets)),
         stash_s=cost.bucket_seconds(graph, stage.parameters, kind) + cost.overhead_s,
-        fill_s=sum(fill_s.values()),
+        fill_s=sum(seconds.fill_s.values()),
     )
 
 

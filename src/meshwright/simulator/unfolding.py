@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.program import Fold
-from meshwright.spec import Stream, Timeline
+from meshwright.spec import OpSpans, Stream, Timeline
 
 Ids = NDArray[np.int64]
 
@@ -22,8 +22,7 @@ _ALIKE = ("opcode", "stage", "peer", "step", "num_bytes", "start_ps", "end_ps")
 def unfold_timeline(timeline: Timeline, fold: Fold) -> Timeline:
     """The timeline of ``fold.whole``, of that of ``fold.plan``."""
     stands = fold.representatives()
-    track_ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)
-    tracks, rank_of_track = _spread(track_ranks, stands)
+    tracks, rank_of_track = _spread_tracks(timeline, stands)
     spans, track_of_span = _spread(timeline.track.astype(np.int64), tracks)
     samples, rank_of_sample = _spread(timeline.memory_rank.astype(np.int64), stands)
     columns: dict[str, Any] = {name: getattr(timeline, name)[spans] for name in _ALIKE}
@@ -43,6 +42,18 @@ def unfold_timeline(timeline: Timeline, fold: Fold) -> Timeline:
         memory_bytes=timeline.memory_bytes[samples],
         peak_memory_bytes=tuple(timeline.peak_memory_bytes[rank] for rank in stands.tolist()),
     )
+
+
+def unfold_ops(ops: OpSpans, timeline: Timeline, fold: Fold) -> OpSpans:
+    """The ops inside of the spans of the unfolded timeline, of those inside of ``timeline``."""
+    spans, _ = _spread(timeline.track.astype(np.int64), _spread_tracks(timeline, fold.representatives())[0])
+    parts, span = _spread(ops.span, spans)
+    return OpSpans(span=span, op=ops.op[parts], start_ps=ops.start_ps[parts], end_ps=ops.end_ps[parts], names=ops.names)
+
+
+def _spread_tracks(timeline: Timeline, stands: Ids) -> tuple[Ids, Ids]:
+    """The track of the representative, and the rank, of each track of all ranks."""
+    return _spread(np.array([stream.rank for stream in timeline.tracks], np.int64), stands)
 
 
 def _spread(owners: Ids, chosen: Ids) -> tuple[Ids, Ids]:

@@ -54,6 +54,7 @@ from meshwright.spec.measurements import (
     TransferMeasurement,
     op_key,
 )
+from meshwright.spec.op_spans import OpSpans
 from meshwright.spec.placed_slices import slice_placement, slice_stages
 from meshwright.spec.placement import PlacedStage, Placement, check_placement
 from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan, with_branches
@@ -112,6 +113,7 @@ __all__ = [
     "NullSink",
     "Op",
     "OpMeasurement",
+    "OpSpans",
     "Opcode",
     "Optimizer",
     "OptimizerMeasurement",

@@ -1,0 +1,116 @@
+"""Many plans of one graph and cluster at once, on all cores; each result is that of `simulate_plan`.
+
+Most of what a plan takes is Python (writing and pricing its program), which runs on one core per process. So plans are
+dealt out to processes that are forks of this one: they have graph, prices and compiled loops already, are sent the
+place of a plan in the list and send its result back. The first plan is simulated here, to have all that loaded and to
+know whether there is enough left to do: a fork and its results cost some 50 ms. Where processes cannot fork
+(Windows; macOS, whose libraries do not stand it), or other threads run that might hold a lock meanwhile, all are
+simulated one after the other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import NamedTuple
+
+from meshwright.cost import CostModel
+from meshwright.simulator.engine import Contention, check_contention
+from meshwright.simulator.plan import simulate_plan
+from meshwright.simulator.simulation import Simulation
+from meshwright.spec import Cluster, Graph, MeshwrightError, Plan, ProgramError
+
+# Seconds of work that pay for forks (own measurement, 2 cores: 40 to 60 ms for two processes and their end).
+WORTH_FORKING_S = 0.3
+
+
+class _Job(NamedTuple):
+    """What every plan is simulated with."""
+
+    plans: Sequence[Plan]
+    graph: Graph
+    cluster: Cluster
+    cost: CostModel
+    num_steps: int
+    contention: Contention
+
+    def run(self, place: int) -> Simulation | MeshwrightError:
+        """The result for one of the plans, or why there is none."""
+        try:
+            return simulate_plan(
+                self.plans[place],
+                self.graph,
+                self.cluster,
+                cost=self.cost,
+                num_steps=self.num_steps,
+                contention=self.contention,
+            )
+        except MeshwrightError as error:
+            return error
+
+
+def simulate_plans(
+    plans: Sequence[Plan],
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    cost: CostModel | None = None,
+    num_steps: int = 1,
+    contention: Contention = "queued",
+    num_processes: int | None = None,
+) -> tuple[Simulation | MeshwrightError, ...]:
+    """Predict plans with the same arguments as `simulate_plan`; one result per plan, in their order.
+
+    A plan that cannot be simulated has its error for a result and costs no other plan its own. ``num_processes``: at
+    most so many at once, by default one per core if that pays. Raises ProgramError for no processes at all, for an
+    unknown model of contention, and if a process is killed, as it is for want of memory.
+    """
+    check_contention(contention)
+    if num_processes is not None and num_processes < 1:
+        raise ProgramError(f"{num_processes} processes were asked for; give at least one.")
+    cost = cost or CostModel(cluster=cluster, precision=plans[0].workload.precision if plans else "float32")
+    job = _Job(plans, graph, cluster, cost, num_steps, contention)
+    start = time.perf_counter()
+    results = [job.run(place) for place in range(min(1, len(plans)))]
+    rest = range(len(results), len(plans))
+    seconds = (time.perf_counter() - start) * len(rest)
+    count = _usable_processes() if num_processes is None and seconds > WORTH_FORKING_S else num_processes or 1
+    if min(count, len(rest)) > 1:
+        return (*results, *_fork(job, rest, min(count, len(rest))))
+    return (*results, *(job.run(place) for place in rest))
+
+
+def _usable_processes() -> int:
+    """One per core that this process may use, where it may fork."""
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+_job: list[_Job] = []
+
+
+def _begin(job: _Job) -> None:
+    _job.append(job)
+
+
+def _run(place: int) -> Simulation | MeshwrightError:
+    return _job[0].run(place)
+
+
+def _fork(job: _Job, places: range, count: int) -> list[Simulation | MeshwrightError]:
+    context = multiprocessing.get_context("fork")
+    try:
+        with ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(job,)) as pool:
+            return list(pool.map(_run, places))
+    except BrokenProcessPool:
+        raise ProgramError(
+            f"One of {count} processes that simulated {len(places)} plans was killed, probably for want of memory. "
+            "Simulate with num_processes=1."
+        ) from None
