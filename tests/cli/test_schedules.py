@@ -241,7 +241,9 @@ def test_orders_are_found_and_followed(tmp_path, monkeypatch, capsys):
     assert invoke(["simulate", "plan.json", "--find-orders", "parts.csv", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     steps = {row["schedule"]: row["step_s"] for row in data["schedules"]}
-    assert steps["parts.csv"] == data["step_time_s"] == min(steps.values())
+    # With backwards in parts a named one may be the fastest; the plan follows whichever it is.
+    assert data["step_time_s"] == min(steps.values()) < steps["found.csv"]
+    assert Path("parts.csv").exists()
     assert {"found.csv", "1f1b", "zb-h1"} <= set(steps)
     assert data["orders"] == "parts.csv"
     for wrong, words in (

@@ -45,6 +45,11 @@ def test_the_picture_of_endless_schedules_is_what_the_simulator_says(drawn):
     assert schedules.PICTURE.read_text() == schedules.draw(), "run python docs/pictures/endless_schedules.py"
 
 
+def test_the_picture_of_found_orders_is_what_the_simulator_says(drawn):
+    found = drawn("found")
+    assert found.PICTURE.read_text() == found.draw(), "run python docs/pictures/found.py"
+
+
 def test_the_picture_of_collectives_is_what_the_model_says(drawn):
     collectives = drawn("collectives")
     assert collectives.PICTURE.read_text() == collectives.draw(), "run python docs/pictures/collectives.py"

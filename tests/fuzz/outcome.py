@@ -135,7 +135,8 @@ def _judge(case: Case, code: int, output: str, folder: Path) -> str | None:
         return f"files appeared outside the folder: {sorted(outside)}"
     wanted = _RESULTS | _TRAP | set(case.files)
     written = {path.name for path in folder.iterdir()} - wanted
-    if written and not any(word in ("-o", "--out", "--trace", "--html", "--launch") for word in case.arguments):
+    asked = ("-o", "--out", "--trace", "--html", "--launch", "--find-orders")
+    if written and not any(word in asked for word in case.arguments):
         return f"files appeared that nobody asked for: {sorted(written)[:3]}"
     page = folder / "page.html"
     if page.exists() and any(word in page.read_text() for word in ("<script>alert(1)", "<img src=x")):

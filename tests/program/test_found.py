@@ -160,6 +160,10 @@ def test_closed_forms(positions, count):
     limits = [positions - stage for stage in range(positions)]
     whole = find_orders(plan, StageTimes(**stages, limit_bytes=limits), whole=True)
     assert whole.length_ps == whole.bound_ps == work + (positions - 1) * (forward + inputs + weights)
+    # ... which is not exceeded where there is more of it ...
+    unlimited = find_orders(plan, StageTimes(**stages), whole=True)
+    assert unlimited.length_ps == whole.length_ps
+    assert sum(most_held(own, [1] * positions) for own in rows_of(unlimited.columns)) <= sum(limits)
     # ... and with one microbatch at a time on the first rank its round trips in a row.
     alone = find_orders(plan, StageTimes(**stages, limit_bytes=1))
     trip = positions * (forward + inputs) + weights
@@ -178,7 +182,9 @@ def test_unequal_stages_and_ranks():
         ),
     )
     assert found.length_ps == found.bound_ps == 4 * 3 * 30
-    assert [len(columns) for columns in found.columns] == [12, 12, 24]
+    assert [int((columns.opcode == Opcode.FORWARD).sum()) for columns in found.columns] == [4, 4, 8]
+    # Of equal ones that hold as much it is a named one.
+    assert found.length_ps == found.named_ps[found.name]
 
 
 @pytest.mark.parametrize(

@@ -23,21 +23,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, pairwise, product
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.program.list_scheduler import Rule, write_greedily
-from meshwright.program.order_loops import Columns, Ints, Problem, fits, play
+from meshwright.program.order_loops import BACKWARD, FORWARD, WEIGHT, Columns, Ints, Problem, fits, play
 from meshwright.program.order_moves import improve
 from meshwright.program.schedules import SCHEDULES, OrderColumns, local_microbatches
 from meshwright.program.schedules.columns import make_columns
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import Plan
 
-# How far ahead ranks may run: of the microbatches that one round trip needs, or all that memory allows.
-_AHEAD = (np.inf, 1.0, 1.5, 0.75, 1.25, 2.0, 0.5)
+# How far ahead ranks may run: of the microbatches that one round trip needs, or all that memory allows. Less memory
+# comes first, so that it is taken where more makes nothing shorter.
+_AHEAD = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, np.inf)
 # Gaps that are filled (of the part for weights), and parts for weights that may wait.
 _FILL = (0.0, 0.5, 1.0)
 _OWED = (-1, 0)
@@ -46,7 +47,7 @@ _PATIENCE = (0.0, 0.5)
 _IMPROVED = 8
 _MAX_MOVES = 4_000
 _MAX_PLAYED = 6_000_000
-# No further order is written once these have so many computations together: large pipelines take seconds otherwise.
+# Only every n-th choice is tried where all together would write more computations: large pipelines take long otherwise.
 _MAX_WRITTEN = 5_000_000
 
 
@@ -103,7 +104,8 @@ def find_orders(plan: Plan, times: StageTimes, *, whole: bool = False) -> FoundO
             f"No order of {plan.num_microbatches} microbatches was found within the memory of each rank "
             f"({', '.join(map(str, search.problem.limit[:8].tolist()))} bytes). Give more, or smaller microbatches."
         )
-    length, name, columns = min(found, key=lambda item: item[:2])
+    # Of equal ones that which holds the least; then a named one, which has a paper.
+    length, name, columns = min(found, key=lambda item: (item[0], search.held(item[2]), not item[1]))
     return FoundOrders(
         columns=_split_by_rank(columns),
         length_ps=length,
@@ -185,8 +187,9 @@ class _Search:
     def greedy(self) -> Iterator[tuple[int, Columns]]:
         """Length and orders for every choice of the list scheduler that ends, without those that are there already."""
         seen: set[bytes] = set()
-        most = max(_MAX_WRITTEN // int(self._offsets[-1]), 1)
-        for ahead, rule in islice(product(_AHEAD, self._rules()), most):
+        choices = list(product(_AHEAD, self._rules()))
+        step = -(-len(choices) * int(self._offsets[-1]) // _MAX_WRITTEN)
+        for ahead, rule in choices[::-step][::-1]:
             columns = _empty(self._offsets)
             length = write_greedily(self.problem, self._cap(ahead), rule, columns)
             key = columns.opcode.tobytes() + columns.stage.tobytes()
@@ -204,6 +207,13 @@ class _Search:
             for fill, owed in ([(0.0, -1)] if whole else product(_FILL, _OWED))
             for deepest_first in ((True,) if single else (True, False))
         ]
+
+    def held(self, columns: Columns) -> int:
+        """The most bytes that ranks hold, all together."""
+        opens, closes = columns.opcode == FORWARD, (columns.opcode == BACKWARD) | (columns.opcode == WEIGHT)
+        held = np.cumsum(self.problem.kept[columns.stage] * (opens.astype(np.int64) - closes))
+        # Every rank ends with nothing, so that one sum goes through all of them.
+        return int(np.maximum.reduceat(held, columns.offsets[:-1]).sum())
 
     def improved(self, candidate: tuple[int, Columns]) -> tuple[int, Columns]:
         """The candidate after local improvement."""
