@@ -67,7 +67,7 @@ def simulate_plan(
     check_contention(contention)
     check_detail(detail)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
-    fold = find_fold(plan, graph, cluster)
+    fold = find_fold(plan, graph, cost.cluster)
     outcome = None
     if fold is not None:
         try:
