@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright.simulator.plan as simulate
+from meshwright.cost import CostModel
 from meshwright.program import with_schedule
 from meshwright.simulator import explain_step, simulate_plan
 from meshwright.simulator.folding import find_fold
@@ -171,3 +172,13 @@ def test_explanations_name_all_ranks():
     explained = explain_step(plan, graph, small_cluster())
     assert explained.path.num_ranks == 6
     assert explained.step_time_s == simulate_plan(plan, graph, small_cluster()).step_time_s
+
+
+def test_what_is_alike_is_so_on_the_cluster_that_is_priced():
+    """The prices are those of another cluster than the one that the plan is for: one node is slow there."""
+    graph = chain_graph(4, width=64)
+    plan = make_plan(graph, grid(2, 4), 8)
+    cost = CostModel(cluster=with_kinds(small_cluster(4, 2), (1,)))
+    found, whole = simulate_both(plan, graph, small_cluster(4, 2), cost=cost)
+    assert_same(found, whole)
+    assert found.fold.classes == (0, 1, 0, 0)

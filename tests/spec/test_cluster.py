@@ -180,3 +180,25 @@ def test_a_forgotten_x_is_suggested(written, meant):
     with pytest.raises(ClusterError, match=f"did you mean '{meant}'"):
         load_cluster(written)
     assert load_cluster(meant).name == meant
+
+
+def test_columns_say_of_each_device_what_its_node_says():
+    """Three nodes: two that differ in name only, and one with another card and two kinds of device."""
+    shipped = load_cluster("2x4xA100")
+    other = load_cluster("1xV100").device_kinds[0]
+    first, second = shipped.nodes
+    groups = (DeviceGroup(kind=first.devices[0].kind, count=1), DeviceGroup(kind=other.name, count=2))
+    mixed = replace(first, name="mixed", devices=groups, num_nics=2)
+    cluster = Cluster(
+        name="three",
+        device_kinds=(*shipped.device_kinds, other),
+        nodes=(replace(first, num_nics=2), mixed, replace(second, num_nics=2)),
+    )
+    columns = cluster.columns()
+    ranks = range(cluster.num_ranks)
+    assert columns.node.tolist() == [cluster.node_index(rank) for rank in ranks] == [0] * 4 + [1] * 3 + [2] * 4
+    kinds = [cluster.device_kinds[kind] for kind in columns.kind]
+    assert kinds == [cluster.device_kind(rank) for rank in ranks]
+    assert columns.node_kind.tolist() == [0] * 4 + [1] * 3 + [0] * 4
+    assert columns.nic.tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1]
+    assert cluster.columns() is columns

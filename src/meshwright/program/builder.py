@@ -10,6 +10,7 @@ from typing import Any, assert_never
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from meshwright.cost.compiled import compiled
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import (
     AllReduce,
@@ -179,8 +180,8 @@ class ProgramBuilder:
         waiting, handles = (np.concatenate(parts) for parts in zip(*self._waits, single, strict=True))
         waiting = position[waiting]
         awaited = np.where(handles >= 0, position[np.maximum(handles, 0)], count - 1 - handles) if count else handles
-        offsets = np.append(0, np.cumsum(np.bincount(waiting, minlength=count)))
-        return {"wait_offsets": offsets.astype(np.int64), "waits": awaited[np.argsort(waiting, kind="stable")]}
+        offsets = np.append(0, np.cumsum(np.bincount(waiting, minlength=count))).astype(np.int64)
+        return {"wait_offsets": offsets, "waits": _deal_out(waiting, awaited, offsets[:-1].copy())}
 
     def _join_columns(self, position: Ids, wait_offsets: Ids) -> dict[str, Any]:
         handles = np.array(list(self._joins), np.int64)
@@ -195,6 +196,16 @@ class ProgramBuilder:
             )
         order = np.argsort(joins)
         return {"join_instruction": joins[order], "join_need": need[order].astype(np.int32)}
+
+
+@compiled
+def _deal_out(waiting: Ids, awaited: Ids, place: Ids) -> Ids:
+    """What each instruction waits for, in order of the instructions; ``place`` is where those of each begin."""
+    dealt = np.empty(len(awaited), np.int64)
+    for k in range(len(waiting)):
+        dealt[place[waiting[k]]] = awaited[k]
+        place[waiting[k]] += 1
+    return dealt
 
 
 def _row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:

@@ -118,6 +118,11 @@ def append_transfers(
 
 def _number_pairs(builder: ProgramBuilder, num_ranks: int, senders: Ids, receivers: Ids) -> Ids:
     """The group of each message."""
-    keys, places = np.unique(senders * num_ranks + receivers, return_inverse=True)
-    numbers = [builder.group((key // num_ranks, key % num_ranks)) for key in keys.tolist()]
-    return np.array(numbers, np.int64)[places]
+    keys = senders * num_ranks + receivers
+    # Not `np.unique`: senders come in order, which a stable sort makes use of.
+    order = np.argsort(keys, kind="stable")
+    starts = np.diff(keys[order], prepend=-1) != 0
+    pairs = [builder.group((key // num_ranks, key % num_ranks)) for key in keys[order[starts]].tolist()]
+    numbers = np.empty(len(keys), np.int64)
+    numbers[order] = np.array(pairs, np.int64)[np.cumsum(starts) - 1]
+    return numbers

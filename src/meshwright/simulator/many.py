@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -88,9 +87,10 @@ def simulate_plans(
 
 def _usable_processes() -> int:
     """One per core that this process may use, where it may fork."""
-    if sys.platform != "linux" or threading.active_count() > 1:
-        return 1
-    return len(os.sched_getaffinity(0))
+    # Where cores are counted by process (Linux), forking is safe as well.
+    if hasattr(os, "sched_getaffinity") and threading.active_count() == 1:
+        return len(os.sched_getaffinity(0))
+    return 1
 
 
 _job: list[_Job] = []

@@ -61,13 +61,18 @@ def rank_of_streams(program: Program) -> Column:
 
 def _match_transfers(section: Section) -> tuple[Ids, Ids]:
     opcode = section.opcode
-    sends, receives = np.flatnonzero(np.isin(opcode, SENDS)), np.flatnonzero(np.isin(opcode, RECEIVES))
+    kinds = np.zeros((2, len(Opcode)), np.bool_)
+    kinds[0, list(SENDS)] = kinds[1, list(RECEIVES)] = True
+    sends, receives = np.flatnonzero(kinds[0][opcode]), np.flatnonzero(kinds[1][opcode])
     stage, peer, microbatch = section.stage, section.peer, section.microbatch
 
-    def sort(ids: Ids, source: Column, target: Column) -> tuple[Ids, Column]:
-        payload = np.isin(opcode[ids], (Opcode.SEND_GRADIENT, Opcode.RECEIVE_GRADIENT))
-        keys = np.stack([source[ids], target[ids], microbatch[ids], payload.astype(np.int32)])
-        order = np.lexsort(keys)
+    def sort(ids: Ids, source: Column, target: Column) -> tuple[Ids, Ids]:
+        # Streams have long runs in this order, which a stable sort by one number goes through at once.
+        payload = (opcode[ids] == Opcode.SEND_GRADIENT) | (opcode[ids] == Opcode.RECEIVE_GRADIENT)
+        keys = np.stack([microbatch[ids], payload, target[ids], source[ids]]).astype(np.int64)
+        num_stages, num_microbatches = 2 + keys[2:].max(initial=0), 2 + keys[0].max(initial=0)
+        number = ((keys[3] * num_stages + keys[2]) * 2 + keys[1]) * num_microbatches + keys[0]
+        order = np.argsort(number, kind="stable")
         return ids[order], keys[:, order]
 
     sends, send_keys = sort(sends, stage, peer)
@@ -77,7 +82,7 @@ def _match_transfers(section: Section) -> tuple[Ids, Ids]:
     return sends, receives
 
 
-def _unmatched_transfer(section: Section, sends: Ids, send_keys: Column, receives: Ids, keys: Column) -> str:
+def _unmatched_transfer(section: Section, sends: Ids, send_keys: Ids, receives: Ids, keys: Ids) -> str:
     shared = min(len(sends), len(receives))
     differs = np.append((send_keys[:, :shared] != keys[:, :shared]).any(axis=0), True)
     at = int(np.argmax(differs))

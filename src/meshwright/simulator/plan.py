@@ -78,7 +78,7 @@ def simulate_plan(
     check_detail(detail)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     _check(plan, graph, cluster)
-    fold = None if isinstance(plan, Placement) else find_fold(plan, graph, cluster)
+    fold = None if isinstance(plan, Placement) else find_fold(plan, graph, cost.cluster)
     outcome, simulated = None, plan
     if fold is not None:
         try:
