@@ -14,6 +14,7 @@ from meshwright.simulator.pricing import price_program
 from meshwright.simulator.stage_costs import weights_share
 from meshwright.spec import Extent, Op, Opcode, Tensor, load_cluster
 from tests.program.layouts import LAYOUTS, plan_of
+from tests.simulator.plans import FixedCost, small_cluster
 
 
 @pytest.mark.parametrize("schedule", sorted(LAYOUTS))
@@ -58,3 +59,16 @@ def test_what_of_a_backward_may_wait(shapes, flops, share):
     ]
     op = Op(name="op", kind="aten.linear.default", inputs=tuple(range(len(shapes))), outputs=(), flops=Extent(flops))
     assert weights_share(SimpleNamespace(tensors=tensors), op) == share
+
+
+@pytest.mark.parametrize("schedule", sorted(LAYOUTS))
+def test_every_rank_is_seen_with_all_that_it_does_in_a_step(schedule):
+    """Also where some ranks begin the next step while others end this one, as those of zb-h2 and zb-v do."""
+    plan, graph = plan_of(schedule, 4, 16)
+    cost = FixedCost(forward=3e-6, backward=6e-6)
+    result = simulate_plan(plan, graph, small_cluster(), cost=cost)
+    work_s = 16 * 9e-6 * len(plan.stages_of(0)) / len(plan.stages[0].ranks)
+    assert [rank.busy_s for rank in result.ranks] == pytest.approx([work_s] * 4, rel=1e-9)
+    assert result.bubble_fraction == pytest.approx(1 - work_s / result.step_time_s, abs=1e-9)
+    if schedule in ("zb-h2", "zb-v"):
+        assert result.bubble_fraction == pytest.approx(0, abs=1e-6)

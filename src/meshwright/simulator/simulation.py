@@ -1,7 +1,8 @@
 """What a simulated plan is worth: step time, where each rank's time goes, memory with its owners, MFU and HFU.
 
 All seconds are those of one steady step: the window from the end of the last step but one to the end of the last
-step, or the mean over some last ones of a schedule that never flushes, where one may differ from the next. Per rank,
+step, or the mean over some last ones of a schedule that never flushes, where one may differ from the next. A rank that
+is done earlier has an earlier window, so that each is seen with all that it does in a step. Per rank,
 
     busy            Σ spans of the compute stream, and its parts forward, backward, optimizer (copies of weights too)
     communication   the time in which at least one transfer or collective of the rank is under way
@@ -132,7 +133,11 @@ def step_window(
 
 
 def rank_seconds(timeline: Timeline, window: tuple[int, int], num_steps: int = 1) -> tuple[RankSeconds, ...]:
-    """Where each rank's time goes in one of the steps between two moments (ps)."""
+    """Where each rank's time goes in one of the steps between two moments (ps).
+
+    Of a rank that is done before the last one, the window is earlier by as much: what it does already of the next step,
+    which may not be simulated, it has done of this one too.
+    """
     computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)
     ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)
     sums = _sum_spans(
@@ -142,13 +147,21 @@ def rank_seconds(timeline: Timeline, window: tuple[int, int], num_steps: int = 1
         _COLUMN_OF_OPCODE[timeline.opcode],
         timeline.start_ps,
         timeline.end_ps,
-        window,
+        window[1] - window[0],
+        _stops(timeline, ranks, window[1]),
     )
     idle = window[1] - window[0] - sums[:, :_MOVES].sum(axis=1, keepdims=True)
     return tuple(
         RankSeconds(**dict(zip(_COLUMNS, row, strict=True)))
         for row in (np.concatenate([sums, idle], axis=1) / (num_steps * PICOSECONDS_PER_SECOND)).tolist()
     )
+
+
+def _stops(timeline: Timeline, ranks: Ids, latest: int) -> Ids:
+    """When each rank is done, at the latest at a moment; ``ranks`` are those of the tracks."""
+    stops = np.zeros(timeline.num_ranks, np.int64)
+    np.maximum.at(stops, ranks[timeline.track], np.minimum(timeline.end_ps, latest))
+    return stops
 
 
 @compiled
@@ -159,9 +172,12 @@ def _sum_spans(
     column: NDArray[np.int8],
     start_ps: Ids,
     end_ps: Ids,
-    window: tuple[int, int],
+    length_ps: int,
+    stops_ps: Ids,
 ) -> Ids:
     """Per rank the ps of the first columns of `RankSeconds`; spans of a stream are in order and do not overlap.
+
+    Of each rank so much time is looked at until its stop.
 
     A rank's streams are walked through together, from one moment at which a span begins or ends to the next.
     """
@@ -169,9 +185,10 @@ def _sum_spans(
     place = offsets[:-1].copy()
     for rank in range(len(first_stream) - 1):
         streams = range(first_stream[rank], first_stream[rank + 1])
-        now = window[0]
-        while now < window[1]:
-            kind, moving, exchanging, then = np.int64(-1), False, False, window[1]
+        stop = stops_ps[rank]
+        now = stop - length_ps
+        while now < stop:
+            kind, moving, exchanging, then = np.int64(-1), False, False, stop
             for stream in streams:
                 while place[stream] < offsets[stream + 1] and end_ps[place[stream]] <= now:
                     place[stream] += 1
