@@ -10,6 +10,7 @@ simulated one after the other.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -106,6 +107,8 @@ def _run(place: int) -> Simulation | MeshwrightError:
 
 def _fork(job: _Job, places: range, count: int) -> list[Simulation | MeshwrightError]:
     context = multiprocessing.get_context("fork")
+    # Collecting garbage writes to every object, and a fork copies what is written to.
+    gc.freeze()
     try:
         with ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(job,)) as pool:
             return list(pool.map(_run, places))
@@ -114,3 +117,5 @@ def _fork(job: _Job, places: range, count: int) -> list[Simulation | MeshwrightE
             f"One of {count} processes that simulated {len(places)} plans was killed, probably for want of memory. "
             "Simulate with num_processes=1."
         ) from None
+    finally:
+        gc.unfreeze()
