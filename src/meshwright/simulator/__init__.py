@@ -2,9 +2,9 @@
 
 `simulate_plan` builds and prices a plan's program (`pricing`), then runs it: `unroll` lays the sections behind each
 other, `engine` finds when each instruction ends, `memory` follows the bytes, `simulation` sums up. Links that several
-want are granted one by one (`engine`) or shared fairly (`fair`, `sharing`); `deadlock` tells why a program stops.
-`allocation` follows one rank's memory op by op. `explain_step` tells what bounds a step (`critical_path`) and what
-would help (`levers`).
+want are granted one by one (`engine`) or shared fairly (`fair`, `sharing`); `joins` go on when some of their waits have
+happened; `deadlock` tells why a program stops. `delta` follows changes of durations. `allocation` follows one rank's
+memory op by op. `explain_step` tells what bounds a step (`critical_path`) and what would help (`levers`).
 """
 
 from meshwright.simulator.allocation import RankAllocation, allocate_rank
