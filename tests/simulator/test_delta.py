@@ -68,7 +68,7 @@ def assert_equal_to_full_runs(seed, network, num_links, contention) -> list[bool
     return full
 
 
-@pytest.mark.parametrize("share", [0.015, 0.3, 1.0])
+@pytest.mark.parametrize("share", [0.0125, 0.3, 1.0])
 @settings(max_examples=80)
 @given(seed=seeds, size=st.integers(2, 40), num_steps=st.integers(1, 3))
 def test_delta_equals_a_full_run(share, seed, size, num_steps):

@@ -36,7 +36,7 @@ from meshwright.spec import ProgramError
 
 # An instruction that is looked at again costs up to four times as much as one of a full run, so an attempt that fails
 # adds no more than a tenth to it (benchmarks/simulator.py).
-GIVE_UP = 0.015
+GIVE_UP = 0.0125
 _MARKED = np.uint64(1)
 Bits = NDArray[np.uint64]
 
