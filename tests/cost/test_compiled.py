@@ -52,3 +52,29 @@ def test_a_cache_that_an_older_version_left_behind_counts_as_empty(tmp_path):
     assert run("Old") == "42 1\n"
     assert run("New") == "42 0\n"
     assert run("New") == "42 1\n"
+
+
+COLLECTED = """
+import gc
+import loops_of_pairs
+
+gc.{state}()
+before = sum(each["collections"] for each in gc.get_stats())
+assert loops_of_pairs.twice(loops_of_pairs.Pair(4)) == 8
+print(gc.isenabled(), sum(each["collections"] for each in gc.get_stats()) - before)
+"""
+
+
+def test_nothing_is_collected_while_machine_code_is_loaded(tmp_path):
+    """Loading makes enough objects for more than a hundred collections; afterwards the collector is as it was."""
+    (tmp_path / "loops_of_pairs.py").write_text(SOURCE.format(name="Pair").rsplit("\n\n\n", 1)[0])
+
+    def run(state: str) -> list[str]:
+        command = [sys.executable, "-B", "-c", COLLECTED.format(state=state)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout.split()
+
+    run("enable")
+    enabled, collections = run("enable")
+    assert (enabled, int(collections) < 30) == ("True", True)
+    assert run("disable") == ["False", "0"]

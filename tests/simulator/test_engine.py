@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -187,6 +189,29 @@ def test_a_join_is_found_late_but_not_late_in_time():
     joining = forward(0, cost=3, waits=[other[0], again[0]], need=1)
     program, prices = program_of([[], [*slow, *other, *fast, *again, joining], []], 4, [0, 15, 6, 1], [[0], [1]])
     assert ends_by_name(simulate_program(program, prices))["0: F0.0"] == 13
+
+
+@pytest.mark.parametrize("contention", sorted(ORACLES))
+@pytest.mark.parametrize("need", [100, 150, 200])
+def test_a_join_whose_time_changes_often(contention, need):
+    """Rank 1 is slow and known at once; ranks 2 and 3 take turns, each of which makes the join earlier by one.
+
+    The heap of requests holds two entries per stream, so those that hold no more have to be dropped.
+    """
+    slow = [forward(1, k, cost=1) for k in range(100)]
+    turns = [forward(2 + k % 2, k, cost=2) for k in range(100)]
+    for before, after in pairwise(turns):
+        after.waits.append(before)
+    joining = forward(0, cost=2, waits=[*slow, *turns], need=need)
+    sent = transfer(2, 3, 0, waits=[turns[-1]], cost=2, route=0)
+    other = transfer(3, 2, 1, waits=[turns[-1]], cost=2, route=0)
+    rows = [joining, *slow, *turns, *sent, *other]
+    program, prices = program_of([[], rows, []], 4, [0, 1000, 1], [[0]])
+    expected = ORACLES[contention](program, prices, 1).ends()
+    timeline = simulate_program(program, prices, contention=contention)
+    assert timeline.end_ps.tolist() == expected
+    ends = sorted([*range(1000, 100_001, 1000), *range(1, 101)])
+    assert ends_by_name(timeline)["0: F0.0"] == ends[need - 1] + 1
 
 
 def test_a_transfer_of_two_links_waits_for_both():

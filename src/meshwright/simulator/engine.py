@@ -20,6 +20,8 @@ earlier than the smallest key. The condition: holding a link, and a mark raised 
 then its requests form a chain. Source: our own experiments with worklist, event heap and recorded link order; tests
 compare with a plain event-driven simulation.
 
+An instruction that needs only k of its waits is a *join* (`joins.py`); open ones stand in the same heap.
+
 ``fair`` contention (`fair.py`) differs in what happens to requests for shared links, and in nothing else.
 """
 

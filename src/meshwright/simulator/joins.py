@@ -24,6 +24,7 @@ from meshwright.cost.compiled import compiled
 from meshwright.simulator.heap import push
 from meshwright.simulator.network import Network
 from meshwright.simulator.waiters import Column, Ids, Times
+from meshwright.spec import ProgramError
 
 NONE = -1
 
@@ -32,14 +33,14 @@ class Joins(NamedTuple):
     """Joins of a network and what is known of them; columns are reached through the tuple, which counts no references.
 
     ``need`` (n,) is 0 for all that is no join. Per slot: the next waiter of the same list, the stream, and how long
-    after the end that is awaited the moment is (0 or less). Per stream: the first slot of the open join (-1: none is
-    open) and of the next one, how many of its waits it needs and how many moments are known, as which time it stands in
-    the heap of requests (-1: it does not), whether the stream is on the stack to look at it again, and where its
-    smallest moments begin.
+    after the end that is awaited the moment is (0 or less; not kept where nothing raises marks). Per stream: the first
+    slot of the open join (-1: none is open) and of the next one, how many of its waits it needs and how many moments
+    are known, as which time it stands in the heap of requests (-1: it does not), whether the stream is on the stack to
+    look at it again, and where its smallest moments begin.
     """
 
     need: Column
-    slot_after: Ids
+    slot_after: Column
     slot_stream: Column
     slot_shift_ps: Times
     first: Ids
@@ -53,7 +54,10 @@ class Joins(NamedTuple):
 
 
 def prepare_joins(network: Network) -> Joins | None:
-    """No join open yet; None for a network without joins, which then runs through a loop that knows none."""
+    """No join open yet; None for a network without joins, which then runs through a loop that knows none.
+
+    Raises ProgramError for more waits of joins than 32 bits number.
+    """
     if not len(network.join_instruction):
         return None
     num_streams, ids = len(network.stream_offsets) - 1, network.join_instruction.astype(np.int64)
@@ -61,15 +65,18 @@ def prepare_joins(network: Network) -> Joins | None:
     need[ids] = network.join_need
     streams = np.searchsorted(network.stream_offsets, ids, side="right") - 1
     num_waits = network.wait_offsets[ids + 1].astype(np.int64) - network.wait_offsets[ids]
-    num_slots, most = np.bincount(streams, num_waits, num_streams).astype(np.int64), np.zeros(num_streams, np.int64)
+    of_stream, most = np.bincount(streams, num_waits, num_streams).astype(np.int64), np.zeros(num_streams, np.int64)
+    num_slots = int(num_waits.sum())
+    if num_streams + num_slots >= np.iinfo(np.int32).max - 2:
+        raise ProgramError(f"Joins wait {num_slots} times; fewer than 2^31 can be simulated. Simulate fewer steps.")
     np.maximum.at(most, streams, network.join_need)
     return Joins(
         need=need,
-        slot_after=np.empty(int(num_waits.sum()), np.int64),
+        slot_after=np.empty(num_slots, np.int32),
         slot_stream=np.repeat(streams.astype(np.int32), num_waits),
-        slot_shift_ps=np.empty(int(num_waits.sum()), np.int64),
+        slot_shift_ps=np.empty(num_slots if len(network.mark_instruction) else 0, np.int64),
         first=np.full(num_streams, NONE),
-        next=np.cumsum(num_slots) - num_slots,
+        next=np.cumsum(of_stream) - of_stream,
         needed=np.zeros(num_streams, np.int64),
         known=np.zeros(num_streams, np.int64),
         key_ps=np.full(num_streams, NONE),
@@ -91,7 +98,9 @@ def open_join(network: Network, joins: Joins, end: Times, stream: int, i: int) -
         if k < 0:
             shift, k = network.mark_shift_ps[~k], np.int64(network.mark_instruction[~k])
         if end[k] < 0:
-            joins.slot_after[slot], joins.slot_shift_ps[slot] = end[k], shift
+            joins.slot_after[slot] = end[k]
+            if len(joins.slot_shift_ps) > 0:
+                joins.slot_shift_ps[slot] = shift
             end[k] = -(num_streams + slot + 2)
         else:
             _take(joins, stream, int(end[k] + shift))
@@ -175,10 +184,11 @@ def finish_for_joins(joins: Joins, end: Times, i: int, time: int, next_waiter: I
             top += 1
             continue
         slot = stream - num_streams
-        waiter, stream = joins.slot_after[slot], np.int64(joins.slot_stream[slot])
+        waiter, stream = np.int64(joins.slot_after[slot]), np.int64(joins.slot_stream[slot])
         if joins.first[stream] < 0 or slot < joins.first[stream]:
             continue
-        _take(joins, int(stream), time + joins.slot_shift_ps[slot])
+        moment = time + joins.slot_shift_ps[slot] if len(joins.slot_shift_ps) > 0 else time
+        _take(joins, int(stream), moment)
         if joins.known[stream] >= joins.needed[stream] and not joins.is_queued[stream]:
             joins.is_queued[stream] = True
             stack[top] = stream
