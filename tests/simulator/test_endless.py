@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.program import build_program
+from meshwright.report.transfer_pairs import pair_transfers
 from meshwright.simulator import explain_step, simulate_plan, simulate_program
 from meshwright.simulator.pricing import price_program
 from meshwright.spec import Opcode
@@ -101,3 +102,14 @@ def test_the_critical_path_of_a_steady_step():
     found = explain_step(plan, graph, small_cluster(), cost=FixedCost(optimizer=1e-6))
     assert found.step_time_s == pytest.approx(4 * 9e-6)
     assert found.path.duration_s == pytest.approx(found.step_time_s)
+
+
+def test_messages_that_arrive_in_a_later_step_are_paired():
+    plan, graph = endless_plan("pipedream", [1, 1, 1], 4)
+    timeline = simulate_plan(plan, graph, small_cluster(), cost=FixedCost(), num_steps=2).timeline
+    partner = pair_transfers(timeline)
+    moves = np.flatnonzero(np.isin(timeline.opcode, (2, 3, 4, 5)))
+    assert (partner[moves] >= 0).all()
+    assert (partner[partner[moves]] == moves).all()
+    assert (timeline.microbatch[partner[moves]] == timeline.microbatch[moves]).all()
+    assert (timeline.step[partner[moves]] != timeline.step[moves]).any()

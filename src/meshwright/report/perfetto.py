@@ -32,12 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.report.byte_rows import Choice, Number, Part, render_lines
+from meshwright.report.transfer_pairs import pair_transfers
 from meshwright.spec import DocumentError, Opcode, OpSpans, Timeline, instruction_name
 from meshwright.spec.files import write_bytes
 
-_SENDS = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT)
 _RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)
-_GRADIENTS = (Opcode.SEND_GRADIENT, Opcode.RECEIVE_GRADIENT)
 
 # Lines whose text is made at once: some megabytes, and enough that numpy's calls cost little.
 CHUNK = 16_384
@@ -310,38 +309,6 @@ def _name_parts(timeline: Timeline, spans: Ids) -> list[Part]:
         parts.append(Number(values=np.choose(np.maximum(which, 0), columns), shown=which >= 0))
         parts.append(Choice(texts=[row[place + 1] for row in texts], which=opcode))
     return parts
-
-
-def pair_transfers(timeline: Timeline) -> Ids:
-    """For each send the index of its receive and the reverse; -1 elsewhere. Shape (num_spans,).
-
-    Step, payload, stages and microbatch say what belongs together; what occurs several times pairs up by start.
-    """
-    partner = np.full(timeline.num_spans, -1, np.int64)
-    moves = np.flatnonzero(np.isin(timeline.opcode, (*_SENDS, *_RECEIVES)))
-    opcode, stage, peer = (column[moves] for column in (timeline.opcode, timeline.stage, timeline.peer))
-    receives = np.isin(opcode, _RECEIVES)
-    keys = (
-        timeline.step[moves],
-        timeline.microbatch[moves],
-        np.where(receives, stage, peer),
-        np.where(receives, peer, stage),
-        np.isin(opcode, _GRADIENTS),
-    )
-    order = np.lexsort((timeline.start_ps[moves], receives, *keys))
-    same = np.ones(max(len(order) - 1, 0), np.bool_)
-    for key in keys:
-        same &= np.diff(key[order].astype(np.int64)) == 0
-    # Of those with equal keys the sends stand first: the k-th receive belongs to the k-th send.
-    group = np.cumsum(np.append(False, ~same)[: len(order)])
-    first = np.searchsorted(group, group)
-    num_sends = np.bincount(group, ~receives[order]).astype(np.int64)[group] if len(order) else group
-    place = np.arange(len(order)) - first
-    send = first + place - num_sends
-    paired = receives[order] & (place - num_sends < num_sends)
-    ends = moves[order[paired]], moves[order[send[paired]]]
-    partner[ends[0]], partner[ends[1]] = ends[1], ends[0]
-    return partner
 
 
 def _memory_lines(timeline: Timeline, places: _Places, chosen: NDArray[np.bool_]) -> Iterator[bytes]:
