@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.cost.compiled import compiled
 from meshwright.spec import Opcode, Program, ProgramError, Section, instruction_name
 
 Ids = NDArray[np.int64]
@@ -19,17 +20,21 @@ Column = NDArray[np.int32]
 
 SENDS = (int(Opcode.SEND_ACTIVATION), int(Opcode.SEND_GRADIENT))
 RECEIVES = (int(Opcode.RECEIVE_ACTIVATION), int(Opcode.RECEIVE_GRADIENT))
+# A table of so many transfers is cleared in less time than they are sorted.
+_MOST_MARKED = 2**25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Matches:
     """``sends[k]`` and ``receives[k]`` are one transfer (ids); ``collective`` (n,) numbers collectives, -1 elsewhere.
 
-    ``owners[c]`` is the stream of collective c with the lowest number, ``sizes[c]`` its number of members.
+    ``are_named``: every receive waits for its send in the program itself. ``owners[c]`` is the stream of collective c
+    with the lowest number, ``sizes[c]`` its number of members.
     """
 
     sends: Ids
     receives: Ids
+    are_named: bool
     collective: Column
     owners: Column
     sizes: Column
@@ -37,9 +42,17 @@ class Matches:
 
 def match_section(program: Program, section: Section) -> Matches:
     """Pair the transfers and collectives of one section; ProgramError names what has no counterpart."""
-    sends, receives = _match_transfers(section)
+    named = _named_transfers(section)
+    sends, receives = _match_transfers(section) if named is None else named
     collective, owners, sizes = _match_collectives(program, section)
-    return Matches(sends=sends, receives=receives, collective=collective, owners=owners, sizes=sizes)
+    return Matches(
+        sends=sends,
+        receives=receives,
+        are_named=named is not None,
+        collective=collective,
+        owners=owners,
+        sizes=sizes,
+    )
 
 
 def stream_of_instructions(section: Section) -> Column:
@@ -57,6 +70,56 @@ def rank_of_streams(program: Program) -> Column:
             f"{program.num_ranks - 1}. Build the program again from its plan."
         )
     return ranks
+
+
+def _named_transfers(section: Section) -> tuple[Ids, Ids] | None:
+    """Sends and receives where each receive waits for its send and no two transfers are equal; None otherwise."""
+    count = section.num_instructions
+    num_stages = 1 + max(int(section.stage.max(initial=0)), int(section.peer.max(initial=0)))
+    num_microbatches = 1 + int(section.microbatch.max(initial=0))
+    size = 2 * num_stages**2 * num_microbatches
+    if size > _MOST_MARKED:
+        return None
+    sends, receives = np.empty((2, count), np.int64)
+    columns = (section.opcode, section.stage, section.peer, section.microbatch)
+    met = np.zeros(size, np.bool_)
+    found = _follow_names(columns, section.wait_offsets, section.waits, num_stages, met, sends, receives)
+    return None if found < 0 else (sends[:found], receives[:found])
+
+
+@compiled
+def _follow_names(
+    columns: tuple[NDArray[np.int8], Column, Column, Column],
+    wait_offsets: Ids,
+    waits: Ids,
+    num_stages: int,
+    met: NDArray[np.bool_],
+    sends: Ids,
+    receives: Ids,
+) -> int:
+    """Write the pairs and return their number; -1 if one has no name, or two are equal."""
+    opcode, stage, peer, microbatch = columns
+    count, num_sends, num_microbatches = 0, 0, len(met) // (2 * num_stages * num_stages)
+    for i in range(len(opcode)):
+        if opcode[i] == SENDS[0] or opcode[i] == SENDS[1]:
+            num_sends += 1
+        if opcode[i] != RECEIVES[0] and opcode[i] != RECEIVES[1]:
+            continue
+        if min(stage[i], peer[i], microbatch[i]) < 0:
+            return -1
+        send = np.int64(-1)
+        for w in range(wait_offsets[i], wait_offsets[i + 1]):
+            k = waits[w]
+            # The opcode of a send comes before that of its receive.
+            if k < len(opcode) and opcode[k] == opcode[i] - 1 and stage[k] == peer[i] and peer[k] == stage[i]:
+                send = k if microbatch[k] == microbatch[i] else send
+        place = ((stage[i] * num_stages + peer[i]) * 2 + (opcode[i] == RECEIVES[1])) * num_microbatches + microbatch[i]
+        if send < 0 or met[place]:
+            return -1
+        met[place] = True
+        sends[count], receives[count] = send, i
+        count += 1
+    return count if count == num_sends else -1
 
 
 def _match_transfers(section: Section) -> tuple[Ids, Ids]:

@@ -87,6 +87,8 @@ def _make_part(program: Program, section: Section, costs: SectionPrices) -> Part
 
 def _with_sends_awaited(section: Section, matches: Matches) -> tuple[Ids, Ids]:
     """The waits of a section, with each receive's send added where the program does not name it."""
+    if matches.are_named:
+        return section.wait_offsets, section.waits
     waiter = np.repeat(np.arange(section.num_instructions), np.diff(section.wait_offsets))
     send_of = np.full(section.num_instructions, -1, np.int64)
     send_of[matches.receives] = matches.sends
