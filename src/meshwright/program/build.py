@@ -27,7 +27,7 @@ from meshwright.program.transfers import Computations
 from meshwright.spec.codec import content_hash
 from meshwright.spec.errors import ScheduleError
 from meshwright.spec.graph import Graph, Op
-from meshwright.spec.instructions import AllReduce, Opcode, OptimizerStep
+from meshwright.spec.instructions import Opcode
 from meshwright.spec.plan import Plan, check_plan
 from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice, slice_graph
@@ -134,22 +134,36 @@ def _append_exchange_and_steps(
         for index in bucket.stages:
             held[index].append(bucket.index)
     trained = {stage.index for stage in stages if any(graph.tensors[item].requires_grad for item in stage.parameters)}
-    releasing = np.isin(computations.opcode, (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT))
+    releasing = (computations.opcode == Opcode.BACKWARD) | (computations.opcode == Opcode.BACKWARD_WEIGHT)
+    steps: list[tuple[int, int]] = []
+    sums: list[tuple[int, int, int, int]] = []
+    awaited: list[tuple[int, int]] = []
     for rank in range(plan.num_ranks):
         begin, end = computations.offsets[rank : rank + 2].tolist()
-        ends = begin + np.flatnonzero(releasing[begin:end])
-        last = dict(zip(computations.stage[ends].tolist(), computed[ends].tolist(), strict=True))
-        mine = [stage for stage in plan.stages_of(rank) if stage in trained]
-        sums: dict[int, list[int]] = {stage: [] for stage in mine}
-        for index in sorted({index for stage in mine for index in held[stage]}):
+        ends = begin + np.flatnonzero(releasing[begin:end])[::-1]
+        found, place = np.unique(computations.stage[ends], return_index=True)
+        last = dict(zip(found.tolist(), computed[ends[place]].tolist(), strict=True))
+        step_of = {stage: len(steps) + k for k, stage in enumerate(filter(trained.__contains__, plan.stages_of(rank)))}
+        steps += [(rank, stage) for stage in step_of]
+        for index in sorted({index for stage in step_of for index in held[stage]}):
             # A parameter that several stages of a rank share is summed once, when all its gradients are there.
-            bucket = buckets[index]
-            own = [stage for stage in bucket.stages if stage in sums]
+            own = [stage for stage in buckets[index].stages if stage in step_of]
             latest = max(own, key=last.__getitem__)
-            ready = builder.mark(last[latest], bucket.index) if plan.exchange.overlap else last[latest]
-            item = AllReduce(stage=latest, bucket=bucket.index, num_bytes=bucket.num_bytes)
-            handle = builder.append(rank, "exchange", item, group=bucket.ranks, waits=(ready,))
-            for stage in own:
-                sums[stage].append(handle)
-        for stage, awaited in sums.items():
-            builder.append(rank, "compute", OptimizerStep(stage=stage), waits=awaited)
+            awaited += [(step_of[stage], len(sums)) for stage in own]
+            sums.append((rank, latest, index, last[latest]))
+    ranks, summed, indices, ready = np.array(sums, np.int64).reshape(-1, 4).T
+    handles = builder.extend(
+        ranks,
+        "exchange",
+        opcode=Opcode.ALL_REDUCE,
+        stage=summed,
+        version=-1,
+        peer=indices,
+        num_bytes=np.array([bucket.num_bytes for bucket in buckets], np.int64)[indices],
+        group=np.array([builder.group(bucket.ranks) for bucket in buckets], np.int64)[indices],
+    )
+    builder.wait_each(handles, builder.mark_each(ready, indices) if plan.exchange.overlap else ready)
+    stepping = np.array(steps, np.int64).reshape(-1, 2).T
+    stepped = builder.extend(stepping[0], "compute", opcode=Opcode.OPTIMIZER_STEP, stage=stepping[1])
+    waiting, waited = np.array(awaited, np.int64).reshape(-1, 2).T
+    builder.wait_each(stepped[waiting], handles[waited])

@@ -54,7 +54,8 @@ class ProgramBuilder:
         self._waits: list[tuple[Ids, Ids]] = []
         self._waiting = array("q")
         self._awaited = array("q")
-        self._marks: list[tuple[int, int]] = []
+        # Of each mark, the instruction that raises it and the bucket that is ready.
+        self._raising, self._ready = array("q"), array("q")
         self._joins: dict[int, int] = {}
         self._groups: dict[tuple[int, ...], int] = {}
 
@@ -128,8 +129,16 @@ class ProgramBuilder:
 
     def mark(self, instruction: int, bucket: int) -> int:
         """Let an instruction raise a mark when ``bucket`` is ready; returns the handle of the mark."""
-        self._marks.append((instruction, bucket))
-        return -len(self._marks)
+        self._raising.append(instruction)
+        self._ready.append(bucket)
+        return -len(self._raising)
+
+    def mark_each(self, instructions: Ids, buckets: Ids) -> Ids:
+        """Let each of the instructions raise a mark when the bucket at its place is ready; the handles of the marks."""
+        first = len(self._raising)
+        self._raising.frombytes(instructions.astype(np.int64).tobytes())
+        self._ready.frombytes(buckets.astype(np.int64).tobytes())
+        return -1 - np.arange(first, len(self._raising))
 
     def build(self, *, schedule: str, plan_hash: str) -> Program:
         """The program whose body is what was appended."""
@@ -153,8 +162,8 @@ class ProgramBuilder:
         body = Section(
             stream_offsets=np.concatenate([[0], np.cumsum(counts[used])]).astype(np.int64),
             **columns,
-            mark_instruction=np.array([position[instruction] for instruction, _ in self._marks], np.int64),
-            mark_index=np.array([bucket for _, bucket in self._marks], np.int32),
+            mark_instruction=position[np.array(self._raising, np.int64)],
+            mark_index=np.array(self._ready, np.int32),
         )
         return Program(
             schedule=schedule,

@@ -75,7 +75,7 @@ def rank_of_streams(program: Program) -> Column:
 def _named_transfers(section: Section) -> tuple[Ids, Ids] | None:
     """Sends and receives where each receive waits for its send and no two transfers are equal; None otherwise."""
     count = section.num_instructions
-    num_stages = 1 + max(int(section.stage.max(initial=0)), int(section.peer.max(initial=0)))
+    num_stages = 1 + int(section.stage.max(initial=0))
     num_microbatches = 1 + int(section.microbatch.max(initial=0))
     size = 2 * num_stages**2 * num_microbatches
     if size > _MOST_MARKED:
@@ -105,7 +105,7 @@ def _follow_names(
             num_sends += 1
         if opcode[i] != RECEIVES[0] and opcode[i] != RECEIVES[1]:
             continue
-        if min(stage[i], peer[i], microbatch[i]) < 0:
+        if min(stage[i], peer[i], microbatch[i]) < 0 or peer[i] >= num_stages:
             return -1
         send = np.int64(-1)
         for w in range(wait_offsets[i], wait_offsets[i + 1]):

@@ -97,6 +97,12 @@ class Plan:
     def __post_init__(self) -> None:
         _check_plan(self)
 
+    def __hash__(self) -> int:
+        # Plans are keys of many caches, and most of them differ in this; going through all stages takes longer than
+        # what is looked up.
+        ends = self.stages[0], self.stages[-1], len(self.stages)
+        return hash((self.graph_hash, self.schedule, self.schedule_hash, self.num_microbatches, self.workload, ends))
+
     @property
     def microbatch_size(self) -> int:
         """Samples in one microbatch."""

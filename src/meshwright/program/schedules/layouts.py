@@ -73,12 +73,10 @@ def _ranks_ahead(plan: Plan) -> tuple[int, ...]:
 
 def sit_alone(plan: Plan, rank: int, *, alike: bool = False) -> Seat:
     """One stage on every rank. ``alike``: all stages with the same number of replicas. Raises PlanError otherwise."""
-    if plan.has_virtual_stages:
-        raise _wrong(plan, "one stage on every rank", "Give each stage ranks of its own")
+    stage_of = _stages_alone(plan)
     if alike and len({len(stage.ranks) for stage in plan.stages}) > 1:
         raise _wrong(plan, "the same number of replicas for every stage", "Give each stage as many ranks")
-    stage = plan.stages_of(rank)[0]
-    return _seat(plan, rank, stage, len(plan.stages), (stage,))
+    return _seat(plan, rank, stage_of[rank], len(plan.stages), (stage_of[rank],))
 
 
 def sit_in_turn(plan: Plan, rank: int) -> Seat:
@@ -126,6 +124,14 @@ def sit_both_ways(plan: Plan, rank: int) -> Seat:
         )
     position = firsts.index(rank)
     return _seat(plan, firsts[position], position, size, (position, size - 1 - position))
+
+
+@lru_cache(maxsize=64)
+def _stages_alone(plan: Plan) -> dict[int, int]:
+    """The stage of every rank. Raises PlanError if one has several."""
+    if plan.has_virtual_stages:
+        raise _wrong(plan, "one stage on every rank", "Give each stage ranks of its own")
+    return {rank: index for index, stage in enumerate(plan.stages) for rank in stage.ranks}
 
 
 @lru_cache(maxsize=64)
