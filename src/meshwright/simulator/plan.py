@@ -18,7 +18,7 @@ from meshwright.simulator.op_spans import expand_ops
 from meshwright.simulator.prices import Prices
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.repetition import step_distance
-from meshwright.simulator.simulate import Run, record_run, record_spans, run_program
+from meshwright.simulator.simulate import MAX_UNROLLED, Run, record_run, record_spans, run_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation, rank_seconds, step_window
 from meshwright.spec import (
     Cluster,
@@ -45,14 +45,18 @@ DETAILS: tuple[Detail, ...] = get_args(Detail)
 # its second step on, and the third is compared with the second.
 STEADY_STEPS = 3
 # One that never flushes settles while its queues fill, and then repeats itself after one step or a few: a mean is taken
-# over the last but one of so many (the last drains).
-SETTLED_STEPS = 20
-MEAN_STEPS = 12
+# over so many of them before the last, which drains. A step of very many microbatches settles within itself, so that
+# fewer do, and more would not be simulated.
+SETTLED_STEPS, LEAST_SETTLED_STEPS, MEAN_SHARE = 20, 4, 0.6
 
 
-def steady_steps(program: Program) -> int:
-    """Steps to simulate for a steady one."""
-    return SETTLED_STEPS if program.advance else STEADY_STEPS
+def steady_steps(program: Program) -> tuple[int, int]:
+    """Steps to simulate for a steady one, and over how many of them a mean is taken."""
+    if not program.advance:
+        return STEADY_STEPS, 1
+    most = MAX_UNROLLED // max(program.body.num_instructions, 1)
+    count = min(max(most, LEAST_SETTLED_STEPS), SETTLED_STEPS)
+    return count, int(MEAN_SHARE * count)
 
 
 def simulate_plan(
@@ -136,7 +140,7 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
         last = int(steady.end_ps.max(initial=0))
         window = (last - distance, last)
     else:
-        needed, averaged = steady_steps(program), MEAN_STEPS if drains else 1
+        needed, averaged = steady_steps(program)
         steady = timeline if num_steps >= needed else record_spans(program, run(needed))
         window = step_window(steady.step, steady.end_ps, averaged, drains=drains)
     parts = (dict(zip(prices.memory_parts, row, strict=True)) for row in memory.peak_parts_bytes.tolist())
