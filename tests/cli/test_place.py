@@ -1,9 +1,12 @@
 """`plan --method place` and what the other verbs do with what it writes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from meshwright.spec import load_cluster, write_document
 
 FORK = "plan unet-tiny --cluster 2xcpu --batch 8 --method place"
 
@@ -52,6 +55,7 @@ def test_it_is_shown(run, placed):
     [
         (f"{FORK} --schedule gpipe", "--schedule was given"),
         (f"{FORK} --stages 2", "--stages was given"),
+        (f"{FORK} --find-orders orders.csv", "--find-orders was given"),
         (f"{FORK} --top 3", "--top was given"),
         (f"{FORK} --out folder", "ends in .json"),
         (f"{FORK} --fix head", "expected NAME=RANK"),
@@ -73,9 +77,22 @@ def test_other_verbs_refuse_what_they_cannot_do(run, placed):
     for line in (
         "simulate placed.json --schedule gpipe",
         "simulate placed.json --against gpipe",
+        "simulate placed.json --find-orders orders.csv",
         "show placed.json --as megatron",
         "show placed.json --schedule",
     ):
         code, _, errors = run(*line.split())
         assert code == 1, line
         assert "placement" in errors
+
+
+def test_too_little_memory_is_told(run, placed):
+    cluster = load_cluster("2xcpu")
+    kinds = tuple(replace(kind, memory_bytes=2**20) for kind in cluster.device_kinds)
+    write_document(replace(cluster, device_kinds=kinds), "small.toml")
+    code, out, errors = run("simulate", "placed.json", "--cluster", "small.toml", "--steps", "1")
+    assert code == 0, errors
+    assert "Rank 0 needs up to" in out
+    assert "but its cpu has 1 MiB" in " ".join(out.split())
+    code, out, _ = run("simulate", "placed.json", "--cluster", "small.toml", "--steps", "1", "--json")
+    assert [row["rank"] for row in json.loads(out)["overflows"]] == [0, 1]

@@ -110,6 +110,11 @@ def test_what_nothing_fits_leaves_no_file(tmp_path):
         find_order(inference, graph, load_cluster("4xA100"), tmp_path / "orders.csv")
     with pytest.raises(PlanError, match="never flushes; orders are found for steps that end"):
         find_order(replace(plan, schedule="pipedream"), graph, load_cluster("4xA100"), tmp_path / "orders.csv")
+    forked = chain_graph(4, reads={2: 0}, skips=((1, 3),))
+    with pytest.raises(PlanError, match="lie on parallel branches of the model"):
+        find_order(
+            replace(plan, graph_hash=forked.content_hash), forked, load_cluster("4xA100"), tmp_path / "orders.csv"
+        )
     assert not (tmp_path / "orders.csv").exists()
 
 

@@ -17,7 +17,7 @@ from meshwright.program import (
     repeat_body,
     write_orders,
 )
-from meshwright.spec import Backward, Drop, Forward, OptimizerStep, PlanError, Stash
+from meshwright.spec import Backward, Drop, Forward, OptimizerStep, PlanError, Stash, slice_graph
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.program.endless_plans import endless_plan, endless_plans, schedules
 
@@ -37,6 +37,7 @@ class Rank:
         self.instructions = instructions
         self.current, self.kept, self.used = 0, set(), {}
         self.most_kept = 0
+        self.has_backward = any(isinstance(item, Backward) for item in instructions)
 
     def run(self):
         for place, item in enumerate(self.instructions):
@@ -62,7 +63,7 @@ class Rank:
                     assert v == self.current
                     self.current += 1
         assert not self.kept
-        assert not self.used
+        assert not self.used or not self.has_backward
 
     def is_needed(self, version, place):
         rest = self.instructions[place + 1 :]
@@ -97,7 +98,9 @@ def test_every_microbatch_runs_once_each_way_at_every_stage(case, num_steps):
     assert len(counts) == 1
     total = counts.pop()
     assert total % plan.num_microbatches == 0
-    expected = {(kind, s, m) for kind in (Forward, Backward) for s in range(len(plan.stages)) for m in range(total)}
+    trained = {stage.index for stage in slice_graph(graph, plan.bounds) if stage.has_backward}
+    ways = [(Forward, s) for s in range(len(plan.stages))] + [(Backward, s) for s in trained]
+    expected = {(kind, s, m) for kind, s in ways for m in range(total)}
     assert done == Counter(expected)
 
 
@@ -167,3 +170,17 @@ def test_files_of_orders_know_no_versions():
     plan, _ = endless_plan("pipedream", [1, 1], 4)
     with pytest.raises(PlanError, match="weights change between its actions, which a file of orders cannot say"):
         write_orders(plan, compute_orders(plan))
+
+
+def test_versions_exist_when_they_are_used_whatever_the_replicas():
+    """The middle stage is further behind than the first one."""
+    plan, graph = endless_plan("pipedream-vertical", [1, 3, 1], 6)
+    for _, instructions in compute_streams(build_program(plan, graph), 2):
+        Rank(instructions).run()
+
+
+def test_frozen_stages_stay_at_version_0():
+    plan, graph = endless_plan("pipedream", [1, 1, 1], 4, frozen=1)
+    (_, first), *_ = compute_streams(build_program(plan, graph), 3)
+    assert {type(item) for item in first} == {Forward}
+    assert {item.version for item in first} == {0}

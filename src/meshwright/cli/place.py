@@ -137,13 +137,17 @@ def simulate_placement(
 ) -> None:
     """Print a simulated placement: its ranks, its timeline and a picture."""
     from meshwright.report import draw_grid, timeline_rows, timeline_table
+    from meshwright.simulator import explain_overflows, find_overflows
 
     rows = rank_rows(placement, graph, result, machine)
+    overflows = find_overflows(result, machine)
     if as_json:
-        print_json({"ranks": rows, "contention": contention, **timeline_rows(result.timeline)})
+        over = {"overflows": [item.row() for item in overflows]} if overflows else {}
+        print_json({"ranks": rows, "contention": contention, **timeline_rows(result.timeline), **over})
         return
     print_tables(
         *placement_tables(placement, rows, result),
+        *explain_overflows(overflows),
         timeline_table(result.timeline),
         draw_grid(result.timeline, width=grid_width(result.timeline.num_ranks)),
     )

@@ -122,6 +122,8 @@ def plan(
         refuse_for_place(
             {
                 "--schedule": bool(schedule),
+                "--find-orders": find_orders is not None,
+                "--whole-backwards": whole_backwards,
                 "--stages": stages is not None,
                 "--virtual-stages": virtual_stages != 2,
                 "--launch": launch is not None,

@@ -107,6 +107,7 @@ def simulate(
         refuse_for_place(
             {"--schedule": schedule is not None, "--against": bool(against), "--html": html is not None}
             | {"--open": open_browser, "--virtual-stages": virtual_stages != 2, "--explain": explain and as_json}
+            | {"--find-orders": find_orders is not None, "--whole-backwards": whole_backwards}
         )
         placed = simulate_plan(
             document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail

@@ -26,7 +26,7 @@ from meshwright.planner.evaluate import RankedPlan, evaluate_plan
 from meshwright.planner.placement import memory_limit
 from meshwright.program import SCHEDULES, FoundOrders, Order, compute_orders, find_orders, with_schedule, write_orders
 from meshwright.simulator import Contention, stage_times
-from meshwright.spec import Cluster, Graph, Opcode, Plan, PlanError, format_seconds, write_text
+from meshwright.spec import Cluster, Graph, Opcode, Plan, PlanError, format_seconds, with_branches, write_text
 
 # How often the limits are drawn tighter where the simulator finds more than they allow for.
 _MAX_ATTEMPTS = 4
@@ -93,6 +93,11 @@ def find_order(
         raise PlanError(
             f"The plan follows {plan.schedule}, which never flushes; orders are found for steps that end, which train "
             "otherwise. Give --schedule 1f1b, or another schedule that flushes."
+        )
+    if plan.has_branches or with_branches(plan, graph).has_branches:
+        raise PlanError(
+            "Some stages of the plan lie on parallel branches of the model; orders are found for chains of stages. "
+            "Give --schedule 1f1b or another named one, which run branches beside each other."
         )
     times = stage_times(plan, graph, cost)
     named = sorted(_named(plan, evaluate, whole=whole), key=lambda item: item.step_time_s)

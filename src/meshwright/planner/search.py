@@ -107,7 +107,7 @@ def search_plans(
     def evaluate(plan: Plan, estimate_s: float | None = None) -> RankedPlan:
         graph = graph_for(plan.microbatch_size)
         return evaluate_plan(
-            with_branches(plan, graph),
+            _branched(plan, graph),
             graph,
             cluster,
             space.cost,
@@ -157,6 +157,15 @@ def search_plans(
         coverage=search.coverage,
         evaluate=evaluate,
     )
+
+
+def _branched(plan: Plan, graph: Graph) -> Plan:
+    """The plan with its branches written down, where that can only help.
+
+    Where stages have several replicas, a longer chain keeps more under way, and ranks that take turns wait less.
+    """
+    has_replicas = any(len(stage.ranks) > 1 for stage in plan.stages)
+    return plan if has_replicas or plan.graph_hash != graph.content_hash else with_branches(plan, graph)
 
 
 def _adopt(

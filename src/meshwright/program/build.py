@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from meshwright.program.buckets import Bucket, gradient_buckets
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.crossings import Crossings, append_transfers, find_crossings, join_orders
+from meshwright.program.crossings import Crossings, append_orders, append_transfers, find_crossings
 from meshwright.program.endless import build_endless
 from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.order import Order
@@ -62,15 +62,8 @@ def _build_program(
     if plan.is_asynchronous:
         return build_endless(plan, graph, stages, crossings)
     orders = _orders(plan, graph, stages, crossings)
-    computations = join_orders(plan, orders)
     builder = ProgramBuilder(plan.num_ranks)
-    computed = builder.extend(
-        np.repeat(np.arange(plan.num_ranks), np.diff(computations.offsets)),
-        "compute",
-        opcode=computations.opcode,
-        stage=computations.stage,
-        microbatch=computations.microbatch,
-    )
+    computations, computed = append_orders(builder, plan, orders)
     append_transfers(builder, plan, computations, computed, crossings)
     if graph.mode == "training":
         buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)

@@ -76,6 +76,21 @@ def join_orders(plan: Plan | Placement, orders: tuple[OrderColumns, ...]) -> Com
     )
 
 
+def append_orders(
+    builder: ProgramBuilder, plan: Plan | Placement, orders: tuple[OrderColumns, ...]
+) -> tuple[Computations, Ids]:
+    """Write down what all ranks compute; their computations and the handles of these."""
+    computations = join_orders(plan, orders)
+    computed = builder.extend(
+        np.repeat(np.arange(plan.num_ranks), np.diff(computations.offsets)),
+        "compute",
+        opcode=computations.opcode,
+        stage=computations.stage,
+        microbatch=computations.microbatch,
+    )
+    return computations, computed
+
+
 def append_transfers(
     builder: ProgramBuilder, plan: Plan | Placement, computations: Computations, computed: Ids, crossings: Crossings
 ) -> None:

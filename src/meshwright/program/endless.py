@@ -69,15 +69,15 @@ def _check_ties(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...]) -> Non
 
 
 def _without(order: EndlessOrder, stages: tuple[StageSlice, ...], graph: Graph) -> EndlessOrder:
-    """Backwards only where there are any, updates and copies only where something is trained."""
+    """Backwards only where there are any, updates and copies only where something is trained: else all is version 0."""
     stage = stages[order.stage]
     if stage.has_backward and any(graph.tensors[i].requires_grad for i in stage.parameters):
         return order
     kept = order.opcode == Opcode.FORWARD
     if stage.has_backward:
         kept |= order.opcode == Opcode.BACKWARD
-    columns = {name: getattr(order, name)[kept] for name in ("opcode", "microbatch", "version", "section")}
-    return replace(order, **columns)
+    columns = {name: getattr(order, name)[kept] for name in ("opcode", "microbatch", "section")}
+    return replace(order, version=np.zeros(int(kept.sum()), np.int32), **columns)
 
 
 def _append_exchange(

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.crossings import append_transfers, find_crossings, join_orders
+from meshwright.program.crossings import append_orders, append_transfers, find_crossings
 from meshwright.program.schedules import OrderColumns
 from meshwright.program.schedules.columns import make_columns
 from meshwright.spec.codec import content_hash
@@ -33,15 +33,8 @@ def build_placed_program(placement: Placement, graph: Graph) -> Program:
     """The program of a placement. Raises PlanError if it does not fit the graph."""
     stages = slice_placement(graph, placement)
     orders = tuple(_order(placement, stages, rank) for rank in range(placement.num_ranks))
-    computations = join_orders(placement, orders)
     builder = ProgramBuilder(placement.num_ranks)
-    computed = builder.extend(
-        np.repeat(np.arange(placement.num_ranks), np.diff(computations.offsets)),
-        "compute",
-        opcode=computations.opcode,
-        stage=computations.stage,
-        microbatch=computations.microbatch,
-    )
+    computations, computed = append_orders(builder, placement, orders)
     append_transfers(builder, placement, computations, computed, find_crossings(placement, graph, stages))
     for rank in range(placement.num_ranks):
         trained = trained_stages(placement, graph, rank)

@@ -1,6 +1,7 @@
 """Why does a step of a plan take as long as it does, and what would help? Its critical path, and its levers.
 
-The step is a steady one, as for `simulate_plan`: from the end of the last step but one to the end of the last.
+The step is a steady one, as for `simulate_plan`: from the end of the last step but one to the end of the last. Of a
+schedule that never flushes it is the last one before the pipeline empties; `simulate_plan` tells the mean of several.
 """
 
 from __future__ import annotations

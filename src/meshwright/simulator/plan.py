@@ -149,8 +149,14 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
         timeline=timeline,
         memory=tuple(PeakMemory(parts=item) for item in parts),
         step_time_s=to_seconds(window[1] - window[0]) / averaged,
-        seconds=rank_seconds(steady, window, averaged),
+        seconds=rank_seconds(steady, window[1] - window[0], _window_steps(steady, averaged, drains)),
     )
+
+
+def _window_steps(timeline: Timeline, count: int, drains: bool) -> range:
+    """The last steps of a timeline, or those before the one that drains."""
+    stop = int(timeline.step.max(initial=0)) + 1 - drains
+    return range(stop - count, stop)
 
 
 def _is_broken(run: Run, contention: Contention) -> bool:

@@ -1,8 +1,8 @@
 """What a simulated plan is worth: step time, where each rank's time goes, memory with its owners, MFU and HFU.
 
 All seconds are those of one steady step: the window from the end of the last step but one to the end of the last
-step, or the mean over some last ones of a schedule that never flushes, where one may differ from the next. A rank that
-is done earlier has an earlier window, so that each is seen with all that it does in a step. Per rank,
+step, or the mean over some last ones of a schedule that never flushes, where one may differ from the next. Of each rank
+counts what it does for that step, also where it does so before the window or after it. Per rank,
 
     busy            Σ spans of the compute stream, and its parts forward, backward, optimizer (copies of weights too)
     communication   the time in which at least one transfer or collective of the rank is under way
@@ -132,63 +132,66 @@ def step_window(
     return int(next(ends)), int(next(ends))
 
 
-def rank_seconds(timeline: Timeline, window: tuple[int, int], num_steps: int = 1) -> tuple[RankSeconds, ...]:
-    """Where each rank's time goes in one of the steps between two moments (ps).
+def rank_seconds(timeline: Timeline, length_ps: int, steps: range) -> tuple[RankSeconds, ...]:
+    """Where each rank's time goes in one of some steps, which take ``length_ps`` in all.
 
-    Of a rank that is done before the last one, the window is earlier by as much: what it does already of the next step,
-    which may not be simulated, it has done of this one too.
+    Steps repeat themselves, so what a rank does in them is laid on a circle of that length: where a rank begins with
+    the next step while others are in this one, its work meets there what it meets in every step.
     """
-    computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)
     ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)
-    sums = _sum_spans(
-        np.searchsorted(timeline.track, np.arange(len(ranks) + 1)),
+    computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)
+    chosen = np.flatnonzero((timeline.step >= steps.start) & (timeline.step < steps.stop))
+    chosen = chosen[timeline.end_ps[chosen] > timeline.start_ps[chosen]]
+    track, kind = timeline.track[chosen], _COLUMN_OF_OPCODE[timeline.opcode[chosen]]
+    taken = np.minimum(timeline.end_ps[chosen] - timeline.start_ps[chosen], length_ps)
+    work = np.zeros((timeline.num_ranks, _MOVES), np.int64)
+    computed = computes[track]
+    np.add.at(work, (ranks[track[computed]], kind[computed]), taken[computed])
+    start = timeline.start_ps[chosen] % max(length_ps, 1)
+    over = np.flatnonzero(start + taken > length_ps)
+    rows = np.concatenate([np.arange(len(chosen)), over])
+    start = np.concatenate([start, np.zeros(len(over), np.int64)])
+    end = np.concatenate([np.minimum(start[: len(chosen)] + taken, length_ps), (start[over] + taken[over]) - length_ps])
+    order = np.lexsort((start, track[rows]))
+    sums = _sum_moves(
+        np.searchsorted(track[rows][order], np.arange(len(ranks) + 1)),
         np.searchsorted(ranks, np.arange(timeline.num_ranks + 1)),
         computes,
-        _COLUMN_OF_OPCODE[timeline.opcode],
-        timeline.start_ps,
-        timeline.end_ps,
-        window[1] - window[0],
-        _stops(timeline, ranks, window[1]),
+        kind[rows][order] == _EXCHANGES,
+        start[order],
+        end[order],
+        length_ps,
     )
-    idle = window[1] - window[0] - sums[:, :_MOVES].sum(axis=1, keepdims=True)
+    idle = length_ps - work.sum(axis=1, keepdims=True)
+    sums[:, 1::2] = np.minimum(sums[:, 1::2], idle)
     return tuple(
         RankSeconds(**dict(zip(_COLUMNS, row, strict=True)))
-        for row in (np.concatenate([sums, idle], axis=1) / (num_steps * PICOSECONDS_PER_SECOND)).tolist()
+        for row in (np.concatenate([work, sums, idle], axis=1) / (len(steps) * PICOSECONDS_PER_SECOND)).tolist()
     )
-
-
-def _stops(timeline: Timeline, ranks: Ids, latest: int) -> Ids:
-    """When each rank is done, at the latest at a moment; ``ranks`` are those of the tracks."""
-    stops = np.zeros(timeline.num_ranks, np.int64)
-    np.maximum.at(stops, ranks[timeline.track], np.minimum(timeline.end_ps, latest))
-    return stops
 
 
 @compiled
-def _sum_spans(
+def _sum_moves(
     offsets: Ids,
     first_stream: Ids,
     computes: NDArray[np.bool_],
-    column: NDArray[np.int8],
+    exchanges: NDArray[np.bool_],
     start_ps: Ids,
     end_ps: Ids,
     length_ps: int,
-    stops_ps: Ids,
 ) -> Ids:
-    """Per rank the ps of the first columns of `RankSeconds`; spans of a stream are in order and do not overlap.
+    """Per rank the ps in which something moves, in which nothing is computed meanwhile; the same of sums of gradients.
 
-    Of each rank so much time is looked at until its stop.
-
-    A rank's streams are walked through together, from one moment at which a span begins or ends to the next.
+    Spans of a stream are in order of their start. A rank's streams are walked through together, from one moment at
+    which a span begins or ends to the next.
     """
-    sums = np.zeros((len(first_stream) - 1, _MOVES + 4), np.int64)
+    sums = np.zeros((len(first_stream) - 1, 4), np.int64)
     place = offsets[:-1].copy()
     for rank in range(len(first_stream) - 1):
         streams = range(first_stream[rank], first_stream[rank + 1])
-        stop = stops_ps[rank]
-        now = stop - length_ps
-        while now < stop:
-            kind, moving, exchanging, then = np.int64(-1), False, False, stop
+        now = 0
+        while now < length_ps:
+            computing, moving, exchanging, then = False, False, False, length_ps
             for stream in streams:
                 while place[stream] < offsets[stream + 1] and end_ps[place[stream]] <= now:
                     place[stream] += 1
@@ -199,18 +202,13 @@ def _sum_spans(
                     then = min(then, start_ps[i])
                     continue
                 then = min(then, end_ps[i])
-                if computes[stream]:
-                    kind = np.int64(column[i])
-                else:
-                    moving, exchanging = True, exchanging or column[i] == _EXCHANGES
+                computing = computing or computes[stream]
+                moving = moving or not computes[stream]
+                exchanging = exchanging or exchanges[i]
             passed = then - now
-            if kind >= 0:
-                sums[rank, kind] += passed
-            if moving:
-                sums[rank, _MOVES] += passed
-                sums[rank, _MOVES + 1] += passed * (kind < 0)
-            if exchanging:
-                sums[rank, _MOVES + 2] += passed
-                sums[rank, _MOVES + 3] += passed * (kind < 0)
+            sums[rank, 0] += passed * moving
+            sums[rank, 1] += passed * (moving and not computing)
+            sums[rank, 2] += passed * exchanging
+            sums[rank, 3] += passed * (exchanging and not computing)
             now = then
     return sums

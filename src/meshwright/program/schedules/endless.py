@@ -12,9 +12,12 @@ the update until the last backward that needs it (`Drop`).
 
     schedule              update                   version of minibatch m = j R_s + r at stage s
     pipedream             every R_s minibatches    max(0, j - k_s + 1): the newest
-    pipedream-vertical    the same                 max(0, m // R_0 - k_0 + 1) R_0 // R_s: at all stages the one with
+    pipedream-vertical    the same                 max(0, m // R_e - k_e + 1) R_e // R_s: at all stages the one with
                                                    which m entered the pipeline (vertical sync)
     pipedream-2bw         every M minibatches      max(0, m // M - 1), with M = num_microbatches
+
+e is the stage with the most minibatches (k_e - 1) R_e between an update and its use: the first one, unless replicas of
+unlike stages make another one wait longer.
 
 Sources: Narayanan et al., PipeDream (SOSP 2019, section 3.3), and Memory-Efficient Pipeline-Parallel DNN Training
 (ICML 2021, 2006.09503, section 3.1) for 2BW, double-buffered weights.
@@ -129,8 +132,8 @@ def _newest(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: A
 
 
 def _at_entry(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:
-    # Of several entries the one with the most under way, which has the oldest weights.
-    entry = max(range(len(plan.stages)), key=lambda index: num_active(plan, index) * len(plan.stages[index].ranks))
+    # The stage that is furthest behind says which version all of them have: without unlike replicas, the first one.
+    entry = max(range(len(plan.stages)), key=lambda s: (num_active(plan, s) - 1) * len(plan.stages[s].ranks))
     own, first = len(plan.stages[stage].ranks), len(plan.stages[entry].ranks)
     entered = np.maximum((local * own + replica) // first - num_active(plan, entry) + 1, 0)
     return entered * first // own

@@ -53,9 +53,10 @@ def stays_on_rank(plan: Plan | Placement, source: int, target: int) -> bool:
 
 
 def num_active(plan: Plan, stage: int) -> int:
-    """Microbatches that a replica of ``stage`` must have in flight so that nothing waits: PipeDream's number.
+    """Microbatches that a replica of ``stage`` has in flight: PipeDream's number.
 
-    ceil(R_s + R_(s+1) + … / R_s) for R_s replicas of stage s; p - s in a pipeline of p stages without replicas. Where
+    ceil(R_s + R_(s+1) + … / R_s) for R_s replicas of stage s; p - s in a pipeline of p stages without replicas, which
+    never waits if its stages are balanced. Where
     stages form branches the sum goes along the way to the end with the most ranks.
     """
     return -(-_ranks_ahead(plan)[stage] // len(plan.stages[stage].ranks))
