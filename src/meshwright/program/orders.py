@@ -179,8 +179,8 @@ class _Reader:
                 thread.join(1.0)
                 raise ScheduleReferenceError(
                     f"{self._path}:{self._name} gave no complete order within {limit_s:.0f} s; it stood at {where}. "
-                    "Expected two or three instructions per microbatch and stage, and then an end; look for a loop that "
-                    "never ends."
+                    "Expected two or three instructions per microbatch and stage, and then an end; look for a loop "
+                    "that never ends."
                 )
         if errors:
             raise errors[0]
