@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+from bare_network import bare_network
 from long_pipeline import pipeline
 
 from meshwright.simulator.delta import DeltaSimulation
@@ -29,24 +30,12 @@ def op_graph(count: int, span: int) -> tuple[Network, int]:
     number = np.empty(count, np.int64)
     number[order] = np.arange(count)
     waits = [number[inputs[i]] for i in order]
-    none = np.zeros(0, np.int32)
-    network = Network(
+    network = bare_network(
         stream_offsets=np.concatenate([[0], np.cumsum(np.bincount(device, minlength=DEVICES))]),
         cost_class=np.arange(count, dtype=np.int32),
         class_ps=rng.integers(1_000, 1_000_000, count),
         wait_offsets=np.cumsum([0, *map(len, waits)]).astype(np.int32),
         waits=np.concatenate(waits).astype(np.int32),
-        mark_instruction=none,
-        mark_shift_ps=np.zeros(0, np.int64),
-        resource=np.full(count, -1, np.int32),
-        num_private=0,
-        route_offsets=np.zeros(1, np.int64),
-        route_links=none,
-        collective_route=none,
-        collective_size=none,
-        collective_owner=none,
-        join_instruction=none,
-        join_need=none,
     )
     return network, 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from bare_network import bare_network
 
 from meshwright.simulator.network import Network
 
@@ -14,23 +15,13 @@ def join_rounds(num_workers: int, need: int, num_rounds: int) -> tuple[Network, 
     waits = np.broadcast_to(ids[:, :-1].T, (num_workers, num_rounds - 1, num_workers)).reshape(-1)
     num_waits = np.full(shape, num_workers)
     num_waits[:, 0] = 0
-    none = np.zeros(0, np.int32)
     joins = ids[:, 1:].reshape(-1)
-    network = Network(
+    network = bare_network(
         stream_offsets=np.arange(num_workers + 1) * num_rounds,
         cost_class=ids.reshape(-1),
         class_ps=np.random.default_rng(0).integers(1_000_000, 1_500_000, num_workers * num_rounds),
         wait_offsets=np.concatenate([[0], np.cumsum(num_waits)]).astype(np.int32),
         waits=waits.copy(),
-        mark_instruction=none,
-        mark_shift_ps=np.zeros(0, np.int64),
-        resource=np.full(ids.size, -1, np.int32),
-        num_private=0,
-        route_offsets=np.zeros(1, np.int64),
-        route_links=none,
-        collective_route=none,
-        collective_size=none,
-        collective_owner=none,
         join_instruction=joins,
         join_need=np.full(len(joins), need, np.int32),
     )

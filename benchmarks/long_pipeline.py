@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from bare_network import bare_network
 
 from meshwright.cost.compiled import compiled
 from meshwright.simulator.engine import run_network
@@ -90,24 +91,17 @@ def pipeline(num_ranks: int, num_microbatches: int) -> tuple[Network, int]:
     cost_class, resource = np.empty(count, np.int32), np.empty(count, np.int32)
     wait_offsets, waits = np.empty(count + 1, np.int32), np.empty(count - no_wait, np.int32)
     _fill(offsets, num_microbatches, cost_class, wait_offsets, waits, resource)
-    none, links = np.zeros(0, np.int32), np.arange(2 * num_ranks, dtype=np.int32)
-    network = Network(
+    links = np.arange(2 * num_ranks, dtype=np.int32)
+    network = bare_network(
         stream_offsets=offsets,
         cost_class=cost_class,
         class_ps=np.array([FORWARD_PS, BACKWARD_PS] * num_ranks + [TRANSFER_PS, 0]),
         wait_offsets=wait_offsets,
         waits=waits,
-        mark_instruction=none,
-        mark_shift_ps=np.zeros(0, np.int64),
         resource=resource,
         num_private=len(links),
         route_offsets=np.arange(len(links) + 1),
         route_links=links,
-        collective_route=none,
-        collective_size=none,
-        collective_owner=none,
-        join_instruction=none,
-        join_need=none,
     )
     return network, len(links)
 
