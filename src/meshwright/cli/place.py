@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,13 +12,12 @@ from meshwright.cli.models import graphs_of
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import write_document
-from meshwright.spec.errors import NoFeasiblePlanError, PlanError
+from meshwright.spec.errors import PlanError
 from meshwright.spec.files import refuse_replacing
 from meshwright.spec.units import format_bytes, format_count, format_seconds
 from meshwright.spec.workload import Workload
 
 if TYPE_CHECKING:
-    from meshwright.cost import CostModel
     from meshwright.simulator import Contention, Simulation
     from meshwright.spec.cluster import Cluster
     from meshwright.spec.graph import Graph
@@ -60,7 +57,7 @@ def refuse_for_place(options: dict[str, bool]) -> None:
 def place_ops(request: PlaceRequest) -> None:
     """Place every op of a model, print what it is worth beside one device, and write it."""
     from meshwright.cost import load_cost_model
-    from meshwright.planner import Constraints, place
+    from meshwright.planner import Constraints, place, seconds_on_one_device
     from meshwright.simulator import simulate_plan
 
     if len(request.microbatch_sizes) > 1:
@@ -95,7 +92,8 @@ def place_ops(request: PlaceRequest) -> None:
     result = simulate_plan(placement, graph, machine, cost=cost)
     if request.out is not None:
         write_document(placement, request.out)
-    alone_s = _alone_s(graph, machine, workload, cost, devices, request)
+    limit = request.memory_limit_bytes
+    alone_s = seconds_on_one_device(placement, graph, machine, devices=devices, cost=cost, memory_limit_bytes=limit)
     basis = cost.explain_basis(graph, size)
     rows = rank_rows(placement, graph, result, machine)
     written = f"placement written to {request.out}" if request.out else "No file was asked for: --out placement.json."
@@ -106,30 +104,6 @@ def place_ops(request: PlaceRequest) -> None:
         return
     beside = "It fits on no single device." if alone_s is None else f"On one device alone: {format_seconds(alone_s)}."
     print_tables(*placement_tables(placement, rows, result), beside, basis, Text(written))
-
-
-def _alone_s(
-    graph: Graph, machine: Cluster, workload: Workload, cost: CostModel, devices: Sequence[int], request: PlaceRequest
-) -> float | None:
-    """Seconds of a step on the best single device, whatever the constraints; None if it fits on none."""
-    from meshwright.planner import place
-    from meshwright.simulator import simulate_plan
-
-    kinds = {machine.device_kind(device).name: device for device in reversed(devices)}
-    seconds = []
-    for device in kinds.values():
-        with suppress(NoFeasiblePlanError):
-            one = place(
-                graph,
-                machine,
-                workload,
-                devices=(device,),
-                num_microbatches=workload.global_batch // (request.microbatch_sizes or [request.batch])[0],
-                cost=cost,
-                memory_limit_bytes=request.memory_limit_bytes,
-            )
-            seconds.append(simulate_plan(one, graph, machine, cost=cost).timeline.duration_s)
-    return min(seconds, default=None)
 
 
 def simulate_placement(

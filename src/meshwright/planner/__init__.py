@@ -1,7 +1,8 @@
 """Search the space of plans: how many stages, replicas and microbatches, in which schedule, on which ranks.
 
 `search_plans` solves exact slicing problems (`candidates`, `slicing`), simulates the most promising plans (`evaluate`)
-and returns `Plans`, which explain themselves.
+and returns `Plans`, which explain themselves. `adopt_schedule` and `compare_schedules` put a plan under other
+schedules, `find_order` under the fastest order that a search finds. `place` puts every op on a device instead.
 """
 
 from meshwright.planner.adoption import adopt_schedule
@@ -12,7 +13,7 @@ from meshwright.planner.evaluate import Breakdown, RankedPlan, evaluate_plan, ra
 from meshwright.planner.found_orders import FoundPlan, find_order
 from meshwright.planner.interval import explain_step_interval, predict_step_interval
 from meshwright.planner.pages import plans_document, simulation_document
-from meshwright.planner.place import place
+from meshwright.planner.place import place, seconds_on_one_device
 from meshwright.planner.place_constraints import Constraints
 from meshwright.planner.plans import Plans, explain_difference
 from meshwright.planner.schedules import compare_schedules, schedule_rows
@@ -41,6 +42,7 @@ __all__ = [
     "rank_simulation",
     "schedule_rows",
     "search_plans",
+    "seconds_on_one_device",
     "simulation_document",
     "solve_slicing",
 ]

@@ -14,12 +14,14 @@ et al., OSDI 2016, 3.2.1); that of moving ops under a simulator, FlexFlow's (Jia
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from meshwright.cost import CostModel
 from meshwright.planner.place_constraints import Constraints
 from meshwright.planner.place_search import PlaceProblem, search_placement
 from meshwright.planner.placement import memory_limit
-from meshwright.spec import Cluster, Graph, GraphError, Placement, PlanError, Workload
+from meshwright.simulator import simulate_plan
+from meshwright.spec import Cluster, Graph, GraphError, NoFeasiblePlanError, Placement, PlanError, Workload
 
 # Placements that are simulated. One with a few hundred stages takes some hundredths of a second.
 MAX_SIMULATED = 200
@@ -73,6 +75,33 @@ def place(
         model_sizes=model_sizes,
     )
     return search_placement(problem, max_simulated)
+
+
+def seconds_on_one_device(
+    placement: Placement,
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    devices: Sequence[int],
+    cost: CostModel,
+    memory_limit_bytes: int | None = None,
+) -> float | None:
+    """Seconds of the same step on the fastest single device, to compare with; None if it fits on none of them."""
+    kinds = {cluster.device_kind(device).name: device for device in reversed(devices)}
+    seconds = []
+    for device in kinds.values():
+        with suppress(NoFeasiblePlanError):
+            one = place(
+                graph,
+                cluster,
+                placement.workload,
+                devices=(device,),
+                num_microbatches=placement.num_microbatches,
+                cost=cost,
+                memory_limit_bytes=memory_limit_bytes,
+            )
+            seconds.append(simulate_plan(one, graph, cluster, cost=cost).timeline.duration_s)
+    return min(seconds, default=None)
 
 
 def _check(
