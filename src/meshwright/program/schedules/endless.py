@@ -117,12 +117,8 @@ def endless_order(plan: Plan, rank: int) -> EndlessOrder:
     )
 
 
-def num_fill(plan: Plan) -> int:
-    """Minibatches that run through before the body, and that enter after it: W."""
-    return _fill(plan)
-
-
 def _fill(plan: Plan) -> int:
+    """Minibatches that run through before the body, and that enter after it: W."""
     under_way = max(num_active(plan, stage) * len(item.ranks) for stage, item in enumerate(plan.stages))
     return -(-under_way // plan.num_microbatches) * plan.num_microbatches
 
