@@ -129,10 +129,20 @@ def run_case(captured, loops, layout, schedule, optimizer_name):
     session = open_session(
         captured, plan, lambda parameters: make_optimizer(optimizer_name, parameters, None), run_seed=RUN_SEED
     )
+    found, losses = train_session(case, captured, session, loops.batches)
+    if found is None:
+        return None
+    wanted, wanted_losses = loops.train(plan, graph, optimizer_name)
+    assert found.keys() == wanted.keys()
+    return errors(found, wanted, state, losses, wanted_losses)
+
+
+def train_session(case, captured, session, batches):
+    """Train on all batches and end the session; the state on rank 0 (None on others), and the losses."""
     losses = []
-    for step, (inputs, targets) in enumerate(loops.batches):
+    for step, (inputs, targets) in enumerate(batches):
         tensors = flatten_batch(captured, inputs, targets)
-        mine = session.run_step(step, tensors).get(graph.outputs[0], [])
+        mine = session.run_step(step, tensors).get(captured.graph.outputs[0], [])
         total = sum((loss.double() for loss in mine), torch.zeros((), dtype=torch.float64)) / NUM_MICROBATCHES
         dist.all_reduce(total)
         losses.append(total.item())
@@ -140,10 +150,11 @@ def run_case(captured, loops, layout, schedule, optimizer_name):
     session.close()
     for parameter in case.model.parameters():
         parameter.grad = None
-    if found is None:
-        return None
-    wanted, wanted_losses = loops.train(plan, graph, optimizer_name)
-    assert found.keys() == wanted.keys()
+    return found, losses
+
+
+def errors(found, wanted, state, losses, wanted_losses):
+    """How far a state is from the one that was wanted, and from where it began."""
     return {
         "tensors": {name: relative_error(found[name], wanted[name]) for name in wanted},
         "moved": max(relative_error(state[name], wanted[name]) for name in wanted),

@@ -22,10 +22,9 @@ from meshwright.planner.place_constraints import find_choices
 from meshwright.program import build_placed_program
 from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import Opcode, Placement, Workload, decode_document, encode_document
-from meshwright.training.state import gather_state
 from tests.processes import fork_ranks
 from tests.runtime.cases import MICROBATCH_SIZE, NUM_MICROBATCHES, RUN_SEED
-from tests.runtime.equality_worker import call, make_optimizer, relative_error, serial_reference
+from tests.runtime.equality_worker import call, errors, make_optimizer, serial_reference, train_session
 from tests.runtime.placed_models import PLACED_MODELS
 from tests.simulator.plans import FixedCost, small_cluster
 
@@ -68,26 +67,11 @@ def train(case, captured, state, batches, placement, optimizer_name):
     session = open_session(
         captured, placement, lambda parameters: make_optimizer(optimizer_name, parameters, None), run_seed=RUN_SEED
     )
-    losses = []
-    for step, (inputs, targets) in enumerate(batches):
-        made = session.run_step(step, flatten_batch(captured, inputs, targets))
-        mine = made.get(captured.graph.outputs[0], [])
-        total = sum((loss.double() for loss in mine), torch.zeros((), dtype=torch.float64)) / NUM_MICROBATCHES
-        dist.all_reduce(total)
-        losses.append(total.item())
-    found = gather_state(case.model, session)
-    session.close()
-    for parameter in case.model.parameters():
-        parameter.grad = None
+    found, losses = train_session(case, captured, session, batches)
     if found is None:
         return None
     wanted, wanted_losses = serial_reference(case, state, batches, {}, optimizer_name)
-    return {
-        **facts(placement, captured.graph),
-        "tensors": {name: relative_error(found[name], wanted[name]) for name in wanted},
-        "moved": max(relative_error(state[name], wanted[name]) for name in wanted),
-        "losses": [losses, wanted_losses],
-    }
+    return facts(placement, captured.graph) | errors(found, wanted, state, losses, wanted_losses)
 
 
 def infer(case, captured, batches, placement):
