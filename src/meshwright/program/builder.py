@@ -20,6 +20,7 @@ from meshwright.spec.instructions import (
     Drop,
     Forward,
     Instruction,
+    Merge,
     Opcode,
     OptimizerStep,
     Receive,
@@ -242,5 +243,7 @@ def _row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
             return (Opcode.STASH, instruction.stage, -1, instruction.version, -1, 0)
         case Drop():
             return (Opcode.DROP, instruction.stage, -1, instruction.version, -1, 0)
+        case Merge():
+            return (Opcode.MERGE, instruction.stage, -1, instruction.version, -1, 0)
         case _:
             assert_never(instruction)
