@@ -44,6 +44,8 @@ MAX_MICROBATCH_SIZES = 12
 MAX_INSTRUCTIONS = 600_000
 # Plans that an own schedule may fail on before the search gives up on finding ones that it orders.
 MAX_REFUSED = 64
+# The best plans may have a layout that another schedule refuses, such as unlike replicas: so many are given to it.
+LEAST_ADOPTED = 8
 
 
 def search_plans(
@@ -122,14 +124,15 @@ def search_plans(
     refused: list[tuple[Plan, MeshwrightError]] = []
     instructions = 0
     tried: dict[Plan, RankedPlan] = {}
-    todo: Iterator[Candidate] = choose(candidates, max_plans)
+    wanted = max(max_plans, LEAST_ADOPTED) if adopted else max_plans
+    todo: Iterator[Candidate] = choose(candidates, wanted)
     for candidate in _with_next_best(todo, tried, search):
-        if len(fitting) == max_plans or (fitting and len(rejected) > max_plans) or len(refused) == MAX_REFUSED:
+        if len(fitting) == wanted or (fitting and len(rejected) > wanted) or len(refused) == MAX_REFUSED:
             break
         if fitting and instructions + num_instructions(candidate.plan) > MAX_INSTRUCTIONS:
             continue
         instructions += num_instructions(candidate.plan)
-        events.progress("simulate plans", len(fitting), max_plans)
+        events.progress("simulate plans", len(fitting), wanted)
         # The closed form knows the named schedules only.
         own = candidate.plan.has_own_schedule
         try:
@@ -141,7 +144,7 @@ def search_plans(
             continue
         tried[candidate.plan] = item
         (fitting if item.fits else rejected).append(item)
-    events.progress("simulate plans", max_plans, max_plans)
+    events.progress("simulate plans", wanted, wanted)
     if refused and not fitting and not rejected:
         raise refused[0][1]
     if not fitting:

@@ -189,7 +189,9 @@ class Plan:
         parts = ", ".join(f"{stage.start}:{stage.stop} ×{len(stage.ranks)}" for stage in self.stages)
         stages = format_count(len(self.stages), "stage")
         microbatches = format_count(self.num_microbatches, "microbatch", "microbatches")
-        return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}"
+        ahead = self.exchange.staleness
+        waves = f" with staleness {ahead}" if ahead else ""
+        return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}{waves}"
 
 
 def name_stages(plan: Plan, rank: int) -> str:
