@@ -100,7 +100,7 @@ class PlaygroundError(MeshwrightError):
 
 
 # A message stays readable; a model has hundreds of modules.
-_MOST_NAMED = 24
+_MOST_NAMED = 48
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
