@@ -8,6 +8,7 @@ together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ _MOST_ENTRIES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Matches:
-    """``sends[k]`` and ``receives[k]`` are one transfer (ids); ``collective`` (n,) numbers collectives, -1 elsewhere.
+    """``sends[k]`` and ``receives[k]`` are one transfer (ids); ``members[k]`` takes part in collective ``numbers[k]``.
 
     ``are_named``: every receive waits for its send in the program itself. ``owners[c]`` is the stream of collective c
     with the lowest number, ``sizes[c]`` its number of members.
@@ -36,7 +37,8 @@ class Matches:
     sends: Ids
     receives: Ids
     are_named: bool
-    collective: Column
+    members: Ids
+    numbers: Column
     owners: Column
     sizes: Column
 
@@ -45,12 +47,13 @@ def match_section(program: Program, section: Section) -> Matches:
     """Pair the transfers and collectives of one section; ProgramError names what has no counterpart."""
     named = _named_transfers(section)
     sends, receives = _match_transfers(section) if named is None else named
-    collective, owners, sizes = _match_collectives(program, section)
+    members, numbers, owners, sizes = _match_collectives(program, section)
     return Matches(
         sends=sends,
         receives=receives,
         are_named=named is not None,
-        collective=collective,
+        members=members,
+        numbers=numbers,
         owners=owners,
         sizes=sizes,
     )
@@ -60,6 +63,11 @@ def stream_of_instructions(section: Section) -> Column:
     """The stream of each instruction, shape (n,)."""
     counts = np.diff(section.stream_offsets)
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+
+def streams_of(section: Section, instructions: Ids) -> Ids:
+    """The stream of some instructions."""
+    return np.searchsorted(section.stream_offsets, instructions, side="right") - 1
 
 
 def rank_of_streams(program: Program) -> Column:
@@ -158,12 +166,11 @@ def _unmatched_transfer(section: Section, sends: Ids, send_keys: Ids, receives: 
     )
 
 
-def _match_collectives(program: Program, section: Section) -> tuple[Column, Column, Column]:
-    collective = np.full(section.num_instructions, -1, np.int32)
+def _match_collectives(program: Program, section: Section) -> tuple[Ids, Column, Column, Column]:
     ids = np.flatnonzero(section.opcode == Opcode.ALL_REDUCE)
     if not len(ids):
-        return collective, np.zeros(0, np.int32), np.zeros(0, np.int32)
-    streams = stream_of_instructions(section)[ids]
+        return ids, *np.zeros((3, 0), np.int32)
+    streams = streams_of(section, ids)
     ranks = rank_of_streams(program)[streams]
     keys = np.stack([section.peer[ids], section.group[ids]])
     repetition = _count_repetitions(np.concatenate([ranks[None], keys]))
@@ -171,12 +178,13 @@ def _match_collectives(program: Program, section: Section) -> tuple[Column, Colu
     order = np.lexsort(np.concatenate([ranks[None], keys]))
     starts = np.concatenate([[True], (np.diff(keys[:, order]) != 0).any(axis=0)])
     number = np.cumsum(starts) - 1
-    collective[ids[order]] = number
     sizes = np.bincount(number)
     _check_members(program, section, ids[order], ranks[order], np.flatnonzero(starts), sizes)
     owners = np.full(len(sizes), len(program.streams), np.int32)
-    np.minimum.at(owners, number, streams[order])
-    return collective, owners, sizes.astype(np.int32)
+    np.minimum.at(owners, number, streams[order].astype(np.int32))
+    numbers = np.empty(len(ids), np.int32)
+    numbers[order] = number
+    return ids, numbers, owners, sizes.astype(np.int32)
 
 
 def _count_repetitions(keys: Column) -> Column:
@@ -196,7 +204,7 @@ def _check_members(program: Program, section: Section, ids: Ids, ranks: Column, 
     complete = (group >= 0) & (lengths[group] == sizes)
     if complete.all():
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        expected = np.concatenate([np.array(item, np.int32) for item in members])
+        expected = np.fromiter(chain.from_iterable(members), np.int32)
         positions = np.arange(len(ids)) + np.repeat(offsets[group] - starts, sizes)
         complete = np.logical_and.reduceat(expected[positions] == ranks, starts)
     if not complete.all():
