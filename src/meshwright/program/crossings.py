@@ -6,6 +6,7 @@ says when each message leaves and arrives; here it gets its bytes and its pair o
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
-from meshwright.spec.slices import StageSlice
+from meshwright.spec.slices import StageSlice, slice_graph
 
 Ids = NDArray[np.int64]
 
@@ -40,7 +41,22 @@ class Crossings(NamedTuple):
 
 def find_crossings(plan: Plan | Placement, graph: Graph, stages: tuple[StageSlice, ...]) -> Crossings:
     """What goes out after each stage's forwards and backwards, and what they must have received."""
-    size, float_bytes, num_stages = plan.microbatch_size, plan.workload.float_bytes, len(stages)
+    size, float_bytes = plan.microbatch_size, plan.workload.float_bytes
+    if isinstance(plan, Plan):
+        return _crossings_of_cut(graph, plan.bounds, size, float_bytes)
+    return _join_channels(graph, stages, size, float_bytes)
+
+
+# Plans of one cut differ in replicas, schedules and exchange.
+@lru_cache(maxsize=16)
+def _crossings_of_cut(
+    graph: Graph, bounds: tuple[tuple[int, int], ...], size: int, float_bytes: int | None
+) -> Crossings:
+    return _join_channels(graph, slice_graph(graph, bounds), size, float_bytes)
+
+
+def _join_channels(graph: Graph, stages: tuple[StageSlice, ...], size: int, float_bytes: int | None) -> Crossings:
+    num_stages = len(stages)
     rows: list[tuple[int, int, int, bool]] = []
     leaving: list[list[int]] = [[] for _ in range(2 * num_stages)]
     arriving: list[list[int]] = [[] for _ in range(2 * num_stages)]
