@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.memory import FIRST, LAST
 from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets
+from meshwright.simulator.alike import find_distinct, mark_backwards
 from meshwright.simulator.buffers import compute_order, receive_buffer_bytes, sent_gradient_bytes
 from meshwright.simulator.matching import RECEIVES, rank_of_streams, stream_of_instructions
 from meshwright.simulator.placed import PlacedRanks
@@ -209,15 +210,13 @@ class _Pricer:
 
 def _per_distinct(keys: NDArray[np.int64], price: Callable[..., tuple[int, int]]) -> NDArray[np.int64]:
     """Call ``price`` once per distinct column of ``keys``; its two numbers for every column, shape (2, n)."""
-    count = keys.shape[1]
-    if not count:
+    if not keys.shape[1]:
         return np.zeros((2, 0), np.int64)
-    order = np.lexsort(keys)
-    is_new = np.concatenate([[True], (np.diff(keys[:, order]) != 0).any(axis=0)])
-    priced = np.array([price(*keys[:, column].tolist()) for column in order[is_new]], np.int64)
-    table = np.empty((2, count), np.int64)
-    table[:, order] = priced[np.cumsum(is_new) - 1].T
-    return table
+    number, first = find_distinct(keys)
+    order = np.lexsort(keys[:, first])
+    table = np.empty((2, len(first)), np.int64)
+    table[:, order] = np.array([price(*keys[:, column].tolist()) for column in first[order]], np.int64).T
+    return table[:, number]
 
 
 def place_of_backward(section: Section) -> NDArray[np.int64]:
@@ -225,18 +224,8 @@ def place_of_backward(section: Section) -> NDArray[np.int64]:
 
     Of a backward in two parts the one for weights counts. A stage is updated after its backwards, once a step or often.
     """
-    backwards = np.flatnonzero(np.isin(section.opcode, (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)))
-    # A rank with several stages updates them together, behind all of their backwards.
-    updates = np.cumsum(section.opcode == Opcode.OPTIMIZER_STEP)[backwards]
-    num_stages, num_updates = int(section.stage.max(initial=0)) + 1, int(updates.max(initial=0)) + 1
-    streams = stream_of_instructions(section)[backwards].astype(np.int64)
-    keys = (streams * num_stages + section.stage[backwards]) * num_updates + updates
-    _, first = np.unique(keys, return_index=True)
-    _, last_reversed = np.unique(keys[::-1], return_index=True)
-    place = np.zeros(section.num_instructions, np.int64)
-    place[backwards[first]] |= FIRST
-    place[backwards[::-1][last_reversed]] |= LAST
-    return place
+    num_stages = int(section.stage.max(initial=0)) + 1
+    return mark_backwards(section.stream_offsets, section.opcode, section.stage, num_stages)
 
 
 def _check_groups(program: Program, section: Section, transfers: NDArray[np.int64]) -> None:
