@@ -93,7 +93,7 @@ def _check_section(name: str, section: Section, costs: SectionPrices, prices: Pr
 def _look_through(
     cost_class: NDArray[np.int32], route: NDArray[np.int32], duration_ps: NDArray[np.int64]
 ) -> tuple[int, int, int, int]:
-    """The lowest class or (number of a route, or -1 for none) + 1; how many classes and routes there have to be.
+    """What a section refers to: below 0 if that is no class or no route, how many classes and routes there have to be.
 
     And the shortest of what has a route, in ps.
     """
