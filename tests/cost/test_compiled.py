@@ -78,3 +78,24 @@ def test_nothing_is_collected_while_machine_code_is_loaded(tmp_path):
     enabled, collections = run("enable")
     assert (enabled, int(collections) < 30) == ("True", True)
     assert run("disable") == ["False", "0"]
+
+
+PRODUCTS = """
+import sys
+import numba
+import numpy as np
+import loops_of_pairs
+
+assert loops_of_pairs.twice(loops_of_pairs.Pair(4)) == 8
+loaded = "scipy.linalg" in sys.modules
+print(loaded, numba.njit(lambda a: np.dot(a, a))(2 * np.eye(2))[1, 1])
+"""
+
+
+def test_linear_algebra_is_imported_by_what_needs_it(tmp_path):
+    """Loading our loops does not import it, which takes as long as all of them; products work all the same."""
+    (tmp_path / "loops_of_pairs.py").write_text(SOURCE.format(name="Pair").rsplit("\n\n\n", 1)[0])
+    command = [sys.executable, "-B", "-c", PRODUCTS]
+    for _ in range(2):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False", "4.0"]

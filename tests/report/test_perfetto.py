@@ -266,8 +266,7 @@ def test_names_are_those_of_every_timeline(folder):
     assert sorted(names) == sorted(timeline.name(i) for i in range(timeline.num_spans))
 
 
-@given(timelines())
-def test_transfers_pair_up_as_told_one_by_one(timeline):
+def pairs_told_one_by_one(timeline):
     keys = defaultdict(list)
     sends = {Opcode.SEND_ACTIVATION: "activation", Opcode.SEND_GRADIENT: "gradient"}
     receives = {Opcode.RECEIVE_ACTIVATION: "activation", Opcode.RECEIVE_GRADIENT: "gradient"}
@@ -283,8 +282,36 @@ def test_transfers_pair_up_as_told_one_by_one(timeline):
         if side == "send":
             for send, receive in zip(indices, keys.get((*key, "receive"), ()), strict=False):
                 expected |= {send: receive, receive: send}
+    return expected
+
+
+def check_pairs(timeline):
     partner = pair_transfers(timeline)
-    assert {i: int(other) for i, other in enumerate(partner) if other >= 0} == expected
+    assert {i: int(other) for i, other in enumerate(partner) if other >= 0} == pairs_told_one_by_one(timeline)
+
+
+@given(timelines())
+def test_transfers_pair_up_as_told_one_by_one(timeline):
+    check_pairs(timeline)
+
+
+@given(st.data(), st.booleans())
+def test_transfers_of_a_pipeline_pair_up(data, twice):
+    """In any order, some of them missing; ``twice``: one of them occurs again."""
+    every = [
+        (kind, stage, microbatch, peer)
+        for microbatch in range(6)
+        for kind, stage, peer in (
+            (Opcode.SEND_ACTIVATION, 0, 1),
+            (Opcode.RECEIVE_ACTIVATION, 1, 0),
+            (Opcode.SEND_GRADIENT, 1, 0),
+            (Opcode.RECEIVE_GRADIENT, 0, 1),
+        )
+    ]
+    chosen = data.draw(st.permutations(every))[: data.draw(st.integers(0, len(every)))]
+    chosen += chosen[:1] * twice
+    spans = [(0, "send", *facts, place, place + 1) for place, facts in enumerate(chosen)]
+    check_pairs(make_timeline(spans))
 
 
 def test_memory_holds_no_trace():

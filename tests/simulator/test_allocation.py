@@ -11,7 +11,7 @@ from meshwright.program import build_program
 from meshwright.program.transfers import RECEIVE_LOOKAHEAD
 from meshwright.simulator import allocate_rank, simulate_plan
 from meshwright.simulator.allocation import MAX_VISITS, repeat_free
-from meshwright.simulator.buffers import MAX_GRADIENT_SENDS, compute_order
+from meshwright.simulator.buffers import MAX_GRADIENT_SENDS, compute_orders
 from meshwright.spec import Opcode, load_cluster, load_shipped_graph, slice_graph
 from meshwright.spec.shipped import shipped_graphs
 from tests.graphs import make_plan
@@ -27,7 +27,7 @@ def plan_of(graph, num_stages, schedule, microbatches=4, replicas=1, size=1):
 
 
 def passes(program, rank):
-    return [(opcode != Opcode.FORWARD, microbatch) for opcode, _, microbatch in compute_order(program, rank).tolist()]
+    return [(opcode != Opcode.FORWARD, microbatch) for opcode, _, microbatch in compute_orders(program)[rank].tolist()]
 
 
 def test_the_order_is_that_of_the_schedule_and_repeats_are_left_out():

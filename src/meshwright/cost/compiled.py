@@ -7,11 +7,16 @@ of this package left behind may name what is gone, and counts as empty.
 
 The first function that is loaded brings all of numba's own with it, some hundred thousand objects that stay. The
 garbage collector would go through them again and again; it pauses meanwhile, which saves a tenth of the engine's start.
+And numba imports all of scipy.linalg, in 0.2 s, to see whether it is there. Our loops need none of it, so that it is
+looked for instead; a function that needs it imports it when it is compiled.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -55,6 +60,7 @@ def _load_without_collecting(dispatcher: Any) -> None:
         return
 
     def load_overload(*arguments: Any) -> Any:
+        _look_for_blas()
         was_enabled = gc.isenabled()
         gc.disable()
         try:
@@ -64,3 +70,21 @@ def _load_without_collecting(dispatcher: Any) -> None:
                 gc.enable()
 
     cache.load_overload = load_overload
+
+
+def _look_for_blas() -> None:
+    """Import numba's functions of arrays without scipy.linalg (numba 0.68, np/arraymath.py: _check_blas)."""
+    if "numba.np.arraymath" in sys.modules:
+        return
+    linalg: Any = importlib.import_module("numba.np.linalg")
+    ensure_blas = getattr(linalg, "ensure_blas", None)
+    linalg.ensure_blas = _ensure_scipy
+    try:
+        importlib.import_module("numba.np.arraymath")
+    finally:
+        linalg.ensure_blas = ensure_blas
+
+
+def _ensure_scipy() -> None:
+    if importlib.util.find_spec("scipy") is None:
+        raise ImportError("scipy is required for linear algebra; install it")

@@ -146,8 +146,7 @@ class CostModel:
         """Seconds of a collective or a send, from the moment all are ready; `predict_collective` for one size."""
         beside = tuple(map(tuple, concurrent))
         key = ("collective", op, tuple(ranks), num_bytes, beside)
-        sizes = np.array([num_bytes], np.float64)
-        return self._keep(key, lambda: self._chosen(self._collectives.predict(op, ranks, sizes, beside)))
+        return self._keep(key, lambda: self._chosen(self._collectives.predict(op, ranks, _alone(num_bytes), beside)))
 
     def predict_collective(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Sequence[Sequence[int]] = ()
@@ -163,9 +162,9 @@ class CostModel:
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, concurrent: Sequence[Sequence[int]] = ()
     ) -> float:
         """Seconds of processor time that a collective takes from each rank meanwhile; 0 where not measured."""
-        beside, sizes = tuple(map(tuple, concurrent)), np.array([num_bytes], np.float64)
+        beside = tuple(map(tuple, concurrent))
         key = ("host", op, tuple(ranks), num_bytes, beside)
-        found = self._keep(key, lambda: self._collectives.predict_host(op, ranks, sizes, beside))
+        found = self._keep(key, lambda: self._collectives.predict_host(op, ranks, _alone(num_bytes), beside))
         return 0.0 if found is None else self._chosen(found)
 
     def optimizer_seconds(
@@ -276,3 +275,7 @@ class CostModel:
         if key not in self._kept:
             self._kept[key] = compute()
         return cast("T", self._kept[key])
+
+
+def _alone(num_bytes: float) -> Floats:
+    return np.array([num_bytes], np.float64)

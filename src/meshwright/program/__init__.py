@@ -2,8 +2,8 @@
 
 orders      what each rank computes, in order: `schedules` by name, `own_schedules` by a user's function,
 `order_files` by a file as torch has them, `found` by a search
-program     `build_program` adds transfers (`crossings`, `transfers`), sums of gradients (`buckets`) and updates;
-`endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many
+program     `build_program` adds transfers (`crossings`, `transfers`), sums of gradients (`buckets`) and updates
+(`exchange`); `endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many
 replicas that are alike
 afterwards  `check_program` holds it against every rule, `repeat_body` unrolls it, `picture_schedule` draws it
 """

@@ -10,7 +10,7 @@ from typing import Any, assert_never
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.program.streams import Chunk, Rows, deal_waits, make_rows, sort_chunks
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import (
     AllReduce,
@@ -32,10 +32,8 @@ from meshwright.spec.program import STREAM_NAMES, Program, Section, Stream, Stre
 Ids = NDArray[np.int64]
 
 _PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
-# Stream, the columns of `_row`, group: packed, a row is stored in half the time of eight numbers.
+# Stream, then the columns of `Rows`: packed, a row is stored in half the time of eight numbers.
 _ROW = struct.Struct("8q")
-_COLUMNS = ("key", "opcode", "stage", "microbatch", "version", "peer", "num_bytes", "group")
-_TYPES = {"opcode": np.int8, "num_bytes": np.int64}
 
 
 class ProgramBuilder:
@@ -49,7 +47,7 @@ class ProgramBuilder:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         # Flat arrays of integers, not objects per instruction: programs have many.
-        self._chunks: list[dict[str, NDArray[np.int64]]] = []
+        self._chunks: list[Chunk] = []
         self._rows = array("q")
         self._num_instructions = 0
         self._waits: list[tuple[Ids, Ids]] = []
@@ -99,21 +97,28 @@ class ProgramBuilder:
             self._joins[handle] = need
         return handle
 
-    def extend(self, ranks: NDArray[np.integer], stream: StreamName, **columns: ArrayLike) -> Ids:
-        """Append many instructions of one kind of stream, in the order of the streams; returns their handles.
+    def extend(
+        self, offsets: Ids, stream: StreamName, *, form: NDArray[np.int32] | None = None, **columns: ArrayLike
+    ) -> Ids:
+        """Append many instructions of one kind of stream, ``offsets[r]:offsets[r + 1]`` for rank r; their handles.
 
-        ``columns`` are those of `Section`, without a microbatch, peer or group where that is -1: each of shape (n,), as
-        ``ranks`` are, or one value for all.
+        ``columns`` are those of `Section`, without a microbatch, peer or group where that is -1: each of shape (n,), or
+        one value for all. With ``form``, of shape (n,), they are given by form, but for microbatches and groups.
         """
         self._flush()
-        all_columns: dict[str, ArrayLike] = {"microbatch": -1, "version": 0, "peer": -1, "num_bytes": 0, "group": -1}
-        all_columns |= columns
-        key = ranks.astype(np.int64) * len(STREAM_NAMES) + _PLACES[stream]
-        given: dict[str, Any] = {name: np.broadcast_to(value, key.shape) for name, value in all_columns.items()}
-        self._chunks.append({"key": key, **given})
-        first = self._num_instructions
-        self._num_instructions += len(key)
-        return np.arange(first, self._num_instructions)
+        lengths, count = np.diff(offsets), int(offsets[-1])
+        ranks = np.flatnonzero(lengths)
+        given: dict[str, ArrayLike] = {
+            "microbatch": -1,
+            "version": 0,
+            "peer": -1,
+            "num_bytes": 0,
+            "group": -1,
+        } | columns
+        rows = make_rows(count, **given)
+        self._chunks.append(Chunk(ranks * len(STREAM_NAMES) + _PLACES[stream], lengths[ranks], rows, form))
+        self._num_instructions += count
+        return np.arange(self._num_instructions - count, self._num_instructions)
 
     def group(self, ranks: tuple[int, ...]) -> int:
         """The number of a group of ranks in the program, for the column ``group``."""
@@ -144,27 +149,20 @@ class ProgramBuilder:
     def build(self, *, schedule: str, plan_hash: str) -> Program:
         """The program whose body is what was appended."""
         self._flush()
-        chunks = self._chunks or [{name: np.zeros(0, np.int64) for name in _COLUMNS}]
-        keys = np.concatenate([chunk["key"] for chunk in chunks])
-        # Few keys: sorting them as small integers takes time in proportion to their number.
-        order = np.argsort(keys.astype(np.min_scalar_type(int(keys.max(initial=0)))), kind="stable")
-        position = np.empty(len(order), np.int64)
-        position[order] = np.arange(len(order))
-        counts = np.bincount(keys, minlength=1)
-        used = np.flatnonzero(counts)
+        keys, stream_offsets, rows, position = sort_chunks(self._chunks)
         streams = tuple(
-            Stream(rank=int(key) // len(STREAM_NAMES), name=STREAM_NAMES[int(key) % len(STREAM_NAMES)]) for key in used
+            Stream(rank=key // len(STREAM_NAMES), name=STREAM_NAMES[key % len(STREAM_NAMES)]) for key in keys.tolist()
         )
-        columns: dict[str, Any] = {
-            name: np.concatenate([chunk[name] for chunk in chunks]).astype(_TYPES.get(name, np.int32))[order]
-            for name in _COLUMNS[1:]
-        } | self._wait_columns(position)
-        columns |= self._join_columns(position, columns["wait_offsets"])
+        single = np.array(self._waiting, np.int64), np.array(self._awaited, np.int64)
+        wait_offsets, waits = deal_waits(position, [*self._waits, single])
         body = Section(
-            stream_offsets=np.concatenate([[0], np.cumsum(counts[used])]).astype(np.int64),
-            **columns,
-            mark_instruction=position[np.array(self._raising, np.int64)],
+            stream_offsets=stream_offsets,
+            **rows._asdict(),
+            wait_offsets=wait_offsets,
+            waits=waits,
+            mark_instruction=position[np.array(self._raising, np.int64)].astype(np.int64),
             mark_index=np.array(self._ready, np.int32),
+            **self._join_columns(position, wait_offsets),
         )
         return Program(
             schedule=schedule,
@@ -180,24 +178,17 @@ class ProgramBuilder:
     def _flush(self) -> None:
         """Close the chunk of instructions that were appended one by one."""
         if self._rows:
-            rows = np.array(self._rows, np.int64).reshape(-1, len(_COLUMNS))
-            self._chunks.append({name: rows[:, place] for place, name in enumerate(_COLUMNS)})
+            keys, *columns = np.array(self._rows, np.int64).reshape(-1, 1 + len(Rows._fields)).T
+            begins = np.flatnonzero(np.diff(keys, prepend=-1))
+            rows = make_rows(len(keys), **dict(zip(Rows._fields, columns, strict=True)))
+            self._chunks.append(Chunk(keys[begins], np.diff(begins, append=len(keys)), rows, None))
             self._rows = array("q")
 
-    def _wait_columns(self, position: Ids) -> dict[str, Ids]:
-        count = self._num_instructions
-        single = (np.array(self._waiting, np.int64), np.array(self._awaited, np.int64))
-        waiting, handles = (np.concatenate(parts) for parts in zip(*self._waits, single, strict=True))
-        waiting = position[waiting]
-        awaited = np.where(handles >= 0, position[np.maximum(handles, 0)], count - 1 - handles) if count else handles
-        offsets = np.append(0, np.cumsum(np.bincount(waiting, minlength=count))).astype(np.int64)
-        return {"wait_offsets": offsets, "waits": _deal_out(waiting, awaited, offsets[:-1].copy())}
-
-    def _join_columns(self, position: Ids, wait_offsets: Ids) -> dict[str, Any]:
+    def _join_columns(self, position: NDArray[np.int32], wait_offsets: Ids) -> dict[str, Any]:
         handles = np.array(list(self._joins), np.int64)
         need = np.array(list(self._joins.values()), np.int64)
-        joins = position[handles]
-        num_waits = np.diff(wait_offsets)[joins]
+        joins = position[handles].astype(np.int64)
+        num_waits = wait_offsets[joins + 1] - wait_offsets[joins]
         if (need > num_waits).any():
             first = int(np.argmax(need > num_waits))
             raise ProgramError(
@@ -206,16 +197,6 @@ class ProgramBuilder:
             )
         order = np.argsort(joins)
         return {"join_instruction": joins[order], "join_need": need[order].astype(np.int32)}
-
-
-@compiled
-def _deal_out(waiting: Ids, awaited: Ids, place: Ids) -> Ids:
-    """What each instruction waits for, in order of the instructions; ``place`` is where those of each begin."""
-    dealt = np.empty(len(awaited), np.int64)
-    for k in range(len(waiting)):
-        dealt[place[waiting[k]]] = awaited[k]
-        place[waiting[k]] += 1
-    return dealt
 
 
 def _row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:

@@ -6,19 +6,20 @@ says when each message leaves and arrives; here it gets its bytes and its pair o
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.schedules import OrderColumns
-from meshwright.program.transfers import Computations, Routes, lay_out_transfers
+from meshwright.program.schedules import RankOrders
+from meshwright.program.transfers import Computations, Routes, Sends, find_pairs, lay_out_transfers
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
-from meshwright.spec.slices import StageSlice
+from meshwright.spec.slices import StageSlice, slice_graph
 
 Ids = NDArray[np.int64]
 
@@ -40,7 +41,22 @@ class Crossings(NamedTuple):
 
 def find_crossings(plan: Plan | Placement, graph: Graph, stages: tuple[StageSlice, ...]) -> Crossings:
     """What goes out after each stage's forwards and backwards, and what they must have received."""
-    size, float_bytes, num_stages = plan.microbatch_size, plan.workload.float_bytes, len(stages)
+    size, float_bytes = plan.microbatch_size, plan.workload.float_bytes
+    if isinstance(plan, Plan):
+        return _crossings_of_cut(graph, plan.bounds, size, float_bytes)
+    return _join_channels(graph, stages, size, float_bytes)
+
+
+# Plans of one cut differ in replicas, schedules and exchange.
+@lru_cache(maxsize=16)
+def _crossings_of_cut(
+    graph: Graph, bounds: tuple[tuple[int, int], ...], size: int, float_bytes: int | None
+) -> Crossings:
+    return _join_channels(graph, slice_graph(graph, bounds), size, float_bytes)
+
+
+def _join_channels(graph: Graph, stages: tuple[StageSlice, ...], size: int, float_bytes: int | None) -> Crossings:
+    num_stages = len(stages)
     rows: list[tuple[int, int, int, bool]] = []
     leaving: list[list[int]] = [[] for _ in range(2 * num_stages)]
     arriving: list[list[int]] = [[] for _ in range(2 * num_stages)]
@@ -62,82 +78,69 @@ def _ragged(lists: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32
     return offsets.astype(np.int32), np.array([item for items in lists for item in items], np.int32)
 
 
-def join_orders(plan: Plan | Placement, orders: tuple[OrderColumns, ...]) -> Computations:
-    """The computations of all ranks, one behind the other."""
+def join_orders(plan: Plan | Placement, orders: RankOrders, computed: Ids) -> Computations:
+    """The computations of all ranks with their handles, and who has which replica."""
+    columns = orders.columns
     replica_offsets, replicas = _ragged([list(stage.ranks) for stage in plan.stages])
     return Computations(
-        offsets=np.cumsum([0, *(len(order) for order in orders)]).astype(np.int64),
-        opcode=np.concatenate([order.opcode for order in orders]),
-        stage=np.concatenate([order.stage for order in orders]),
-        microbatch=np.concatenate([order.microbatch for order in orders]),
-        joint=np.concatenate([order.joint for order in orders]),
+        offsets=orders.offsets,
+        handle=computed,
+        opcode=columns.opcode,
+        stage=columns.stage,
+        microbatch=columns.microbatch,
+        joint=columns.joint,
         replica_offsets=replica_offsets,
         replicas=replicas,
     )
 
 
-def append_orders(
-    builder: ProgramBuilder, plan: Plan | Placement, orders: tuple[OrderColumns, ...]
-) -> tuple[Computations, Ids]:
-    """Write down what all ranks compute; their computations and the handles of these."""
-    computations = join_orders(plan, orders)
+def append_orders(builder: ProgramBuilder, plan: Plan | Placement, orders: RankOrders) -> Computations:
+    """Write down what all ranks compute."""
+    columns = orders.columns
     computed = builder.extend(
-        np.repeat(np.arange(plan.num_ranks), np.diff(computations.offsets)),
-        "compute",
-        opcode=computations.opcode,
-        stage=computations.stage,
-        microbatch=computations.microbatch,
+        orders.offsets, "compute", opcode=columns.opcode, stage=columns.stage, microbatch=columns.microbatch
     )
-    return computations, computed
+    return join_orders(plan, orders, computed)
 
 
-def append_transfers(
-    builder: ProgramBuilder, plan: Plan | Placement, computations: Computations, computed: Ids, crossings: Crossings
-) -> None:
+def append_transfers(builder: ProgramBuilder, computations: Computations, crossings: Crossings) -> None:
     """Sends after what makes their values, receives before what consumes them."""
-    found = lay_out_transfers(computations, crossings.routes, int(computations.microbatch.max(initial=-1)) + 1)
-    ranks = np.arange(plan.num_ranks)
-    senders, receivers = np.repeat(ranks, np.diff(found.send_offsets)), np.repeat(ranks, np.diff(found.receive_offsets))
-    partners = np.empty(len(senders), np.int64)
-    partners[found.receive_of] = receivers
-    groups = _number_pairs(builder, plan.num_ranks, senders, partners)
-    source, target = crossings.routes.source, crossings.routes.target
-    sends = builder.extend(
-        senders,
+    routes = crossings.routes
+    sends, receives = lay_out_transfers(computations, routes)
+    groups = _number_groups(builder, sends)
+    sent = builder.extend(
+        sends.offsets,
         "send",
-        opcode=np.where(crossings.is_gradient, Opcode.SEND_GRADIENT, Opcode.SEND_ACTIVATION)[found.send_route],
-        stage=source[found.send_route],
-        microbatch=found.send_microbatch,
+        form=sends.route,
+        opcode=np.where(crossings.is_gradient, Opcode.SEND_GRADIENT, Opcode.SEND_ACTIVATION),
+        stage=routes.source,
+        microbatch=sends.microbatch,
         version=-1,
-        peer=target[found.send_route],
-        num_bytes=crossings.num_bytes[found.send_route],
+        peer=routes.target,
+        num_bytes=crossings.num_bytes,
         group=groups,
     )
-    receives = builder.extend(
-        receivers,
+    received = builder.extend(
+        receives.offsets,
         "receive",
-        opcode=np.where(crossings.is_gradient, Opcode.RECEIVE_GRADIENT, Opcode.RECEIVE_ACTIVATION)[found.receive_route],
-        stage=target[found.receive_route],
-        microbatch=found.send_microbatch[found.receive_of],
+        form=receives.route,
+        opcode=np.where(crossings.is_gradient, Opcode.RECEIVE_GRADIENT, Opcode.RECEIVE_ACTIVATION),
+        stage=routes.target,
+        microbatch=receives.microbatch,
         version=-1,
-        peer=source[found.receive_route],
-        num_bytes=crossings.num_bytes[found.receive_route],
-        group=groups[found.receive_of],
+        peer=routes.source,
+        num_bytes=crossings.num_bytes,
+        group=groups[receives.send],
     )
-    builder.wait_each(sends, computed[found.send_after])
-    builder.wait_each(receives, sends[found.receive_of])
-    gated = found.receive_after >= 0
-    builder.wait_each(receives[gated], computed[found.receive_after[gated]])
-    builder.wait_each(computed[found.receive_before], receives)
+    builder.wait_each(sent, sends.after)
+    builder.wait_each(received, sent[receives.send])
+    gated = np.flatnonzero(receives.gate >= 0)
+    builder.wait_each(received[gated], receives.gate[gated])
+    builder.wait_each(receives.before, received)
 
 
-def _number_pairs(builder: ProgramBuilder, num_ranks: int, senders: Ids, receivers: Ids) -> Ids:
+def _number_groups(builder: ProgramBuilder, sends: Sends) -> NDArray[np.int32]:
     """The group of each message."""
-    keys = senders * num_ranks + receivers
-    # Not `np.unique`: senders come in order, which a stable sort makes use of.
-    order = np.argsort(keys, kind="stable")
-    starts = np.diff(keys[order], prepend=-1) != 0
-    pairs = [builder.group((key // num_ranks, key % num_ranks)) for key in keys[order[starts]].tolist()]
-    numbers = np.empty(len(keys), np.int64)
-    numbers[order] = np.array(pairs, np.int64)[np.cumsum(starts) - 1]
-    return numbers
+    sources, targets, number = find_pairs(sends)
+    pairs = zip(sources.tolist(), targets.tolist(), strict=True)
+    return np.array([builder.group(pair) for pair in pairs], np.int32)[number]

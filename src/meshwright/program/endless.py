@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from meshwright.program.buckets import Bucket, gradient_buckets
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.crossings import Crossings, append_transfers, join_orders
+from meshwright.program.schedules.columns import join_ranks
 from meshwright.program.schedules.endless import BODY, EPILOGUE, PROLOGUE, EndlessOrder, endless_order
 from meshwright.program.waves import LateWaits, find_late_waits
 from meshwright.spec.codec import content_hash
@@ -38,7 +39,7 @@ def build_endless(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], cros
     orders = [_without(endless_order(plan, rank), stages, graph) for rank in range(plan.num_ranks)]
     builder = ProgramBuilder(plan.num_ranks)
     handles = builder.extend(
-        np.repeat(np.arange(plan.num_ranks), [len(order) for order in orders]),
+        np.cumsum([0, *map(len, orders)]),
         "compute",
         opcode=np.concatenate([order.opcode for order in orders]),
         stage=np.repeat([order.stage for order in orders], [len(order) for order in orders]),
@@ -46,8 +47,8 @@ def build_endless(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], cros
         version=np.concatenate([order.version for order in orders]),
     )
     computes = np.concatenate([np.isin(order.opcode, COMPUTATIONS) for order in orders])
-    computations = join_orders(plan, tuple(order.computations() for order in orders))
-    append_transfers(builder, plan, computations, handles[computes], crossings)
+    ordered = join_ranks(order.computations() for order in orders)
+    append_transfers(builder, join_orders(plan, ordered, handles[computes]), crossings)
     _append_exchange(builder, plan, graph, orders, handles)
     program = builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
     part = _place(program, np.concatenate([order.section for order in orders]))

@@ -31,8 +31,8 @@ from numpy.typing import ArrayLike, NDArray
 from meshwright.program.list_scheduler import Rule, write_greedily
 from meshwright.program.order_loops import BACKWARD, FORWARD, WEIGHT, Columns, Ints, Problem, fits, play
 from meshwright.program.order_moves import improve
-from meshwright.program.schedules import SCHEDULES, OrderColumns, local_microbatches
-from meshwright.program.schedules.columns import make_columns
+from meshwright.program.schedules import SCHEDULES, OrderColumns, RankOrders, local_microbatches
+from meshwright.program.schedules.columns import join_ranks, make_columns
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import Plan
 
@@ -117,7 +117,7 @@ def find_orders(plan: Plan, times: StageTimes, *, whole: bool = False) -> FoundO
 
 def measure_orders(plan: Plan, times: StageTimes, columns: tuple[OrderColumns, ...]) -> int:
     """The length of given orders under the model, -1 if their ranks wait in a circle."""
-    joined = _join(columns)
+    joined = _widen(join_ranks(columns))
     return play(make_problem(plan, times), joined, np.empty(len(joined.opcode), np.int64))
 
 
@@ -175,10 +175,9 @@ class _Search:
         for name, write in SCHEDULES.items():
             try:
                 plan = replace(self._plan, schedule=name, schedule_hash="")
-                orders = tuple(write(plan, rank) for rank in range(plan.num_ranks))
+                columns = _widen(write(plan))
             except PlanError:
                 continue
-            columns = _join(orders)
             in_parts = len(columns.opcode) > 2 * int(self.problem.seat_count.sum())
             if not (self._whole and in_parts) and fits(self.problem, columns):
                 length = play(self.problem, columns, np.empty(len(columns.opcode), np.int64))
@@ -309,14 +308,10 @@ def _empty(offsets: Ints) -> Columns:
     return Columns(offsets, opcode, stage, microbatch, joint)
 
 
-def _join(orders: tuple[OrderColumns, ...]) -> Columns:
-    return Columns(
-        np.cumsum([0, *map(len, orders)]).astype(np.int64),
-        *(
-            np.concatenate([getattr(order, name) for order in orders]).astype(np.int64)
-            for name in ("opcode", "stage", "microbatch", "joint")
-        ),
-    )
+def _widen(orders: RankOrders) -> Columns:
+    columns = orders.columns
+    given = (columns.opcode, columns.stage, columns.microbatch, columns.joint)
+    return Columns(orders.offsets, *(column.astype(np.int64) for column in given))
 
 
 def _split_by_rank(columns: Columns) -> tuple[OrderColumns, ...]:

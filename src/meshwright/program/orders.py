@@ -23,7 +23,7 @@ from meshwright.program.order import KINDS, Order
 from meshwright.program.order_files import OrderFile, place_orders
 from meshwright.program.own_schedules import EXPECTED, OwnSchedule, find_schedule
 from meshwright.program.rank_rules import RELEASING, RankRules
-from meshwright.program.schedules import SCHEDULES, OrderColumns, local_microbatches, num_active
+from meshwright.program.schedules import SCHEDULES, OrderColumns, RankOrders, local_microbatches, num_active
 from meshwright.program.schedules.columns import gather_columns
 from meshwright.program.schedules.endless import endless_order
 from meshwright.spec.errors import ScheduleError, ScheduleReferenceError
@@ -56,8 +56,12 @@ def compute_orders(plan: Plan) -> tuple[Order, ...]:
     if plan.is_asynchronous:
         endless = (endless_order(plan, rank) for rank in range(plan.num_ranks))
         return tuple(Order(rank=rank, columns=order.computations()) for rank, order in enumerate(endless))
-    write = SCHEDULES[cast("SynchronousName", plan.schedule)]
-    return tuple(Order(rank=rank, columns=write(plan, rank)) for rank in range(plan.num_ranks))
+    return tuple(Order(rank=rank, columns=own) for rank, own in enumerate(named_orders(plan).split()))
+
+
+def named_orders(plan: Plan) -> RankOrders:
+    """The same for a named schedule that flushes, all ranks in one."""
+    return SCHEDULES[cast("SynchronousName", plan.schedule)](plan)
 
 
 # Asked stage by stage and then by the program: kept for the plan at hand, not for more, since orders are large.

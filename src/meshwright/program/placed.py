@@ -15,7 +15,7 @@ import numpy as np
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.crossings import append_orders, append_transfers, find_crossings
 from meshwright.program.schedules import OrderColumns
-from meshwright.program.schedules.columns import make_columns
+from meshwright.program.schedules.columns import join_ranks, make_columns
 from meshwright.spec.codec import content_hash
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import Opcode, OptimizerStep
@@ -32,10 +32,10 @@ PLACED = "placed"
 def build_placed_program(placement: Placement, graph: Graph) -> Program:
     """The program of a placement. Raises PlanError if it does not fit the graph."""
     stages = slice_placement(graph, placement)
-    orders = tuple(_order(placement, stages, rank) for rank in range(placement.num_ranks))
+    orders = join_ranks(_order(placement, stages, rank) for rank in range(placement.num_ranks))
     builder = ProgramBuilder(placement.num_ranks)
-    computations, computed = append_orders(builder, placement, orders)
-    append_transfers(builder, placement, computations, computed, find_crossings(placement, graph, stages))
+    computations = append_orders(builder, placement, orders)
+    append_transfers(builder, computations, find_crossings(placement, graph, stages))
     for rank in range(placement.num_ranks):
         trained = trained_stages(placement, graph, rank)
         if trained:

@@ -11,8 +11,7 @@ All loops are compiled: a pipeline of a trillion parameters has 200,000 instruct
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,10 +50,11 @@ class Computations(NamedTuple):
     """Computations of all ranks, rank by rank: rank r has ``offsets[r]:offsets[r + 1]``.
 
     ``replica_offsets`` and ``replicas``: the ranks of each stage, microbatch m on the (m mod R)-th. ``joint``: see
-    `schedules.OrderColumns`.
+    `schedules.OrderColumns`. ``handle``: in the builder.
     """
 
     offsets: Ids
+    handle: Ids
     opcode: NDArray[np.int8]
     stage: Column
     microbatch: Column
@@ -63,51 +63,63 @@ class Computations(NamedTuple):
     replicas: Column
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Transfers:
-    """Sends and receives of all ranks, rank by rank; each column of shape (sends,) or (receives,).
+class Sends(NamedTuple):
+    """Sends of all ranks, rank by rank; columns of shape (sends,), ``offsets`` (ranks + 1,).
 
-    ``send_after`` and ``receive_before`` are the places of the maker and of the consumer among all computations,
-    ``receive_gate`` the place among its rank's that must have begun to be near (-1: at once), ``receive_of`` the send.
+    ``target`` is the rank that receives, ``after`` the handle of the maker.
     """
 
-    send_offsets: Ids
-    send_route: Column
-    send_microbatch: Column
-    send_after: Ids
-    receive_offsets: Ids
-    receive_route: Column
-    receive_before: Ids
-    receive_after: Ids
-    receive_of: Ids
+    offsets: Ids
+    route: Column
+    microbatch: Column
+    target: Column
+    after: Ids
 
 
-def lay_out_transfers(computations: Computations, routes: Routes, num_microbatches: int) -> Transfers:
+class Receives(NamedTuple):
+    """Receives of all ranks, rank by rank; columns of shape (receives,), ``offsets`` (ranks + 1,).
+
+    ``before`` is the handle of the consumer, ``send`` the place among the sends; ``gate`` the handle of what must have
+    ended before, -1 for nothing.
+    """
+
+    offsets: Ids
+    route: Column
+    microbatch: Column
+    send: Ids
+    before: Ids
+    gate: Ids
+
+
+def lay_out_transfers(computations: Computations, routes: Routes) -> tuple[Sends, Receives]:
     """Who sends and receives what, and when."""
-    num_ranks = len(computations.offsets) - 1
-    num_sends, num_receives = np.zeros(num_ranks + 1, np.int64), np.zeros(num_ranks + 1, np.int64)
-    _count(computations, routes, num_sends[1:], num_receives[1:])
-    send_offsets, receive_offsets = np.cumsum(num_sends), np.cumsum(num_receives)
-    send_route, send_microbatch = np.empty((2, send_offsets[-1]), np.int32)
-    send_after = np.empty(send_offsets[-1], np.int64)
-    sent = np.full((len(routes.source), num_microbatches), -1, np.int64)
-    _send(computations, routes, send_offsets, send_route, send_microbatch, send_after, sent)
-    receive_route, (before, after, of) = (
-        np.empty(receive_offsets[-1], np.int32),
-        np.empty((3, receive_offsets[-1]), np.int64),
+    offsets = np.zeros((2, len(computations.offsets)), np.int64)
+    leaving, arriving = _count(computations, routes)
+    sends = Sends(
+        offsets=offsets[0],
+        route=np.empty(leaving, np.int32),
+        microbatch=np.empty(leaving, np.int32),
+        target=np.empty(leaving, np.int32),
+        after=np.empty(leaving, np.int64),
     )
-    _receive(computations, routes, sent, receive_offsets, receive_route, before, after, of)
-    return Transfers(
-        send_offsets=send_offsets,
-        send_route=send_route,
-        send_microbatch=send_microbatch,
-        send_after=send_after,
-        receive_offsets=receive_offsets,
-        receive_route=receive_route,
-        receive_before=before,
-        receive_after=after,
-        receive_of=of,
+    sent = np.full((len(routes.source), int(computations.microbatch.max(initial=-1)) + 1), -1, np.int32)
+    _send(computations, routes, sends, sent)
+    receives = Receives(
+        offsets=offsets[1],
+        route=np.empty(arriving, np.int32),
+        microbatch=np.empty(arriving, np.int32),
+        send=np.empty(arriving, np.int64),
+        before=np.empty(arriving, np.int64),
+        gate=np.empty(arriving, np.int64),
     )
+    _receive(computations, routes, sent, receives)
+    return Sends(*_cut(sends)), Receives(*_cut(receives))
+
+
+def _cut(columns: Sends | Receives) -> list[Any]:
+    """The columns without the room for what stays on its rank."""
+    count = columns.offsets[-1]
+    return [columns.offsets, *(column[:count] for column in columns[1:])]
 
 
 @compiled
@@ -119,112 +131,140 @@ def _end(opcode: int, stage: int, num_stages: int) -> int:
 
 
 @compiled
-def _rank_of(computations: Computations, stage: int, microbatch: int) -> int:
-    first = computations.replica_offsets[stage]
-    return int(computations.replicas[first + microbatch % (computations.replica_offsets[stage + 1] - first)])
+def _seat(replica_offsets: Column, stage: int, microbatch: int) -> int:
+    """The place in ``replicas`` of the rank that computes a microbatch of a stage."""
+    first = replica_offsets[stage]
+    count = replica_offsets[stage + 1] - first
+    if count == 1:  # a division takes as long as all the rest
+        return int(first)
+    return int(first + microbatch % count)
 
 
 @compiled
-def _count(computations: Computations, routes: Routes, num_sends: Ids, num_receives: Ids) -> None:
-    num_stages = len(computations.replica_offsets) - 1
-    for rank in range(len(num_sends)):
-        for i in range(computations.offsets[rank], computations.offsets[rank + 1]):
-            end = _end(computations.opcode[i], computations.stage[i], num_stages)
-            if end < 0:
-                continue
-            for q in range(routes.leaving_offsets[end], routes.leaving_offsets[end + 1]):
-                target = _rank_of(computations, routes.target[routes.leaving[q]], computations.microbatch[i])
-                num_sends[rank] += target != rank
-            for q in range(routes.arriving_offsets[end], routes.arriving_offsets[end + 1]):
-                source = _rank_of(computations, routes.source[routes.arriving[q]], computations.microbatch[i])
-                num_receives[rank] += source != rank
+def find_last_backwards(computations: Computations) -> Ids:
+    """The place of the last backward of each stage on each of its ranks, in the order of ``replicas``; else -1."""
+    _, _, opcode, stage, microbatch, _, replica_offsets, replicas = computations
+    last = np.full(len(replicas), -1, np.int64)
+    for i in range(len(opcode)):
+        if opcode[i] == _BACKWARD or opcode[i] == _WEIGHT:
+            last[_seat(replica_offsets, stage[i], microbatch[i])] = i
+    return last
 
 
 @compiled
-def _send(
-    computations: Computations,
-    routes: Routes,
-    offsets: Ids,
-    send_route: Column,
-    send_microbatch: Column,
-    send_after: Ids,
-    sent: Ids,
-) -> None:
-    num_stages = len(computations.replica_offsets) - 1
-    for rank in range(len(offsets) - 1):
-        place = offsets[rank]
-        for i in range(computations.offsets[rank], computations.offsets[rank + 1]):
-            end = _end(computations.opcode[i], computations.stage[i], num_stages)
+def find_pairs(sends: Sends) -> tuple[Column, Column, Column]:
+    """Who sends to whom, in order of both, and which of these pairs each message is of."""
+    num_ranks = len(sends.offsets) - 1
+    sources, targets, number = np.empty_like(sends.target), np.empty_like(sends.target), np.empty_like(sends.target)
+    met, number_of = np.full(num_ranks, -1, np.int32), np.empty(num_ranks, np.int32)
+    count = 0
+    for source in range(num_ranks):
+        first = count
+        for k in range(sends.offsets[source], sends.offsets[source + 1]):
+            target = sends.target[k]
+            if met[target] != source:
+                met[target], targets[count] = source, target
+                count += 1
+        targets[first:count].sort()
+        for pair in range(first, count):
+            sources[pair], number_of[targets[pair]] = source, pair
+        for k in range(sends.offsets[source], sends.offsets[source + 1]):
+            number[k] = number_of[sends.target[k]]
+    return sources[:count], targets[:count], number
+
+
+@compiled
+def _count(computations: Computations, routes: Routes) -> tuple[int, int]:
+    """How many messages leave and arrive, those that stay on their rank too."""
+    _, _, opcode, stage, _, _, replica_offsets, _ = computations
+    num_leaving, num_arriving = np.diff(routes.leaving_offsets), np.diff(routes.arriving_offsets)
+    leaving = arriving = 0
+    for i in range(len(opcode)):
+        end = _end(opcode[i], stage[i], len(replica_offsets) - 1)
+        if end >= 0:
+            leaving += num_leaving[end]
+            arriving += num_arriving[end]
+    return leaving, arriving
+
+
+@compiled
+def _send(computations: Computations, routes: Routes, sends: Sends, sent: Column) -> None:
+    """Fill in the sends, and the place of each by route and microbatch."""
+    # Arrays are taken out of the tuples once: loops that look them up there take several times as long.
+    offsets, handle, opcode, stage, microbatch, joint, replica_offsets, replicas = computations
+    _, target_stage, leaving_offsets, leaving, _, _ = routes
+    send_offsets, send_route, send_microbatch, send_target, send_after = sends
+    place = 0
+    for rank in range(len(send_offsets) - 1):
+        for i in range(offsets[rank], offsets[rank + 1]):
+            end = _end(opcode[i], stage[i], len(replica_offsets) - 1)
             if end < 0:
                 continue
-            for q in range(routes.leaving_offsets[end], routes.leaving_offsets[end + 1]):
-                route, microbatch = routes.leaving[q], computations.microbatch[i]
-                if _rank_of(computations, routes.target[route], microbatch) != rank:
-                    send_route[place], send_microbatch[place], sent[route, microbatch] = route, microbatch, place
-                    send_after[place] = i + computations.joint[i]
+            for q in range(leaving_offsets[end], leaving_offsets[end + 1]):
+                route = leaving[q]
+                target = replicas[_seat(replica_offsets, target_stage[route], microbatch[i])]
+                if target != rank:
+                    send_route[place], send_microbatch[place], send_target[place] = route, microbatch[i], target
+                    send_after[place], sent[route, microbatch[i]] = handle[i + joint[i]], place
                     place += 1
+        send_offsets[rank + 1] = place
 
 
 @compiled
-def _receive(
-    computations: Computations,
-    routes: Routes,
-    sent: Ids,
-    offsets: Ids,
-    receive_route: Column,
-    before: Ids,
-    after: Ids,
-    of: Ids,
-) -> None:
-    num_stages, num_ranks = len(computations.replica_offsets) - 1, len(offsets) - 1
-    most = 0
+def _receive(computations: Computations, routes: Routes, sent: Column, receives: Receives) -> None:
+    """Fill in the receives."""
+    offsets, handle, opcode, stage, microbatch, joint, replica_offsets, replicas = computations
+    source_stage, _, _, _, arriving_offsets, arriving = routes
+    receive_offsets, receive_route, receive_microbatch, receive_send, before, gate = receives
+    num_ranks = len(receive_offsets) - 1
+    sender, latest = np.empty(len(receive_route), np.int32), np.full(num_ranks, -1, np.int64)
+    place = 0
     for rank in range(num_ranks):
-        most = max(most, offsets[rank + 1] - offsets[rank])
-    sender, gate = np.empty(most, np.int64), np.empty(most, np.int64)
-    for rank in range(num_ranks):
-        first, count = offsets[rank], 0
-        in_order, latest = True, np.full(num_ranks, -1, np.int64)
-        begin = computations.offsets[rank]
-        for i in range(begin, computations.offsets[rank + 1]):
-            end = _end(computations.opcode[i], computations.stage[i], num_stages)
+        first, in_order, begin = place, True, offsets[rank]
+        for i in range(begin, offsets[rank + 1]):
+            end = _end(opcode[i], stage[i], len(replica_offsets) - 1)
             if end < 0:
                 continue
-            for q in range(routes.arriving_offsets[end], routes.arriving_offsets[end + 1]):
-                route, microbatch = routes.arriving[q], computations.microbatch[i]
-                source = _rank_of(computations, routes.source[route], microbatch)
+            for q in range(arriving_offsets[end], arriving_offsets[end + 1]):
+                route = arriving[q]
+                source = replicas[_seat(replica_offsets, source_stage[route], microbatch[i])]
                 if source == rank:
                     continue
-                send = sent[route, microbatch]
+                send = sent[route, microbatch[i]]
                 in_order = in_order and send > latest[source]
                 latest[source] = send
                 # Of two that run together the first waits for what the second needs.
-                begun = i - (i > begin and computations.joint[i - 1])
-                receive_route[first + count], before[first + count], of[first + count] = route, begun, send
-                sender[count], gate[count] = source, begun
-                count += 1
+                begun = i - (i > begin and joint[i - 1])
+                receive_route[place], receive_microbatch[place], receive_send[place] = route, microbatch[i], send
+                before[place], gate[place], sender[place] = handle[begun], begun, source
+                place += 1
+        for k in range(first, place):
+            latest[sender[k]] = -1
         if not in_order:
-            _sort_by_sender(
-                receive_route[first : first + count],
-                before[first : first + count],
-                of[first : first + count],
-                sender[:count],
-                gate[:count],
-            )
-        for k in range(count):
-            ahead = gate[k] - begin - 1 - RECEIVE_LOOKAHEAD
-            after[first + k] = begin + ahead if ahead >= 0 else -1
+            _sort_by_sender(receives, sender, first, place)
+        for k in range(first, place):
+            ahead = gate[k] - 1 - RECEIVE_LOOKAHEAD
+            gate[k] = handle[ahead] if ahead >= begin else -1
+        receive_offsets[rank + 1] = place
 
 
 @compiled
-def _sort_by_sender(route: Column, before: Ids, of: Ids, sender: Ids, gate: Ids) -> None:
+def _sort_by_sender(receives: Receives, senders: Column, first: int, last: int) -> None:
     """Each sender's messages in its order of sending, all of them by when they, or any behind them, are needed."""
-    count = len(route)
-    order = np.argsort(of, kind="mergesort")
+    route, microbatch, send = receives.route[first:last], receives.microbatch[first:last], receives.send[first:last]
+    before, gate, sender = receives.before[first:last], receives.gate[first:last], senders[first:last]
+    order = np.argsort(send, kind="mergesort")
     order = order[np.argsort(sender[order], kind="mergesort")]
     needed = gate[order]
-    for k in range(count - 2, -1, -1):
+    for k in range(len(order) - 2, -1, -1):
         if sender[order[k]] == sender[order[k + 1]]:
             needed[k] = min(needed[k], needed[k + 1])
     final = np.argsort(needed, kind="mergesort")
     order, needed = order[final], needed[final]
-    route[:], before[:], of[:], gate[:] = route[order], before[order], of[order], needed
+    route[:], microbatch[:], send[:], before[:], gate[:] = (
+        route[order],
+        microbatch[order],
+        send[order],
+        before[order],
+        needed,
+    )

@@ -117,8 +117,7 @@ def _pieces(timelines: Sequence[Timeline], chosen: NDArray[np.bool_], ops: OpSpa
     for position, (timeline, suffix) in enumerate(zip(timelines, _suffixes(timelines), strict=True)):
         track_ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)
         drawn = chosen[track_ranks]
-        order = np.lexsort((timeline.end_ps, timeline.start_ps, timeline.track))
-        order = order[drawn[timeline.track[order]]]
+        order = _sort_rows(np.flatnonzero(drawn[timeline.track]), timeline.track, timeline.start_ps, timeline.end_ps)
         lanes = _assign_lanes(timeline, order)
         num_lanes = np.ones(len(timeline.tracks), np.int64)
         np.maximum.at(num_lanes, timeline.track[order], lanes[order] + 1)
@@ -138,6 +137,18 @@ def _pieces(timelines: Sequence[Timeline], chosen: NDArray[np.bool_], ops: OpSpa
         first_flow += timeline.num_spans
         first_tid += int(num_lanes.sum())
     yield b"\n]}\n"
+
+
+def _sort_rows(rows: Ids, *columns: NDArray[np.integer]) -> Ids:
+    """Some rows in the order of their entries in columns, the first of which counts most; equal ones stay in order.
+
+    Timelines are mostly in order already, which is seen in a fraction of the time that sorting them takes.
+    """
+    keys = [column[rows] for column in columns]
+    later = np.zeros(max(len(rows) - 1, 0), np.bool_)
+    for key in keys[::-1]:
+        later = (key[1:] > key[:-1]) | ((key[1:] == key[:-1]) & later) if key is not keys[-1] else key[1:] >= key[:-1]
+    return rows if later.all() else rows[np.lexsort(keys[::-1])]
 
 
 def _suffixes(timelines: Sequence[Timeline]) -> list[str]:
@@ -312,8 +323,7 @@ def _name_parts(timeline: Timeline, spans: Ids) -> list[Part]:
 
 
 def _memory_lines(timeline: Timeline, places: _Places, chosen: NDArray[np.bool_]) -> Iterator[bytes]:
-    order = np.lexsort((timeline.memory_time_ps, timeline.memory_rank))
-    order = order[chosen[timeline.memory_rank[order]]]
+    order = _sort_rows(np.flatnonzero(chosen[timeline.memory_rank]), timeline.memory_rank, timeline.memory_time_ps)
     for begin in range(0, len(order), CHUNK):
         samples = order[begin : begin + CHUNK]
         parts: list[Part] = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cost.memory import Peak, backend_of, find_peak, follow_allocator, trace_stage
 from meshwright.program import build_program, gradient_buckets, num_bucket_copies
-from meshwright.simulator.buffers import compute_order
+from meshwright.simulator.buffers import compute_orders
 from meshwright.spec import Opcode, check_plan, format_bytes, slice_graph
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
     if len(stages) > 1:
         return None
     stage = slice_graph(graph, plan.bounds)[stages[0]]
-    computed = compute_order(build_program(plan, graph), rank)
+    computed = compute_orders(build_program(plan, graph))[rank]
     if (computed[:, 0] == Opcode.BACKWARD_INPUT).any():
         return None
     order = repeat_free([(opcode != Opcode.FORWARD, microbatch) for opcode, _, microbatch in computed.tolist()])

@@ -45,16 +45,16 @@ _RECEIVING_GRADIENTS = _choose(Opcode.BACKWARD, Opcode.BACKWARD_INPUT)
 _ENDING = _choose(Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 
 
-def compute_order(program: Program, rank: int) -> Ints:
-    """What a rank computes in a step: rows of opcode, stage and microbatch, shape (n, 3)."""
-    mine = [stream for stream in program.streams_of(rank) if program.streams[stream].name == "compute"]
-    rows = [np.zeros((0, 3), np.int64)]
-    for section, compute in ((section, compute) for _, section in program.sections() for compute in mine):
-        own = slice(*section.stream_offsets[compute : compute + 2])
-        columns = (section.opcode[own], section.stage[own], section.microbatch[own])
-        rows.append(np.stack([column.astype(np.int64) for column in columns], axis=1))
-    order = np.concatenate(rows)
-    return order[_COMPUTES[order[:, 0]]]
+def compute_orders(program: Program) -> list[Ints]:
+    """What each rank computes in a step: rows of opcode, stage and microbatch, shape (n, 3)."""
+    parts: list[list[Ints]] = [[np.zeros((0, 3), np.int64)] for _ in range(program.num_ranks)]
+    for _, section in program.sections():
+        table = np.stack([section.opcode, section.stage, section.microbatch], axis=1, dtype=np.int64)
+        for index, stream in enumerate(program.streams):
+            if stream.name == "compute":
+                own = table[section.stream_offsets[index] : section.stream_offsets[index + 1]]
+                parts[stream.rank].append(own[_COMPUTES[own[:, 0]]])
+    return [np.concatenate(rows) for rows in parts]
 
 
 def receive_buffer_bytes(graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints) -> int:

@@ -74,7 +74,8 @@ class Outcome(NamedTuple):
 
     def start_ps(self, network: Network) -> Times:
         """When each instruction began, shape (n,); it means nothing for those that never end."""
-        start_ps = self.end_ps - durations(network)
+        start_ps = durations(network)
+        np.subtract(self.end_ps, start_ps, out=start_ps)
         if self.shared_start_ps is None:
             return start_ps
         return np.where(self.shared_start_ps >= 0, self.shared_start_ps, start_ps)

@@ -23,12 +23,11 @@ Column = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One section with all that is needed to copy it; shared by the repetitions of the body."""
+    """One section with all that is needed to place it; shared by the repetitions of the body."""
 
     section: Section
     costs: SectionPrices
     matches: Matches
-    streams: Column
     wait_offsets: Ids
     waits: Ids
 
@@ -48,17 +47,27 @@ class Layout:
     stream_offsets: Ids
     joined: Repeated | None = None
 
+    @cached_property
+    def only(self) -> Part | None:
+        """The part that all instructions are of, if there is one: then they keep their ids."""
+        filled = [part for part in self.parts if part.section.num_instructions]
+        return filled[0] if len(filled) == 1 else None
+
     @property
     def parts(self) -> list[Part]:
         """All parts in order; those of the body are the same object."""
         return [self.made[k] for k in self.which]
 
+    def shifts(self, p: int) -> Ids:
+        """What is added to the ids of part p, by stream."""
+        shifts: Ids = self.begins[p] - self.made[self.which[p]].section.stream_offsets[:-1]
+        return shifts
+
     def new_ids(self, p: int) -> Ids:
         """The ids that the instructions of part p get, in the order of its section."""
-        part = self.made[self.which[p]]
-        shift = self.begins[p] - part.section.stream_offsets[:-1]
-        ids: Ids = np.arange(part.section.num_instructions) + shift[part.streams]
-        return ids
+        section = self.made[self.which[p]].section
+        ids: Ids = np.arange(section.num_instructions)
+        return ids if self.only is not None else ids + np.repeat(self.shifts(p), np.diff(section.stream_offsets))
 
     @cached_property
     def stream(self) -> Column:
@@ -72,6 +81,8 @@ class Layout:
         if self.joined is not None:
             return self.joined.step
         num_steps = len(self.which) - 2
+        if num_steps == 1:
+            return np.zeros(int(self.stream_offsets[-1]), np.int32)
         step = np.empty(int(self.stream_offsets[-1]), np.int32)
         for p, number in enumerate((0, *range(num_steps), num_steps - 1)):
             step[self.new_ids(p)] = number
@@ -89,10 +100,18 @@ class Layout:
         return source
 
     @cached_property
+    def transfers(self) -> tuple[Ids, Ids]:
+        """Receives, and the sends that they wait for."""
+        if self.only is not None:
+            return self.only.matches.receives, self.only.matches.sends
+        new = [(self.new_ids(p), self.made[k].matches) for p, k in enumerate(self.which)]
+        receives = np.concatenate([ids[matches.receives] for ids, matches in new])
+        return receives, np.concatenate([ids[matches.sends] for ids, matches in new])
+
+    @cached_property
     def send_of(self) -> Ids:
         """The send that a receive waits for, else -1, shape (n,)."""
         send_of = np.full(int(self.stream_offsets[-1]), -1, np.int64)
-        for p, k in enumerate(self.which):
-            new, matches = self.new_ids(p), self.made[k].matches
-            send_of[new[matches.receives]] = new[matches.sends]
+        receives, sends = self.transfers
+        send_of[receives] = sends
         return send_of

@@ -24,30 +24,31 @@ def find_shared_links(
 ) -> NDArray[np.bool_]:
     """Whether a link needs order in time, shape (num_links,). ``resource`` is that of `Network`."""
     num_routes = len(route_offsets) - 1
-    requests = np.zeros(num_links, np.int64)
-    most = np.zeros(num_links, np.int64)
-    mine = np.zeros(num_links, np.int64)
+    requests, most = np.zeros(num_links, np.int64), np.zeros(num_links, np.int64)
+    mine, counted_for = np.zeros(num_links, np.int64), np.full(num_links, -1, np.int64)
+    # A stream's requests for one route are alike, so that one of them tells of all.
+    asked = np.full(num_routes, -1, np.int64)
     counted = np.zeros(len(collective_route), np.bool_)
     for stream in range(len(stream_offsets) - 1):
         for i in range(stream_offsets[stream], stream_offsets[stream + 1]):
-            route, c = np.int64(resource[i]), resource[i] - num_routes
-            new = True
-            if c >= 0:
-                route, new = np.int64(collective_route[c]), not counted[c]
-                counted[c] = True
+            route, new = np.int64(resource[i]), True
             if route < 0:
                 continue
+            if route >= num_routes:
+                c = route - num_routes
+                route, new = np.int64(collective_route[c]), not counted[c]
+                counted[c] = True
+                if route < 0:
+                    continue
+            elif asked[route] == stream:
+                continue
+            else:
+                asked[route] = stream
             for q in range(route_offsets[route], route_offsets[route + 1]):
                 link = route_links[q]
+                if counted_for[link] != stream:
+                    counted_for[link], mine[link] = stream, 0
                 mine[link] += 1
                 most[link] = max(most[link], mine[link])
-                if new:
-                    requests[link] += 1
-        for i in range(stream_offsets[stream], stream_offsets[stream + 1]):
-            route, c = np.int64(resource[i]), resource[i] - num_routes
-            if c >= 0:
-                route = np.int64(collective_route[c])
-            if route >= 0:
-                for q in range(route_offsets[route], route_offsets[route + 1]):
-                    mine[route_links[q]] = 0
+                requests[link] += new
     return most < requests

@@ -8,6 +8,7 @@ together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from meshwright.spec import Opcode, Program, ProgramError, Section, instruction_
 
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
+# Opcode, stage, peer and microbatch.
+_Columns = tuple[NDArray[np.int8], Column, Column, Column]
 
 SENDS = (int(Opcode.SEND_ACTIVATION), int(Opcode.SEND_GRADIENT))
 RECEIVES = (int(Opcode.RECEIVE_ACTIVATION), int(Opcode.RECEIVE_GRADIENT))
@@ -27,7 +30,7 @@ _MOST_ENTRIES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Matches:
-    """``sends[k]`` and ``receives[k]`` are one transfer (ids); ``collective`` (n,) numbers collectives, -1 elsewhere.
+    """``sends[k]`` and ``receives[k]`` are one transfer (ids); ``members[k]`` takes part in collective ``numbers[k]``.
 
     ``are_named``: every receive waits for its send in the program itself. ``owners[c]`` is the stream of collective c
     with the lowest number, ``sizes[c]`` its number of members.
@@ -36,7 +39,8 @@ class Matches:
     sends: Ids
     receives: Ids
     are_named: bool
-    collective: Column
+    members: Ids
+    numbers: Column
     owners: Column
     sizes: Column
 
@@ -45,12 +49,13 @@ def match_section(program: Program, section: Section) -> Matches:
     """Pair the transfers and collectives of one section; ProgramError names what has no counterpart."""
     named = _named_transfers(section)
     sends, receives = _match_transfers(section) if named is None else named
-    collective, owners, sizes = _match_collectives(program, section)
+    members, numbers, owners, sizes = _match_collectives(program, section)
     return Matches(
         sends=sends,
         receives=receives,
         are_named=named is not None,
-        collective=collective,
+        members=members,
+        numbers=numbers,
         owners=owners,
         sizes=sizes,
     )
@@ -60,6 +65,11 @@ def stream_of_instructions(section: Section) -> Column:
     """The stream of each instruction, shape (n,)."""
     counts = np.diff(section.stream_offsets)
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+
+def streams_of(section: Section, instructions: Ids) -> Ids:
+    """The stream of some instructions."""
+    return np.searchsorted(section.stream_offsets, instructions, side="right") - 1
 
 
 def rank_of_streams(program: Program) -> Column:
@@ -75,52 +85,75 @@ def rank_of_streams(program: Program) -> Column:
 
 def _named_transfers(section: Section) -> tuple[Ids, Ids] | None:
     """Sends and receives where each receive waits for its send and no two transfers are equal; None otherwise."""
-    count = section.num_instructions
+    columns = (section.opcode, section.stage, section.peer, section.microbatch)
     num_stages = 1 + int(section.stage.max(initial=0))
     num_microbatches = 1 + int(section.microbatch.max(initial=0))
-    size = 2 * num_stages**2 * num_microbatches
-    if size > _MOST_ENTRIES * count:
+    most = _MOST_ENTRIES * section.num_instructions
+    if 2 * num_stages**2 > most:
         return None
-    sends, receives = np.empty((2, count), np.int64)
-    columns = (section.opcode, section.stage, section.peer, section.microbatch)
-    met = np.zeros(size, np.bool_)
-    found = _follow_names(columns, section.wait_offsets, section.waits, num_stages, met, sends, receives)
-    return None if found < 0 else (sends[:found], receives[:found])
+    receives, route, num_routes, num_sends = _find_receives(columns, num_stages)
+    if num_sends != len(receives) or num_routes * num_microbatches > most:
+        return None
+    met = np.zeros((num_routes, num_microbatches), np.bool_)
+    sends = np.empty_like(receives)
+    named = _follow_names(columns, section.wait_offsets, section.waits, receives, route, met, sends)
+    return (sends, receives) if named else None
+
+
+@compiled
+def _find_receives(columns: _Columns, num_stages: int) -> tuple[Ids, Column, int, int]:
+    """All receives, a number for the stages and the payload of each, how many such numbers, and how many sends.
+
+    A number of -1 is for stages that there are not.
+    """
+    opcode, stage, peer, _ = columns
+    num_receives = num_sends = num_routes = 0
+    for i in range(len(opcode)):
+        num_receives += opcode[i] == RECEIVES[0] or opcode[i] == RECEIVES[1]
+        num_sends += opcode[i] == SENDS[0] or opcode[i] == SENDS[1]
+    receives, route = np.empty(num_receives, np.int64), np.empty(num_receives, np.int32)
+    numbers = np.full(2 * num_stages * num_stages, -1, np.int32)
+    k = 0
+    for i in range(len(opcode)):
+        if opcode[i] != RECEIVES[0] and opcode[i] != RECEIVES[1]:
+            continue
+        receives[k], route[k] = i, -1
+        if stage[i] >= 0 and 0 <= peer[i] < num_stages:
+            place = (stage[i] * num_stages + peer[i]) * 2 + (opcode[i] == RECEIVES[1])
+            if numbers[place] < 0:
+                numbers[place] = num_routes
+                num_routes += 1
+            route[k] = numbers[place]
+        k += 1
+    return receives, route, num_routes, num_sends
 
 
 @compiled
 def _follow_names(
-    columns: tuple[NDArray[np.int8], Column, Column, Column],
+    columns: _Columns,
     wait_offsets: Ids,
     waits: Ids,
-    num_stages: int,
+    receives: Ids,
+    route: Column,
     met: NDArray[np.bool_],
     sends: Ids,
-    receives: Ids,
-) -> int:
-    """Write the pairs and return their number; -1 if one has no name, or two are equal."""
+) -> bool:
+    """Write down the send that each receive waits for; false if one has no name, or two transfers are equal."""
     opcode, stage, peer, microbatch = columns
-    count, num_sends, num_microbatches = 0, 0, len(met) // (2 * num_stages * num_stages)
-    for i in range(len(opcode)):
-        if opcode[i] == SENDS[0] or opcode[i] == SENDS[1]:
-            num_sends += 1
-        if opcode[i] != RECEIVES[0] and opcode[i] != RECEIVES[1]:
-            continue
-        if min(stage[i], peer[i], microbatch[i]) < 0 or peer[i] >= num_stages:
-            return -1
-        send = np.int64(-1)
+    for r in range(len(receives)):
+        i, send = receives[r], np.int64(-1)
+        if route[r] < 0 or microbatch[i] < 0 or met[route[r], microbatch[i]]:
+            return False
+        met[route[r], microbatch[i]] = True
         for w in range(wait_offsets[i], wait_offsets[i + 1]):
             k = waits[w]
             # The opcode of a send comes before that of its receive.
             if k < len(opcode) and opcode[k] == opcode[i] - 1 and stage[k] == peer[i] and peer[k] == stage[i]:
                 send = k if microbatch[k] == microbatch[i] else send
-        place = ((stage[i] * num_stages + peer[i]) * 2 + (opcode[i] == RECEIVES[1])) * num_microbatches + microbatch[i]
-        if send < 0 or met[place]:
-            return -1
-        met[place] = True
-        sends[count], receives[count] = send, i
-        count += 1
-    return count if count == num_sends else -1
+        if send < 0:
+            return False
+        sends[r] = send
+    return True
 
 
 def _match_transfers(section: Section) -> tuple[Ids, Ids]:
@@ -158,12 +191,11 @@ def _unmatched_transfer(section: Section, sends: Ids, send_keys: Ids, receives: 
     )
 
 
-def _match_collectives(program: Program, section: Section) -> tuple[Column, Column, Column]:
-    collective = np.full(section.num_instructions, -1, np.int32)
+def _match_collectives(program: Program, section: Section) -> tuple[Ids, Column, Column, Column]:
     ids = np.flatnonzero(section.opcode == Opcode.ALL_REDUCE)
     if not len(ids):
-        return collective, np.zeros(0, np.int32), np.zeros(0, np.int32)
-    streams = stream_of_instructions(section)[ids]
+        return ids, *np.zeros((3, 0), np.int32)
+    streams = streams_of(section, ids)
     ranks = rank_of_streams(program)[streams]
     keys = np.stack([section.peer[ids], section.group[ids]])
     repetition = _count_repetitions(np.concatenate([ranks[None], keys]))
@@ -171,12 +203,13 @@ def _match_collectives(program: Program, section: Section) -> tuple[Column, Colu
     order = np.lexsort(np.concatenate([ranks[None], keys]))
     starts = np.concatenate([[True], (np.diff(keys[:, order]) != 0).any(axis=0)])
     number = np.cumsum(starts) - 1
-    collective[ids[order]] = number
     sizes = np.bincount(number)
     _check_members(program, section, ids[order], ranks[order], np.flatnonzero(starts), sizes)
     owners = np.full(len(sizes), len(program.streams), np.int32)
-    np.minimum.at(owners, number, streams[order])
-    return collective, owners, sizes.astype(np.int32)
+    np.minimum.at(owners, number, streams[order].astype(np.int32))
+    numbers = np.empty(len(ids), np.int32)
+    numbers[order] = number
+    return ids, numbers, owners, sizes.astype(np.int32)
 
 
 def _count_repetitions(keys: Column) -> Column:
@@ -191,18 +224,18 @@ def _count_repetitions(keys: Column) -> Column:
 
 def _check_members(program: Program, section: Section, ids: Ids, ranks: Column, starts: Ids, sizes: Ids) -> None:
     group = section.group[ids[starts]]
-    members = [sorted(ranks_of_group) for ranks_of_group in program.groups]
-    lengths = np.array([len(item) for item in members], np.int64)
+    lengths = np.fromiter(map(len, program.groups), np.int64)
     complete = (group >= 0) & (lengths[group] == sizes)
     if complete.all():
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        expected = np.concatenate([np.array(item, np.int32) for item in members])
+        members = np.fromiter(chain.from_iterable(program.groups), np.int32)
+        expected = members[np.lexsort((members, np.repeat(np.arange(len(lengths)), lengths)))]
         positions = np.arange(len(ids)) + np.repeat(offsets[group] - starts, sizes)
         complete = np.logical_and.reduceat(expected[positions] == ranks, starts)
     if not complete.all():
         c = int(np.argmin(complete))
         issued = ranks[starts[c] : starts[c] + sizes[c]].tolist()
-        wanted = members[group[c]] if group[c] >= 0 else "the ranks of a group"
+        wanted = sorted(program.groups[group[c]]) if group[c] >= 0 else "the ranks of a group"
         raise ProgramError(
             f"{_name(section, int(ids[starts[c]]))!r} is issued by ranks {issued}; expected {wanted}, once each. "
             "Build the program again, or let every member of the group issue it."

@@ -16,6 +16,9 @@ from meshwright.cost.compiled import compiled
 
 Times = NDArray[np.int64]
 
+# Later than every moment.
+_NEVER = np.iinfo(np.int64).max
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryUse:
@@ -38,27 +41,17 @@ def follow_memory(
     resident_bytes: NDArray[np.int64],
 ) -> MemoryUse:
     """Follow the bytes in use of all ranks; arguments as in `Prices`, times per instruction."""
-    acts = (allocate_bytes != 0).any(axis=1) | (free_bytes != 0).any(axis=1)
-    ids = np.flatnonzero(acts[cost_class])
-    offsets = np.searchsorted(ids, stream_offsets)
-    num_ranks = len(resident_bytes)
-    first_stream = np.searchsorted(stream_ranks, np.arange(num_ranks + 1)).astype(np.int64)
-    capacity = 2 * len(ids) + num_ranks
-    changes = np.stack([allocate_bytes, -free_bytes]).astype(np.int64)
-    class_of, part_of = np.nonzero(changes.reshape(-1, changes.shape[2]))
-    rank, time_ps = np.empty(capacity, np.int32), np.empty(capacity, np.int64)
-    in_use = np.empty(capacity, np.int64)
-    peak = np.zeros(resident_bytes.shape, np.int64)
+    changes = np.concatenate([allocate_bytes, -free_bytes]).astype(np.int64)
+    acts = (changes != 0).any(axis=1).reshape(2, -1).any(axis=0)
+    capacity = 2 * int(np.count_nonzero(acts[cost_class])) + len(resident_bytes)
+    rank, time_ps, in_use = np.empty(capacity, np.int32), np.empty(capacity, np.int64), np.empty(capacity, np.int64)
+    peak = resident_bytes.astype(np.int64)
     count = _merge_ranks(
-        first_stream,
-        offsets.astype(np.int64),
-        np.stack([start_ps[ids], end_ps[ids]]),
-        cost_class[ids],
-        len(allocate_bytes),
-        np.searchsorted(class_of, np.arange(2 * len(allocate_bytes) + 1)),
-        part_of,
-        changes.reshape(-1, changes.shape[2])[class_of, part_of],
-        resident_bytes.astype(np.int64),
+        np.searchsorted(stream_ranks, np.arange(len(resident_bytes) + 1)),
+        (stream_offsets, cost_class, start_ps, end_ps),
+        acts,
+        changes,
+        changes.sum(axis=1),
         (rank, time_ps, in_use),
         peak,
     )
@@ -68,75 +61,75 @@ def follow_memory(
 @compiled
 def _merge_ranks(
     first_stream: Times,
-    offsets: Times,
-    times: Times,
-    cost_class: NDArray[np.int32],
-    num_classes: int,
-    change_offsets: Times,
-    part_of: Times,
-    change: NDArray[np.int64],
-    resident: NDArray[np.int64],
+    network: tuple[Times, NDArray[np.int32], Times, Times],
+    acts: NDArray[np.bool_],
+    changes: NDArray[np.int64],
+    sums: NDArray[np.int64],
     series: tuple[NDArray[np.int32], Times, NDArray[np.int64]],
     peak: NDArray[np.int64],
 ) -> int:
-    """Walk through the moments of each rank in order; event 2i is the start of instruction i, 2i + 1 its end.
+    """Walk through the moments of each rank in order; moment 2i is the start of instruction i, 2i + 1 its end.
 
-    What class c changes at its start is ``change_offsets[c : c + 2]`` of ``part_of`` and ``change``, at its end that of
-    ``num_classes`` + c; most change few parts.
-    Parts are added one by one: numba takes seconds to compile arithmetic on whole arrays.
+    What class c changes by part at its start is ``changes[c]``, at its end ``changes[c + classes]``; ``sums`` says how
+    much that is in all, ``acts`` which classes change anything. ``peak`` (R, P) has what is there at first, and gets
+    the peak.
     """
-    count, num_parts = 0, resident.shape[1]
-    event = 2 * offsets[:-1]
-    now = np.empty(num_parts, np.int64)
-    for rank in range(len(resident)):
-        first, last = first_stream[rank], first_stream[rank + 1]
-        total = 0
-        for part in range(num_parts):
-            now[part] = peak[rank, part] = resident[rank, part]
-            total += now[part]
+    stream_offsets, cost_class, start_ps, end_ps = network
+    ranks, moments, in_use = series
+    count = 0
+    # Of the rank's streams that change anything: their numbers, the next moment and its time, and the next at the peak.
+    mine, event = np.empty(len(stream_offsets), np.int64), np.empty(len(stream_offsets), np.int64)
+    time, at_peak = np.empty(len(stream_offsets), np.int64), np.empty(len(stream_offsets), np.int64)
+    for rank in range(len(peak)):
+        total, number = peak[rank].sum(), 0
+        for stream in range(first_stream[rank], first_stream[rank + 1]):
+            i = _next_acting(acts, cost_class, stream_offsets[stream], stream_offsets[stream + 1])
+            if i < stream_offsets[stream + 1]:
+                mine[number], event[number], time[number], at_peak[number] = stream, 2 * i, start_ps[i], 2 * i
+                number += 1
         highest = total
-        count = _note(series, count, rank, 0, total)
-        while True:
-            stream = _next_stream(first, last, event, offsets, times)
-            if stream < 0:
+        ranks[count], moments[count], in_use[count] = rank, 0, total
+        while number:
+            s = 0
+            for other in range(1, number):
+                # Ends before starts.
+                if time[other] < time[s] or (time[other] == time[s] and event[other] & 1 > event[s] & 1):
+                    s = other
+            i, is_end, moment = event[s] >> 1, event[s] & 1, time[s]
+            if moment == _NEVER:
                 break
-            i, phase = event[stream] >> 1, event[stream] & 1
-            event[stream] += 1
-            row = phase * num_classes + cost_class[i]
-            for k in range(change_offsets[row], change_offsets[row + 1]):
-                now[part_of[k]] += change[k]
-                total += change[k]
+            total += sums[cost_class[i] + is_end * len(acts)]
+            if is_end:
+                last = stream_offsets[mine[s] + 1]
+                i = _next_acting(acts, cost_class, i + 1, last)
+                event[s], time[s] = 2 * i, start_ps[i] if i < last else _NEVER
+            else:
+                event[s], time[s] = event[s] + 1, end_ps[i]
             if total > highest:
                 highest = total
-                for part in range(num_parts):
-                    peak[rank, part] = now[part]
-            count = _note(series, count, rank, times[phase, i], total)
+                at_peak[:number] = event[:number]
+            if moments[count] != moment:
+                count += 1
+                ranks[count], moments[count] = rank, moment
+            in_use[count] = total
+        count += 1
+        for s in range(number):
+            _apply(changes, cost_class, 2 * stream_offsets[mine[s]], at_peak[s], peak[rank])
     return count
 
 
 @compiled
-def _next_stream(first: int, last: int, event: Times, offsets: Times, times: Times) -> int:
-    """The stream of a rank whose next event is the earliest, ends before starts; -1 when none is left."""
-    best, best_time, best_phase = -1, 0, 0
-    for stream in range(first, last):
-        if event[stream] >= 2 * offsets[stream + 1]:
-            continue
-        phase = event[stream] & 1
-        time = times[phase, event[stream] >> 1]
-        if best < 0 or time < best_time or (time == best_time and phase > best_phase):
-            best, best_time, best_phase = stream, time, phase
-    return best
+def _apply(changes: NDArray[np.int64], cost_class: NDArray[np.int32], begin: int, end: int, parts: Times) -> None:
+    """Add the changes of some moments of a stream, by part."""
+    for k in range(begin, end):
+        row = cost_class[k >> 1] + (k & 1) * (len(changes) // 2)
+        for part in range(len(parts)):
+            parts[part] += changes[row, part]
 
 
 @compiled
-def _note(
-    series: tuple[NDArray[np.int32], Times, NDArray[np.int64]], count: int, rank: int, time: int, total: int
-) -> int:
-    """Add a moment to the series, or overwrite the last if it is the same; return the new length."""
-    ranks, moments, in_use = series
-    if count and ranks[count - 1] == rank and moments[count - 1] == time:
-        count -= 1
-    ranks[count] = rank
-    moments[count] = time
-    in_use[count] = total
-    return count + 1
+def _next_acting(acts: NDArray[np.bool_], cost_class: NDArray[np.int32], i: int, end: int) -> int:
+    """The first instruction from ``i`` on that changes something; ``end`` if none before it does."""
+    while i < end and not acts[cost_class[i]]:
+        i += 1
+    return i

@@ -48,7 +48,7 @@ class Network(NamedTuple):
 
 def durations(network: Network) -> Times:
     """What each instruction takes, in ps, shape (n,)."""
-    return network.class_ps[network.cost_class]
+    return network.class_ps.take(network.cost_class)
 
 
 def with_durations(network: Network, duration_ps: Times, mark_shift_ps: Times) -> Network:

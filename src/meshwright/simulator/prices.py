@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.cost.compiled import compiled
 from meshwright.spec import Program, ProgramError, Section
 
 
@@ -77,19 +78,32 @@ def _check_section(name: str, section: Section, costs: SectionPrices, prices: Pr
     _require(len(costs.mark_offset_ps) == num_marks, f"the {name} has {num_marks} marks")
     if not count:
         return
-    for column, low, high in (
-        (costs.cost_class, 0, len(prices.duration_ps)),
-        (costs.route, -1, len(prices.route_offsets) - 1),
-    ):
-        _require(
-            int(column.min()) >= low and int(column.max()) < high, f"the {name} refers to an unknown class or route"
-        )
-    duration = prices.duration_ps[costs.cost_class]
-    routed = costs.route >= 0
-    _require(bool((duration[routed] >= 1).all()), f"a transfer of the {name} takes less than 1 ps on its links")
-    span, offset = duration[section.mark_instruction], costs.mark_offset_ps
-    earliest = routed[section.mark_instruction]
+    lowest, classes, routes, shortest = _look_through(costs.cost_class, costs.route, prices.duration_ps)
+    _require(
+        lowest >= 0 and classes <= len(prices.duration_ps) and routes < len(prices.route_offsets),
+        f"the {name} refers to an unknown class or route",
+    )
+    _require(shortest >= 1, f"a transfer of the {name} takes less than 1 ps on its links")
+    raising, offset = section.mark_instruction, costs.mark_offset_ps
+    span, earliest = prices.duration_ps[costs.cost_class[raising]], costs.route[raising] >= 0
     _require(bool(((offset >= earliest) & (offset <= span)).all()), f"a mark of the {name} lies outside its span")
+
+
+@compiled
+def _look_through(
+    cost_class: NDArray[np.int32], route: NDArray[np.int32], duration_ps: NDArray[np.int64]
+) -> tuple[int, int, int, int]:
+    """What a section refers to: below 0 if that is no class or no route, how many classes and routes there have to be.
+
+    And the shortest of what has a route, in ps.
+    """
+    lowest, classes, routes, shortest = 0, 0, 0, np.iinfo(np.int64).max
+    for i in range(len(cost_class)):
+        lowest = min(lowest, cost_class[i], route[i] + 1)
+        classes, routes = max(classes, cost_class[i] + 1), max(routes, route[i] + 1)
+        if route[i] >= 0 and 0 <= cost_class[i] < len(duration_ps):
+            shortest = min(shortest, duration_ps[cost_class[i]])
+    return lowest, classes, routes, shortest
 
 
 def _require(condition: bool, what: str) -> None:

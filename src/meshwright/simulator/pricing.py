@@ -7,7 +7,7 @@ distinct ones are touched one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.memory import FIRST, LAST
 from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets
-from meshwright.simulator.buffers import compute_order, receive_buffer_bytes, sent_gradient_bytes
-from meshwright.simulator.matching import RECEIVES, rank_of_streams, stream_of_instructions
+from meshwright.simulator.alike import find_distinct, mark_backwards
+from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes
+from meshwright.simulator.matching import RECEIVES, rank_of_streams
 from meshwright.simulator.placed import PlacedRanks
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.routes import Routes
@@ -43,7 +44,8 @@ from meshwright.spec import (
 from meshwright.spec.instructions import COMPUTATIONS, STASHING, UPDATES
 from meshwright.spec.memory import MEMORY_PARTS, RECEIVED, SENT
 
-_COMPUTE = (*COMPUTATIONS, *UPDATES, *STASHING)
+# Whether an opcode occupies the device, by opcode.
+_IS_COMPUTE = np.isin(list(Opcode), (*COMPUTATIONS, *UPDATES, *STASHING))
 # The engine needs time to pass while a link is held.
 _SHORTEST_S = 1e-12
 
@@ -66,7 +68,7 @@ def price_program(
         allocate_bytes=np.stack(takes),
         free_bytes=np.stack(frees),
         memory_parts=MEMORY_PARTS,
-        resident_bytes=np.stack([pricer.resident_bytes(rank) for rank in range(program.num_ranks)]),
+        resident_bytes=np.stack([pricer.resident_bytes(*item) for item in enumerate(compute_orders(program))]),
         route_offsets=route_offsets,
         route_links=route_links,
         num_links=num_links,
@@ -118,9 +120,9 @@ class _Pricer:
         # Per class: duration and host time in ps, bytes taken and freed.
         self.classes: list[tuple[int, int, Bytes, Bytes]] = []
 
-    def resident_bytes(self, rank: int) -> Bytes:
-        """What a rank holds all the time."""
-        kind, order = int(self._kind_of_rank[rank]), compute_order(self._program, rank)
+    def resident_bytes(self, rank: int, order: NDArray[np.int64]) -> Bytes:
+        """What a rank holds all the time; ``order`` as of `compute_orders`."""
+        kind = int(self._kind_of_rank[rank])
         total = by_part({})
         for index in self._plan.stages_of(rank):
             stage, own = self._stages[index], self._bytes[index][kind]
@@ -134,19 +136,22 @@ class _Pricer:
 
     def price_section(self, section: Section) -> SectionPrices:
         """Classes, routes and mark offsets of one section."""
-        ranks = rank_of_streams(self._program)[stream_of_instructions(section)]
-        where = np.stack([section.stage, self._kind_of_rank[ranks], place_of_backward(section)]).astype(np.int64)
-        is_compute = np.isin(section.opcode, _COMPUTE)
+        kind = np.repeat(self._kind_of_rank[rank_of_streams(self._program)], np.diff(section.stream_offsets))
+        place = place_of_backward(section)
+        is_compute = _IS_COMPUTE[section.opcode]
         compute, transfers = np.flatnonzero(is_compute), np.flatnonzero(~is_compute)
         _check_groups(self._program, section, transfers)
-        columns = (section.group, section.opcode, section.num_bytes)
-        table = np.empty((2, section.num_instructions), np.int32)
-        table[:, compute] = _per_distinct(np.stack([*where[:, compute], section.opcode[compute]]), self._computation)
-        table[:, transfers] = _per_distinct(np.stack([column[transfers] for column in columns]), self._transfer)
+        cost_class = np.empty(section.num_instructions, np.int32)
+        route = np.full(section.num_instructions, -1, np.int32)
+        computing = (section.stage, kind, place, section.opcode)
+        cost_class[compute] = _per_distinct([column[compute] for column in computing], self._computation)[0]
+        moving = (section.group, section.opcode, section.num_bytes)
+        cost_class[transfers], route[transfers] = _per_distinct(
+            [column[transfers] for column in moving], self._transfer
+        )
         raising = section.mark_instruction
-        marks = np.stack([*where[:, raising], section.opcode[raising], section.mark_index])
-        offsets = _per_distinct(marks, self._mark)
-        return SectionPrices(cost_class=table[0], route=table[1], mark_offset_ps=offsets[0])
+        offsets = _per_distinct([*(column[raising] for column in computing), section.mark_index], self._mark)
+        return SectionPrices(cost_class=cost_class, route=route, mark_offset_ps=offsets[0])
 
     def _computation(self, stage: int, kind: int, place: int, opcode: int) -> tuple[int, int]:
         costs, in_use = self._costs[stage][kind], self._bytes[stage][kind]
@@ -209,17 +214,18 @@ class _Pricer:
         return len(self.classes) - 1
 
 
-def _per_distinct(keys: NDArray[np.int64], price: Callable[..., tuple[int, int]]) -> NDArray[np.int64]:
-    """Call ``price`` once per distinct column of ``keys``; its two numbers for every column, shape (2, n)."""
-    count = keys.shape[1]
-    if not count:
-        return np.zeros((2, 0), np.int64)
-    order = np.lexsort(keys)
-    is_new = np.concatenate([[True], (np.diff(keys[:, order]) != 0).any(axis=0)])
-    priced = np.array([price(*keys[:, column].tolist()) for column in order[is_new]], np.int64)
-    table = np.empty((2, count), np.int64)
-    table[:, order] = priced[np.cumsum(is_new) - 1].T
-    return table
+def _per_distinct(
+    columns: Sequence[NDArray[np.integer]], price: Callable[..., tuple[int, int]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Call ``price`` once for all rows that are equal; the columns of its two numbers."""
+    keys = np.stack(columns).astype(np.int64, copy=False)
+    if not keys.shape[1]:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    number, first = find_distinct(keys)
+    order = np.lexsort(keys[:, first])
+    table = np.empty((2, len(first)), np.int64)
+    table[:, order] = np.array([price(*keys[:, row].tolist()) for row in first[order]], np.int64).T
+    return table[0].take(number), table[1].take(number)
 
 
 def place_of_backward(section: Section) -> NDArray[np.int64]:
@@ -227,18 +233,8 @@ def place_of_backward(section: Section) -> NDArray[np.int64]:
 
     Of a backward in two parts the one for weights counts. A stage is updated after its backwards, once a step or often.
     """
-    backwards = np.flatnonzero(np.isin(section.opcode, (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)))
-    # A rank with several stages updates them together, behind all of their backwards.
-    updates = np.cumsum(section.opcode == Opcode.OPTIMIZER_STEP)[backwards]
-    num_stages, num_updates = int(section.stage.max(initial=0)) + 1, int(updates.max(initial=0)) + 1
-    streams = stream_of_instructions(section)[backwards].astype(np.int64)
-    keys = (streams * num_stages + section.stage[backwards]) * num_updates + updates
-    _, first = np.unique(keys, return_index=True)
-    _, last_reversed = np.unique(keys[::-1], return_index=True)
-    place = np.zeros(section.num_instructions, np.int64)
-    place[backwards[first]] |= FIRST
-    place[backwards[::-1][last_reversed]] |= LAST
-    return place
+    num_stages = int(section.stage.max(initial=0)) + 1
+    return mark_backwards(section.stream_offsets, section.opcode, section.stage, num_stages)
 
 
 def _check_groups(program: Program, section: Section, transfers: NDArray[np.int64]) -> None:
@@ -248,8 +244,9 @@ def _check_groups(program: Program, section: Section, transfers: NDArray[np.int6
             f"{section.instruction(i)} names no group of ranks, so it cannot be priced; expected (source, target) for "
             "a transfer and all members for an all-reduce. Give the group when the instruction is appended."
         )
-    pairs = section.group[transfers[section.opcode[transfers] != Opcode.ALL_REDUCE]]
-    for group in np.unique(pairs).tolist():
+    pairs = np.zeros(len(program.groups), np.bool_)
+    pairs[section.group[transfers[section.opcode[transfers] != Opcode.ALL_REDUCE]]] = True
+    for group in np.flatnonzero(pairs).tolist():
         if len(program.groups[group]) != 2:
             raise ProgramError(
                 f"A send or receive names the ranks {program.groups[group]}; expected the pair (source, target). "

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.cost.compiled import compiled
 from meshwright.simulator.deadlock import raise_deadlock
 from meshwright.simulator.engine import Contention, check_contention, run_network
 from meshwright.simulator.host_time import HOST_ROUNDS, charge_host_time
@@ -22,6 +23,8 @@ from meshwright.simulator.network import Network, durations
 from meshwright.simulator.prices import Prices, check_prices
 from meshwright.simulator.unroll import Unrolled, unroll
 from meshwright.spec import Program, ProgramError, Timeline
+
+Ids = NDArray[np.int64]
 
 # Instructions of all steps that are kept at once: 24 bytes each for the engine, some 100 for the timeline.
 MAX_UNROLLED = 5_000_000
@@ -53,8 +56,8 @@ class Run:
 
     unrolled: Unrolled
     network: Network
-    start_ps: NDArray[np.int64]
-    end_ps: NDArray[np.int64]
+    start_ps: Ids
+    end_ps: Ids
 
 
 def run_program(program: Program, prices: Prices, num_steps: int, contention: Contention = "queued") -> Run:
@@ -108,9 +111,12 @@ def record_spans(program: Program, run: Run, memory: MemoryUse | None = None) ->
 
 def instruction_columns(program: Program, unrolled: Unrolled) -> dict[str, NDArray[Any]]:
     """What each instruction of the unrolled program is: the columns of a Timeline but for its times."""
-    rows = [section for _, section in program.sections()]
+    rows, only = [section for _, section in program.sections()], unrolled.layout.only
     names = ("opcode", "stage", "microbatch", "peer", "num_bytes")
-    facts = {name: np.concatenate([getattr(section, name) for section in rows])[unrolled.source] for name in names}
+    if only is not None and unrolled.layout.joined is None:
+        facts = {name: getattr(only.section, name) for name in names}
+    else:
+        facts = {name: np.concatenate([getattr(section, name) for section in rows])[unrolled.source] for name in names}
     if program.advance:
         counted = facts["microbatch"] + unrolled.step * np.int32(program.advance)
         facts["microbatch"] = np.where(facts["microbatch"] < 0, np.int32(-1), counted)
@@ -118,8 +124,8 @@ def instruction_columns(program: Program, unrolled: Unrolled) -> dict[str, NDArr
 
 
 def run_unrolled(
-    program: Program, unrolled: Unrolled, host_ps: NDArray[np.int64], contention: Contention = "queued"
-) -> tuple[Network, NDArray[np.int64], NDArray[np.int64]]:
+    program: Program, unrolled: Unrolled, host_ps: Ids, contention: Contention = "queued"
+) -> tuple[Network, Ids, Ids]:
     """Run until nothing changes: the network with processor time charged, and start and end of each span in ps."""
     network = unrolled.network
     start_ps, end_ps = _run(program, unrolled, network, contention)
@@ -132,14 +138,19 @@ def run_unrolled(
     return network, start_ps, end_ps
 
 
-def _run(
-    program: Program, unrolled: Unrolled, network: Network, contention: Contention
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _run(program: Program, unrolled: Unrolled, network: Network, contention: Contention) -> tuple[Ids, Ids]:
     outcome = run_network(network, unrolled.num_links, contention)
     raise_deadlock(program, unrolled, outcome.end_ps, outcome.position)
-    start_ps, end_ps = outcome.start_ps(network), outcome.end_ps
-    receives = np.flatnonzero(unrolled.send_of >= 0)
-    first = receives == network.stream_offsets[unrolled.stream[receives]]
-    before = np.where(first, 0, end_ps[receives - 1])
-    start_ps[receives] = np.maximum(before, start_ps[unrolled.send_of[receives]])
-    return start_ps, end_ps
+    start_ps = outcome.start_ps(network)
+    _start_receives(network.stream_offsets, *unrolled.layout.transfers, start_ps, outcome.end_ps)
+    return start_ps, outcome.end_ps
+
+
+@compiled
+def _start_receives(stream_offsets: Ids, receives: Ids, sends: Ids, start_ps: Ids, end_ps: Ids) -> None:
+    """A receive begins with its send, or when the instruction before it in its stream ended."""
+    is_first = np.zeros(len(end_ps) + 1, np.bool_)
+    is_first[stream_offsets] = True
+    for k in range(len(receives)):
+        i = receives[k]
+        start_ps[i] = max(start_ps[sends[k]], 0 if is_first[i] else end_ps[i - 1])

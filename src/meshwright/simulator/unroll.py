@@ -16,7 +16,7 @@ from meshwright.cost.compiled import compiled
 from meshwright.simulator.endless import join_repetitions
 from meshwright.simulator.layout import Layout, Part
 from meshwright.simulator.links import find_shared_links
-from meshwright.simulator.matching import Matches, match_section, stream_of_instructions
+from meshwright.simulator.matching import Matches, match_section, stream_of_instructions, streams_of
 from meshwright.simulator.network import Network
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.spec import Program, ProgramError, Section
@@ -81,8 +81,7 @@ def unroll(program: Program, prices: Prices, num_steps: int) -> Unrolled:
 def _make_part(program: Program, section: Section, costs: SectionPrices) -> Part:
     matches = match_section(program, section)
     wait_offsets, waits = _with_sends_awaited(section, matches)
-    streams = stream_of_instructions(section)
-    return Part(section=section, costs=costs, matches=matches, streams=streams, wait_offsets=wait_offsets, waits=waits)
+    return Part(section=section, costs=costs, matches=matches, wait_offsets=wait_offsets, waits=waits)
 
 
 def _with_sends_awaited(section: Section, matches: Matches) -> tuple[Ids, Ids]:
@@ -104,9 +103,9 @@ def _with_sends_awaited(section: Section, matches: Matches) -> tuple[Ids, Ids]:
 def _assemble(prices: Prices, layout: Layout) -> Network:
     parts = layout.parts
     _check_size(layout)
-    cost_class, resource, wait_offsets, waits = _place_parts(layout, len(prices.route_offsets) - 1)
     collective_route = np.concatenate([_routes_of_collectives(part) for part in parts])
     links = prices.route_offsets.astype(np.int64), prices.route_links.astype(np.int32)
+    cost_class, resource, wait_offsets, waits = _place_parts(layout, len(prices.route_offsets) - 1)
     shared = find_shared_links(layout.stream_offsets, resource, collective_route, *links, prices.num_links)
     number, num_private, route_offsets, route_links = _put_private_first(shared, *links)
     _renumber(number, resource)
@@ -144,40 +143,50 @@ def _check_size(layout: Layout) -> None:
 
 def _place_parts(layout: Layout, num_routes: int) -> tuple[Column, Column, Column, Column]:
     """The columns cost class, resource (with the routes of the prices), offsets of waits, and waits."""
-    parts = layout.parts
-    num_instructions = int(layout.stream_offsets[-1])
+    if layout.only is not None:
+        return _take_columns(layout.only, num_routes)
+    parts, num_instructions = layout.parts, int(layout.stream_offsets[-1])
     cost_class, resource = np.empty(num_instructions, np.int32), np.empty(num_instructions, np.int32)
     offsets, waits = np.zeros(num_instructions + 1, np.int32), np.empty(sum(len(p.waits) for p in parts), np.int32)
     number, marks = num_routes, 0
-    for part, begins in zip(parts, layout.begins, strict=True):
-        shift = begins - part.section.stream_offsets[:-1]
+    for p, part in enumerate(parts):
+        place = (part.section.stream_offsets, layout.shifts(p))
         _place_columns(
-            (shift, part.streams, number),
-            (part.costs.cost_class, part.costs.route, part.matches.collective, part.wait_offsets),
-            (cost_class, resource, offsets),
+            place, (part.costs.cost_class, part.costs.route, part.wait_offsets), (cost_class, resource, offsets)
         )
+        members = part.matches.members
+        resource[members + layout.shifts(p)[streams_of(part.section, members)]] = number + part.matches.numbers
         number += len(part.matches.sizes)
     np.cumsum(offsets, out=offsets)
-    for part, begins in zip(parts, layout.begins, strict=True):
-        shift = begins - part.section.stream_offsets[:-1]
-        _place_waits((shift, part.streams, marks), (part.wait_offsets, part.waits), (offsets, waits))
+    for p, part in enumerate(parts):
+        streams = stream_of_instructions(part.section)
+        _place_waits((layout.shifts(p), streams, marks), (part.wait_offsets, part.waits), (offsets, waits))
         marks += len(part.section.mark_instruction)
     return cost_class, resource, offsets, waits
 
 
+def _take_columns(part: Part, num_routes: int) -> tuple[Column, Column, Column, Column]:
+    """The same of the only part: nothing moves."""
+    resource = part.costs.route.astype(np.int32)
+    resource[part.matches.members] = num_routes + part.matches.numbers
+    waits = part.waits.astype(np.int32)
+    np.subtract(part.section.num_instructions - 1, waits, out=waits, where=waits >= part.section.num_instructions)
+    return part.costs.cost_class.astype(np.int32, copy=False), resource, part.wait_offsets.astype(np.int32), waits
+
+
 @compiled
 def _place_columns(
-    place: tuple[Ids, Column, int], given: tuple[Column, Column, Column, Ids], made: tuple[Column, Column, Column]
+    place: tuple[Ids, Ids], given: tuple[Column, Column, Ids], made: tuple[Column, Column, Column]
 ) -> None:
     """Copy the columns of a part; ``made[2]`` gets numbers of waits, one place further."""
-    shift, streams, first = place
-    given_class, route, collective, given_offsets = given
+    stream_offsets, shifts = place
+    given_class, route, given_offsets = given
     cost_class, resource, counts = made
-    for i in range(len(streams)):
-        k = i + shift[streams[i]]
-        cost_class[k] = given_class[i]
-        resource[k] = route[i] if collective[i] < 0 else first + collective[i]
-        counts[k + 1] = given_offsets[i + 1] - given_offsets[i]
+    for stream in range(len(shifts)):
+        for i in range(stream_offsets[stream], stream_offsets[stream + 1]):
+            k = i + shifts[stream]
+            cost_class[k], resource[k] = given_class[i], route[i]
+            counts[k + 1] = given_offsets[i + 1] - given_offsets[i]
 
 
 @compiled
@@ -198,10 +207,9 @@ def _place_waits(place: tuple[Ids, Column, int], given: tuple[Ids, Ids], made: t
 def _place_marks(layout: Layout, class_ps: Ids) -> tuple[Column, Ids]:
     """Which instruction raises each mark, and how long before its end (0 or less), in ps."""
     instructions, shifts_ps = [], []
-    for part, begins in zip(layout.parts, layout.begins, strict=True):
+    for p, part in enumerate(layout.parts):
         raising = part.section.mark_instruction
-        shift = begins - part.section.stream_offsets[:-1]
-        instructions.append((raising + shift[part.streams[raising]]).astype(np.int32))
+        instructions.append((raising + layout.shifts(p)[streams_of(part.section, raising)]).astype(np.int32))
         shifts_ps.append(part.costs.mark_offset_ps - class_ps[part.costs.cost_class[raising]])
     return np.concatenate(instructions), np.concatenate(shifts_ps)
 
@@ -209,9 +217,9 @@ def _place_marks(layout: Layout, class_ps: Ids) -> tuple[Column, Ids]:
 def _place_joins(layout: Layout) -> tuple[Column, Column]:
     """The joins in the order of the network, and how many of their waits they need."""
     ids = []
-    for part, begins in zip(layout.parts, layout.begins, strict=True):
+    for p, part in enumerate(layout.parts):
         joins = part.section.join_instruction
-        ids.append((joins + (begins - part.section.stream_offsets[:-1])[part.streams[joins]]).astype(np.int32))
+        ids.append((joins + layout.shifts(p)[streams_of(part.section, joins)]).astype(np.int32))
     need = np.concatenate([part.section.join_need for part in layout.parts]).astype(np.int32)
     order = np.argsort(np.concatenate(ids))
     return np.concatenate(ids)[order], need[order]
@@ -220,8 +228,7 @@ def _place_joins(layout: Layout) -> tuple[Column, Column]:
 def _routes_of_collectives(part: Part) -> Column:
     """The route of each collective: that of its lowest member."""
     route = np.empty(len(part.matches.sizes), np.int32)
-    members = np.flatnonzero(part.matches.collective >= 0)[::-1]
-    route[part.matches.collective[members]] = part.costs.route[members]
+    route[part.matches.numbers[::-1]] = part.costs.route[part.matches.members[::-1]]
     return route
 
 

@@ -34,6 +34,8 @@ _SCHEMA = re.compile(r"meshwright/(?P<kind>[^/]+)/[^/]+")
 
 def encode(value: Any) -> Any:
     """Turn a dataclass (or any value that its fields may hold) into JSON-able data."""
+    if type(value) in (int, str):  # most of what there is
+        return value
     if hasattr(value, "encode_scalar"):
         return value.encode_scalar()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

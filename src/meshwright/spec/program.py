@@ -229,7 +229,7 @@ def _check_section(name: str, section: Section, num_streams: int, num_groups: in
             len(offsets) == rows + 1
             and offsets[0] == 0
             and offsets[-1] == total
-            and bool((np.diff(offsets) >= 0).all())
+            and bool((offsets[1:] >= offsets[:-1]).all())
         )
         require(legal, f"{column} does not partition {total} entries")
     require(len(section.mark_index) == num_marks, "the mark columns differ in length")
@@ -249,7 +249,8 @@ def _check_section(name: str, section: Section, num_streams: int, num_groups: in
         )
     joins = section.join_instruction
     require(bool((np.diff(joins) > 0).all()), "column join_instruction does not ascend")
-    legal = (section.join_need >= 1) & (section.join_need <= np.diff(section.wait_offsets)[joins])
+    num_waits = section.wait_offsets[joins + 1] - section.wait_offsets[joins]
+    legal = (section.join_need >= 1) & (section.join_need <= num_waits)
     require(bool(legal.all()), "column join_need leaves 1 and the number of waits of an instruction")
     late = section.late_instruction
     same = {len(getattr(section, f"late_{column}")) for column in ("section", "awaited", "lag")} == {len(late)}

@@ -1,6 +1,6 @@
 """Schedules: in which order each rank computes. Policies that yield data; nothing is executed here.
 
-A named schedule is a function (plan, rank) → the rank's computations as columns. It needs a layout (`layouts`): where
+A named schedule is a function plan → the computations of all ranks as columns. It needs a layout (`layouts`): where
 the stages lie, and with how many replicas. Replica r of a stage with R replicas has the microbatches r, r + R, ...
 
     single           gpipe, 1f1b, zb-h1, zb-h2     one stage on a rank
@@ -18,14 +18,14 @@ from collections.abc import Callable
 from typing import Literal
 
 from meshwright.program.schedules.bidirectional import dualpipe, dualpipe_v, zb_v
-from meshwright.program.schedules.columns import OrderColumns
+from meshwright.program.schedules.columns import OrderColumns, RankOrders
 from meshwright.program.schedules.layouts import local_microbatches, num_active, stays_on_rank
 from meshwright.program.schedules.single import gpipe, one_forward_one_backward, zb_h1, zb_h2
 from meshwright.program.schedules.virtual import interleaved, looped_breadth_first
 from meshwright.spec.plan import Plan, ScheduleName, SynchronousName
 
 LayoutKind = Literal["single", "in turn", "v", "both ways"]
-NamedSchedule = Callable[[Plan, int], OrderColumns]
+NamedSchedule = Callable[[Plan], RankOrders]
 
 SCHEDULES: dict[SynchronousName, NamedSchedule] = {
     "gpipe": gpipe,
@@ -61,6 +61,7 @@ __all__ = [
     "SCHEDULE_LAYOUTS",
     "NamedSchedule",
     "OrderColumns",
+    "RankOrders",
     "local_microbatches",
     "num_active",
     "stays_on_rank",

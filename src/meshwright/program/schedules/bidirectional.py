@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from meshwright.program.schedules.columns import OrderColumns, gather_columns
-from meshwright.program.schedules.layouts import sit_both_ways, sit_in_a_v
+from meshwright.program.schedules.columns import OrderColumns, RankOrders, gather_columns, join_ranks
+from meshwright.program.schedules.layouts import Seat, sit_both_ways, sit_in_a_v
 from meshwright.spec.errors import PlanError
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.plan import Plan
@@ -32,16 +32,19 @@ Row = tuple[Opcode, int, int]
 JointRow = tuple[Opcode, int, int, bool]
 
 
-def zb_v(plan: Plan, rank: int) -> OrderColumns:
+def zb_v(plan: Plan) -> RankOrders:
     """Zero bubble in a V: the memory of 1f1b."""
-    seat = sit_in_a_v(plan, rank)
-    first, last = seat.stages
+    seats = sit_in_a_v(plan)
+    return join_ranks(_zb_v_of(seats.of(rank)) for rank in range(plan.num_ranks))
+
+
+def _zb_v_of(seat: Seat) -> OrderColumns:
     mine = seat.microbatches.tolist()
     size, position = seat.num_positions, seat.position
     # Orders are those of at least 2p - 1 microbatches, without those that there are not.
     count = max(2 * size - 1, len(mine))
     rows = _zb_v(size, position, count)
-    return gather_columns((opcode, (first, last)[chunk], mine[m]) for opcode, chunk, m in rows if m < len(mine))
+    return gather_columns((opcode, seat.stages[chunk], mine[m]) for opcode, chunk, m in rows if m < len(mine))
 
 
 def _zb_v(size: int, position: int, count: int) -> Iterator[Row]:
@@ -81,20 +84,28 @@ def _zb_v(size: int, position: int, count: int) -> Iterator[Row]:
             yield next_of(Opcode.BACKWARD_WEIGHT, chunk)
 
 
-def dualpipe_v(plan: Plan, rank: int) -> OrderColumns:
+def dualpipe_v(plan: Plan) -> RankOrders:
     """DualPipe folded in two. Raises PlanError for fewer than 2p microbatches."""
-    seat = sit_in_a_v(plan, rank)
+    seats = sit_in_a_v(plan)
+    return join_ranks(_dualpipe_v_of(plan, seats.of(rank)) for rank in range(plan.num_ranks))
+
+
+def _dualpipe_v_of(plan: Plan, seat: Seat) -> OrderColumns:
     mine = seat.microbatches.tolist()
     _require(plan, len(mine), 2 * seat.num_positions)
     rows = _dualpipe(seat.num_positions, seat.position, len(mine))
     return gather_columns((opcode, seat.stages[chunk], mine[m], joint) for opcode, chunk, m, joint in rows)
 
 
-def dualpipe(plan: Plan, rank: int) -> OrderColumns:
+def dualpipe(plan: Plan) -> RankOrders:
     """Microbatches from both ends at once. Raises PlanError for fewer than 2p microbatches, or an odd number."""
-    seat = sit_both_ways(plan, rank)
+    seats = sit_both_ways(plan)
+    _require(plan, plan.num_microbatches, 2 * seats.num_positions, even=True)
+    return join_ranks(_dualpipe_of(plan, seats.of(rank)) for rank in range(plan.num_ranks))
+
+
+def _dualpipe_of(plan: Plan, seat: Seat) -> OrderColumns:
     half = seat.num_positions // 2
-    _require(plan, plan.num_microbatches, 2 * seat.num_positions, even=True)
     # The first replicas have the even microbatches, the second ones the odd; near the far end the roles are swapped.
     swapped = seat.position >= half
     distance = seat.num_positions - 1 - seat.position if swapped else seat.position

@@ -1,9 +1,10 @@
-"""What one rank computes, in order, as columns: the kind of computation, the stage and the microbatch of each."""
+"""What ranks compute, in order, as columns: the kind of computation, the stage and the microbatch of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderColumns:
-    """Computations of one rank, each column of shape (n,); ``opcode`` is one of `spec.program.COMPUTATIONS`.
+    """Computations in order, each column of shape (n,); ``opcode`` is one of `spec.program.COMPUTATIONS`.
 
     ``joint``: runs together with the next one. Neither begins before both can, and what they make leaves when both are
     done.
@@ -36,9 +37,26 @@ class OrderColumns:
         """Rows of opcode, stage and microbatch, shape (n, 3)."""
         return np.stack([self.opcode.astype(np.int32), self.stage, self.microbatch], axis=1)
 
-    def select(self, places: NDArray[np.int64] | NDArray[np.bool_]) -> OrderColumns:
+    def select(self, places: NDArray[np.int64] | NDArray[np.bool_] | slice) -> OrderColumns:
         """The computations at some places, or where a mask is true."""
         return OrderColumns(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankOrders:
+    """What all ranks compute, one behind the other: rank r has ``offsets[r]:offsets[r + 1]`` of ``columns``."""
+
+    offsets: NDArray[np.int64]
+    columns: OrderColumns
+
+    def split(self) -> tuple[OrderColumns, ...]:
+        """The order of each rank."""
+        return tuple(self.columns.select(slice(*ends)) for ends in pairwise(self.offsets.tolist()))
+
+    def select(self, kept: NDArray[np.bool_]) -> RankOrders:
+        """The computations where a mask is true."""
+        offsets = np.concatenate([[0], np.cumsum(kept)])[self.offsets]
+        return RankOrders(offsets=offsets, columns=self.columns.select(kept))
 
 
 def make_columns(opcode: ArrayLike, stage: ArrayLike, microbatch: ArrayLike, joint: ArrayLike = False) -> OrderColumns:
@@ -56,3 +74,15 @@ def gather_columns(rows: Iterable[tuple[int, ...]]) -> OrderColumns:
     """Columns of rows (opcode, stage, microbatch), or of such with a fourth number: joint or not."""
     table = np.array(list(rows), np.int32)
     return make_columns(*table.reshape(len(table), -1).T) if len(table) else make_columns((), (), ())
+
+
+def join_ranks(orders: Iterable[OrderColumns]) -> RankOrders:
+    """The orders of all ranks, given one by one."""
+    given = tuple(orders)
+    columns = OrderColumns(
+        **{
+            name: np.concatenate([getattr(order, name) for order in given])
+            for name in OrderColumns.__dataclass_fields__
+        }
+    )
+    return RankOrders(offsets=np.cumsum([0, *map(len, given)]), columns=columns)

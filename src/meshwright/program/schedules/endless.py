@@ -89,7 +89,7 @@ def endless_order(plan: Plan, rank: int) -> EndlessOrder:
 
     Raises PlanError for a layout or number of microbatches that the schedule does not take.
     """
-    seat = sit_alone(plan, rank)
+    seat = sit_alone(plan).of(rank)
     _check(plan)
     versions_of, per_update = _RULES[_name(plan)]
     stage, period, ahead = seat.position, plan.num_microbatches, num_active(plan, seat.position)

@@ -17,6 +17,8 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 
+Ids = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seat:
@@ -26,6 +28,31 @@ class Seat:
     num_positions: int
     stages: tuple[int, ...]
     microbatches: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seats:
+    """Where all ranks sit: ``positions`` (ranks,) of ``num_positions``, ``stages`` (ranks, chunks) in order.
+
+    Rank r has ``counts[r]`` microbatches, ``firsts[r]`` and every ``steps[r]``-th from there on; all of shape (ranks,).
+    """
+
+    positions: Ids
+    num_positions: int
+    stages: NDArray[np.int32]
+    firsts: Ids
+    steps: Ids
+    counts: Ids
+
+    def of(self, rank: int) -> Seat:
+        """The seat of one rank."""
+        first, step, count = (int(column[rank]) for column in (self.firsts, self.steps, self.counts))
+        return Seat(
+            position=int(self.positions[rank]),
+            num_positions=self.num_positions,
+            stages=tuple(self.stages[rank].tolist()),
+            microbatches=np.arange(first, first + step * count, step, dtype=np.int32),
+        )
 
 
 def local_microbatches(plan: Plan, stage: int, rank: int) -> range:
@@ -59,28 +86,30 @@ def num_active(plan: Plan, stage: int) -> int:
     never waits if its stages are balanced. Where
     stages form branches the sum goes along the way to the end with the most ranks.
     """
-    return -(-_ranks_ahead(plan)[stage] // len(plan.stages[stage].ranks))
+    return int(active_counts(plan)[stage])
 
 
 @lru_cache(maxsize=64)
-def _ranks_ahead(plan: Plan) -> tuple[int, ...]:
-    """Of each stage, the ranks on the longest way from it to the end."""
+def active_counts(plan: Plan) -> Ids:
+    """`num_active` of every stage, shape (stages,)."""
     ahead = [0] * len(plan.stages)
     for stage in reversed(range(len(plan.stages))):
         later = max((ahead[target] for target in plan.feeds(stage)), default=0)
         ahead[stage] = len(plan.stages[stage].ranks) + later
-    return tuple(ahead)
+    return np.array([-(-count // len(stage.ranks)) for count, stage in zip(ahead, plan.stages, strict=True)], np.int64)
 
 
-def sit_alone(plan: Plan, rank: int, *, alike: bool = False) -> Seat:
+@lru_cache(maxsize=64)
+def sit_alone(plan: Plan, *, alike: bool = False) -> Seats:
     """One stage on every rank. ``alike``: all stages with the same number of replicas. Raises PlanError otherwise."""
-    stage_of = _stages_alone(plan)
+    if plan.has_virtual_stages:
+        raise _wrong(plan, "one stage on every rank", "Give each stage ranks of its own")
     if alike and len({len(stage.ranks) for stage in plan.stages}) > 1:
         raise _wrong(plan, "the same number of replicas for every stage", "Give each stage as many ranks")
-    return _seat(plan, rank, stage_of[rank], len(plan.stages), (stage_of[rank],))
+    return _seat_all(plan, [stage.ranks for stage in plan.stages], [(stage,) for stage in range(len(plan.stages))])
 
 
-def sit_in_turn(plan: Plan, rank: int) -> Seat:
+def sit_in_turn(plan: Plan) -> Seats:
     """Stages i, i + p, i + 2p, ... on the same ranks, every stage with as many replicas. Raises PlanError otherwise."""
     size = _num_positions(plan)
     own = [stage.ranks for stage in plan.stages[:size]]
@@ -90,11 +119,10 @@ def sit_in_turn(plan: Plan, rank: int) -> Seat:
             f"stages i and i + {size} on the same ranks, and a number of stages that {size} divides",
             "Deal the stages out in turn",
         )
-    stages = plan.stages_of(rank)
-    return _seat(plan, rank, stages[0], size, stages)
+    return _seat_all(plan, own, [tuple(range(i, len(plan.stages), size)) for i in range(size)])
 
 
-def sit_in_a_v(plan: Plan, rank: int) -> Seat:
+def sit_in_a_v(plan: Plan) -> Seats:
     """Stages i and 2p - 1 - i on the same ranks, every stage with as many replicas. Raises PlanError otherwise."""
     size = _num_positions(plan)
     ranks = [stage.ranks for stage in plan.stages]
@@ -104,38 +132,27 @@ def sit_in_a_v(plan: Plan, rank: int) -> Seat:
             f"two stages on every rank, stage i with stage {2 * size - 1} - i",
             "Deal the stages out there and back",
         )
-    stages = plan.stages_of(rank)
-    return _seat(plan, rank, stages[0], size, stages)
+    return _seat_all(plan, ranks[:size], [(i, 2 * size - 1 - i) for i in range(size)])
 
 
-def sit_both_ways(plan: Plan, rank: int) -> Seat:
+def sit_both_ways(plan: Plan) -> Seats:
     """Two replicas of every stage: position i holds the first of stage i and the second of stage p - 1 - i.
 
-    Raises PlanError otherwise. The microbatches of the seat are those of the first replica; the second has the next.
+    Raises PlanError otherwise. The microbatches of a seat are those of the first replica; the second has the next.
     """
     size = len(plan.stages)
     pairs = [stage.ranks for stage in plan.stages]
-    firsts = [pair[0] for pair in pairs]
-    if size % 2 or any(len(pair) != 2 for pair in pairs) or [pair[1] for pair in pairs] != firsts[::-1]:
+    firsts = [pair[:1] for pair in pairs]
+    if size % 2 or any(len(pair) != 2 for pair in pairs) or [pair[1:] for pair in pairs] != firsts[::-1]:
         raise _wrong(
             plan,
             "an even number of stages with two replicas each, the first of stage i beside the second of the stage as "
             "far from the other end",
             "Let the pipeline run both ways",
         )
-    position = firsts.index(rank)
-    return _seat(plan, firsts[position], position, size, (position, size - 1 - position))
+    return _seat_all(plan, firsts, [(i, size - 1 - i) for i in range(size)])
 
 
-@lru_cache(maxsize=64)
-def _stages_alone(plan: Plan) -> dict[int, int]:
-    """The stage of every rank. Raises PlanError if one has several."""
-    if plan.has_virtual_stages:
-        raise _wrong(plan, "one stage on every rank", "Give each stage ranks of its own")
-    return {rank: index for index, stage in enumerate(plan.stages) for rank in stage.ranks}
-
-
-@lru_cache(maxsize=64)
 def _num_positions(plan: Plan) -> int:
     """Into how many pipelines positions the ranks divide. Raises PlanError for stages with unlike replicas."""
     replicas = {len(stage.ranks) for stage in plan.stages}
@@ -144,9 +161,24 @@ def _num_positions(plan: Plan) -> int:
     return plan.num_ranks // replicas.pop()
 
 
-def _seat(plan: Plan, rank: int, stage: int, num_positions: int, stages: tuple[int, ...]) -> Seat:
-    mine = np.array(local_microbatches(plan, stage, rank), np.int32)
-    return Seat(position=stage, num_positions=num_positions, stages=stages, microbatches=mine)
+def _seat_all(plan: Plan, ranks: list[tuple[int, ...]], stages: list[tuple[int, ...]]) -> Seats:
+    """The seats of the ranks at each position, with the stages of it; its first stage deals out the microbatches."""
+    sitting = np.concatenate([np.array(own, np.int64) for own in ranks])
+    position, replica = (
+        np.repeat(np.arange(len(ranks)), [len(own) for own in ranks]),
+        np.concatenate([np.arange(len(own)) for own in ranks]),
+    )
+    order = np.argsort(sitting)
+    positions, firsts = position[order], replica[order]
+    steps = np.array([len(plan.stages[own[0]].ranks) for own in stages], np.int64)[positions]
+    return Seats(
+        positions=positions,
+        num_positions=len(ranks),
+        stages=np.array(stages, np.int32)[positions],
+        firsts=firsts,
+        steps=steps,
+        counts=-(-(plan.num_microbatches - firsts) // steps),
+    )
 
 
 def _wrong(plan: Plan, expected: str, remedy: str) -> PlanError:

@@ -13,68 +13,32 @@ replica; no order of such ranks can wait in a circle, because k_s R_s > (k_(s+1)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import numpy as np
-
-from meshwright.program.schedules.columns import OrderColumns, gather_columns, make_columns
-from meshwright.program.schedules.layouts import Seat, num_active, sit_alone
-from meshwright.spec.instructions import Opcode
+from meshwright.program.schedules.columns import RankOrders
+from meshwright.program.schedules.layouts import active_counts, sit_alone
+from meshwright.program.schedules.writers import write_in_turn, write_zero_bubble
 from meshwright.spec.plan import Plan
 
 
-def gpipe(plan: Plan, rank: int) -> OrderColumns:
+def gpipe(plan: Plan) -> RankOrders:
     """All forwards, then all backwards in the same order."""
-    seat = sit_alone(plan, rank)
-    count = len(seat.microbatches)
-    return make_columns(
-        np.repeat([Opcode.FORWARD, Opcode.BACKWARD], count), seat.stages[0], np.tile(seat.microbatches, 2)
-    )
+    seats = sit_alone(plan)
+    return write_in_turn(seats, ahead=seats.counts, round_size=seats.counts)
 
 
-def one_forward_one_backward(plan: Plan, rank: int) -> OrderColumns:
+def one_forward_one_backward(plan: Plan) -> RankOrders:
     """Fill the pipeline, then alternate one backward and one forward, then drain."""
-    seat = sit_alone(plan, rank)
-    count = len(seat.microbatches)
-    at_most = min(num_active(plan, seat.position), count)
-    opcode = np.full(2 * count, Opcode.BACKWARD, np.int8)
-    opcode[:at_most] = Opcode.FORWARD
-    opcode[at_most + 1 : 2 * count - at_most : 2] = Opcode.FORWARD
-    microbatch = np.empty(2 * count, np.int32)
-    for kind in (Opcode.FORWARD, Opcode.BACKWARD):
-        microbatch[opcode == kind] = seat.microbatches
-    return make_columns(opcode, seat.stages[0], microbatch)
+    seats = sit_alone(plan)
+    return write_in_turn(seats, ahead=active_counts(plan)[seats.positions], round_size=seats.counts)
 
 
-def zb_h1(plan: Plan, rank: int) -> OrderColumns:
+def zb_h1(plan: Plan) -> RankOrders:
     """Zero bubble within the memory of 1f1b."""
-    seat = sit_alone(plan, rank, alike=True)
-    return gather_columns(_zero_bubble(seat, ahead=seat.num_positions - seat.position, behind=seat.position))
+    seats = sit_alone(plan, alike=True)
+    return write_zero_bubble(seats, ahead=seats.num_positions - seats.positions, behind=seats.positions)
 
 
-def zb_h2(plan: Plan, rank: int) -> OrderColumns:
+def zb_h2(plan: Plan) -> RankOrders:
     """Zero bubble with about twice the memory of 1f1b."""
-    seat = sit_alone(plan, rank, alike=True)
-    ahead = 2 * (seat.num_positions - seat.position) - 1
-    return gather_columns(_zero_bubble(seat, ahead, behind=2 * seat.position))
-
-
-def _zero_bubble(seat: Seat, ahead: int, behind: int) -> Iterator[tuple[Opcode, int, int]]:
-    """Forwards ``ahead``, then gradients of inputs and forwards in turn; gradients of weights stay ``behind``.
-
-    The later the stage, the longer they wait: the gradients that others wait for go first.
-    """
-    stage, mine = seat.stages[0], seat.microbatches.tolist()
-    count, forwards, weights = len(mine), min(ahead, len(mine)), 0
-    for microbatch in mine[:forwards]:
-        yield Opcode.FORWARD, stage, microbatch
-    for done, microbatch in enumerate(mine, start=1):
-        yield Opcode.BACKWARD_INPUT, stage, microbatch
-        if done > behind:
-            yield Opcode.BACKWARD_WEIGHT, stage, mine[weights]
-            weights += 1
-        if forwards < count:
-            yield Opcode.FORWARD, stage, mine[forwards]
-            forwards += 1
-    for microbatch in mine[weights:]:
-        yield Opcode.BACKWARD_WEIGHT, stage, microbatch
+    seats = sit_alone(plan, alike=True)
+    ahead = 2 * (seats.num_positions - seats.positions) - 1
+    return write_zero_bubble(seats, ahead, behind=2 * seats.positions)

@@ -15,55 +15,35 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.program.schedules.columns import OrderColumns, make_columns
-from meshwright.program.schedules.layouts import Seat, sit_in_turn
+from meshwright.program.schedules.columns import RankOrders
+from meshwright.program.schedules.layouts import Seats, sit_in_turn
+from meshwright.program.schedules.writers import write_in_turn
 from meshwright.spec.errors import PlanError
-from meshwright.spec.instructions import Opcode
 from meshwright.spec.plan import Plan
 
 
-def interleaved(plan: Plan, rank: int) -> OrderColumns:
+def interleaved(plan: Plan) -> RankOrders:
     """Megatron-LM's virtual pipeline. Raises PlanError for microbatches that do not divide into equal rounds."""
-    seat = sit_in_turn(plan, rank)
-    size = _round_size(plan, seat)
-    chunks, total = len(seat.stages), len(seat.stages) * len(seat.microbatches)
-    ahead = min((chunks - 1) * size + 2 * (seat.num_positions - 1 - seat.position), total)
-    opcode = np.full(2 * total, Opcode.BACKWARD, np.int8)
-    opcode[:ahead] = Opcode.FORWARD
-    opcode[ahead : 2 * total - ahead : 2] = Opcode.FORWARD
-    steps = np.arange(total)
-    chunk, microbatch = _step(steps, size, chunks)
-    stages = np.array(seat.stages, np.int32)
-    columns = np.empty((2, 2 * total), np.int32)
-    for kind, order in ((Opcode.FORWARD, stages), (Opcode.BACKWARD, stages[::-1])):
-        columns[:, opcode == kind] = order[chunk], seat.microbatches[microbatch]
-    return make_columns(opcode, columns[0], columns[1])
+    seats = sit_in_turn(plan)
+    sizes = _round_sizes(plan, seats)
+    ahead = (seats.stages.shape[1] - 1) * sizes + 2 * (seats.num_positions - 1 - seats.positions)
+    return write_in_turn(seats, ahead + 1, sizes)
 
 
-def looped_breadth_first(plan: Plan, rank: int) -> OrderColumns:
+def looped_breadth_first(plan: Plan) -> RankOrders:
     """All microbatches through one chunk after the other; on the way back the last one first, as torch has it."""
-    seat = sit_in_turn(plan, rank)
-    count, stages = len(seat.microbatches), np.array(seat.stages, np.int32)
-    total = count * len(stages)
-    return make_columns(
-        np.repeat([Opcode.FORWARD, Opcode.BACKWARD], total),
-        np.concatenate([np.repeat(stages, count), np.repeat(stages[::-1], count)]),
-        np.concatenate([np.tile(seat.microbatches, len(stages)), np.tile(seat.microbatches[::-1], len(stages))]),
-    )
+    seats = sit_in_turn(plan)
+    return write_in_turn(seats, seats.stages.shape[1] * seats.counts, seats.counts, last_first=True)
 
 
-def _step(steps: NDArray[np.int64], size: int, chunks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Chunk and microbatch of each step."""
-    return steps // size % chunks, steps // (size * chunks) * size + steps % size
-
-
-def _round_size(plan: Plan, seat: Seat) -> int:
-    count = len(seat.microbatches)
-    rounds = max(1, count // seat.num_positions)
-    if count % rounds:
+def _round_sizes(plan: Plan, seats: Seats) -> NDArray[np.int64]:
+    """Microbatches of a round, by rank."""
+    rounds = np.maximum(1, seats.counts // seats.num_positions)
+    for rank in np.flatnonzero(seats.counts % rounds)[:1].tolist():
+        count, number = int(seats.counts[rank]), int(rounds[rank])
         raise PlanError(
-            f"The schedule {plan.schedule} takes {count} microbatches of a replica in {rounds} equal rounds over "
-            f"{seat.num_positions} positions; expected a multiple of {rounds}. Choose {rounds * (count // rounds)} or "
-            f"{rounds * (count // rounds + 1)} microbatches for each replica."
+            f"The schedule {plan.schedule} takes {count} microbatches of a replica in {number} equal rounds over "
+            f"{seats.num_positions} positions; expected a multiple of {number}. Choose {number * (count // number)} or "
+            f"{number * (count // number + 1)} microbatches for each replica."
         )
-    return count // rounds
+    return seats.counts // rounds

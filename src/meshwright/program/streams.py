@@ -1,0 +1,163 @@
+"""From instructions in the order in which they came to streams: columns are moved, waits dealt out.
+
+Instructions come in chunks, and a chunk in pieces: runs of instructions of one stream. So few numbers say where
+everything goes, and columns are moved piece by piece.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshwright.cost.compiled import compiled
+
+Ids = NDArray[np.int64]
+Column = NDArray[np.int32]
+
+
+class Rows(NamedTuple):
+    """Instructions, a column each; see `spec.program.Section`."""
+
+    opcode: NDArray[np.int8]
+    stage: Column
+    microbatch: Column
+    version: Column
+    peer: Column
+    num_bytes: Ids
+    group: Column
+
+
+_TYPES: tuple[type[np.generic], ...] = (np.int8, np.int32, np.int32, np.int32, np.int32, np.int64, np.int32)
+
+
+class Chunk(NamedTuple):
+    """Instructions that came together; piece k are ``lengths[k]`` of them, of the stream ``keys[k]``.
+
+    With ``form``, of shape (n,), only microbatches and groups are given one by one: all else is that of the form.
+    """
+
+    keys: Ids
+    lengths: Ids
+    rows: Rows
+    form: Column | None
+
+
+class Sorted(NamedTuple):
+    """Instructions stream by stream: ``keys[s]`` has ``offsets[s]:offsets[s + 1]``; ``position``: where each went."""
+
+    keys: Ids
+    offsets: Ids
+    rows: Rows
+    position: Column
+
+
+def make_rows(count: int, **columns: ArrayLike) -> Rows:
+    """Columns of the right types; a single value stands for all instructions, or forms."""
+    made: list[NDArray[Any]] = [
+        np.ascontiguousarray(columns[name], kind) if np.ndim(columns[name]) else np.full(count, columns[name], kind)
+        for name, kind in zip(Rows._fields, _TYPES, strict=True)
+    ]
+    return Rows(*made)
+
+
+def sort_chunks(chunks: list[Chunk]) -> Sorted:
+    """Put all pieces in the order of their streams; those of a stream stay in the order in which they came."""
+    keys = np.concatenate([np.zeros(0, np.int64), *(chunk.keys for chunk in chunks)])
+    lengths = np.concatenate([np.zeros(0, np.int64), *(chunk.lengths for chunk in chunks)])
+    order = np.argsort(keys, kind="stable")
+    ends = np.cumsum(lengths[order])
+    places = np.empty(len(order), np.int64)
+    places[order] = ends - lengths[order]
+    last = np.flatnonzero(np.diff(keys[order], append=-1))
+    offsets = np.concatenate([np.zeros(1, np.int64), ends[last]])
+    columns: list[NDArray[Any]] = [np.empty(offsets[-1], kind) for kind in _TYPES]
+    rows, position = Rows(*columns), np.empty(offsets[-1], np.int32)
+    first = 0
+    for chunk in chunks:
+        own, places = places[: len(chunk.keys)], places[len(chunk.keys) :]
+        if chunk.form is None:
+            _copy(chunk.lengths, own, chunk.rows, rows)
+        else:
+            _look_up(chunk.lengths, own, chunk.form, chunk.rows, rows)
+        first += _note_positions(chunk.lengths, own, position[first:])
+    return Sorted(keys[order][last], offsets, rows, position)
+
+
+def deal_waits(position: Column, waits: list[tuple[Ids, Ids]]) -> tuple[Ids, Ids]:
+    """Offsets and waits, in CSR form, of pairs (who waits, for which handle), in order of the instructions.
+
+    Handles of marks, below 0, become numbers behind those of instructions.
+    """
+    offsets = np.zeros(len(position) + 1, np.int64)
+    for waiting, _ in waits:
+        _count(position, waiting, offsets)
+    np.cumsum(offsets, out=offsets)
+    place, dealt = offsets[:-1].copy(), np.empty(offsets[-1], np.int64)
+    for waiting, handles in waits:
+        _deal_out(position, waiting, handles, place, dealt)
+    return offsets, dealt
+
+
+@compiled
+def _copy(lengths: Ids, places: Ids, given: Rows, made: Rows) -> None:
+    begin = 0
+    for k in range(len(places)):
+        end, place, last = begin + lengths[k], places[k], places[k] + lengths[k]
+        made.opcode[place:last] = given.opcode[begin:end]
+        made.stage[place:last] = given.stage[begin:end]
+        made.microbatch[place:last] = given.microbatch[begin:end]
+        made.version[place:last] = given.version[begin:end]
+        made.peer[place:last] = given.peer[begin:end]
+        made.num_bytes[place:last] = given.num_bytes[begin:end]
+        made.group[place:last] = given.group[begin:end]
+        begin = end
+
+
+@compiled
+def _look_up(lengths: Ids, places: Ids, forms: Column, given: Rows, made: Rows) -> None:
+    # Arrays are taken out of the tuples once: loops that look them up there take several times as long.
+    form_opcode, form_stage, given_microbatch, form_version, form_peer, form_bytes, given_group = given
+    opcode, stage, microbatch, version, peer, num_bytes, group = made
+    begin = 0
+    for k in range(len(places)):
+        place = places[k]
+        for i in range(lengths[k]):
+            form = forms[begin + i]
+            opcode[place + i], stage[place + i], version[place + i] = (
+                form_opcode[form],
+                form_stage[form],
+                form_version[form],
+            )
+            peer[place + i], num_bytes[place + i] = form_peer[form], form_bytes[form]
+        last, end = place + lengths[k], begin + lengths[k]
+        microbatch[place:last], group[place:last] = given_microbatch[begin:end], given_group[begin:end]
+        begin = end
+
+
+@compiled
+def _note_positions(lengths: Ids, places: Ids, position: Column) -> int:
+    """Write down where each instruction went, and return their number."""
+    begin = 0
+    for k in range(len(places)):
+        for i in range(lengths[k]):
+            position[begin + i] = places[k] + i
+        begin += lengths[k]
+    return begin
+
+
+@compiled
+def _count(position: Column, waiting: Ids, counts: Ids) -> None:
+    """Count the waits of each instruction, one place further."""
+    for k in range(len(waiting)):
+        counts[position[waiting[k]] + 1] += 1
+
+
+@compiled
+def _deal_out(position: Column, waiting: Ids, handles: Ids, place: Ids, dealt: Ids) -> None:
+    """Write down what instructions wait for, behind what they already do; ``place`` is where the next one goes."""
+    for k in range(len(waiting)):
+        i, handle = position[waiting[k]], handles[k]
+        dealt[place[i]] = position[handle] if handle >= 0 else len(position) - 1 - handle
+        place[i] += 1

@@ -1,0 +1,72 @@
+"""Which instructions cost the same? Loops over all of them, so that only distinct ones are priced."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+from meshwright.cost.memory import FIRST, LAST
+from meshwright.spec import Opcode
+
+Ids = NDArray[np.int64]
+
+_BACKWARD, _WEIGHT, _STEP = int(Opcode.BACKWARD), int(Opcode.BACKWARD_WEIGHT), int(Opcode.OPTIMIZER_STEP)
+# Odd, with its bits well spread: 2^64 over the golden ratio, halved (Knuth, The Art of Computer Programming 3, 6.4).
+_SPREAD = 0x4F1BBCDCBFA53E0B
+
+
+def find_distinct(keys: Ids) -> tuple[Ids, Ids]:
+    """Numbers of equal columns, shape (n,), and the first column with each number; ``keys`` of shape (rows, n)."""
+    size = 1024
+    number, first = np.empty(keys.shape[1], np.int64), np.empty(0, np.int64)
+    while (count := _number(keys, np.full(size, -1, np.int64), number, first := np.empty(size // 2, np.int64))) < 0:
+        size *= 4
+    return number, first[:count]
+
+
+@compiled
+def _number(keys: Ids, table: Ids, number: Ids, first: Ids) -> int:
+    """Fill in numbers and first columns, and return how many there are; -1 if they are more than half of the table."""
+    count, rows = 0, keys.shape[0]
+    for i in range(keys.shape[1]):
+        hashed = np.int64(0)
+        for row in range(rows):
+            hashed = (hashed ^ keys[row, i]) * np.int64(_SPREAD)
+            hashed ^= hashed >> 29
+        place = hashed & (len(table) - 1)
+        while table[place] >= 0:
+            known, row = first[table[place]], 0
+            while row < rows and keys[row, known] == keys[row, i]:
+                row += 1
+            if row == rows:
+                break
+            place = (place + 1) & (len(table) - 1)
+        if table[place] < 0:
+            if count == len(first):
+                return -1
+            table[place], first[count] = count, i
+            count += 1
+        number[i] = table[place]
+    return count
+
+
+@compiled
+def mark_backwards(stream_offsets: Ids, opcode: NDArray[np.int8], stage: NDArray[np.int32], num_stages: int) -> Ids:
+    """See `pricing.place_of_backward`. A rank with several stages updates them together, behind their backwards."""
+    place, latest = np.zeros(len(opcode), np.int64), np.full(num_stages, -1, np.int64)
+    for stream in range(len(stream_offsets) - 1):
+        begin = stream_offsets[stream]
+        for i in range(begin, stream_offsets[stream + 1] + 1):
+            if i == stream_offsets[stream + 1] or opcode[i] == _STEP:
+                # What came before is closed; streams without backwards have nothing to close.
+                for k in range(begin, i):
+                    if (opcode[k] == _BACKWARD or opcode[k] == _WEIGHT) and latest[stage[k]] == k:
+                        place[k] |= LAST
+                        latest[stage[k]] = -1
+                begin = i + 1
+            elif opcode[i] == _BACKWARD or opcode[i] == _WEIGHT:
+                if latest[stage[i]] < 0:
+                    place[i] |= FIRST
+                latest[stage[i]] = i
+    return place
