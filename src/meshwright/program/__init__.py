@@ -12,6 +12,7 @@ from meshwright.program.buckets import Bucket, gradient_buckets
 from meshwright.program.build import build_folded_program, build_program
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.check import check_program
+from meshwright.program.decided import decided_program
 from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
 from meshwright.program.order import Order
@@ -48,6 +49,7 @@ __all__ = [
     "check_program",
     "compute_orders",
     "count_in_flight",
+    "decided_program",
     "find_orders",
     "find_schedule",
     "folded_buckets",

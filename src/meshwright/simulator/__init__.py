@@ -11,6 +11,7 @@ what happens inside each computation, `overflow` where there is more than fits. 
 """
 
 from meshwright.simulator.allocation import RankAllocation, allocate_rank
+from meshwright.simulator.controlled import ControlledRun, PriceIssue, simulate_controlled
 from meshwright.simulator.critical_path import Bound
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.explanation import StepExplanation, explain_program, explain_step
@@ -30,10 +31,12 @@ __all__ = [
     "SHORTER",
     "Bound",
     "Contention",
+    "ControlledRun",
     "Detail",
     "Lever",
     "Overflow",
     "PeakMemory",
+    "PriceIssue",
     "Prices",
     "RankAllocation",
     "RankSeconds",
@@ -47,6 +50,7 @@ __all__ = [
     "explain_step",
     "find_overflows",
     "price_program",
+    "simulate_controlled",
     "simulate_plan",
     "simulate_plans",
     "simulate_program",

@@ -137,9 +137,14 @@ def _run(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     outcome = run_network(network, unrolled.num_links, contention)
     raise_deadlock(program, unrolled, outcome.end_ps, outcome.position)
-    start_ps, end_ps = outcome.start_ps(network), outcome.end_ps
+    start_ps = outcome.start_ps(network)
+    begin_receives(unrolled, start_ps, outcome.end_ps)
+    return start_ps, outcome.end_ps
+
+
+def begin_receives(unrolled: Unrolled, start_ps: NDArray[np.int64], end_ps: NDArray[np.int64]) -> None:
+    """Let the span of each receive be the arrival of its bytes; ``start_ps`` is changed."""
     receives = np.flatnonzero(unrolled.send_of >= 0)
-    first = receives == network.stream_offsets[unrolled.stream[receives]]
+    first = receives == unrolled.network.stream_offsets[unrolled.stream[receives]]
     before = np.where(first, 0, end_ps[receives - 1])
     start_ps[receives] = np.maximum(before, start_ps[unrolled.send_of[receives]])
-    return start_ps, end_ps
