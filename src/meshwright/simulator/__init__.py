@@ -19,7 +19,7 @@ from meshwright.simulator.levers import SHORTER, Lever
 from meshwright.simulator.many import simulate_plans
 from meshwright.simulator.overflow import Overflow, explain_overflows, find_overflows
 from meshwright.simulator.plan import DETAILS, Detail, simulate_plan
-from meshwright.simulator.prices import Prices, SectionPrices
+from meshwright.simulator.prices import Prices, SectionPrices, bare_prices
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.simulate import simulate_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation
@@ -44,6 +44,7 @@ __all__ = [
     "Simulation",
     "StepExplanation",
     "allocate_rank",
+    "bare_prices",
     "describe_steady_step",
     "explain_overflows",
     "explain_program",

@@ -39,10 +39,11 @@ _MOST_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlledRun:
-    """What happened under a controller, what it decided, and what the decided program costs."""
+    """What happened under a controller, what it decided and knew at the end, and what the decided program costs."""
 
     timeline: Timeline
     log: DecisionLog
+    state: Any
     prices: Prices
 
 
@@ -75,11 +76,11 @@ def simulate_controlled(
         controller = Replay(log=controller)
     book = IssueBook(program)
     network = GrowingNetwork(_body_network(program, prices), prices.num_links, contention)
-    costs, decided = _decide_all(program, prices, controller, price_issue, book, network)
+    costs, decided, state = _decide_all(program, prices, controller, price_issue, book, network)
     if isinstance(controller, Replay):
         controller.check_end(len(decided))
     log = make_log(program.num_ranks, program.body.num_instructions, decided)
-    return _finish(program, prices, log, costs, network)
+    return _finish(program, prices, log, state, costs, network)
 
 
 def _decide_all(
@@ -89,8 +90,8 @@ def _decide_all(
     price_issue: PriceIssue,
     book: IssueBook,
     network: GrowingNetwork,
-) -> tuple[list[tuple[int, int]], list[tuple[Event, int, Decision]]]:
-    """Run from event to event. The class and route of each issue; events, moments and decisions."""
+) -> tuple[list[tuple[int, int]], list[tuple[Event, int, Decision]], Any]:
+    """Run from event to event. The class and route of each issue; events, moments and decisions; the last state."""
     state, now_ps = controller.initial, 0
     event: Event = Started(next_handle=book.next_handle)
     ranks = rank_of_streams(program)
@@ -133,7 +134,7 @@ def _decide_all(
             rank, instruction = watched.pop(number)
             event = Ended(next_handle=book.next_handle, handle=number, rank=rank, instruction=instruction)
     book.check_end()
-    return costs, decided
+    return costs, decided, state
 
 
 def _price(prices: Prices, price_issue: PriceIssue, filed: list[Filed]) -> list[Priced]:
@@ -177,7 +178,12 @@ def _body_network(program: Program, prices: Prices) -> Network:
 
 
 def _finish(
-    program: Program, prices: Prices, log: DecisionLog, costs: list[tuple[int, int]], network: GrowingNetwork
+    program: Program,
+    prices: Prices,
+    log: DecisionLog,
+    state: Any,
+    costs: list[tuple[int, int]],
+    network: GrowingNetwork,
 ) -> ControlledRun:
     """The result in the order of the decided program. Raises DeadlockError if it was not finished."""
     order = static_order(program, log)
@@ -195,7 +201,7 @@ def _finish(
         _raise_deadlock(made, unrolled, end_ps, np.isin(order, log.watched))
     begin_receives(unrolled, start_ps, end_ps)
     run = Run(unrolled=unrolled, network=unrolled.network, start_ps=start_ps, end_ps=end_ps)
-    return ControlledRun(timeline=record_run(made, made_prices, run)[0], log=log, prices=made_prices)
+    return ControlledRun(timeline=record_run(made, made_prices, run)[0], log=log, state=state, prices=made_prices)
 
 
 def _raise_deadlock(

@@ -44,8 +44,8 @@ def follow_memory(
     num_ranks = len(resident_bytes)
     first_stream = np.searchsorted(stream_ranks, np.arange(num_ranks + 1)).astype(np.int64)
     capacity = 2 * len(ids) + num_ranks
-    changes = np.stack([allocate_bytes, -free_bytes]).astype(np.int64)
-    class_of, part_of = np.nonzero(changes.reshape(-1, changes.shape[2]))
+    changes = np.concatenate([allocate_bytes, -free_bytes]).astype(np.int64)
+    class_of, part_of = np.nonzero(changes)
     rank, time_ps = np.empty(capacity, np.int32), np.empty(capacity, np.int64)
     in_use = np.empty(capacity, np.int64)
     peak = np.zeros(resident_bytes.shape, np.int64)
@@ -57,7 +57,7 @@ def follow_memory(
         len(allocate_bytes),
         np.searchsorted(class_of, np.arange(2 * len(allocate_bytes) + 1)),
         part_of,
-        changes.reshape(-1, changes.shape[2])[class_of, part_of],
+        changes[class_of, part_of],
         resident_bytes.astype(np.int64),
         (rank, time_ps, in_use),
         peak,
