@@ -76,28 +76,24 @@ def simulate_controlled(
         controller = Replay(log=controller)
     book = IssueBook(program)
     network = GrowingNetwork(_body_network(program, prices), prices.num_links, contention)
-    costs, decided, state = _decide_all(program, prices, controller, price_issue, book, network)
+    costs = _Costs(prices, price_issue)
+    decided, state = _decide_all(program, controller, book, costs, network)
+    book.check_end()
     if isinstance(controller, Replay):
         controller.check_end(len(decided))
     log = make_log(program.num_ranks, program.body.num_instructions, decided)
-    return _finish(program, prices, log, state, costs, network)
+    return _finish(program, prices, log, state, costs.given, network)
 
 
 def _decide_all(
-    program: Program,
-    prices: Prices,
-    controller: Controller[Any],
-    price_issue: PriceIssue,
-    book: IssueBook,
-    network: GrowingNetwork,
-) -> tuple[list[tuple[int, int]], list[tuple[Event, int, Decision]], Any]:
-    """Run from event to event. The class and route of each issue; events, moments and decisions; the last state."""
+    program: Program, controller: Controller[Any], book: IssueBook, costs: _Costs, network: GrowingNetwork
+) -> tuple[list[tuple[Event, int, Decision]], Any]:
+    """Run from event to event: events, moments and decisions, and the last state."""
     state, now_ps = controller.initial, 0
     event: Event = Started(next_handle=book.next_handle)
     ranks = rank_of_streams(program)
     watched: dict[int, tuple[int, Instruction]] = {}
     timers: list[int] = []
-    costs: list[tuple[int, int]] = []
     decided: list[tuple[Event, int, Decision]] = []
     while True:
         state, decision = controller.decide(state, event, now_ps)
@@ -108,8 +104,6 @@ def _decide_all(
                 f"The controller was asked {len(decided)} times and issued {book.next_handle} instructions with those "
                 f"of the program; at most {MAX_UNROLLED} of each are simulated. Let it come to an end."
             )
-        priced = _price(prices, price_issue, filed)
-        costs += [(item.cost_class, item.route) for item in priced]
         for handle in decision.watch:
             stream = int(np.searchsorted(program.body.stream_offsets, handle, side="right")) - 1
             watched[handle] = int(ranks[stream]), program.body.instruction(handle)
@@ -117,46 +111,45 @@ def _decide_all(
             if item.issue.watched:
                 watched[item.handle] = item.issue.rank, item.issue.instruction
         timers += [timer.number for timer in decision.timers]
-        if decision.watch:
-            network.watch(decision.watch)
-        if decision.timers:
-            network.set_timers([timer.at_ps for timer in decision.timers])
-        if priced:
-            network.issue(priced, now_ps)
+        network.extend([costs.price(item) for item in filed], decision, now_ps)
         network.run()
         following = network.next_event()
         if following is None:
-            break
+            return decided, state
         now_ps, number = following
         if number >= FIRST_TIMER:
             event = Rang(next_handle=book.next_handle, number=timers[number - FIRST_TIMER])
         else:
             rank, instruction = watched.pop(number)
             event = Ended(next_handle=book.next_handle, handle=number, rank=rank, instruction=instruction)
-    book.check_end()
-    return costs, decided, state
 
 
-def _price(prices: Prices, price_issue: PriceIssue, filed: list[Filed]) -> list[Priced]:
-    """Class and route of what was filed. Raises ProgramError for what the prices have not, or members that differ."""
-    collectives: dict[int, tuple[int, int]] = {}
-    priced = []
-    for item in filed:
-        cost_class, route = price_issue(item.issue, item.handle)
-        if not (0 <= cost_class < len(prices.duration_ps) and -1 <= route < len(prices.route_offsets) - 1):
+class _Costs:
+    """Asks for the costs of what is issued, and keeps them."""
+
+    def __init__(self, prices: Prices, price_issue: PriceIssue) -> None:
+        self._durations, self._num_routes = prices.duration_ps.tolist(), len(prices.route_offsets) - 1
+        self._price_issue = price_issue
+        self._collectives: dict[int, tuple[int, int]] = {}
+        self.given: list[tuple[int, int]] = []
+
+    def price(self, filed: Filed) -> Priced:
+        """Class and route. Raises ProgramError for what the prices have not, or members of a collective that differ."""
+        cost_class, route = given = self._price_issue(filed.issue, filed.handle)
+        if not (0 <= cost_class < len(self._durations) and -1 <= route < self._num_routes):
             raise ProgramError(
-                f"{item.issue.instruction} got class {cost_class} and route {route}; the prices have classes 0 to "
-                f"{len(prices.duration_ps) - 1}, and routes from -1 (none) to {len(prices.route_offsets) - 2}."
+                f"{filed.issue.instruction} got class {cost_class} and route {route}; the prices have classes 0 to "
+                f"{len(self._durations) - 1}, and routes from -1 (none) to {self._num_routes - 1}."
             )
-        if route >= 0 and prices.duration_ps[cost_class] < 1:
-            raise ProgramError(f"{item.issue.instruction} takes less than 1 ps on its links; give it at least that.")
-        if item.collective >= 0 and collectives.setdefault(item.collective, (cost_class, route)) != (cost_class, route):
+        if route >= 0 and self._durations[cost_class] < 1:
+            raise ProgramError(f"{filed.issue.instruction} takes less than 1 ps on its links; give it at least that.")
+        if filed.collective >= 0 and self._collectives.setdefault(filed.collective, given) != given:
             raise ProgramError(
-                f"{item.issue.instruction} got class {cost_class} and route {route}, another member of the same "
-                f"collective {collectives[item.collective]}; expected the same for all."
+                f"{filed.issue.instruction} got class {cost_class} and route {route}, another member of the same "
+                f"collective {self._collectives[filed.collective]}; expected the same for all."
             )
-        priced.append(Priced(filed=item, cost_class=cost_class, route=route))
-    return priced
+        self.given.append(given)
+        return Priced(filed=filed, cost_class=cost_class, route=route)
 
 
 def _body_network(program: Program, prices: Prices) -> Network:
@@ -182,13 +175,13 @@ def _finish(
     prices: Prices,
     log: DecisionLog,
     state: Any,
-    costs: list[tuple[int, int]],
+    given: list[tuple[int, int]],
     network: GrowingNetwork,
 ) -> ControlledRun:
     """The result in the order of the decided program. Raises DeadlockError if it was not finished."""
     order = static_order(program, log)
     made = write_decided(program, log, np.full(log.issued.num_instructions, -1))
-    cost_class, route = np.array(costs, np.int32).reshape(-1, 2).T
+    cost_class, route = np.array(given, np.int32).reshape(-1, 2).T
     body = SectionPrices(
         cost_class=np.concatenate([prices.body.cost_class, cost_class])[order],
         route=np.concatenate([prices.body.route, route])[order],

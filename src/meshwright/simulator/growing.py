@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from operator import le
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from meshwright.simulator.joins import Joins, make_joins
 from meshwright.simulator.network import Network, fresh_state
 from meshwright.simulator.sharing import make_flows
 from meshwright.simulator.waiters import Column, Times
+from meshwright.spec.control import Decision
 
 Number = TypeVar("Number", bound=np.generic)
 # A named tuple of columns.
@@ -38,6 +40,17 @@ class Priced:
     filed: Filed
     cost_class: int
     route: int
+
+
+class _Sizes(NamedTuple):
+    """How much of everything there is, or there is room for; ``need`` is the most that a join needs of its waits."""
+
+    instructions: int
+    waits: int
+    slots: int
+    events: int
+    collectives: int
+    need: int
 
 
 class GrowingNetwork:
@@ -56,9 +69,11 @@ class GrowingNetwork:
         self._mark_waits = network.waits[num_waits:].tolist()
         self._num_body = num_body
         self._first_issued = self._count = num_body + (len(self._sharing.mark_left) if self._sharing else 0)
-        self._num_waits, self._num_slots = num_waits, len(self._joins.slot_after)
-        self._num_events = self._num_timers = self._room = 0
+        self._num_waits, self._num_timers = num_waits, 0
         self._num_body_collectives = self._num_collectives = len(network.collective_size)
+        slots, events = len(self._joins.slot_after), 0
+        self._used = _Sizes(self._count, num_waits, slots, events, self._num_collectives, 0)
+        self._room = _Sizes(0, 0, 0, 0, 0, 0)
         last, is_empty = network.stream_offsets[1:] - 1, np.diff(network.stream_offsets) == 0
         after = np.arange(1, num_body + 1)
         after[last[~is_empty]] = NO_MORE
@@ -77,40 +92,28 @@ class GrowingNetwork:
             event_number=np.empty(1, np.int64),
             counts=np.zeros(3, np.int64),
         )
-        self._reserve()
+        self._reserve(self._used)
         self._network.wait_offsets[num_body : self._count + 1] = num_waits
-        self._wake(np.flatnonzero(~is_empty)[::-1].tolist())
+        self._runnable = np.flatnonzero(~is_empty)[::-1].tolist()
 
-    def watch(self, handles: Sequence[int]) -> None:
-        """Let the ends of instructions of the body be events."""
-        self._reserve(events=len(handles))
-        self._control.watched[list(handles)] = True
-
-    def set_timers(self, moments_ps: Sequence[int]) -> None:
-        """Let moments be events; timer k is the k-th that was asked for."""
-        self._reserve(events=len(moments_ps))
-        for at_ps in moments_ps:
-            add_event(self._control, at_ps, FIRST_TIMER + self._num_timers)
+    def extend(self, priced: Sequence[Priced], decision: Decision, now_ps: int) -> None:
+        """Carry a decision out: watch instructions of the body, set timers, append what was issued."""
+        if decision.watch or decision.timers:
+            self._reserve(self._used._replace(events=self._used.events + len(decision.watch) + len(decision.timers)))
+            self._control.watched[list(decision.watch)] = True
+        for timer in decision.timers:
+            add_event(self._control, timer.at_ps, FIRST_TIMER + self._num_timers)
             self._num_timers += 1
-
-    def issue(self, priced: Sequence[Priced], release_ps: int) -> None:
-        """Append instructions to their streams; they begin at ``release_ps`` or later."""
-        issues = [item.filed.issue for item in priced]
-        self._reserve(
-            instructions=len(priced),
-            waits=sum(len(item.filed.waits) for item in priced),
-            slots=sum(len(issue.waits) for issue in issues if issue.need is not None),
-            events=sum(issue.watched for issue in issues),
-            collectives=max((item.filed.collective + 1 for item in priced), default=0),
-            need=max((issue.need or 0 for issue in issues), default=0),
-        )
-        for item in priced:
-            self._append(item, release_ps)
+        if priced:
+            self._issue(priced, now_ps)
 
     def run(self) -> None:
         """Go on until the next event has come, or nothing happens any more."""
         controllers_own = len(self._last) - 1
-        self._wake([controllers_own])
+        runnable = [controllers_own, *self._runnable]
+        self._state.stack[: len(runnable)] = runnable
+        self._control.counts[RUNNABLE] = len(runnable)
+        self._runnable = []
         run_streams(self._network, self._state, self._sharing, self._joins, self._control)
 
     def next_event(self) -> tuple[int, int] | None:
@@ -154,10 +157,18 @@ class GrowingNetwork:
             return int(self._mark_waits[-1 - handle])
         return handle if handle < self._num_body else handle - self._num_body + self._first_issued
 
-    def _wake(self, streams: Sequence[int]) -> None:
-        top = int(self._control.counts[RUNNABLE])
-        self._state.stack[top : top + len(streams)] = streams
-        self._control.counts[RUNNABLE] = top + len(streams)
+    def _issue(self, priced: Sequence[Priced], release_ps: int) -> None:
+        """Append instructions to their streams; they begin at ``release_ps`` or later."""
+        instructions, waits, slots, events, collectives, need = self._used
+        for item in priced:
+            issue = item.filed.issue
+            waits, events = waits + len(item.filed.waits), events + issue.watched
+            collectives = max(collectives, self._num_body_collectives + item.filed.collective + 1)
+            if issue.need is not None:
+                slots, need = slots + len(issue.waits), max(need, issue.need)
+        self._reserve(_Sizes(instructions + len(priced), waits, slots, events, collectives, need))
+        for item in priced:
+            self._append(item, release_ps)
 
     def _append(self, item: Priced, release_ps: int) -> None:
         network, control, state = self._network, self._control, self._state
@@ -174,7 +185,7 @@ class GrowingNetwork:
             control.watched[i] = True
         if state.position[filed.stream] == NO_MORE:
             state.position[filed.stream], state.cursor[filed.stream] = i, begin
-            self._wake([filed.stream])
+            self._runnable.append(filed.stream)
         else:
             control.after[self._last[filed.stream]] = i
         self._last[filed.stream] = i
@@ -191,63 +202,50 @@ class GrowingNetwork:
         network.collective_owner[number] = min(network.collective_owner[number], item.filed.stream)
         return len(network.route_offsets) - 1 + number
 
-    def _reserve(
-        self,
-        *,
-        instructions: int = 0,
-        waits: int = 0,
-        slots: int = 0,
-        events: int = 0,
-        collectives: int = 0,
-        need: int = 0,
-    ) -> None:
-        """Make room for so many more, for collectives up to a number, and for joins that need so many waits."""
-        network, state, joins, control = self._network, self._state, self._joins, self._control
-        if self._count + instructions > self._room:
-            size = self._room = 2 * (self._count + instructions)
-            network = _longer(network, size, "cost_class", "resource")
-            network = _longer(network, size + 1, "wait_offsets")
-            state = _longer(state, size, "end_ps", fill=-1)
-            joins = _longer(joins, size, "need")
-            control = _longer(control, size, "after", "release_ps", "watched")
-            if self._sharing is not None:
-                self._sharing = _longer(self._sharing, size, "start_ps", fill=-1)
-        network = _longer(network, self._num_waits + waits, "waits")
-        self._num_slots, self._num_events = self._num_slots + slots, self._num_events + events
-        joins = _longer(joins, self._num_slots, "slot_after", "slot_stream")
+    def _reserve(self, used: _Sizes) -> None:
+        """Make room for so much."""
+        self._used = used
+        if all(map(le, used, self._room)):
+            return
+        self._room = room = _Sizes(*(2 * size + 1 for size in used))
+        network = _longer(self._network, room.instructions, "cost_class", "resource")
+        network = _longer(network, room.instructions + 1, "wait_offsets")
+        network = _longer(network, room.waits, "waits")
+        self._network = _longer(network, room.collectives, "collective_route", "collective_size", "collective_owner")
+        state = _longer(self._state, room.instructions, "end_ps", fill=-1)
+        state = _longer(state, room.collectives, "arrived", "arrival_ps")
+        self._state = _longer(state, room.collectives, "members", fill=-1)
+        joins = _longer(self._joins, room.instructions, "need")
+        joins = _longer(joins, room.slots, "slot_after", "slot_stream")
         if len(network.mark_instruction):
-            joins = _longer(joins, self._num_slots, "slot_shift_ps")
-        control = _longer(control, self._num_events, "event_ps", "event_number")
-        size = self._num_body_collectives + collectives
-        network = _longer(network, size, "collective_route", "collective_size", "collective_owner")
-        state = _longer(_longer(state, size, "arrived", "arrival_ps"), size, "members", fill=-1)
-        self._network, self._state, self._joins, self._control = network, state, _with_room(joins, need), control
+            joins = _longer(joins, room.slots, "slot_shift_ps")
+        self._joins = _with_needs(joins, room.need)
+        control = _longer(self._control, room.instructions, "after", "release_ps", "watched")
+        self._control = _longer(control, room.events, "event_ps", "event_number")
+        if self._sharing is not None:
+            self._sharing = _longer(self._sharing, room.instructions, "start_ps", fill=-1)
 
 
 def _longer(columns: Columns, size: int, *names: str, fill: int = 0) -> Columns:
     """The same with room for ``size`` entries in some columns; what is new holds ``fill``."""
-    short = [name for name in names if len(getattr(columns, name)) < size]
-    if not short:
-        return columns
     grown = {}
-    for name in short:
+    for name in names:
         column = getattr(columns, name)
-        grown[name] = np.full(max(size, 2 * len(column)), fill, column.dtype)
-        grown[name][: len(column)] = column
+        if len(column) < size:
+            grown[name] = np.full(size, fill, column.dtype)
+            grown[name][: len(column)] = column
     longer: Columns = columns._replace(**grown)
     return longer
 
 
-def _with_room(joins: Joins, need: int) -> Joins:
+def _with_needs(joins: Joins, need: int) -> Joins:
     """The same with room for the ``need`` smallest moments of the open join of each stream."""
     sizes = np.diff(joins.smallest_offsets, append=len(joins.smallest_ps))
-    if need <= sizes.min():
-        return joins
-    size = max(need, 2 * int(sizes.max()))
-    smallest_ps = np.empty((len(sizes), size), np.int64)
+    need = max(need, int(sizes.max()))
+    smallest_ps = np.empty((len(sizes), need), np.int64)
     for stream, (begin, length) in enumerate(zip(joins.smallest_offsets, sizes, strict=True)):
         smallest_ps[stream, :length] = joins.smallest_ps[begin : begin + length]
-    return joins._replace(smallest_offsets=np.arange(len(sizes)) * size, smallest_ps=smallest_ps.reshape(-1))
+    return joins._replace(smallest_offsets=np.arange(len(sizes)) * need, smallest_ps=smallest_ps.reshape(-1))
 
 
 def _share_all(network: Network, num_links: int) -> tuple[Network, Sharing]:
