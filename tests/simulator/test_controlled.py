@@ -154,6 +154,15 @@ def test_what_is_issued_begins_with_its_decision_and_asks_for_links_before_they_
     assert (spans(run)["send 0→1.0"], spans(run)["send 2→0.1"]) == expected
 
 
+@pytest.mark.parametrize("contention", sorted(ORACLES))
+def test_what_follows_a_join_at_a_moment_comes_before_its_events(contention):
+    """The join closes at 5 with the end of 1, and takes no time; its end comes first, for it has the lower handle."""
+    join = compute(0, 0, waits=(1, 2), need=1, watched=True)
+    issues = (join, compute(1, 1, watched=True), *message(2, 0, 0, 1, waits=(4,)), compute(3, 2))
+    run = run_script(4, [0, 5, 7], Decision(issues=issues), contention=contention)
+    assert run.state == ((Started, 0, 0), (Ended, 0, 5), (Ended, 1, 5))
+
+
 def test_a_stream_that_was_idle_does_not_begin_in_the_past():
     run = run_script(
         2, [0, 5, 8], Decision(issues=(compute(0, 1), compute(1, 2, watched=True))), Decision(issues=(compute(0, 1),))
