@@ -149,7 +149,7 @@ def run_moments(
     position, cursor, ready_ps, next_waiter, stack, heap_time, heap_stream = state[1:8]
     top = 0
     while top == 0:
-        if counts[NUM_CHANGED] > 0 and _is_over(control, clock, heap_time, num_requests):
+        if counts[NUM_CHANGED] > 0 and not (num_requests > 0 and heap_time[0] == clock[NOW]):
             for k in range(fill(transfers, links, crossings, changed, reached, connected, counts)):
                 stream = connected[k]
                 if transfers[stream]["rate"] != transfers[stream]["speed"]:
@@ -210,14 +210,6 @@ def _close_joins(
             num_requests = pop(heap_time, heap_stream, num_requests)
             top = close_join(network, joins, stream, now, position, cursor, ready_ps, stack, top)
     return top, num_requests
-
-
-@compiled
-def _is_over(control: Control | None, clock: Ids, heap_time: Times, num_requests: int) -> bool:
-    """Whether nothing more begins at this moment."""
-    if control is not None and next_event(control) == clock[NOW]:
-        return False
-    return not (num_requests > 0 and heap_time[0] == clock[NOW])
 
 
 @compiled

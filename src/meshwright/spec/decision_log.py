@@ -24,6 +24,7 @@ from meshwright.spec.program import STREAM_NAMES, Section
 
 EVENTS = (Started, Ended, Rang)
 _COLUMNS = ("opcode", "stage", "microbatch", "version", "peer", "num_bytes", "group")
+_MOST = np.iinfo(np.int64).max
 _PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 
 
@@ -59,6 +60,8 @@ class DecisionLog:
         _require(len(self.timer_ps) == len(self.timer_number), "the columns of timers differ in length")
         _require(_partitions(self.issue_offsets, count, num_issued), "issue_offsets do not partition what was issued")
         _require(_partitions(self.timer_offsets, count, len(self.timer_ps)), "timer_offsets do not partition timers")
+        is_plain = self.issued.stream_offsets.tolist() == [0, num_issued] and not len(self.issued.mark_instruction)
+        _require(is_plain, "what was issued is not one stream without marks")
         _require(_partitions(self.issued.wait_offsets, num_issued, len(self.issued.waits)), "waits are not partitioned")
         members = [rank for group in self.groups for rank in group]
         for name, values, low, high in (
@@ -69,8 +72,9 @@ class DecisionLog:
             ("opcode", self.issued.opcode, 0, len(Opcode)),
             ("group", self.issued.group, -1, len(self.groups)),
             ("watched", self.watched, 0, self.num_instructions + num_issued),
+            ("waits", self.issued.waits, -_MOST, self.num_instructions + num_issued),
             ("join_instruction", self.issued.join_instruction, 0, num_issued),
-            ("timer_number", self.timer_number, 0, np.iinfo(np.int64).max),
+            ("timer_number", self.timer_number, 0, _MOST),
         ):
             legal = not len(values) or (values.min() >= low and values.max() < high)
             _require(bool(legal), f"column {name} leaves {low}..{high - 1}")
@@ -82,8 +86,9 @@ class DecisionLog:
             ("join_instruction", np.diff(self.issued.join_instruction), 1),
         ):
             _require(bool((steps >= least).all()), f"column {name} does not ascend")
-        _require(len(self.issued.join_need) == len(self.issued.join_instruction), "the columns of joins differ")
-        _require(bool((np.flatnonzero(self.event_kind == 0) == np.arange(min(count, 1))).all()), "it begins elsewhere")
+        kinds = np.flatnonzero(self.event_kind == EVENTS.index(Started))
+        _require(kinds.tolist() == [0][:count], "not the first of its events is the start, and only that")
+        _check_joins(self.issued)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DecisionLog) and all(
@@ -220,6 +225,13 @@ def _offsets(counts: Iterable[int]) -> NDArray[np.int64]:
 
 def _partitions(offsets: NDArray[np.int64], rows: int, total: int) -> bool:
     return len(offsets) == rows + 1 and offsets[0] == 0 and offsets[-1] == total and bool((np.diff(offsets) >= 0).all())
+
+
+def _check_joins(issued: Section) -> None:
+    joins, need = issued.join_instruction, issued.join_need
+    _require(len(need) == len(joins), "the columns of joins differ in length")
+    legal = (need >= 1) & (need <= np.diff(issued.wait_offsets)[joins])
+    _require(bool(legal.all()), "column join_need leaves 1 and the number of waits of an instruction")
 
 
 def _require(condition: bool, what: str) -> None:
