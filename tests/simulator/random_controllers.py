@@ -53,11 +53,11 @@ class RandomController:
             watched = rng.random() < 0.4
             return [send, Issue(rank=target, stream="receive", instruction=receive, waits=named, watched=watched)]
         group = tuple(sorted(rng.sample(range(self.num_ranks), rng.randint(2, self.num_ranks))))
-        issues = []
+        issues, bucket = [], rng.choice([0, 1, handle])
         for _ in range(rng.choice([1, 1, 2])):
             # The second is another of the same bucket.
-            bucket = AllReduce(stage=0, bucket=handle, num_bytes=1)
-            issues += [self._issue(rng, rank, "exchange", bucket, handle, group=group) for rank in group]
+            joint = AllReduce(stage=0, bucket=bucket, num_bytes=1)
+            issues += [self._issue(rng, rank, "exchange", joint, handle, group=group) for rank in group]
         return issues
 
     def _issue(self, rng, rank, stream, instruction, handle, **facts):

@@ -8,7 +8,7 @@ one order on all ranks.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,14 +48,19 @@ class IssueBook:
         self._num_ranks, self._num_body = program.num_ranks, program.body.num_instructions
         self._num_marks = len(program.body.mark_instruction)
         self._sent = _messages(program.body)
-        self._pending: dict[_Message, int] = {}
+        self._pending: dict[_Message, tuple[int, Issue]] = {}
+        self._is_first = True
         self.next_handle = self._num_body
         self._num_collectives = 0
 
     def file(self, decision: Decision, now_ps: int) -> list[Filed]:
         """Check a decision and number what it issues. Raises ProgramError, naming the issue and what was expected."""
-        if decision.watch and self.next_handle > self._num_body:
-            raise ProgramError("`watch` came after instructions had been issued; give it with the first decision.")
+        if decision.watch and not self._is_first:
+            raise ProgramError(
+                f"The instructions {decision.watch} were to be watched at {now_ps} ps, when they may have ended; give "
+                "`watch` with the first decision."
+            )
+        self._is_first = False
         for handle in decision.watch:
             if not 0 <= handle < self._num_body:
                 raise ProgramError(
@@ -75,7 +80,7 @@ class IssueBook:
             self._check(issue, stop)
             waits, collective = issue.waits, -1
             if isinstance(issue.instruction, Send):
-                self._send(issue.instruction, handle)
+                self._send(issue, issue.instruction, handle)
             elif isinstance(issue.instruction, Receive):
                 send = self._receive(issue.instruction)
                 waits = waits if send in waits else (*waits, send)
@@ -96,11 +101,27 @@ class IssueBook:
 
     def check_end(self) -> None:
         """Raise ProgramError if a message was sent that nobody receives."""
-        for (source, target, microbatch, payload), handle in self._pending.items():
+        for (source, target, microbatch, payload), (handle, _) in self._pending.items():
             raise ProgramError(
                 f"Instruction {handle} sends the {payload} of microbatch {microbatch} from stage {source} to {target}, "
                 "and the controller issued no receive of it. Issue both."
             )
+
+    def unreceived(self) -> Decision:
+        """The receives that are missing, on the ranks that sent: for looking at a program that stopped before them."""
+        issues = []
+        for _, issue in self._pending.values():
+            send = issue.instruction
+            assert isinstance(send, Send)
+            receive = Receive(
+                stage=send.peer,
+                microbatch=send.microbatch,
+                peer=send.stage,
+                payload=send.payload,
+                num_bytes=send.num_bytes,
+            )
+            issues.append(replace(issue, stream="receive", instruction=receive, waits=(), need=None, watched=False))
+        return Decision(issues=tuple(issues))
 
     def _check(self, issue: Issue, stop: int) -> None:
         if not 0 <= issue.rank < self._num_ranks or issue.stream not in PLACES:
@@ -123,7 +144,7 @@ class IssueBook:
         if issue.group and not (min(issue.group) >= 0 and max(issue.group) < self._num_ranks):
             raise ProgramError(f"{issue.instruction} names the ranks {issue.group}; there are {self._num_ranks}.")
 
-    def _send(self, send: Send, handle: int) -> None:
+    def _send(self, issue: Issue, send: Send, handle: int) -> None:
         message: _Message = (send.stage, send.peer, send.microbatch, send.payload)
         if message in self._sent:
             raise ProgramError(
@@ -131,7 +152,7 @@ class IssueBook:
                 "in stages, microbatch and payload."
             )
         self._sent.add(message)
-        self._pending[message] = handle
+        self._pending[message] = handle, issue
 
     def _receive(self, receive: Receive) -> int:
         message: _Message = (receive.peer, receive.stage, receive.microbatch, receive.payload)
@@ -140,7 +161,7 @@ class IssueBook:
                 f"{receive} was issued, but no send of it that is not received yet. Issue the send before, in the same "
                 "decision or an earlier one."
             )
-        return self._pending.pop(message)
+        return self._pending.pop(message)[0]
 
 
 def _collective(issue: Issue, bucket: int, members: dict[_Members, list[int]]) -> _Members:

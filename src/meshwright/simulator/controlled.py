@@ -78,9 +78,15 @@ def simulate_controlled(
     network = GrowingNetwork(_body_network(program, prices), prices.num_links, contention)
     costs = _Costs(prices, price_issue)
     decided, state = _decide_all(program, controller, book, costs, network)
-    book.check_end()
     if isinstance(controller, Replay):
         controller.check_end(len(decided))
+    if network.is_done:
+        book.check_end()
+    else:
+        # What stopped may have stopped before receives were issued; with them it can be looked at as a program.
+        missing = book.unreceived()
+        decided.append((Rang(next_handle=book.next_handle, number=0), decided[-1][1], missing))
+        costs.given += [(0, -1)] * len(missing.issues)
     log = make_log(program.num_ranks, program.body.num_instructions, decided)
     return _finish(program, prices, log, state, costs.given, network)
 
@@ -189,9 +195,11 @@ def _finish(
     )
     made_prices = Prices(**{name: getattr(prices, name) for name in Prices.__dataclass_fields__} | {"body": body})
     unrolled = unroll(made, made_prices, 1)
-    start_ps, end_ps = network.starts()[order], network.ends()[order]
     if not network.is_done:
-        _raise_deadlock(made, unrolled, end_ps, np.isin(order, log.watched))
+        end_ps = np.full(len(order), -1)
+        end_ps[: len(network.ends())] = network.ends()
+        _raise_deadlock(made, unrolled, end_ps[order], np.isin(order, log.watched))
+    start_ps, end_ps = network.starts()[order], network.ends()[order]
     begin_receives(unrolled, start_ps, end_ps)
     run = Run(unrolled=unrolled, network=unrolled.network, start_ps=start_ps, end_ps=end_ps)
     return ControlledRun(timeline=record_run(made, made_prices, run)[0], log=log, state=state, prices=made_prices)
