@@ -5,6 +5,8 @@ orders      what each rank computes, in order: `schedules` by name, `own_schedul
 program     `build_program` adds transfers (`crossings`, `transfers`), sums of gradients (`buckets`) and updates;
 `endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many
 replicas that are alike
+meanwhile   `controllers` decide what to add while a program runs, `issuing` says what they may; `decided` is what they
+made as a program
 afterwards  `check_program` holds it against every rule, `repeat_body` unrolls it, `picture_schedule` draws it
 """
 

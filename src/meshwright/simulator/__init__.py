@@ -3,7 +3,8 @@
 `simulate_plan` builds and prices a plan's program (`pricing`), then runs it: `unroll` lays the sections behind each
 other, `engine` finds when each instruction ends, `memory` follows the bytes, `simulation` sums up. Links that several
 want are granted one by one (`engine`) or shared fairly (`fair`, `sharing`); `joins` go on when some of their waits have
-happened; `deadlock` tells why a program stops. `folding` finds replicas that are alike, of which one is simulated, and
+happened; `deadlock` tells why a program stops. `simulate_controlled` (`controlled`, `growing`, `control`) asks a
+controller what to add while a program runs. `folding` finds replicas that are alike, of which one is simulated, and
 `repetition` steps that are; `endless` joins the repetitions of programs that never flush; `delta` follows changes of
 durations; `many` simulates many plans on all cores. `allocation` follows one rank's memory op by op, `op_spans` tells
 what happens inside each computation, `overflow` where there is more than fits. `explain_step` tells what bounds a step
