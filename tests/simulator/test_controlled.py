@@ -264,6 +264,8 @@ def test_what_cannot_be_controlled_is_refused():
     with pytest.raises(ProgramError, match="expected the same for all"):
         run_script(2, [0, 1], Decision(issues=sums), price=lambda issue, _: (1, issue.rank - 1))
     program, prices = random_program(1, 5)
+    with pytest.raises(ProgramError, match="the prologue has . instructions, not 0"):
+        bare_prices(program, [1])
     with pytest.raises(ProgramError, match="expected a body alone"):
         simulate_controlled(program, prices, Script(()), costs)
     program, prices = nothing(1, [0, 1])

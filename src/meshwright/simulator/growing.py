@@ -3,8 +3,8 @@
 Instruction ids are handles (`spec.control`); under ``fair``, ids of marks stand between those of the body and of what
 is issued. Every column has room for more than is there, and is copied into one of twice the length when it is full.
 All routes count as shared, for nobody knows what will want them; that changes no time. The last stream is the
-controller's own and always empty: it runs first whenever the loop goes on, so that links are given where nothing was
-issued.
+controller's own and always empty: it is there to run whenever the loop goes on, so that links are given where nothing
+was issued.
 """
 
 from __future__ import annotations
