@@ -228,7 +228,13 @@ def test_partial_reduce_does_what_a_closed_simulation_does(seed, num_workers, da
         by_end.setdefault(int(timeline.end_ps[i]), []).append(timeline.tracks[timeline.track[i]].rank)
     expected = reduced_groups(num_workers, group_size, num_iterations, backwards, 31_337, 7_919)
     assert {end: tuple(ranks) for end, ranks in by_end.items()} == dict(expected)
-    assert (body.opcode == Opcode.OPTIMIZER_STEP).sum() == num_workers * num_iterations
+    updates = np.flatnonzero(body.opcode == Opcode.OPTIMIZER_STEP).tolist()
+    assert len(updates) == num_workers * num_iterations
+    stream_of = np.repeat(np.arange(len(result.timeline.tracks)), np.diff(body.stream_offsets))
+    for i in updates:
+        # Nobody updates before its own sum.
+        own = [k for k in body.waits_of(i).tolist() if body.opcode[k] == Opcode.ALL_REDUCE]
+        assert [result.timeline.tracks[stream_of[k]].rank for k in own] == [result.timeline.tracks[stream_of[i]].rank]
 
 
 def test_rates_are_those_of_the_simulations_that_were_published_before():
