@@ -15,9 +15,10 @@ from meshwright.program import (
     compute_orders,
     max_in_flight,
     repeat_body,
+    with_schedule,
     write_orders,
 )
-from meshwright.spec import Backward, Drop, Forward, OptimizerStep, PlanError, Stash, slice_graph
+from meshwright.spec import Backward, Drop, Forward, Merge, OptimizerStep, PlanError, Stash, slice_graph
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.program.endless_plans import endless_plan, endless_plans, schedules
 
@@ -59,7 +60,7 @@ class Rank:
                     before = self.instructions[place - 1]
                     assert isinstance(before, Backward)
                     assert before.version == v, "what nobody needs any more goes at once"
-                case OptimizerStep(version=v):
+                case OptimizerStep(version=v) | Merge(version=v):
                     assert v == self.current
                     self.current += 1
         assert not self.kept
@@ -116,13 +117,19 @@ def test_versions_without_replicas_are_those_of_the_papers(schedule, num_stages,
                     "pipedream": max(0, item.microbatch - behind),
                     "pipedream-vertical": max(0, item.microbatch - num_stages + 1),
                     "pipedream-2bw": max(0, item.microbatch // count - 1),
+                    "hetpipe": max(0, item.microbatch - num_stages + 1),
                 }
                 assert item.version == expected[schedule]
 
 
 @pytest.mark.parametrize(
     ("schedule", "most_kept"),
-    [("pipedream", [3, 2, 1, 0]), ("pipedream-vertical", [3, 3, 3, 3]), ("pipedream-2bw", [1, 1, 1, 1])],
+    [
+        ("pipedream", [3, 2, 1, 0]),
+        ("pipedream-vertical", [3, 3, 3, 3]),
+        ("pipedream-2bw", [1, 1, 1, 1]),
+        ("hetpipe", [3, 3, 3, 3]),
+    ],
 )
 def test_copies_that_are_held_at_once(schedule, most_kept):
     """PipeDream: p - s versions at stage s, with the newest; 2BW: two."""
@@ -138,6 +145,77 @@ def test_the_order_runs_from_the_first_microbatch_to_the_last():
     plan, _ = endless_plan("pipedream", [1, 1], 2)
     names = ["".join(type(item).__name__[0] + str(item.microbatch) for item in o.items) for o in compute_orders(plan)]
     assert names == ["F0F1B0F2B1F3B2F4B3F5B4B5", "F0B0F1B1F2B2F3B3F4B4F5B5"]
+
+
+@given(
+    num_stages=st.integers(1, 3),
+    replicas=st.integers(2, 3),
+    wave=st.integers(1, 5),
+    staleness=st.integers(0, 3),
+    num_steps=st.integers(1, 4),
+)
+def test_waves_are_merged_as_late_as_the_staleness_allows(num_stages, replicas, wave, staleness, num_steps):
+    """HetPipe: minibatch j lacks at most (D + 1) n + k - 2 of those before it of another worker, at all stages."""
+    plan, graph = endless_plan("hetpipe", [replicas] * num_stages, wave * replicas, staleness=staleness)
+    program = build_program(plan, graph)
+    check_program(program)
+    section = repeat_body(program, num_steps).section
+    lacking = Counter()
+    for index, stream in enumerate(program.streams):
+        if stream.name == "compute":
+            lacking.update(lacking_at(plan, program, section, index))
+    counts = {minibatch: {lack for (other, lack) in lacking if other == minibatch} for minibatch, _ in lacking}
+    assert all(len(lacks) == 1 for lacks in counts.values()), "all stages use the weights with which it entered"
+    worst = max(max(lacks) for lacks in counts.values())
+    assert worst == (staleness + 1) * wave + num_stages - 2
+
+
+def lacking_at(plan, program, section, index):
+    """Per local minibatch how many before it, of another replica, its weights know nothing of."""
+    replicas = len(plan.stages[0].ranks)
+    wave = plan.num_microbatches // replicas
+    exchange = next(
+        s
+        for s, other in enumerate(program.streams)
+        if other.rank == program.streams[index].rank and other.name == "exchange"
+    )
+    sums = list(section.stream_range(exchange))
+    versions, updated, merged = {0: 0}, 0, 0
+    for i in section.stream_range(index):
+        match section.instruction(i):
+            case OptimizerStep(version=v):
+                updated += 1
+                versions[v + 1] = merged
+                if updated % wave == 0:
+                    waiting = [k for k in sums if i in section.waits_of(k)]
+                    assert waiting == [sums[updated // wave - 1]], "a wave is summed when its last update is made"
+            case Merge(version=v):
+                assert sums[merged] in section.waits_of(i), "a merge waits for the sum"
+                merged += 1
+                versions[v + 1] = merged
+            case Forward(microbatch=m, version=v):
+                yield m // replicas, max(0, m // replicas - wave * versions[v])
+
+
+def test_waves_need_equal_replicas():
+    plan, graph = endless_plan("hetpipe", [2, 1], 4)
+    with pytest.raises(PlanError, match="stages with 2, 1 replicas; expected as many of each"):
+        build_program(plan, graph)
+
+
+def test_staleness_without_waves_is_refused():
+    with pytest.raises(
+        PlanError, match="A staleness of 2 waves was given for the schedule pipedream, which has no waves"
+    ):
+        endless_plan("pipedream", [2, 2], 4, staleness=2)
+    with pytest.raises(PlanError, match="A staleness of -1 waves was given; expected 0 to 64"):
+        endless_plan("hetpipe", [2, 2], 4, staleness=-1)
+
+
+def test_another_schedule_knows_no_waves():
+    plan, _ = endless_plan("hetpipe", [2, 2], 4, staleness=2)
+    assert with_schedule(plan, "1f1b").exchange.staleness == 0
+    assert with_schedule(plan, "hetpipe") == plan
 
 
 def test_inference_is_refused():

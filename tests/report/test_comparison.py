@@ -131,6 +131,7 @@ def _opcode_name(timeline, i):
         "backward_weight",
         "stash",
         "drop",
+        "merge",
     )
     return names[timeline.opcode[i]]
 

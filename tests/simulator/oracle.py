@@ -32,7 +32,7 @@ class Oracle:
         for k, (name, section) in enumerate(parts):
             for s in range(len(program.streams)):
                 self.queues[s] += [(k, int(i)) for i in section.stream_range(s)]
-            self._read_section(k, section, getattr(prices, name))
+            self._read_section(k, section, getattr(prices, name), num_steps)
         if program.advance:
             # A message may arrive in a later part than that in which it is sent: its number counts on.
             numbered = [(k, section, max(0, min(k, num_steps) - 1)) for k, (_, section) in enumerate(parts)]
@@ -43,11 +43,16 @@ class Oracle:
         self.stream_of = {key: s for s, queue in enumerate(self.queues) for key in queue}
         self.done, self.began = {}, {}
 
-    def _read_section(self, k, section, costs):
+    def _read_section(self, k, section, costs, num_steps):
         n = section.num_instructions
         for i in range(n):
             self.cost[k, i] = (int(self.prices.duration_ps[costs.cost_class[i]]), int(costs.route[i]))
             self.waits[k, i] = [(k, int(w)) if w < n else ("mark", k, int(w) - n) for w in section.waits_of(i).tolist()]
+        late = section.late_instruction, section.late_section, section.late_awaited, section.late_lag
+        for i, which, awaited, lag in zip(*(column.tolist() for column in late), strict=True):
+            # Part 0 is the prologue, then come the repetitions of the body.
+            if (k - lag == 0 and which == 0) or (0 < k - lag <= num_steps and which == 1):
+                self.waits[k, i].append((k - lag, awaited))
         for i, need in zip(section.join_instruction.tolist(), section.join_need.tolist(), strict=True):
             self.need[k, i] = need
         for m, i in enumerate(section.mark_instruction.tolist()):

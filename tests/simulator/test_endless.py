@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from tests.program.endless_plans import endless_plan, endless_plans
 from tests.simulator.oracle import Oracle
 from tests.simulator.oracle_fair import FairOracle
 from tests.simulator.plans import FixedCost, small_cluster
+from tests.simulator.replicas import with_kinds
 
 
 @pytest.mark.parametrize("oracle", [Oracle, FairOracle])
@@ -34,7 +37,9 @@ def test_programs_that_never_flush_equal_the_oracle(oracle, case, num_steps, sec
     assert timeline.end_ps.tolist() == oracle(program, prices, num_steps).ends()
 
 
-@pytest.mark.parametrize(("schedule", "updates"), [("pipedream", 8), ("pipedream-vertical", 8), ("pipedream-2bw", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "updates"), [("pipedream", 8), ("pipedream-vertical", 8), ("pipedream-2bw", 1), ("hetpipe", 8)]
+)
 def test_a_steady_step_is_as_long_as_its_busiest_stage(schedule, updates):
     """No bubble: M (f + b), and the updates; in 1F1B it is (M + p - 1) (f + b)."""
     plan, graph = endless_plan(schedule, [1, 1, 1, 1], 8)
@@ -63,7 +68,12 @@ def test_copies_take_time():
 
 @pytest.mark.parametrize(
     ("schedule", "copies"),
-    [("pipedream", [3, 2, 1, 0]), ("pipedream-vertical", [3, 3, 3, 3]), ("pipedream-2bw", [1, 1, 1, 1])],
+    [
+        ("pipedream", [3, 2, 1, 0]),
+        ("pipedream-vertical", [3, 3, 3, 3]),
+        ("pipedream-2bw", [1, 1, 1, 1]),
+        ("hetpipe", [3, 3, 3, 3]),
+    ],
 )
 def test_memory_holds_the_copies_and_comes_back(schedule, copies):
     plan, graph = endless_plan(schedule, [1, 1, 1, 1], 8)
@@ -113,3 +123,45 @@ def test_messages_that_arrive_in_a_later_step_are_paired():
     assert (partner[partner[moves]] == moves).all()
     assert (timeline.microbatch[partner[moves]] == timeline.microbatch[moves]).all()
     assert (timeline.step[partner[moves]] != timeline.step[moves]).any()
+
+
+@pytest.mark.parametrize(("staleness", "exposed"), [(0, 7e-6), (1, 0)])
+def test_a_sum_of_a_wave_hides_behind_the_next_waves(staleness, exposed):
+    """A merge takes two passes over the weights, and waits for the sum of its own wave or of an earlier one."""
+    plan, graph = endless_plan("hetpipe", [2], 8, staleness=staleness)
+    cost = FixedCost(forward=3e-6, backward=5e-6, optimizer=1e-6, all_reduce=7e-6, fill=0.5e-6)
+    found = simulate_plan(plan, graph, cost.cluster, cost=cost)
+    # After every backward its gradients are added to those of the wave, which is one more pass.
+    assert found.step_time_s == pytest.approx(4 * (8e-6 + 0.5e-6 + 1e-6) + 2 * 0.5e-6 + exposed)
+    assert found.ranks[0].exposed_communication_s == pytest.approx(exposed)
+    buckets = found.memory[0].parts["gradient buckets"]
+    assert buckets == (2 + staleness) * 4 * 4 * 4
+
+
+class HalfAsFast(FixedCost):
+    """Where the cluster says so."""
+
+    def price_ops(self, graph, batch_size, device_kind):
+        cost = (
+            replace(self, forward=2 * self.forward, backward=2 * self.backward) if device_kind.name == "slow" else self
+        )
+        return FixedCost.price_ops(cost, graph, batch_size, device_kind)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 5])
+def test_no_virtual_worker_runs_more_waves_ahead_than_it_may(staleness):
+    """The second one is half as fast: the first runs ahead, by as much as it may, and then keeps its pace."""
+    plan, graph = endless_plan("hetpipe", [2], 8, staleness=staleness)
+    cost = HalfAsFast(cluster=with_kinds(small_cluster(num_nodes=2, devices=1), (1,)))
+    found = simulate_plan(plan, graph, cost.cluster, cost=cost, num_steps=12)
+    ends = [updates_of(found.timeline, rank) for rank in range(2)]
+    lead = [done - int(np.searchsorted(ends[1], now, side="right")) for done, now in enumerate(ends[0], 1)]
+    wave = 4
+    assert staleness * wave < max(lead) < (staleness + 1) * wave
+    assert found.step_time_s == pytest.approx(wave * 16e-6)
+
+
+def updates_of(timeline, rank):
+    """When the updates of a rank end, in ps."""
+    ranks = np.array([track.rank for track in timeline.tracks])[timeline.track]
+    return np.sort(timeline.end_ps[(timeline.opcode == Opcode.OPTIMIZER_STEP) & (ranks == rank)])

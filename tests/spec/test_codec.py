@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from meshwright.spec import (
     Cluster,
     DocumentError,
+    GradientExchange,
     MeshwrightError,
+    Plan,
     PlanError,
     Workload,
     codec,
@@ -132,9 +134,17 @@ def test_examples_fill_every_field(kind):
                 seen.add((type(value).__name__, field.name))
                 if getattr(value, field.name) != field.default:
                     filled.add((type(value).__name__, field.name))
-    # An op that is replicable or backward would not fit into the small graph.
-    lacking = seen - filled - {("Op", "replicable"), ("Op", "phase")}
+    # An op that is replicable or backward would not fit into the small graph, nor staleness to an own schedule.
+    lacking = seen - filled - {("Op", "replicable"), ("Op", "phase"), ("GradientExchange", "staleness")}
     assert not lacking, f"give {lacking} a value in tests/spec/examples.py"
+
+
+def test_the_staleness_of_waves_comes_back():
+    plan = dataclasses.replace(
+        EXAMPLES["plan"], schedule="hetpipe", schedule_hash="", exchange=GradientExchange(staleness=2)
+    )
+    assert encode_document(plan)["exchange"] == {"staleness": 2}
+    assert decode_document(Plan, encode_document(plan), "plan") == plan
 
 
 def test_defaults_are_left_out_and_come_back():

@@ -82,7 +82,8 @@ def test_a_damaged_log_is_refused(damage, message):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"stream_offsets": np.array([0, 1])}, "not one stream without marks"),
+        ({"stream_offsets": np.array([0, 1])}, "not one stream without marks and late waits"),
+        ({"late_lag": np.ones(1, np.int32)}, "not one stream without marks and late waits"),
         ({"stage": np.zeros(1, np.int32)}, "column stage does not have 2 rows"),
         ({"wait_offsets": np.array([0, 2])}, "waits are not partitioned"),
         ({"waits": np.array([5, -1])}, "column waits leaves"),

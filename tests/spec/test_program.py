@@ -14,6 +14,7 @@ from meshwright.spec import (
     DocumentError,
     Drop,
     Forward,
+    Merge,
     Opcode,
     OptimizerStep,
     Program,
@@ -50,6 +51,7 @@ ROWS = {
     Opcode.BACKWARD_WEIGHT: (BackwardWeight(stage=1, microbatch=2, version=3), "W1.2"),
     Opcode.STASH: (Stash(stage=1, version=3), "stash 1"),
     Opcode.DROP: (Drop(stage=1, version=3), "drop 1"),
+    Opcode.MERGE: (Merge(stage=1, version=3), "merge 1"),
 }
 
 
@@ -107,6 +109,10 @@ DAMAGED = {
     "mark_index": np.array([0, 1], np.int32),
     "join_instruction": np.array([1]),
     "join_need": np.array([1], np.int32),
+    "late_instruction": np.array([0]),
+    "late_section": np.array([1], np.int8),
+    "late_awaited": np.array([0]),
+    "late_lag": np.array([1], np.int32),
 }
 
 
@@ -119,6 +125,31 @@ def test_every_column_is_checked():
 def test_damaged_columns_are_noticed(column, part):
     with pytest.raises(ProgramError, match=f"program's {part} is damaged"):
         replace(PROGRAM, **{part: replace(BODY, **{column: DAMAGED[column]})})
+
+
+LATE = {
+    "late_instruction": np.array([2]),
+    "late_section": np.array([1], np.int8),
+    "late_awaited": np.array([0]),
+    "late_lag": np.array([1], np.int32),
+}
+
+
+def test_a_late_wait_needs_a_program_that_never_flushes():
+    body = replace(BODY, **LATE)
+    assert replace(PROGRAM, body=body, advance=1).body.late_lag.tolist() == [1]
+    with pytest.raises(ProgramError, match=r"its late waits do not name .* of a program that never flushes"):
+        replace(PROGRAM, body=body, advance=0)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("late_instruction", 3), ("late_section", 2), ("late_section", -1), ("late_awaited", 3), ("late_lag", 0)],
+)
+def test_damaged_late_waits_are_noticed(column, value):
+    late = {**LATE, column: np.array([value], LATE[column].dtype)}
+    with pytest.raises(ProgramError, match="body is damaged: its late waits do not name"):
+        replace(PROGRAM, body=replace(BODY, **late), advance=1)
 
 
 JOINED = replace(BODY, wait_offsets=np.array([0, 0, 2, 3]), waits=np.array([0, 0, 3]))

@@ -141,6 +141,7 @@ def test_suggestions():
     assert suggest("gpt2-smal", ["gpt2-small", "vgg16"]) == " (did you mean 'gpt2-small'?)"
     assert suggest("zzz", ["b", "a"]) == " (known are a, b)"
     assert suggest("zzz", []) == ""
+    assert suggest("zzz", [f"a{i:02d}" for i in range(50)]).endswith("a46, a47 and 2 more)")
 
 
 @pytest.mark.parametrize("seconds", [1e300, float("inf"), float("nan"), 1e7])

@@ -25,7 +25,7 @@ from meshwright.cli.plan_files import files_to_write, no_files, write_plan_files
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_orders
 from meshwright.spec.cluster import MAX_RANKS, load_cluster
 from meshwright.spec.codec import encode_document
-from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
+from meshwright.spec.plan import BASIC_SCHEDULES, MAX_STALENESS, SCHEDULE_NAMES, GradientExchange
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
 
 if TYPE_CHECKING:
@@ -63,6 +63,14 @@ def plan(
         ),
     ] = None,
     virtual_stages: VirtualStagesOption = 2,
+    staleness: Annotated[
+        int,
+        typer.Option(
+            help="With --schedule hetpipe: by how many waves of minibatches replicas may run ahead of each other.",
+            min=0,
+            max=MAX_STALENESS,
+        ),
+    ] = 0,
     find_orders: FindOrdersOption = None,
     whole_backwards: WholeOption = False,
     measurements: MeasurementsOption = None,
@@ -126,6 +134,7 @@ def plan(
                 "--whole-backwards": whole_backwards,
                 "--stages": stages is not None,
                 "--virtual-stages": virtual_stages != 2,
+                "--staleness": staleness != 0,
                 "--launch": launch is not None,
                 "--slurm": slurm,
                 "--html": html is not None,
@@ -182,6 +191,7 @@ def plan(
                 microbatch_sizes=microbatch_size,
                 schedules=schedule or BASIC_SCHEDULES,
                 num_chunks=virtual_stages,
+                exchange=GradientExchange(staleness=staleness),
                 events=events,
             )
     except NothingFitsError as error:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, cast
 
-from meshwright.program import SCHEDULE_LAYOUTS, OrderFile, find_schedule, name_schedule
+from meshwright.program import SCHEDULE_LAYOUTS, OrderFile, find_schedule, with_schedule
 from meshwright.spec import PlanError, StagePlan
 
 if TYPE_CHECKING:
@@ -39,19 +39,18 @@ def adopt_schedule(
     """The plan under a schedule; ``num_chunks`` stages on a rank where they are dealt out in turn.
 
     Raises PlanError if the layout cannot be made: stages with unlike replicas, fewer layers than stages, an odd
-    pipeline that would run both ways. Raises as `name_schedule`.
+    pipeline that would run both ways. Raises as `with_schedule`.
     """
-    name, content_hash = name_schedule(schedule)
-    changed = replace(plan, schedule=name, schedule_hash=content_hash)
+    changed = with_schedule(plan, schedule)
     own = find_schedule(changed)
     if isinstance(own, OrderFile):
         return _follow_file(plan, changed, own, graph, cost)
-    layout = SCHEDULE_LAYOUTS.get(cast("ScheduleName", name), "single")
+    layout = SCHEDULE_LAYOUTS.get(cast("ScheduleName", changed.schedule), "single")
     if layout == "single" and not plan.has_virtual_stages:
         return changed
     positions = _positions(plan)
     if len({len(ranks) for ranks in positions}) > 1:
-        raise _impossible(name, "its stages have unlike numbers of replicas", "the same for all")
+        raise _impossible(changed.schedule, "its stages have unlike numbers of replicas", "the same for all")
     size = len(positions)
     match layout:
         case "single":
@@ -62,7 +61,9 @@ def adopt_schedule(
             ranks = [*positions, *positions[::-1]]
         case _:
             if size % 2 or len(positions[0]) > 1:
-                raise _impossible(name, f"it has {size} stages of {len(positions[0])} replicas", "an even number of 1")
+                raise _impossible(
+                    changed.schedule, f"it has {size} stages of {len(positions[0])} replicas", "an even number of 1"
+                )
             ranks = [(own[0], other[0]) for own, other in zip(positions, positions[::-1], strict=True)]
     return _deal_out(plan, changed, ranks, graph, cost)
 

@@ -137,7 +137,7 @@ def _named(plan: Plan, evaluate: Callable[[Plan], RankedPlan], *, whole: bool) -
 
     ``whole``: those with whole backwards, and of one stage on a rank those that the runtime executes.
     """
-    others = [replace(plan, schedule=name, schedule_hash="") for name in SCHEDULES]
+    others = [with_schedule(plan, name) for name in SCHEDULES]
     for other in dict.fromkeys([*others, plan]):
         if whole and not (other.is_runnable or plan.has_virtual_stages):
             continue

@@ -8,8 +8,9 @@ search_plans  →  candidates (exact slicing per microbatch size, schedule, layo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 
 from meshwright.cost import CostModel
@@ -34,7 +35,7 @@ from meshwright.spec import (
     with_branches,
 )
 from meshwright.spec.own_code import order_file
-from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
+from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES, WAVES
 
 # Microbatch sizes that are tried when none are given: each prices the whole graph anew (0.1 to 0.3 s at 6,000 ops).
 MAX_MICROBATCH_SIZES = 12
@@ -43,6 +44,8 @@ MAX_MICROBATCH_SIZES = 12
 MAX_INSTRUCTIONS = 600_000
 # Plans that an own schedule may fail on before the search gives up on finding ones that it orders.
 MAX_REFUSED = 64
+# The best plans may have a layout that another schedule refuses, such as unlike replicas: so many are given to it.
+LEAST_ADOPTED = 8
 
 
 def search_plans(
@@ -83,6 +86,7 @@ def search_plans(
     if max_plans < 1:
         raise PlanError(f"At most {max_plans} plans were asked for; ask for at least 1.")
     named = dict(name_schedule(schedule) for schedule in schedules)
+    exchange = _checked(exchange or GradientExchange(), named)
     adopted = [name for name in named if _is_adopted(name)]
     searched = {name: content_hash for name, content_hash in named.items() if name not in adopted}
     space = Space(
@@ -98,7 +102,7 @@ def search_plans(
         schedule_hashes=searched,
         num_stages=num_stages,
         memory_limit_bytes=memory_limit_bytes,
-        exchange=exchange or GradientExchange(),
+        exchange=exchange.suited_to(""),
     )
     require_possible(space)
     search = CandidateSearch(space, events)
@@ -120,14 +124,15 @@ def search_plans(
     refused: list[tuple[Plan, MeshwrightError]] = []
     instructions = 0
     tried: dict[Plan, RankedPlan] = {}
-    todo: Iterator[Candidate] = choose(candidates, max_plans)
+    wanted = max(max_plans, LEAST_ADOPTED) if adopted else max_plans
+    todo: Iterator[Candidate] = choose(candidates, wanted)
     for candidate in _with_next_best(todo, tried, search):
-        if len(fitting) == max_plans or (fitting and len(rejected) > max_plans) or len(refused) == MAX_REFUSED:
+        if len(fitting) == wanted or (fitting and len(rejected) > wanted) or len(refused) == MAX_REFUSED:
             break
         if fitting and instructions + num_instructions(candidate.plan) > MAX_INSTRUCTIONS:
             continue
         instructions += num_instructions(candidate.plan)
-        events.progress("simulate plans", len(fitting), max_plans)
+        events.progress("simulate plans", len(fitting), wanted)
         # The closed form knows the named schedules only.
         own = candidate.plan.has_own_schedule
         try:
@@ -139,13 +144,13 @@ def search_plans(
             continue
         tried[candidate.plan] = item
         (fitting if item.fits else rejected).append(item)
-    events.progress("simulate plans", max_plans, max_plans)
+    events.progress("simulate plans", wanted, wanted)
     if refused and not fitting and not rejected:
         raise refused[0][1]
     if not fitting:
         raise_infeasible(space, rejected, evaluate, lambda relaxed: _has_plan(relaxed, evaluate))
     if adopted:
-        others = _adopt(fitting, adopted, graph_for, space.cost, num_chunks, refused, evaluate)
+        others = _adopt(fitting, adopted, exchange, graph_for, space.cost, num_chunks, refused, evaluate)
         rejected += [item for item in others if not item.fits]
         fitting = [*(fitting if searched else ()), *(item for item in others if item.fits)]
         if not fitting:
@@ -157,6 +162,15 @@ def search_plans(
         coverage=search.coverage,
         evaluate=evaluate,
     )
+
+
+def _checked(exchange: GradientExchange, schedules: Collection[str]) -> GradientExchange:
+    if exchange.staleness and WAVES not in schedules:
+        raise PlanError(
+            f"A staleness of {exchange.staleness} waves was given for {' and '.join(schedules)}; only {WAVES} has "
+            "waves. Leave it out, or ask for that schedule too."
+        )
+    return exchange
 
 
 def _branched(plan: Plan, graph: Graph) -> Plan:
@@ -171,6 +185,7 @@ def _branched(plan: Plan, graph: Graph) -> Plan:
 def _adopt(
     items: Iterable[RankedPlan],
     schedules: Sequence[str],
+    exchange: GradientExchange,
     graph_for: Callable[[int], Graph],
     cost: CostModel,
     num_chunks: int,
@@ -183,6 +198,7 @@ def _adopt(
         plan = item.plan
         try:
             plan = adopt_schedule(plan, schedule, graph_for(plan.microbatch_size), cost, num_chunks=num_chunks)
+            plan = replace(plan, exchange=exchange.suited_to(schedule))
             if plan not in found:
                 found[plan] = evaluate(plan)
         except (PlanError, ScheduleError, DeadlockError) as error:

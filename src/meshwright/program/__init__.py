@@ -10,7 +10,7 @@ made as a program
 afterwards  `check_program` holds it against every rule, `repeat_body` unrolls it, `picture_schedule` draws it
 """
 
-from meshwright.program.buckets import Bucket, gradient_buckets
+from meshwright.program.buckets import Bucket, gradient_buckets, num_bucket_copies
 from meshwright.program.build import build_folded_program, build_program
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.check import check_program
@@ -61,6 +61,7 @@ __all__ = [
     "measure_orders",
     "name_schedule",
     "num_active",
+    "num_bucket_copies",
     "picture_schedule",
     "repeat_body",
     "stays_on_rank",

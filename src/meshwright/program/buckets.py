@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.spec.graph import Graph
-from meshwright.spec.plan import Plan
+from meshwright.spec.placement import Placement
+from meshwright.spec.plan import WAVES, Plan
 from meshwright.spec.slices import slice_graph
 
 
@@ -76,3 +77,8 @@ def _fill(graph: Graph, parameters: list[int], plan: Plan) -> list[tuple[tuple[i
         total += num_bytes
         dtype = tensor.dtype
     return [*filled, (tuple(chosen), total)] if chosen else filled
+
+
+def num_bucket_copies(plan: Plan | Placement) -> int:
+    """Buffers for the buckets of a stage: one, or with waves one being filled, one being summed, D that wait."""
+    return 2 + plan.exchange.staleness if isinstance(plan, Plan) and plan.schedule == WAVES else 1

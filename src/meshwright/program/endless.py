@@ -17,11 +17,12 @@ from meshwright.program.buckets import Bucket, gradient_buckets
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.crossings import Crossings, append_transfers, join_orders
 from meshwright.program.schedules.endless import BODY, EPILOGUE, PROLOGUE, EndlessOrder, endless_order
+from meshwright.program.waves import LateWaits, find_late_waits
 from meshwright.spec.codec import content_hash
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import COMPUTATIONS, AllReduce, Opcode
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import WAVES, Plan
 from meshwright.spec.program import Program, Section
 from meshwright.spec.slices import StageSlice
 
@@ -49,7 +50,8 @@ def build_endless(plan: Plan, graph: Graph, stages: tuple[StageSlice, ...], cros
     append_transfers(builder, plan, computations, handles[computes], crossings)
     _append_exchange(builder, plan, graph, orders, handles)
     program = builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
-    prologue, body, epilogue = _cut(program, np.concatenate([order.section for order in orders]))
+    part = _place(program, np.concatenate([order.section for order in orders]))
+    prologue, body, epilogue = _cut(program, part, find_late_waits(program, part, plan.exchange.staleness))
     return replace(program, prologue=prologue, body=body, epilogue=epilogue, advance=plan.num_microbatches)
 
 
@@ -83,7 +85,7 @@ def _without(order: EndlessOrder, stages: tuple[StageSlice, ...], graph: Graph) 
 def _append_exchange(
     builder: ProgramBuilder, plan: Plan, graph: Graph, orders: list[EndlessOrder], handles: Ids
 ) -> None:
-    """Before an update, the gradients of the replicas are summed."""
+    """Before an update the gradients of the replicas are summed, or before a merge the updates of a wave."""
     buckets = gradient_buckets(graph, plan)
     first = 0
     for rank, order in enumerate(orders):
@@ -93,29 +95,40 @@ def _append_exchange(
         if not held:
             continue
         steps = np.flatnonzero(order.opcode == Opcode.OPTIMIZER_STEP)
+        if plan.schedule == WAVES:
+            wave = plan.num_microbatches // len(plan.stages[order.stage].ranks)
+            merges = own[order.opcode == Opcode.MERGE].tolist()
+            for number, step in enumerate(own[steps[wave - 1 :: wave]].tolist()):
+                sums = [_sum_up(builder, rank, order.stage, step, bucket) for bucket in held]
+                # The last waves are merged by nobody.
+                for merge in merges[number : number + 1]:
+                    builder.wait_each(np.full(len(sums), merge), np.array(sums))
+            continue
         backwards = np.flatnonzero(order.opcode == Opcode.BACKWARD)
         last = backwards[np.searchsorted(backwards, steps) - 1]
         for step, backward in zip(own[steps].tolist(), own[last].tolist(), strict=True):
             for bucket in held:
-                builder.wait(step, _sum_up(builder, plan, rank, order.stage, backward, bucket))
+                ready = builder.mark(backward, bucket.index) if plan.exchange.overlap else backward
+                builder.wait(step, _sum_up(builder, rank, order.stage, ready, bucket))
 
 
-def _sum_up(builder: ProgramBuilder, plan: Plan, rank: int, stage: int, backward: int, bucket: Bucket) -> int:
-    ready = builder.mark(backward, bucket.index) if plan.exchange.overlap else backward
+def _sum_up(builder: ProgramBuilder, rank: int, stage: int, ready: int, bucket: Bucket) -> int:
     item = AllReduce(stage=stage, bucket=bucket.index, num_bytes=bucket.num_bytes)
     return builder.append(rank, "exchange", item, group=bucket.ranks, waits=(ready,))
 
 
-def _cut(program: Program, computed_in: NDArray[np.int8]) -> tuple[Section, Section, Section]:
-    """The program's body in three; ``computed_in`` says where each instruction of the compute streams belongs."""
+def _cut(program: Program, part: NDArray[np.int8], late: LateWaits) -> tuple[Section, Section, Section]:
+    """The program's body in three; ``part`` says where each instruction belongs."""
     whole = program.body
-    part = _place(program, computed_in)
+    place = np.empty(whole.num_instructions, np.int64)
     stream = np.repeat(np.arange(len(program.streams)), np.diff(whole.stream_offsets))
     waiter = np.repeat(np.arange(whole.num_instructions), np.diff(whole.wait_offsets))
     awaited = np.concatenate([np.arange(whole.num_instructions), whole.mark_instruction])[whole.waits]
     sections = []
     for number in (PROLOGUE, BODY, EPILOGUE):
         chosen = np.flatnonzero(part == number)
+        place[chosen] = np.arange(len(chosen))
+        waiting = part[late.waiting] == number
         marks = np.flatnonzero(part[whole.mark_instruction] == number)
         new = np.full(whole.num_instructions + len(whole.mark_instruction), -1)
         new[chosen] = np.arange(len(chosen))
@@ -131,6 +144,10 @@ def _cut(program: Program, computed_in: NDArray[np.int8]) -> tuple[Section, Sect
                 waits=new[whole.waits[waits]],
                 mark_instruction=new[whole.mark_instruction[marks]],
                 mark_index=whole.mark_index[marks],
+                late_instruction=place[late.waiting[waiting]],
+                late_section=part[late.awaited[waiting]],
+                late_awaited=place[late.awaited[waiting]],
+                late_lag=late.lag[waiting],
             )
         )
     return sections[0], sections[1], sections[2]

@@ -55,7 +55,8 @@ def with_schedule(plan: Plan, schedule: str | OwnSchedule) -> Plan:
     import it.
     """
     name, content_hash = name_schedule(schedule)
-    return replace(plan, schedule=name, schedule_hash=content_hash)
+    exchange = plan.exchange.suited_to(name)
+    return replace(plan, schedule=name, schedule_hash=content_hash, exchange=exchange)
 
 
 def name_schedule(schedule: str | OwnSchedule) -> tuple[str, str]:

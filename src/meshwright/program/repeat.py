@@ -1,4 +1,4 @@
-"""A program with its body repeated, as one section: microbatches and versions counted on, waits within their part."""
+"""A program with its body repeated, as one section: microbatches and versions counted on, late waits found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.spec.instructions import Opcode
+from meshwright.spec.instructions import UPDATES
 from meshwright.spec.program import Program, Section
 
 Ids = NDArray[np.int64]
@@ -55,8 +55,7 @@ def repeat_body(program: Program, num_steps: int) -> Repeated:
     section = Section(
         stream_offsets=stream_offsets.astype(np.int64),
         **facts,
-        wait_offsets=_wait_offsets(parts, order),
-        waits=_waits(parts, new, len(order)),
+        **_waits(parts, new),
         mark_instruction=np.concatenate([ids[part.mark_instruction] for ids, part in zip(new, parts, strict=True)]),
         mark_index=np.concatenate([part.mark_index for part in parts]),
         **_joins(parts, new),
@@ -72,7 +71,7 @@ def _behind_each_other(which: list[int], counts: list[int]) -> Ids:
 def _updates_per_body(program: Program, num_stages: int) -> Ids:
     """How many versions of each stage's weights a repetition of the body makes."""
     body = program.body
-    steps = np.flatnonzero(body.opcode == Opcode.OPTIMIZER_STEP)
+    steps = np.flatnonzero(np.isin(body.opcode, UPDATES))
     streams = np.repeat(np.arange(len(program.streams)), np.diff(body.stream_offsets))[steps]
     made = np.bincount(body.stage[steps], minlength=num_stages)
     pairs = np.unique(np.stack([streams, body.stage[steps]]), axis=1)
@@ -80,19 +79,24 @@ def _updates_per_body(program: Program, num_stages: int) -> Ids:
     return made // np.maximum(replicas, 1)
 
 
-def _wait_offsets(parts: list[Section], order: Ids) -> Ids:
-    counts = np.concatenate([np.diff(part.wait_offsets) for part in parts])[order]
-    return np.append(0, np.cumsum(counts)).astype(np.int64)
-
-
-def _waits(parts: list[Section], new: list[Ids], num_instructions: int) -> Ids:
-    awaited, waiting, num_marks = [], [], 0
-    for part, ids in zip(parts, new, strict=True):
+def _waits(parts: list[Section], new: list[Ids]) -> dict[str, Any]:
+    num_instructions, num_marks = sum(len(ids) for ids in new), 0
+    awaited, waiting = [], []
+    for place, (part, ids) in enumerate(zip(parts, new, strict=True)):
         marks = num_instructions + num_marks + np.arange(len(part.mark_instruction))
         awaited.append(np.concatenate([ids, marks])[part.waits])
         waiting.append(np.repeat(ids, np.diff(part.wait_offsets)))
         num_marks += len(part.mark_instruction)
-    return np.concatenate(awaited)[np.argsort(np.concatenate(waiting), kind="stable")].astype(np.int64)
+        for lag in np.unique(part.late_lag).tolist():
+            if 0 <= place - lag < len(parts) - 1:
+                meant = (part.late_lag == lag) & (part.late_section == min(place - lag, 1))
+                awaited.append(new[place - lag][part.late_awaited[meant]])
+                waiting.append(ids[part.late_instruction[meant]])
+    waiters = np.concatenate(waiting)
+    return {
+        "wait_offsets": np.append(0, np.cumsum(np.bincount(waiters, minlength=num_instructions))).astype(np.int64),
+        "waits": np.concatenate(awaited)[np.argsort(waiters, kind="stable")].astype(np.int64),
+    }
 
 
 def _joins(parts: list[Section], new: list[Ids]) -> dict[str, Any]:

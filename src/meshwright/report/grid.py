@@ -24,6 +24,7 @@ _LOOKS: dict[Opcode, tuple[str, tuple[str, str]]] = {
     Opcode.BACKWARD_WEIGHT: ("W", ("black on magenta", "black on bright_magenta")),
     Opcode.OPTIMIZER_STEP: ("O", ("black on yellow", "black on yellow")),
     Opcode.STASH: ("S", ("black on white", "black on white")),
+    Opcode.MERGE: ("M", ("black on yellow", "black on yellow")),
 }
 IDLE = "."
 

@@ -23,6 +23,7 @@ COLOURS = {
     Opcode.BACKWARD_INPUT: "#8fc7c9",
     Opcode.BACKWARD_WEIGHT: "#cfe3a8",
     Opcode.OPTIMIZER_STEP: "#e8c766",
+    Opcode.MERGE: "#e6a06f",
 }
 IDLE = "#eceff1"
 FONT = "font-family=\"Helvetica, Arial, 'DejaVu Sans', sans-serif\""
@@ -35,6 +36,7 @@ _WORDS = {
     Opcode.BACKWARD_INPUT: "backward, inputs",
     Opcode.BACKWARD_WEIGHT: "backward, weights",
     Opcode.OPTIMIZER_STEP: "optimizer",
+    Opcode.MERGE: "merge of a wave",
 }
 _ROW, _BAR, _TOP, _PADDING = 26, 22, 66, 14
 # Of Helvetica at 12 and 14 pixels: no digit and hardly a letter is wider.

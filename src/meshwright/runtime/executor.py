@@ -29,6 +29,7 @@ from meshwright.spec.instructions import (
     BackwardWeight,
     Drop,
     Forward,
+    Merge,
     OptimizerStep,
     Receive,
     Send,
@@ -155,9 +156,9 @@ class Executor:
                     f"{instruction} is one part of a backward; the runtime runs backwards as a whole. Simulate this "
                     "program, or choose a schedule with whole backwards to run."
                 )
-            case Stash() | Drop():
+            case Stash() | Drop() | Merge():
                 raise ProgramError(
-                    f"{instruction} keeps weights of an asynchronous schedule; the runtime runs schedules that flush. "
+                    f"{instruction} belongs to an asynchronous schedule; the runtime runs schedules that flush. "
                     "Simulate this program, or choose such a schedule to run."
                 )
             case Send() | Receive() | AllReduce():
@@ -176,7 +177,9 @@ class Executor:
                 return lambda: self._receive(instruction, item.group[0])
             case AllReduce(bucket=bucket):
                 return lambda: self._all_reduce(bucket, item.group)
-            case Forward() | Backward() | BackwardInput() | BackwardWeight() | OptimizerStep() | Stash() | Drop():
+            case Forward() | Backward() | BackwardInput() | BackwardWeight():
+                raise ProgramError(f"{instruction} stands in a communication stream; it belongs to the compute stream.")
+            case OptimizerStep() | Stash() | Drop() | Merge():
                 raise ProgramError(f"{instruction} stands in a communication stream; it belongs to the compute stream.")
             case _:
                 assert_never(instruction)

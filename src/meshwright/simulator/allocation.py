@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cost.memory import Peak, backend_of, find_peak, follow_allocator, trace_stage
-from meshwright.program import build_program, gradient_buckets
+from meshwright.program import build_program, gradient_buckets, num_bucket_copies
 from meshwright.simulator.buffers import compute_order
 from meshwright.spec import Opcode, check_plan, format_bytes, slice_graph
 
@@ -90,7 +90,7 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
         plan.microbatch_size,
         order,
         device=device,
-        bucket_bytes=sum(bucket.num_bytes for bucket in held),
+        bucket_bytes=num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in held),
         bucketed=frozenset(stage.parameters).intersection(i for bucket in held for i in bucket.parameters),
         num_inputs=-(-plan.num_microbatches // len(plan.stages[stage.index].ranks)),
     )

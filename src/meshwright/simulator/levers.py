@@ -29,7 +29,7 @@ from meshwright.simulator.network import Network, route_of, routes, with_duratio
 from meshwright.simulator.prices import Prices
 from meshwright.simulator.unroll import Unrolled
 from meshwright.spec import Opcode, to_seconds
-from meshwright.spec.instructions import COMPUTATIONS, STASHING
+from meshwright.spec.instructions import COMPUTATIONS, STASHING, UPDATES
 
 # The share of a class's time that is taken away.
 SHORTER = 0.1
@@ -139,7 +139,7 @@ def _classes(
         stages = np.where(opcode == code, stage, -1)
         for place in _distinct(stages[here]):
             yield _Class("stage", f"{name} of stage {place}", stages, [place])
-    computes = np.isin(opcode, (*COMPUTATIONS, Opcode.OPTIMIZER_STEP, *STASHING))
+    computes = np.isin(opcode, (*COMPUTATIONS, *UPDATES, *STASHING))
     names, kinds = np.unique(np.array(devices), return_inverse=True)
     machines = np.where(computes, kinds[unrolled.stream], -1)
     for number in _distinct(machines[here]):
@@ -169,6 +169,8 @@ def _work(opcode: Opcode) -> str:
             return "optimizer"
         case Opcode.STASH | Opcode.DROP:
             return "copies of weights"
+        case Opcode.MERGE:
+            return "merges of waves"
         case Opcode.SEND_ACTIVATION:
             return "sends of activations"
         case Opcode.SEND_GRADIENT:

@@ -40,10 +40,10 @@ from meshwright.spec import (
     slice_stages,
     to_picoseconds,
 )
-from meshwright.spec.instructions import COMPUTATIONS, STASHING
+from meshwright.spec.instructions import COMPUTATIONS, STASHING, UPDATES
 from meshwright.spec.memory import MEMORY_PARTS, RECEIVED, SENT
 
-_COMPUTE = (*COMPUTATIONS, Opcode.OPTIMIZER_STEP, *STASHING)
+_COMPUTE = (*COMPUTATIONS, *UPDATES, *STASHING)
 # The engine needs time to pass while a link is held.
 _SHORTEST_S = 1e-12
 
@@ -167,6 +167,8 @@ class _Pricer:
                 return self._add(costs.stash_s, 0.0, (in_use.stash, by_part({}))), -1
             case Opcode.DROP:
                 return self._add(0.0, 0.0, (by_part({}), in_use.stash)), -1
+            case Opcode.MERGE:
+                return self._add(costs.merge_s, 0.0, (by_part({}), by_part({}))), -1
             case _:
                 if placed is None:
                     return self._add(costs.optimizer_s, 0.0, in_use.optimizer), -1

@@ -25,7 +25,7 @@ from meshwright.cost.compiled import compiled
 from meshwright.program import Fold
 from meshwright.simulator.unfolding import unfold_ops, unfold_timeline
 from meshwright.spec import Opcode, OpSpans, Timeline
-from meshwright.spec.instructions import STASHING
+from meshwright.spec.instructions import STASHING, UPDATES
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 Ids = NDArray[np.int64]
@@ -116,7 +116,7 @@ _MOVES, _EXCHANGES = 3, 4
 _COLUMN_OF_OPCODE = np.full(len(Opcode), _MOVES, np.int8)
 _COLUMN_OF_OPCODE[Opcode.FORWARD] = 0
 _COLUMN_OF_OPCODE[[Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT]] = 1
-_COLUMN_OF_OPCODE[[Opcode.OPTIMIZER_STEP, *STASHING]] = 2
+_COLUMN_OF_OPCODE[[*UPDATES, *STASHING]] = 2
 _COLUMN_OF_OPCODE[Opcode.ALL_REDUCE] = _EXCHANGES
 
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory import Phase, backend_of
-from meshwright.program import Bucket, stays_on_rank
+from meshwright.program import Bucket, num_bucket_copies, stays_on_rank
 from meshwright.spec import DeviceKind, Graph, Op, Opcode, Placement, Plan, StageSlice
 from meshwright.spec.memory import (
     BUCKETS,
@@ -67,7 +67,7 @@ class BackwardSeconds:
 class StageCosts:
     """Seconds of a stage's instructions on one device kind: whole backwards, or gradients of inputs and of weights.
 
-    ``stash_s`` copies the trained weights.
+    ``stash_s`` copies the trained weights, ``merge_s`` adds the updates of other replicas to them.
     """
 
     forward_s: float
@@ -76,6 +76,7 @@ class StageCosts:
     weights: BackwardSeconds
     optimizer_s: float
     stash_s: float
+    merge_s: float
     fill_s: float
 
 
@@ -152,6 +153,7 @@ def stage_costs(
     """Price a stage for the plan's microbatches on one kind of device; ``buckets`` are those that the stage holds."""
     seconds = op_seconds(graph, plan, stage, buckets, kind, cost)
     step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind)
+    copy_s = cost.bucket_seconds(graph, stage.parameters, kind)
     forward_host_s, host_s, weights_host_s = seconds.host_s
 
     def backward(first: Floats, own_host_s: float) -> BackwardSeconds:
@@ -169,7 +171,9 @@ def stage_costs(
         inputs_s=float((seconds.backward - seconds.weights).sum()) + host_s,
         weights=backward(seconds.weights, weights_host_s),
         optimizer_s=step_s + cost.overhead_s * (1 + len(buckets)),
-        stash_s=cost.bucket_seconds(graph, stage.parameters, kind) + cost.overhead_s,
+        stash_s=copy_s + cost.overhead_s,
+        # Two passes, each as long as a copy: the own updates out of the sum, and the rest into the weights.
+        merge_s=2 * copy_s + cost.overhead_s,
         fill_s=sum(seconds.fill_s.values()),
     )
 
@@ -254,7 +258,7 @@ def stage_bytes(
                 PARAMETERS: memory.parameter_bytes,
                 BUFFERS: memory.buffer_bytes,
                 OPTIMIZER: memory.optimizer_bytes,
-                BUCKETS: sum(bucket.num_bytes for bucket in buckets),
+                BUCKETS: num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in buckets),
                 INPUTS: num_inputs * memory.input_bytes,
             }
         ),

@@ -99,10 +99,15 @@ class PlaygroundError(MeshwrightError):
     """A link or request of the playground that means nothing, or a page that cannot be served."""
 
 
+# A message stays readable; a model has hundreds of modules.
+_MOST_NAMED = 48
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the nearest known word, or the known words if none is near."""
+    """Return ``" (did you mean 'x'?)"`` for the nearest known word; if none is near, the known words or the first."""
     known = sorted(known)
     near = get_close_matches(word, known, n=1, cutoff=0.6)
     if near:
         return f" (did you mean {near[0]!r}?)"
-    return f" (known are {', '.join(known)})" if known else ""
+    more = f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
+    return f" (known are {', '.join(known[:_MOST_NAMED])}{more})" if known else ""

@@ -27,10 +27,13 @@ class Opcode(IntEnum):
     BACKWARD_WEIGHT = 9
     STASH = 10
     DROP = 11
+    MERGE = 12
 
 
 # What occupies a device and belongs to a microbatch.
 COMPUTATIONS = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
+# What makes a new version of a stage's weights.
+UPDATES = (Opcode.OPTIMIZER_STEP, Opcode.MERGE)
 # What keeps and gives up copies of weights that were updated while microbatches that began with them are under way.
 STASHING = (Opcode.STASH, Opcode.DROP)
 
@@ -150,7 +153,18 @@ class Drop:
     version: int
 
 
-Instruction = Computation | Send | Receive | AllReduce | OptimizerStep | Stash | Drop
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """Add what the other replicas changed in a wave of minibatches, the sum less the own share, to the stage's weights.
+
+    Makes weight version ``version + 1``. Occupies the device.
+    """
+
+    stage: int
+    version: int
+
+
+Instruction = Computation | Send | Receive | AllReduce | OptimizerStep | Stash | Drop | Merge
 
 
 def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
@@ -178,6 +192,8 @@ def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, 
             return (Opcode.STASH, instruction.stage, -1, instruction.version, -1, 0)
         case Drop():
             return (Opcode.DROP, instruction.stage, -1, instruction.version, -1, 0)
+        case Merge():
+            return (Opcode.MERGE, instruction.stage, -1, instruction.version, -1, 0)
         case _:
             assert_never(instruction)
 
@@ -195,6 +211,7 @@ _NAMES: dict[Opcode, str] = {
     Opcode.OPTIMIZER_STEP: "optimizer {stage}",
     Opcode.STASH: "stash {stage}",
     Opcode.DROP: "drop {stage}",
+    Opcode.MERGE: "merge {stage}",
 }
 
 

@@ -26,10 +26,14 @@ SynchronousName = Literal[
     "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v", "dualpipe", "dualpipe-v"
 ]
 # These never flush: each microbatch is a minibatch, and weights change while others are under way.
-AsynchronousName = Literal["pipedream", "pipedream-vertical", "pipedream-2bw"]
+AsynchronousName = Literal["pipedream", "pipedream-vertical", "pipedream-2bw", "hetpipe"]
 ScheduleName = SynchronousName | AsynchronousName
 ASYNCHRONOUS_SCHEDULES: tuple[AsynchronousName, ...] = get_args(AsynchronousName)
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = (*get_args(SynchronousName), *ASYNCHRONOUS_SCHEDULES)
+# The schedule whose replicas sum up their updates wave by wave, and how far they may run ahead: a wave more costs each
+# rank another copy of its gradients.
+WAVES: AsynchronousName = "hetpipe"
+MAX_STALENESS = 64
 # One stage on every rank and whole backwards: what slicings are searched for, and what the runtime executes.
 BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 _HASH = re.compile(r"[0-9a-f]{16}")
@@ -61,14 +65,24 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientExchange:
-    """How replicas sum their gradients: all-reduce in buckets, ``overlap`` with the last backward or after it."""
+    """How replicas sum their gradients: all-reduce in buckets, ``overlap`` with the last backward or after it.
+
+    ``staleness``: by how many waves of minibatches replicas may run ahead of each other, under ``hetpipe``.
+    """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     overlap: bool = True
+    staleness: int = 0
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise PlanError(f"Buckets of {self.bucket_bytes} bytes were given; expected at least 1 byte.")
+        if not 0 <= self.staleness <= MAX_STALENESS:
+            raise PlanError(f"A staleness of {self.staleness} waves was given; expected 0 to {MAX_STALENESS}.")
+
+    def suited_to(self, schedule: str) -> GradientExchange:
+        """The same for another schedule: without staleness, unless it knows waves."""
+        return self if schedule == WAVES else replace(self, staleness=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +189,9 @@ class Plan:
         parts = ", ".join(f"{stage.start}:{stage.stop} ×{len(stage.ranks)}" for stage in self.stages)
         stages = format_count(len(self.stages), "stage")
         microbatches = format_count(self.num_microbatches, "microbatch", "microbatches")
-        return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}"
+        ahead = self.exchange.staleness
+        waves = f" with staleness {ahead}" if ahead else ""
+        return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}{waves}"
 
 
 def name_stages(plan: Plan, rank: int) -> str:
@@ -242,6 +258,11 @@ def unknown_schedule(name: str) -> PlanError:
 
 
 def _check_schedule(plan: Plan) -> None:
+    if plan.exchange.staleness and plan.schedule != WAVES:
+        raise PlanError(
+            f"A staleness of {plan.exchange.staleness} waves was given for the schedule {plan.schedule}, which has no "
+            f"waves. Leave it out, or choose {WAVES}."
+        )
     if not plan.has_own_schedule:
         if plan.schedule_hash:
             raise PlanError(

@@ -11,12 +11,18 @@ run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 
     wait_offsets, waits                  CSR: ids awaited; ``num_instructions + m`` stands for mark m
     mark_instruction, mark_index         ``mark_instruction[m]`` raises mark m when bucket ``mark_index[m]`` is ready
     join_instruction, join_need          ``join_instruction[j]`` goes on after ``join_need[j]`` of its waits
+    late_instruction, late_section,      ``late_instruction[l]`` waits for ``late_awaited[l]`` of another section,
+    late_awaited, late_lag               ``late_lag[l]`` repetitions earlier (below)
 
 The typed classes of `instructions` are the row views; `program.ProgramBuilder.append` is the only writer.
 A program is ``prologue``, then ``body`` repeated, then ``epilogue``: a flushing schedule is a body alone. In one that
 never flushes, a microbatch that enters in one repetition of the body may leave in another. Its sections number
 microbatches and versions as if the body came once; in repetition r, and in the epilogue behind r more, the microbatches
-are those in the columns + r·``advance``, and the versions those + r·(optimizer steps of the stage in the body).
+are those in the columns + r·``advance``, and the versions those + r·(updates of the stage in the body).
+
+With n repetitions the sections stand in the order prologue (-1), body (0 ... n - 1), epilogue (n). A *late wait* of the
+section at place x is for an instruction of the section at place x - lag: of the prologue where ``late_section`` is 0,
+of the body where it is 1. Where another section stands there, or none, it is not waited for.
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ from meshwright.spec.instructions import (
     Drop,
     Forward,
     Instruction,
+    Merge,
     Opcode,
     OptimizerStep,
     Payload,
@@ -79,6 +86,10 @@ class Section:
     mark_index: NDArray[np.int32]
     join_instruction: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     join_need: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    late_instruction: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    late_section: NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, np.int8))
+    late_awaited: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    late_lag: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Section) and all(
@@ -120,6 +131,8 @@ class Section:
                 return Stash(stage=stage, version=version)
             case Opcode.DROP:
                 return Drop(stage=stage, version=version)
+            case Opcode.MERGE:
+                return Merge(stage=stage, version=version)
 
     def waits_of(self, index: int) -> NDArray[np.int64]:
         """Ids (or marks, from ``num_instructions`` on) that one instruction waits for."""
@@ -166,6 +179,8 @@ class Program:
             raise ProgramError(f"The program advances by {self.advance} microbatches; expected 0 or more.")
         for name, section in self.sections():
             _check_section(name, section, len(self.streams), len(self.groups))
+        for name, section in self.sections():
+            _check_late_waits(self, name, section)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -236,5 +251,27 @@ def _check_section(name: str, section: Section, num_streams: int, num_groups: in
     require(bool((np.diff(joins) > 0).all()), "column join_instruction does not ascend")
     legal = (section.join_need >= 1) & (section.join_need <= np.diff(section.wait_offsets)[joins])
     require(bool(legal.all()), "column join_need leaves 1 and the number of waits of an instruction")
+    late = section.late_instruction
+    same = {len(getattr(section, f"late_{column}")) for column in ("section", "awaited", "lag")} == {len(late)}
+    require(same, "the columns of late waits differ in length")
     receives = np.isin(section.opcode[joins], (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT))
     require(not receives.any(), "a receive, which waits for its send, is a join")
+
+
+def _check_late_waits(program: Program, name: str, section: Section) -> None:
+    late = section.late_instruction
+    if not len(late):
+        return
+    counts = np.array([program.prologue.num_instructions, program.body.num_instructions])
+    legal = (
+        program.advance > 0
+        and bool(((late >= 0) & (late < section.num_instructions)).all())
+        and bool(np.isin(section.late_section, (0, 1)).all())
+        and bool(((section.late_awaited >= 0) & (section.late_awaited < counts[section.late_section])).all())
+        and bool((section.late_lag >= 1).all())
+    )
+    if not legal:
+        raise ProgramError(
+            f"The program's {name} is damaged: its late waits do not name instructions of the prologue or the body, 1 "
+            "or more repetitions earlier, of a program that never flushes. Build the program again from its plan."
+        )

@@ -6,7 +6,8 @@ the stages lie, and with how many replicas. Replica r of a stage with R replicas
     single           gpipe, 1f1b, zb-h1, zb-h2     one stage on a rank
     virtual          interleaved, looped-bfs       stages i, i + p, i + 2p, ... on the ranks of stage i
     bidirectional    zb-v, dualpipe-v, dualpipe    two stages on a rank, counted from both ends
-    endless          pipedream, pipedream-vertical, pipedream-2bw    one stage on a rank, no flush: more than an order
+    endless          pipedream, pipedream-vertical, pipedream-2bw, hetpipe    one stage on a rank, no flush: more than
+                     an order
 
 A user's own schedules yield typed instructions: `own_schedules` finds them, `orders` checks what they yield.
 """
@@ -52,6 +53,7 @@ SCHEDULE_LAYOUTS: dict[ScheduleName, LayoutKind] = {
     "pipedream": "single",
     "pipedream-vertical": "single",
     "pipedream-2bw": "single",
+    "hetpipe": "single",
 }
 
 __all__ = [

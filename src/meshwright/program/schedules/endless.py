@@ -6,7 +6,7 @@ the local minibatches j = 0, 1, ... in the order
 
     F(0) ... F(k_s - 1),  then for each j:  B(j), update if due, F(j + k_s)
 
-so that max(0, j - k_s + 1) of its backwards are done when F(j) begins. F(j) and B(j) use the same version of the
+so that u = max(0, j - k_s + 1) of its backwards are done when F(j) begins. F(j) and B(j) use the same version of the
 weights, v for what v updates have made. Where an update comes in between, a copy of the version is kept (`Stash`) from
 the update until the last backward that needs it (`Drop`).
 
@@ -15,16 +15,25 @@ the update until the last backward that needs it (`Drop`).
     pipedream-vertical    the same                 max(0, m // R_e - k_e + 1) R_e // R_s: at all stages the one with
                                                    which m entered the pipeline (vertical sync)
     pipedream-2bw         every M minibatches      max(0, m // M - 1), with M = num_microbatches
+    hetpipe               every minibatch, and     u + max(0, u // n - D) with n = M / R and u of the first stage: all
+                          a merge of each wave     stages have the version with which j entered the pipeline
+
+In `hetpipe` the r-th replicas of all stages are a *virtual worker*, which updates its own weights. Each n of its
+minibatches are a wave. After a wave its updates are summed over the replicas, and as soon as wave c is done, what the
+others changed in wave c - D is merged into the weights. So a virtual worker is at most D waves ahead of another, and a
+minibatch lacks the updates of no more than (D + 1) n + k_0 - 2 minibatches before it of another; HetPipe's own waves
+have n = k_0, which is its s_local + 1.
 
 e is the stage with the most minibatches (k_e - 1) R_e between an update and its use: the first one, unless replicas of
 unlike stages make another one wait longer.
 
 Sources: Narayanan et al., PipeDream (SOSP 2019, section 3.3), and Memory-Efficient Pipeline-Parallel DNN Training
-(ICML 2021, 2006.09503, section 3.1) for 2BW, double-buffered weights.
+(ICML 2021, 2006.09503, section 3.1) for 2BW, double-buffered weights; Park et al., HetPipe (ATC 2020, 2005.14038) for
+waves, with an all-reduce in place of its parameter servers, which lets the same minibatches begin.
 
-W = M ceil(max(k_s R_s) / M) minibatches run through in the prologue: then the version of every minibatch that begins or
-ends grows with it, so that one repetition of the body is like the next. W more follow in the epilogue, until all that
-entered have left.
+W = M (ceil(max(k_s R_s) / M) + D) minibatches, D = 0 without waves, run through in the prologue: then the version of
+every minibatch that begins or ends grows with it, so that one repetition of the body is like the next. W more follow in
+the epilogue, until all that entered have left.
 """
 
 from __future__ import annotations
@@ -39,7 +48,7 @@ from meshwright.program.schedules.columns import OrderColumns, make_columns
 from meshwright.program.schedules.layouts import num_active, sit_alone
 from meshwright.spec.errors import PlanError
 from meshwright.spec.instructions import COMPUTATIONS, Opcode
-from meshwright.spec.plan import AsynchronousName, Plan
+from meshwright.spec.plan import WAVES, AsynchronousName, Plan
 
 Ids = NDArray[np.int64]
 # (plan, stage, replica, local minibatches) → the version of the weights that each of them uses.
@@ -47,8 +56,10 @@ Versions = Callable[[Plan, int, int, Ids], Ids]
 
 PROLOGUE, BODY, EPILOGUE = 0, 1, 2
 # What follows in one turn of a rank, in this order.
-_BACKWARD, _DROP, _STASH, _STEP, _FORWARD = range(5)
-_OPCODES = np.array([Opcode.BACKWARD, Opcode.DROP, Opcode.STASH, Opcode.OPTIMIZER_STEP, Opcode.FORWARD], np.int8)
+_BACKWARD, _DROP, _STASH, _STEP, _MERGE, _FORWARD = range(6)
+_OPCODES = np.array(
+    [Opcode.BACKWARD, Opcode.DROP, Opcode.STASH, Opcode.OPTIMIZER_STEP, Opcode.MERGE, Opcode.FORWARD], np.int8
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,17 +99,21 @@ def endless_order(plan: Plan, rank: int) -> EndlessOrder:
     local = np.arange(count)
     versions = versions_of(plan, stage, replicas.index(rank), local)
     turn = per_update(plan, stage)
-    updates = np.arange(count // turn)
-    updated_in = (updates + 1) * turn - 1
-    last_use = np.full(len(updates) + 1, -1, np.int64)
+    updated_in = (np.arange(count // turn) + 1) * turn - 1
+    merged_in = _merges(plan, stage, count)
+    # Updates and merges make versions in the order of their turns, a merge behind the update of its turn.
+    made_in = np.sort(np.concatenate([updated_in, merged_in]), kind="stable")
+    updates, merges = np.searchsorted(made_in, updated_in), np.searchsorted(made_in, merged_in, side="right") - 1
+    last_use = np.full(len(made_in) + 1, -1, np.int64)
     np.maximum.at(last_use, versions, local)
-    kept = updates[last_use[updates] > updated_in]
+    kept = np.flatnonzero(last_use[:-1] > made_in)
     # Turn and place in it; the forwards before the first turn have turn -1.
     rows = [
         (local, _BACKWARD, local, versions),
         (last_use[kept], _DROP, None, kept),
-        (updated_in[kept], _STASH, None, kept),
+        (made_in[kept], _STASH, None, kept),
         (updated_in, _STEP, None, updates),
+        (merged_in, _MERGE, None, merges),
         (np.maximum(local - ahead, -1), _FORWARD, local, versions),
     ]
     turns = np.concatenate([row[0] for row in rows])
@@ -120,7 +135,15 @@ def endless_order(plan: Plan, rank: int) -> EndlessOrder:
 def _fill(plan: Plan) -> int:
     """Minibatches that run through before the body, and that enter after it: W."""
     under_way = max(num_active(plan, stage) * len(item.ranks) for stage, item in enumerate(plan.stages))
-    return -(-under_way // plan.num_microbatches) * plan.num_microbatches
+    return (-(-under_way // plan.num_microbatches) + plan.exchange.staleness) * plan.num_microbatches
+
+
+def _merges(plan: Plan, stage: int, count: int) -> Ids:
+    """The turns in which waves are merged, of ``count`` turns: the last ones of the waves from the D-th on."""
+    if plan.schedule != WAVES or len(plan.stages[stage].ranks) == 1:
+        return np.zeros(0, np.int64)
+    wave = _every_step(plan, stage)
+    return np.arange(plan.exchange.staleness, count // wave) * wave + wave - 1
 
 
 def _newest(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - a rule of its kind
@@ -139,6 +162,13 @@ def _one_behind(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noq
     return np.maximum(local // _every_step(plan, stage) - 1, 0)
 
 
+def _with_waves(plan: Plan, stage: int, replica: int, local: Ids) -> Ids:  # noqa: ARG001 - a rule of its kind
+    updated: Ids = np.maximum(local - num_active(plan, 0) + 1, 0)
+    if len(plan.stages[stage].ranks) == 1:
+        return updated
+    return updated + np.maximum(updated // _every_step(plan, stage) - plan.exchange.staleness, 0)
+
+
 def _every_turn(plan: Plan, stage: int) -> int:  # noqa: ARG001 - a rule of its kind
     return 1
 
@@ -152,6 +182,7 @@ _RULES: dict[AsynchronousName, tuple[Versions, Callable[[Plan, int], int]]] = {
     "pipedream": (_newest, _every_turn),
     "pipedream-vertical": (_at_entry, _every_turn),
     "pipedream-2bw": (_one_behind, _every_step),
+    "hetpipe": (_with_waves, _every_turn),
 }
 
 
@@ -164,6 +195,12 @@ def _check(plan: Plan) -> None:
         raise PlanError(
             f"The schedule {plan.schedule} was given for inference, where no weights change. Choose 1f1b: without "
             "backwards it never flushes."
+        )
+    replicas = [len(stage.ranks) for stage in plan.stages]
+    if plan.schedule == WAVES and len(set(replicas)) > 1:
+        raise PlanError(
+            f"The schedule {plan.schedule} was given stages with {', '.join(map(str, replicas))} replicas; expected as "
+            "many of each, for the replicas of all stages form virtual workers. Choose equal replicas."
         )
     for index, stage in enumerate(plan.stages):
         if plan.num_microbatches % len(stage.ranks):
