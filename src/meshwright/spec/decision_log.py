@@ -24,7 +24,8 @@ from meshwright.spec.program import STREAM_NAMES, Section
 
 EVENTS = (Started, Ended, Rang)
 _COLUMNS = ("opcode", "stage", "microbatch", "version", "peer", "num_bytes", "group")
-_LATE = ("instruction", "section", "awaited", "lag")
+# What an issued instruction has not.
+_ABSENT = ("mark_instruction", "mark_index", "late_instruction", "late_section", "late_awaited", "late_lag")
 _MOST = np.iinfo(np.int64).max
 _PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 
@@ -61,9 +62,8 @@ class DecisionLog:
         _require(len(self.timer_ps) == len(self.timer_number), "the columns of timers differ in length")
         _require(_partitions(self.issue_offsets, count, num_issued), "issue_offsets do not partition what was issued")
         _require(_partitions(self.timer_offsets, count, len(self.timer_ps)), "timer_offsets do not partition timers")
-        not_there = ("mark_instruction", "mark_index", *(f"late_{name}" for name in _LATE))
-        is_plain = not any(len(getattr(self.issued, name)) for name in not_there)
-        is_plain = is_plain and self.issued.stream_offsets.tolist() == [0, num_issued]
+        is_plain = self.issued.stream_offsets.tolist() == [0, num_issued]
+        is_plain = is_plain and not any(len(getattr(self.issued, name)) for name in _ABSENT)
         _require(is_plain, "what was issued is not one stream without marks and late waits")
         _require(_partitions(self.issued.wait_offsets, num_issued, len(self.issued.waits)), "waits are not partitioned")
         members = [rank for group in self.groups for rank in group]
