@@ -16,6 +16,9 @@ differ by up to 20 % (seed 0), so that none do.
 `delta` is a change of one duration of some 10^4 instructions (`delta_changes.py`) beside a full run, both with all that
 they hand back.
 
+`controlled` is a parameter server (`controlled_workers.py`): all that `simulate_controlled` does, the policy in Python,
+the log and the timeline too.
+
 `linear` has pipelines of 10^5 to 10^8 instructions (`long_pipeline.py`), each once in a process of its own, so that the
 time holds what the system takes to hand out fresh memory; `bytes` is all that such a process holds for the network, its
 ends and what the engine needs meanwhile.
@@ -44,6 +47,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from controlled_workers import measure_controlled
 from delta_changes import cases as delta_cases
 from delta_changes import measure_changes
 from harness import make_row, paired_ratios, parse_options, publish, ratio_row
@@ -57,7 +61,7 @@ from meshwright.cost import CostModel
 from meshwright.program import StageTimes, build_folded_program, build_program, find_orders
 from meshwright.program.build import forget_programs
 from meshwright.simulator import price_program, simulate_plan, simulate_plans
-from meshwright.simulator.engine import run_network
+from meshwright.simulator.engine import CONTENTIONS, run_network
 from meshwright.simulator.folding import find_fold
 from meshwright.simulator.network import collectives, durations, routes, with_durations
 from meshwright.simulator.simulate import record_run, run_program
@@ -355,6 +359,11 @@ def main() -> int:
         # Where durations are equal a change moves most of what comes after it.
         rows.append(make_row(f"delta, {name}: median", middle, "of a full run", target=MEDIAN_CHANGE))
         rows.append(make_row(f"delta, {name}: worst", worst, "of a full run", target=WORST_CHANGE))
+    for contention in CONTENTIONS:
+        seconds, num_decisions, num_issued = measure_controlled(contention, 100, max(repeats // 4, 3))
+        rows.append(row(f"controlled, {contention}", seconds, num_decisions / 1e6, "µs per decision", None))
+        each = seconds.min() / num_issued * 1e6
+        rows.append(make_row(f"controlled, {contention}: per instruction", each, "µs per instruction"))
     sizes = [measure_apart(10**power) for power in range(5, 8 if options.quick else 9)]
     for size in sizes:
         name, value = f"linear, {size['count']:.3g} instructions", size["seconds"] / size["count"] * 1e9

@@ -11,10 +11,12 @@ from meshwright.spec import (
     DTYPE_BYTES,
     MAX_SECONDS,
     MIN_SECONDS,
+    AllReduce,
     Cluster,
     DeviceGroup,
     DeviceKind,
     Extent,
+    Forward,
     GradientExchange,
     Graph,
     Layer,
@@ -26,11 +28,13 @@ from meshwright.spec import (
     OpMeasurement,
     Optimizer,
     OptimizerMeasurement,
+    OptimizerStep,
     PlacedStage,
     Placement,
     Plan,
     Program,
     Section,
+    Send,
     StagePlan,
     Stream,
     Tensor,
@@ -38,6 +42,8 @@ from meshwright.spec import (
     TransferMeasurement,
     Workload,
 )
+from meshwright.spec.control import Decision, Issue, Rang, Started, Timer
+from meshwright.spec.decision_log import make_log
 from meshwright.spec.program import STREAM_NAMES
 
 # No surrogates: they are not characters and no file can hold them.
@@ -373,8 +379,46 @@ measurements = st.builds(
 )
 
 # Every type of document, by name.
+numbers = st.integers(0, 5)
+instructions = (
+    st.builds(Forward, stage=numbers, microbatch=numbers, version=numbers)
+    | st.builds(Send, stage=numbers, microbatch=numbers, peer=numbers, payload=st.just("gradient"), num_bytes=sizes)
+    | st.builds(AllReduce, stage=numbers, bucket=numbers, num_bytes=sizes)
+    | st.builds(OptimizerStep, stage=numbers, version=numbers)
+)
+
+
+@st.composite
+def decision_logs(draw):
+    num_ranks, num_instructions = draw(counts), draw(numbers)
+    decided, handle, now_ps = [], num_instructions, 0
+    for k in range(draw(numbers)):
+        event = Rang(next_handle=handle, number=draw(numbers)) if k else Started(next_handle=handle)
+        issues = []
+        for _ in range(draw(st.integers(0, 3))):
+            waits = draw(few(st.integers(-3, handle - 1))) if handle else ()
+            issues.append(
+                Issue(
+                    rank=draw(st.integers(0, num_ranks - 1)),
+                    stream=draw(st.sampled_from(STREAM_NAMES)),
+                    instruction=draw(instructions),
+                    group=draw(few(st.integers(0, num_ranks - 1))),
+                    waits=waits,
+                    need=draw(st.none() | st.integers(1, len(waits))) if waits else None,
+                    watched=draw(st.booleans()),
+                )
+            )
+        timers = draw(few(st.builds(Timer, at_ps=st.integers(now_ps, 2**50), number=numbers)))
+        in_body = st.integers(0, num_instructions - 1)
+        watch = () if k or not num_instructions else tuple(sorted(draw(st.sets(in_body))))
+        decided.append((event, now_ps, Decision(issues=tuple(issues), timers=timers, watch=watch)))
+        handle, now_ps = handle + len(issues), now_ps + draw(numbers)
+    return make_log(num_ranks, num_instructions, decided), [decision for _, _, decision in decided]
+
+
 DOCUMENTS = {
     "cluster": clusters(),
+    "decisionlog": decision_logs().map(lambda drawn: drawn[0]),
     "graph": graphs(),
     "measurements": measurements,
     "placement": placements(),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.report.schedule_picture import COLOURS as COMPUTING
 from meshwright.report.schedule_picture import IDLE
-from meshwright.simulator import Simulation, simulate_plan
+from meshwright.simulator import ControlledRun, Simulation, simulate_plan
 from meshwright.spec import (
     Cluster,
     DeviceGroup,
@@ -151,7 +151,7 @@ class Panel:
     """One timeline of a picture: which tracks, and how long a second is."""
 
     title: str
-    result: Simulation
+    result: Simulation | ControlledRun
     pixels_per_s: float
     tracks: tuple[tuple[int, str], ...] = ()
     note: str = ""
@@ -160,7 +160,9 @@ class Panel:
         """Its SVG, and where the next one begins."""
         timeline = self.result.timeline
         tracks = self.tracks or tuple((rank, "compute") for rank in range(timeline.num_ranks))
-        note = self.note or (f"step {self.result.step_time_s:.0f} s, bubble {100 * self.result.bubble_fraction:.1f} %")
+        note = self.note
+        if not note and isinstance(self.result, Simulation):
+            note = f"step {self.result.step_time_s:.0f} s, bubble {100 * self.result.bubble_fraction:.1f} %"
         lines = [
             f'<text x="{MARGIN}" y="{top + 16:g}" font-weight="bold">{self.title}</text>',
             f'<text x="{WIDTH - 16}" y="{top + 16:g}" text-anchor="end">{note}</text>',

@@ -50,6 +50,11 @@ def test_the_picture_of_found_orders_is_what_the_simulator_says(drawn):
     assert found.PICTURE.read_text() == found.draw(), "run python docs/pictures/found.py"
 
 
+def test_the_picture_of_controllers_is_what_the_simulator_says(drawn):
+    controllers = drawn("controllers")
+    assert controllers.PICTURE.read_text() == controllers.draw(), "run python docs/pictures/controllers.py"
+
+
 def test_the_picture_of_collectives_is_what_the_model_says(drawn):
     collectives = drawn("collectives")
     assert collectives.PICTURE.read_text() == collectives.draw(), "run python docs/pictures/collectives.py"

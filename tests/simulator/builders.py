@@ -136,7 +136,9 @@ def program_of(sections, num_ranks, durations, routes=(), groups=()) -> tuple[Pr
     return program, prices
 
 
-def random_program(seed: int, size: int, *, may_deadlock: bool = False, joins: bool = False) -> tuple[Program, Prices]:
+def random_program(
+    seed: int, size: int, *, may_deadlock: bool = False, joins: bool = False, body_alone: bool = False
+) -> tuple[Program, Prices]:
     """Compute, transfers and collectives on 2-4 ranks, waiting for ends and marks of others, with many ties.
 
     With ``joins``, some of those that wait need only a few of their waits. Classes 0-2 may take no time and are for
@@ -155,7 +157,9 @@ def random_program(seed: int, size: int, *, may_deadlock: bool = False, joins: b
         owners.append(owner)
         num_links += 1
     sections = [
-        _random_rows(rng, rng.randint(0, size) if part != 1 else size, num_ranks, durations, owners, groups)
+        _random_rows(
+            rng, size if part == 1 else 0 if body_alone else rng.randint(0, size), num_ranks, durations, owners, groups
+        )
         for part in range(3)
     ]
     if may_deadlock:

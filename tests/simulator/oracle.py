@@ -1,6 +1,7 @@
 """A slow, obvious simulation to compare the engine with: one heap of events for everything.
 
-At each moment ends and marks happen first, then requests for links are served in the order of their streams.
+At each moment ends and marks happen first, then a controller decides (`oracle_controlled.py`), then requests for links
+are served in the order of their streams.
 Sections are walked in place, nothing is unrolled, and sends, receives and collectives are found by looking for
 them.
 """
@@ -15,7 +16,7 @@ from meshwright.spec import Opcode, Program
 
 SENDS = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT)
 RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)
-HAPPENING, REQUEST = 0, 1
+HAPPENING, CONTROL, REQUEST = 0, 1, 2
 
 
 class Oracle:
@@ -95,11 +96,16 @@ class Oracle:
         while self.events:
             now, phase, _, _, what = heapq.heappop(self.events)
             if phase == HAPPENING:
-                self.done[what] = now
+                self._end(now, what)
+            elif phase == CONTROL:
+                self._decide(now, what)
             else:
                 self._serve(now, what)
             self._look(now)
         return [self.done.get(key) for queue in self.queues for key in queue]
+
+    def _end(self, now, what):
+        self.done[what] = now
 
     def _look(self, now):
         """Everybody who can go on does."""

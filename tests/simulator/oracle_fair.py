@@ -10,7 +10,7 @@ import heapq
 import math
 from itertools import count
 
-from tests.simulator.oracle import HAPPENING, Oracle
+from tests.simulator.oracle import CONTROL, HAPPENING, Oracle
 
 UNITS = math.lcm(*range(1, 23))
 
@@ -42,10 +42,10 @@ class FairOracle(Oracle):
 
     def _happen(self, now) -> bool:
         """One thing that happens now, if any is left."""
-        if self.events and self.events[0][0] == now:
+        if self.events and self.events[0][0] == now and self.events[0][1] != CONTROL:
             _, phase, _, _, what = heapq.heappop(self.events)
             if phase == HAPPENING:
-                self.done[what] = now
+                self._end(now, what)
             else:
                 self.left[what] = self.cost[what[0]][0] * UNITS
                 self.began.update(dict.fromkeys(what, now))
@@ -55,12 +55,16 @@ class FairOracle(Oracle):
             for offset, mark in self.open_marks[members]:
                 if left <= (self.cost[members[0]][0] - offset) * UNITS:
                     self.open_marks[members].remove((offset, mark))
-                    self.done[mark] = now
+                    self._end(now, mark)
                     return True
             if left <= 0:
-                self.done.update(dict.fromkeys(members, now))
+                for member in members:
+                    self._end(now, member)
                 del self.left[members]
                 return True
+        if self.events and self.events[0][0] == now:
+            self._decide(now, heapq.heappop(self.events)[-1])
+            return True
         return False
 
     def _stops(self, now):

@@ -5,6 +5,8 @@ orders      what each rank computes, in order: `schedules` by name, `own_schedul
 program     `build_program` adds transfers (`crossings`, `transfers`), sums of gradients (`buckets`) and updates
 (`exchange`); `endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many
 replicas that are alike
+meanwhile   `controllers` decide what to add while a program runs, `issuing` says what they may; `decided` is what they
+made as a program
 afterwards  `check_program` holds it against every rule, `repeat_body` unrolls it, `picture_schedule` draws it
 """
 
@@ -12,6 +14,7 @@ from meshwright.program.buckets import Bucket, gradient_buckets, num_bucket_copi
 from meshwright.program.build import build_folded_program, build_program
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.check import check_program
+from meshwright.program.decided import decided_program
 from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
 from meshwright.program.order import Order
@@ -48,6 +51,7 @@ __all__ = [
     "check_program",
     "compute_orders",
     "count_in_flight",
+    "decided_program",
     "find_orders",
     "find_schedule",
     "folded_buckets",

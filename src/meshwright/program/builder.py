@@ -5,28 +5,14 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable
-from typing import Any, assert_never
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.program.streams import Chunk, Rows, deal_waits, make_rows, sort_chunks
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import (
-    AllReduce,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Drop,
-    Forward,
-    Instruction,
-    Merge,
-    Opcode,
-    OptimizerStep,
-    Receive,
-    Send,
-    Stash,
-)
+from meshwright.spec.instructions import Instruction, Receive, instruction_row
 from meshwright.spec.program import STREAM_NAMES, Program, Section, Stream, StreamName, empty_section
 
 Ids = NDArray[np.int64]
@@ -84,7 +70,7 @@ class ProgramBuilder:
         number = self.group(group) if group else -1
         try:
             key = rank * len(STREAM_NAMES) + _PLACES[stream]
-            self._rows.frombytes(_ROW.pack(key, *_row(instruction), number))
+            self._rows.frombytes(_ROW.pack(key, *instruction_row(instruction), number))
         except struct.error:
             raise ProgramError(
                 f"{instruction} moves more bytes than 64 bits can count. Plan with a smaller batch."
@@ -132,6 +118,10 @@ class ProgramBuilder:
     def wait_each(self, instructions: Ids, handles: Ids) -> None:
         """Let each of the instructions wait for the handle at its place."""
         self._waits.append((instructions, handles))
+
+    def join_each(self, instructions: Ids, need: NDArray[np.integer]) -> None:
+        """Let each of the instructions go on when so many of its waits have happened."""
+        self._joins.update(zip(instructions.tolist(), need.tolist(), strict=True))
 
     def mark(self, instruction: int, bucket: int) -> int:
         """Let an instruction raise a mark when ``bucket`` is ready; returns the handle of the mark."""
@@ -197,34 +187,3 @@ class ProgramBuilder:
             )
         order = np.argsort(joins)
         return {"join_instruction": joins[order], "join_need": need[order].astype(np.int32)}
-
-
-def _row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
-    """Opcode, stage, microbatch, version, peer, num_bytes."""
-    match instruction:
-        case Forward():
-            return (Opcode.FORWARD, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
-        case Backward():
-            return (Opcode.BACKWARD, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
-        case BackwardInput():
-            return (Opcode.BACKWARD_INPUT, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
-        case BackwardWeight():
-            return (Opcode.BACKWARD_WEIGHT, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
-        case Send():
-            opcode = Opcode.SEND_ACTIVATION if instruction.payload == "activation" else Opcode.SEND_GRADIENT
-            return (opcode, instruction.stage, instruction.microbatch, -1, instruction.peer, instruction.num_bytes)
-        case Receive():
-            opcode = Opcode.RECEIVE_ACTIVATION if instruction.payload == "activation" else Opcode.RECEIVE_GRADIENT
-            return (opcode, instruction.stage, instruction.microbatch, -1, instruction.peer, instruction.num_bytes)
-        case AllReduce():
-            return (Opcode.ALL_REDUCE, instruction.stage, -1, -1, instruction.bucket, instruction.num_bytes)
-        case OptimizerStep():
-            return (Opcode.OPTIMIZER_STEP, instruction.stage, -1, instruction.version, -1, 0)
-        case Stash():
-            return (Opcode.STASH, instruction.stage, -1, instruction.version, -1, 0)
-        case Drop():
-            return (Opcode.DROP, instruction.stage, -1, instruction.version, -1, 0)
-        case Merge():
-            return (Opcode.MERGE, instruction.stage, -1, instruction.version, -1, 0)
-        case _:
-            assert_never(instruction)

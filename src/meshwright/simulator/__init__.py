@@ -3,7 +3,8 @@
 `simulate_plan` builds and prices a plan's program (`pricing`), then runs it: `unroll` lays the sections behind each
 other, `engine` finds when each instruction ends, `memory` follows the bytes, `simulation` sums up. Links that several
 want are granted one by one (`engine`) or shared fairly (`fair`, `sharing`); `joins` go on when some of their waits have
-happened; `deadlock` tells why a program stops. `folding` finds replicas that are alike, of which one is simulated, and
+happened; `deadlock` tells why a program stops. `simulate_controlled` (`controlled`, `growing`, `control`) asks a
+controller what to add while a program runs. `folding` finds replicas that are alike, of which one is simulated, and
 `repetition` steps that are; `endless` joins the repetitions of programs that never flush; `delta` follows changes of
 durations; `many` simulates many plans on all cores. `allocation` follows one rank's memory op by op, `op_spans` tells
 what happens inside each computation, `overflow` where there is more than fits. `explain_step` tells what bounds a step
@@ -11,6 +12,7 @@ what happens inside each computation, `overflow` where there is more than fits. 
 """
 
 from meshwright.simulator.allocation import RankAllocation, allocate_rank
+from meshwright.simulator.controlled import ControlledRun, PriceIssue, simulate_controlled
 from meshwright.simulator.critical_path import Bound
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.explanation import StepExplanation, explain_program, explain_step
@@ -18,7 +20,7 @@ from meshwright.simulator.levers import SHORTER, Lever
 from meshwright.simulator.many import simulate_plans
 from meshwright.simulator.overflow import Overflow, explain_overflows, find_overflows
 from meshwright.simulator.plan import DETAILS, Detail, simulate_plan
-from meshwright.simulator.prices import Prices, SectionPrices
+from meshwright.simulator.prices import Prices, SectionPrices, bare_prices
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.simulate import simulate_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation
@@ -30,10 +32,12 @@ __all__ = [
     "SHORTER",
     "Bound",
     "Contention",
+    "ControlledRun",
     "Detail",
     "Lever",
     "Overflow",
     "PeakMemory",
+    "PriceIssue",
     "Prices",
     "RankAllocation",
     "RankSeconds",
@@ -41,12 +45,14 @@ __all__ = [
     "Simulation",
     "StepExplanation",
     "allocate_rank",
+    "bare_prices",
     "describe_steady_step",
     "explain_overflows",
     "explain_program",
     "explain_step",
     "find_overflows",
     "price_program",
+    "simulate_controlled",
     "simulate_plan",
     "simulate_plans",
     "simulate_program",

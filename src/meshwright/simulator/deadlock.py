@@ -105,17 +105,17 @@ def _tell(program: Program, unrolled: Unrolled, end_ps: Ids, position: Ids, circ
     """'A waits for B, which comes after C, which waits for ... A'."""
     network = unrolled.network
     first = circle[0][0]
-    text = _describe(program, unrolled, first)
+    text = describe(program, unrolled, first)
     for waiting, awaited in circle[:_MOST_NAMED]:
         waits = network.waits[network.wait_offsets[waiting] : network.wait_offsets[waiting + 1]]
         found = waits[awaited_instructions(network, waits) == awaited]
         by_mark = len(found) and (found < 0).all()
         link = "" if waiting == first else ", which"
         text += f"{_tell_need(program, unrolled, end_ps, waiting)}{link} waits for {'a mark in ' if by_mark else ''}"
-        text += _describe(program, unrolled, awaited)
+        text += describe(program, unrolled, awaited)
         ahead = int(position[unrolled.stream[awaited]])
         if ahead != awaited:
-            text += f", which comes after {_describe(program, unrolled, ahead)}"
+            text += f", which comes after {describe(program, unrolled, ahead)}"
     if len(circle) > _MOST_NAMED:
         text += f", and so on through {len(circle) - _MOST_NAMED} more back to the first"
     return text
@@ -128,12 +128,13 @@ def _tell_need(program: Program, unrolled: Unrolled, end_ps: Ids, i: int) -> str
     left = ids[end_ps[ids] < 0].tolist()
     if i not in network.join_instruction or not left:
         return ""
-    names = ", ".join(_describe(program, unrolled, other) for other in left[:_MOST_NAMED])
+    names = ", ".join(describe(program, unrolled, other) for other in left[:_MOST_NAMED])
     more = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
     return f" [needs {need_of(network, i)} of {len(ids)}, has {len(ids) - len(left)}, lacks {names}{more}]"
 
 
-def _describe(program: Program, unrolled: Unrolled, i: int) -> str:
+def describe(program: Program, unrolled: Unrolled, i: int) -> str:
+    """The name of an instruction, its rank and its stream."""
     stream, row = program.streams[unrolled.stream[i]], int(unrolled.source[i])
     for _, section in program.sections():
         if row < section.num_instructions:

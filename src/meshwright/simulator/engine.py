@@ -20,7 +20,8 @@ earlier than the smallest key. The condition: holding a link, and a mark raised 
 then its requests form a chain. Source: our own experiments with worklist, event heap and recorded link order; tests
 compare with a plain event-driven simulation.
 
-An instruction that needs only k of its waits is a *join* (`joins.py`); open ones stand in the same heap.
+An instruction that needs only k of its waits is a *join* (`joins.py`); open ones stand in the same heap. The ends that
+a controller watches have a heap of their own (`control.py`): the loop returns when the smallest of both is one of them.
 
 ``fair`` contention (`fair.py`) differs in what happens to requests for shared links, and in nothing else.
 """
@@ -32,6 +33,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from meshwright.cost.compiled import compiled
+from meshwright.simulator.control import NO_MORE, REQUESTS, RUNNABLE, Control, is_next, note_end
 from meshwright.simulator.fair import Sharing, prepare_sharing, run_moments
 from meshwright.simulator.heap import pop, push
 from meshwright.simulator.joins import (
@@ -86,19 +88,22 @@ def run_network(network: Network, num_links: int, contention: Contention = "queu
     joins = prepare_joins(network)
     if contention == "queued":
         state = fresh_state(network, num_links)
-        _run(network, state, None, joins)
+        run_streams(network, state, None, joins, None)
         return Outcome(state.end_ps, state.position, None)
     numbered, sharing = prepare_sharing(network, num_links)
     state = fresh_state(network, num_links, len(sharing.mark_left))
-    _run(numbered, state, sharing, joins)
+    run_streams(numbered, state, sharing, joins, None)
     return Outcome(state.end_ps[: len(network.cost_class)], state.position, sharing.start_ps)
 
 
 @compiled
-def _run(network: Network, state: State, sharing: Sharing | None, joins: Joins | None) -> None:  # noqa: C901
+def run_streams(  # noqa: C901
+    network: Network, state: State, sharing: Sharing | None, joins: Joins | None, control: Control | None
+) -> None:
+    """Let streams run until nothing happens any more, or a controller is to decide."""
     # One loop, with arrays taken out of the tuples once: an array that is handed to a function in the innermost loop
     # has its references counted each time, which made the loop ten times as slow. It is compiled apart with and without
-    # sharing and joins: a network without them does not pay for them.
+    # sharing, joins and control: a network without them does not pay for them.
     offsets, cost_class, class_ps, wait_offsets, waits, mark_instruction, mark_shift, resource, num_private = network[
         :9
     ]
@@ -107,12 +112,16 @@ def _run(network: Network, state: State, sharing: Sharing | None, joins: Joins |
     arrived, arrival, members = state[9:]
     num_routes = len(route_offsets) - 1
     top, num_requests = len(position), 0
+    if control is not None:
+        top, num_requests = control.counts[RUNNABLE], control.counts[REQUESTS]
     while top > 0:
         top -= 1
         stream = stack[top]
         i, time, w = position[stream], ready[stream], cursor[stream]
         while i < offsets[stream + 1]:
             if w != GRANTED:
+                if control is not None:
+                    time = max(time, control.release_ps[i])
                 if joins is not None and joins.need[i] > 0 and w < wait_offsets[i + 1]:
                     if joins.first[stream] < 0:
                         open_join(network, joins, end, stream, i)
@@ -158,13 +167,22 @@ def _run(network: Network, state: State, sharing: Sharing | None, joins: Joins |
                 top = finish_for_joins(joins, end, i, time, next_waiter, stack, top)
             else:
                 top = finish(end, i, time, next_waiter, stack, top)
-            i += 1
+            if control is None:
+                i += 1
+            else:
+                note_end(control, i, time)
+                i = control.after[i]
+                if i == NO_MORE:
+                    ready[stream] = time
+                    break
             w = np.int64(wait_offsets[i])
         position[stream] = i
         if top == 0 and sharing is not None:
-            top, num_requests = run_moments(network, state, sharing, joins, num_requests)
+            top, num_requests = run_moments(network, state, sharing, joins, control, num_requests)
         while sharing is None and top == 0 and num_requests > 0:
             requester, time = heap_stream[0], heap_time[0]
+            if control is not None and is_next(control, time, requester):
+                break
             num_requests = pop(heap_time, heap_stream, num_requests)
             if joins is not None and requester < 0:
                 requester += len(position)
@@ -176,6 +194,8 @@ def _run(network: Network, state: State, sharing: Sharing | None, joins: Joins |
                 route = np.int64(collective_route[c])
             time = _take_links(route_offsets, links, link_free, int(route), time, class_ps[cost_class[i]])
             top = resume(c, requester, time, members, next_waiter, cursor, ready, stack, top)
+    if control is not None:
+        control.counts[RUNNABLE], control.counts[REQUESTS] = top, num_requests
 
 
 @compiled

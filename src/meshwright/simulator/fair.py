@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.cost.compiled import compiled
+from meshwright.simulator.control import NEVER, Control, next_event
 from meshwright.simulator.heap import pop, push
 from meshwright.simulator.joins import Joins, close_join, finish_for_joins
 from meshwright.simulator.network import Network, State, route_of
@@ -45,7 +46,7 @@ from meshwright.simulator.waiters import Ids, Times, finish, resume
 
 # Stops of a transfer that the heap may hold on average before stale ones are thrown out.
 _STOPS_PER_STREAM = 4
-_NEVER = -1
+_NO_STOP = -1
 # Places in `Sharing.clock`.
 NOW, NUM_STOPS = 0, 1
 
@@ -56,6 +57,7 @@ class Sharing(NamedTuple):
     ``start_ps`` (n,) is when an instruction with a shared route began, else -1. ``mark_transfer`` and ``mark_left`` say
     of which instruction mark k is, and how much work is left when it is raised; ordered by both, most work first.
     ``stops_time`` and ``stops_stream`` are the heap of stops; ``clock`` holds the moment and the size of that heap.
+    Mark k is number ``first_mark`` + k for those who wait.
     """
 
     start_ps: Times
@@ -65,6 +67,7 @@ class Sharing(NamedTuple):
     stops_stream: Ids
     clock: Ids
     flows: Flows
+    first_mark: int
 
 
 def prepare_sharing(network: Network, num_links: int) -> tuple[Network, Sharing]:
@@ -82,6 +85,7 @@ def prepare_sharing(network: Network, num_links: int) -> tuple[Network, Sharing]
         stops_stream=np.empty(slots, np.int64),
         clock=np.zeros(2, np.int64),
         flows=make_flows(capacities, num_links),
+        first_mark=len(network.cost_class),
     )
 
 
@@ -126,17 +130,22 @@ def _number_marks(network: Network, leader: Ids) -> tuple[Network, Ids, Times]:
 
 @compiled
 def run_moments(
-    network: Network, state: State, sharing: Sharing, joins: Joins | None, num_requests: int
+    network: Network,
+    state: State,
+    sharing: Sharing,
+    joins: Joins | None,
+    control: Control | None,
+    num_requests: int,
 ) -> tuple[int, int]:
     """Go from moment to moment until streams can run on; return their number and that of the requests left.
 
-    No streams: nothing is under way any more.
+    No streams: nothing is under way any more, or a controller is to decide at the moment that has come.
     """
-    start_ps, mark_transfer, mark_left, stops_time, stops_stream, clock, flows = sharing
+    start_ps, mark_transfer, mark_left, stops_time, stops_stream, clock, flows, first_mark = sharing
     transfers, links, crossings, changed, reached, connected, counts = flows
     cost_class, class_ps, resource, members = network.cost_class, network.class_ps, network.resource, state.members
     route_offsets, route_links, collective_route = network.route_offsets, network.route_links, network.collective_route
-    num_routes, num_instructions = len(route_offsets) - 1, len(cost_class)
+    num_routes = len(route_offsets) - 1
     position, cursor, ready_ps, next_waiter, stack, heap_time, heap_stream = state[1:8]
     top = 0
     while top == 0:
@@ -146,7 +155,7 @@ def run_moments(
                 if transfers[stream]["rate"] != transfers[stream]["speed"]:
                     _change_speed(transfers[stream], clock[NOW], position[stream], mark_transfer, mark_left)
                     _push_stop(transfers, stops_time, stops_stream, clock, stream)
-        if not _find_moment(transfers, stops_time, stops_stream, clock, heap_time, num_requests):
+        if not _find_moment(control, transfers, stops_time, stops_stream, clock, heap_time, num_requests):
             break
         while clock[NUM_STOPS] > 0 and stops_time[0] == clock[NOW]:
             stream = stops_stream[0]
@@ -156,13 +165,13 @@ def run_moments(
             i, transfer = position[stream], transfers[stream]
             _work(transfer, clock[NOW])
             for k in range(transfer["next_mark"], _marks_raised(transfer, i, mark_transfer, mark_left)):
-                top = _raise_mark(state, joins, num_instructions + k, clock[NOW], top)
+                top = _raise_mark(state, joins, first_mark + k, clock[NOW], top)
                 transfer["next_mark"] = k + 1
             if _is_left(transfer):
                 _find_stop(transfer, i, mark_transfer, mark_left)
                 _push_stop(transfers, stops_time, stops_stream, clock, stream)
             else:
-                transfer["stop_ps"] = _NEVER
+                transfer["stop_ps"] = _NO_STOP
                 leave_links(transfers, links, crossings, changed, counts, stream)
                 c = resource[i] - num_routes
                 top = resume(c, stream, clock[NOW], members, next_waiter, cursor, ready_ps, stack, top)
@@ -205,16 +214,26 @@ def _close_joins(
 
 @compiled
 def _find_moment(
-    transfers: Records, stops_time: Times, stops_stream: Ids, clock: Ids, heap_time: Times, num_requests: int
+    control: Control | None,
+    transfers: Records,
+    stops_time: Times,
+    stops_stream: Ids,
+    clock: Ids,
+    heap_time: Times,
+    num_requests: int,
 ) -> bool:
-    """Set the clock to the next moment, if there is one, and say whether."""
+    """Set the clock to the next moment, if there is one, and say whether anything but an event happens at it."""
     while clock[NUM_STOPS] > 0 and transfers[stops_stream[0]]["stop_ps"] != stops_time[0]:
         clock[NUM_STOPS] = pop(stops_time, stops_stream, clock[NUM_STOPS])
-    if clock[NUM_STOPS] == 0 and num_requests == 0:
-        return False
-    clock[NOW] = heap_time[0] if num_requests > 0 else stops_time[0]
+    moment = heap_time[0] if num_requests > 0 else NEVER
     if clock[NUM_STOPS] > 0:
-        clock[NOW] = min(clock[NOW], stops_time[0])
+        moment = min(moment, stops_time[0])
+    if control is not None and next_event(control) < moment:
+        clock[NOW] = next_event(control)
+        return False
+    if moment == NEVER:
+        return False
+    clock[NOW] = moment
     return True
 
 
@@ -294,5 +313,5 @@ def _push_stop(transfers: Records, stops_time: Times, stops_stream: Ids, clock: 
         return
     clock[NUM_STOPS] = 0
     for other in range(len(transfers)):
-        if transfers[other]["stop_ps"] != _NEVER:
+        if transfers[other]["stop_ps"] != _NO_STOP:
             clock[NUM_STOPS] = push(stops_time, stops_stream, clock[NUM_STOPS], transfers[other]["stop_ps"], other)

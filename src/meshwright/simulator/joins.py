@@ -7,10 +7,10 @@ smallest as its time: when it comes up, nothing earlier can come any more (`engi
 before requests, so that what follows from them is there when links are given. A join closes at once when all its
 moments are known, or when the k-th smallest is not later than the end of the instruction before it.
 
-Each wait of a join has a *slot*, numbered in the order of the instructions. What has not ended keeps a list of those
-who wait for it, in which ``num_streams + slot`` stands for a slot (`waiters.py`). A join that has closed leaves its
-slots in such lists; they are passed over. A stream has one open join at most, the k smallest moments of which it keeps
-in a heap with the largest on top.
+Each wait of a join has a *slot*, numbered in the order in which joins are opened. What has not ended keeps a list of
+those who wait for it, in which ``num_streams + slot`` stands for a slot (`waiters.py`). A join that has closed leaves
+its slots in such lists; they are passed over. A stream has one open join at most, the k smallest moments of which it
+keeps in a heap with the largest on top.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Joins(NamedTuple):
     """Joins of a network and what is known of them; columns are reached through the tuple, which counts no references.
 
     ``need`` (n,) is 0 for all that is no join. Per slot: the next waiter of the same list, the stream, and how long
-    after the end that is awaited the moment is (0 or less; not kept where nothing raises marks). Per stream: the first
-    slot of the open join (-1: none is open) and of the next one, how many of its waits it needs and how many moments
-    are known, as which time it stands in the heap of requests (-1: it does not), whether the stream is on the stack to
-    look at it again, and where its smallest moments begin.
+    after the end that is awaited the moment is (0 or less; not kept where nothing raises marks). ``next`` (1,) is the
+    first slot that is not taken. Per stream: the first slot of the open join (-1: none is open), how many of its waits
+    it needs and how many moments are known, as which time it stands in the heap of requests (-1: it does not), whether
+    the stream is on the stack to look at it again, and where its smallest moments begin.
     """
 
     need: Column
@@ -58,25 +58,27 @@ def prepare_joins(network: Network) -> Joins | None:
 
     Raises ProgramError for more waits of joins than 32 bits number.
     """
-    if not len(network.join_instruction):
-        return None
+    return make_joins(network) if len(network.join_instruction) else None
+
+
+def make_joins(network: Network) -> Joins:
+    """No join open yet. Raises as `prepare_joins`."""
     num_streams, ids = len(network.stream_offsets) - 1, network.join_instruction.astype(np.int64)
     need = np.zeros(len(network.cost_class), np.int32)
     need[ids] = network.join_need
     streams = np.searchsorted(network.stream_offsets, ids, side="right") - 1
     num_waits = network.wait_offsets[ids + 1].astype(np.int64) - network.wait_offsets[ids]
-    of_stream, most = np.bincount(streams, num_waits, num_streams).astype(np.int64), np.zeros(num_streams, np.int64)
-    num_slots = int(num_waits.sum())
+    most, num_slots = np.zeros(num_streams, np.int64), int(num_waits.sum())
     if num_streams + num_slots >= np.iinfo(np.int32).max - 2:
         raise ProgramError(f"Joins wait {num_slots} times; fewer than 2^31 can be simulated. Simulate fewer steps.")
     np.maximum.at(most, streams, network.join_need)
     return Joins(
         need=need,
         slot_after=np.empty(num_slots, np.int32),
-        slot_stream=np.repeat(streams.astype(np.int32), num_waits),
+        slot_stream=np.empty(num_slots, np.int32),
         slot_shift_ps=np.empty(num_slots if len(network.mark_instruction) else 0, np.int64),
         first=np.full(num_streams, NONE),
-        next=np.cumsum(of_stream) - of_stream,
+        next=np.zeros(1, np.int64),
         needed=np.zeros(num_streams, np.int64),
         known=np.zeros(num_streams, np.int64),
         key_ps=np.full(num_streams, NONE),
@@ -89,16 +91,16 @@ def prepare_joins(network: Network) -> Joins | None:
 @compiled
 def open_join(network: Network, joins: Joins, end: Times, stream: int, i: int) -> None:
     """Take the moments that are known, and ask to be told of the others."""
-    first, begin = joins.next[stream], network.wait_offsets[i]
+    first, begin = joins.next[0], network.wait_offsets[i]
     num_streams, num_waits = len(joins.first), network.wait_offsets[i + 1] - begin
-    joins.first[stream], joins.next[stream] = first, first + num_waits
+    joins.first[stream], joins.next[0] = first, first + num_waits
     joins.needed[stream], joins.known[stream] = joins.need[i], 0
     for slot in range(first, first + num_waits):
         k, shift = np.int64(network.waits[begin + slot - first]), np.int64(0)
         if k < 0:
             shift, k = network.mark_shift_ps[~k], np.int64(network.mark_instruction[~k])
         if end[k] < 0:
-            joins.slot_after[slot] = end[k]
+            joins.slot_after[slot], joins.slot_stream[slot] = end[k], stream
             if len(joins.slot_shift_ps) > 0:
                 joins.slot_shift_ps[slot] = shift
             end[k] = -(num_streams + slot + 2)

@@ -8,10 +8,11 @@ of a send or all-reduce may also say how much processor time it takes from each 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.spec import Program, ProgramError, Section
@@ -48,6 +49,34 @@ class Prices:
     prologue: SectionPrices
     body: SectionPrices
     epilogue: SectionPrices
+
+
+def bare_prices(program: Program, duration_ps: ArrayLike, routes: Sequence[Sequence[int]] = ()) -> Prices:
+    """Prices without memory for a program of nothing, which a controller extends: classes by duration, routes by links.
+
+    Raises ProgramError if the program has instructions, for these would have to be priced.
+    """
+    for name, section in program.sections():
+        _require(section.num_instructions == 0, f"the {name} has {section.num_instructions} instructions, not 0")
+    durations, links = np.asarray(duration_ps, np.int64), [link for route in routes for link in route]
+    none = SectionPrices(
+        cost_class=np.zeros(0, np.int32), route=np.zeros(0, np.int32), mark_offset_ps=np.zeros(0, np.int64)
+    )
+    no_bytes = np.zeros((len(durations), 0), np.int64)
+    return Prices(
+        duration_ps=durations,
+        host_ps=np.zeros(len(durations), np.int64),
+        allocate_bytes=no_bytes,
+        free_bytes=no_bytes,
+        memory_parts=(),
+        resident_bytes=np.zeros((program.num_ranks, 0), np.int64),
+        route_offsets=np.cumsum([0, *(len(route) for route in routes)]),
+        route_links=np.array(links, np.int32),
+        num_links=max(links, default=-1) + 1,
+        prologue=none,
+        body=none,
+        epilogue=none,
+    )
 
 
 def check_prices(program: Program, prices: Prices) -> None:

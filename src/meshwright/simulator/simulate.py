@@ -142,12 +142,17 @@ def _run(program: Program, unrolled: Unrolled, network: Network, contention: Con
     outcome = run_network(network, unrolled.num_links, contention)
     raise_deadlock(program, unrolled, outcome.end_ps, outcome.position)
     start_ps = outcome.start_ps(network)
-    _start_receives(network.stream_offsets, *unrolled.layout.transfers, start_ps, outcome.end_ps)
+    begin_receives(unrolled, start_ps, outcome.end_ps)
     return start_ps, outcome.end_ps
 
 
+def begin_receives(unrolled: Unrolled, start_ps: Ids, end_ps: Ids) -> None:
+    """Let the span of each receive be the arrival of its bytes; ``start_ps`` is changed."""
+    _begin_receives(unrolled.network.stream_offsets, *unrolled.layout.transfers, start_ps, end_ps)
+
+
 @compiled
-def _start_receives(stream_offsets: Ids, receives: Ids, sends: Ids, start_ps: Ids, end_ps: Ids) -> None:
+def _begin_receives(stream_offsets: Ids, receives: Ids, sends: Ids, start_ps: Ids, end_ps: Ids) -> None:
     """A receive begins with its send, or when the instruction before it in its stream ended."""
     is_first = np.zeros(len(end_ps) + 1, np.bool_)
     is_first[stream_offsets] = True

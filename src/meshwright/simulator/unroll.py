@@ -103,7 +103,7 @@ def _with_sends_awaited(section: Section, matches: Matches) -> tuple[Ids, Ids]:
 def _assemble(prices: Prices, layout: Layout) -> Network:
     parts = layout.parts
     _check_size(layout)
-    collective_route = np.concatenate([_routes_of_collectives(part) for part in parts])
+    collective_route = np.concatenate([routes_of_collectives(part) for part in parts])
     links = prices.route_offsets.astype(np.int64), prices.route_links.astype(np.int32)
     cost_class, resource, wait_offsets, waits = _place_parts(layout, len(prices.route_offsets) - 1)
     shared = find_shared_links(layout.stream_offsets, resource, collective_route, *links, prices.num_links)
@@ -225,7 +225,7 @@ def _place_joins(layout: Layout) -> tuple[Column, Column]:
     return np.concatenate(ids)[order], need[order]
 
 
-def _routes_of_collectives(part: Part) -> Column:
+def routes_of_collectives(part: Part) -> Column:
     """The route of each collective: that of its lowest member."""
     route = np.empty(len(part.matches.sizes), np.int32)
     route[part.matches.numbers[::-1]] = part.costs.route[part.matches.members[::-1]]

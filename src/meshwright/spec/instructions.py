@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, assert_never
 
 Payload = Literal["activation", "gradient"]
 
@@ -165,6 +165,37 @@ class Merge:
 
 
 Instruction = Computation | Send | Receive | AllReduce | OptimizerStep | Stash | Drop | Merge
+
+
+def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
+    """The columns of an instruction: opcode, stage, microbatch, version, peer, num_bytes; -1 for what it has not."""
+    match instruction:
+        case Forward():
+            return (Opcode.FORWARD, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
+        case Backward():
+            return (Opcode.BACKWARD, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
+        case BackwardInput():
+            return (Opcode.BACKWARD_INPUT, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
+        case BackwardWeight():
+            return (Opcode.BACKWARD_WEIGHT, instruction.stage, instruction.microbatch, instruction.version, -1, 0)
+        case Send():
+            opcode = Opcode.SEND_ACTIVATION if instruction.payload == "activation" else Opcode.SEND_GRADIENT
+            return (opcode, instruction.stage, instruction.microbatch, -1, instruction.peer, instruction.num_bytes)
+        case Receive():
+            opcode = Opcode.RECEIVE_ACTIVATION if instruction.payload == "activation" else Opcode.RECEIVE_GRADIENT
+            return (opcode, instruction.stage, instruction.microbatch, -1, instruction.peer, instruction.num_bytes)
+        case AllReduce():
+            return (Opcode.ALL_REDUCE, instruction.stage, -1, -1, instruction.bucket, instruction.num_bytes)
+        case OptimizerStep():
+            return (Opcode.OPTIMIZER_STEP, instruction.stage, -1, instruction.version, -1, 0)
+        case Stash():
+            return (Opcode.STASH, instruction.stage, -1, instruction.version, -1, 0)
+        case Drop():
+            return (Opcode.DROP, instruction.stage, -1, instruction.version, -1, 0)
+        case Merge():
+            return (Opcode.MERGE, instruction.stage, -1, instruction.version, -1, 0)
+        case _:
+            assert_never(instruction)
 
 
 _NAMES: dict[Opcode, str] = {

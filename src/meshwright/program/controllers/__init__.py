@@ -1,0 +1,14 @@
+"""Policies that decide while a program runs, each a pure function (`spec.control`).
+
+`BackupWorkers`   apply the first gradients of a version, drop what comes late
+`BoundedDelay`    a parameter server; nobody is more than some clocks ahead of the slowest
+`PartialReduce`   the first workers that are ready average their gradients
+
+All of them extend a program of nothing, ``ProgramBuilder(controller.num_ranks).build(...)``, and come to an end.
+"""
+
+from meshwright.program.controllers.backup_workers import BackupWorkers
+from meshwright.program.controllers.bounded_delay import BoundedDelay
+from meshwright.program.controllers.partial_reduce import PartialReduce
+
+__all__ = ["BackupWorkers", "BoundedDelay", "PartialReduce"]

@@ -1,0 +1,101 @@
+"""Synchronous training with backup workers: a version is made of the first gradients, what comes late is dropped.
+
+Of n workers with b backups, the server updates version v when n - b gradients computed on v have arrived: a k-of-n
+join. Workers whose gradient is there then get version v + 1. A late worker ends what it computes, its gradient is
+dropped, and it goes on with the next version that begins. So n - b workers at least begin every version, and every
+gradient that is applied was computed on the version that it updates. Source: Chen et al., "Revisiting Distributed
+Synchronous SGD" (2016), section 3.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+
+from meshwright.program.controllers.iterations import SERVER, arrival, check_counts, iteration
+from meshwright.spec.control import NOTHING, Decision, Ended, Event, Issue, Started
+from meshwright.spec.instructions import OptimizerStep, Send
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """The version that is being made, how many of its gradients came in time, and who waits for the next one.
+
+    ``applied`` and ``dropped`` count gradients of all versions.
+    """
+
+    version: int = 0
+    num_arrived: int = 0
+    waiting: tuple[int, ...] = ()
+    applied: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackupWorkers:
+    """Ranks 0 to ``num_workers`` - 1 compute, the last is the server; ``num_bytes`` are those of all parameters."""
+
+    num_workers: int
+    num_backups: int
+    num_versions: int
+    num_bytes: int = 0
+    initial: Versions = field(default=Versions())
+
+    def __post_init__(self) -> None:
+        check_counts(
+            num_workers=(1, self.num_workers, sys.maxsize),
+            num_backups=(0, self.num_backups, self.num_workers - 1),
+            num_versions=(1, self.num_versions, sys.maxsize),
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """The workers and the server."""
+        return self.num_workers + 1
+
+    def decide(self, state: Versions, event: Event, now_ps: int) -> tuple[Versions, Decision]:  # noqa: ARG002
+        """A gradient has arrived, or an update is over."""
+        match event:
+            case Started():
+                return state, self._begin(0, tuple(range(self.num_workers)), event.next_handle)
+            case Ended(instruction=Send() as send, rank=worker):
+                return self._arrive(state, worker, send)
+            case Ended(instruction=OptimizerStep(version=version)) if version + 1 < self.num_versions:
+                following = replace(state, version=version + 1, num_arrived=0, waiting=())
+                return following, self._begin(version + 1, state.waiting, event.next_handle)
+            case _:
+                return state, NOTHING
+
+    def _arrive(self, state: Versions, worker: int, send: Send) -> tuple[Versions, Decision]:
+        is_of_version = send.microbatch // self.num_workers == state.version
+        in_time = is_of_version and state.num_arrived < self.num_workers - self.num_backups
+        following = replace(
+            state,
+            num_arrived=state.num_arrived + in_time,
+            waiting=(*state.waiting, worker),
+            applied=state.applied + in_time,
+            dropped=state.dropped + (not in_time),
+        )
+        return following, Decision(issues=(arrival(self.num_workers, worker, send),))
+
+    def _begin(self, version: int, workers: tuple[int, ...], first: int) -> Decision:
+        """Let workers compute on a version, and the server wait for the first of their gradients."""
+        server, issues, pushes = self.num_workers, list[Issue](), list[int]()
+        for worker in sorted(workers):
+            microbatch = version * self.num_workers + worker
+            issues += iteration(
+                server,
+                worker,
+                microbatch,
+                version,
+                self.num_bytes,
+                first=first + len(issues),
+                pulls=version > 0,
+            )
+            pushes.append(first + len(issues) - 1)
+        update = OptimizerStep(stage=SERVER, version=version)
+        need = self.num_workers - self.num_backups
+        issues.append(
+            Issue(rank=server, stream="compute", instruction=update, waits=tuple(pushes), need=need, watched=True)
+        )
+        return Decision(issues=tuple(issues))

@@ -1,0 +1,92 @@
+"""Partial reduce: the first workers that are ready average their gradients and go on; nobody waits for the slowest.
+
+A worker is ready when its backward has ended. The first P that are ready are a group: they sum their gradients, update,
+and begin with their next iteration. Where fewer than P have anything left to do, these are the group. One decision is
+made for all members, so the sums of a rank have one order everywhere. How gradients are weighted by staleness, and
+groups that bridge parts which never meet, is not decided here. Source: Miao et al., "Heterogeneity-Aware Distributed
+Machine Learning Training via Partial Reduce" (SIGMOD 2021), section 3.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from meshwright.program.controllers.iterations import WORKER, check_counts, computation
+from meshwright.spec.control import NOTHING, Decision, Ended, Event, Issue, Started
+from meshwright.spec.instructions import AllReduce, OptimizerStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """How many iterations each worker has to reduce yet, and who is ready, with the handle of the backward."""
+
+    left: tuple[int, ...]
+    ready: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialReduce:
+    """Ranks 0 to ``num_workers`` - 1 compute; ``num_bytes`` are those of all gradients."""
+
+    num_workers: int
+    group_size: int
+    num_iterations: int
+    num_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        check_counts(
+            num_workers=(1, self.num_workers, sys.maxsize),
+            group_size=(1, self.group_size, self.num_workers),
+            num_iterations=(1, self.num_iterations, sys.maxsize),
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """The workers."""
+        return self.num_workers
+
+    @property
+    def initial(self) -> Ready:
+        """Nobody has begun."""
+        return Ready(left=(self.num_iterations,) * self.num_workers)
+
+    def decide(self, state: Ready, event: Event, now_ps: int) -> tuple[Ready, Decision]:  # noqa: ARG002
+        """A backward has ended."""
+        match event:
+            case Started():
+                every = [self._compute(state, worker) for worker in range(self.num_workers)]
+                return state, Decision(issues=tuple(chain.from_iterable(every)))
+            case Ended(rank=worker, handle=backward):
+                ready = (*state.ready, (worker, backward))
+                if len(ready) < min(self.group_size, sum(left > 0 for left in state.left)):
+                    return replace(state, ready=ready), NOTHING
+                members = {member for member, _ in ready}
+                left = tuple(count - (worker in members) for worker, count in enumerate(state.left))
+                following = Ready(left=left)
+                return following, self._reduce(following, dict(sorted(ready)), event.next_handle)
+            case _:
+                return state, NOTHING
+
+    def _reduce(self, state: Ready, backwards: dict[int, int], first: int) -> Decision:
+        """Let the members sum their gradients, update and go on, each behind its own sum."""
+        reduction = AllReduce(stage=WORKER, bucket=0, num_bytes=self.num_bytes)
+        group = tuple(backwards)
+        issues = [
+            Issue(rank=worker, stream="exchange", instruction=reduction, group=group, waits=(backward,))
+            for worker, backward in backwards.items()
+        ]
+        for place, worker in enumerate(group):
+            done = self.num_iterations - state.left[worker]
+            update = OptimizerStep(stage=WORKER, version=done - 1)
+            issues.append(Issue(rank=worker, stream="compute", instruction=update, waits=(first + place,)))
+            issues += self._compute(state, worker)
+        return Decision(issues=tuple(issues))
+
+    def _compute(self, state: Ready, worker: int) -> list[Issue]:
+        """The next iteration of a worker, if any is left."""
+        done = self.num_iterations - state.left[worker]
+        if not state.left[worker]:
+            return []
+        return computation(worker, done * self.num_workers + worker, done, waits=(), watched=True)

@@ -1,0 +1,126 @@
+"""A finished controlled run as an ordinary program: what was decided stands in its streams, behind the program's own.
+
+That nothing begins before the moment of its decision becomes a wait. A decision is made when a watched instruction h
+ends, so the first of its instructions in each stream waits for h too. A join that needs k of n waits must not count h
+among the k: it gets h n - k + 1 times and needs n + 1, which it has when h and k of the others have happened.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.program.builder import ProgramBuilder
+from meshwright.spec.control import Ended, Rang
+from meshwright.spec.decision_log import EVENTS, DecisionLog
+from meshwright.spec.errors import ProgramError
+from meshwright.spec.program import STREAM_NAMES, Program
+
+Ids = NDArray[np.int64]
+
+
+def decided_program(program: Program, log: DecisionLog) -> Program:
+    """The program that a controller made of ``program``: it takes what the controlled run took, without a controller.
+
+    Raises ProgramError if the log is of another program, or if instructions were issued when a timer rang: a program
+    has no clock to wait for.
+    """
+    timed = (log.event_kind == EVENTS.index(Rang)) & (np.diff(log.issue_offsets) > 0)
+    if timed.any():
+        raise ProgramError(
+            f"Decision {int(np.argmax(timed))} issued instructions when a timer rang; a program has no clock to wait "
+            "for. Replay the log instead, or let a watched instruction take that time."
+        )
+    return write_decided(program, log, _released_by(log))
+
+
+def write_decided(program: Program, log: DecisionLog, released_by: Ids) -> Program:
+    """The program with what was issued behind its own; issued row i waits for ``released_by[i]`` too, unless -1."""
+    body, issued = program.body, log.issued
+    check_fit(program, log)
+    builder = ProgramBuilder(program.num_ranks)
+    rank, place = ranks_and_places(program, log)
+    columns = {
+        name: np.concatenate([getattr(body, name), getattr(issued, name)])
+        for name in ("opcode", "stage", "microbatch", "version", "peer", "num_bytes")
+    }
+    numbers = [[builder.group(group) for group in groups] for groups in (program.groups, log.groups)]
+    columns["group"] = np.concatenate(
+        [np.array([*known, -1])[section.group] for known, section in zip(numbers, (body, issued), strict=True)]
+    )
+    handles = np.empty(len(rank), np.int64)
+    for number, name in enumerate(STREAM_NAMES):
+        chosen = np.flatnonzero(place == number)
+        handles[chosen] = builder.extend(
+            rank[chosen], name, **{column: values[chosen] for column, values in columns.items()}
+        )
+    marks = builder.mark_each(handles[body.mark_instruction], body.mark_index.astype(np.int64))
+    waiting = np.repeat(np.arange(len(body.opcode)), np.diff(body.wait_offsets))
+    in_body = np.where(body.waits < len(body.opcode), body.waits, body.waits + len(issued.opcode))
+    _wait(builder, handles, marks, waiting, in_body)
+    released_by, need, rows = _with_release(log, released_by)
+    waits = np.concatenate([issued.waits, released_by])
+    waiting = np.concatenate([np.repeat(np.arange(len(issued.opcode)), np.diff(issued.wait_offsets)), rows])
+    awaited = np.where(waits >= 0, waits, len(handles) - 1 - waits)
+    _wait(builder, handles, marks, len(body.opcode) + waiting, awaited)
+    builder.join_each(handles[body.join_instruction], body.join_need)
+    builder.join_each(handles[len(body.opcode) + issued.join_instruction], need)
+    return builder.build(schedule=program.schedule, plan_hash=program.plan_hash)
+
+
+def static_order(program: Program, log: DecisionLog) -> Ids:
+    """The handle of each instruction of the decided program, in its order."""
+    rank, place = ranks_and_places(program, log)
+    order: Ids = np.argsort(rank * len(STREAM_NAMES) + place, kind="stable")
+    return order
+
+
+def ranks_and_places(program: Program, log: DecisionLog) -> tuple[Ids, Ids]:
+    """Rank, and place of the stream in `STREAM_NAMES`, of each handle."""
+    lengths = np.diff(program.body.stream_offsets)
+    ranks = np.array([stream.rank for stream in program.streams], np.int64)
+    places = np.array([STREAM_NAMES.index(stream.name) for stream in program.streams], np.int64)
+    return (
+        np.concatenate([np.repeat(ranks, lengths), log.rank]),
+        np.concatenate([np.repeat(places, lengths), log.stream]),
+    )
+
+
+def check_fit(program: Program, log: DecisionLog) -> None:
+    """Raise ProgramError unless a log can be of a program."""
+    ours = program.num_ranks, program.body.num_instructions
+    theirs = log.num_ranks, log.num_instructions
+    if ours != theirs:
+        raise ProgramError(
+            f"The log of decisions is of a program of {theirs[0]} ranks with {theirs[1]} instructions; the program has "
+            f"{ours[0]} and {ours[1]}. Give the program that the controller extended."
+        )
+
+
+def _released_by(log: DecisionLog) -> Ids:
+    """For each issued row the handle whose end it has to wait for: of the first of its decision in its stream."""
+    decision = np.repeat(np.arange(log.num_decisions), np.diff(log.issue_offsets))
+    stream = log.rank.astype(np.int64) * len(STREAM_NAMES) + log.stream
+    _, first = np.unique(np.stack([decision, stream]), axis=1, return_index=True)
+    ended = first[log.event_kind[decision[first]] == EVENTS.index(Ended)]
+    released_by = np.full(len(stream), -1, np.int64)
+    released_by[ended] = log.event_number[decision[ended]]
+    return released_by
+
+
+def _with_release(log: DecisionLog, released_by: Ids) -> tuple[Ids, NDArray[np.int32], Ids]:
+    """Waits for what releases instructions, what joins need with them, and the rows that wait for these."""
+    times = (released_by >= 0).astype(np.int64)
+    joins, need = log.issued.join_instruction, log.issued.join_need.copy()
+    num_waits = np.diff(log.issued.wait_offsets)[joins]
+    released = times[joins] > 0
+    times[joins[released]] = (num_waits - need + 1)[released]
+    need[released] = num_waits[released] + 1
+    rows = np.repeat(np.arange(len(released_by)), times)
+    return released_by[rows], need, rows
+
+
+def _wait(builder: ProgramBuilder, handles: Ids, marks: Ids, waiting: Ids, awaited: Ids) -> None:
+    """``awaited`` are rows, or ``len(handles) + m`` for mark m."""
+    known = np.concatenate([handles, marks])
+    builder.wait_each(handles[waiting], known[awaited])

@@ -1,0 +1,199 @@
+"""What may a controller issue, and what belongs together of it? Asked by whoever carries decisions out.
+
+A message is known by its stages, microbatch and payload, and no two of a program may be alike. The k-th member of each
+rank with one group and bucket within a decision belong together, and stand in the exchange streams, where members have
+one order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.spec.control import Decision, Issue
+from meshwright.spec.errors import ProgramError
+from meshwright.spec.instructions import AllReduce, Opcode, Payload, Receive, Send
+from meshwright.spec.program import STREAM_NAMES, Program, Section
+
+PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
+_SENDS: dict[Opcode, Payload] = {Opcode.SEND_ACTIVATION: "activation", Opcode.SEND_GRADIENT: "gradient"}
+
+_Message = tuple[int, int, int, Payload]
+# Group, bucket, and how many like it the rank has before.
+_Members = tuple[tuple[int, ...], int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filed:
+    """An issue that may be carried out.
+
+    With its handle, its stream (rank by rank, all of `STREAM_NAMES`), what it awaits (a receive its send too), and the
+    number of its collective, else -1.
+    """
+
+    handle: int
+    stream: int
+    issue: Issue
+    waits: tuple[int, ...]
+    collective: int
+
+
+class IssueBook:
+    """Holds decisions against each other and against the program that they extend."""
+
+    def __init__(self, program: Program) -> None:
+        _check_program(program)
+        self._num_ranks, self._num_body = program.num_ranks, program.body.num_instructions
+        self._num_marks = len(program.body.mark_instruction)
+        self._sent = _messages(program.body)
+        self._pending: dict[_Message, tuple[int, Issue]] = {}
+        self._is_first = True
+        self.next_handle = self._num_body
+        self._num_collectives = 0
+
+    def file(self, decision: Decision, now_ps: int) -> list[Filed]:
+        """Check a decision and number what it issues. Raises ProgramError, naming the issue and what was expected."""
+        if decision.watch and not self._is_first:
+            raise ProgramError(
+                f"The instructions {decision.watch} were to be watched at {now_ps} ps, when they may have ended; give "
+                "`watch` with the first decision."
+            )
+        self._is_first = False
+        for handle in decision.watch:
+            if not 0 <= handle < self._num_body:
+                raise ProgramError(
+                    f"Instruction {handle} was to be watched; the program's body has {self._num_body}. What is issued "
+                    "is watched with `Issue(watched=True)`."
+                )
+        for timer in decision.timers:
+            if timer.at_ps < now_ps or timer.number < 0:
+                raise ProgramError(
+                    f"{timer} was set at {now_ps} ps; expected that moment or a later one, and a number from 0 on."
+                )
+        stop = self.next_handle + len(decision.issues)
+        filed: list[Filed] = []
+        members: defaultdict[_Members, list[int]] = defaultdict(list)
+        numbers: dict[_Members, int] = {}
+        for handle, issue in enumerate(decision.issues, self.next_handle):
+            self._check(issue, stop)
+            waits, collective = issue.waits, -1
+            if isinstance(issue.instruction, Send):
+                self._send(issue, issue.instruction, handle)
+            elif isinstance(issue.instruction, Receive):
+                send = self._receive(issue.instruction)
+                waits = waits if send in waits else (*waits, send)
+            elif isinstance(issue.instruction, AllReduce):
+                key = _collective(issue, issue.instruction.bucket, members)
+                collective = numbers.setdefault(key, self._num_collectives + len(numbers))
+                members[key].append(issue.rank)
+            stream = issue.rank * len(STREAM_NAMES) + PLACES[issue.stream]
+            filed.append(Filed(handle=handle, stream=stream, issue=issue, waits=waits, collective=collective))
+        for (group, bucket, _), ranks in members.items():
+            if sorted(ranks) != sorted(group):
+                raise ProgramError(
+                    f"An all-reduce of bucket {bucket} was issued for ranks {sorted(ranks)} of the group {group}; "
+                    "expected all of them in one decision, once each. One decision is made for all members."
+                )
+        self.next_handle, self._num_collectives = stop, self._num_collectives + len(numbers)
+        return filed
+
+    def check_end(self) -> None:
+        """Raise ProgramError if a message was sent that nobody receives."""
+        for (source, target, microbatch, payload), (handle, _) in self._pending.items():
+            raise ProgramError(
+                f"Instruction {handle} sends the {payload} of microbatch {microbatch} from stage {source} to {target}, "
+                "and the controller issued no receive of it. Issue both."
+            )
+
+    def unreceived(self) -> Decision:
+        """The receives that are missing, on the ranks that sent: for looking at a program that stopped before them."""
+        issues = []
+        for _, issue in self._pending.values():
+            send = issue.instruction
+            assert isinstance(send, Send)
+            receive = Receive(
+                stage=send.peer,
+                microbatch=send.microbatch,
+                peer=send.stage,
+                payload=send.payload,
+                num_bytes=send.num_bytes,
+            )
+            issues.append(replace(issue, stream="receive", instruction=receive, waits=(), need=None, watched=False))
+        return Decision(issues=tuple(issues))
+
+    def _check(self, issue: Issue, stop: int) -> None:
+        if not 0 <= issue.rank < self._num_ranks or issue.stream not in PLACES:
+            raise ProgramError(
+                f"{issue.instruction} was issued to stream {issue.stream!r} of rank {issue.rank}; expected one of "
+                f"{', '.join(STREAM_NAMES)} of ranks 0 to {self._num_ranks - 1}."
+            )
+        if issue.waits and not (min(issue.waits) >= -self._num_marks and max(issue.waits) < stop):
+            raise ProgramError(
+                f"{issue.instruction} waits for {issue.waits}; expected handles of what is issued, up to {stop - 1}, "
+                f"and marks of the program, down to {-self._num_marks}."
+            )
+        if issue.need is not None and (
+            not 1 <= issue.need <= len(issue.waits) or isinstance(issue.instruction, Receive)
+        ):
+            raise ProgramError(
+                f"{issue.instruction} was to go on after {issue.need} of {len(issue.waits)} waits; expected 1 up to "
+                "that number, and no receive, which waits for its send. Leave `need` out to wait for all."
+            )
+        if issue.group and not (min(issue.group) >= 0 and max(issue.group) < self._num_ranks):
+            raise ProgramError(f"{issue.instruction} names the ranks {issue.group}; there are {self._num_ranks}.")
+
+    def _send(self, issue: Issue, send: Send, handle: int) -> None:
+        message: _Message = (send.stage, send.peer, send.microbatch, send.payload)
+        if message in self._sent:
+            raise ProgramError(
+                f"{send} was issued, and a message like it before. Number microbatches so that no two messages agree "
+                "in stages, microbatch and payload."
+            )
+        self._sent.add(message)
+        self._pending[message] = handle, issue
+
+    def _receive(self, receive: Receive) -> int:
+        message: _Message = (receive.peer, receive.stage, receive.microbatch, receive.payload)
+        if message not in self._pending:
+            raise ProgramError(
+                f"{receive} was issued, but no send of it that is not received yet. Issue the send before, in the same "
+                "decision or an earlier one."
+            )
+        return self._pending.pop(message)[0]
+
+
+def _collective(issue: Issue, bucket: int, members: dict[_Members, list[int]]) -> _Members:
+    """What a member belongs to."""
+    if issue.stream != "exchange" or issue.rank not in issue.group:
+        raise ProgramError(
+            f"{issue.instruction} of the group {issue.group} was issued to stream {issue.stream!r} of rank "
+            f"{issue.rank}; expected the exchange stream of one of its members."
+        )
+    nth = 0
+    while issue.rank in members.get((issue.group, bucket, nth), ()):
+        nth += 1
+    return issue.group, bucket, nth
+
+
+def _check_program(program: Program) -> None:
+    """Only a body; its streams rank by rank in the order of `STREAM_NAMES`."""
+    if program.advance or program.prologue.num_instructions or program.epilogue.num_instructions:
+        raise ProgramError(
+            "The program that a controller extends has a prologue, an epilogue or a body that never flushes; expected "
+            "a body alone, which runs once. Build it with `ProgramBuilder`."
+        )
+    keys = [stream.rank * len(STREAM_NAMES) + PLACES[stream.name] for stream in program.streams]
+    if bool((np.diff(keys) <= 0).any()):
+        raise ProgramError(
+            "The program that a controller extends has streams in an order of its own; expected them rank by rank, "
+            f"each with {', '.join(STREAM_NAMES)}. Build it with `ProgramBuilder`."
+        )
+
+
+def _messages(section: Section) -> set[_Message]:
+    """All that is sent in a section."""
+    sends = np.flatnonzero(np.isin(section.opcode, list(_SENDS)))
+    columns = (column[sends].tolist() for column in (section.stage, section.peer, section.microbatch, section.opcode))
+    return {(stage, peer, mb, _SENDS[Opcode(opcode)]) for stage, peer, mb, opcode in zip(*columns, strict=True)}

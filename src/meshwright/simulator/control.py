@@ -1,0 +1,69 @@
+"""What a network needs while a controller extends it: what comes next in a stream, and the heap of events to decide on.
+
+Streams run ahead of time, so a watched end is known before its moment has come. It waits in a heap of (time, number):
+the number of an ended instruction, or `FIRST_TIMER` + k for the k-th timer. When no stream can run on and the smallest
+event is not later than the smallest request for links (and earlier than any open join), nothing can come before it, and
+the compiled loop returns. So at one moment joins close first, then the controller decides about ends and timers, then
+links are given; and whatever follows from a decision at that moment comes before them again.
+
+Issued instructions count on in the order of issue, so a stream is a chain: ``after`` leads from each instruction to the
+next. Arrays are longer than what is in use; they are replaced by longer ones between runs of the loop (`growing.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+from meshwright.simulator.heap import push
+from meshwright.simulator.waiters import Ids, Times
+
+# Later than any moment, and behind the last instruction of a stream.
+NEVER = NO_MORE = np.iinfo(np.int64).max
+FIRST_TIMER = 2**62
+# Places in `Control.counts`.
+RUNNABLE, REQUESTS, EVENTS = 0, 1, 2
+
+
+class Control(NamedTuple):
+    """Per instruction: the next of its stream or NO_MORE, when it may begin, and whether its end is an event.
+
+    ``event_ps`` and ``event_number`` are the heap of events; ``counts`` holds how many streams are on the stack, how
+    many requests wait for links, and how many events are known.
+    """
+
+    after: Ids
+    release_ps: Times
+    watched: NDArray[np.bool_]
+    event_ps: Times
+    event_number: Ids
+    counts: Ids
+
+
+@compiled
+def note_end(control: Control, i: int, time: int) -> None:
+    """An instruction ends at a time, which may be one to come; if it is watched, that is an event."""
+    if control.watched[i]:
+        add_event(control, time, i)
+
+
+@compiled
+def add_event(control: Control, time: int, number: int) -> None:
+    """One more event is known."""
+    control.counts[EVENTS] = push(control.event_ps, control.event_number, control.counts[EVENTS], time, number)
+
+
+@compiled
+def next_event(control: Control) -> int:
+    """The moment of the first event, or NEVER."""
+    return int(control.event_ps[0]) if control.counts[EVENTS] > 0 else NEVER
+
+
+@compiled
+def is_next(control: Control, time: int, requester: int) -> bool:
+    """Whether an event comes before the first entry of the heap of requests, where joins are negative."""
+    event_ps = next_event(control)
+    return event_ps < time or (event_ps == time and requester >= 0)

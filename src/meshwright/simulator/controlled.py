@@ -1,0 +1,231 @@
+"""Program, prices and a controller in, predicted Timeline and the log of decisions out.
+
+The streams of the program run until an event has come up (`control.py`), the controller decides, what it issues goes
+behind the streams (`growing.py`), and so on until nothing happens any more. The result is that of the decided program
+(`meshwright.program.decided`): it has its timeline, and its prices can be simulated again without the controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.program.decided import check_fit, static_order, write_decided
+from meshwright.program.issuing import PLACES, Filed, IssueBook
+from meshwright.simulator.control import FIRST_TIMER
+from meshwright.simulator.deadlock import describe, raise_deadlock
+from meshwright.simulator.engine import Contention, check_contention
+from meshwright.simulator.growing import GrowingNetwork, Priced
+from meshwright.simulator.matching import rank_of_streams
+from meshwright.simulator.network import Network
+from meshwright.simulator.prices import Prices, SectionPrices, check_prices
+from meshwright.simulator.simulate import MAX_UNROLLED, Run, begin_receives, record_run
+from meshwright.simulator.unroll import Unrolled, routes_of_collectives, unroll
+from meshwright.spec import DeadlockError, Program, ProgramError, Timeline
+from meshwright.spec.control import Controller, Decision, Ended, Event, Issue, Rang, Started
+from meshwright.spec.decision_log import DecisionLog, Replay, make_log
+from meshwright.spec.instructions import Instruction
+from meshwright.spec.program import STREAM_NAMES
+
+# What an issue costs: from the issue and its handle to its cost class and route (-1: none) in the prices.
+PriceIssue = Callable[[Issue, int], tuple[int, int]]
+# Instructions that a message names.
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlledRun:
+    """What happened under a controller, what it decided and knew at the end, and what the decided program costs."""
+
+    timeline: Timeline
+    log: DecisionLog
+    state: Any
+    prices: Prices
+
+
+def simulate_controlled(
+    program: Program,
+    prices: Prices,
+    controller: Controller[Any] | DecisionLog,
+    price_issue: PriceIssue,
+    *,
+    contention: Contention = "queued",
+) -> ControlledRun:
+    """Simulate a program that a controller extends while it runs, or replay the log of such a run.
+
+    The program is a body, which runs once; `ProgramBuilder(num_ranks).build(...)` makes one of nothing. ``price_issue``
+    gives each issue a cost class and a route of ``prices``, whose classes may hold a duration for every instruction;
+    the members of a collective get the same two.
+
+    Raises DeadlockError if what was decided can never finish; ProgramError for a decision that breaks the rules of
+    `spec.control`, for prices that do not fit, and for a log of which an event or a moment is another.
+    """
+    check_contention(contention)
+    check_prices(program, prices)
+    if prices.host_ps.any():
+        raise ProgramError(
+            "The prices charge processor time for transfers; a controlled run cannot, for what is decided depends on "
+            "it. Set `host_ps` to zero."
+        )
+    if isinstance(controller, DecisionLog):
+        check_fit(program, controller)
+        controller = Replay(log=controller)
+    book = IssueBook(program)
+    network = GrowingNetwork(_body_network(program, prices), prices.num_links, contention)
+    costs = _Costs(prices, price_issue)
+    decided, state = _decide_all(program, controller, book, costs, network)
+    if isinstance(controller, Replay):
+        controller.check_end(len(decided))
+    if network.is_done:
+        book.check_end()
+    else:
+        # What stopped may have stopped before receives were issued; with them it can be looked at as a program.
+        missing = book.unreceived()
+        decided.append((Rang(next_handle=book.next_handle, number=0), decided[-1][1], missing))
+        costs.given += [(0, -1)] * len(missing.issues)
+    log = make_log(program.num_ranks, program.body.num_instructions, decided)
+    return _finish(program, prices, log, state, costs.given, network)
+
+
+def _decide_all(
+    program: Program, controller: Controller[Any], book: IssueBook, costs: _Costs, network: GrowingNetwork
+) -> tuple[list[tuple[Event, int, Decision]], Any]:
+    """Run from event to event: events, moments and decisions, and the last state."""
+    state, now_ps = controller.initial, 0
+    event: Event = Started(next_handle=book.next_handle)
+    ranks = rank_of_streams(program)
+    watched: dict[int, tuple[int, Instruction]] = {}
+    timers: list[int] = []
+    decided: list[tuple[Event, int, Decision]] = []
+    while True:
+        state, decision = controller.decide(state, event, now_ps)
+        decided.append((event, now_ps, decision))
+        filed = book.file(decision, now_ps)
+        if max(len(decided), book.next_handle) > MAX_UNROLLED:
+            raise ProgramError(
+                f"The controller was asked {len(decided)} times and issued {book.next_handle} instructions with those "
+                f"of the program; at most {MAX_UNROLLED} of each are simulated. Let it come to an end."
+            )
+        for handle in decision.watch:
+            stream = int(np.searchsorted(program.body.stream_offsets, handle, side="right")) - 1
+            watched[handle] = int(ranks[stream]), program.body.instruction(handle)
+        for item in filed:
+            if item.issue.watched:
+                watched[item.handle] = item.issue.rank, item.issue.instruction
+        timers += [timer.number for timer in decision.timers]
+        network.extend([costs.price(item) for item in filed], decision, now_ps)
+        network.run()
+        following = network.next_event()
+        if following is None:
+            return decided, state
+        now_ps, number = following
+        if number >= FIRST_TIMER:
+            event = Rang(next_handle=book.next_handle, number=timers[number - FIRST_TIMER])
+        else:
+            rank, instruction = watched.pop(number)
+            event = Ended(next_handle=book.next_handle, handle=number, rank=rank, instruction=instruction)
+
+
+class _Costs:
+    """Asks for the costs of what is issued, and keeps them."""
+
+    def __init__(self, prices: Prices, price_issue: PriceIssue) -> None:
+        self._durations, self._num_routes = prices.duration_ps.tolist(), len(prices.route_offsets) - 1
+        self._price_issue = price_issue
+        self._collectives: dict[int, tuple[int, int]] = {}
+        self.given: list[tuple[int, int]] = []
+
+    def price(self, filed: Filed) -> Priced:
+        """Class and route. Raises ProgramError for what the prices have not, or members of a collective that differ."""
+        cost_class, route = given = self._price_issue(filed.issue, filed.handle)
+        if not (0 <= cost_class < len(self._durations) and -1 <= route < self._num_routes):
+            raise ProgramError(
+                f"{filed.issue.instruction} got class {cost_class} and route {route}; the prices have classes 0 to "
+                f"{len(self._durations) - 1}, and routes from -1 (none) to {self._num_routes - 1}."
+            )
+        if route >= 0 and self._durations[cost_class] < 1:
+            raise ProgramError(f"{filed.issue.instruction} takes less than 1 ps on its links; give it at least that.")
+        if filed.collective >= 0 and self._collectives.setdefault(filed.collective, given) != given:
+            raise ProgramError(
+                f"{filed.issue.instruction} got class {cost_class} and route {route}, another member of the same "
+                f"collective {self._collectives[filed.collective]}; expected the same for all."
+            )
+        self.given.append(given)
+        return Priced(filed=filed, cost_class=cost_class, route=route)
+
+
+def _body_network(program: Program, prices: Prices) -> Network:
+    """The body for an engine in which every rank has all streams, and the controller one; routes as in the prices."""
+    unrolled, num_routes = unroll(program, prices, 1), len(prices.route_offsets) - 1
+    network, part = unrolled.network, unrolled.layout.made[1]
+    keys = np.array([stream.rank * len(STREAM_NAMES) + PLACES[stream.name] for stream in program.streams], np.int64)
+    counts = np.zeros(program.num_ranks * len(STREAM_NAMES) + 1, np.int64)
+    counts[keys] = np.diff(network.stream_offsets)
+    resource = part.costs.route.astype(np.int32)
+    resource[part.matches.members] = num_routes + part.matches.numbers
+    return network._replace(
+        stream_offsets=np.concatenate([[0], np.cumsum(counts)]),
+        resource=resource,
+        route_offsets=prices.route_offsets.astype(np.int64),
+        route_links=prices.route_links.astype(np.int32),
+        collective_route=routes_of_collectives(part),
+        collective_owner=keys[network.collective_owner].astype(np.int32),
+    )
+
+
+def _finish(
+    program: Program,
+    prices: Prices,
+    log: DecisionLog,
+    state: Any,
+    given: list[tuple[int, int]],
+    network: GrowingNetwork,
+) -> ControlledRun:
+    """The result in the order of the decided program. Raises DeadlockError if it was not finished."""
+    order = static_order(program, log)
+    made = write_decided(program, log, np.full(log.issued.num_instructions, -1))
+    cost_class, route = np.array(given, np.int32).reshape(-1, 2).T
+    body = SectionPrices(
+        cost_class=np.concatenate([prices.body.cost_class, cost_class])[order],
+        route=np.concatenate([prices.body.route, route])[order],
+        mark_offset_ps=prices.body.mark_offset_ps,
+    )
+    made_prices = Prices(**{name: getattr(prices, name) for name in Prices.__dataclass_fields__} | {"body": body})
+    unrolled = unroll(made, made_prices, 1)
+    if not network.is_done:
+        end_ps = np.full(len(order), -1)
+        end_ps[: len(network.ends())] = network.ends()
+        _raise_deadlock(made, unrolled, end_ps[order], np.isin(order, log.watched))
+    start_ps, end_ps = network.starts()[order], network.ends()[order]
+    begin_receives(unrolled, start_ps, end_ps)
+    run = Run(unrolled=unrolled, network=unrolled.network, start_ps=start_ps, end_ps=end_ps)
+    return ControlledRun(timeline=record_run(made, made_prices, run)[0], log=log, state=state, prices=made_prices)
+
+
+def _raise_deadlock(
+    program: Program, unrolled: Unrolled, end_ps: NDArray[np.int64], watched: NDArray[np.bool_]
+) -> None:
+    """Raise DeadlockError, which names what the controller still waits for and streams that wait for it."""
+    offsets = unrolled.network.stream_offsets
+    ended = np.bincount(unrolled.stream[end_ps >= 0], minlength=len(offsets) - 1)
+    try:
+        raise_deadlock(program, unrolled, end_ps, offsets[:-1] + ended)
+    except DeadlockError as error:
+        missing = np.flatnonzero(watched & (end_ps < 0)).tolist()
+        if not missing:
+            raise
+        idle = [stream for stream, left in zip(program.streams, np.diff(offsets) - ended, strict=True) if not left]
+        streams = [f"rank {stream.rank}, {stream.name}" for stream in idle]
+        raise DeadlockError(
+            f"{error} The controller waits for {_list([describe(program, unrolled, i) for i in missing])}"
+            + (f", and for the controller wait the streams that have ended: {_list(streams)}." if idle else ".")
+        ) from None
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return "; ".join(names[:_MOST_NAMED]) + more

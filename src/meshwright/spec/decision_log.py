@@ -1,0 +1,242 @@
+"""The log of what a controller decided: columns that are read back, replayed, or turned into an ordinary program.
+
+Decision k was made at ``now_ps[k]`` about the event ``event_kind[k]`` (a place in `EVENTS`) of ``event_number[k]``: the
+handle that ended, or the number of the timer. It issued rows ``issue_offsets[k]`` to ``issue_offsets[k + 1]`` of
+``issued``, for the streams (places in `STREAM_NAMES`) of ``rank``, and set timers in the same way. ``issued`` has one
+stream, in the order of issue; its waits are handles (`control`), and so are the instructions in ``watched``, ascending.
+
+A log is replayed by `Replay`, a controller that repeats its decisions and refuses any other event or moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.spec.control import Decision, Ended, Event, Issue, Rang, Started, Timer
+from meshwright.spec.errors import DocumentError, ProgramError
+from meshwright.spec.instructions import Opcode, instruction_row
+from meshwright.spec.program import STREAM_NAMES, Section
+
+EVENTS = (Started, Ended, Rang)
+_COLUMNS = ("opcode", "stage", "microbatch", "version", "peer", "num_bytes", "group")
+# What an issued instruction has not.
+_ABSENT = ("mark_instruction", "mark_index", "late_instruction", "late_section", "late_awaited", "late_lag")
+_MOST = np.iinfo(np.int64).max
+_PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecisionLog:
+    """Every decision of one run, in order (see the module's docstring).
+
+    ``num_instructions`` is the number of instructions of the program's body, where issued ones count on.
+    """
+
+    num_ranks: int
+    num_instructions: int
+    groups: tuple[tuple[int, ...], ...]
+    event_kind: NDArray[np.int8]
+    event_number: NDArray[np.int64]
+    now_ps: NDArray[np.int64]
+    issue_offsets: NDArray[np.int64]
+    rank: NDArray[np.int32]
+    stream: NDArray[np.int8]
+    issued: Section
+    watched: NDArray[np.int64]
+    timer_offsets: NDArray[np.int64]
+    timer_ps: NDArray[np.int64]
+    timer_number: NDArray[np.int64]
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        count, num_issued = self.num_decisions, self.issued.num_instructions
+        _require(self.num_ranks >= 1 and self.num_instructions >= 0, "it has no ranks")
+        _require(len(self.event_kind) == len(self.event_number) == count, "the columns of events differ in length")
+        _require(len(self.rank) == len(self.stream) == num_issued, f"rank and stream do not have {num_issued} rows")
+        _require(len(self.timer_ps) == len(self.timer_number), "the columns of timers differ in length")
+        _require(_partitions(self.issue_offsets, count, num_issued), "issue_offsets do not partition what was issued")
+        _require(_partitions(self.timer_offsets, count, len(self.timer_ps)), "timer_offsets do not partition timers")
+        is_plain = self.issued.stream_offsets.tolist() == [0, num_issued]
+        is_plain = is_plain and not any(len(getattr(self.issued, name)) for name in _ABSENT)
+        _require(is_plain, "what was issued is not one stream without marks and late waits")
+        _require(_partitions(self.issued.wait_offsets, num_issued, len(self.issued.waits)), "waits are not partitioned")
+        members = [rank for group in self.groups for rank in group]
+        for name, values, low, high in (
+            ("event_kind", self.event_kind, 0, len(EVENTS)),
+            ("rank", self.rank, 0, self.num_ranks),
+            ("groups", np.array(members, np.int64), 0, self.num_ranks),
+            ("stream", self.stream, 0, len(STREAM_NAMES)),
+            ("opcode", self.issued.opcode, 0, len(Opcode)),
+            ("group", self.issued.group, -1, len(self.groups)),
+            ("watched", self.watched, 0, self.num_instructions + num_issued),
+            ("waits", self.issued.waits, -_MOST, self.num_instructions + num_issued),
+            ("join_instruction", self.issued.join_instruction, 0, num_issued),
+            ("timer_number", self.timer_number, 0, _MOST),
+        ):
+            legal = not len(values) or (values.min() >= low and values.max() < high)
+            _require(bool(legal), f"column {name} leaves {low}..{high - 1}")
+        for name in _COLUMNS:
+            _require(len(getattr(self.issued, name)) == num_issued, f"column {name} does not have {num_issued} rows")
+        for name, steps, least in (
+            ("now_ps", np.diff(self.now_ps, prepend=0), 0),
+            ("watched", np.diff(self.watched), 1),
+            ("join_instruction", np.diff(self.issued.join_instruction), 1),
+        ):
+            _require(bool((steps >= least).all()), f"column {name} does not ascend")
+        kinds = np.flatnonzero(self.event_kind == EVENTS.index(Started))
+        _require(kinds.tolist() == [0][:count], "not the first of its events is the start, and only that")
+        _check_joins(self.issued)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DecisionLog) and all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            if isinstance(getattr(self, name), np.ndarray)
+            else getattr(self, name) == getattr(other, name)
+            for name in self.__dataclass_fields__
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def num_decisions(self) -> int:
+        """Number of decisions, those to do nothing too."""
+        return len(self.now_ps)
+
+    def decision(self, index: int) -> Decision:
+        """The typed view of one decision."""
+        rows = range(int(self.issue_offsets[index]), int(self.issue_offsets[index + 1]))
+        timers = slice(int(self.timer_offsets[index]), int(self.timer_offsets[index + 1]))
+        pairs = zip(self.timer_ps[timers].tolist(), self.timer_number[timers].tolist(), strict=True)
+        in_body = self.watched[: np.searchsorted(self.watched, self.num_instructions)].tolist()
+        return Decision(
+            issues=tuple(self._issue(row) for row in rows),
+            timers=tuple(Timer(at_ps=at_ps, number=number) for at_ps, number in pairs),
+            watch=() if index else tuple(in_body),
+        )
+
+    def _issue(self, row: int) -> Issue:
+        group, handle = int(self.issued.group[row]), self.num_instructions + row
+        place = np.searchsorted(self.issued.join_instruction, row)
+        joins = self.issued.join_instruction[place : place + 1].tolist() == [row]
+        watching = np.searchsorted(self.watched, handle)
+        return Issue(
+            rank=int(self.rank[row]),
+            stream=STREAM_NAMES[self.stream[row]],
+            instruction=self.issued.instruction(row),
+            group=self.groups[group] if group >= 0 else (),
+            waits=tuple(self.issued.waits_of(row).tolist()),
+            need=int(self.issued.join_need[place]) if joins else None,
+            watched=self.watched[watching : watching + 1].tolist() == [handle],
+        )
+
+
+def make_log(num_ranks: int, num_instructions: int, decided: Iterable[tuple[Event, int, Decision]]) -> DecisionLog:
+    """The log of what was decided in a program with so many instructions: events, moments in ps, decisions."""
+    rows = list(decided)
+    decisions = [decision for _, _, decision in rows]
+    issues = [issue for decision in decisions for issue in decision.issues]
+    timers = [timer for decision in decisions for timer in decision.timers]
+    groups: dict[tuple[int, ...], int] = {}
+    numbers = [groups.setdefault(issue.group, len(groups)) if issue.group else -1 for issue in issues]
+    table = np.array([instruction_row(issue.instruction) for issue in issues], np.int64).reshape(-1, 6)
+    facts: dict[str, Any] = dict(zip(_COLUMNS, [*table.T.astype(np.int32), np.array(numbers, np.int32)], strict=True))
+    facts |= {"opcode": table[:, 0].astype(np.int8), "num_bytes": table[:, 5].copy()}
+    joins = [row for row, issue in enumerate(issues) if issue.need is not None]
+    watched = [handle for decision in decisions for handle in decision.watch]
+    watched += [num_instructions + row for row, issue in enumerate(issues) if issue.watched]
+    return DecisionLog(
+        num_ranks=num_ranks,
+        num_instructions=num_instructions,
+        groups=tuple(groups),
+        event_kind=np.array([EVENTS.index(type(event)) for event, _, _ in rows], np.int8),
+        event_number=np.array([event_number(event) for event, _, _ in rows], np.int64),
+        now_ps=np.array([now_ps for _, now_ps, _ in rows], np.int64),
+        issue_offsets=_offsets(len(decision.issues) for decision in decisions),
+        rank=np.array([issue.rank for issue in issues], np.int32),
+        stream=np.array([_PLACES[issue.stream] for issue in issues], np.int8),
+        issued=Section(
+            stream_offsets=np.array([0, len(issues)], np.int64),
+            **facts,
+            wait_offsets=_offsets(len(issue.waits) for issue in issues),
+            waits=np.array([handle for issue in issues for handle in issue.waits], np.int64),
+            mark_instruction=np.zeros(0, np.int64),
+            mark_index=np.zeros(0, np.int32),
+            join_instruction=np.array(joins, np.int64),
+            join_need=np.array([issues[row].need for row in joins], np.int32),
+        ),
+        watched=np.unique(np.array(watched, np.int64)),
+        timer_offsets=_offsets(len(decision.timers) for decision in decisions),
+        timer_ps=np.array([timer.at_ps for timer in timers], np.int64),
+        timer_number=np.array([timer.number for timer in timers], np.int64),
+    )
+
+
+def event_number(event: Event) -> int:
+    """What tells events of one kind apart: the handle that ended, the number of the timer; 0 for the start."""
+    return event.handle if isinstance(event, Ended) else event.number if isinstance(event, Rang) else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The controller that decides what a log says; its state is the number of decisions made."""
+
+    log: DecisionLog
+    initial: int = 0
+
+    def decide(self, state: int, event: Event, now_ps: int) -> tuple[int, Decision]:
+        """The decision of the log. ProgramError if the event or its moment is another one."""
+        log = self.log
+        given = (EVENTS.index(type(event)), event_number(event), now_ps)
+        logged = (
+            (int(log.event_kind[state]), int(log.event_number[state]), int(log.now_ps[state]))
+            if state < log.num_decisions
+            else None
+        )
+        if given != logged:
+            expected = _describe(*logged) if logged else f"nothing after its {log.num_decisions} decisions"
+            raise ProgramError(
+                f"The log of decisions does not fit: event {state} is {_describe(*given)}; the log has {expected}. "
+                "Replay a log with the program, prices and contention that it was made with."
+            )
+        return state + 1, log.decision(state)
+
+    def check_end(self, num_decisions: int) -> None:
+        """ProgramError unless all that the log has was decided."""
+        if num_decisions < self.log.num_decisions:
+            following = int(self.log.event_kind[num_decisions]), int(self.log.event_number[num_decisions])
+            raise ProgramError(
+                f"The log of decisions does not fit: the run ended after {num_decisions} events; the log goes on with "
+                f"{_describe(*following, int(self.log.now_ps[num_decisions]))}. Replay a log with the program, prices "
+                "and contention that it was made with."
+            )
+
+
+def _describe(kind: int, number: int, now_ps: int) -> str:
+    what = ("the start", f"the end of instruction {number}", f"timer {number}")[kind]
+    return f"{what} at {now_ps} ps"
+
+
+def _offsets(counts: Iterable[int]) -> NDArray[np.int64]:
+    return np.cumsum([0, *counts]).astype(np.int64)
+
+
+def _partitions(offsets: NDArray[np.int64], rows: int, total: int) -> bool:
+    return len(offsets) == rows + 1 and offsets[0] == 0 and offsets[-1] == total and bool((np.diff(offsets) >= 0).all())
+
+
+def _check_joins(issued: Section) -> None:
+    joins, need = issued.join_instruction, issued.join_need
+    _require(len(need) == len(joins), "the columns of joins differ in length")
+    legal = (need >= 1) & (need <= np.diff(issued.wait_offsets)[joins])
+    _require(bool(legal.all()), "column join_need leaves 1 and the number of waits of an instruction")
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise DocumentError(f"The log of decisions is damaged: {what}. Write the log again.")

@@ -1,0 +1,302 @@
+"""Controlled runs against plain event-driven simulations that ask the same controller, and by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.program import ProgramBuilder, decided_program
+from meshwright.simulator import bare_prices, controlled, simulate_controlled, simulate_program
+from meshwright.spec import (
+    AllReduce,
+    DeadlockError,
+    Forward,
+    ProgramError,
+    Receive,
+    Send,
+    decode_document,
+    empty_section,
+    encode_document,
+)
+from meshwright.spec.control import NOTHING, Decision, Ended, Issue, Rang, Started, Timer
+from meshwright.spec.decision_log import EVENTS, DecisionLog, event_number, make_log
+from tests.simulator.builders import RECEIVES, random_program
+from tests.simulator.oracle_controlled import ControlledFairOracle, ControlledOracle
+from tests.simulator.random_controllers import RandomController, RandomCosts
+
+ORACLES = {"queued": ControlledOracle, "fair": ControlledFairOracle}
+seeds = st.integers(0, 2**31)
+contentions = st.sampled_from(sorted(ORACLES))
+
+
+def without_empty_streams(program):
+    """As `ProgramBuilder` makes it: only streams in which something happens."""
+    none, body = empty_section(0), program.body
+    kept = np.flatnonzero(np.diff(body.stream_offsets))
+    nothing = replace(none, stream_offsets=np.zeros(len(kept) + 1, np.int64))
+    return replace(
+        program,
+        streams=tuple(program.streams[s] for s in kept),
+        prologue=nothing,
+        body=replace(body, stream_offsets=np.append(body.stream_offsets[kept], body.num_instructions)),
+        epilogue=nothing,
+    )
+
+
+def draw(seed, size, **facts):
+    program, prices = random_program(seed, size, joins=seed % 2 == 1, body_alone=True)
+    if seed % 3:
+        program = without_empty_streams(program)
+    changes = np.random.default_rng(seed).integers(0, 9, (2, len(prices.duration_ps), 1))
+    prices = replace(prices, allocate_bytes=changes[0], free_bytes=changes[1])
+    controller = RandomController(
+        seed=seed, num_ranks=program.num_ranks, num_marks=len(program.body.mark_instruction), **facts
+    )
+    return program, prices, controller, RandomCosts(seed, len(prices.route_offsets) - 1)
+
+
+# The first to run compiles the engine for controlled networks, 10 s of one core for each model of contention.
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("contention", sorted(ORACLES))
+@settings(max_examples=200)
+@given(seed=seeds, size=st.integers(0, 20), may_deadlock=st.booleans())
+def test_a_controlled_run_equals_the_oracle(contention, seed, size, may_deadlock):
+    program, prices, controller, costs = draw(seed, size, may_deadlock=may_deadlock)
+    oracle = ORACLES[contention](program, prices, controller, costs)
+    expected = oracle.ends()
+    if None in expected:
+        with pytest.raises(DeadlockError):
+            simulate_controlled(program, prices, controller, costs, contention=contention)
+        return
+    run = simulate_controlled(program, prices, controller, costs, contention=contention)
+    assert run.timeline.end_ps.tolist() == expected
+    arrivals = np.isin(run.timeline.opcode, RECEIVES)
+    assert run.timeline.start_ps[~arrivals].tolist() == np.array(oracle.starts())[~arrivals].tolist()
+    assert run.log.now_ps.tolist() == [now for _, now, _ in oracle.decided]
+    assert [run.log.decision(k) for k in range(run.log.num_decisions)] == [what for _, _, what in oracle.decided]
+
+
+@settings(max_examples=100)
+@given(seed=seeds, size=st.integers(0, 20), contention=contentions, timers=st.booleans())
+def test_a_log_is_replayed_and_becomes_a_program(seed, size, contention, timers):
+    program, prices, controller, costs = draw(seed, size, timers=timers)
+    run = simulate_controlled(program, prices, controller, costs, contention=contention)
+    log = decode_document(DecisionLog, json.loads(json.dumps(encode_document(run.log))), "log")
+    assert log == run.log
+    again = simulate_controlled(program, prices, log, costs, contention=contention)
+    assert again.timeline == run.timeline
+    assert again.log == run.log
+    rang = (log.event_kind == EVENTS.index(Rang)) & (np.diff(log.issue_offsets) > 0)
+    if rang.any():
+        with pytest.raises(ProgramError, match="a program has no clock to wait for"):
+            decided_program(program, log)
+    else:
+        made = decided_program(program, log)
+        assert simulate_program(made, run.prices, contention=contention) == run.timeline
+
+
+@dataclass(frozen=True)
+class Script:
+    """Decides what is written down for the k-th event, given the handle that comes next; keeps the events."""
+
+    decisions: tuple
+    initial: tuple = ()
+
+    def decide(self, state, event, now_ps):
+        what = self.decisions[len(state)] if len(state) < len(self.decisions) else NOTHING
+        return (*state, (type(event), event_number(event), now_ps)), what(event.next_handle) if callable(what) else what
+
+
+def nothing(num_ranks, durations, routes=()):
+    program = ProgramBuilder(num_ranks).build(schedule="test", plan_hash="")
+    return program, bare_prices(program, durations, routes)
+
+
+def compute(rank, cost, **facts):
+    """A forward whose microbatch is its cost class."""
+    return Issue(rank=rank, stream="compute", instruction=Forward(stage=rank, microbatch=cost), **facts)
+
+
+def message(source, target, number, cost, **facts):
+    ends = {"microbatch": number, "payload": "activation", "num_bytes": cost}
+    return (
+        Issue(rank=source, stream="send", instruction=Send(stage=source, peer=target, **ends), **facts),
+        Issue(rank=target, stream="receive", instruction=Receive(stage=target, peer=source, **ends)),
+    )
+
+
+def costs(issue, _):
+    """Class by microbatch or bytes; messages and sums go over route 0."""
+    if isinstance(issue.instruction, Forward):
+        return issue.instruction.microbatch, -1
+    return (0, -1) if isinstance(issue.instruction, Receive) else (issue.instruction.num_bytes, 0)
+
+
+def run_script(num_ranks, durations, *decisions, routes=((0,),), price=costs, **facts):
+    return simulate_controlled(*nothing(num_ranks, durations, routes), Script(decisions), price, **facts)
+
+
+def spans(run):
+    return {
+        run.timeline.name(i): (int(run.timeline.start_ps[i]), int(run.timeline.end_ps[i]))
+        for i in range(run.timeline.num_spans)
+    }
+
+
+@pytest.mark.parametrize("contention", sorted(ORACLES))
+def test_events_come_by_moment_then_ends_by_handle_then_timers_as_asked(contention):
+    first = Decision(
+        issues=(compute(0, 2, watched=True), compute(1, 1, watched=True), compute(2, 2, watched=True)),
+        timers=(Timer(at_ps=5, number=7), Timer(at_ps=5, number=3), Timer(at_ps=0, number=1)),
+    )
+    run = run_script(3, [0, 4, 5], first, contention=contention)
+    assert run.state == (
+        (Started, 0, 0),
+        (Rang, 1, 0),
+        (Ended, 1, 4),
+        (Ended, 0, 5),
+        (Ended, 2, 5),
+        (Rang, 7, 5),
+        (Rang, 3, 5),
+    )
+
+
+@pytest.mark.parametrize("contention", sorted(ORACLES))
+def test_what_is_issued_begins_with_its_decision_and_asks_for_links_before_they_are_given(contention):
+    """At 5 two sends want a link: rank 2's, which waits in the body, and rank 0's, which is decided at that moment."""
+    first = Decision(issues=(compute(1, 1, watched=True), *message(2, 0, 1, 2, waits=(0,))))
+    run = run_script(3, [0, 5, 10], first, lambda _: Decision(issues=message(0, 1, 0, 2)), contention=contention)
+    expected = {"queued": ((5, 15), (15, 25)), "fair": ((5, 25), (5, 25))}[contention]
+    assert (spans(run)["send 0→1.0"], spans(run)["send 2→0.1"]) == expected
+
+
+@pytest.mark.parametrize("contention", sorted(ORACLES))
+def test_what_follows_a_join_at_a_moment_comes_before_its_events(contention):
+    """The join closes at 5 with the end of 1, and takes no time; its end comes first, for it has the lower handle."""
+    join = compute(0, 0, waits=(1, 2), need=1, watched=True)
+    issues = (join, compute(1, 1, watched=True), *message(2, 0, 0, 1, waits=(4,)), compute(3, 2))
+    run = run_script(4, [0, 5, 7], Decision(issues=issues), contention=contention)
+    assert run.state == ((Started, 0, 0), (Ended, 0, 5), (Ended, 1, 5))
+
+
+def test_a_stream_that_was_idle_does_not_begin_in_the_past():
+    run = run_script(
+        2, [0, 5, 8], Decision(issues=(compute(0, 1), compute(1, 2, watched=True))), Decision(issues=(compute(0, 1),))
+    )
+    assert run.timeline.start_ps.tolist() == [0, 8, 0]
+
+
+def test_a_join_keeps_its_count_when_its_moment_becomes_a_wait():
+    """One of two is needed: the end at 3 has happened when the end at 8 lets the join be issued, so it begins at 8."""
+    first = Decision(issues=(compute(0, 1), compute(1, 2, watched=True), compute(2, 3)))
+    join = compute(0, 1, waits=(0, 2), need=1)
+    program, prices = nothing(3, [0, 3, 8, 20], [(0,)])
+    run = simulate_controlled(program, prices, Script((first, Decision(issues=(join,)))), costs)
+    assert run.timeline.start_ps.tolist() == [0, 8, 0, 0]
+    made = decided_program(program, run.log)
+    assert simulate_program(made, run.prices) == run.timeline
+    assert made.body.join_need.tolist() == [3]
+
+
+def test_a_watched_end_behind_a_circle_is_named():
+    circle = Decision(issues=(compute(0, 1, waits=(1,), watched=True), compute(1, 1, waits=(0,)), compute(2, 1)))
+    with pytest.raises(DeadlockError) as caught:
+        run_script(3, [0, 5], circle)
+    assert "The controller waits for F0.1 (rank 0, compute), and for the controller wait" in str(caught.value)
+    assert str(caught.value).endswith("the streams that have ended: rank 2, compute.")
+
+
+def test_what_stops_before_its_receives_are_issued_is_a_deadlock_too():
+    """The push of rank 0 would be received when it has ended, as policies do it."""
+    push = message(0, 1, 0, 1, waits=(2,), watched=True)[0]
+    circle = Decision(issues=(push, compute(0, 1, waits=(2,)), compute(1, 1, waits=(1,))))
+    with pytest.raises(DeadlockError, match=r"F1\.1 \(rank 1, compute\).* The controller waits for send 0→1\.0"):
+        run_script(2, [0, 5], circle)
+
+
+REFUSED = {
+    "rank 5": (Decision(issues=(compute(5, 1),)), "stream 'compute' of rank 5; expected one of"),
+    "handle 1": (Decision(issues=(compute(0, 1, waits=(1,)),)), r"waits for \(1,\); expected handles"),
+    "mark": (Decision(issues=(compute(0, 1, waits=(-1,)),)), r"waits for \(-1,\); expected handles"),
+    "need": (Decision(issues=(compute(0, 1, need=1),)), "after 1 of 0 waits"),
+    "group": (Decision(issues=(compute(0, 1, group=(0, 9)),)), r"names the ranks \(0, 9\); there are 3"),
+    "no send": (Decision(issues=message(0, 1, 0, 1)[1:]), "no send of it that is not received yet"),
+    "no receive": (Decision(issues=message(0, 1, 0, 1)[:1]), "the controller issued no receive of it"),
+    "twice": (Decision(issues=message(0, 1, 0, 1) * 2), "a message like it before"),
+    "class": (Decision(issues=(compute(0, 9),)), "got class 9 and route -1; the prices have classes 0 to 1"),
+    "no time": (Decision(issues=message(0, 1, 0, 0)), "takes less than 1 ps on its links"),
+    "past": (Decision(timers=(Timer(at_ps=-1),)), "was set at 0 ps; expected that moment or a later one"),
+    "watch": (Decision(watch=(0,)), "Instruction 0 was to be watched; the program's body has 0"),
+    "member": (
+        Decision(
+            issues=(
+                Issue(rank=0, stream="exchange", instruction=AllReduce(stage=0, bucket=0, num_bytes=1), group=(0, 1)),
+            )
+        ),
+        r"for ranks \[0\] of the group \(0, 1\); expected all of them in one decision",
+    ),
+    "stream": (
+        Decision(
+            issues=(Issue(rank=0, stream="send", instruction=AllReduce(stage=0, bucket=0, num_bytes=1), group=(0, 1)),)
+        ),
+        "expected the exchange stream of one of its members",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_decisions_that_break_a_rule_are_refused(case):
+    decision, message_ = REFUSED[case]
+    with pytest.raises(ProgramError, match=message_):
+        run_script(3, [0, 5], decision)
+
+
+def test_what_cannot_be_controlled_is_refused():
+    with pytest.raises(ProgramError, match=r"The instructions \(0,\) were to be watched at 0 ps, when they may have"):
+        run_script(1, [0, 1], Decision(timers=(Timer(at_ps=0),)), Decision(watch=(0,)))
+    sums = tuple(
+        Issue(rank=rank, stream="exchange", instruction=AllReduce(stage=0, bucket=0, num_bytes=1), group=(0, 1))
+        for rank in range(2)
+    )
+    with pytest.raises(ProgramError, match="expected the same for all"):
+        run_script(2, [0, 1], Decision(issues=sums), price=lambda issue, _: (1, issue.rank - 1))
+    program, prices = random_program(1, 5)
+    with pytest.raises(ProgramError, match=r"the prologue has . instructions, not 0"):
+        bare_prices(program, [1])
+    with pytest.raises(ProgramError, match="expected a body alone"):
+        simulate_controlled(program, prices, Script(()), costs)
+    program, prices = nothing(1, [0, 1])
+    with pytest.raises(ProgramError, match="Set `host_ps` to zero"):
+        simulate_controlled(program, replace(prices, host_ps=np.array([0, 1])), Script(()), costs)
+
+
+def test_a_log_that_does_not_fit_is_refused():
+    program, prices = nothing(2, [0, 5])
+    first = Decision(issues=(compute(0, 1, watched=True), compute(1, 1, watched=True)))
+    log = simulate_controlled(program, prices, Script((first,)), costs).log
+    with pytest.raises(ProgramError, match=r"event 1 is the end of instruction 0 at 6 ps; the log has .* 0 at 5 ps"):
+        simulate_controlled(program, replace(prices, duration_ps=np.array([0, 6])), log, costs)
+    with pytest.raises(ProgramError, match="of 2 ranks with 0 instructions; the program has 3 and 0"):
+        simulate_controlled(*nothing(3, [0, 5]), log, costs)
+    shorter = make_log(2, 0, [(Started(next_handle=0), 0, first)])
+    with pytest.raises(ProgramError, match="the log has nothing after its 1 decisions"):
+        simulate_controlled(program, prices, shorter, costs)
+    more = [
+        (Started(next_handle=0), 0, first),
+        *((Ended(next_handle=2, handle=k, rank=k, instruction=None), 5, NOTHING) for k in range(2)),
+        (Rang(next_handle=2, number=4), 9, NOTHING),
+    ]
+    with pytest.raises(ProgramError, match="the run ended after 3 events; the log goes on with timer 4 at 9 ps"):
+        simulate_controlled(program, prices, make_log(2, 0, more), costs)
+
+
+def test_a_controller_that_never_ends_is_stopped(monkeypatch):
+    monkeypatch.setattr(controlled, "MAX_UNROLLED", 10)
+    endless = tuple(Decision(timers=(Timer(at_ps=0),)) for _ in range(20))
+    with pytest.raises(ProgramError, match="Let it come to an end"):
+        run_script(1, [0], *endless)

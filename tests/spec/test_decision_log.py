@@ -1,0 +1,98 @@
+"""Logs of decisions: what is written is what was decided, and damage is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from meshwright.spec import DocumentError, Forward, read_document, write_document
+from meshwright.spec.control import Decision, Issue, Started
+from meshwright.spec.decision_log import DecisionLog, make_log
+from tests.strategies import decision_logs
+
+
+@given(drawn=decision_logs())
+def test_a_log_says_what_was_decided(drawn):
+    log, decisions = drawn
+    assert [log.decision(k) for k in range(log.num_decisions)] == decisions
+
+
+LOG = make_log(
+    2,
+    3,
+    [
+        (
+            Started(next_handle=3),
+            0,
+            Decision(
+                issues=(
+                    Issue(rank=1, stream="compute", instruction=Forward(stage=0, microbatch=7), group=(0, 1)),
+                    Issue(
+                        rank=0,
+                        stream="send",
+                        instruction=Forward(stage=0, microbatch=8),
+                        waits=(3, -1),
+                        need=1,
+                        watched=True,
+                    ),
+                ),
+                watch=(2,),
+            ),
+        )
+    ],
+)
+
+
+def test_a_log_is_a_document(tmp_path):
+    path = write_document(LOG, tmp_path / "log.json")
+    assert '"schema": "meshwright/decisionlog/1"' in path.read_text()
+    assert read_document(DecisionLog, path) == LOG
+    assert LOG.watched.tolist() == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"num_ranks": 1}, r"column rank leaves 0\.\.0"),
+        ({"num_ranks": 0}, "it has no ranks"),
+        ({"event_kind": np.array([1], np.int8)}, "not the first of its events is the start"),
+        ({"event_kind": np.array([7], np.int8)}, r"column event_kind leaves 0\.\.2"),
+        ({"event_number": np.zeros(2, np.int64)}, "the columns of events differ in length"),
+        ({"now_ps": np.array([-1])}, "column now_ps does not ascend"),
+        ({"issue_offsets": np.array([0, 1])}, "issue_offsets do not partition what was issued"),
+        ({"timer_offsets": np.array([0, 1])}, "timer_offsets do not partition timers"),
+        ({"timer_number": np.array([1])}, "the columns of timers differ in length"),
+        ({"watched": np.array([5])}, r"column watched leaves 0\.\.4"),
+        ({"watched": np.array([2, 2])}, "column watched does not ascend"),
+        ({"stream": np.array([0, 9], np.int8)}, r"column stream leaves 0\.\.3"),
+        ({"rank": np.array([0], np.int32)}, "rank and stream do not have 2 rows"),
+        ({"groups": ((0, 5),)}, r"column groups leaves 0\.\.1"),
+        ({"groups": ()}, r"column group leaves -1\.\.-1"),
+        ({"num_instructions": 1}, r"column watched leaves|column waits leaves"),
+    ],
+)
+def test_a_damaged_log_is_refused(damage, message):
+    with pytest.raises(DocumentError, match=message):
+        replace(LOG, **damage)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"stream_offsets": np.array([0, 1])}, "not one stream without marks and late waits"),
+        ({"late_lag": np.ones(1, np.int32)}, "not one stream without marks and late waits"),
+        ({"stage": np.zeros(1, np.int32)}, "column stage does not have 2 rows"),
+        ({"wait_offsets": np.array([0, 2])}, "waits are not partitioned"),
+        ({"waits": np.array([5, -1])}, "column waits leaves"),
+        ({"join_need": np.array([3], np.int32)}, "column join_need leaves 1 and the number of waits"),
+        ({"join_need": np.array([1, 1], np.int32)}, "the columns of joins differ in length"),
+        ({"join_instruction": np.array([2])}, r"column join_instruction leaves 0\.\.1"),
+        ({"opcode": np.array([99, 0], np.int8)}, "column opcode leaves"),
+    ],
+)
+def test_damaged_instructions_of_a_log_are_refused(damage, message):
+    with pytest.raises(DocumentError, match=message):
+        replace(LOG, issued=replace(LOG.issued, **damage))
