@@ -60,10 +60,10 @@ def _load_without_collecting(dispatcher: Any) -> None:
         return
 
     def load_overload(*arguments: Any) -> Any:
-        _look_for_blas()
         was_enabled = gc.isenabled()
         gc.disable()
         try:
+            _look_for_blas()
             return load(*arguments)
         finally:
             if was_enabled:
