@@ -1,0 +1,188 @@
+"""From a network and its ends to instructions whose needs can change (`delta_graph`).
+
+On links that are shared, each transfer or collective waits for the ones before it that had one of its links, in the
+order of their requests (request time, stream), which the ends tell.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.cost.compiled import compiled
+from meshwright.simulator.delta_graph import (
+    AFTER,
+    BEFORE,
+    FIRST_WAIT,
+    LINK_COUNT,
+    MEMBER_AFTER,
+    NOWHERE,
+    REQUESTER,
+    STREAM,
+    WAIT_AFTER,
+    WAIT_BEGIN,
+    WAIT_COUNT,
+    WAIT_ROOM,
+    WAITER,
+    DeltaGraph,
+    empty_graph,
+    link_waits,
+    spread,
+)
+from meshwright.simulator.network import Network, collectives, durations, routes
+from meshwright.simulator.waiters import Column, Ids, Times
+
+
+def is_served_in_order(network: Network) -> bool:
+    """Whether ends follow from durations and the order of requests for shared links alone.
+
+    Not those of joins, which may take the moments that they wait for in another order, nor those of collectives whose
+    members take different times.
+    """
+    if len(network.join_instruction):
+        return False
+    collective, duration_ps = collectives(network), durations(network)
+    joint = np.flatnonzero(collective >= 0)
+    longest = np.zeros(len(network.collective_size), np.int64)
+    longest[collective[joint]] = duration_ps[joint]
+    return bool((longest[collective[joint]] == duration_ps[joint]).all())
+
+
+def build_graph(network: Network, num_links: int, end_ps: Times) -> DeltaGraph:
+    """All instructions of a network, which ended so."""
+    count, num_streams = len(network.cost_class), len(network.stream_offsets) - 1
+    heads, member_after = _rings(collectives(network))
+    before, after, stream = _streams(network.stream_offsets)
+    requester = _requesters(network, stream)
+    num_waits = np.diff(network.wait_offsets).astype(np.int64)
+    requests = np.flatnonzero((requester >= 0) & (heads == np.arange(count)))
+    num_hops = np.zeros(count, np.int64)
+    num_hops[requests] = np.diff(network.route_offsets)[routes(network)[requests]]
+    begins = np.cumsum(num_waits + num_hops) - num_waits - num_hops
+    marks = network.mark_instruction, network.mark_shift_ps
+    graph = empty_graph(count, num_streams, int((num_waits + num_hops).sum()), marks)
+    graph.end_ps[:count], graph.duration_ps[:count] = end_ps, durations(network)
+    graph.node[:, BEFORE], graph.node[:, AFTER] = before, after
+    for column, values in (
+        (STREAM, stream),
+        (REQUESTER, requester),
+        (MEMBER_AFTER, member_after),
+        (WAIT_BEGIN, begins),
+        (WAIT_COUNT, num_waits),
+        (WAIT_ROOM, num_waits + num_hops),
+    ):
+        graph.node[:count, column] = values
+    graph.waits[np.repeat(begins - network.wait_offsets[:-1], num_waits) + np.arange(len(network.waits))] = (
+        network.waits
+    )
+    if len(requests):
+        graph.request_ps[:count] = _request_times(graph, heads, requester)
+        order = np.lexsort((requester[requests], graph.request_ps[requests]))
+        _follow_links(graph, network, routes(network), requests[order], np.full(num_links, NOWHERE))
+    spread(graph, _sort(graph, heads))
+    return graph
+
+
+def _rings(collective: Column) -> tuple[Ids, Ids]:
+    """The first member of the collective of each instruction, and the next one; itself where it is alone."""
+    count = len(collective)
+    heads, member_after = np.arange(count), np.arange(count)
+    joint = np.flatnonzero(collective >= 0)
+    joint = joint[np.argsort(collective[joint], kind="stable")]
+    number = collective[joint]
+    if len(joint):
+        starts = np.flatnonzero(np.diff(number, prepend=-1) != 0)
+        sizes = np.diff(np.append(starts, len(joint)))
+        heads[joint] = np.repeat(joint[starts], sizes)
+        member_after[joint[:-1]] = joint[1:]
+        member_after[joint[starts + sizes - 1]] = joint[starts]
+    return heads, member_after
+
+
+def _streams(offsets: Ids) -> tuple[Ids, Ids, Column]:
+    """Who comes before and after each instruction and the start of each stream, and the streams of instructions."""
+    count, num_streams = int(offsets[-1]), len(offsets) - 1
+    starts, end = np.arange(count, count + num_streams), count + num_streams
+    before, after = np.arange(-1, end), np.append(np.arange(1, count + 1), np.full(num_streams + 1, end))
+    used = np.diff(offsets) > 0
+    first, last = offsets[:-1][used], offsets[1:][used] - 1
+    before[first], after[starts[used]], after[last] = starts[used], first, end
+    before[count:] = end
+    return before, after, np.repeat(np.arange(num_streams, dtype=np.int32), np.diff(offsets))
+
+
+def _requesters(network: Network, stream: Column) -> Column:
+    """In whose name each instruction requests shared links, -1 where it does not."""
+    collective = collectives(network)
+    owner = np.where(collective >= 0, np.append(network.collective_owner, 0)[collective], stream)
+    return np.where(routes(network) >= network.num_private, owner, NOWHERE).astype(np.int32)
+
+
+@compiled
+def _request_times(graph: DeltaGraph, heads: Ids, requester: Column) -> Times:
+    """When each transfer or collective on shared links requests them, 0 elsewhere."""
+    request = np.zeros(len(heads), np.int64)
+    for i in range(len(heads)):
+        if requester[i] >= 0:
+            time = graph.end_ps[graph.node[i, BEFORE]]
+            for w in range(graph.node[i, WAIT_BEGIN], graph.node[i, WAIT_BEGIN] + graph.node[i, WAIT_COUNT]):
+                k, shift = np.int64(graph.waits[w]), np.int64(0)
+                if k < 0:
+                    shift, k = graph.mark_shift_ps[~k], np.int64(graph.mark_instruction[~k])
+                time = max(time, graph.end_ps[k] + shift)
+            request[heads[i]] = max(request[heads[i]], time)
+    for i in range(len(heads)):
+        request[i] = request[heads[i]]
+    return request
+
+
+@compiled
+def _follow_links(graph: DeltaGraph, network: Network, route: Column, requests: Ids, holder: Ids) -> None:
+    """Let each request, in their order, wait for those that held its links before."""
+    for i in requests:
+        begin = graph.node[i, WAIT_BEGIN] + graph.node[i, WAIT_COUNT]
+        for q in range(network.route_offsets[route[i]], network.route_offsets[route[i] + 1]):
+            link = network.route_links[q]
+            if holder[link] >= 0:
+                graph.waits[begin + graph.node[i, LINK_COUNT]] = holder[link]
+                graph.node[i, LINK_COUNT] += 1
+            holder[link] = i
+
+
+@compiled
+def _sort(graph: DeltaGraph, heads: Ids) -> Column:
+    """Give all their keys; those that stand for their collectives, or for themselves, in an order that fits."""
+    count = len(heads)
+    missing, order = np.zeros(count, np.int64), np.empty(count, np.int32)
+    for i in range(count):
+        link_waits(graph, i)
+        missing[heads[i]] += graph.node[i, WAIT_COUNT] + graph.node[i, LINK_COUNT] + (graph.node[i, BEFORE] < count)
+    found, place = 0, 0
+    for i in range(count):
+        if heads[i] == i and missing[i] == 0:
+            order[found], found = i, found + 1
+    while place < found:
+        member = np.int64(order[place])
+        while True:
+            graph.key[member] = place
+            following = np.int64(graph.node[member, AFTER])
+            if following < count:
+                found = _found(heads[following], missing, order, found)
+            w = graph.node[member, FIRST_WAIT]
+            while w >= 0:
+                found = _found(heads[graph.edge[w, WAITER]], missing, order, found)
+                w = graph.edge[w, WAIT_AFTER]
+            member = np.int64(graph.node[member, MEMBER_AFTER])
+            if member == order[place]:
+                break
+        place += 1
+    return order[:found]
+
+
+@compiled
+def _found(head: int, missing: Ids, order: Column, found: int) -> int:
+    """One need less; return how many stand in the order then."""
+    missing[head] -= 1
+    if missing[head] == 0:
+        order[found] = head
+        return found + 1
+    return found

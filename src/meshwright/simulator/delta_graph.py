@@ -1,0 +1,115 @@
+"""Instructions that can be given other needs, kept in one order in which each comes after those that it needs.
+
+Every instruction has a **key**, and needs only what has smaller ones; a stream is in the order of its keys. All that
+are there stand by their keys in words of 64 places, so that a set of them is a bit per place, and one more moves no
+more than its word. Before the first of stream s stands the start of that stream, number ``room + s``, which ends at 0.
+
+What is asked of an instruction together stands together, in the row of a table:
+
+    BEFORE, AFTER       its neighbours in its stream
+    WAIT_BEGIN          where its waits stand, WAIT_COUNT of them, and behind them LINK_COUNT that had its links before
+    WAIT_ROOM           how many may stand there
+    FIRST_WAIT          the first wait for it, which leads to the others (WAIT_AFTER)
+    MEMBER_AFTER        leads round the members of its collective, which share a place; to itself where it is alone
+    STREAM              -1 where it is not there
+    REQUESTER           the stream in whose name it requests shared links, -1 where it does not
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+from meshwright.simulator.waiters import Column, Times
+
+Bits = NDArray[np.uint64]
+
+NOWHERE = -1
+BEFORE, WAIT_BEGIN, WAIT_COUNT, MEMBER_AFTER, AFTER, PLACE, LINK_COUNT, FIRST_WAIT = range(8)
+STREAM, REQUESTER, WAIT_ROOM, NODE_COLUMNS = range(8, 12)
+WAITER, WAIT_AFTER, WAIT_BEFORE, EDGE_COLUMNS = range(4)
+WORD = 64
+# Places of a word that are taken when all instructions are spread over the words.
+_TAKEN = 40
+
+
+class DeltaGraph(NamedTuple):
+    """Columns and a table per instruction (behind them the starts of streams), per wait, per mark, place and word.
+
+    Few arrays, for each is handed to compiled code apart, which takes longer than most changes do.
+    """
+
+    end_ps: Times
+    duration_ps: Times
+    request_ps: Times
+    key: Times
+    node: Column
+    waits: Column
+    edge: Column
+    mark_instruction: Column
+    mark_shift_ps: Times
+    order: Column
+    used: Column
+    lowest: Times
+    bits: Bits
+
+
+def empty_graph(room: int, num_streams: int, num_waits: int, marks: tuple[Column, Times]) -> DeltaGraph:
+    """No instruction is there yet; there is room for so many, and for so many waits."""
+    total, words = room + num_streams + 1, room // _TAKEN + 1
+    node = np.zeros((total, NODE_COLUMNS), np.int32)
+    node[:, [FIRST_WAIT, STREAM, REQUESTER]] = NOWHERE
+    node[:, [BEFORE, AFTER]] = total - 1
+    node[:, MEMBER_AFTER] = np.arange(total)
+    return DeltaGraph(
+        end_ps=np.zeros(total, np.int64),
+        duration_ps=np.zeros(total, np.int64),
+        request_ps=np.zeros(total, np.int64),
+        key=np.full(total, NOWHERE, np.int64),
+        node=node,
+        waits=np.zeros(num_waits, np.int32),
+        edge=np.full((num_waits, EDGE_COLUMNS), NOWHERE, np.int32),
+        mark_instruction=marks[0],
+        mark_shift_ps=marks[1],
+        order=np.zeros(words * WORD, np.int32),
+        used=np.zeros(words, np.int32),
+        lowest=np.full(words, np.iinfo(np.int64).max),
+        bits=np.zeros(words, np.uint64),
+    )
+
+
+@compiled
+def spread(graph: DeltaGraph, heads: Column) -> None:
+    """Stand these, which are in order, evenly in the words."""
+    words, count = len(graph.used), len(heads)
+    for word in range(words):
+        begin, stop = word * count // words, (word + 1) * count // words
+        graph.used[word] = stop - begin
+        for at in range(begin, stop):
+            place = word * WORD + at - begin
+            graph.order[place] = heads[at]
+            member = heads[at]
+            while True:
+                graph.node[member, PLACE] = place
+                member = graph.node[member, MEMBER_AFTER]
+                if member == heads[at]:
+                    break
+        # A word without any takes what comes before the first of the next.
+        graph.lowest[word] = graph.key[heads[begin]] if begin < count else np.iinfo(np.int64).max
+    graph.lowest[0] = np.iinfo(np.int64).min
+
+
+@compiled
+def link_waits(graph: DeltaGraph, i: int) -> None:
+    """Enter the waits of an instruction into the lists of those that it waits for."""
+    begin = graph.node[i, WAIT_BEGIN]
+    for w in range(begin, begin + graph.node[i, WAIT_COUNT] + graph.node[i, LINK_COUNT]):
+        k = graph.waits[w] if graph.waits[w] >= 0 else graph.mark_instruction[~graph.waits[w]]
+        following = graph.node[k, FIRST_WAIT]
+        graph.edge[w, WAITER], graph.edge[w, WAIT_AFTER], graph.edge[w, WAIT_BEFORE] = i, following, NOWHERE
+        graph.node[k, FIRST_WAIT] = w
+        if following >= 0:
+            graph.edge[following, WAIT_BEFORE] = w
