@@ -21,6 +21,12 @@ def noisy(network: Network, spread: float) -> Network:
     return with_durations(network, np.rint(1000 * durations(network) * factor).astype(np.int64), network.mark_shift_ps)
 
 
+def on_shared_nics(network: Network, num_ranks: int) -> Network:
+    """What so many ranks in a row send in either direction takes one link."""
+    links = np.arange(len(network.route_links)) // (2 * num_ranks)
+    return network._replace(num_private=0, route_links=links.astype(np.int32))
+
+
 def op_graph(count: int, span: int) -> tuple[Network, int]:
     """Ops at random on devices, each of which reads from two of the ``span`` before it."""
     rng = np.random.default_rng(0)
@@ -46,6 +52,8 @@ def cases() -> dict[str, tuple[Network, int]]:
     return {
         "1F1B": (network, num_links),
         "1F1B, durations ± 20 %": (noisy(network, 0.2), num_links),
+        "1F1B ± 20 %, NICs of two": (on_shared_nics(noisy(network, 0.2), 2), num_links),
+        "1F1B ± 20 %, one NIC": (on_shared_nics(noisy(network, 0.2), DEVICES), num_links),
         "ops, inputs from the last 50": op_graph(10_000, 50),
         "ops, inputs from the last 2000": op_graph(10_000, 2000),
     }
