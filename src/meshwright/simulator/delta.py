@@ -11,8 +11,8 @@ back at once. Source of the idea: FlexFlow (Jia et al. 2019, section 5.3).
 
 Where links are shared, ends depend on the order of requests too. A change is carried as if that stayed, and everything
 is simulated in full when it does not, or when a share of `GIVE_UP` has been looked at; taking that back puts the ends
-of before in place. If it stays, the order is found anew after `RENEW` further changes, which are simulated in full. So
-is every change where instructions are joins, or links shared fairly.
+of before in place. If it stays, the next change finds the order anew (`delta_times`). Where instructions are joins, or
+links shared fairly, every change is simulated in full.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike
 from meshwright.simulator.delta_build import build_graph, is_served_in_order
 from meshwright.simulator.delta_carry import TURNED_OVER, carry, empty_log, take_back
 from meshwright.simulator.delta_graph import DeltaGraph
+from meshwright.simulator.delta_times import order_by_time, renew_order
 from meshwright.simulator.engine import Contention, run_network
 from meshwright.simulator.network import Network, collectives, durations, routes, with_durations
 from meshwright.simulator.waiters import Ids, Times
@@ -33,8 +34,6 @@ from meshwright.spec import ProgramError
 # An instruction that is looked at alone costs up to four times as much as one of a full run, so looking at so many adds
 # no more than a tenth to what follows, be it a sweep or a full run (benchmarks/simulator.py).
 GIVE_UP = 0.0125
-# Finding the order of requests takes as long as some eight full runs: by then as much has been spent without it.
-RENEW = 8
 
 
 class _Change(NamedTuple):
@@ -45,7 +44,6 @@ class _Change(NamedTuple):
     shift_ps: Times
     noted: int
     end_ps: Times | None
-    was_in_order: bool
 
 
 class DeltaSimulation:
@@ -71,20 +69,21 @@ class DeltaSimulation:
         self._is_shared = bool((routes(network) >= network.num_private).any())
         self._limit = int(GIVE_UP * len(self.end_ps))
         self._graph: DeltaGraph | None = None
-        # Whether links serve requests in the order that the graph has, and how many changes it was not asked for.
-        self._is_in_order, self._not_asked = False, 0
         if is_served_in_order(network) and not (self._is_shared and contention == "fair"):
-            self._log = empty_log(len(self.end_ps))
             self._follow()
+        # Whether links serve requests in the order that the graph has.
+        self._is_in_order = self._graph is not None
         self._last: _Change | None = None
 
     def _follow(self) -> None:
         """Find out who needs whom."""
         self._graph = graph = build_graph(self.network, self._num_links, self.end_ps)
+        if self._is_shared:
+            order_by_time(graph)
         count = len(self.end_ps)
+        self._log, self._route = empty_log(count), routes(self.network)
         self._duration_ps, self.end_ps = graph.duration_ps[:count], graph.end_ps[:count]
         self.network = self.network._replace(class_ps=self._duration_ps)
-        self._is_in_order, self._not_asked = True, 0
 
     def change(self, instructions: ArrayLike, duration_ps: ArrayLike) -> None:
         """Give instructions (k,) other durations (k,); their marks move in proportion to the first durations.
@@ -95,32 +94,32 @@ class DeltaSimulation:
         ids, wanted = self._spread(np.array(instructions, np.int64, ndmin=1), np.array(duration_ps, np.int64, ndmin=1))
         marks = self._marks_of(ids)
         if self._graph is not None and not self._is_in_order:
-            self._not_asked += 1
-            if self._not_asked > RENEW:
-                self._follow()
-        was_in_order = self._is_in_order
+            self._graph.end_ps[: len(self.end_ps)] = self.end_ps
+            self.end_ps = self._graph.end_ps[: len(self.end_ps)]
+            renew_order(self._graph, self.network, self._route, self._num_links)
+            self._is_in_order = True
         before = self._duration_ps[ids], self._shift_ps[marks]
         self._duration_ps[ids] = wanted
         if len(marks):
             self._shift_ps[marks] = self._moved_marks(marks)
         noted = TURNED_OVER
-        if self._graph is not None and self._is_in_order:
+        if self._graph is not None:
             noted = carry(self._graph, ids, self._limit, not self._is_shared, self._log)
         self.was_full = noted == TURNED_OVER
-        self._last = _Change(ids, *before, noted, self.end_ps if self.was_full else None, was_in_order)
+        self._last = _Change(ids, *before, noted, self.end_ps if self.was_full else None)
         if self.was_full:
             self.end_ps = run_network(self.network, self._num_links, self._contention).end_ps
-            self._is_in_order, self._not_asked = False, 0 if was_in_order else self._not_asked
+            self._is_in_order = False
 
     def undo(self) -> None:
         """Take the last change back. Raises ProgramError if there is none that was not taken back yet."""
         if self._last is None:
             raise ProgramError("No change is left to take back: only the last one can be, once.")
-        ids, duration_ps, shift_ps, noted, end_ps, was_in_order = self._last
+        ids, duration_ps, shift_ps, noted, end_ps = self._last
         self._duration_ps[ids] = duration_ps
         self._shift_ps[self._marks_of(ids)] = shift_ps
         if end_ps is not None:
-            self.end_ps, self._is_in_order = end_ps, was_in_order
+            self.end_ps, self._is_in_order = end_ps, self._graph is not None
         elif self._graph is not None:
             take_back(self._graph, self._log, noted)
         self._last = None

@@ -154,7 +154,7 @@ def _sort(graph: DeltaGraph, heads: Ids) -> Column:
     count = len(heads)
     missing, order = np.zeros(count, np.int64), np.empty(count, np.int32)
     for i in range(count):
-        link_waits(graph, i)
+        link_waits(graph, i, graph.node[i, WAIT_BEGIN], graph.node[i, WAIT_COUNT] + graph.node[i, LINK_COUNT])
         missing[heads[i]] += graph.node[i, WAIT_COUNT] + graph.node[i, LINK_COUNT] + (graph.node[i, BEFORE] < count)
     found, place = 0, 0
     for i in range(count):

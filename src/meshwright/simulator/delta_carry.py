@@ -77,7 +77,7 @@ def carry(graph: DeltaGraph, changed: Ids, limit: int, sweeps: bool, log: Log) -
             return TURNED_OVER
         looked += 1
         graph.bits[word] &= graph.bits[word] - _MARKED
-        time, request, in_order = _arrival_of_all(graph, i)
+        time, request, in_order = arrival_of_all(graph, i)
         if not in_order:
             graph.bits[word : last + 1] = 0
             take_back(graph, log, noted)
@@ -130,7 +130,7 @@ def _lowest_bit(word: np.uint64) -> int:
 
 
 @compiled
-def _arrival_of_all(graph: DeltaGraph, i: int) -> tuple[int, int, bool]:
+def arrival_of_all(graph: DeltaGraph, i: int) -> tuple[int, int, bool]:
     """When an instruction, or the collective that it stands for, starts; when it requests shared links; if in order."""
     time, member = 0, i
     while True:
@@ -194,7 +194,7 @@ def _sweep(graph: DeltaGraph, first_word: int, first_at: int, log: Log, noted: i
 @compiled
 def _move_collective(graph: DeltaGraph, i: int, log: Log, noted: int) -> int:
     """Note the ends of all members and write the new ones; return the number of entries in the log."""
-    time, member = _arrival_of_all(graph, i)[0] + graph.duration_ps[i], i
+    time, member = arrival_of_all(graph, i)[0] + graph.duration_ps[i], i
     while True:
         log.instruction[noted], log.end_ps[noted], graph.end_ps[member] = member, graph.end_ps[member], time
         noted, member = noted + 1, int(graph.node[member, MEMBER_AFTER])

@@ -103,13 +103,36 @@ def spread(graph: DeltaGraph, heads: Column) -> None:
 
 
 @compiled
-def link_waits(graph: DeltaGraph, i: int) -> None:
-    """Enter the waits of an instruction into the lists of those that it waits for."""
-    begin = graph.node[i, WAIT_BEGIN]
-    for w in range(begin, begin + graph.node[i, WAIT_COUNT] + graph.node[i, LINK_COUNT]):
+def in_order(graph: DeltaGraph) -> Column:
+    """All that stand in the words."""
+    there, count = np.empty(graph.used.sum(), np.int32), 0
+    for word in range(len(graph.used)):
+        there[count : count + graph.used[word]] = graph.order[word * WORD : word * WORD + graph.used[word]]
+        count += graph.used[word]
+    return there
+
+
+@compiled
+def link_waits(graph: DeltaGraph, i: int, begin: int, count: int) -> None:
+    """Enter some waits of an instruction into the lists of those that it waits for."""
+    for w in range(begin, begin + count):
         k = graph.waits[w] if graph.waits[w] >= 0 else graph.mark_instruction[~graph.waits[w]]
         following = graph.node[k, FIRST_WAIT]
         graph.edge[w, WAITER], graph.edge[w, WAIT_AFTER], graph.edge[w, WAIT_BEFORE] = i, following, NOWHERE
         graph.node[k, FIRST_WAIT] = w
         if following >= 0:
             graph.edge[following, WAIT_BEFORE] = w
+
+
+@compiled
+def unlink_waits(graph: DeltaGraph, begin: int, count: int) -> None:
+    """Take some waits out of these lists."""
+    for w in range(begin, begin + count):
+        following, before = graph.edge[w, WAIT_AFTER], graph.edge[w, WAIT_BEFORE]
+        if following >= 0:
+            graph.edge[following, WAIT_BEFORE] = before
+        if before >= 0:
+            graph.edge[before, WAIT_AFTER] = following
+        else:
+            k = graph.waits[w] if graph.waits[w] >= 0 else graph.mark_instruction[~graph.waits[w]]
+            graph.node[k, FIRST_WAIT] = following

@@ -20,15 +20,16 @@ from meshwright.simulator.delta_graph import (
     PLACE,
     STREAM,
     WAIT_AFTER,
-    WAIT_BEFORE,
     WAIT_BEGIN,
     WAIT_COUNT,
     WAIT_ROOM,
     WAITER,
     WORD,
     DeltaGraph,
+    in_order,
     link_waits,
     spread,
+    unlink_waits,
 )
 from meshwright.simulator.waiters import Column, Ids, Times
 
@@ -74,7 +75,7 @@ def rewire(graph: DeltaGraph, rows: Rows, num_streams: int, next_wait: int) -> t
     is_many = count > _MANY * graph.used.sum()
     for r in range(count):
         i = rows.instruction[r]
-        _unlink_waits(graph, i)
+        unlink_waits(graph, graph.node[i, WAIT_BEGIN], graph.node[i, WAIT_COUNT])
         if graph.node[i, STREAM] >= 0:
             touched[num_touched] = graph.node[i, AFTER]
             num_touched += 1
@@ -87,7 +88,7 @@ def rewire(graph: DeltaGraph, rows: Rows, num_streams: int, next_wait: int) -> t
             next_wait += size
         graph.node[i, WAIT_COUNT] = size
         graph.waits[graph.node[i, WAIT_BEGIN] : graph.node[i, WAIT_BEGIN] + size] = rows.waits[begin : begin + size]
-        link_waits(graph, i)
+        link_waits(graph, i, graph.node[i, WAIT_BEGIN], size)
         if rows.stream[r] >= 0 and not is_many:
             _put_in(graph, i, num_streams)
     if is_many:
@@ -101,21 +102,6 @@ def rewire(graph: DeltaGraph, rows: Rows, num_streams: int, next_wait: int) -> t
             touched[num_touched], touched[num_touched + 1] = i, graph.node[i, AFTER]
             num_touched += 2
     return touched[:num_touched][graph.node[touched[:num_touched], STREAM] >= 0], next_wait, wrong
-
-
-@compiled
-def _unlink_waits(graph: DeltaGraph, i: int) -> None:
-    """Take the waits of an instruction out of the lists of those that it waits for."""
-    begin = graph.node[i, WAIT_BEGIN]
-    for w in range(begin, begin + graph.node[i, WAIT_COUNT]):
-        following, before = graph.edge[w, WAIT_AFTER], graph.edge[w, WAIT_BEFORE]
-        if following >= 0:
-            graph.edge[following, WAIT_BEFORE] = before
-        if before >= 0:
-            graph.edge[before, WAIT_AFTER] = following
-        else:
-            graph.node[graph.waits[w], FIRST_WAIT] = following
-    graph.node[i, WAIT_COUNT] = 0
 
 
 @compiled
@@ -137,7 +123,7 @@ def _put_in(graph: DeltaGraph, i: int, num_streams: int) -> None:
     key, stream = graph.key[i], graph.node[i, STREAM]
     word = np.searchsorted(graph.lowest, key, side="right") - 1
     if graph.used[word] == WORD:
-        spread(graph, _in_order(graph))
+        spread(graph, in_order(graph))
         word = np.searchsorted(graph.lowest, key, side="right") - 1
     place = word * WORD + graph.used[word]
     graph.used[word] += 1
@@ -168,16 +154,6 @@ def _stand_behind(graph: DeltaGraph, i: int, before: int) -> None:
     after = graph.node[before, AFTER]
     graph.node[i, BEFORE], graph.node[i, AFTER] = before, after
     graph.node[before, AFTER] = graph.node[after, BEFORE] = i
-
-
-@compiled
-def _in_order(graph: DeltaGraph) -> Column:
-    """All that stand in the words."""
-    there, count = np.empty(graph.used.sum(), np.int32), 0
-    for word in range(len(graph.used)):
-        there[count : count + graph.used[word]] = graph.order[word * WORD : word * WORD + graph.used[word]]
-        count += graph.used[word]
-    return there
 
 
 @compiled
