@@ -120,6 +120,12 @@ def test_requests_that_stay_in_order_are_followed(monkeypatch):
         assert simulation.was_full == is_full
         simulation.undo()
         assert simulation.end_ps[sent].tolist() == [15, 25]
+    # What was taken back counts no more: the second request comes before 5 now, not before 2.
+    simulation.change(computed[0], 2)
+    simulation.undo()
+    simulation.change(computed[1], 4)
+    assert simulation.end_ps[sent].tolist() == [24, 14]
+    simulation.undo()
     for duration, ends in ((9, [28, 18]), (30, [40, 18]), (1, [11, 21])):
         simulation.change(computed[0], duration)
         assert simulation.end_ps[sent].tolist() == ends

@@ -112,6 +112,20 @@ def test_a_chain_by_hand():
     assert simulation.step_ps == 9 * 10**6
 
 
+def test_a_move_that_cannot_be_followed_is_taken_back():
+    """The message from rank 1 to 0 takes processor time."""
+    graph = graph_of({"a": ("x",), "b": ("a",)})
+    cost = UnequalCost(cluster=small_cluster(devices=2), forward=3e-6, host=1e-6)
+    placement = placement_of(graph, [(0, 0), (0, 1)])
+    simulation = DeltaPlacement(placement, graph, cost)
+    before = simulation.end_ps().tolist()
+    simulation.move(0, 1)
+    assert not simulation.is_followed
+    assert np.array_equal(simulation.end_ps(), full_ends(moved(placement, 0, 1), graph, cost))
+    simulation.undo()
+    assert simulation.end_ps().tolist() == before == [3 * 10**6, 9 * 10**6]
+
+
 def test_moves_that_cannot_be():
     graph = graph_of({"a": ("x",), "b": ("a",)})
     placement = placement_of(graph, [(0, 0), (1, 1)])
