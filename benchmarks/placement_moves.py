@@ -49,9 +49,10 @@ def measure_moves(num_ops: int, count: int) -> Moves:
     placement = placement_of(graph, [(rng.randrange(DEVICES), i) for i in range(num_ops)], 2)
     cost = CostModel(cluster=load_cluster("8xH100"), precision="float32")
     simulation, rows = DeltaPlacement(placement, graph, cost), []
-    for _ in range(count + 1):
-        stage = rng.randrange(num_ops)
-        rank = (placement.stages[stage].rank + rng.randrange(1, DEVICES)) % DEVICES
+    # No move twice: programs of placements are kept for a while.
+    for number in rng.sample(range(num_ops * (DEVICES - 1)), count + 1):
+        stage, further = divmod(number, DEVICES - 1)
+        rank = (placement.stages[stage].rank + 1 + further) % DEVICES
         moments = [time.perf_counter()]
         simulation.move(stage, rank)
         moments.append(time.perf_counter())

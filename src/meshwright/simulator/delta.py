@@ -31,9 +31,9 @@ from meshwright.simulator.network import Network, collectives, durations, routes
 from meshwright.simulator.waiters import Ids, Times
 from meshwright.spec import ProgramError
 
-# An instruction that is looked at alone costs up to four times as much as one of a full run, so looking at so many adds
+# An instruction that is looked at alone costs up to ten times as much as one of a full run, so looking at so many adds
 # no more than a tenth to what follows, be it a sweep or a full run (benchmarks/simulator.py).
-GIVE_UP = 0.0125
+GIVE_UP = 0.01
 
 
 class _Change(NamedTuple):
@@ -80,10 +80,11 @@ class DeltaSimulation:
         self._graph = graph = build_graph(self.network, self._num_links, self.end_ps)
         if self._is_shared:
             order_by_time(graph)
-        count = len(self.end_ps)
-        self._log, self._route = empty_log(count), routes(self.network)
+        count, room = len(self.end_ps), len(self.end_ps) + len(self._shift_ps)
+        self._log, self._route = empty_log(room), routes(self.network)
         self._duration_ps, self.end_ps = graph.duration_ps[:count], graph.end_ps[:count]
-        self.network = self.network._replace(class_ps=self._duration_ps)
+        self._shift_ps = graph.duration_ps[count:room]
+        self.network = self.network._replace(class_ps=self._duration_ps, mark_shift_ps=self._shift_ps)
 
     def change(self, instructions: ArrayLike, duration_ps: ArrayLike) -> None:
         """Give instructions (k,) other durations (k,); their marks move in proportion to the first durations.
@@ -94,8 +95,7 @@ class DeltaSimulation:
         ids, wanted = self._spread(np.array(instructions, np.int64, ndmin=1), np.array(duration_ps, np.int64, ndmin=1))
         marks = self._marks_of(ids)
         if self._graph is not None and not self._is_in_order:
-            self._graph.end_ps[: len(self.end_ps)] = self.end_ps
-            self.end_ps = self._graph.end_ps[: len(self.end_ps)]
+            self._take_over_ends(self._graph)
             renew_order(self._graph, self.network, self._route, self._num_links)
             self._is_in_order = True
         before = self._duration_ps[ids], self._shift_ps[marks]
@@ -104,7 +104,8 @@ class DeltaSimulation:
             self._shift_ps[marks] = self._moved_marks(marks)
         noted = TURNED_OVER
         if self._graph is not None:
-            noted = carry(self._graph, ids, self._limit, not self._is_shared, self._log)
+            changed = np.append(ids, len(self.end_ps) + marks) if len(marks) else ids
+            noted = carry(self._graph, changed, self._limit, not self._is_shared, self._log)
         self.was_full = noted == TURNED_OVER
         self._last = _Change(ids, *before, noted, self.end_ps if self.was_full else None)
         if self.was_full:
@@ -123,6 +124,13 @@ class DeltaSimulation:
         elif self._graph is not None:
             take_back(self._graph, self._log, noted)
         self._last = None
+
+    def _take_over_ends(self, graph: DeltaGraph) -> None:
+        """Let a graph have the ends of a full run."""
+        count, raising = len(self.end_ps), self.network.mark_instruction
+        graph.end_ps[:count] = self.end_ps
+        graph.end_ps[count : count + len(raising)] = self.end_ps[raising] + self._shift_ps
+        self.end_ps = graph.end_ps[:count]
 
     def _spread(self, ids: Ids, wanted: Times) -> tuple[Ids, Times]:
         """The instructions with all members of their collectives, each once, and what they shall take."""

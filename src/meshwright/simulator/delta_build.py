@@ -48,34 +48,35 @@ def is_served_in_order(network: Network) -> bool:
 
 
 def build_graph(network: Network, num_links: int, end_ps: Times) -> DeltaGraph:
-    """All instructions of a network, which ended so."""
-    count, num_streams = len(network.cost_class), len(network.stream_offsets) - 1
-    heads, member_after = _rings(collectives(network))
-    before, after, stream = _streams(network.stream_offsets)
+    """All instructions of a network, which ended so, and behind them its marks."""
+    count, num_marks = len(network.cost_class), len(network.mark_instruction)
+    room, num_streams = count + num_marks, len(network.stream_offsets) - 1
+    heads, member_after = _rings(np.append(collectives(network), np.full(num_marks, NOWHERE, np.int32)))
+    before, after, stream = _streams(network.stream_offsets, num_marks)
     requester = _requesters(network, stream)
-    num_waits = np.diff(network.wait_offsets).astype(np.int64)
-    requests = np.flatnonzero((requester >= 0) & (heads == np.arange(count)))
-    num_hops = np.zeros(count, np.int64)
+    num_waits = np.append(np.diff(network.wait_offsets), np.ones(num_marks, np.int64)).astype(np.int64)
+    requests = np.flatnonzero((requester >= 0) & (heads[:count] == np.arange(count)))
+    num_hops = np.zeros(room, np.int64)
     num_hops[requests] = np.diff(network.route_offsets)[routes(network)[requests]]
     begins = np.cumsum(num_waits + num_hops) - num_waits - num_hops
-    marks = network.mark_instruction, network.mark_shift_ps
-    graph = empty_graph(count, num_streams, int((num_waits + num_hops).sum()), marks)
-    graph.end_ps[:count], graph.duration_ps[:count] = end_ps, durations(network)
+    graph = empty_graph(room, num_streams, int((num_waits + num_hops).sum()))
+    graph.duration_ps[:room] = np.append(durations(network), network.mark_shift_ps)
+    graph.end_ps[:room] = np.append(end_ps, end_ps[network.mark_instruction] + network.mark_shift_ps)
     graph.node[:, BEFORE], graph.node[:, AFTER] = before, after
+    graph.node[:count, STREAM], graph.node[:count, REQUESTER] = stream, requester
     for column, values in (
-        (STREAM, stream),
-        (REQUESTER, requester),
         (MEMBER_AFTER, member_after),
         (WAIT_BEGIN, begins),
         (WAIT_COUNT, num_waits),
         (WAIT_ROOM, num_waits + num_hops),
     ):
-        graph.node[:count, column] = values
-    graph.waits[np.repeat(begins - network.wait_offsets[:-1], num_waits) + np.arange(len(network.waits))] = (
-        network.waits
-    )
+        graph.node[:room, column] = values
+    offsets = np.append(network.wait_offsets[:-1], len(network.waits) + np.arange(num_marks))
+    awaited = np.append(np.where(network.waits < 0, count + ~network.waits, network.waits), network.mark_instruction)
+    shifts: Ids = begins - offsets.astype(np.int64)
+    graph.waits[np.repeat(shifts, num_waits) + np.arange(len(awaited))] = awaited
     if len(requests):
-        graph.request_ps[:count] = _request_times(graph, heads, requester)
+        graph.request_ps[:count] = _request_times(graph, heads[:count], requester)
         order = np.lexsort((requester[requests], graph.request_ps[requests]))
         _follow_links(graph, network, routes(network), requests[order], np.full(num_links, NOWHERE))
     spread(graph, _sort(graph, heads))
@@ -98,15 +99,16 @@ def _rings(collective: Column) -> tuple[Ids, Ids]:
     return heads, member_after
 
 
-def _streams(offsets: Ids) -> tuple[Ids, Ids, Column]:
-    """Who comes before and after each instruction and the start of each stream, and the streams of instructions."""
+def _streams(offsets: Ids, num_marks: int) -> tuple[Ids, Ids, Column]:
+    """Who comes before and after each instruction, mark and start of a stream, and the streams of instructions."""
     count, num_streams = int(offsets[-1]), len(offsets) - 1
-    starts, end = np.arange(count, count + num_streams), count + num_streams
-    before, after = np.arange(-1, end), np.append(np.arange(1, count + 1), np.full(num_streams + 1, end))
+    first_start = count + num_marks
+    end = first_start + num_streams
+    before, after = np.full(end + 1, end), np.full(end + 1, end)
+    before[1:count], after[: max(count - 1, 0)] = np.arange(count - 1), np.arange(1, count)
     used = np.diff(offsets) > 0
-    first, last = offsets[:-1][used], offsets[1:][used] - 1
-    before[first], after[starts[used]], after[last] = starts[used], first, end
-    before[count:] = end
+    starts, first, last = np.arange(first_start, end)[used], offsets[:-1][used], offsets[1:][used] - 1
+    before[first], after[starts], after[last] = starts, first, end
     return before, after, np.repeat(np.arange(num_streams, dtype=np.int32), np.diff(offsets))
 
 
@@ -125,10 +127,7 @@ def _request_times(graph: DeltaGraph, heads: Ids, requester: Column) -> Times:
         if requester[i] >= 0:
             time = graph.end_ps[graph.node[i, BEFORE]]
             for w in range(graph.node[i, WAIT_BEGIN], graph.node[i, WAIT_BEGIN] + graph.node[i, WAIT_COUNT]):
-                k, shift = np.int64(graph.waits[w]), np.int64(0)
-                if k < 0:
-                    shift, k = graph.mark_shift_ps[~k], np.int64(graph.mark_instruction[~k])
-                time = max(time, graph.end_ps[k] + shift)
+                time = max(time, graph.end_ps[graph.waits[w]])
             request[heads[i]] = max(request[heads[i]], time)
     for i in range(len(heads)):
         request[i] = request[heads[i]]

@@ -61,8 +61,6 @@ def carry(graph: DeltaGraph, changed: Ids, limit: int, sweeps: bool, log: Log) -
     word, last, noted, looked = len(graph.bits), -1, 0, 0
     for i in changed:
         word, last = min(word, graph.node[i, PLACE] // WORD), max(last, _look_at(graph, int(i)))
-        # A mark may move where the end does not.
-        last = max(last, _look_at_waiters(graph, int(i)))
     while word <= last:
         if graph.bits[word] == 0:
             word += 1
@@ -157,10 +155,7 @@ def _arrival(graph: DeltaGraph, i: int) -> int:
     """When all that an instruction needs has happened."""
     time, begin = int(graph.end_ps[graph.node[i, BEFORE]]), graph.node[i, WAIT_BEGIN]
     for w in range(begin, begin + graph.node[i, WAIT_COUNT]):
-        k, shift = int(graph.waits[w]), 0
-        if k < 0:
-            shift, k = int(graph.mark_shift_ps[~k]), int(graph.mark_instruction[~k])
-        time = max(time, int(graph.end_ps[k]) + shift)
+        time = max(time, int(graph.end_ps[graph.waits[w]]))
     return time
 
 
@@ -170,8 +165,7 @@ def _sweep(graph: DeltaGraph, first_word: int, first_at: int, log: Log, noted: i
     # Arrays are taken out of the tuples once, as in `engine`; most wait for one other, which is no loop then. All ends
     # are noted, for a branch on whether they moved takes longer.
     end, duration, node, waits, order = graph.end_ps, graph.duration_ps, graph.node, graph.waits, graph.order
-    mark_instruction, mark_shift, used = graph.mark_instruction, graph.mark_shift_ps, graph.used
-    moved, old_end = log.instruction, log.end_ps
+    used, moved, old_end = graph.used, log.instruction, log.end_ps
     for word in range(first_word, len(used)):
         for place in range(word * WORD + (first_at if word == first_word else 0), word * WORD + used[word]):
             i = int(order[place])
@@ -181,11 +175,9 @@ def _sweep(graph: DeltaGraph, first_word: int, first_at: int, log: Log, noted: i
             time, w = end[node[i, BEFORE]], int(node[i, WAIT_BEGIN])
             stop = w + int(node[i, WAIT_COUNT])
             if w < stop:
-                k = int(waits[w])
-                time = max(time, end[k] if k >= 0 else end[mark_instruction[~k]] + mark_shift[~k])
+                time = max(time, end[waits[w]])
                 for further in range(w + 1, stop):
-                    k = int(waits[further])
-                    time = max(time, end[k] if k >= 0 else end[mark_instruction[~k]] + mark_shift[~k])
+                    time = max(time, end[waits[further]])
             moved[noted], old_end[noted], end[i] = i, end[i], time + duration[i]
             noted += 1
     return noted

@@ -4,6 +4,9 @@ Every instruction has a **key**, and needs only what has smaller ones; a stream 
 are there stand by their keys in words of 64 places, so that a set of them is a bit per place, and one more moves no
 more than its word. Before the first of stream s stands the start of that stream, number ``room + s``, which ends at 0.
 
+A mark is an instruction too, in no stream: it waits for the one that raises it, and takes the time from there to its
+moment, 0 or less.
+
 What is asked of an instruction together stands together, in the row of a table:
 
     BEFORE, AFTER       its neighbours in its stream
@@ -11,7 +14,7 @@ What is asked of an instruction together stands together, in the row of a table:
     WAIT_ROOM           how many may stand there
     FIRST_WAIT          the first wait for it, which leads to the others (WAIT_AFTER)
     MEMBER_AFTER        leads round the members of its collective, which share a place; to itself where it is alone
-    STREAM              -1 where it is not there
+    STREAM              -1 where it is not there, and of marks
     REQUESTER           the stream in whose name it requests shared links, -1 where it does not
 """
 
@@ -37,7 +40,7 @@ _TAKEN = 40
 
 
 class DeltaGraph(NamedTuple):
-    """Columns and a table per instruction (behind them the starts of streams), per wait, per mark, place and word.
+    """Columns and a table per instruction (behind them the starts of streams), per wait, place and word.
 
     Few arrays, for each is handed to compiled code apart, which takes longer than most changes do.
     """
@@ -49,15 +52,13 @@ class DeltaGraph(NamedTuple):
     node: Column
     waits: Column
     edge: Column
-    mark_instruction: Column
-    mark_shift_ps: Times
     order: Column
     used: Column
     lowest: Times
     bits: Bits
 
 
-def empty_graph(room: int, num_streams: int, num_waits: int, marks: tuple[Column, Times]) -> DeltaGraph:
+def empty_graph(room: int, num_streams: int, num_waits: int) -> DeltaGraph:
     """No instruction is there yet; there is room for so many, and for so many waits."""
     total, words = room + num_streams + 1, room // _TAKEN + 1
     node = np.zeros((total, NODE_COLUMNS), np.int32)
@@ -72,8 +73,6 @@ def empty_graph(room: int, num_streams: int, num_waits: int, marks: tuple[Column
         node=node,
         waits=np.zeros(num_waits, np.int32),
         edge=np.full((num_waits, EDGE_COLUMNS), NOWHERE, np.int32),
-        mark_instruction=marks[0],
-        mark_shift_ps=marks[1],
         order=np.zeros(words * WORD, np.int32),
         used=np.zeros(words, np.int32),
         lowest=np.full(words, np.iinfo(np.int64).max),
@@ -116,7 +115,7 @@ def in_order(graph: DeltaGraph) -> Column:
 def link_waits(graph: DeltaGraph, i: int, begin: int, count: int) -> None:
     """Enter some waits of an instruction into the lists of those that it waits for."""
     for w in range(begin, begin + count):
-        k = graph.waits[w] if graph.waits[w] >= 0 else graph.mark_instruction[~graph.waits[w]]
+        k = graph.waits[w]
         following = graph.node[k, FIRST_WAIT]
         graph.edge[w, WAITER], graph.edge[w, WAIT_AFTER], graph.edge[w, WAIT_BEFORE] = i, following, NOWHERE
         graph.node[k, FIRST_WAIT] = w
@@ -134,5 +133,4 @@ def unlink_waits(graph: DeltaGraph, begin: int, count: int) -> None:
         if before >= 0:
             graph.edge[before, WAIT_AFTER] = following
         else:
-            k = graph.waits[w] if graph.waits[w] >= 0 else graph.mark_instruction[~graph.waits[w]]
-            graph.node[k, FIRST_WAIT] = following
+            graph.node[graph.waits[w], FIRST_WAIT] = following

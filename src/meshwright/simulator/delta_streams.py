@@ -12,14 +12,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.simulator.delta import GIVE_UP
 from meshwright.simulator.delta_carry import carry, empty_log, take_back
 from meshwright.simulator.delta_graph import NOWHERE, STREAM, empty_graph
 from meshwright.simulator.delta_rewire import Rows, read_rows, rewire
 from meshwright.simulator.waiters import Ids, Times
 from meshwright.spec import ProgramError
-
-# As in `delta`; beyond that, what comes after is swept.
-GIVE_UP = 0.0125
 
 
 class _Change(NamedTuple):
@@ -107,7 +105,6 @@ class DeltaStreams:
     def _resize(self, room: int, num_waits: int) -> None:
         """Start with nothing; half as much room again, so that growing is rare."""
         self._room, self._next_wait = room + room // 2, 0
-        marks = np.zeros(0, np.int32), np.zeros(0, np.int64)
-        self._graph = empty_graph(self._room, self._num_streams, num_waits, marks)
+        self._graph = empty_graph(self._room, self._num_streams, num_waits)
         self._graph.end_ps[: self._room] = NOWHERE
         self._log = empty_log(self._room)

@@ -64,7 +64,8 @@ def _times(graph: DeltaGraph, heads: Column) -> tuple[Times, Times]:
     for at in range(len(heads)):
         head = int(heads[at])
         start, request, _ = arrival_of_all(graph, head)
-        tie[at], time[at] = at, start
+        # A mark begins when it ends.
+        tie[at], time[at] = at, start + min(0, int(graph.duration_ps[head]))
         if graph.node[head, REQUESTER] >= 0:
             tie[at], time[at], member = graph.node[head, REQUESTER], request, head
             while True:
