@@ -73,7 +73,7 @@ def assert_equal_to_full_runs(seed, network, num_links, contention) -> list[bool
 @given(seed=seeds, size=st.integers(2, 40), num_steps=st.integers(1, 3))
 def test_delta_equals_a_full_run(share, seed, size, num_steps):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta, "GIVE_UP", share)
+        patch.setattr(delta, "SWEEP", share)
         network, num_links = network_of(seed, size, num_steps)
         full = assert_equal_to_full_runs(seed, network, num_links, "queued")
     assert share < 1 or not any(full)
@@ -133,7 +133,7 @@ def test_requests_that_stay_in_order_are_followed(monkeypatch):
 
 def test_few_are_looked_at_and_the_rest_is_swept(monkeypatch):
     """Of 2 x 100 instructions 8 are a share of 0.04: the whole of a longer tail is gone through, and so noted."""
-    monkeypatch.setattr(delta, "GIVE_UP", 0.04)
+    monkeypatch.setattr(delta, "SWEEP", 0.04)
     simulation = DeltaSimulation(*chain(2, 100))
     for first in (192, 191):
         simulation.change(first, 25)

@@ -5,7 +5,7 @@ Streams, waits, marks, collectives and links that one stream has to itself make 
     end(i) = max(end of the one before, moments awaited; of a collective: those of all members) + duration(i)
 
 So a change is carried from the changed instructions to those that need them, in a topological order, until nothing
-moves any more (`delta_carry`); when a share of `GIVE_UP` has been looked at, all that comes after it in the order is
+moves any more (`delta_carry`); when a share of `SWEEP` has been looked at, all that comes after it in the order is
 gone through, which costs less than a full run does. What moved is noted with its old end, so that a change can be taken
 back at once. Source of the idea: FlexFlow (Jia et al. 2019, section 5.3).
 
@@ -31,9 +31,9 @@ from meshwright.simulator.network import Network, collectives, durations, routes
 from meshwright.simulator.waiters import Ids, Times
 from meshwright.spec import ProgramError
 
-# An instruction that is looked at alone costs up to ten times as much as one of a full run, so looking at so many adds
-# no more than a tenth to what follows, be it a sweep or a full run (benchmarks/simulator.py).
-GIVE_UP = 0.01
+# An instruction that is looked at alone costs up to ten times as much as one of a sweep, and four times as much as one
+# of a full run where links are shared: looking at such shares adds some twentieth to it (benchmarks/simulator.py).
+SWEEP, GIVE_UP = 0.006, 0.0125
 
 
 class _Change(NamedTuple):
@@ -67,7 +67,7 @@ class DeltaSimulation:
         order = np.argsort(network.mark_instruction, kind="stable")
         self._mark_order, self._raising = order, network.mark_instruction[order]
         self._is_shared = bool((routes(network) >= network.num_private).any())
-        self._limit = int(GIVE_UP * len(self.end_ps))
+        self._limit = int((GIVE_UP if self._is_shared else SWEEP) * len(self.end_ps))
         self._graph: DeltaGraph | None = None
         if is_served_in_order(network) and not (self._is_shared and contention == "fair"):
             self._follow()

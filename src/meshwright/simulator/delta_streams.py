@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.simulator.delta import GIVE_UP
+from meshwright.simulator.delta import SWEEP
 from meshwright.simulator.delta_carry import carry, empty_log, take_back
 from meshwright.simulator.delta_graph import NOWHERE, STREAM, empty_graph
 from meshwright.simulator.delta_rewire import Rows, read_rows, rewire
@@ -66,7 +66,7 @@ class DeltaStreams:
                 f"Instruction {wrong} would wait for one that is not there, or that does not come before it, or have "
                 "the key of another one of its stream. Change all that belong together at once."
             )
-        limit = int(GIVE_UP * self._graph.used.sum())
+        limit = int(SWEEP * self._graph.used.sum())
         noted = carry(self._graph, touched, limit, True, self._log)
         self._last = _Change(before, ends, noted)
 
