@@ -14,7 +14,8 @@ differ by up to 20 % (seed 0), so that none do.
 `joins` are workers in rounds (`join_rounds.py`): every instruction goes on when k of the n of the round before ended.
 
 `delta` is a change of one duration of some 10^4 instructions (`delta_changes.py`) beside a full run, both with all that
-they hand back.
+they hand back; and a move of one of 500 ops to another of 8 devices (`placement_moves.py`) beside building, pricing and
+simulating the placement anew.
 
 `controlled` is a parameter server (`controlled_workers.py`): all that `simulate_controlled` does, the policy in Python,
 the log and the timeline too.
@@ -48,8 +49,7 @@ from pathlib import Path
 
 import numpy as np
 from controlled_workers import measure_controlled
-from delta_changes import cases as delta_cases
-from delta_changes import measure_changes
+from delta_changes import delta_rows
 from harness import make_row, paired_ratios, parse_options, publish, ratio_row
 from join_rounds import join_rounds
 from long_pipeline import measure_apart
@@ -72,9 +72,8 @@ from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 
 # Issue: under `queued` 40 M and 7 M instructions per second, 3 M with joins everywhere; 1 M events per second under
-# `fair`; start in 0.5 s; 40 bytes per instruction; a change in half of a full run, and never in more than 1.2 of one.
+# `fair`; start in 0.5 s; 40 bytes per instruction.
 QUEUED_NS, BUSY_NS, JOIN_NS, EVENT_NS, START_S, MOST_BYTES = 1e3 / 40, 1e3 / 7, 1e3 / 3, 1e3 / 1, 0.5, 40
-MEDIAN_CHANGE, WORST_CHANGE = 1 / 2, 1.2
 FOUND_S = 1.0
 # A step of 1T parameters built and simulated with memory in 10 ms, with every op in 1 s; many plans 1.9 x on 2 cores.
 TRILLION_S, TRILLION_OPS_S, MANY_RATIO = 0.010, 1.0, 1 / 1.9
@@ -354,11 +353,7 @@ def main() -> int:
         network, num_links = join_rounds(num_workers, need, 200_000 // num_workers)
         seconds, count = cpu_seconds(network, num_links, "queued", repeats), len(network.cost_class)
         rows.append(row(f"queued, joins {need} of {num_workers}", seconds, count / 1e9, "ns per instruction", JOIN_NS))
-    for name, (network, num_links) in delta_cases().items():
-        middle, worst = measure_changes(network, num_links, 200 if options.quick else 2000)
-        # Where durations are equal a change moves most of what comes after it.
-        rows.append(make_row(f"delta, {name}: median", middle, "of a full run", target=MEDIAN_CHANGE))
-        rows.append(make_row(f"delta, {name}: worst", worst, "of a full run", target=WORST_CHANGE))
+    rows += delta_rows(options.quick)
     for contention in CONTENTIONS:
         seconds, num_decisions, num_issued = measure_controlled(contention, 100, max(repeats // 4, 3))
         rows.append(row(f"controlled, {contention}", seconds, num_decisions / 1e6, "µs per decision", None))

@@ -13,7 +13,7 @@ from meshwright.simulator.engine import run_network
 from meshwright.simulator.network import collectives, durations, routes, with_durations
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import ProgramError
-from tests.simulator.builders import forward, program_of, random_program, reduction
+from tests.simulator.builders import forward, program_of, random_program, reduction, transfer
 
 seeds = st.integers(0, 2**31)
 
@@ -73,19 +73,22 @@ def assert_equal_to_full_runs(seed, network, num_links, contention) -> list[bool
 @given(seed=seeds, size=st.integers(2, 40), num_steps=st.integers(1, 3))
 def test_delta_equals_a_full_run(share, seed, size, num_steps):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta, "GIVE_UP", share)
+        patch.setattr(delta, "SWEEP", share)
         network, num_links = network_of(seed, size, num_steps)
         full = assert_equal_to_full_runs(seed, network, num_links, "queued")
     assert share < 1 or not any(full)
 
 
+@pytest.mark.parametrize("share", [0.0125, 1.0])
 @settings(max_examples=60)
 @given(seed=seeds, size=st.integers(2, 30), contention=st.sampled_from(["queued", "fair"]), joins=st.booleans())
-def test_where_order_matters_everything_is_simulated(seed, size, contention, joins):
-    network, num_links = network_of(seed, size, 2, shared=True, joins=joins)
-    full = assert_equal_to_full_runs(seed, network, num_links, contention)
-    in_order = (routes(network) >= network.num_private).any() or len(network.join_instruction)
-    assert all(full) or not in_order
+def test_delta_equals_a_full_run_where_order_matters(share, seed, size, contention, joins):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta, "GIVE_UP", share)
+        network, num_links = network_of(seed, size, 2, shared=True, joins=joins)
+        full = assert_equal_to_full_runs(seed, network, num_links, contention)
+    is_shared = (routes(network) >= network.num_private).any()
+    assert all(full) or not (len(network.join_instruction) or (is_shared and contention == "fair"))
 
 
 def chain(num_ranks, length):
@@ -95,13 +98,46 @@ def chain(num_ranks, length):
     return unrolled.network, unrolled.num_links
 
 
-def test_few_are_looked_at_and_many_are_simulated_in_full(monkeypatch):
-    """Of 2 x 100 instructions 8 are a share of 0.04."""
-    monkeypatch.setattr(delta, "GIVE_UP", 0.04)
-    simulation = DeltaSimulation(*chain(2, 100))
-    for first, is_full in ((192, False), (191, True)):
-        simulation.change(first, 25)
+def two_requests(first_ps, second_ps):
+    """Two ranks compute and then want the same link for 10 ps; both sends are awaited."""
+    rows = [forward(rank, cost=rank) for rank in range(2)]
+    for rank in range(2):
+        rows += transfer(rank, 2, 0, waits=[rows[rank]], cost=2, route=0)
+    program, prices = program_of([[], rows, []], 3, [first_ps, second_ps, 10], routes=[[0]])
+    unrolled = unroll(program, prices, 1)
+    computed, sent = np.flatnonzero(routes(unrolled.network) < 0)[:2], np.flatnonzero(routes(unrolled.network) >= 0)
+    return DeltaSimulation(unrolled.network, unrolled.num_links), computed, sent
+
+
+def test_requests_that_stay_in_order_are_followed(monkeypatch):
+    """Requests at 5 and 8; at equal times the lower stream comes first."""
+    monkeypatch.setattr(delta, "GIVE_UP", 1.0)
+    simulation, computed, sent = two_requests(5, 8)
+    assert simulation.end_ps[sent].tolist() == [15, 25]
+    for duration, ends, is_full in ((8, [18, 28], False), (9, [28, 18], True), (2, [12, 22], False)):
+        simulation.change(computed[0], duration)
+        assert simulation.end_ps[sent].tolist() == ends
         assert simulation.was_full == is_full
+        simulation.undo()
+        assert simulation.end_ps[sent].tolist() == [15, 25]
+    # What was taken back counts no more: the second request comes before 5 now, not before 2.
+    simulation.change(computed[0], 2)
+    simulation.undo()
+    simulation.change(computed[1], 4)
+    assert simulation.end_ps[sent].tolist() == [24, 14]
+    simulation.undo()
+    for duration, ends in ((9, [28, 18]), (30, [40, 18]), (1, [11, 21])):
+        simulation.change(computed[0], duration)
+        assert simulation.end_ps[sent].tolist() == ends
+
+
+def test_few_are_looked_at_and_the_rest_is_swept(monkeypatch):
+    """Of 2 x 100 instructions 8 are a share of 0.04: the whole of a longer tail is gone through, and so noted."""
+    monkeypatch.setattr(delta, "SWEEP", 0.04)
+    simulation = DeltaSimulation(*chain(2, 100))
+    for first in (192, 191):
+        simulation.change(first, 25)
+        assert not simulation.was_full
         start = 10 * (first - 100)
         assert simulation.end_ps[[first - 1, first, 199]].tolist() == [start, start + 25, 1015]
         simulation.undo()

@@ -5,13 +5,14 @@ Streams, waits, marks, collectives and links that one stream has to itself make 
     end(i) = max(end of the one before, moments awaited; of a collective: those of all members) + duration(i)
 
 So a change is carried from the changed instructions to those that need them, in a topological order, until nothing
-moves any more. The order is found once; what is to be looked at stands in a bit set over it. What moved is noted with
-its old end, so that a change can be taken back at once. Source of the idea: FlexFlow (Jia et al. 2019, section 5.3).
+moves any more (`delta_carry`); when a share of `SWEEP` has been looked at, all that comes after it in the order is
+gone through, which costs less than a full run does. What moved is noted with its old end, so that a change can be taken
+back at once. Source of the idea: FlexFlow (Jia et al. 2019, section 5.3).
 
-An instruction that is looked at again costs more than one of a full run, so when a share of `GIVE_UP` has been,
-everything is simulated in full; taking that back puts the ends of before in place. Where links are shared or
-instructions are joins, ends depend on the order of requests, which a change may turn over: such networks are simulated
-in full at each change.
+Where links are shared, ends depend on the order of requests too. A change is carried as if that stayed, and everything
+is simulated in full when it does not, or when a share of `GIVE_UP` has been looked at; taking that back puts the ends
+of before in place. If it stays, the next change finds the order anew (`delta_times`). Where instructions are joins, or
+links shared fairly, every change is simulated in full.
 """
 
 from __future__ import annotations
@@ -19,59 +20,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from meshwright.cost.compiled import compiled
+from meshwright.simulator.delta_build import build_graph, is_served_in_order
+from meshwright.simulator.delta_carry import TURNED_OVER, carry, empty_log, take_back
+from meshwright.simulator.delta_graph import DeltaGraph
+from meshwright.simulator.delta_times import order_by_time, renew_order
 from meshwright.simulator.engine import Contention, run_network
-from meshwright.simulator.network import (
-    Network,
-    awaited_instructions,
-    collectives,
-    durations,
-    routes,
-    with_durations,
-)
-from meshwright.simulator.waiters import Column, Ids, Times
+from meshwright.simulator.network import Network, collectives, durations, routes, with_durations
+from meshwright.simulator.waiters import Ids, Times
 from meshwright.spec import ProgramError
 
-# An instruction that is looked at again costs up to four times as much as one of a full run, so an attempt that fails
-# adds no more than a tenth to it (benchmarks/simulator.py).
-GIVE_UP = 0.0125
-_MARKED = np.uint64(1)
-Bits = NDArray[np.uint64]
-
-
-class _Needs(NamedTuple):
-    """The columns of `Network` that say what an instruction waits for and takes."""
-
-    wait_offsets: Column
-    waits: Column
-    mark_instruction: Column
-    mark_shift_ps: Times
-    duration_ps: Times
-
-
-class _Graph(NamedTuple):
-    """Who needs whom. A *group* is a collective or an instruction alone; groups are numbered in topological order.
-
-    ``group`` (n,) of each instruction; the members of each group and the groups that wait for each instruction, in CSR
-    form; whether an instruction is the first and the last of its stream, (n,).
-    """
-
-    group: Column
-    member_offsets: Column
-    members: Column
-    waiter_offsets: Column
-    waiters: Column
-    is_first: NDArray[np.bool_]
-    is_last: NDArray[np.bool_]
-
-
-class _Log(NamedTuple):
-    """Instructions that moved, and their ends before."""
-
-    instruction: Column
-    end_ps: Times
+# An instruction that is looked at alone costs up to ten times as much as one of a sweep, and four times as much as one
+# of a full run where links are shared: looking at such shares adds some twentieth to it (benchmarks/simulator.py).
+SWEEP, GIVE_UP = 0.006, 0.0125
 
 
 class _Change(NamedTuple):
@@ -92,14 +54,11 @@ class DeltaSimulation:
     """
 
     def __init__(self, network: Network, num_links: int, contention: Contention = "queued") -> None:
+        self._num_links, self._contention = num_links, contention
         self._first_ps, self._first_shift_ps = durations(network), network.mark_shift_ps
         # Both are changed in place.
         self._duration_ps, self._shift_ps = self._first_ps.copy(), self._first_shift_ps.copy()
         self.network = with_durations(network, self._duration_ps, self._shift_ps)
-        self._needs = _Needs(
-            network.wait_offsets, network.waits, network.mark_instruction, self._shift_ps, self._duration_ps
-        )
-        self._num_links, self._contention = num_links, contention
         outcome = run_network(self.network, num_links, contention)
         if (outcome.position < network.stream_offsets[1:]).any():
             raise ProgramError("The program never finishes, so nothing can be changed in it. Simulate it to learn why.")
@@ -107,13 +66,25 @@ class DeltaSimulation:
         self._collective, self._least_ps = collectives(network), (routes(network) >= 0).astype(np.int64)
         order = np.argsort(network.mark_instruction, kind="stable")
         self._mark_order, self._raising = order, network.mark_instruction[order]
-        self._graph = _build_graph(self.network) if _is_free_of_order(self.network, self._collective) else None
-        self._limit = int(GIVE_UP * len(self.end_ps))
-        widest = 0 if self._graph is None else int(np.diff(self._graph.member_offsets).max(initial=1))
-        room = self._limit + 1 + widest
-        self._log = _Log(np.empty(room, np.int32), np.empty(room, np.int64))
-        self._bits = np.zeros((len(self.end_ps) >> 6) + 1, np.uint64)
+        self._is_shared = bool((routes(network) >= network.num_private).any())
+        self._limit = int((GIVE_UP if self._is_shared else SWEEP) * len(self.end_ps))
+        self._graph: DeltaGraph | None = None
+        if is_served_in_order(network) and not (self._is_shared and contention == "fair"):
+            self._follow()
+        # Whether links serve requests in the order that the graph has.
+        self._is_in_order = self._graph is not None
         self._last: _Change | None = None
+
+    def _follow(self) -> None:
+        """Find out who needs whom."""
+        self._graph = graph = build_graph(self.network, self._num_links, self.end_ps)
+        if self._is_shared:
+            order_by_time(graph)
+        count, room = len(self.end_ps), len(self.end_ps) + len(self._shift_ps)
+        self._log, self._route = empty_log(room), routes(self.network)
+        self._duration_ps, self.end_ps = graph.duration_ps[:count], graph.end_ps[:count]
+        self._shift_ps = graph.duration_ps[count:room]
+        self.network = self.network._replace(class_ps=self._duration_ps, mark_shift_ps=self._shift_ps)
 
     def change(self, instructions: ArrayLike, duration_ps: ArrayLike) -> None:
         """Give instructions (k,) other durations (k,); their marks move in proportion to the first durations.
@@ -123,17 +94,23 @@ class DeltaSimulation:
         """
         ids, wanted = self._spread(np.array(instructions, np.int64, ndmin=1), np.array(duration_ps, np.int64, ndmin=1))
         marks = self._marks_of(ids)
+        if self._graph is not None and not self._is_in_order:
+            self._take_over_ends(self._graph)
+            renew_order(self._graph, self.network, self._route, self._num_links)
+            self._is_in_order = True
         before = self._duration_ps[ids], self._shift_ps[marks]
         self._duration_ps[ids] = wanted
         if len(marks):
             self._shift_ps[marks] = self._moved_marks(marks)
-        noted = -1
+        noted = TURNED_OVER
         if self._graph is not None:
-            noted = _carry(self._needs, self._graph, self._bits, self.end_ps, ids, self._limit, self._log)
-        self.was_full = noted < 0
+            changed = np.append(ids, len(self.end_ps) + marks) if len(marks) else ids
+            noted = carry(self._graph, changed, self._limit, not self._is_shared, self._log)
+        self.was_full = noted == TURNED_OVER
         self._last = _Change(ids, *before, noted, self.end_ps if self.was_full else None)
         if self.was_full:
             self.end_ps = run_network(self.network, self._num_links, self._contention).end_ps
+            self._is_in_order = False
 
     def undo(self) -> None:
         """Take the last change back. Raises ProgramError if there is none that was not taken back yet."""
@@ -142,11 +119,18 @@ class DeltaSimulation:
         ids, duration_ps, shift_ps, noted, end_ps = self._last
         self._duration_ps[ids] = duration_ps
         self._shift_ps[self._marks_of(ids)] = shift_ps
-        if end_ps is None:
-            _take_back(self.end_ps, self._log, noted)
-        else:
-            self.end_ps = end_ps
+        if end_ps is not None:
+            self.end_ps, self._is_in_order = end_ps, self._graph is not None
+        elif self._graph is not None:
+            take_back(self._graph, self._log, noted)
         self._last = None
+
+    def _take_over_ends(self, graph: DeltaGraph) -> None:
+        """Let a graph have the ends of a full run."""
+        count, raising = len(self.end_ps), self.network.mark_instruction
+        graph.end_ps[:count] = self.end_ps
+        graph.end_ps[count : count + len(raising)] = self.end_ps[raising] + self._shift_ps
+        self.end_ps = graph.end_ps[:count]
 
     def _spread(self, ids: Ids, wanted: Times) -> tuple[Ids, Times]:
         """The instructions with all members of their collectives, each once, and what they shall take."""
@@ -183,160 +167,3 @@ class DeltaSimulation:
         share = np.where(first_ps > 0, 1 + self._first_shift_ps[marks] / np.maximum(first_ps, 1), 1.0)
         offset_ps = np.maximum(np.rint(share * duration_ps).astype(np.int64), self._least_ps[raising])
         return np.minimum(offset_ps, duration_ps) - duration_ps
-
-
-def _is_free_of_order(network: Network, collective: Column) -> bool:
-    """Whether ends follow from durations alone, whatever comes first."""
-    if len(network.join_instruction) or (routes(network) >= network.num_private).any():
-        return False
-    joint = np.flatnonzero(collective >= 0)
-    longest = np.zeros(len(network.collective_size), np.int64)
-    longest[collective[joint]] = durations(network)[joint]
-    return bool((longest[collective[joint]] == durations(network)[joint]).all())
-
-
-def _build_graph(network: Network) -> _Graph:
-    collective, count = collectives(network), len(network.cost_class)
-    # A group goes by the first of its members until it has its number.
-    head = np.arange(count)
-    joint = np.flatnonzero(collective >= 0)[::-1]
-    heads = np.zeros(len(network.collective_size), np.int64)
-    heads[collective[joint]] = joint
-    head[joint] = heads[collective[joint]]
-    is_first, is_last = np.zeros(count + 1, np.bool_), np.zeros(count + 1, np.bool_)
-    used = np.diff(network.stream_offsets) > 0
-    is_first[network.stream_offsets[:-1][used]] = is_last[network.stream_offsets[1:][used] - 1] = True
-    by_head = np.argsort(head, kind="stable")
-    awaited = awaited_instructions(network, network.waits)
-    waiting = np.repeat(np.arange(count), np.diff(network.wait_offsets))[np.argsort(awaited, kind="stable")]
-    waiter_offsets = np.concatenate([[0], np.cumsum(np.bincount(awaited, minlength=count))])
-    sizes = np.bincount(head, minlength=count)
-    edges = waiter_offsets, waiting, np.cumsum(sizes) - sizes, by_head
-    group, order = _sort(network.wait_offsets.astype(np.int64), head, sizes, is_first, is_last, *edges)
-    members = np.argsort(group, kind="stable").astype(np.int32)
-    member_offsets = np.concatenate([[0], np.cumsum(sizes[order])])
-    return _Graph(
-        group=group,
-        member_offsets=member_offsets.astype(np.int32),
-        members=members,
-        waiter_offsets=waiter_offsets.astype(np.int32),
-        waiters=group[waiting],
-        is_first=is_first[:count],
-        is_last=is_last[:count],
-    )
-
-
-@compiled
-def _sort(
-    wait_offsets: Ids,
-    head: Ids,
-    sizes: Ids,
-    is_first: NDArray[np.bool_],
-    is_last: NDArray[np.bool_],
-    waiter_offsets: Ids,
-    waiting: Ids,
-    member_offsets: Ids,
-    members: Ids,
-) -> tuple[Column, Ids]:
-    """The number of each instruction's group in a topological order, and the heads of the groups in that order."""
-    count = len(head)
-    missing, group, order = np.zeros(count, np.int64), np.empty(count, np.int32), np.empty(count, np.int64)
-    for i in range(count):
-        missing[head[i]] += wait_offsets[i + 1] - wait_offsets[i] + (not is_first[i])
-    found, place = 0, 0
-    for i in range(count):
-        if head[i] == i and missing[i] == 0:
-            order[found] = i
-            found += 1
-    while place < found:
-        h = order[place]
-        for m in range(member_offsets[h], member_offsets[h] + sizes[h]):
-            i = members[m]
-            group[i] = place
-            for q in range(waiter_offsets[i], waiter_offsets[i + 1] + (not is_last[i])):
-                other = head[waiting[q] if q < waiter_offsets[i + 1] else i + 1]
-                missing[other] -= 1
-                if missing[other] == 0:
-                    order[found] = other
-                    found += 1
-        place += 1
-    return group, order[:found]
-
-
-@compiled
-def _carry(needs: _Needs, graph: _Graph, bits: Bits, end: Times, changed: Ids, limit: int, log: _Log) -> int:
-    """Move what needs the changed instructions and return the number of entries in the log; -1: more than the limit.
-
-    Then ends and bits are as they were.
-    """
-    word, last, noted, looked = len(bits), 0, 0, 0
-    for i in changed:
-        word, last = min(word, graph.group[i] >> 6), max(last, graph.group[i] >> 6)
-        bits[graph.group[i] >> 6] |= _MARKED << np.uint64(graph.group[i] & 63)
-        # A mark may move where the end does not.
-        for q in range(graph.waiter_offsets[i], graph.waiter_offsets[i + 1]):
-            last = max(last, _look_at(bits, graph.waiters[q]))
-    while word <= last:
-        if bits[word] == 0:
-            word += 1
-            continue
-        g = (word << 6) + _lowest_bit(bits[word])
-        bits[word] &= bits[word] - _MARKED
-        begin, stop = graph.member_offsets[g], graph.member_offsets[g + 1]
-        looked += stop - begin
-        if looked > limit:
-            for k in range(word, last + 1):
-                bits[k] = 0
-            _take_back(end, log, noted)
-            return -1
-        time = 0
-        for m in range(begin, stop):
-            time = max(time, _arrival(needs, graph, end, int(graph.members[m])))
-        time += needs.duration_ps[graph.members[begin]]
-        if time == end[graph.members[begin]]:
-            continue
-        for m in range(begin, stop):
-            i = graph.members[m]
-            log.instruction[noted], log.end_ps[noted], end[i] = i, end[i], time
-            noted += 1
-            if not graph.is_last[i]:
-                last = max(last, _look_at(bits, graph.group[i + 1]))
-            for q in range(graph.waiter_offsets[i], graph.waiter_offsets[i + 1]):
-                last = max(last, _look_at(bits, graph.waiters[q]))
-    return noted
-
-
-@compiled
-def _look_at(bits: Bits, group: int) -> int:
-    """Note that a group is to be looked at; return the place of its bit."""
-    bits[group >> 6] |= _MARKED << np.uint64(group & 63)
-    return int(group >> 6)
-
-
-@compiled
-def _lowest_bit(word: np.uint64) -> int:
-    """The place of the lowest bit of a word that is not 0."""
-    place = 0
-    for width in (32, 16, 8, 4, 2, 1):
-        if (word >> np.uint64(place)) & ((_MARKED << np.uint64(width)) - _MARKED) == 0:
-            place += width
-    return place
-
-
-@compiled
-def _arrival(needs: _Needs, graph: _Graph, end: Times, i: int) -> int:
-    """When all that an instruction needs has happened."""
-    time = np.int64(0) if graph.is_first[i] else end[i - 1]
-    for w in range(needs.wait_offsets[i], needs.wait_offsets[i + 1]):
-        k, shift = np.int64(needs.waits[w]), np.int64(0)
-        if k < 0:
-            shift, k = needs.mark_shift_ps[~k], np.int64(needs.mark_instruction[~k])
-        time = max(time, end[k] + shift)
-    return int(time)
-
-
-@compiled
-def _take_back(end: Times, log: _Log, noted: int) -> None:
-    """Put the old ends back, the last that moved first."""
-    for k in range(noted - 1, -1, -1):
-        end[log.instruction[k]] = log.end_ps[k]

@@ -47,7 +47,7 @@ from meshwright.spec.memory import MEMORY_PARTS, RECEIVED, SENT
 # Whether an opcode occupies the device, by opcode.
 _IS_COMPUTE = np.isin(list(Opcode), (*COMPUTATIONS, *UPDATES, *STASHING))
 # The engine needs time to pass while a link is held.
-_SHORTEST_S = 1e-12
+SHORTEST_S = 1e-12
 
 
 def price_program(
@@ -189,12 +189,12 @@ class _Pricer:
             ranks = self._all_members(group)
             seconds = self._cost.collective_seconds("all_reduce", ranks, num_bytes)
             host_s = self._cost.collective_host_seconds("all_reduce", ranks, num_bytes)
-            return self._add(max(seconds, _SHORTEST_S), host_s, in_use), self.routes.ring(ranks)
+            return self._add(max(seconds, SHORTEST_S), host_s, in_use), self.routes.ring(ranks)
         ranks = tuple(self._device_of[rank] for rank in self._program.groups[group])
         source, target = ranks
         seconds = self._cost.collective_seconds("send", ranks, num_bytes)
         host_s = self._cost.collective_host_seconds("send", ranks, num_bytes)
-        return self._add(max(seconds, _SHORTEST_S), host_s, in_use), self.routes.send(source, target)
+        return self._add(max(seconds, SHORTEST_S), host_s, in_use), self.routes.send(source, target)
 
     def _all_members(self, group: int) -> tuple[int, ...]:
         """The devices that take part in the collectives of a group, ascending."""

@@ -145,7 +145,7 @@ def _gradients(
     differentiated: set[int] = set()
     if graph.mode != "training":
         return found, differentiated
-    flowing = _flowing_ops(graph)
+    flowing = flowing_ops(graph)
     leaving: dict[int, list[int]] = defaultdict(list)
     arriving: dict[int, list[int]] = defaultdict(list)
     for source, target in carried:
@@ -165,7 +165,7 @@ def _gradients(
     return found, differentiated
 
 
-def _flowing_ops(graph: Graph) -> set[int]:
+def flowing_ops(graph: Graph) -> set[int]:
     """The ops through which a gradient of the loss may pass.
 
     Memory counts, not the tensor: what is written in place carries the gradient of what was written.

@@ -1,0 +1,224 @@
+"""How long does a step take when one stage of a placement moves to another rank? Only what differs is looked at.
+
+A search over placements tries many moves. Each is followed from the stages whose slices differ (`program.placed_moves`)
+to their prices, to the instructions that appear, vanish or go elsewhere (`placed_rows`), and to the ends that move
+(`delta_streams`). The ends are those of the program of the changed placement, priced and simulated anew, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.cost import CostModel
+from meshwright.program import build_placed_program
+from meshwright.program.placed_moves import MovableStages, Pair
+from meshwright.simulator.delta_graph import NOWHERE
+from meshwright.simulator.delta_streams import DeltaStreams
+from meshwright.simulator.placed_rows import Channels, Sizes, Table, computation, differing_rows, write_table
+from meshwright.simulator.pricing import SHORTEST_S, price_program
+from meshwright.simulator.simulate import run_unrolled
+from meshwright.simulator.stage_costs import stage_costs
+from meshwright.simulator.unroll import unroll
+from meshwright.simulator.waiters import Times
+from meshwright.spec import Graph, Placement, PlanError, ProgramError, to_picoseconds
+from meshwright.spec.placement import check_placement
+
+
+class _Saved(NamedTuple):
+    """What was before a move: the stage and its rank, what all took, and the table or the ends."""
+
+    stage: int
+    rank: int
+    prices: tuple[Channels, Times, Times]
+    slots: tuple[dict[Pair, int], list[int]]
+    table: Table | None
+    end_ps: Times
+
+
+class DeltaPlacement:
+    """Follows moves of the stages of a placement on the ranks of the cost model's cluster.
+
+    Where ranks are on several nodes, whose transfers share links, or transfers take processor time from computations,
+    each move is simulated in full; ``is_followed`` says whether that is so. Raises PlanError if the placement does not
+    fit the graph and the cluster.
+    """
+
+    def __init__(self, placement: Placement, graph: Graph, cost: CostModel) -> None:
+        check_placement(placement, graph, cost.cluster)
+        self._given, self._graph, self._cost = placement, graph, cost
+        self._stages = MovableStages(graph, placement)
+        self._sizes = Sizes(len(placement.stages), placement.num_microbatches, cost.cluster.num_ranks)
+        self.is_followed = len(cost.cluster.nodes) == 1
+        self._slots: dict[Pair, int] = {}
+        self._free_slots: list[int] = []
+        self._pairs: dict[int, set[Pair]] = {}
+        self._parameters: dict[int, frozenset[int]] = {}
+        self._channels = _empty_channels(0)
+        self._computed_ps = np.full(self._sizes.num_computations, NOWHERE, np.int64)
+        self._stepped_ps = np.full(self._sizes.ranks, NOWHERE, np.int64)
+        self._known: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._streams = DeltaStreams(self._sizes.num_streams)
+        self._table: Table | None = None
+        self._end_ps = np.zeros(0, np.int64)
+        self._price(set(range(self._sizes.stages)), set(self._stages.ranks))
+        self._simulate()
+        self._last: _Saved | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """The placement as it is now."""
+        ranks = zip(self._given.stages, self._stages.ranks, strict=True)
+        return replace(self._given, stages=tuple(replace(stage, rank=rank) for stage, rank in ranks))
+
+    @property
+    def step_ps(self) -> int:
+        """When the last instruction ends, in ps."""
+        return int((self._streams.end_ps if self.is_followed else self._end_ps).max(initial=0))
+
+    def end_ps(self) -> Times:
+        """When each instruction ends, in ps, in the order of the program of the placement."""
+        return self._followed_ends() if self.is_followed else self._end_ps
+
+    def move(self, stage: int, rank: int) -> None:
+        """Put a stage on another rank. Raises PlanError for a stage or rank that there is not."""
+        if not (0 <= stage < self._sizes.stages and 0 <= rank < self._sizes.ranks):
+            raise PlanError(
+                f"Stage {stage} was to move to rank {rank}; the placement has stages 0 to {self._sizes.stages - 1}, "
+                f"cluster {self._cost.cluster.name!r} has ranks 0 to {self._sizes.ranks - 1}."
+            )
+        prices = (
+            Channels(*(column.copy() for column in self._channels)),
+            self._computed_ps.copy(),
+            self._stepped_ps.copy(),
+        )
+        slots = dict(self._slots), self._free_slots.copy()
+        self._last = _Saved(stage, self._stages.ranks[stage], prices, slots, self._table, self._end_ps)
+        places, was_followed = {self._stages.ranks[stage], rank}, self.is_followed
+        self._price(self._stages.move(stage, rank), places)
+        if was_followed and not self.is_followed:
+            self._last = self._last._replace(end_ps=self._followed_ends())
+        self._simulate()
+
+    def undo(self) -> None:
+        """Take the last move back. Raises ProgramError if there is none that was not taken back yet."""
+        if self._last is None:
+            raise ProgramError("No move is left to take back: only the last one can be, once.")
+        stage, rank, prices, slots, self._table, self._end_ps = self._last
+        self._channels, self._computed_ps, self._stepped_ps = prices
+        self._slots, self._free_slots = slots
+        for changed in self._stages.move(stage, rank):
+            self._note(changed)
+        if self.is_followed:
+            self._streams.undo()
+        self._last = None
+
+    def _followed_ends(self) -> Times:
+        return self._streams.end_ps[self._streams.rows().instruction]
+
+    def _simulate(self) -> None:
+        """The ends of what is priced."""
+        if self.is_followed:
+            ranks = np.array(self._stages.ranks, np.int64)
+            table = write_table(self._sizes, ranks, (self._computed_ps, self._stepped_ps), self._channels)
+            self._streams.change(differing_rows(self._table, table))
+            self._table = table
+            return
+        placement = self.placement
+        program = build_placed_program(placement, self._graph)
+        prices = price_program(program, placement, self._graph, self._cost)
+        self._end_ps = run_unrolled(program, unroll(program, prices, 1), prices.host_ps)[2]
+
+    def _price(self, stages: set[int], ranks: set[int]) -> None:
+        """Find out anew what these stages, their channels and the steps of the optimizer on these ranks take."""
+        before = {pair for stage in stages for pair in self._pairs.get(stage, ())}
+        for stage in stages:
+            self._note(stage)
+        pairs = {pair for stage in stages for pair in self._pairs[stage]}
+        for pair in sorted(before - pairs):
+            self._channels.key[self._slots[pair]] = NOWHERE
+            self._free_slots.append(self._slots.pop(pair))
+        for pair in sorted(pairs):
+            self._price_channel(pair)
+        for stage in sorted(stages):
+            self._price_stage(stage)
+        for rank in sorted(ranks):
+            self._price_step(rank)
+
+    def _note(self, stage: int) -> None:
+        """Which channels and parameters a stage has now."""
+        self._pairs[stage] = set(self._stages.pairs_of(stage))
+        tensors, ops = self._graph.tensors, self._graph.ops
+        read = (i for op in self._stages.ops_of(stage) for i in ops[op].inputs)
+        self._parameters[stage] = frozenset(i for i in read if tensors[i].role == "parameter")
+
+    def _price_channel(self, pair: Pair) -> None:
+        if pair not in self._slots:
+            if not self._free_slots:
+                self._more_slots()
+            self._slots[pair] = self._free_slots.pop()
+        slot, channel = self._slots[pair], self._stages.channel(pair)
+        size, width = self._given.microbatch_size, self._given.workload.float_bytes
+        there = self._send_ps(pair, channel.forward_bytes(self._graph, size, width))
+        back = NOWHERE
+        if channel.gradients:
+            back = self._send_ps(pair[::-1], channel.backward_bytes(self._graph, size, width))
+        self._channels.key[slot] = pair[0] * self._sizes.stages + pair[1]
+        self._channels.forward_ps[slot], self._channels.backward_ps[slot] = there, back
+
+    def _more_slots(self) -> None:
+        count = len(self._channels.key)
+        wider = _empty_channels(2 * count + 8)
+        for column, values in zip(wider, self._channels, strict=True):
+            column[:count] = values
+        self._channels = wider
+        self._free_slots += range(count, len(wider.key))
+
+    def _send_ps(self, stages: Pair, num_bytes: int) -> int:
+        pair = self._stages.ranks[stages[0]], self._stages.ranks[stages[1]]
+        if pair[0] == pair[1]:
+            return 0
+        key = ("send", pair, num_bytes)
+        if key not in self._known:
+            if self._cost.collective_host_seconds("send", pair, num_bytes):
+                self.is_followed = False
+            seconds = self._cost.collective_seconds("send", pair, num_bytes)
+            self._known[key] = (to_picoseconds(max(seconds, SHORTEST_S)),)
+        return self._known[key][0]
+
+    def _price_stage(self, index: int) -> None:
+        """Its forward, its first backward and the other ones, as `pricing` has them."""
+        stages, sizes = self._stages, self._sizes
+        pairs = self._pairs[index]
+        returned = sum(bool(stages.gradients.get(pair)) for pair in pairs)
+        kind = self._cost.cluster.device_kind(stages.ranks[index])
+        # The number of channels and of those that return gradients is what the host's time follows.
+        key = (kind.name, stages.ops_of(index), len(pairs), returned)
+        if key not in self._known:
+            found = stage_costs(self._graph, self._given, stages.slice_of(index), (), kind, self._cost)
+            seconds = found.forward_s, found.backward.seconds, found.backward.later_s
+            self._known[key] = tuple(to_picoseconds(item) for item in seconds)
+        forward_ps, first_ps, later_ps = self._known[key]
+        last = sizes.microbatches - 1
+        microbatches = np.arange(sizes.microbatches)
+        self._computed_ps[computation(sizes, index, microbatches, False)] = forward_ps
+        backwards = computation(sizes, index, microbatches, True)
+        self._computed_ps[backwards] = later_ps if index in stages.differentiated else NOWHERE
+        self._computed_ps[backwards[last]] = first_ps if index in stages.differentiated else NOWHERE
+
+    def _price_step(self, rank: int) -> None:
+        """The optimizer's step over all parameters of a rank, if it trains any."""
+        mine = [index for index, place in enumerate(self._stages.ranks) if place == rank]
+        parameters = sorted(frozenset().union(*(self._parameters[index] for index in mine)))
+        tensors = self._graph.tensors
+        self._stepped_ps[rank] = NOWHERE
+        if self._graph.mode == "training" and any(tensors[i].requires_grad for i in parameters):
+            kind, optimizer = self._cost.cluster.device_kind(rank), self._given.workload.optimizer
+            seconds = self._cost.optimizer_seconds(self._graph, parameters, optimizer, kind) + self._cost.overhead_s
+            self._stepped_ps[rank] = to_picoseconds(seconds)
+
+
+def _empty_channels(count: int) -> Channels:
+    return Channels(*(np.full(count, NOWHERE, np.int64) for _ in range(3)))
