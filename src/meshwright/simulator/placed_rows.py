@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.program.transfers import Computations, Routes, Transfers, lay_out_transfers
+from meshwright.program.transfers import Computations, Receives, Routes, Sends, lay_out_transfers
 from meshwright.simulator.delta_graph import NOWHERE
 from meshwright.simulator.delta_rewire import Rows
 from meshwright.simulator.waiters import Column, Ids, Times
@@ -87,6 +87,7 @@ def write_table(sizes: Sizes, ranks: Ids, durations: tuple[Times, Times], channe
     stage, microbatch, is_backward = _computations(sizes, number)
     computations = Computations(
         offsets=np.concatenate([[0], np.cumsum(np.bincount(ranks[stage], minlength=sizes.ranks))]),
+        handle=np.arange(len(number)),
         opcode=np.where(is_backward, Opcode.BACKWARD, Opcode.FORWARD).astype(np.int8),
         stage=stage.astype(np.int32),
         microbatch=microbatch.astype(np.int32),
@@ -95,7 +96,7 @@ def write_table(sizes: Sizes, ranks: Ids, durations: tuple[Times, Times], channe
         replicas=ranks.astype(np.int32),
     )
     slot, routes, is_gradient = _routes(sizes, channels)
-    found = lay_out_transfers(computations, routes, sizes.microbatches)
+    found = lay_out_transfers(computations, routes)
     table = _empty_table(sizes.first_transfer + 4 * sizes.microbatches * len(channels.key))
     table.stream[number] = ranks[stage] * len(STREAM_NAMES) + _COMPUTE
     table.key[: sizes.first_transfer] = np.minimum(np.arange(sizes.first_transfer), sizes.num_computations) * _APART
@@ -156,17 +157,17 @@ def _empty_table(count: int) -> Table:
 def _write_transfers(
     sizes: Sizes,
     table: Table,
-    found: Transfers,
+    found: tuple[Sends, Receives],
     number: Ids,
     which: tuple[Ids, Routes, NDArray[np.bool_]],
     facts: tuple[Ids, Channels],
 ) -> None:
-    (slot, routes, is_gradient), (ranks, channels) = which, facts
-    route, of = found.send_route, found.receive_of
+    (sent, received), (slot, routes, is_gradient), (ranks, channels) = found, which, facts
+    route, of = sent.route, received.send
     sends = sizes.first_transfer + (2 * slot[route] + is_gradient[route]) * 2 * sizes.microbatches
-    sends = sends + found.send_microbatch
+    sends = sends + sent.microbatch
     receives = sends[of] + sizes.microbatches
-    maker, reader, first = number[found.send_after], number[found.receive_before], _first_readers(found.receive_before)
+    maker, reader, first = number[sent.after], number[received.before], _first_readers(received.before)
     table.stream[sends] = ranks[routes.source[route]] * len(STREAM_NAMES) + _SEND
     table.key[sends] = maker * _APART + _MIDDLE + 1 + routes.target[route]
     table.duration_ps[sends] = np.where(is_gradient, channels.backward_ps[slot], channels.forward_ps[slot])[route]
@@ -174,8 +175,8 @@ def _write_transfers(
     table.stream[receives] = ranks[routes.target[route[of]]] * len(STREAM_NAMES) + _RECEIVE
     table.key[receives] = number[first] * _APART + _running(first)
     table.waits[receives, 0] = sends[of]
-    gated = found.receive_after >= 0
-    table.waits[receives[gated], 1] = number[found.receive_after[gated]]
+    gated = received.gate >= 0
+    table.waits[receives[gated], 1] = number[received.gate[gated]]
     table.reader[receives] = reader
 
 
