@@ -51,9 +51,9 @@ def write_decided(program: Program, log: DecisionLog, released_by: Ids) -> Progr
     handles = np.empty(len(rank), np.int64)
     for number, name in enumerate(STREAM_NAMES):
         chosen = np.flatnonzero(place == number)
-        handles[chosen] = builder.extend(
-            rank[chosen], name, **{column: values[chosen] for column, values in columns.items()}
-        )
+        chosen = chosen[np.argsort(rank[chosen], kind="stable")]
+        offsets = np.searchsorted(rank[chosen], np.arange(program.num_ranks + 1))
+        handles[chosen] = builder.extend(offsets, name, **{key: values[chosen] for key, values in columns.items()})
     marks = builder.mark_each(handles[body.mark_instruction], body.mark_index.astype(np.int64))
     waiting = np.repeat(np.arange(len(body.opcode)), np.diff(body.wait_offsets))
     in_body = np.where(body.waits < len(body.opcode), body.waits, body.waits + len(issued.opcode))
