@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from meshwright.cost import CostModel
 from meshwright.program import build_placed_program
 from meshwright.simulator import price_program
+from meshwright.simulator.delta import DeltaPlacement
 from meshwright.simulator.engine import run_network
-from meshwright.simulator.placed_delta import DeltaPlacement
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import load_cluster
 from tests.planner.place_graphs import graph_of, moved, placement_of

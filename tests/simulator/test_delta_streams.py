@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.simulator.delta_rewire import Rows
-from meshwright.simulator.delta_streams import DeltaStreams
+from meshwright.simulator.delta.rewire import Rows
+from meshwright.simulator.delta.streams import DeltaStreams
 from meshwright.spec import ProgramError
 
 GONE = (-1, 0, 0, ())

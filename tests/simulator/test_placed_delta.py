@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.program import build_placed_program
 from meshwright.simulator import price_program
-from meshwright.simulator.placed_delta import DeltaPlacement
+from meshwright.simulator.delta import DeltaPlacement
 from meshwright.simulator.simulate import run_program
 from meshwright.spec import PlanError, ProgramError
 from tests.planner.place_graphs import graph_of, moved, placement_of, random_graph, random_placement

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.cost.compiled import compiled
-from meshwright.simulator.delta_carry import arrival_of_all
-from meshwright.simulator.delta_graph import (
+from meshwright.simulator.delta.carry import arrival_of_all
+from meshwright.simulator.delta.graph import (
     LINK_COUNT,
     MEMBER_AFTER,
     NOWHERE,

@@ -1,7 +1,7 @@
 """What moves when instructions change their place? Streams into which they are put and out of which they are taken.
 
-The model is that of `delta`, for streams without marks, collectives and joins: an instruction ends when it has taken
-its time after the one before it in its stream and all that it waits for. A change is a set of rows (`delta_rewire`); it
+The model is that of `durations`, for streams without marks, collectives and joins: an instruction ends when it has
+taken its time after the one before it in its stream and all that it waits for. A change is a set of rows (`rewire`); it
 is carried to what needs it, and can be taken back. No links are shared: what a transfer takes is its duration.
 """
 
@@ -12,10 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.simulator.delta import SWEEP
-from meshwright.simulator.delta_carry import carry, empty_log, take_back
-from meshwright.simulator.delta_graph import NOWHERE, STREAM, empty_graph
-from meshwright.simulator.delta_rewire import Rows, read_rows, rewire
+from meshwright.simulator.delta.carry import SWEEP, carry, empty_log, take_back
+from meshwright.simulator.delta.graph import NOWHERE, STREAM, empty_graph
+from meshwright.simulator.delta.rewire import Rows, read_rows, rewire
 from meshwright.simulator.waiters import Ids, Times
 from meshwright.spec import ProgramError
 

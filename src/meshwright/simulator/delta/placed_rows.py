@@ -1,4 +1,4 @@
-"""The instructions of a placement as rows of streams (`delta_rewire`): who stands where, and waits for whom.
+"""The instructions of a placement as rows of streams (`rewire`): who stands where, and waits for whom.
 
 Each has a number that it keeps wherever it goes, and a key, which says its place among all of a rank:
 
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.program.transfers import Computations, Receives, Routes, Sends, lay_out_transfers
-from meshwright.simulator.delta_graph import NOWHERE
-from meshwright.simulator.delta_rewire import Rows
+from meshwright.simulator.delta.graph import NOWHERE
+from meshwright.simulator.delta.rewire import Rows
 from meshwright.simulator.waiters import Column, Ids, Times
 from meshwright.spec import Opcode
 from meshwright.spec.program import STREAM_NAMES

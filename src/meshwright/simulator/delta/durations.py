@@ -5,13 +5,13 @@ Streams, waits, marks, collectives and links that one stream has to itself make 
     end(i) = max(end of the one before, moments awaited; of a collective: those of all members) + duration(i)
 
 So a change is carried from the changed instructions to those that need them, in a topological order, until nothing
-moves any more (`delta_carry`); when a share of `SWEEP` has been looked at, all that comes after it in the order is
+moves any more (`carry`); when a share of `SWEEP` has been looked at, all that comes after it in the order is
 gone through, which costs less than a full run does. What moved is noted with its old end, so that a change can be taken
 back at once. Source of the idea: FlexFlow (Jia et al. 2019, section 5.3).
 
 Where links are shared, ends depend on the order of requests too. A change is carried as if that stayed, and everything
 is simulated in full when it does not, or when a share of `GIVE_UP` has been looked at; taking that back puts the ends
-of before in place. If it stays, the next change finds the order anew (`delta_times`). Where instructions are joins, or
+of before in place. If it stays, the next change finds the order anew (`times`). Where instructions are joins, or
 links shared fairly, every change is simulated in full.
 """
 
@@ -22,18 +22,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshwright.simulator.delta_build import build_graph, is_served_in_order
-from meshwright.simulator.delta_carry import TURNED_OVER, carry, empty_log, take_back
-from meshwright.simulator.delta_graph import DeltaGraph
-from meshwright.simulator.delta_times import order_by_time, renew_order
+from meshwright.simulator.delta.build import build_graph, is_served_in_order
+from meshwright.simulator.delta.carry import GIVE_UP, SWEEP, TURNED_OVER, carry, empty_log, take_back
+from meshwright.simulator.delta.graph import DeltaGraph
+from meshwright.simulator.delta.times import order_by_time, renew_order
 from meshwright.simulator.engine import Contention, run_network
 from meshwright.simulator.network import Network, collectives, durations, routes, with_durations
 from meshwright.simulator.waiters import Ids, Times
 from meshwright.spec import ProgramError
-
-# An instruction that is looked at alone costs up to ten times as much as one of a sweep, and four times as much as one
-# of a full run where links are shared: looking at such shares adds some twentieth to it (benchmarks/simulator.py).
-SWEEP, GIVE_UP = 0.006, 0.0125
 
 
 class _Change(NamedTuple):

@@ -2,7 +2,7 @@
 
 A search over placements tries many moves. Each is followed from the stages whose slices differ (`program.placed_moves`)
 to their prices, to the instructions that appear, vanish or go elsewhere (`placed_rows`), and to the ends that move
-(`delta_streams`). The ends are those of the program of the changed placement, priced and simulated anew, bit for bit.
+(`streams`). The ends are those of the program of the changed placement, priced and simulated anew, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from meshwright.cost import CostModel
 from meshwright.program import build_placed_program
 from meshwright.program.placed_moves import MovableStages, Pair
-from meshwright.simulator.delta_graph import NOWHERE
-from meshwright.simulator.delta_streams import DeltaStreams
-from meshwright.simulator.placed_rows import Channels, Sizes, Table, computation, differing_rows, write_table
+from meshwright.simulator.delta.graph import NOWHERE
+from meshwright.simulator.delta.placed_rows import Channels, Sizes, Table, computation, differing_rows, write_table
+from meshwright.simulator.delta.streams import DeltaStreams
 from meshwright.simulator.pricing import SHORTEST_S, price_program
 from meshwright.simulator.simulate import run_unrolled
 from meshwright.simulator.stage_costs import stage_costs

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.cost.compiled import compiled
-from meshwright.simulator.delta_graph import (
+from meshwright.simulator.delta.graph import (
     AFTER,
     BEFORE,
     FIRST_WAIT,

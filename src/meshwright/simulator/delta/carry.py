@@ -1,6 +1,6 @@
 """Carry a change from instruction to instruction: those that need what moved are looked at, in order, until none is.
 
-What is to be looked at stands in a bit set over the places of the order (`delta_graph`). An instruction that is looked
+What is to be looked at stands in a bit set over the places of the order (`graph`). An instruction that is looked
 at alone costs some ten times as much as one of a sweep over all that come after it, so when a number of them have been,
 the rest is swept.
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.cost.compiled import compiled
-from meshwright.simulator.delta_graph import (
+from meshwright.simulator.delta.graph import (
     AFTER,
     BEFORE,
     FIRST_WAIT,
@@ -34,6 +34,9 @@ from meshwright.simulator.delta_graph import (
 )
 from meshwright.simulator.waiters import Column, Ids, Times
 
+# An instruction that is looked at alone costs up to ten times as much as one of a sweep, and four times as much as one
+# of a full run where links are shared: looking at such shares adds some twentieth to it (benchmarks/simulator.py).
+SWEEP, GIVE_UP = 0.006, 0.0125
 TURNED_OVER = -1
 _MARKED = np.uint64(1)
 

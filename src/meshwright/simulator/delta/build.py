@@ -1,4 +1,4 @@
-"""From a network and its ends to instructions whose needs can change (`delta_graph`).
+"""From a network and its ends to instructions whose needs can change (`graph`).
 
 On links that are shared, each transfer or collective waits for the ones before it that had one of its links, in the
 order of their requests (request time, stream), which the ends tell.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.cost.compiled import compiled
-from meshwright.simulator.delta_graph import (
+from meshwright.simulator.delta.graph import (
     AFTER,
     BEFORE,
     FIRST_WAIT,
