@@ -8,8 +8,8 @@
 So the result is, in the simulator itself, never slower than a named schedule that takes the stages as they lie and
 fits, nor than the plan's own. What is found for a model without queues on links may lose there; then the plan follows
 the fastest of these by its name (as a file, its order would take more: the runtime bounds the gradients on their way
-for named schedules only), and the file has its order all the same. An order that is found for stages on parallel branches
-relies on them, so that its plan says which stages feed which.
+for named schedules only), and the file has its order all the same. An order that is found for stages on parallel
+branches relies on them, so that its plan says which stages feed which.
 """
 
 from __future__ import annotations
