@@ -22,6 +22,9 @@ from meshwright.program import (
     with_schedule,
     write_orders,
 )
+from meshwright.program.found import make_problem
+from meshwright.program.list_scheduler import Rule, write_greedily
+from meshwright.program.order_loops import Columns, play
 from meshwright.spec import Opcode, PlanError, with_branches
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.program.layouts import plan_of
@@ -114,6 +117,23 @@ def test_nothing_named_that_fits_is_shorter(problem, whole):
     for own, most in zip(rows, times.limit_bytes, strict=True):
         assert most_held(own, times.kept_bytes) <= most
         assert not whole or all(row[0] in (Opcode.FORWARD, Opcode.BACKWARD) for row in own)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    problem=problems(),
+    rule=st.builds(
+        Rule, *map(st.sampled_from, ((True, False), (True, False), (0.0, 0.5), (0.0, 1.0), (-1, 0), (True, False)))
+    ),
+)
+def test_the_clock_of_the_list_scheduler_is_never_ahead(problem, rule):
+    """Nothing starts before all that it needs is there: played as early as can be, no order ends later."""
+    plan, _, times = problem
+    made = make_problem(plan, times)
+    counts = np.add.reduceat(made.seat_count, made.seat_offsets[:-1]) * (3 if rule.split else 2)
+    columns = Columns(np.cumsum([0, *counts]), *np.zeros((4, counts.sum()), np.int64))
+    length = write_greedily(made, made.limit, rule, columns)
+    assert length < 0 or 0 <= play(made, columns, np.empty(counts.sum(), np.int64)) <= length
 
 
 @settings(max_examples=25, deadline=None)
