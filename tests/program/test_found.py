@@ -45,8 +45,10 @@ def edges_of(plan):
 
 @st.composite
 def branched(draw, stages, count, replicas):
-    """(plan, graph) of so many stages, each of which reads any of those before it."""
+    """(plan, graph) of so many stages, each of which reads any of those before it; the last one often all that is."""
     read = [draw(st.sets(st.integers(0, stage - 1), min_size=1, max_size=2)) for stage in range(1, stages)]
+    if draw(st.booleans()):
+        read[-1] |= set(range(stages - 1)) - set().union(*read)
     reads = {stage: min(own) for stage, own in enumerate(read, 1)}
     skips = tuple((source, stage) for stage, own in enumerate(read, 1) for source in sorted(own)[1:])
     graph = chain_graph(stages, reads=reads, skips=skips)
