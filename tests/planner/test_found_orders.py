@@ -9,9 +9,16 @@ import pytest
 
 from meshwright.cost import CostModel
 from meshwright.planner import evaluate_plan, find_order
-from meshwright.program import SCHEDULES, compute_orders, with_schedule
+from meshwright.program import (
+    SCHEDULES,
+    build_program,
+    check_program,
+    compute_orders,
+    picture_schedule,
+    with_schedule,
+)
 from meshwright.simulator import allocate_rank, simulate_plan, stage_times
-from meshwright.spec import Opcode, PlanError, load_cluster
+from meshwright.spec import Opcode, PlanError, load_cluster, with_branches
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.program.layouts import plan_of
 from tests.program.own import ALL, pipeline
@@ -61,15 +68,46 @@ def test_simulated_it_is_never_slower_than_a_named_one_that_fits(tmp_path, sched
         assert [order.columns for order in filed] == [order.columns for order in compute_orders(found.best.plan)]
 
 
-def test_the_simulator_takes_what_the_model_says_where_links_are_free(tmp_path):
+def diamond(*replicas):
+    """(plan, graph): stages 1 and 2 both read stage 0, stage 3 reads both; the plan does not say so yet."""
+    graph = chain_graph(4, reads={2: 0}, skips=((1, 3),))
+    return make_plan(graph, even_bounds(4, 4), list(replicas), 12), graph
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 2)])
+def test_on_branches_it_is_never_slower_than_a_named_one_that_fits(tmp_path, replicas):
+    plan, graph = diamond(*replicas)
+    cost = CostModel(cluster=load_cluster("6x1xA100"))
+    for item in (plan, with_branches(plan, graph)):
+        peaks = evaluate_plan(item, graph, cost.cluster, cost).peak_memory_bytes
+        for limit in (None, max(peaks)):
+            path = tmp_path / f"{limit}.csv"
+            found = find_order(item, graph, cost.cluster, path, cost=cost, memory_limit_bytes=limit)
+            assert found.best.step_time_s <= min(named_that_fit(item, graph, cost, limit).values())
+            assert found.best.fits
+            # An order that was found relies on the branches, so that the plan has them; one by name stays as it was.
+            assert found.best.plan.has_branches == (item.has_branches or not found.name)
+            picture_schedule(found.best.plan)
+            # The file is a schedule like any other for the same stages.
+            followed = with_schedule(with_branches(item, graph), str(path))
+            check_program(build_program(followed, graph))
+            again = evaluate_plan(followed, graph, cost.cluster, cost, memory_limit_bytes=limit)
+            assert again.step_time_s == found.best.step_time_s
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_the_simulator_takes_what_the_model_says_where_links_are_free(tmp_path, branches):
     """Times of stages, transfers and memory that the search is given are those that the simulator charges."""
-    plan, graph = plan_of("1f1b", 4, 12)
+    plan, graph = diamond(1, 1, 1, 1) if branches else plan_of("1f1b", 4, 12)
+    plan = with_branches(plan, graph)
     cost = FixedCost(cluster=small_cluster(1, 4), forward=3.0, backward=5.0, send=0.25, optimizer=1e-9)
     found = find_order(plan, graph, cost.cluster, tmp_path / "orders.csv", cost=cost)
     times = stage_times(plan, graph, cost)
     assert np.asarray(times.forward_ps)[1, 1] == 3e12
     assert (np.asarray(times.inputs_ps) + np.asarray(times.weights_ps))[1, 1] == 5e12
-    assert np.asarray(times.sending_ps).tolist() == [0.25e12] * 3
+    # Stage 0 of the diamond sends to stage 1 and then to stage 2, stage 3 returns as much.
+    for between, ways in ((times.sending_ps, [1, 2, 1, 1]), (times.returning_ps, [1, 1, 1, 2])):
+        assert np.asarray(between).tolist() == [0.25e12 * way for way in (ways if branches else [1, 1, 1])]
     assert found.model.length_ps == found.model.bound_ps
     # Backwards in two parts are not followed op by op.
     assert allocate_rank(found.best.plan, graph, cost.cluster, 1) is None
@@ -110,11 +148,6 @@ def test_what_nothing_fits_leaves_no_file(tmp_path):
         find_order(inference, graph, load_cluster("4xA100"), tmp_path / "orders.csv")
     with pytest.raises(PlanError, match="never flushes; orders are found for steps that end"):
         find_order(replace(plan, schedule="pipedream"), graph, load_cluster("4xA100"), tmp_path / "orders.csv")
-    forked = chain_graph(4, reads={2: 0}, skips=((1, 3),))
-    with pytest.raises(PlanError, match="lie on parallel branches of the model"):
-        find_order(
-            replace(plan, graph_hash=forked.content_hash), forked, load_cluster("4xA100"), tmp_path / "orders.csv"
-        )
     assert not (tmp_path / "orders.csv").exists()
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 
 from meshwright.spec import Opcode
 
 KINDS = (Opcode.FORWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
 
 
-def length_of(orders, ranks_of_stages, seconds, sending, returning) -> int:
+def length_of(orders, ranks_of_stages, seconds, sending, returning, edges=None) -> int:
     """The end of the last computation.
 
     ``orders``: per rank (opcode, stage, microbatch, joint); ``seconds[stage][rank]`` are those of the three kinds;
-    ``sending[s]`` from s to s + 1 and ``returning[s]`` back, between two ranks.
+    ``sending[k]`` along the k-th of the edges (from, to) and ``returning[k]`` back, between two ranks. None: a chain.
     """
+    edges = list(pairwise(range(len(ranks_of_stages)))) if edges is None else edges
     blocks: dict[tuple[int, int, int], tuple[int, int]] = {}
     by_rank: list[list[list[tuple[int, int, int]]]] = []
     for rank, rows in enumerate(orders):
@@ -38,11 +40,11 @@ def length_of(orders, ranks_of_stages, seconds, sending, returning) -> int:
         for opcode, stage, microbatch in by_rank[rank][place]:
             if opcode == Opcode.BACKWARD_WEIGHT:
                 continue
-            kind, step = (0, -1) if opcode == Opcode.FORWARD else (1, 1)
-            if 0 <= stage + step < len(ranks_of_stages):
-                other, where = blocks[kind, stage + step, microbatch]
-                away = (sending[stage - 1] if kind == 0 else returning[stage]) if other != rank else 0
-                begin = max(begin, end(other, where) + away)
+            kind, times = (0, sending) if opcode == Opcode.FORWARD else (1, returning)
+            for edge, away in zip(edges, times, strict=True):
+                if edge[1 - kind] == stage:
+                    other, where = blocks[kind, edge[kind], microbatch]
+                    begin = max(begin, end(other, where) + (away if other != rank else 0))
         return begin + sum(lasts(rank, opcode, stage) for opcode, stage, _ in by_rank[rank][place])
 
     return max(end(rank, len(own) - 1) for rank, own in enumerate(by_rank))

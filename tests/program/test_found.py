@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from math import prod
 
 import numpy as np
 import pytest
@@ -21,7 +22,10 @@ from meshwright.program import (
     with_schedule,
     write_orders,
 )
-from meshwright.spec import Opcode, PlanError
+from meshwright.program.found import make_problem
+from meshwright.program.list_scheduler import Rule, write_greedily
+from meshwright.program.order_loops import Columns, play
+from meshwright.spec import Opcode, PlanError, with_branches
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.program.layouts import plan_of
 from tests.program.order_oracle import all_orders, length_of, most_held
@@ -35,15 +39,35 @@ def rows_of(columns):
     ]
 
 
+def edges_of(plan):
+    return [(stage, target) for stage in range(len(plan.stages)) for target in plan.feeds(stage)]
+
+
+@st.composite
+def branched(draw, stages, count, replicas):
+    """(plan, graph) of so many stages, each of which reads any of those before it; the last one often all that is."""
+    read = [draw(st.sets(st.integers(0, stage - 1), min_size=1, max_size=2)) for stage in range(1, stages)]
+    if draw(st.booleans()):
+        read[-1] |= set(range(stages - 1)) - set().union(*read)
+    reads = {stage: min(own) for stage, own in enumerate(read, 1)}
+    skips = tuple((source, stage) for stage, own in enumerate(read, 1) for source in sorted(own)[1:])
+    graph = chain_graph(stages, reads=reads, skips=skips)
+    numbers = draw(st.lists(st.integers(1, replicas), min_size=stages, max_size=stages))
+    return with_branches(make_plan(graph, even_bounds(stages, stages), numbers, count), graph), graph
+
+
 @st.composite
 def problems(draw):
     """(plan, graph, times) of a layout, stages that differ, and limits from too little to plenty."""
-    schedule = draw(st.sampled_from(["1f1b", "1f1b", "zb-v", "interleaved", "dualpipe"]))
+    schedule = draw(st.sampled_from(["branches", "branches", "1f1b", "zb-v", "interleaved", "dualpipe"]))
     positions = draw(st.sampled_from([2, 4])) if schedule == "dualpipe" else draw(st.integers(1, 4))
     count = 2 * draw(st.integers(1, 6))
     replicas = 1 if schedule == "dualpipe" else draw(st.sampled_from([1, 1, 2]))
-    plan, graph = plan_of(schedule, positions, count * replicas, num_replicas=replicas)
-    stages = len(plan.stages)
+    if schedule == "branches":
+        plan, graph = draw(branched(positions + 1, count * replicas, replicas))
+    else:
+        plan, graph = plan_of(schedule, positions, count * replicas, num_replicas=replicas)
+    stages, edges = len(plan.stages), len(edges_of(plan))
 
     def numbers(low, high, size):
         return draw(st.lists(st.integers(low, high), min_size=size, max_size=size))
@@ -54,8 +78,8 @@ def problems(draw):
         forward_ps=numbers(1, 20, stages),
         inputs_ps=numbers(0, 20, stages),
         weights_ps=numbers(0, 20, stages),
-        sending_ps=numbers(0, 9, stages - 1),
-        returning_ps=numbers(0, 9, stages - 1),
+        sending_ps=numbers(0, 9, edges),
+        returning_ps=numbers(0, 9, edges),
         kept_bytes=kept,
         limit_bytes=[each * draw(st.integers(1, 2 * positions)) for each in own],
     )
@@ -69,7 +93,8 @@ def test_nothing_named_that_fits_is_shorter(problem, whole):
     seconds = [
         [kinds] * plan.num_ranks for kinds in zip(times.forward_ps, times.inputs_ps, times.weights_ps, strict=True)
     ]
-    layout = ([stage.ranks for stage in plan.stages], seconds, times.sending_ps, times.returning_ps)
+    ranks = [stage.ranks for stage in plan.stages]
+    layout = (ranks, seconds, times.sending_ps, times.returning_ps, edges_of(plan))
     lengths = {}
     for name in SCHEDULES:
         try:
@@ -96,6 +121,23 @@ def test_nothing_named_that_fits_is_shorter(problem, whole):
         assert not whole or all(row[0] in (Opcode.FORWARD, Opcode.BACKWARD) for row in own)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    problem=problems(),
+    rule=st.builds(
+        Rule, *map(st.sampled_from, ((True, False), (True, False), (0.0, 0.5), (0.0, 1.0), (-1, 0), (True, False)))
+    ),
+)
+def test_the_clock_of_the_list_scheduler_is_never_ahead(problem, rule):
+    """Nothing starts before all that it needs is there: played as early as can be, no order ends later."""
+    plan, _, times = problem
+    made = make_problem(plan, times)
+    counts = np.add.reduceat(made.seat_count, made.seat_offsets[:-1]) * (3 if rule.split else 2)
+    columns = Columns(np.cumsum([0, *counts]), *np.zeros((4, counts.sum()), np.int64))
+    length = write_greedily(made, made.limit, rule, columns)
+    assert length < 0 or 0 <= play(made, columns, np.empty(counts.sum(), np.int64)) <= length
+
+
 @settings(max_examples=25, deadline=None)
 @given(problem=problems())
 def test_what_is_found_keeps_every_rule(tmp_path_factory, problem):
@@ -114,6 +156,20 @@ def test_what_is_found_keeps_every_rule(tmp_path_factory, problem):
     check_program(program)
 
 
+def shortest_of(count, most, seconds, sending, returning, edges=None):
+    """The length of the shortest of all orders there are of stages on one rank each."""
+    ranks = [(stage,) for stage in range(len(seconds))]
+    layout = (ranks, [[own] * len(seconds) for own in seconds], sending, returning, edges)
+    shortest = None
+    for orders in itertools.product(*(list(all_orders(stage, count, most[stage])) for (stage,) in ranks)):
+        try:
+            length = length_of(orders, *layout)
+        except RecursionError:  # the ranks wait in a circle
+            continue
+        shortest = length if shortest is None else min(shortest, length)
+    return shortest
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_best_of_all_orders_of_two_short_stages_is_found(seed):
     rng = np.random.default_rng(seed)
@@ -121,13 +177,7 @@ def test_the_best_of_all_orders_of_two_short_stages_is_found(seed):
     most = rng.integers(1, count + 1, 2).tolist()
     seconds = rng.integers(seed % 2, 12, (2, 3)).tolist()
     sending, returning = rng.integers(0, 6, (2, 1)).tolist()
-    shortest = None
-    for pair in itertools.product(*(list(all_orders(stage, count, most[stage])) for stage in range(2))):
-        try:
-            length = length_of(pair, [(0,), (1,)], [[own] * 2 for own in seconds], sending, returning)
-        except RecursionError:  # the ranks wait in a circle
-            continue
-        shortest = length if shortest is None else min(shortest, length)
+    shortest = shortest_of(count, most, seconds, sending, returning)
     plan, _ = plan_of("1f1b", 2, count)
     forward, inputs, weights = zip(*seconds, strict=True)
     found = find_orders(
@@ -144,6 +194,37 @@ def test_the_best_of_all_orders_of_two_short_stages_is_found(seed):
     )
     assert found.length_ps == shortest
     assert found.bound_ps <= shortest
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), stages=st.integers(3, 4), count=st.integers(1, 2))
+def test_no_order_of_short_stages_on_branches_is_below_the_bound(data, stages, count):
+    plan, _ = data.draw(branched(stages, count, 1))
+    edges = edges_of(plan)
+
+    def numbers(low, high, *size):
+        return np.array(data.draw(st.lists(st.integers(low, high), min_size=prod(size), max_size=prod(size)))).reshape(
+            size
+        )
+
+    seconds, away = numbers(0, 9, stages, 3).tolist(), numbers(0, 5, 2, len(edges)).tolist()
+    most = numbers(1, count, stages).tolist()
+    shortest = shortest_of(count, most, seconds, *away, edges)
+    forward, inputs, weights = zip(*seconds, strict=True)
+    times = StageTimes(
+        forward_ps=forward,
+        inputs_ps=inputs,
+        weights_ps=weights,
+        sending_ps=away[0],
+        returning_ps=away[1],
+        kept_bytes=1,
+        limit_bytes=most,
+    )
+    found = find_orders(plan, times)
+    assert found.bound_ps <= shortest <= found.length_ps == measure_orders(plan, times, found.columns)
+    assert all(length >= found.length_ps for length in found.named_ps.values())
+    if count == 1:
+        assert found.bound_ps == shortest == found.length_ps
 
 
 @pytest.mark.parametrize(("positions", "count"), [(2, 6), (4, 12), (8, 32), (8, 64)])

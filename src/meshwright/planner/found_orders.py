@@ -8,7 +8,8 @@
 So the result is, in the simulator itself, never slower than a named schedule that takes the stages as they lie and
 fits, nor than the plan's own. What is found for a model without queues on links may lose there; then the plan follows
 the fastest of these by its name (as a file, its order would take more: the runtime bounds the gradients on their way
-for named schedules only), and the file has its order all the same.
+for named schedules only), and the file has its order all the same. An order that is found for stages on parallel
+branches relies on them, so that its plan says which stages feed which.
 """
 
 from __future__ import annotations
@@ -94,12 +95,8 @@ def find_order(
             f"The plan follows {plan.schedule}, which never flushes; orders are found for steps that end, which train "
             "otherwise. Give --schedule 1f1b, or another schedule that flushes."
         )
-    if plan.has_branches or with_branches(plan, graph).has_branches:
-        raise PlanError(
-            "Some stages of the plan lie on parallel branches of the model; orders are found for chains of stages. "
-            "Give --schedule 1f1b or another named one, which run branches beside each other."
-        )
-    times = stage_times(plan, graph, cost)
+    branched = with_branches(plan, graph)
+    times = stage_times(branched, graph, cost)
     named = sorted(_named(plan, evaluate, whole=whole), key=lambda item: item.step_time_s)
     best, model = next((item for item in named if item.fits), None), None
     text = "" if best is None else write_orders(best.plan, compute_orders(best.plan)).text
@@ -108,12 +105,12 @@ def find_order(
     with tempfile.TemporaryDirectory() as folder:
         for attempt in range(_MAX_ATTEMPTS):
             try:
-                found = find_orders(plan, replace(times, limit_bytes=limits), whole=whole)
+                found = find_orders(branched, replace(times, limit_bytes=limits), whole=whole)
             except PlanError:
                 break
             orders = tuple(Order(rank=rank, columns=columns) for rank, columns in enumerate(found.columns))
-            written = write_orders(plan, orders).text
-            item = evaluate(with_schedule(plan, str(write_text(written, Path(folder) / f"{attempt}.csv"))))
+            written = write_orders(branched, orders).text
+            item = evaluate(with_schedule(branched, str(write_text(written, Path(folder) / f"{attempt}.csv"))))
             if item.fits:
                 model = found
                 if best is None or item.step_time_s < best.step_time_s:
@@ -128,7 +125,7 @@ def find_order(
     name = best.plan.schedule if best in named else ""
     write_text(text, path)
     if not name:
-        best = replace(best, plan=with_schedule(plan, str(path)))
+        best = replace(best, plan=with_schedule(branched, str(path)))
     return FoundPlan(best=best, text=text, model=model, named=tuple(named), name=name)
 
 

@@ -1,19 +1,17 @@
 """Which order is shortest for given times of the stages, within so much memory on every rank?
 
-The model: stage s takes F, I and W for a forward, the part of a backward for inputs and that for weights; what crosses
-to another rank takes C on the way there and G on the way back, whatever else is under way. A microbatch holds K bytes
-of a stage from the start of its forward to the end of its part for weights. The length of a step is the time from the
-first start to the last end on any rank.
+The model: stage s takes F, I and W for a forward, the part of a backward for inputs and that for weights. A forward
+needs those of all stages that feed its own, a backward those of all that its own feeds (`Plan.feeds`); what crosses to
+another rank takes C on the way there and G on the way back, whatever else is under way. A microbatch holds K bytes of a
+stage from the start of its forward to the end of its part for weights. The length of a step is the time from the first
+start to the last end on any rank.
 
     greedy     a list scheduler in the manner of Qi et al. (Zero Bubble, ICLR 2024, section 3.1): forwards as far ahead
                as allowed, backwards as soon as they can, weights in gaps. It is run for a grid of choices: how far
                ahead (of what one round trip needs, or of all memory), what goes first, which gaps are filled.
     improve    the best of them are improved by moving computations on the critical path
     named      every named schedule that takes the layout, where it fits: nothing slower is ever returned
-    bound      no order can be shorter. On a rank that the first microbatch reaches after H at the earliest:
-                   H + Σ (F + I + W)                             it computes all of this
-                   H + Σ (F + I) + the way back to stage 0        its last gradient has to travel
-                   H + Σ K τ / limit                              a byte of a microbatch is held for a round trip τ
+    bound      no order can be shorter (`order_bounds`)
 
 The loops are compiled (`list_scheduler`, `order_moves`, `order_loops`). The same input gives the same order.
 """
@@ -22,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.program.list_scheduler import Rule, write_greedily
+from meshwright.program.order_bounds import Bounds
 from meshwright.program.order_loops import BACKWARD, FORWARD, WEIGHT, Columns, Ints, Problem, fits, play
 from meshwright.program.order_moves import improve
 from meshwright.program.schedules import SCHEDULES, OrderColumns, RankOrders, local_microbatches
@@ -56,8 +54,9 @@ class StageTimes:
     """Picoseconds and bytes for one microbatch, and what ranks may hold.
 
     ``forward_ps``, ``inputs_ps`` and ``weights_ps`` have shape (stages,), or (stages, ranks) where ranks differ;
-    ``sending_ps`` (to the next stage), ``returning_ps`` (of its gradient) of shape (stages - 1,) count between two
-    ranks only; ``kept_bytes`` (stages,), ``limit_bytes`` (ranks,). What is not given is 0, a limit endless.
+    ``sending_ps`` and ``returning_ps`` (of the gradient) count between two ranks only and have one number for each
+    pair of stages that one feeds the other: (stages - 1,) for a chain, otherwise `Plan.feeds` of stage 0, of stage 1
+    and so on. ``kept_bytes`` (stages,), ``limit_bytes`` (ranks,). What is not given is 0, a limit endless.
     """
 
     forward_ps: ArrayLike
@@ -134,9 +133,19 @@ def make_problem(plan: Plan, times: StageTimes) -> Problem:
         table = _shaped(given.reshape(-1, 1) if given.ndim == 1 else given, (num_stages, num_ranks), name)
         return np.ascontiguousarray(table[stages, ranks])
 
-    def between(name: str, leading: int) -> Ints:
-        values = _shaped(getattr(times, name), (num_stages - 1,), name)
-        return np.concatenate([np.zeros(leading, np.int64), values, np.zeros(1 - leading, np.int64)])
+    edges = [(stage, target) for stage in range(num_stages) for target in plan.feeds(stage)]
+    source, target = np.array(edges, np.int64).reshape(-1, 2).T
+    away = np.concatenate(
+        [_shaped(getattr(times, name), source.shape, name) for name in ("sending_ps", "returning_ps")]
+    )
+    # Forwards of all stages, then their backwards, for which each edge goes the other way.
+    first, last = (np.concatenate(ends) for ends in ((source, target), (target, source)))
+    backwards = num_stages * (np.arange(len(away)) >= len(edges))
+    links = [
+        _by_end(last + backwards, first, away, 2 * num_stages),
+        _by_end(first + backwards, last, away, 2 * num_stages),
+    ]
+    offsets, others, between = (np.stack(rows) for rows in zip(*links, strict=True))
 
     return Problem(
         seat_offsets=np.searchsorted(ranks, np.arange(num_ranks + 1)).astype(np.int64),
@@ -152,8 +161,9 @@ def make_problem(plan: Plan, times: StageTimes) -> Problem:
         forward=of_seats("forward_ps"),
         inputs=of_seats("inputs_ps"),
         weights=of_seats("weights_ps"),
-        sending=between("sending_ps", 0),
-        returning=between("returning_ps", 1),
+        link_offsets=offsets,
+        link_stage=others,
+        link_ps=between,
         kept=_shaped(times.kept_bytes, (num_stages,), "kept_bytes").copy(),
         limit=_shaped(times.limit_bytes, (num_ranks,), "limit_bytes").copy(),
         num_microbatches=plan.num_microbatches,
@@ -165,7 +175,7 @@ class _Search:
         problem = make_problem(plan, times)
         if whole:  # as if all of a backward were needed by the stage before
             problem = problem._replace(inputs=problem.inputs + problem.weights, weights=np.zeros_like(problem.weights))
-        self.problem = problem
+        self.problem, self._bounds = problem, Bounds(problem)
         self._plan, self._whole = plan, whole
         counts = self.problem.seat_count * (2 if whole else 3)
         self._offsets = np.concatenate([[0], np.cumsum(counts)])[self.problem.seat_offsets].astype(np.int64)
@@ -181,7 +191,8 @@ class _Search:
             in_parts = len(columns.opcode) > 2 * int(self.problem.seat_count.sum())
             if not (self._whole and in_parts) and fits(self.problem, columns):
                 length = play(self.problem, columns, np.empty(len(columns.opcode), np.int64))
-                yield name, (length, columns)
+                if length >= 0:
+                    yield name, (length, columns)
 
     def greedy(self) -> Iterator[tuple[int, Columns]]:
         """Length and orders for every choice of the list scheduler that ends, without those that are there already."""
@@ -229,68 +240,20 @@ class _Search:
         busy = np.add.reduceat(work * problem.seat_count, problem.seat_offsets[:-1]).max() / problem.num_microbatches
         kept = problem.kept[problem.seat_stage]
         # Of a stage with R replicas each has every R-th microbatch.
-        number = np.ceil(ahead * self._round_trips[problem.seat_stage] / max(busy, 1) / problem.seat_step)
+        number = np.ceil(ahead * self._bounds.round_trips[problem.seat_stage] / max(busy, 1) / problem.seat_step)
         cap = np.add.reduceat(kept * np.maximum(number, 1).astype(np.int64), problem.seat_offsets[:-1])
         return np.minimum(cap, problem.limit)
 
-    @cached_property
+    @property
     def bound(self) -> int:
-        """What no order is shorter than; see the module."""
-        problem, heads = self.problem, self._heads
-        trips, back = self._round_trips, self._ways_back
-        longest = 0
-        for rank in range(self._plan.num_ranks):
-            seats = np.arange(problem.seat_offsets[rank], problem.seat_offsets[rank + 1])
-            stages, count = problem.seat_stage[seats], problem.seat_count[seats]
-            head = int(heads[stages].min())
-            moving = int((count * (problem.forward + problem.inputs)[seats]).sum())
-            work = moving + int((count * problem.weights[seats]).sum())
-            held = sum(
-                int(n) * int(k) * int(t) for n, k, t in zip(count, problem.kept[stages], trips[stages], strict=True)
-            )
-            limit = int(problem.limit[rank])
-            if len(seats) == 1 and (kept := int(problem.kept[stages[0]])):
-                limit -= limit % kept
-            longest = max(
-                longest, head + work, head + moving + int(back[stages].min()), head + -(-held // max(limit, 1))
-            )
-        return longest
+        """What no order is shorter than."""
+        return self._bounds.length
 
-    @cached_property
-    def _heads(self) -> Ints:
-        """When a microbatch can reach each stage at the earliest, shape (stages,)."""
-        hops = self._fastest(self.problem.forward)[:-1] + self._crossing(self.problem.sending[:-1])
-        return np.concatenate([[0], np.cumsum(hops)]).astype(np.int64)
 
-    @cached_property
-    def _ways_back(self) -> Ints:
-        """From the end of a stage's part for inputs until all of that microbatch is done, at least, shape (stages,)."""
-        inputs, weights = self._fastest(self.problem.inputs), self._fastest(self.problem.weights)
-        crossing = self._crossing(self.problem.returning[1:])
-        back = weights.copy()
-        for stage in range(1, len(back)):
-            back[stage] = max(weights[stage], crossing[stage - 1] + inputs[stage - 1] + back[stage - 1])
-        return back
-
-    @cached_property
-    def _round_trips(self) -> Ints:
-        """From the start of a stage's forward to the end of its part for weights, at least, shape (stages,)."""
-        forward, inputs = self._fastest(self.problem.forward), self._fastest(self.problem.inputs)
-        trip = forward + inputs
-        there, back = self._crossing(self.problem.sending[:-1]), self._crossing(self.problem.returning[1:])
-        for stage in range(len(trip) - 2, -1, -1):
-            trip[stage] += there[stage] + trip[stage + 1] + back[stage]
-        return trip + self._fastest(self.problem.weights)
-
-    def _fastest(self, seconds: Ints) -> Ints:
-        """The least of each stage's seats."""
-        return np.minimum.reduceat(seconds[self.problem.replica_seats], self.problem.replica_offsets[:-1])
-
-    def _crossing(self, between: Ints) -> Ints:
-        """What a transfer takes at least: nothing where two stages share a rank."""
-        ranks = [set(stage.ranks) for stage in self._plan.stages]
-        apart = [not ranks[stage] & ranks[stage + 1] for stage in range(len(ranks) - 1)]
-        return np.where(apart, between, 0).astype(np.int64)
+def _by_end(ends: Ints, stages: Ints, away: Ints, num_ends: int) -> tuple[Ints, Ints, Ints]:
+    """Where the links of each end begin; their stages and times in that order."""
+    order = np.argsort(ends, kind="stable")
+    return np.searchsorted(ends[order], np.arange(num_ends + 1)).astype(np.int64), stages[order], away[order]
 
 
 def _shaped(values: ArrayLike, shape: tuple[int, ...], name: str) -> NDArray[np.int64]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.program.order_loops import (
     BACKWARD,
+    FEEDS,
     FORWARD,
     INPUT,
+    NEEDS,
     WEIGHT,
     Columns,
     Ints,
@@ -44,9 +47,14 @@ class Rule(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Arrivals (forward or backward, stage, microbatch; -1 unknown), what each seat did, what each rank holds."""
+    """What has arrived, what each seat did, what each rank holds.
+
+    ``arrivals`` and ``missing`` (forward or backward, stage, microbatch): when the last of the values that are known
+    arrives, less `_NEVER` while so many are missing.
+    """
 
     arrivals: Ints
+    missing: Ints
     forwards: Ints
     inputs: Ints
     weights: Ints
@@ -59,15 +67,20 @@ def write_greedily(problem: Problem, cap: Ints, rule: Rule, columns: Columns) ->
 
     The clock goes from decision to decision; a rank that has nothing to do sleeps until something arrives.
     """
-    num_ranks, num_seats, num_stages = len(cap), len(problem.seat_stage), len(problem.sending)
+    num_ranks, num_seats, num_stages = len(cap), len(problem.seat_stage), len(problem.kept)
     state = _State(
-        np.full((2, num_stages, problem.num_microbatches), -1, np.int64),
+        np.full((2, num_stages, problem.num_microbatches), -_NEVER, np.int64),
+        np.empty((2, num_stages, problem.num_microbatches), np.int64),
         np.zeros(num_seats, np.int64),
         np.zeros(num_seats, np.int64),
         np.zeros(num_seats, np.int64),
         np.zeros(num_ranks, np.int64),
     )
-    state.arrivals[0, 0] = 0
+    for end in range(2 * num_stages):
+        kind, stage = divmod(end, num_stages)
+        state.missing[kind, stage] = problem.link_offsets[NEEDS, end + 1] - problem.link_offsets[NEEDS, end]
+        if kind == 0 and state.missing[0, stage, 0] == 0:
+            state.arrivals[0, stage] = 0
     wake, asleep = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.bool_)
     place, length = columns.offsets[:-1].copy(), 0
     while True:
@@ -92,9 +105,8 @@ def write_greedily(problem: Problem, cap: Ints, rule: Rule, columns: Columns) ->
             state.held[rank] += problem.kept[stage]
         elif opcode != INPUT:
             state.held[rank] -= problem.kept[stage]
-        other, arrival = _hand_on(problem, state, opcode, stage, microbatch, rank, end)
-        if other >= 0 and asleep[other]:
-            wake[other] = max(now, min(wake[other], arrival))
+        if opcode != WEIGHT:
+            _hand_on(problem, state, 0 if opcode == FORWARD else 1, stage, microbatch, rank, now, end, wake, asleep)
     return int(length) if place.sum() == columns.offsets[1:].sum() else -1
 
 
@@ -105,21 +117,33 @@ def _microbatch(problem: Problem, seat: int, number: int) -> int:
 
 @compiled
 def _hand_on(
-    problem: Problem, state: _State, opcode: int, stage: int, microbatch: int, rank: int, end: int
-) -> tuple[int, int]:
-    """Note when the next stage can go on with a microbatch; the rank that then can, or -1, and when."""
-    last = len(problem.sending) - 1
-    if opcode == WEIGHT or (opcode != FORWARD and stage == 0):
-        return -1, end
-    if opcode == FORWARD and stage == last:
+    problem: Problem,
+    state: _State,
+    kind: int,
+    stage: int,
+    microbatch: int,
+    rank: int,
+    now: int,
+    end: int,
+    wake: Ints,
+    asleep: NDArray[np.bool_],
+) -> None:
+    """Note what arrives where, and wake those who then can go on with a microbatch."""
+    own = kind * len(problem.kept) + stage
+    first, stop = problem.link_offsets[FEEDS, own], problem.link_offsets[FEEDS, own + 1]
+    if kind == 0 and first == stop:
         state.arrivals[1, stage, microbatch] = end
-        return -1, end
-    target = stage + 1 if opcode == FORWARD else stage - 1
-    other = problem.seat_rank[seat_of(problem, target, microbatch)]
-    if other != rank:
-        end += problem.sending[stage] if opcode == FORWARD else problem.returning[stage]
-    state.arrivals[0 if opcode == FORWARD else 1, target, microbatch] = end
-    return int(other), end
+    for k in range(first, stop):
+        target = problem.link_stage[FEEDS, k]
+        other = problem.seat_rank[seat_of(problem, target, microbatch)]
+        ready = end if other == rank else end + problem.link_ps[FEEDS, k]
+        latest = max(state.arrivals[kind, target, microbatch], ready - _NEVER)
+        state.missing[kind, target, microbatch] -= 1
+        if state.missing[kind, target, microbatch] == 0:
+            latest += _NEVER
+            if asleep[other]:
+                wake[other] = max(now, min(wake[other], latest))
+        state.arrivals[kind, target, microbatch] = latest
 
 
 @compiled
@@ -148,10 +172,10 @@ def _find_backward(problem: Problem, rule: Rule, state: _State, rank: int, now: 
         if state.inputs[seat] == state.forwards[seat]:
             continue
         m = _microbatch(problem, seat, state.inputs[seat])
-        arrival = state.arrivals[1, problem.seat_stage[seat], m]
-        if arrival > now:
-            later = min(later, arrival)
-        elif arrival >= 0 and (m < least or rule.deepest_first):
+        ready = state.arrivals[1, problem.seat_stage[seat], m]
+        if ready > now:
+            later = min(later, ready)
+        elif ready >= 0 and (m < least or rule.deepest_first):
             found, least = seat, m
     return found, int(later)
 
@@ -164,13 +188,13 @@ def _find_forward(problem: Problem, rule: Rule, cap: Ints, state: _State, rank: 
         if state.forwards[seat] == problem.seat_count[seat]:
             continue
         m = _microbatch(problem, seat, state.forwards[seat])
-        arrival = state.arrivals[0, problem.seat_stage[seat], m]
-        if arrival < 0:
+        ready = state.arrivals[0, problem.seat_stage[seat], m]
+        if ready < 0:
             continue
         if state.held[rank] + problem.kept[problem.seat_stage[seat]] > cap[rank]:
-            blocked = blocked or arrival <= now
-        elif arrival > now:
-            later = min(later, arrival)
+            blocked = blocked or ready <= now
+        elif ready > now:
+            later = min(later, ready)
         elif m < least or rule.deepest_first:
             found, least = seat, m
     return found, int(later), blocked

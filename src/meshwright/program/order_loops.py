@@ -2,8 +2,9 @@
 
 A *seat* is a stage on one of its ranks; its microbatches are first, first + step, ... . Computations of all ranks stand
 behind each other as columns (opcode, stage, microbatch), rank r at ``offsets[r]:offsets[r + 1]``. A forward needs the
-forward of the stage before, a backward (or its part for inputs) the backward of the stage behind, each plus the time
-of the transfer between two ranks; a forward holds ``kept`` bytes until the part for weights (or the whole) ends.
+forwards of all stages that feed its own, a backward (or its part for inputs) the backwards of all that its own feeds,
+each plus the time of the transfer between two ranks; a forward holds ``kept`` bytes until the part for weights (or the
+whole) ends. Stages are numbered so that each feeds later ones only; a chain is where it feeds the next.
 """
 
 from __future__ import annotations
@@ -23,11 +24,18 @@ FORWARD, BACKWARD, INPUT, WEIGHT = (
 )
 
 
+# Rows of a problem's links.
+NEEDS, FEEDS = 0, 1
+
+
 class Problem(NamedTuple):
     """Seats rank by rank (rank r has ``seat_offsets[r]:seat_offsets[r + 1]``), times in ps, bytes.
 
-    ``replica_offsets`` and ``replica_seats``: the seats of each stage, microbatch m on the (m mod R)-th. ``sending``
-    and ``returning``, of shape (stages,), from a stage to the next and to the one before, between two ranks.
+    ``replica_offsets`` and ``replica_seats``: the seats of each stage, microbatch m on the (m mod R)-th.
+
+    The *ends* of stage s of S are s (forwards) and S + s (backwards). Links of end e are
+    ``link_offsets[:, e]:link_offsets[:, e + 1]``: what comes from or goes to the same end of the stages ``link_stage``
+    and takes ``link_ps`` between two ranks; row `NEEDS` what it needs, row `FEEDS` what needs it.
     """
 
     seat_offsets: Ints
@@ -41,8 +49,9 @@ class Problem(NamedTuple):
     forward: Ints
     inputs: Ints
     weights: Ints
-    sending: Ints
-    returning: Ints
+    link_offsets: Ints
+    link_stage: Ints
+    link_ps: Ints
     kept: Ints
     limit: Ints
     num_microbatches: int
@@ -80,24 +89,28 @@ def duration(problem: Problem, opcode: int, seat: int) -> int:
 
 
 @compiled
-def _arrival(problem: Problem, columns: Columns, done: Ints, i: int, rank: int) -> int:
-    """When what a computation needs is there; -1 if that is not known yet."""
-    opcode, stage, microbatch = columns.opcode[i], columns.stage[i], columns.microbatch[i]
-    num_stages = len(problem.sending)
-    if opcode == WEIGHT or (opcode == FORWARD and stage == 0) or (opcode != FORWARD and stage == num_stages - 1):
-        return 0
-    other = stage - 1 if opcode == FORWARD else stage + 1
-    end = done[0 if opcode == FORWARD else 1, other, microbatch]
-    if end < 0 or problem.seat_rank[seat_of(problem, other, microbatch)] == rank:
-        return int(end)
-    return int(end + (problem.sending[other] if opcode == FORWARD else problem.returning[other]))
+def _arrival(problem: Problem, done: Ints, kind: int, stage: int, microbatch: int, rank: int) -> int:
+    """When all that a forward (kind 0) or backward (1) needs is on its rank; -1 if that is not known yet.
+
+    ``done`` (kind, stage, microbatch): when each ends, -1 if not known.
+    """
+    end, latest = kind * len(problem.kept) + stage, 0
+    for k in range(problem.link_offsets[NEEDS, end], problem.link_offsets[NEEDS, end + 1]):
+        other = problem.link_stage[NEEDS, k]
+        there = done[kind, other, microbatch]
+        if there < 0:
+            return -1
+        if problem.seat_rank[seat_of(problem, other, microbatch)] != rank:
+            there += problem.link_ps[NEEDS, k]
+        latest = max(latest, there)
+    return int(latest)
 
 
 @compiled
 def play(problem: Problem, columns: Columns, start: Ints) -> int:
     """Fill in when each computation starts; returns when the last one ends, -1 if the ranks wait in a circle."""
     num_ranks = len(columns.offsets) - 1
-    done = np.full((2, len(problem.sending), problem.num_microbatches), -1, np.int64)
+    done = np.full((2, len(problem.kept), problem.num_microbatches), -1, np.int64)
     place, free = columns.offsets[:-1].copy(), np.zeros(num_ranks, np.int64)
     moved, left = True, len(columns.opcode)
     while moved:
@@ -109,11 +122,14 @@ def play(problem: Problem, columns: Columns, start: Ints) -> int:
                     last += 1
                 begin = free[rank]
                 for i in range(place[rank], last + 1):
-                    arrival = _arrival(problem, columns, done, i, rank)
-                    if arrival < 0:
+                    if columns.opcode[i] == WEIGHT:
+                        continue
+                    kind = 0 if columns.opcode[i] == FORWARD else 1
+                    ready = _arrival(problem, done, kind, columns.stage[i], columns.microbatch[i], rank)
+                    if ready < 0:
                         begin = -1
                         break
-                    begin = max(begin, arrival)
+                    begin = max(begin, ready)
                 if begin < 0:
                     break
                 for i in range(place[rank], last + 1):

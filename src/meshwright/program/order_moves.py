@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.cost.compiled import compiled
-from meshwright.program.order_loops import FORWARD, INPUT, WEIGHT, Columns, Ints, Problem, duration, play, seat_of
+from meshwright.program.order_loops import (
+    FORWARD,
+    INPUT,
+    NEEDS,
+    WEIGHT,
+    Columns,
+    Ints,
+    Problem,
+    duration,
+    play,
+    seat_of,
+)
 
 # How far a computation is moved at once.
 _SHIFTS = (1, 1, 2, 3, 5, 8)
@@ -52,7 +63,7 @@ def improve(problem: Problem, columns: Columns, rounds: int, enough: int, seed: 
 def _critical(problem: Problem, columns: Columns, start: Ints, length: int) -> list[tuple[int, int]]:
     """(rank, place) of computations on one path of the whole length that wait for the one before them on their rank."""
     found = [(0, 0) for _ in range(0)]
-    where = np.full((3, len(problem.sending), problem.num_microbatches), -1, np.int64)
+    where = np.full((3, len(problem.kept), problem.num_microbatches), -1, np.int64)
     ranks = np.empty(len(start), np.int64)
     i = -1
     for rank in range(len(columns.offsets) - 1):
@@ -68,8 +79,13 @@ def _critical(problem: Problem, columns: Columns, start: Ints, length: int) -> l
             found.append((rank, i))
             i -= 1
             continue
-        kind = 0 if columns.opcode[i] == FORWARD else 1
-        i = where[kind, columns.stage[i] + (-1 if kind == 0 else 1), columns.microbatch[i]]
+        kind, begin, microbatch = 0 if columns.opcode[i] == FORWARD else 1, start[i], columns.microbatch[i]
+        end = kind * len(problem.kept) + columns.stage[i]
+        for k in range(problem.link_offsets[NEEDS, end], problem.link_offsets[NEEDS, end + 1]):
+            i = where[kind, problem.link_stage[NEEDS, k], microbatch]
+            away = problem.link_ps[NEEDS, k] if ranks[i] != rank else 0
+            if start[i] + _length(problem, columns, i) + away == begin:
+                break
     return found
 
 

@@ -1,7 +1,8 @@
 """What `program.find_orders` has to know of a plan: times and bytes of its stages, as the simulator prices them.
 
 A backward in parts takes what a rank's second and later microbatches take. A transfer takes what the slowest pair of
-replicas needs alone on its links. Values that skip a stage are not in this model; the simulator has them.
+replicas needs alone on its links; those from one computation to several stages go one after the other. In a chain,
+values that skip a stage are not in this model; the simulator has them.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ def stage_times(plan: Plan, graph: Graph, cost: CostModel) -> StageTimes:
                 in_use = stage_bytes(graph, plan, stage, held, kind, cost)
                 kept[stage.index] = max(kept[stage.index], in_use.microbatch_bytes)
     size, width = plan.microbatch_size, plan.workload.float_bytes
-    crossing: NDArray[np.int64] = np.zeros((2, len(stages) - 1), np.int64)
-    for stage in stages[:-1]:
-        for channel in stage.outgoing:
-            if channel.target == stage.index + 1:
-                there = _slowest(plan, cost, stage.index, channel.target, channel.forward_bytes(graph, size, width))
-                back = _slowest(plan, cost, channel.target, stage.index, channel.backward_bytes(graph, size, width))
-                crossing[:, stage.index] = to_picoseconds(there), to_picoseconds(back)
+    channels = {(channel.source, channel.target): channel for stage in stages for channel in stage.outgoing}
+    edges = [(stage.index, target) for stage in stages for target in plan.feeds(stage.index)]
+    crossing: NDArray[np.int64] = np.zeros((2, len(edges)), np.int64)
+    sent = np.zeros((2, len(stages)), np.int64)
+    for number, (source, target) in enumerate(edges):
+        if channel := channels.get((source, target)):
+            there = _slowest(plan, cost, source, target, channel.forward_bytes(graph, size, width))
+            back = _slowest(plan, cost, target, source, channel.backward_bytes(graph, size, width))
+            sent[[0, 1], [source, target]] += to_picoseconds(there), to_picoseconds(back)
+            crossing[:, number] = sent[[0, 1], [source, target]]
     return StageTimes(
         forward_ps=times[0],
         inputs_ps=times[1],
