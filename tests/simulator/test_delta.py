@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.simulator import delta
 from meshwright.simulator.delta import DeltaSimulation
 from meshwright.simulator.engine import run_network
 from meshwright.simulator.network import collectives, durations, routes, with_durations
@@ -73,7 +72,7 @@ def assert_equal_to_full_runs(seed, network, num_links, contention) -> list[bool
 @given(seed=seeds, size=st.integers(2, 40), num_steps=st.integers(1, 3))
 def test_delta_equals_a_full_run(share, seed, size, num_steps):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta, "SWEEP", share)
+        patch.setattr("meshwright.simulator.delta.durations.SWEEP", share)
         network, num_links = network_of(seed, size, num_steps)
         full = assert_equal_to_full_runs(seed, network, num_links, "queued")
     assert share < 1 or not any(full)
@@ -84,7 +83,7 @@ def test_delta_equals_a_full_run(share, seed, size, num_steps):
 @given(seed=seeds, size=st.integers(2, 30), contention=st.sampled_from(["queued", "fair"]), joins=st.booleans())
 def test_delta_equals_a_full_run_where_order_matters(share, seed, size, contention, joins):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta, "GIVE_UP", share)
+        patch.setattr("meshwright.simulator.delta.durations.GIVE_UP", share)
         network, num_links = network_of(seed, size, 2, shared=True, joins=joins)
         full = assert_equal_to_full_runs(seed, network, num_links, contention)
     is_shared = (routes(network) >= network.num_private).any()
@@ -111,7 +110,7 @@ def two_requests(first_ps, second_ps):
 
 def test_requests_that_stay_in_order_are_followed(monkeypatch):
     """Requests at 5 and 8; at equal times the lower stream comes first."""
-    monkeypatch.setattr(delta, "GIVE_UP", 1.0)
+    monkeypatch.setattr("meshwright.simulator.delta.durations.GIVE_UP", 1.0)
     simulation, computed, sent = two_requests(5, 8)
     assert simulation.end_ps[sent].tolist() == [15, 25]
     for duration, ends, is_full in ((8, [18, 28], False), (9, [28, 18], True), (2, [12, 22], False)):
@@ -133,7 +132,7 @@ def test_requests_that_stay_in_order_are_followed(monkeypatch):
 
 def test_few_are_looked_at_and_the_rest_is_swept(monkeypatch):
     """Of 2 x 100 instructions 8 are a share of 0.04: the whole of a longer tail is gone through, and so noted."""
-    monkeypatch.setattr(delta, "SWEEP", 0.04)
+    monkeypatch.setattr("meshwright.simulator.delta.durations.SWEEP", 0.04)
     simulation = DeltaSimulation(*chain(2, 100))
     for first in (192, 191):
         simulation.change(first, 25)
