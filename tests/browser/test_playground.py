@@ -29,6 +29,8 @@ START = make_state(num_nodes=2, devices_per_node=4, num_stages=3, global_batch=4
 
 @pytest.fixture(scope="module")
 def server():
+    # Loops that were never compiled on this machine take longer than a page is waited for.
+    make_bench().answer(START)
     server = PlaygroundServer(Service(make_bench(), START))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()

@@ -271,3 +271,9 @@ def test_a_collective_without_all_members_is_refused():
     program, prices = program_of([[], rows, []], 2, [0, 1], [], [(0, 1)])
     with pytest.raises(ProgramError, match=r"issued by ranks \[0\]; expected \[0, 1\]"):
         simulate_program(program, prices)
+
+
+def test_more_time_than_the_clock_counts_is_refused():
+    program, prices = program_of([[], [forward(0, microbatch, cost=0) for microbatch in range(2)], []], 1, [2**62])
+    with pytest.raises(ProgramError, match=r"longer than 2\^63 ps, 106 days"):
+        simulate_program(program, prices, 1)

@@ -78,6 +78,8 @@ def _look_for_blas() -> None:
         return
     linalg: Any = importlib.import_module("numba.np.linalg")
     ensure_blas = getattr(linalg, "ensure_blas", None)
+    if ensure_blas is None:  # another version of numba, which is left as it is
+        return
     linalg.ensure_blas = _ensure_scipy
     try:
         importlib.import_module("numba.np.arraymath")

@@ -63,7 +63,11 @@ class FoundPlan:
             words = f"An order was found: {step}. No named schedule {which}."
         if self.model is None:
             return words
-        return f"{words}\nBy stage times alone it is at most {100 * self.model.gap:.1f} % longer than the shortest one."
+        length_ps = self.model.named_ps.get(self.name) if self.name else self.model.length_ps
+        if length_ps is None or not self.model.bound_ps:
+            return words
+        gap = length_ps / self.model.bound_ps - 1
+        return f"{words}\nBy stage times alone it is at most {100 * gap:.1f} % longer than the shortest one."
 
 
 def find_order(

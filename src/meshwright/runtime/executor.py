@@ -177,9 +177,16 @@ class Executor:
                 return lambda: self._receive(instruction, item.group[0])
             case AllReduce(bucket=bucket):
                 return lambda: self._all_reduce(bucket, item.group)
-            case Forward() | Backward() | BackwardInput() | BackwardWeight():
-                raise ProgramError(f"{instruction} stands in a communication stream; it belongs to the compute stream.")
-            case OptimizerStep() | Stash() | Drop() | Merge():
+            case (
+                Forward()
+                | Backward()
+                | BackwardInput()
+                | BackwardWeight()
+                | OptimizerStep()
+                | Stash()
+                | Drop()
+                | Merge()
+            ):
                 raise ProgramError(f"{instruction} stands in a communication stream; it belongs to the compute stream.")
             case _:
                 assert_never(instruction)

@@ -141,6 +141,11 @@ def run_unrolled(
 def _run(program: Program, unrolled: Unrolled, network: Network, contention: Contention) -> tuple[Ids, Ids]:
     outcome = run_network(network, unrolled.num_links, contention)
     raise_deadlock(program, unrolled, outcome.end_ps, outcome.position)
+    if outcome.end_ps.min(initial=0) < 0:
+        raise ProgramError(
+            "The program takes longer than 2^63 ps, 106 days, which the clock cannot count. Simulate fewer steps, or "
+            "give shorter durations."
+        )
     start_ps = outcome.start_ps(network)
     begin_receives(unrolled, start_ps, outcome.end_ps)
     return start_ps, outcome.end_ps

@@ -252,8 +252,8 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
 def unknown_schedule(name: str) -> PlanError:
     """The error for what is neither the name of a schedule nor the reference of one."""
     return PlanError(
-        f"There is no schedule {name!r}{suggest(name, SCHEDULE_NAMES)}. Give {' or '.join(SCHEDULE_NAMES)}, or your "
-        "own as path/to/file.py:function or path/to/orders.csv."
+        f"There is no schedule {name!r}{suggest(name, SCHEDULE_NAMES)}. Give the name of one, or your own as "
+        "path/to/file.py:function or path/to/orders.csv."
     )
 
 

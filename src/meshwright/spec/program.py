@@ -14,7 +14,8 @@ run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 
     late_instruction, late_section,      ``late_instruction[l]`` waits for ``late_awaited[l]`` of another section,
     late_awaited, late_lag               ``late_lag[l]`` repetitions earlier (below)
 
-The typed classes of `instructions` are the row views; `program.ProgramBuilder.append` is the only writer.
+The typed classes of `instructions` are the row views; `program.ProgramBuilder` is the only writer, of one or of many.
+What cuts or repeats a program (`program.endless`, `program.repeat`) moves its rows.
 A program is ``prologue``, then ``body`` repeated, then ``epilogue``: a flushing schedule is a body alone. In one that
 never flushes, a microbatch that enters in one repetition of the body may leave in another. Its sections number
 microbatches and versions as if the body came once; in repetition r, and in the epilogue behind r more, the microbatches
