@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.simulator.delta.rewire import Rows
+from meshwright.simulator.delta.rewire import StreamRows
 from meshwright.simulator.delta.streams import DeltaStreams
 from meshwright.spec import ProgramError
 
@@ -25,7 +25,7 @@ def walk(rows):
 
 def columns(rows):
     made = list(rows.values())
-    return Rows(
+    return StreamRows(
         instruction=np.array(list(rows), np.int64),
         stream=np.array([row[0] for row in made], np.int32),
         key=np.array([row[1] for row in made], np.int64),

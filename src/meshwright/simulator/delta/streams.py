@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from meshwright.simulator.delta.carry import SWEEP, carry, empty_log, take_back
 from meshwright.simulator.delta.graph import NOWHERE, STREAM, empty_graph
-from meshwright.simulator.delta.rewire import Rows, read_rows, rewire
+from meshwright.simulator.delta.rewire import StreamRows, read_rows, rewire
 from meshwright.simulator.waiters import Ids, Times
 from meshwright.spec import ProgramError
 
@@ -22,7 +22,7 @@ from meshwright.spec import ProgramError
 class _Change(NamedTuple):
     """How to take a change back: the rows of before with their ends, and ``noted`` entries of the log."""
 
-    rows: Rows
+    rows: StreamRows
     end_ps: Times
     noted: int
 
@@ -48,7 +48,7 @@ class DeltaStreams:
         """Whether each instruction is in a stream."""
         return self._graph.node[: self._room, STREAM] >= 0
 
-    def change(self, rows: Rows) -> None:
+    def change(self, rows: StreamRows) -> None:
         """Make instructions what the rows say, and simulate what moves.
 
         The waits of a row are for instructions that are there afterwards, with smaller keys; a stream is in the order
@@ -78,21 +78,21 @@ class DeltaStreams:
         self._put_back(rows, ends)
         self._last = None
 
-    def rows(self) -> Rows:
+    def rows(self) -> StreamRows:
         """All that are there, stream by stream, each in its order."""
         there = np.flatnonzero(self.is_there)
         stream, key = self._graph.node[there, STREAM], self._graph.key[there]
         return read_rows(self._graph, there[np.lexsort((key, stream))])
 
-    def _rewire(self, rows: Rows) -> tuple[Ids, int]:
+    def _rewire(self, rows: StreamRows) -> tuple[Ids, int]:
         touched, self._next_wait, wrong = rewire(self._graph, rows, self._num_streams, self._next_wait)
         return touched, wrong
 
-    def _put_back(self, rows: Rows, end_ps: Times) -> None:
+    def _put_back(self, rows: StreamRows, end_ps: Times) -> None:
         self._rewire(rows)
         self._graph.end_ps[rows.instruction] = end_ps
 
-    def _make_room(self, rows: Rows) -> None:
+    def _make_room(self, rows: StreamRows) -> None:
         """Room for the instructions, and for the waits of the rows and of what they replace."""
         room, waits = 1 + int(rows.instruction.max(initial=NOWHERE)), self._next_wait + len(rows.waits)
         if room > self._room or waits > len(self._graph.waits):
