@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.simulator.delta.carry import SWEEP, carry, empty_log, take_back
+from meshwright.simulator.delta.check import check_rows
 from meshwright.simulator.delta.graph import NOWHERE, STREAM, empty_graph
 from meshwright.simulator.delta.rewire import StreamRows, read_rows, rewire
 from meshwright.simulator.waiters import Ids, Times
@@ -34,7 +35,7 @@ class DeltaStreams:
     """
 
     def __init__(self, num_streams: int) -> None:
-        self._num_streams, self._next_wait = num_streams, 0
+        self._num_streams, self._next_wait, self._log = num_streams, 0, empty_log(0)
         self._resize(0, 0)
         self._last: _Change | None = None
 
@@ -52,9 +53,10 @@ class DeltaStreams:
         """Make instructions what the rows say, and simulate what moves.
 
         The waits of a row are for instructions that are there afterwards, with smaller keys; a stream is in the order
-        of its keys, no two of which are equal. Raises ProgramError, and changes nothing, where that is not so.
+        of its keys, no two of which are equal. Raises ProgramError, and changes nothing, where that is not so; then the
+        change before can still be taken back.
         """
-        self._last = None
+        check_rows(rows, self._num_streams, self._room)
         self._make_room(rows)
         before = read_rows(self._graph, rows.instruction)
         ends = self._graph.end_ps[rows.instruction]
@@ -74,6 +76,8 @@ class DeltaStreams:
         if self._last is None:
             raise ProgramError("No change is left to take back: only the last one can be, once.")
         rows, ends, noted = self._last
+        # A change that was refused may have packed the waits anew.
+        self._make_room(rows)
         take_back(self._graph, self._log, noted)
         self._put_back(rows, ends)
         self._last = None
@@ -102,8 +106,10 @@ class DeltaStreams:
                 self._put_back(kept, ends[kept.instruction])
 
     def _resize(self, room: int, num_waits: int) -> None:
-        """Start with nothing; half as much room again, so that growing is rare."""
-        self._room, self._next_wait = room + room // 2, 0
-        self._graph = empty_graph(self._room, self._num_streams, num_waits)
-        self._graph.end_ps[: self._room] = NOWHERE
-        self._log = empty_log(self._room)
+        """Start with nothing but the log of the last change; half as much room again, so that growing is rare."""
+        room += room // 2
+        graph, log = empty_graph(room, self._num_streams, num_waits), empty_log(room)
+        graph.end_ps[:room] = NOWHERE
+        kept = len(self._log.instruction)
+        log.instruction[:kept], log.end_ps[:kept], log.request_ps[:kept] = self._log
+        self._room, self._next_wait, self._graph, self._log = room, 0, graph, log
