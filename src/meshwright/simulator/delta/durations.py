@@ -169,10 +169,12 @@ class DeltaSimulation:
 
     def _risen_by(self, ids: Ids, wanted: Times) -> int:
         """By how much durations will have risen together, checked."""
-        columns = (column.tolist() for column in (self._first_ps[ids], self._duration_ps[ids], wanted))
-        risen_ps = self._risen_ps
-        for first, before, after in zip(*columns, strict=True):
-            risen_ps += max(after - first, 0) - max(before - first, 0)
+        risen_ps, first_ps, duration_ps = self._risen_ps, self._first_ps[ids].tolist(), self._duration_ps[ids].tolist()
+        for first, before, after in zip(first_ps, duration_ps, wanted.tolist(), strict=True):
+            if after > first:
+                risen_ps += after - first
+            if before > first:
+                risen_ps -= before - first
         if risen_ps >= _MOST_PS:
             raise ProgramError(
                 f"Durations were to be {risen_ps} ps longer than at first, all together; expected less than {_MOST_PS} "
@@ -198,6 +200,6 @@ class DeltaSimulation:
 def _whole(values: ArrayLike) -> Ids:
     """Numbers (k,), none of which is cut or wrapped."""
     given = np.array(values, ndmin=1)
-    if given.size and not np.can_cast(given.dtype, np.int64):
+    if given.size and given.dtype.kind != "i":
         raise ProgramError(f"Numbers of type {given.dtype} were given; expected whole ones that fit into 64 bits.")
-    return given.astype(np.int64)
+    return given.astype(np.int64, copy=False)
