@@ -133,3 +133,17 @@ def test_rows_are_refused_before_any_is_written(message, wrong):
     assert all(np.array_equal(column, wanted) for column, wanted in zip(found, given, strict=True))
     with pytest.raises(ProgramError, match="only the last one can be, once"):
         simulation.undo()
+
+
+def test_waits_have_room_again_after_a_refused_change():
+    """The last of 900 waits for all others, then for none; what is refused packs the waits anew, and waits for one."""
+    simulation = DeltaStreams(2)
+    first = {i: (0, i, 1, ()) for i in range(899)} | {899: (1, 899, 1, tuple(range(899)))}
+    simulation.change(columns(first))
+    simulation.change(columns({899: (1, 899, 1, ())}))
+    with pytest.raises(ProgramError, match="Change all that belong together"):
+        simulation.change(columns({5000: (0, 5000, 1, (4000,))}))
+    simulation.undo()
+    assert len(simulation._graph.waits) >= 899
+    assert simulation.end_ps[899] == 900
+    assert simulation.rows().waits.tolist() == list(range(899))
