@@ -92,6 +92,8 @@ def test_what_does_not_fit_changes_nothing():
         assert simulation.is_there.sum() == 2
     simulation.change(columns({0: GONE, 1: (1, 20, 5, ())}))
     assert simulation.end_ps[:2].tolist() == [-1, 5]
+    with pytest.raises(ValueError, match="read-only"):
+        simulation.end_ps[1] = 7
 
 
 def wrong_rows():

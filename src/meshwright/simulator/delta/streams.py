@@ -41,8 +41,10 @@ class DeltaStreams:
 
     @property
     def end_ps(self) -> Times:
-        """When each instruction ends, in ps."""
-        return self._graph.end_ps[: self._room]
+        """When each instruction ends, in ps: what stands there now, to be read only."""
+        seen = self._graph.end_ps[: self._room]
+        seen.setflags(write=False)
+        return seen
 
     @property
     def is_there(self) -> NDArray[np.bool_]:
