@@ -168,6 +168,49 @@ def test_changes_that_cannot_be():
     assert simulation.end_ps.tolist() == [10, 20, 30]
 
 
+@pytest.mark.parametrize("wanted", [1.9, [1.0], [np.float32(2)], 2**63, 2**70, -(2**63) - 1, np.uint64(2**63), "7"])
+def test_durations_are_whole_numbers(wanted):
+    simulation = DeltaSimulation(*chain(1, 3))
+    with pytest.raises(ProgramError, match="expected whole ones that fit into 64 bits"):
+        simulation.change(0, wanted)
+    with pytest.raises(ProgramError, match="expected whole ones"):
+        simulation.change(wanted, 1)
+    assert simulation.end_ps.tolist() == [10, 20, 30]
+
+
+def test_ends_fit_into_63_bits():
+    """In one change or several, less what was taken back; what gets shorter makes no room for others."""
+    simulation, half = DeltaSimulation(*chain(1, 3)), 2**60
+    for ids, wanted in ((0, 2**62), ([0, 1, 2], [2**62] * 3), ([0, 1], [10 + half] * 2)):
+        with pytest.raises(ProgramError, match="all together; expected less than 2305843009213693952 ps"):
+            simulation.change(ids, wanted)
+    simulation.change(1, 10 + half)
+    simulation.undo()
+    simulation.change([0, 1], [10 + half, 0])
+    with pytest.raises(ProgramError, match="all together"):
+        simulation.change(2, 10 + half)
+    simulation.change(2, 9 + half)
+    assert simulation.end_ps.tolist() == [10 + half, 10 + half, 19 + 2 * half]
+    simulation.change([0, 2], [10, 9 + half])
+    simulation.change(1, 10 + half)
+    assert simulation.end_ps.tolist() == [10, 20 + half, 29 + 2 * half]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_ends_are_to_be_read(share, monkeypatch):
+    monkeypatch.setattr("meshwright.simulator.delta.durations.GIVE_UP", share)
+    simulation, computed, _ = two_requests(5, 8)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="read-only"):
+            simulation.end_ps[0] = 999
+        simulation.change(computed[0], 6)
+
+
+def test_an_unknown_model_of_contention():
+    with pytest.raises(ProgramError, match="model of contention 'far'"):
+        DeltaSimulation(*chain(1, 3), "far")
+
+
 def test_a_link_is_held_for_a_picosecond_at_least():
     for seed in range(20):
         network, num_links = network_of(seed, 20, 1)

@@ -37,6 +37,34 @@ class UnequalCost(FixedCost):
         return self.optimizer * len(parameter_ids)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailingCost(UnequalCost):
+    """Raises ``left[1]`` once, when it has been asked ``left[0]`` times more."""
+
+    left: list
+
+    def _ask(self):
+        self.left[0] -= 1
+        if self.left[0] == 0:
+            raise self.left[1]("no price")
+
+    def price_ops(self, *given):
+        self._ask()
+        return UnequalCost.price_ops(self, *given)
+
+    def collective_seconds(self, *given, **facts):
+        self._ask()
+        return UnequalCost.collective_seconds(self, *given, **facts)
+
+    def collective_host_seconds(self, *given, **facts):
+        self._ask()
+        return UnequalCost.collective_host_seconds(self, *given, **facts)
+
+    def optimizer_seconds(self, *given):
+        self._ask()
+        return UnequalCost.optimizer_seconds(self, *given)
+
+
 def draw_cost(rng, cluster, **facts):
     return UnequalCost(
         cluster=cluster,
@@ -124,6 +152,68 @@ def test_a_move_that_cannot_be_followed_is_taken_back():
     assert np.array_equal(simulation.end_ps(), full_ends(moved(placement, 0, 1), graph, cost))
     simulation.undo()
     assert simulation.end_ps().tolist() == before == [3 * 10**6, 9 * 10**6]
+
+
+def assert_unharmed(simulation, placements, graph, cost, moves, raising):
+    """After a move and one that raised: all is as the first left it, it can be taken back, and both be made again."""
+    (given, first, second), before = placements, simulation.end_ps().copy()
+    was_followed = simulation.is_followed
+    with pytest.raises(raising):
+        simulation.move(*moves[1])
+    assert simulation.placement == first
+    assert simulation.is_followed == was_followed
+    assert np.array_equal(simulation.end_ps(), before)
+    simulation.undo()
+    assert simulation.placement == given
+    assert np.array_equal(simulation.end_ps(), full_ends(given, graph, cost))
+    for made, placement in zip(moves, (first, second), strict=True):
+        simulation.move(*made)
+        assert np.array_equal(simulation.end_ps(), full_ends(placement, graph, cost))
+    simulation.undo()
+    assert np.array_equal(simulation.end_ps(), before)
+
+
+def moved_twice(host):
+    """A simulation, its cost model's countdown, and what `assert_unharmed` is to know; the second move is costlier."""
+    wiring = {"a": ("x",), "b": ("a",), "c": ("b",), "d": ("a", "c")}
+    graph = graph_of(wiring, parameters={"a": "v", "b": "w"}, mode="training")
+    given, moves = placement_of(graph, [(0, op) for op in range(4)]), ((1, 2), (0, 1))
+    first = moved(given, *moves[0])
+    left = [0, PlanError]
+    cost = FailingCost(cluster=small_cluster(devices=3), host=host, send=1e-6, optimizer=2e-6, left=left)
+    simulation = DeltaPlacement(given, graph, cost)
+    simulation.move(*moves[0])
+    return simulation, left, ((given, first, moved(first, *moves[1])), graph, cost, moves)
+
+
+@pytest.mark.parametrize("raising", [PlanError, KeyboardInterrupt])
+@pytest.mark.parametrize("host", [0, 1e-7])
+def test_a_move_that_raises_changes_nothing(raising, host):
+    """Wherever the cost model does. With time of the host a message from rank 1 to 0 cannot be followed."""
+    simulation, left, (*_, moves) = moved_twice(host)
+    left[0] = 0
+    simulation.move(*moves[1])
+    asked = -left[0]
+    assert asked > 3
+    assert simulation.is_followed == (host == 0)
+    for place in range(1, asked + 1):
+        simulation, left, facts = moved_twice(host)
+        left[:] = place, raising
+        assert_unharmed(simulation, *facts, raising)
+
+
+@pytest.mark.parametrize("host", [0, 1e-7])
+def test_a_simulation_that_raises_changes_nothing(host):
+    simulation, _, facts = moved_twice(host)
+
+    def stop(*given):
+        patch.undo()
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        called = "placement.run_unrolled" if host else "streams.DeltaStreams.change"
+        patch.setattr(f"meshwright.simulator.delta.{called}", stop)
+        assert_unharmed(simulation, *facts, KeyboardInterrupt)
 
 
 def test_moves_that_cannot_be():

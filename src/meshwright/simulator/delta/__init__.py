@@ -5,7 +5,8 @@
     placement     DeltaPlacement: a stage of a placement moves to another rank
 
 They share `graph`, the instructions in one order, and `carry`, which follows a change along it. `build` makes the graph
-of a network, `times` its order by time; `rewire` changes rows of it, and `placed_rows` makes these of a placement.
+of a network, `times` its order by time; `rewire` changes rows of it, which `check` has looked at, and `placed_rows`
+makes these of a placement.
 """
 
 from meshwright.simulator.delta.durations import DeltaSimulation

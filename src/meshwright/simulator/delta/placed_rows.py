@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from meshwright.program.transfers import Computations, Receives, Routes, Sends, lay_out_transfers
 from meshwright.simulator.delta.graph import NOWHERE
-from meshwright.simulator.delta.rewire import Rows
+from meshwright.simulator.delta.rewire import StreamRows
 from meshwright.simulator.waiters import Column, Ids, Times
 from meshwright.spec import Opcode
 from meshwright.spec.program import STREAM_NAMES
@@ -192,7 +192,7 @@ def _running(values: Ids) -> Ids:
     return places - np.maximum.accumulate(np.where(is_new, places, 0))
 
 
-def differing_rows(before: Table | None, after: Table) -> Rows:
+def differing_rows(before: Table | None, after: Table) -> StreamRows:
     """The rows of what two tables do not agree on, as the second, which is not shorter, has them."""
     count = len(after.stream)
     before = _empty_table(count) if before is None else _lengthened(before, count)
@@ -216,7 +216,7 @@ def _lengthened(table: Table, count: int) -> Table:
     return Table(*(np.concatenate(columns) for columns in zip(table, more, strict=True)))
 
 
-def _rows(table: Table, ids: Ids) -> Rows:
+def _rows(table: Table, ids: Ids) -> StreamRows:
     receives = np.flatnonzero(table.reader >= 0)
     receives = receives[np.argsort(table.reader[receives], kind="stable")]
     readers = table.reader[receives]
@@ -232,4 +232,4 @@ def _rows(table: Table, ids: Ids) -> Rows:
     row = np.repeat(np.arange(len(ids)), counts)
     waits[is_own] = own[row[is_own], place[is_own]]
     waits[~is_own] = receives[place[~is_own]]
-    return Rows(ids, table.stream[ids].astype(np.int32), table.key[ids], table.duration_ps[ids], offsets, waits)
+    return StreamRows(ids, table.stream[ids].astype(np.int32), table.key[ids], table.duration_ps[ids], offsets, waits)

@@ -37,7 +37,7 @@ from meshwright.simulator.waiters import Column, Ids, Times
 _MANY = 1 / 4
 
 
-class Rows(NamedTuple):
+class StreamRows(NamedTuple):
     """What some instructions are, each once: columns (k,), and whom they wait for in CSR form."""
 
     instruction: Ids
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 
 @compiled
-def read_rows(graph: DeltaGraph, instructions: Ids) -> Rows:
+def read_rows(graph: DeltaGraph, instructions: Ids) -> StreamRows:
     """What some instructions are now."""
     count = len(instructions)
     offsets = np.zeros(count + 1, np.int64)
@@ -60,11 +60,11 @@ def read_rows(graph: DeltaGraph, instructions: Ids) -> Rows:
         begin = graph.node[instructions[r], WAIT_BEGIN]
         waits[offsets[r] : offsets[r + 1]] = graph.waits[begin : begin + offsets[r + 1] - offsets[r]]
         stream[r] = graph.node[instructions[r], STREAM]
-    return Rows(instructions, stream, graph.key[instructions], graph.duration_ps[instructions], offsets, waits)
+    return StreamRows(instructions, stream, graph.key[instructions], graph.duration_ps[instructions], offsets, waits)
 
 
 @compiled
-def rewire(graph: DeltaGraph, rows: Rows, num_streams: int, next_wait: int) -> tuple[Ids, int, int]:
+def rewire(graph: DeltaGraph, rows: StreamRows, num_streams: int, next_wait: int) -> tuple[Ids, int, int]:
     """Make instructions what ``rows`` say.
 
     Returns those that may start at another time, how many places of ``waits`` are in use then, and an instruction that

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.simulator.delta.carry import SWEEP, carry, empty_log, take_back
+from meshwright.simulator.delta.check import check_rows
 from meshwright.simulator.delta.graph import NOWHERE, STREAM, empty_graph
-from meshwright.simulator.delta.rewire import Rows, read_rows, rewire
+from meshwright.simulator.delta.rewire import StreamRows, read_rows, rewire
 from meshwright.simulator.waiters import Ids, Times
 from meshwright.spec import ProgramError
 
@@ -22,7 +23,7 @@ from meshwright.spec import ProgramError
 class _Change(NamedTuple):
     """How to take a change back: the rows of before with their ends, and ``noted`` entries of the log."""
 
-    rows: Rows
+    rows: StreamRows
     end_ps: Times
     noted: int
 
@@ -34,27 +35,30 @@ class DeltaStreams:
     """
 
     def __init__(self, num_streams: int) -> None:
-        self._num_streams, self._next_wait = num_streams, 0
+        self._num_streams, self._next_wait, self._log = num_streams, 0, empty_log(0)
         self._resize(0, 0)
         self._last: _Change | None = None
 
     @property
     def end_ps(self) -> Times:
-        """When each instruction ends, in ps."""
-        return self._graph.end_ps[: self._room]
+        """When each instruction ends, in ps: what stands there now, to be read only."""
+        seen = self._graph.end_ps[: self._room]
+        seen.setflags(write=False)
+        return seen
 
     @property
     def is_there(self) -> NDArray[np.bool_]:
         """Whether each instruction is in a stream."""
         return self._graph.node[: self._room, STREAM] >= 0
 
-    def change(self, rows: Rows) -> None:
+    def change(self, rows: StreamRows) -> None:
         """Make instructions what the rows say, and simulate what moves.
 
         The waits of a row are for instructions that are there afterwards, with smaller keys; a stream is in the order
-        of its keys, no two of which are equal. Raises ProgramError, and changes nothing, where that is not so.
+        of its keys, no two of which are equal. Raises ProgramError, and changes nothing, where that is not so; then the
+        change before can still be taken back.
         """
-        self._last = None
+        check_rows(rows, self._num_streams, self._room)
         self._make_room(rows)
         before = read_rows(self._graph, rows.instruction)
         ends = self._graph.end_ps[rows.instruction]
@@ -74,25 +78,27 @@ class DeltaStreams:
         if self._last is None:
             raise ProgramError("No change is left to take back: only the last one can be, once.")
         rows, ends, noted = self._last
+        # A change that was refused may have packed the waits anew.
+        self._make_room(rows)
         take_back(self._graph, self._log, noted)
         self._put_back(rows, ends)
         self._last = None
 
-    def rows(self) -> Rows:
+    def rows(self) -> StreamRows:
         """All that are there, stream by stream, each in its order."""
         there = np.flatnonzero(self.is_there)
         stream, key = self._graph.node[there, STREAM], self._graph.key[there]
         return read_rows(self._graph, there[np.lexsort((key, stream))])
 
-    def _rewire(self, rows: Rows) -> tuple[Ids, int]:
+    def _rewire(self, rows: StreamRows) -> tuple[Ids, int]:
         touched, self._next_wait, wrong = rewire(self._graph, rows, self._num_streams, self._next_wait)
         return touched, wrong
 
-    def _put_back(self, rows: Rows, end_ps: Times) -> None:
+    def _put_back(self, rows: StreamRows, end_ps: Times) -> None:
         self._rewire(rows)
         self._graph.end_ps[rows.instruction] = end_ps
 
-    def _make_room(self, rows: Rows) -> None:
+    def _make_room(self, rows: StreamRows) -> None:
         """Room for the instructions, and for the waits of the rows and of what they replace."""
         room, waits = 1 + int(rows.instruction.max(initial=NOWHERE)), self._next_wait + len(rows.waits)
         if room > self._room or waits > len(self._graph.waits):
@@ -102,8 +108,10 @@ class DeltaStreams:
                 self._put_back(kept, ends[kept.instruction])
 
     def _resize(self, room: int, num_waits: int) -> None:
-        """Start with nothing; half as much room again, so that growing is rare."""
-        self._room, self._next_wait = room + room // 2, 0
-        self._graph = empty_graph(self._room, self._num_streams, num_waits)
-        self._graph.end_ps[: self._room] = NOWHERE
-        self._log = empty_log(self._room)
+        """Start with nothing but the log of the last change; half as much room again, so that growing is rare."""
+        room += room // 2
+        graph, log = empty_graph(room, self._num_streams, num_waits), empty_log(room)
+        graph.end_ps[:room] = NOWHERE
+        kept = len(self._log.instruction)
+        log.instruction[:kept], log.end_ps[:kept], log.request_ps[:kept] = self._log
+        self._room, self._next_wait, self._graph, self._log = room, 0, graph, log
