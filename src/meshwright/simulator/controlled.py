@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.program.answers import read_answer
 from meshwright.program.decided import check_fit, static_order, write_decided
 from meshwright.program.issuing import PLACES, Filed, IssueBook
 from meshwright.simulator.control import FIRST_TIMER
@@ -102,7 +103,7 @@ def _decide_all(
     timers: list[int] = []
     decided: list[tuple[Event, int, Decision]] = []
     while True:
-        state, decision = controller.decide(state, event, now_ps)
+        state, decision = read_answer(controller.decide(state, event, now_ps))
         decided.append((event, now_ps, decision))
         filed = book.file(decision, now_ps)
         if max(len(decided), book.next_handle) > MAX_UNROLLED:
