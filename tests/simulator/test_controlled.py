@@ -337,6 +337,48 @@ def test_a_log_that_does_not_fit_is_refused():
         simulate_controlled(program, prices, make_log(2, 0, more), costs)
 
 
+@pytest.mark.parametrize("price", [None, 1, (0.5, -1), (1,), (1, -1, 0), [1, -1]])
+def test_a_price_is_a_class_and_a_route(price):
+    with pytest.raises(ProgramError, match=r"The price of Forward\(.*\) is .*; expected two ints, a cost class and a"):
+        run_script(1, [0, 5], Decision(issues=(compute(0, 1),)), price=lambda *_: price)
+
+
+@pytest.mark.parametrize("contention", sorted(ORACLES))
+def test_a_route_without_links_is_none(contention):
+    """Two messages and a sum take their time side by side, and so they do in the decided program."""
+    sums = tuple(
+        Issue(rank=rank, stream="exchange", instruction=AllReduce(stage=0, bucket=0, num_bytes=1), group=(0, 1))
+        for rank in range(2)
+    )
+    decision = Decision(issues=(*message(0, 1, 0, 1), *message(1, 0, 1, 1), *sums))
+    program, prices = nothing(2, [0, 5], [()])
+    run = simulate_controlled(program, prices, Script((decision,)), costs, contention=contention)
+    assert run.timeline.end_ps.tolist() == [5] * 6
+    assert simulate_program(decided_program(program, run.log), run.prices, contention=contention) == run.timeline
+    assert run.prices.body.route.max() == 0
+
+
+TOO_LONG = {
+    "watched": (Decision(issues=(compute(0, 1, watched=True),) * 3),),
+    "not watched": (Decision(issues=(compute(0, 1),) * 3),),
+    "awaited": (Decision(issues=(compute(0, 1), compute(0, 1), compute(1, 2, waits=(1,)))),),
+    "behind a timer": (Decision(timers=(Timer(at_ps=2**63 - 2),)), Decision(issues=(compute(0, 2),))),
+    "over a link": (Decision(issues=(*message(0, 1, 0, 1), *message(0, 1, 1, 1), *message(1, 0, 2, 1))),),
+}
+
+
+@pytest.mark.parametrize("contention", sorted(ORACLES))
+@pytest.mark.parametrize("case", TOO_LONG)
+def test_a_run_that_takes_too_long_for_its_times_is_refused(case, contention):
+    with pytest.raises(ProgramError, match=r"takes more than 2\^63 - 1 ps"):
+        run_script(2, [0, 2**62, 5], *TOO_LONG[case], price=by_first_two, contention=contention)
+
+
+def by_first_two(issue, handle):
+    """As `costs`, but messages have class 1."""
+    return (1, 0) if isinstance(issue.instruction, Send) else costs(issue, handle)
+
+
 class Forgetful:
     """Returns no state."""
 

@@ -146,6 +146,11 @@ class GrowingNetwork:
         """Whether every stream has come to its end."""
         return bool((self._state.position == NO_MORE).all())
 
+    @property
+    def has_overflown(self) -> bool:
+        """Whether an instruction ended later than times can say; those that never did have who waits, in 32 bits."""
+        return bool((self.ends() < -(2**32)).any())
+
     def _handle(self, number: int) -> int:
         return number if number < self._num_body else number - self._first_issued + self._num_body
 
