@@ -153,7 +153,7 @@ class _Costs:
 
     def price(self, filed: Filed) -> Priced:
         """Class and route. Raises ProgramError for what the prices have not, or members of a collective that differ."""
-        given = self._price_issue(filed.issue, filed.handle)
+        given: Any = self._price_issue(filed.issue, filed.handle)
         if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, int) for part in given)):
             raise ProgramError(
                 f"The price of {filed.issue.instruction} is {given!r}; expected two ints, a cost class and a route "
