@@ -244,8 +244,50 @@ REFUSED = {
         Decision(
             issues=(Issue(rank=0, stream="send", instruction=AllReduce(stage=0, bucket=0, num_bytes=1), group=(0, 1)),)
         ),
-        "expected the exchange stream of one of its members",
+        "expected .exchange., the stream of every AllReduce",
     ),
+}
+
+
+def forward(**facts):
+    return Issue(rank=0, stream="compute", instruction=Forward(**{"stage": 0, "microbatch": 1} | facts))
+
+
+SEND, RECEIVE = message(0, 1, 0, 1)
+REFUSED |= {
+    "wide microbatch": (Decision(issues=(forward(microbatch=2**32),)), r"from 0 to 2\^31 - 1 as its `microbatch`"),
+    "wide stage": (Decision(issues=(forward(stage=2**31),)), r"from 0 to 2\^31 - 1 as its `stage`"),
+    "negative version": (Decision(issues=(forward(version=-1),)), r"from 0 to 2\^31 - 1 as its `version`"),
+    "half a microbatch": (Decision(issues=(forward(microbatch=0.5),)), r"from 0 to 2\^31 - 1 as its `microbatch`"),
+    "wide peer": (Decision(issues=message(0, 2**31, 0, 1)[:1]), r"from 0 to 2\^31 - 1 as its `peer`"),
+    "wide bytes": (Decision(issues=message(0, 1, 0, 2**63)), r"from 0 to 2\^63 - 2 as its `num_bytes`"),
+    "no instruction": (
+        Decision(issues=(replace(SEND, instruction="F"),)),
+        r"'F' was issued; expected an instruction of `meshwright\.spec`",
+    ),
+    "half a rank": (Decision(issues=(replace(SEND, rank=0.5),)), "a rank or a need that is no whole number"),
+    "waits in a list": (Decision(issues=(replace(SEND, waits=[0]),)), "waits or a group that are no tuple of int"),
+    "half a moment": (Decision(timers=(Timer(at_ps=1.5),)), r"at_ps=1\.5.* expected whole numbers up to 2\^63 - 2"),
+    "wide moment": (Decision(timers=(Timer(at_ps=2**63),)), r"expected whole numbers up to 2\^63 - 2"),
+    "wide number": (Decision(timers=(Timer(at_ps=1, number=2**63),)), r"expected whole numbers up to 2\^63 - 2"),
+    "generator": (Decision(issues=(issue for issue in (SEND,))), "issues of a decision are <generator .* a tuple of"),
+    "other timers": (Decision(timers=(5,)), r"timers of a decision are \(5,\); expected a tuple of `Timer`"),
+    "no decision": (None, r"`decide` returned \(.*, None\); expected its state and a `Decision`"),
+    "send in compute": (Decision(issues=(replace(SEND, stream="compute"),)), "expected 'send', the stream of every"),
+    "forward in send": (Decision(issues=(replace(forward(), stream="send"),)), "expected 'compute', the stream of"),
+    "other bytes": (
+        Decision(issues=(SEND, message(0, 1, 0, 7)[1])),
+        r"num_bytes=7\) was issued for Send\(.*expected as many bytes as are sent",
+    ),
+    "member of another": (
+        Decision(
+            issues=(
+                Issue(rank=2, stream="exchange", instruction=AllReduce(stage=0, bucket=0, num_bytes=1), group=(0, 1)),
+            )
+        ),
+        "was issued to rank 2; expected one of its members",
+    ),
+    "no number of a rank": (Decision(issues=(compute(3, 1),)), r"ProgramBuilder\(policy\.num_ranks\)"),
 }
 
 
@@ -293,6 +335,62 @@ def test_a_log_that_does_not_fit_is_refused():
     ]
     with pytest.raises(ProgramError, match="the run ended after 3 events; the log goes on with timer 4 at 9 ps"):
         simulate_controlled(program, prices, make_log(2, 0, more), costs)
+
+
+@pytest.mark.parametrize("price", [None, 1, (0.5, -1), (1,), (1, -1, 0), [1, -1]])
+def test_a_price_is_a_class_and_a_route(price):
+    with pytest.raises(ProgramError, match=r"The price of Forward\(.*\) is .*; expected two ints, a cost class and a"):
+        run_script(1, [0, 5], Decision(issues=(compute(0, 1),)), price=lambda *_: price)
+
+
+@pytest.mark.parametrize("contention", sorted(ORACLES))
+def test_a_route_without_links_is_none(contention):
+    """Two messages and a sum take their time side by side, and so they do in the decided program."""
+    sums = tuple(
+        Issue(rank=rank, stream="exchange", instruction=AllReduce(stage=0, bucket=0, num_bytes=1), group=(0, 1))
+        for rank in range(2)
+    )
+    decision = Decision(issues=(*message(0, 1, 0, 1), *message(1, 0, 1, 1), *sums))
+    program, prices = nothing(2, [0, 5], [()])
+    run = simulate_controlled(program, prices, Script((decision,)), costs, contention=contention)
+    assert run.timeline.end_ps.tolist() == [5] * 6
+    assert simulate_program(decided_program(program, run.log), run.prices, contention=contention) == run.timeline
+    assert run.prices.body.route.max() == 0
+
+
+TOO_LONG = {
+    "watched": (Decision(issues=(compute(0, 1, watched=True),) * 3),),
+    "not watched": (Decision(issues=(compute(0, 1),) * 3),),
+    "awaited": (Decision(issues=(compute(0, 1), compute(0, 1), compute(1, 2, waits=(1,)))),),
+    "behind a timer": (Decision(timers=(Timer(at_ps=2**63 - 2),)), Decision(issues=(compute(0, 2),))),
+    "over a link": (Decision(issues=(*message(0, 1, 0, 1), *message(0, 1, 1, 1), *message(1, 0, 2, 1))),),
+}
+
+
+@pytest.mark.parametrize("contention", sorted(ORACLES))
+@pytest.mark.parametrize("case", TOO_LONG)
+def test_a_run_that_takes_too_long_for_its_times_is_refused(case, contention):
+    with pytest.raises(ProgramError, match=r"takes more than 2\^63 - 1 ps"):
+        run_script(2, [0, 2**62, 5], *TOO_LONG[case], price=by_first_two, contention=contention)
+
+
+def by_first_two(issue, handle):
+    """As `costs`, but messages have class 1."""
+    return (1, 0) if isinstance(issue.instruction, Send) else costs(issue, handle)
+
+
+class Forgetful:
+    """Returns no state."""
+
+    initial = 0
+
+    def decide(self, state, event, now_ps):
+        return NOTHING
+
+
+def test_what_is_returned_is_a_state_and_a_decision():
+    with pytest.raises(ProgramError, match=r"`decide` returned Decision\(.*expected its state and a `Decision`"):
+        simulate_controlled(*nothing(1, [0]), Forgetful(), costs)
 
 
 def test_a_controller_that_never_ends_is_stopped(monkeypatch):

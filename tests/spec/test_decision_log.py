@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from meshwright.spec import DocumentError, Forward, read_document, write_document
-from meshwright.spec.control import Decision, Issue, Started
+from meshwright.program import ProgramBuilder
+from meshwright.program.decided import check_fit
+from meshwright.spec import DocumentError, Forward, ProgramError, read_document, write_document
+from meshwright.spec.control import Decision, Ended, Issue, Started
 from meshwright.spec.decision_log import DecisionLog, make_log
 from tests.strategies import decision_logs
 
@@ -70,6 +72,10 @@ def test_a_log_is_a_document(tmp_path):
         ({"stream": np.array([0, 9], np.int8)}, r"column stream leaves 0\.\.3"),
         ({"rank": np.array([0], np.int32)}, "rank and stream do not have 2 rows"),
         ({"groups": ((0, 5),)}, r"column groups leaves 0\.\.1"),
+        ({"groups": ((0, 2**63),)}, r"column groups leaves 0\.\.1"),
+        ({"groups": ((-1, 0),)}, r"column groups leaves 0\.\.1"),
+        ({"event_number": np.array([1])}, "column event_number does not begin with 0"),
+        ({"event_number": np.array([-1])}, "column event_number has a negative entry"),
         ({"groups": ()}, r"column group leaves -1\.\.-1"),
         ({"num_instructions": 1}, r"column watched leaves|column waits leaves"),
     ],
@@ -77,6 +83,36 @@ def test_a_log_is_a_document(tmp_path):
 def test_a_damaged_log_is_refused(damage, message):
     with pytest.raises(DocumentError, match=message):
         replace(LOG, **damage)
+
+
+FORWARD = Forward(stage=0, microbatch=0)
+FIRST = Issue(rank=0, stream="compute", instruction=FORWARD, watched=True)
+TWO = make_log(
+    1,
+    0,
+    [
+        (Started(next_handle=0), 0, Decision(issues=(FIRST, replace(FIRST, watched=False)))),
+        (Ended(next_handle=2, handle=0, rank=0, instruction=FORWARD), 5, Decision(issues=(FIRST,))),
+    ],
+)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 2**40, -1])
+def test_ends_of_what_is_not_watched_yet_are_refused(number):
+    with pytest.raises(DocumentError, match="damaged: column event_number names ends of what was not issued before"):
+        replace(TWO, event_number=np.array([0, number]))
+
+
+def test_waits_for_later_decisions_and_unknown_marks_are_refused():
+    def waiting_for(handle):
+        issued = replace(TWO.issued, wait_offsets=np.array([0, 1, 1, 1]), waits=np.array([handle]))
+        return replace(TWO, issued=issued)
+
+    waiting_for(1)
+    with pytest.raises(DocumentError, match="column waits names what is issued in a later decision"):
+        waiting_for(2)
+    with pytest.raises(ProgramError, match="its column waits names mark 0; the program has 0 marks"):
+        check_fit(ProgramBuilder(1).build(schedule="test", plan_hash=""), waiting_for(-1))
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,13 @@ def check_fit(program: Program, log: DecisionLog) -> None:
             f"The log of decisions is of a program of {theirs[0]} ranks with {theirs[1]} instructions; the program has "
             f"{ours[0]} and {ours[1]}. Give the program that the controller extended."
         )
+    num_marks = len(program.body.mark_instruction)
+    if (log.issued.waits < -num_marks).any():
+        raise ProgramError(
+            f"The log of decisions is damaged, or of another program: its column waits names mark "
+            f"{-1 - int(log.issued.waits.min())}; the program has {num_marks} marks. Give the program that the "
+            "controller extended."
+        )
 
 
 def _released_by(log: DecisionLog) -> Ids:

@@ -127,7 +127,8 @@ class IssueBook:
         if not 0 <= issue.rank < self._num_ranks or issue.stream not in PLACES:
             raise ProgramError(
                 f"{issue.instruction} was issued to stream {issue.stream!r} of rank {issue.rank}; expected one of "
-                f"{', '.join(STREAM_NAMES)} of ranks 0 to {self._num_ranks - 1}."
+                f"{', '.join(STREAM_NAMES)} of ranks 0 to {self._num_ranks - 1}. Build the program with the ranks that "
+                "the controller uses; for a policy that is `ProgramBuilder(policy.num_ranks)`."
             )
         if issue.waits and not (min(issue.waits) >= -self._num_marks and max(issue.waits) < stop):
             raise ProgramError(
@@ -161,15 +162,18 @@ class IssueBook:
                 f"{receive} was issued, but no send of it that is not received yet. Issue the send before, in the same "
                 "decision or an earlier one."
             )
-        return self._pending.pop(message)[0]
+        handle, issue = self._pending.pop(message)
+        if receive.num_bytes != getattr(issue.instruction, "num_bytes", None):
+            raise ProgramError(f"{receive} was issued for {issue.instruction}; expected as many bytes as are sent.")
+        return handle
 
 
 def _collective(issue: Issue, bucket: int, members: dict[_Members, list[int]]) -> _Members:
     """What a member belongs to."""
-    if issue.stream != "exchange" or issue.rank not in issue.group:
+    if issue.rank not in issue.group:
         raise ProgramError(
-            f"{issue.instruction} of the group {issue.group} was issued to stream {issue.stream!r} of rank "
-            f"{issue.rank}; expected the exchange stream of one of its members."
+            f"{issue.instruction} of the group {issue.group} was issued to rank {issue.rank}; expected "
+            "one of its members."
         )
     nth = 0
     while issue.rank in members.get((issue.group, bucket, nth), ()):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.program.answers import read_answer
 from meshwright.program.decided import check_fit, static_order, write_decided
 from meshwright.program.issuing import PLACES, Filed, IssueBook
 from meshwright.simulator.control import FIRST_TIMER
@@ -80,6 +81,8 @@ def simulate_controlled(
     decided, state = _decide_all(program, controller, book, costs, network)
     if isinstance(controller, Replay):
         controller.check_end(len(decided))
+    if network.has_overflown:
+        _refuse_length()
     if network.is_done:
         book.check_end()
     else:
@@ -102,7 +105,7 @@ def _decide_all(
     timers: list[int] = []
     decided: list[tuple[Event, int, Decision]] = []
     while True:
-        state, decision = controller.decide(state, event, now_ps)
+        state, decision = read_answer(controller.decide(state, event, now_ps))
         decided.append((event, now_ps, decision))
         filed = book.file(decision, now_ps)
         if max(len(decided), book.next_handle) > MAX_UNROLLED:
@@ -122,7 +125,9 @@ def _decide_all(
         following = network.next_event()
         if following is None:
             return decided, state
-        now_ps, number = following
+        before_ps, (now_ps, number) = now_ps, following
+        if now_ps < before_ps:
+            _refuse_length()
         if number >= FIRST_TIMER:
             event = Rang(next_handle=book.next_handle, number=timers[number - FIRST_TIMER])
         else:
@@ -130,18 +135,31 @@ def _decide_all(
             event = Ended(next_handle=book.next_handle, handle=number, rank=rank, instruction=instruction)
 
 
+def _refuse_length() -> NoReturn:
+    raise ProgramError(
+        "The controlled run takes more than 2^63 - 1 ps, about 106 days, and its times do not fit. Give shorter "
+        "durations and earlier timers."
+    )
+
+
 class _Costs:
     """Asks for the costs of what is issued, and keeps them."""
 
     def __init__(self, prices: Prices, price_issue: PriceIssue) -> None:
         self._durations, self._num_routes = prices.duration_ps.tolist(), len(prices.route_offsets) - 1
-        self._price_issue = price_issue
+        self._price_issue, self._has_links = price_issue, _have_links(prices)
         self._collectives: dict[int, tuple[int, int]] = {}
         self.given: list[tuple[int, int]] = []
 
     def price(self, filed: Filed) -> Priced:
         """Class and route. Raises ProgramError for what the prices have not, or members of a collective that differ."""
-        cost_class, route = given = self._price_issue(filed.issue, filed.handle)
+        given: Any = self._price_issue(filed.issue, filed.handle)
+        if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, int) for part in given)):
+            raise ProgramError(
+                f"The price of {filed.issue.instruction} is {given!r}; expected two ints, a cost class and a route "
+                "(-1: none)."
+            )
+        cost_class, route = given
         if not (0 <= cost_class < len(self._durations) and -1 <= route < self._num_routes):
             raise ProgramError(
                 f"{filed.issue.instruction} got class {cost_class} and route {route}; the prices have classes 0 to "
@@ -155,7 +173,12 @@ class _Costs:
                 f"collective {self._collectives[filed.collective]}; expected the same for all."
             )
         self.given.append(given)
-        return Priced(filed=filed, cost_class=cost_class, route=route)
+        return Priced(filed=filed, cost_class=cost_class, route=route if self._has_links[route] else -1)
+
+
+def _have_links(prices: Prices) -> NDArray[np.bool_]:
+    """Which routes have links, and last, for -1, that none has not; to the engine a route without links is none."""
+    return np.append(np.diff(prices.route_offsets) > 0, False)
 
 
 def _body_network(program: Program, prices: Prices) -> Network:
@@ -165,14 +188,15 @@ def _body_network(program: Program, prices: Prices) -> Network:
     keys = np.array([stream.rank * len(STREAM_NAMES) + PLACES[stream.name] for stream in program.streams], np.int64)
     counts = np.zeros(program.num_ranks * len(STREAM_NAMES) + 1, np.int64)
     counts[keys] = np.diff(network.stream_offsets)
-    resource = part.costs.route.astype(np.int32)
+    linked, collective_route = _have_links(prices), routes_of_collectives(part)
+    resource = np.where(linked[part.costs.route], part.costs.route, -1).astype(np.int32)
     resource[part.matches.members] = num_routes + part.matches.numbers
     return network._replace(
         stream_offsets=np.concatenate([[0], np.cumsum(counts)]),
         resource=resource,
         route_offsets=prices.route_offsets.astype(np.int64),
         route_links=prices.route_links.astype(np.int32),
-        collective_route=routes_of_collectives(part),
+        collective_route=np.where(linked[collective_route], collective_route, -1).astype(collective_route.dtype),
         collective_owner=keys[network.collective_owner].astype(np.int32),
     )
 

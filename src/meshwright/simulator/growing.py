@@ -146,6 +146,17 @@ class GrowingNetwork:
         """Whether every stream has come to its end."""
         return bool((self._state.position == NO_MORE).all())
 
+    @property
+    def has_overflown(self) -> bool:
+        """Whether an instruction ended later than times can say, or streams stopped that may have waited for one.
+
+        What has not ended has who waits for it there, in 32 bits.
+        """
+        if self.is_done:
+            return bool((self.ends() < 0).any())
+        whole_ps = sum(self._network.class_ps[self.cost_classes()].tolist())
+        return bool(whole_ps + int(self._control.release_ps.max(initial=0)) > NO_MORE)
+
     def _handle(self, number: int) -> int:
         return number if number < self._num_body else number - self._first_issued + self._num_body
 

@@ -1,13 +1,14 @@
-"""Controllers: what is decided while a program runs, as data that both interpreters read.
+"""Controllers: what is decided while a program runs, as data that an interpreter of programs can read.
 
 A controller is a pure function of what it knows, what has happened and when, to what it knows now and what is to be
 done:
 
     decide(state, event, now) = (state', decision)
 
-An interpreter calls it when an event comes up, on the virtual clock or on real time, and appends the instructions of
-the decision to the streams of their ranks. Instructions have **handles**: those of the program's body are their rows,
-0 to n - 1, and issued ones count on from n in the order in which they are issued. Marks of the body count down from -1.
+The simulator calls it when an event comes up on the virtual clock, and appends the instructions of the decision to the
+streams of their ranks; the runtime calls no controllers yet. Instructions have **handles**: those of the program's body
+are their rows, 0 to n - 1, and issued ones count on from n in the order in which they are issued. Marks of the body
+count down from -1.
 
 Events come in a total order: the start is first; then by moment, at equal moments ends before timers, ends in the order
 of handles, timers in the order in which they were asked for. All that follows at a moment without a link happens before

@@ -66,11 +66,9 @@ class DecisionLog:
         is_plain = is_plain and not any(len(getattr(self.issued, name)) for name in _ABSENT)
         _require(is_plain, "what was issued is not one stream without marks and late waits")
         _require(_partitions(self.issued.wait_offsets, num_issued, len(self.issued.waits)), "waits are not partitioned")
-        members = [rank for group in self.groups for rank in group]
         for name, values, low, high in (
             ("event_kind", self.event_kind, 0, len(EVENTS)),
             ("rank", self.rank, 0, self.num_ranks),
-            ("groups", np.array(members, np.int64), 0, self.num_ranks),
             ("stream", self.stream, 0, len(STREAM_NAMES)),
             ("opcode", self.issued.opcode, 0, len(Opcode)),
             ("group", self.issued.group, -1, len(self.groups)),
@@ -81,6 +79,9 @@ class DecisionLog:
         ):
             legal = not len(values) or (values.min() >= low and values.max() < high)
             _require(bool(legal), f"column {name} leaves {low}..{high - 1}")
+        members = [rank for group in self.groups for rank in group]
+        is_legal = not members or (min(members) >= 0 and max(members) < self.num_ranks)
+        _require(is_legal, f"column groups leaves 0..{self.num_ranks - 1}")
         for name in _COLUMNS:
             _require(len(getattr(self.issued, name)) == num_issued, f"column {name} does not have {num_issued} rows")
         for name, steps, least in (
@@ -92,6 +93,10 @@ class DecisionLog:
         kinds = np.flatnonzero(self.event_kind == EVENTS.index(Started))
         _require(kinds.tolist() == [0][:count], "not the first of its events is the start, and only that")
         _check_joins(self.issued)
+        _check_events(self)
+        known = self.num_instructions + np.repeat(self.issue_offsets[1:], np.diff(self.issue_offsets))
+        known = np.repeat(known, np.diff(self.issued.wait_offsets))
+        _require(bool((self.issued.waits < known).all()), "column waits names what is issued in a later decision")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DecisionLog) and all(
@@ -235,6 +240,16 @@ def _check_joins(issued: Section) -> None:
     _require(len(need) == len(joins), "the columns of joins differ in length")
     legal = (need >= 1) & (need <= np.diff(issued.wait_offsets)[joins])
     _require(bool(legal.all()), "column join_need leaves 1 and the number of waits of an instruction")
+
+
+def _check_events(log: DecisionLog) -> None:
+    """Ends are of what is watched and was issued before, no number is below 0, and the start has the number 0."""
+    ended = log.event_kind == EVENTS.index(Ended)
+    handles, known = log.event_number[ended], log.num_instructions + log.issue_offsets[:-1][ended]
+    legal = bool((handles < known).all()) and bool(np.isin(handles, log.watched).all())
+    _require(legal, "column event_number names ends of what was not issued before, or is not watched")
+    _require(bool((log.event_number >= 0).all()), "column event_number has a negative entry")
+    _require(not log.event_number[:1].any(), "column event_number does not begin with 0, for the start")
 
 
 def _require(condition: bool, what: str) -> None:

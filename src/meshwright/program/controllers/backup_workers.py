@@ -9,7 +9,6 @@ Synchronous SGD" (2016), section 3.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field, replace
 
 from meshwright.program.controllers.iterations import SERVER, arrival, check_counts, iteration
@@ -43,9 +42,10 @@ class BackupWorkers:
 
     def __post_init__(self) -> None:
         check_counts(
-            num_workers=(1, self.num_workers, sys.maxsize),
+            num_workers=(1, self.num_workers, None),
             num_backups=(0, self.num_backups, self.num_workers - 1),
-            num_versions=(1, self.num_versions, sys.maxsize),
+            num_versions=(1, self.num_versions, None),
+            num_bytes=(0, self.num_bytes, None),
         )
 
     @property

@@ -9,7 +9,6 @@ Distributed Machine Learning with the Parameter Server" (2014), section 3.4.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -38,9 +37,10 @@ class BoundedDelay:
 
     def __post_init__(self) -> None:
         check_counts(
-            num_workers=(1, self.num_workers, sys.maxsize),
-            max_delay=(0, self.max_delay, sys.maxsize),
-            num_clocks=(1, self.num_clocks, sys.maxsize),
+            num_workers=(1, self.num_workers, None),
+            max_delay=(0, self.max_delay, None),
+            num_clocks=(1, self.num_clocks, None),
+            num_bytes=(0, self.num_bytes, None),
         )
 
     @property

@@ -6,6 +6,8 @@ w computes microbatch c n + w, so that a message says whose it is.
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshwright.spec.control import Issue
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import Backward, Forward, Receive, Send
@@ -59,8 +61,9 @@ def iteration(
     return issues
 
 
-def check_counts(**least_of: tuple[int, int, int]) -> None:
-    """Raise ProgramError unless each value is between its bounds: name = (least, value, most)."""
-    for name, (least, value, most) in least_of.items():
-        if not least <= value <= most:
-            raise ProgramError(f"{name} is {value}; expected {least} to {most}.")
+def check_counts(**bounds_of: tuple[int, Any, int | None]) -> None:
+    """Raise ProgramError unless each value is whole and between its bounds: name = (least, value, most or None)."""
+    for name, (least, value, most) in bounds_of.items():
+        if not isinstance(value, int) or value < least or (most is not None and value > most):
+            expected = f"{least} or more" if most is None else f"{least} to {most}"
+            raise ProgramError(f"{name} is {value!r}; expected a whole number, {expected}.")

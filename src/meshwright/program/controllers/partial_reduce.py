@@ -9,7 +9,6 @@ Machine Learning Training via Partial Reduce" (SIGMOD 2021), section 3.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -37,9 +36,10 @@ class PartialReduce:
 
     def __post_init__(self) -> None:
         check_counts(
-            num_workers=(1, self.num_workers, sys.maxsize),
+            num_workers=(1, self.num_workers, None),
             group_size=(1, self.group_size, self.num_workers),
-            num_iterations=(1, self.num_iterations, sys.maxsize),
+            num_iterations=(1, self.num_iterations, None),
+            num_bytes=(0, self.num_bytes, None),
         )
 
     @property
