@@ -60,6 +60,7 @@ def test_a_log_is_a_document(tmp_path):
     [
         ({"num_ranks": 1}, r"column rank leaves 0\.\.0"),
         ({"num_ranks": 0}, "it has no ranks"),
+        ({"num_instructions": 2**63}, r"num_instructions is 2\^62 or more"),
         ({"event_kind": np.array([1], np.int8)}, "not the first of its events is the start"),
         ({"event_kind": np.array([7], np.int8)}, r"column event_kind leaves 0\.\.2"),
         ({"event_number": np.zeros(2, np.int64)}, "the columns of events differ in length"),

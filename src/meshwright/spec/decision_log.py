@@ -57,6 +57,7 @@ class DecisionLog:
     def __post_init__(self) -> None:
         count, num_issued = self.num_decisions, self.issued.num_instructions
         _require(self.num_ranks >= 1 and self.num_instructions >= 0, "it has no ranks")
+        _require(self.num_instructions < 2**62, "num_instructions is 2^62 or more")
         _require(len(self.event_kind) == len(self.event_number) == count, "the columns of events differ in length")
         _require(len(self.rank) == len(self.stream) == num_issued, f"rank and stream do not have {num_issued} rows")
         _require(len(self.timer_ps) == len(self.timer_number), "the columns of timers differ in length")
