@@ -6,33 +6,16 @@ What issues have to do with each other and with the program is asked in `issuing
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 from meshwright.spec.control import Decision, Issue, Timer
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import (
-    AllReduce,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Drop,
-    Forward,
-    Merge,
-    OptimizerStep,
-    Receive,
-    Send,
-    Stash,
-)
+from meshwright.spec.instructions import AllReduce, Instruction, Receive, Send
 from meshwright.spec.program import STREAM_NAMES, StreamName
 
-_COMPUTED = (Forward, Backward, BackwardInput, BackwardWeight, OptimizerStep, Stash, Drop, Merge)
-# The stream of each kind of instruction, and its fields that are numbers.
-_STREAMS: dict[type, StreamName] = {
-    **dict.fromkeys(_COMPUTED, "compute"),
-    Send: "send",
-    Receive: "receive",
-    AllReduce: "exchange",
-}
+# The stream of each kind of instruction, and its fields that are numbers: what moves nothing is computed.
+_STREAMS: dict[type, StreamName] = {kind: "compute" for kind in get_args(Instruction)}
+_STREAMS.update({Send: "send", Receive: "receive", AllReduce: "exchange"})
 _NUMBERS = {kind: tuple(field.name for field in fields(kind) if field.name != "payload") for kind in _STREAMS}
 # Columns are 32 bits wide, those of bytes and moments 64.
 _MOST, _MOST_WIDE = 2**31 - 1, 2**63 - 2
