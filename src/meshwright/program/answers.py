@@ -14,7 +14,7 @@ from meshwright.spec.instructions import AllReduce, Instruction, Receive, Send
 from meshwright.spec.program import STREAM_NAMES, StreamName
 
 # The stream of each kind of instruction, and its fields that are numbers: what moves nothing is computed.
-_STREAMS: dict[type, StreamName] = {kind: "compute" for kind in get_args(Instruction)}
+_STREAMS: dict[type, StreamName] = dict.fromkeys(get_args(Instruction), "compute")
 _STREAMS.update({Send: "send", Receive: "receive", AllReduce: "exchange"})
 _NUMBERS = {kind: tuple(field.name for field in fields(kind) if field.name != "payload") for kind in _STREAMS}
 # Columns are 32 bits wide, those of bytes and moments 64.
