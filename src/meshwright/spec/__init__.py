@@ -60,6 +60,7 @@ from meshwright.spec.placed_slices import slice_placement, slice_stages
 from meshwright.spec.placement import PlacedStage, Placement, check_placement
 from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
+from meshwright.spec.sharding import Collective, OpPlacement, Partial, Replicate, Shard, Sharding
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph
 from meshwright.spec.timeline import Timeline
@@ -90,6 +91,7 @@ __all__ = [
     "Channel",
     "Cluster",
     "ClusterError",
+    "Collective",
     "DeadlockError",
     "DeviceGroup",
     "DeviceKind",
@@ -115,11 +117,13 @@ __all__ = [
     "NullSink",
     "Op",
     "OpMeasurement",
+    "OpPlacement",
     "OpSpans",
     "Opcode",
     "Optimizer",
     "OptimizerMeasurement",
     "OptimizerStep",
+    "Partial",
     "PlacedStage",
     "Placement",
     "Plan",
@@ -128,11 +132,14 @@ __all__ = [
     "Program",
     "ProgramError",
     "Receive",
+    "Replicate",
     "RunError",
     "ScheduleError",
     "ScheduleReferenceError",
     "Section",
     "Send",
+    "Shard",
+    "Sharding",
     "StagePlan",
     "StageSlice",
     "Stash",
