@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ATTENTION = "aten.scaled_dot_product_attention"
 _KEYS_AND_VALUES = (1, 2)
 # Conversions that make a view of what they convert.
-_VIEWS = ("copy", "shard", "ring")
+_VIEWS = ("copy", "ring")
 
 
 @dataclass(frozen=True, slots=True)
