@@ -39,6 +39,7 @@ def exact_prices(forward_s, backward_s, accumulate_s):
         forward_s=forward_s,
         backward_s=backward_s,
         accumulate_s=accumulate_s,
+        again_s=np.zeros(len(columns)),
         low_s=columns,
         high_s=columns,
         group=np.arange(len(columns)),

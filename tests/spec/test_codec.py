@@ -134,8 +134,10 @@ def test_examples_fill_every_field(kind):
                 seen.add((type(value).__name__, field.name))
                 if getattr(value, field.name) != field.default:
                     filled.add((type(value).__name__, field.name))
-    # An op that is replicable or backward would not fit into the small graph, nor staleness to an own schedule.
-    lacking = seen - filled - {("Op", "replicable"), ("Op", "phase"), ("GradientExchange", "staleness")}
+    # An op that is replicable or backward would not fit into the small graph, nor recomputing, for it is for inference;
+    # nor staleness to an own schedule.
+    never = {("Op", "replicable"), ("Op", "phase"), ("Graph", "recompute"), ("GradientExchange", "staleness")}
+    lacking = seen - filled - never
     assert not lacking, f"give {lacking} a value in tests/spec/examples.py"
 
 

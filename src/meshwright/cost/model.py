@@ -245,9 +245,7 @@ class CostModel:
             prices = price_kernels(
                 kernels, bounds, graph, ops, keys, batch_size, kind, self.precision, roofline_interval(kind)
             )
-        backward_ops = np.array([op.phase == "backward" for op in graph.ops], bool)
-        # An op of a joint graph's backward half runs once, in the backward.
-        gathered = gather_prices(prices, classes.class_of, backward_ops)
+        gathered = gather_prices(prices, classes.class_of, graph)
         return gathered if self.end is None else gathered.at_end(self.end)
 
     def _chosen(self, found: Predictions) -> float:

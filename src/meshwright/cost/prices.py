@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.prediction import Basis, Floats
+from meshwright.spec import computed_again
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meshwright.cost.prediction import Interval
     from meshwright.cost.roofline import OpSeconds
+    from meshwright.spec import Graph
 
 End = Literal["low", "high"]
 
@@ -69,13 +71,15 @@ class OpPrices:
     """Seconds of every op of a graph, float64 of shape (ops,), read-only, and where each came from.
 
     ``backward_s`` is that of a first microbatch; ``accumulate_s`` is what adding to gradients that are already there
-    takes on top (every later microbatch of a step). ``low_s`` and ``high_s`` are the ends of the 80 % intervals, of
-    shape (ops, 3): forward, backward, accumulate. Ops of one ``group`` err together.
+    takes on top (every later microbatch of a step). ``again_s`` is the part of ``backward_s`` in which ops run again
+    whose results were not kept; it stands with the last op of their range. ``low_s`` and ``high_s`` are the ends of
+    the 80 % intervals, of shape (ops, 3): forward, backward, accumulate. Ops of one ``group`` err together.
     """
 
     forward_s: NDArray[np.float64]
     backward_s: NDArray[np.float64]
     accumulate_s: NDArray[np.float64]
+    again_s: NDArray[np.float64]
     low_s: NDArray[np.float64]
     high_s: NDArray[np.float64]
     group: NDArray[np.int64]
@@ -93,12 +97,15 @@ class OpPrices:
         whole = self.total()
         factor = (whole.low_s if end == "low" else whole.high_s) / whole.seconds if whole.seconds else 1.0
         columns = np.stack([self.forward_s, self.backward_s, self.accumulate_s], axis=1) * factor
-        columns.setflags(write=False)
+        again_s = self.again_s * factor
+        for column in (columns, again_s):
+            column.setflags(write=False)
         return replace(
             self,
             forward_s=columns[:, 0],
             backward_s=columns[:, 1],
             accumulate_s=columns[:, 2],
+            again_s=again_s,
             low_s=columns,
             high_s=columns,
         )
@@ -128,17 +135,28 @@ def add_intervals(seconds: Floats, low_s: Floats, high_s: Floats, group: NDArray
     return TotalSeconds(seconds=total, low_s=max(total - below, 0.0), high_s=total + above)
 
 
-def gather_prices(prices: Sequence[OpPrice], class_of: NDArray[np.int64], runs_backward: NDArray[np.bool_]) -> OpPrices:
-    """One price per class to the prices of all ops; ``runs_backward`` ops run once, in the backward."""
+def gather_prices(prices: Sequence[OpPrice], class_of: NDArray[np.int64], graph: Graph) -> OpPrices:
+    """One price per class to the prices of all ops; an op of a joint graph's backward half runs once, in the backward.
+
+    What the graph computes again runs in the backward, before that of the last op of its range.
+    """
+    runs_backward = np.array([op.phase == "backward" for op in graph.ops], bool)
+    again = [(stop - 1, computed_again(graph, start, stop)) for start, stop in graph.recompute]
 
     def columns(parts: Sequence[OpSeconds]) -> NDArray[np.float64]:
         rows = [(part.forward_s, part.backward_s, part.accumulate_s) for part in parts]
         table = np.array(rows, np.float64).reshape(-1, 3)[class_of]
         table[runs_backward, 1], table[runs_backward, 0] = table[runs_backward, 0], 0.0
+        for last, ops in again:
+            table[last, 1] += table[ops.start : ops.stop, 0].sum()
         table.setflags(write=False)
         return table
 
     seconds = columns([price.seconds for price in prices])
+    again_s = np.zeros(len(seconds))
+    for last, ops in again:
+        again_s[last] = seconds[ops.start : ops.stop, 0].sum()
+    again_s.setflags(write=False)
     groups = np.array(
         [-1 - _SHARED.index(p.basis) if p.basis in _SHARED else i for i, p in enumerate(prices)], np.int64
     )
@@ -146,6 +164,7 @@ def gather_prices(prices: Sequence[OpPrice], class_of: NDArray[np.int64], runs_b
         forward_s=seconds[:, 0],
         backward_s=seconds[:, 1],
         accumulate_s=seconds[:, 2],
+        again_s=again_s,
         low_s=columns([price.low for price in prices]),
         high_s=columns([price.high for price in prices]),
         group=groups[class_of],

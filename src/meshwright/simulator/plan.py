@@ -33,6 +33,7 @@ from meshwright.spec import (
     Timeline,
     check_placement,
     check_plan,
+    computed_again,
     slice_stages,
     suggest,
     to_seconds,
@@ -216,4 +217,6 @@ def _utilisation(
         for stage in slice_stages(graph, plan)
         for op in stage.ops
     )
+    again = (op for start, stop in graph.recompute for op in computed_again(graph, start, stop))
+    executed += sum(graph.ops[op].flops.at(size) for op in again)
     return count * graph.flops(size) / available, count * executed / available

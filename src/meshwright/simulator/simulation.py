@@ -11,7 +11,7 @@ counts what it does for that step, also where it does so before the window or af
     idle            step time - busy
 
 Bubble fraction = Σ idle / (ranks x step time). MFU = FLOPs of the model per step / (step time x Σ peak rate of the
-devices used); HFU counts what the devices really execute, ops repeated in several stages included.
+devices used); HFU counts what the devices really execute: ops repeated in several stages and ops that run again, too.
 """
 
 from __future__ import annotations

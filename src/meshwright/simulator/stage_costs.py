@@ -3,7 +3,8 @@
 - forward: Σ forward_s over the stage's ops.
 - backward: Σ backward_s, and Σ accumulate_s from the rank's second microbatch on; the last one of a step also copies
   the gradients into the stage's buckets (Σ fill). In two parts: `weights_share` of it, with Σ accumulate_s and Σ fill,
-  makes gradients of parameters, the rest those of inputs.
+  makes gradients of parameters, the rest those of inputs. What is computed again is a part of backward_s, and not of
+  that share.
 - ready(k): Σ backward of the ops from the last one down to the first that uses a parameter of bucket k, and what
   filling the buckets up to k takes; not before ready(k - 1), for buckets leave in order.
 - host: overhead_s per instruction that the rank issues, its own and those of the transfers that belong to it; the
@@ -134,7 +135,7 @@ def op_seconds(
     return OpSeconds(
         forward=prices.forward_s[ops],
         backward=prices.backward_s[ops],
-        weights=prices.backward_s[ops] * weights_shares(graph)[ops],
+        weights=(prices.backward_s - prices.again_s)[ops] * weights_shares(graph)[ops],
         accumulate=prices.accumulate_s[ops],
         host_s=(cost.overhead_s * issued[0], cost.overhead_s * issued[1], cost.overhead_s * issued[2]),
         fill_s={bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets},

@@ -60,6 +60,14 @@ from meshwright.spec.placed_slices import slice_placement, slice_stages
 from meshwright.spec.placement import PlacedStage, Placement, check_placement
 from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
+from meshwright.spec.recompute import (
+    computed_again,
+    read_recompute,
+    recompute_choices,
+    recompute_layers,
+    recompute_runs,
+    with_recompute,
+)
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph
 from meshwright.spec.timeline import Timeline
@@ -143,6 +151,7 @@ __all__ = [
     "Workload",
     "check_placement",
     "check_plan",
+    "computed_again",
     "content_hash",
     "decode_document",
     "empty_section",
@@ -157,6 +166,10 @@ __all__ = [
     "load_shipped_graph",
     "op_key",
     "read_document",
+    "read_recompute",
+    "recompute_choices",
+    "recompute_layers",
+    "recompute_runs",
     "shipped_graphs",
     "shipped_kinds",
     "slice_graph",
@@ -166,6 +179,7 @@ __all__ = [
     "to_picoseconds",
     "to_seconds",
     "with_branches",
+    "with_recompute",
     "write_document",
     "write_text",
 ]

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meshwright.cost.memory.backward import Backend
-    from meshwright.cost.memory.lifetimes import Ranges
     from meshwright.cost.transformer import ZeroStage
     from meshwright.spec import Graph, Link, StageSlice, Workload
 
@@ -40,14 +39,12 @@ _LAYERS_AT_HAND = 2
 class MemoryOptions:
     """How a stage is kept. ``states_on`` and ``activations_on`` say where they are between uses.
 
-    ``recompute``: ranges of ops that are computed again, from `recompute_layers`. ``num_expert_ranks`` divides
-    ``num_ranks``. Raises PlanError otherwise.
+    ``num_expert_ranks`` divides ``num_ranks``. Raises PlanError otherwise.
     """
 
     num_ranks: int = 1
     num_expert_ranks: int = 1
     zero: ZeroStage = 0
-    recompute: Ranges = ()
     states_on: Literal["device", "host", "nvme"] = "device"
     activations_on: Literal["device", "host"] = "device"
 
@@ -113,10 +110,10 @@ def weigh_rank(
     """Memory of a rank of a stage for microbatches of ``batch_size`` samples, in training.
 
     ``num_in_flight`` of a step's ``num_microbatches`` at a time. ``device``: whose libraries compute.
-    Raises GraphError for a batch or for ranges that the graph does not have.
+    Raises GraphError for a batch that the graph does not have.
     """
     num_microbatches = max(num_microbatches, num_in_flight)
-    plain = weigh_stage(graph, stage, batch_size, workload, device=device, recompute=options.recompute)
+    plain = weigh_stage(graph, stage, batch_size, workload, device=device)
     width, states = workload.float_bytes, state_bytes(workload.optimizer, workload.precision)
     shards = _Shards(graph, stage, options)
     all_elements, trainable = shards.held(stage.parameters), shards.held(_trainable(graph, stage.parameters))
