@@ -87,6 +87,7 @@ def simulate(
         describe_steady_step,
         explain_overflows,
         find_overflows,
+        form_teams,
         simulate_plan,
         steady_rows,
     )
@@ -120,6 +121,8 @@ def simulate(
         if explain:
             print_tables(*explain_bounds(document, captured, machine, cost, contention)[1])
         return
+    split = document.sharding.describe_teams()
+    document, captured, machine, cost = form_teams(document, captured, machine, cost)
     if schedule is not None:
         document = adopt_schedule(document, schedule, captured, cost, num_chunks=virtual_stages)
     found = []
@@ -158,6 +161,7 @@ def simulate(
                 "plan": str(plan),
                 "step_time_s": result.step_time_s,
                 "contention": contention,
+                **({"teams": split} if split else {}),
                 "basis": basis,
                 "step_interval_s": [interval.low_s, interval.high_s],
                 "step_interval_measured": interval.measured,
@@ -173,6 +177,7 @@ def simulate(
     print_tables(
         timeline_table(result.timeline),
         describe_steady_step(result),
+        *((split,) if split else ()),
         *((NEVER_FLUSHES,) if document.is_asynchronous else ()),
         *explain_overflows(overflows),
         basis,

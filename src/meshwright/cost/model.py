@@ -35,10 +35,13 @@ from meshwright.cost.optimizers import (
 )
 from meshwright.cost.prices import End, OpPrices, gather_prices
 from meshwright.cost.table import OpTable, price_op, roofline_interval
+from meshwright.cost.teams import OpExchange, axis_groups, spread_teams
 from meshwright.cost.work import key_in
 from meshwright.records import from_measurements
 from meshwright.spec import Cluster, ClusterError, DeviceKind, Graph, MeasurementError, Measurements
 from meshwright.spec.measurements import BUCKET_COPY
+from meshwright.spec.sharding import UNSHARDED, Sharding
+from meshwright.spec.teams import team_cluster
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from meshwright.cost.prices import Price
     from meshwright.cost.traced import TracedOps
     from meshwright.spec import Optimizer, StageSlice, Workload
+    from meshwright.spec.collective import Axis
     from meshwright.spec.workload import Precision
 
 T = TypeVar("T")
@@ -66,12 +70,15 @@ class CostModel:
     ``kernels``: the predictor of products and attention on GPUs, None for the one that ships (`adapt_kernels`).
     ``traced``: ops of traces of this kind of device (`collect_traced`); asked only where there are ``measurements``.
     ``end``: all prices as low or as high as their 80 % intervals allow; see `at_end`.
+    ``sharding`` with ``devices``: ranks are teams of those devices, which share every op out so; see `for_teams`.
     """
 
     cluster: Cluster
     measurements: Measurements | None = None
     precision: Precision = "float32"
     end: End | None = None
+    sharding: Sharding = UNSHARDED
+    devices: Cluster | None = None
     collectives: CollectiveModel | None = None
     collective_hosts: CollectiveModel | None = None
     kernels: KernelModel | None = None
@@ -96,7 +103,7 @@ class CostModel:
                 object.__setattr__(self, "collectives", own)
                 object.__setattr__(self, "collective_hosts", host)
         prices = CollectivePrices(
-            cluster=self.cluster, dtype=self.precision, own=self.collectives, host=self.collective_hosts
+            cluster=self.devices or self.cluster, dtype=self.precision, own=self.collectives, host=self.collective_hosts
         )
         object.__setattr__(self, "_collectives", prices)
 
@@ -123,6 +130,17 @@ class CostModel:
             raise MeasurementError(f"An end {end!r} of intervals was given; expected {' or '.join(get_args(End))}.")
         return replace(self, end=end)
 
+    def for_teams(self, sharding: Sharding) -> CostModel:
+        """Prices for the local graphs of a sharding: ranks are teams of its devices (`spec.teams`).
+
+        Raises ClusterError where teams do not fit the cluster's nodes.
+        """
+        if sharding.is_whole:
+            return self
+        return replace(
+            self, cluster=team_cluster(self.cluster, sharding.width), devices=self.cluster, sharding=sharding
+        )
+
     def explain_basis(self, graph: Graph, batch_size: int) -> str:
         """One sentence: how many ops are priced by measurement, and what the others' figures are worth."""
         kinds = {
@@ -144,8 +162,8 @@ class CostModel:
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, concurrent: Sequence[Sequence[int]] = ()
     ) -> float:
         """Seconds of a collective or a send, from the moment all are ready; `predict_collective` for one size."""
-        beside = tuple(map(tuple, concurrent))
-        key = ("collective", op, tuple(ranks), num_bytes, beside)
+        ranks, beside = self._groups(ranks, concurrent)
+        key = ("collective", op, ranks, num_bytes, beside)
         return self._keep(key, lambda: self._chosen(self._collectives.predict(op, ranks, _alone(num_bytes), beside)))
 
     def predict_collective(
@@ -156,14 +174,15 @@ class CostModel:
         ``num_bytes`` are those of the full tensor: what an all-gather yields, what a reduce-scatter takes in. The ranks
         come in any order; the ``concurrent`` groups run the same at the same time.
         """
-        return self._collectives.predict(op, ranks, num_bytes, tuple(map(tuple, concurrent)))
+        ranks, beside = self._groups(ranks, concurrent)
+        return self._collectives.predict(op, ranks, num_bytes, beside)
 
     def collective_host_seconds(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, concurrent: Sequence[Sequence[int]] = ()
     ) -> float:
         """Seconds of processor time that a collective takes from each rank meanwhile; 0 where not measured."""
-        beside = tuple(map(tuple, concurrent))
-        key = ("host", op, tuple(ranks), num_bytes, beside)
+        ranks, beside = self._groups(ranks, concurrent)
+        key = ("host", op, ranks, num_bytes, beside)
         found = self._keep(key, lambda: self._collectives.predict_host(op, ranks, _alone(num_bytes), beside))
         return 0.0 if found is None else self._chosen(found)
 
@@ -245,8 +264,49 @@ class CostModel:
             prices = price_kernels(
                 kernels, bounds, graph, ops, keys, batch_size, kind, self.precision, roofline_interval(kind)
             )
-        gathered = gather_prices(prices, classes.class_of, graph)
+        gathered = gather_prices(prices, classes.class_of, graph, self._exchanges(graph, batch_size))
         return gathered if self.end is None else gathered.at_end(self.end)
+
+    def _groups(
+        self, ranks: Sequence[int], concurrent: Sequence[Sequence[int]]
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """The devices that talk, and the groups of devices that do beside them: of teams those of every place."""
+        if self.devices is None:
+            return tuple(ranks), tuple(map(tuple, concurrent))
+        first, *others = [group for teams in (ranks, *concurrent) for group in spread_teams(teams, self.sharding.width)]
+        return first, tuple(others)
+
+    def _exchanges(self, graph: Graph, batch_size: int) -> list[OpExchange]:
+        """What the ranks of the mesh axes exchange inside of the ops of a local graph."""
+        if graph.collectives and self.devices is None:
+            raise MeasurementError(
+                f"Graph {graph.name!r} is the share of one rank, which exchanges values with others, but prices are "
+                "those of whole graphs. Ask `CostModel.for_teams` for the prices of its sharding."
+            )
+        found = []
+        for item in graph.collectives:
+            size = self.sharding.size(item.axis)
+            num_bytes = item.num_bytes(graph, batch_size, DTYPE_BYTES[self.precision])
+            seconds, low_s, high_s = self._inside(item.kind, item.axis, num_bytes)
+            ring, count = (size, 1) if item.kind == "send" else (0, item.count)
+            found.append(
+                OpExchange(item.at, item.phase == "backward", count * seconds, count * low_s, count * high_s, ring=ring)
+            )
+        return found
+
+    def _inside(self, kind: CollectiveOp, axis: Axis, num_bytes: int) -> tuple[float, float, float]:
+        """Seconds of an exchange of an axis and their interval, where the nodes are slowest."""
+
+        def price() -> tuple[float, float, float]:
+            rows = []
+            for first, *others in axis_groups(self.devices or self.cluster, self.sharding, axis):
+                told = first if kind != "send" else first[:2]
+                beside = others if kind != "send" else [group[:2] for group in others]
+                row = self._collectives.predict(kind, told, _alone(num_bytes), tuple(beside))
+                rows.append((float(row.seconds[0]), float(row.low_s[0]), float(row.high_s[0])))
+            return max(rows)
+
+        return self._keep(("inside", kind, axis, num_bytes), price)
 
     def _chosen(self, found: Predictions) -> float:
         """The only one of some predictions, or its end."""

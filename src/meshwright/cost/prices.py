@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.prediction import Basis, Floats
+from meshwright.cost.teams import add_exchanges
 from meshwright.spec import computed_again
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from meshwright.cost.prediction import Interval
     from meshwright.cost.roofline import OpSeconds
+    from meshwright.cost.teams import OpExchange
     from meshwright.spec import Graph
 
 End = Literal["low", "high"]
@@ -135,24 +137,28 @@ def add_intervals(seconds: Floats, low_s: Floats, high_s: Floats, group: NDArray
     return TotalSeconds(seconds=total, low_s=max(total - below, 0.0), high_s=total + above)
 
 
-def gather_prices(prices: Sequence[OpPrice], class_of: NDArray[np.int64], graph: Graph) -> OpPrices:
+def gather_prices(
+    prices: Sequence[OpPrice], class_of: NDArray[np.int64], graph: Graph, exchanges: Sequence[OpExchange] = ()
+) -> OpPrices:
     """One price per class to the prices of all ops; an op of a joint graph's backward half runs once, in the backward.
 
-    What the graph computes again runs in the backward, before that of the last op of its range.
+    ``exchanges`` of ops with other ranks are a part of their prices. What the graph computes again runs in the
+    backward, before that of the last op of its range.
     """
     runs_backward = np.array([op.phase == "backward" for op in graph.ops], bool)
     again = [(stop - 1, computed_again(graph, start, stop)) for start, stop in graph.recompute]
 
-    def columns(parts: Sequence[OpSeconds]) -> NDArray[np.float64]:
+    def columns(parts: Sequence[OpSeconds], exchanged_s: Sequence[float]) -> NDArray[np.float64]:
         rows = [(part.forward_s, part.backward_s, part.accumulate_s) for part in parts]
         table = np.array(rows, np.float64).reshape(-1, 3)[class_of]
         table[runs_backward, 1], table[runs_backward, 0] = table[runs_backward, 0], 0.0
+        add_exchanges(table, exchanges, np.array(exchanged_s, np.float64))
         for last, ops in again:
             table[last, 1] += table[ops.start : ops.stop, 0].sum()
         table.setflags(write=False)
         return table
 
-    seconds = columns([price.seconds for price in prices])
+    seconds = columns([price.seconds for price in prices], [item.seconds for item in exchanges])
     again_s = np.zeros(len(seconds))
     for last, ops in again:
         again_s[last] = seconds[ops.start : ops.stop, 0].sum()
@@ -165,8 +171,8 @@ def gather_prices(prices: Sequence[OpPrice], class_of: NDArray[np.int64], graph:
         backward_s=seconds[:, 1],
         accumulate_s=seconds[:, 2],
         again_s=again_s,
-        low_s=columns([price.low for price in prices]),
-        high_s=columns([price.high for price in prices]),
+        low_s=columns([price.low for price in prices], [item.low_s for item in exchanges]),
+        high_s=columns([price.high for price in prices], [item.high_s for item in exchanges]),
         group=groups[class_of],
         basis=tuple(prices[index].basis for index in class_of),
     )

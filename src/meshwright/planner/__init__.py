@@ -19,12 +19,14 @@ from meshwright.planner.plans import Plans, explain_difference
 from meshwright.planner.schedules import compare_schedules, schedule_rows
 from meshwright.planner.search import search_plans
 from meshwright.planner.slicing import Slicing, solve_slicing
+from meshwright.planner.teams import Lowering, lower_search
 
 __all__ = [
     "Breakdown",
     "Constraints",
     "Coverage",
     "FoundPlan",
+    "Lowering",
     "NothingFitsError",
     "Plans",
     "RankedPlan",
@@ -36,6 +38,7 @@ __all__ = [
     "explain_difference",
     "explain_step_interval",
     "find_order",
+    "lower_search",
     "place",
     "plans_document",
     "predict_step_interval",

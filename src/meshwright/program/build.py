@@ -6,6 +6,7 @@ crosses between stages on different ranks (`spec.slices` says what, `transfers` 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from meshwright.program.crossings import Crossings, append_orders, append_transf
 from meshwright.program.endless import build_endless
 from meshwright.program.exchange import append_exchange, find_trained
 from meshwright.program.folding import Fold, folded_buckets
+from meshwright.program.lowering import lower_plan
 from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile
 from meshwright.program.orders import compute_orders, named_orders
@@ -34,12 +36,14 @@ from meshwright.spec.slices import StageSlice, slice_graph
 
 
 def build_program(plan: Plan, graph: Graph) -> Program:
-    """The program of a plan.
+    """The program of a plan; of one that splits ops or computes again, that of its local graph (`lowering`).
 
     Raises PlanError if the plan does not fit the graph or its schedule; ScheduleReferenceError, ScheduleError or
     DeadlockError for an own schedule that changed, breaks a rule, or lets ranks wait in a circle.
     """
-    return _build_program(plan, graph, find_schedule(plan), None)
+    local_plan, local_graph = lower_plan(plan, graph)
+    program = _build_program(local_plan, local_graph, find_schedule(plan), None)
+    return program if local_plan is plan else replace(program, plan_hash=content_hash(plan))
 
 
 def build_folded_program(fold: Fold, graph: Graph) -> Program:

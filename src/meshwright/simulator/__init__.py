@@ -26,6 +26,7 @@ from meshwright.simulator.simulate import simulate_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation
 from meshwright.simulator.stage_times import stage_times
 from meshwright.simulator.steady import describe_steady_step, steady_rows
+from meshwright.simulator.teams import Teams, form_teams
 
 __all__ = [
     "DETAILS",
@@ -44,6 +45,7 @@ __all__ = [
     "SectionPrices",
     "Simulation",
     "StepExplanation",
+    "Teams",
     "allocate_rank",
     "bare_prices",
     "describe_steady_step",
@@ -51,6 +53,7 @@ __all__ = [
     "explain_program",
     "explain_step",
     "find_overflows",
+    "form_teams",
     "price_program",
     "simulate_controlled",
     "simulate_plan",

@@ -20,6 +20,7 @@ from meshwright.simulator.pricing import price_program
 from meshwright.simulator.repetition import step_distance
 from meshwright.simulator.simulate import MAX_UNROLLED, Run, record_run, record_spans, run_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation, rank_seconds, step_window
+from meshwright.simulator.teams import form_teams
 from meshwright.spec import (
     Cluster,
     DeadlockError,
@@ -72,6 +73,9 @@ def simulate_plan(
 ) -> Simulation:
     """Predict a plan or a placement: times, memory, utilisation. Its rank r is device r of the cluster.
 
+    Of a plan that splits ops over teams of devices, rank r is team r, and what is told of a rank is told of each device
+    of its team.
+
     ``cost`` is the cost model to price with (default: the cluster's datasheet figures). The timeline shows
     ``num_steps`` steps from a cold start; step time and seconds per rank are those of a steady step, simulated
     beyond them if need be. ``contention`` says how transfers get links that others want too: ``queued`` (first come,
@@ -83,6 +87,11 @@ def simulate_plan(
     check_detail(detail)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     _check(plan, graph, cluster)
+    model_flops: float = graph.flops(plan.microbatch_size)
+    if isinstance(plan, Plan):
+        # What of it falls to each device of a team.
+        model_flops /= plan.sharding.width
+        plan, graph, cluster, cost = form_teams(plan, graph, cluster, cost)
     fold = None if isinstance(plan, Placement) else find_fold(plan, graph, cost.cluster)
     outcome, simulated = None, plan
     if fold is not None:
@@ -99,7 +108,7 @@ def simulate_plan(
         prices = price_program(program, plan, graph, cost)
         outcome = _simulate(program, prices, num_steps, contention, folded=False)
     ops = expand_ops(program, prices, outcome.run, simulated, graph, cost, fold=fold) if detail == "ops" else None
-    return _sum_up(outcome, ops, fold, plan, graph, cluster)
+    return _sum_up(outcome, ops, fold, plan, graph, cluster, model_flops)
 
 
 def check_detail(detail: str) -> None:
@@ -169,12 +178,18 @@ def _is_broken(run: Run, contention: Contention) -> bool:
 
 
 def _sum_up(
-    outcome: _Outcome, ops: OpSpans | None, fold: Fold | None, plan: Plan | Placement, graph: Graph, cluster: Cluster
+    outcome: _Outcome,
+    ops: OpSpans | None,
+    fold: Fold | None,
+    plan: Plan | Placement,
+    graph: Graph,
+    cluster: Cluster,
+    model_flops: float,
 ) -> Simulation:
     step_time_s = outcome.step_time_s
     stands = fold.representatives().tolist() if fold else range(plan.num_ranks)
     ranks = tuple(outcome.seconds[rank] for rank in stands)
-    mfu, hfu = _utilisation(plan, graph, cluster, step_time_s)
+    mfu, hfu = _utilisation(plan, graph, cluster, step_time_s, model_flops)
     return Simulation(
         simulated=outcome.timeline,
         simulated_ops=ops,
@@ -203,7 +218,7 @@ def _check(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> None:
 
 
 def _utilisation(
-    plan: Plan | Placement, graph: Graph, cluster: Cluster, step_time_s: float
+    plan: Plan | Placement, graph: Graph, cluster: Cluster, step_time_s: float, model_flops: float
 ) -> tuple[float | None, float | None]:
     num_devices = np.bincount(cluster.columns().kind[: plan.num_ranks], minlength=len(cluster.device_kinds)).tolist()
     rates = [kind.peak_flops_per_s.get(plan.workload.precision) for kind in cluster.device_kinds]
@@ -219,4 +234,4 @@ def _utilisation(
     )
     again = (op for start, stop in graph.recompute for op in computed_again(graph, start, stop))
     executed += sum(graph.ops[op].flops.at(size) for op in again)
-    return count * graph.flops(size) / available, count * executed / available
+    return count * model_flops / available, count * executed / available

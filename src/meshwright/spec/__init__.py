@@ -62,6 +62,7 @@ from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan, 
 from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.recompute import (
     computed_again,
+    read_from_outside,
     read_recompute,
     recompute_choices,
     recompute_layers,
@@ -166,6 +167,7 @@ __all__ = [
     "load_shipped_graph",
     "op_key",
     "read_document",
+    "read_from_outside",
     "read_recompute",
     "recompute_choices",
     "recompute_layers",

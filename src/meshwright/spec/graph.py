@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.spec.codec import content_hash
+from meshwright.spec.collective import Collective, Phase
 from meshwright.spec.errors import GraphError
 from meshwright.spec.graph_checks import check_amounts, check_graph
 from meshwright.spec.html import Printer, html_table
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 Role = Literal["input", "parameter", "buffer", "constant", "activation", "saved", "gradient"]
-Phase = Literal["forward", "backward"]
 
 _EXTENT = re.compile(r"(?:(-?\d+)\*)?b(?:([+-]\d+))?")
 
@@ -148,8 +148,9 @@ class Graph:
 
     ``inputs`` and ``outputs`` are tensor ids in the model's own order; ``has_loss`` says that ``outputs[0]`` is the
     scalar loss. ``batch_size`` is None if every extent is affine in the batch, else the only size the graph is valid
-    for. ``recompute`` are ranges of ops that are computed again in the backward (`recompute`). Raises GraphError when
-    the parts contradict each other.
+    for. ``recompute`` are ranges of ops that are computed again in the backward (`recompute`). ``collectives`` are
+    what a rank exchanges at its ops, of a graph that is one rank's share. Raises GraphError when the parts contradict
+    each other.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Graph:
     has_loss: bool = False
     batch_size: int | None = None
     recompute: Ranges = ()
+    collectives: tuple[Collective, ...] = ()
     _hash: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
     _small: set[int] = field(init=False, repr=False, compare=False, default_factory=set)
 

@@ -24,6 +24,7 @@ def check_graph(graph: Graph) -> None:
     known = _check_ops(graph)
     _check_layers(graph)
     check_recompute(graph)
+    _check_collectives(graph)
     graph.check_batch_size(graph.batch_size if graph.batch_size is not None else 1)
     for i in (*graph.inputs, *graph.outputs):
         if i not in known:
@@ -98,3 +99,14 @@ def _check_layers(graph: Graph) -> None:
         position = layer.stop
     if position != num_ops:
         raise GraphError(f"The layers cover {position} of {num_ops} ops; every op belongs to exactly one layer.")
+
+
+def _check_collectives(graph: Graph) -> None:
+    for item in graph.collectives:
+        known = 0 <= item.at < len(graph.ops) and 0 <= item.tensor < len(graph.tensors)
+        if not known or item.copies < 1 or item.count < 1:
+            raise GraphError(
+                f"A collective {item.kind} of {item.copies} times tensor {item.tensor} at op {item.at}, {item.count} "
+                f"times: the graph has {len(graph.ops)} ops and {len(graph.tensors)} tensors, and numbers are at least "
+                "1. Shard the graph again."
+            )

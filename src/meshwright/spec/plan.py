@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 from meshwright.spec.errors import GraphMismatchError, PlanError, suggest
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.own_code import order_file, split_reference
+from meshwright.spec.recompute import Ranges, with_recompute
+from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.spec.slices import check_bounds, slice_graph
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
@@ -92,7 +94,8 @@ class Plan:
     ``model`` and ``cluster`` are the references that were given, ``model_sizes`` the sizes asked for beside the model's
     own (for people and for `run`); ``graph_hash`` is what binds the plan. ``schedule`` is a name or the reference of
     the user's own, ``path/to/file.py:function`` or ``path/to/orders.csv``, which ``schedule_hash``, that of the file's
-    content, binds.
+    content, binds. With a ``sharding`` that splits ops, every rank stands for a team of ``sharding.width`` devices
+    side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in the backward (`recompute`).
     """
 
     model: str
@@ -104,6 +107,8 @@ class Plan:
     schedule: str = "1f1b"
     schedule_hash: str = ""
     exchange: GradientExchange = GradientExchange()
+    sharding: Sharding = UNSHARDED
+    recompute: Ranges = ()
     model_sizes: tuple[tuple[str, int], ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -138,6 +143,11 @@ class Plan:
         return 1 + max(rank for stage in self.stages for rank in stage.ranks)
 
     @property
+    def num_devices(self) -> int:
+        """Devices that take part: those of the teams for which the ranks stand."""
+        return self.num_ranks * self.sharding.width
+
+    @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """Layer ranges of the stages."""
         return tuple((stage.start, stage.stop) for stage in self.stages)
@@ -161,7 +171,19 @@ class Plan:
     @property
     def is_runnable(self) -> bool:
         """Whether the runtime executes it: one stage on every rank, whole backwards. Every plan can be simulated."""
-        return not self.has_virtual_stages and (self.has_own_schedule or self.schedule in BASIC_SCHEDULES)
+        return not self.only_simulated
+
+    @property
+    def only_simulated(self) -> str:
+        """What the runtime does not execute, in words; nothing of a plan that it does."""
+        if not self.sharding.is_whole:
+            return f"splits ops over devices ({self.sharding.describe()})"
+        if self.recompute:
+            return "computes parts of the model again"
+        if self.has_virtual_stages or not (self.has_own_schedule or self.schedule in BASIC_SCHEDULES):
+            several = " with several stages on a rank" if self.has_virtual_stages else ""
+            return f"follows the schedule {self.schedule}{several}"
+        return ""
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Indices of the stages that a rank works for, ascending; at least one."""
@@ -191,7 +213,9 @@ class Plan:
         microbatches = format_count(self.num_microbatches, "microbatch", "microbatches")
         ahead = self.exchange.staleness
         waves = f" with staleness {ahead}" if ahead else ""
-        return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}{waves}"
+        split = f", {self.sharding.describe()}" if not self.sharding.is_whole else ""
+        again = f", {format_count(len(self.recompute), 'part')} computed again" if self.recompute else ""
+        return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}{waves}{split}{again}"
 
 
 def name_stages(plan: Plan, rank: int) -> str:
@@ -242,9 +266,11 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
             f"The plan is for {plan.workload.kind}, but the graph was captured for {graph.mode}; "
             "capture it in that mode."
         )
-    if cluster is not None and plan.num_ranks > cluster.num_ranks:
+    if plan.recompute:
+        with_recompute(graph, plan.recompute)
+    if cluster is not None and plan.num_devices > cluster.num_ranks:
         raise PlanError(
-            f"The plan uses {plan.num_ranks} ranks, but cluster {cluster.name!r} has {cluster.num_ranks} devices. "
+            f"The plan uses {plan.num_devices} devices, but cluster {cluster.name!r} has {cluster.num_ranks} devices. "
             "Give a larger cluster or plan again for this one."
         )
 

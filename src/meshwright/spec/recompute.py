@@ -121,3 +121,11 @@ def computed_again(graph: Graph, start: int, stop: int) -> range:
     made |= {i for i in last.saved if tensors[i].role == "saved" and tensors[i].storage == i}
     keeps_own = bool(made & {tensors[i].storage for i in last.saved})
     return range(start, savers[-1] + keeps_own)
+
+
+def read_from_outside(graph: Graph, start: int, stop: int) -> set[int]:
+    """Storages of values that a range reads and does not make: all that is kept of it until it runs again."""
+    ops = graph.ops[start:stop]
+    made = {i for op in ops for i in op.outputs}
+    read = {i for op in ops for i in op.inputs} - made
+    return {graph.tensors[i].storage for i in read if graph.tensors[i].role == "activation"}

@@ -9,6 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from meshwright.spec import read_from_outside
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -60,7 +62,7 @@ def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> L
             if index not in range_of:
                 kept.add(storage)
     for start, stop in ranges:
-        for storage in _read_by(graph, start, stop):
+        for storage in read_from_outside(graph, start, stop):
             needed[storage] = min(needed.get(storage, start), start)
             kept.add(storage)
     return Lifetimes(
@@ -89,11 +91,3 @@ def _by_op(ops: dict[int, int]) -> dict[int, list[int]]:
     for storage, op in ops.items():
         storages[op].append(storage)
     return dict(storages)
-
-
-def _read_by(graph: Graph, start: int, stop: int) -> set[int]:
-    """Storages of values that a range reads and does not make."""
-    ops = graph.ops[start:stop]
-    made = {i for op in ops for i in op.outputs}
-    read = {i for op in ops for i in op.inputs} - made
-    return {graph.tensors[i].storage for i in read if graph.tensors[i].role == "activation"}
