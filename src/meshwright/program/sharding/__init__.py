@@ -1,5 +1,11 @@
-"""Sharding: a graph and a `Sharding` → the local graph of one rank and the collectives between the ranks."""
+"""Sharding: a graph and a `Sharding` → the local graph of one rank and the collectives between the ranks.
 
+table       `placements.toml`: what can be split of each operator, what conversions exchange (`table`, `views`, `dims`)
+propagate   `rules` choose along which label each op is split; so every tensor lies some way (`facts`, `absorb`)
+local       `convert` brings tensors to lie as they are read, `local` writes the local graph, `shard` does it per axis
+"""
+
+from meshwright.program.sharding.shard import shard_graph
 from meshwright.program.sharding.sharded import MESH, ShardedGraph
 
-__all__ = ["MESH", "ShardedGraph"]
+__all__ = ["MESH", "ShardedGraph", "shard_graph"]

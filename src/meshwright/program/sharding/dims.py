@@ -1,0 +1,126 @@
+"""The dims of an op's inputs and outputs by name: which of them are the same, and which cannot be split.
+
+A dim is written as factors, major to minor, each with a label: 768 columns that are 12 heads of 64 are (h, k). An op
+can be split along a label; every tensor that has it is split there. Where the label stands behind others in its dim,
+each of their parts is split (`Shard.parts`). Sizes are whole numbers: those of the batch are written for a batch of a
+prime number of samples, `SAMPLES`, which nothing divides by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.program.sharding import views
+from meshwright.program.sharding.table import operator_name, operator_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meshwright.program.sharding.views import Dim, Shape
+
+# A prime; tokens times this many samples stay within 63 bits.
+SAMPLES = 1_000_003
+
+
+class Split(NamedTuple):
+    """An op split along a label, each of ``parts`` equal parts of it by itself."""
+
+    label: str
+    parts: int = 1
+
+
+class OpDims(NamedTuple):
+    """The labelled dims of one op; ``fixed`` labels cannot be split, ``inner`` ones only with an exchange in the op."""
+
+    inputs: tuple[tuple[Dim, ...], ...]
+    outputs: tuple[tuple[Dim, ...], ...]
+    fixed: frozenset[str] = frozenset()
+    inner: frozenset[str] = frozenset()
+
+    def in_outputs(self, label: str) -> bool:
+        """Whether some output is split along it; else their values are sums over the ranks."""
+        return any(find_label(dims, label) for dims in self.outputs)
+
+    def split_at(self, dims: tuple[Dim, ...], place: tuple[int, int]) -> Split | None:
+        """The split of the op that splits a tensor of it, with dims ``dims``, at (dim, parts); None if none does."""
+        dim, parts = place
+        before = 1
+        found: Split | None = None
+        for label, size in dims[dim]:
+            if parts % before == 0 and size % (parts // before) == 0:
+                found = Split(label, parts // before)
+            before *= size
+        return None if found is None or found.label in self.fixed else found
+
+    def place_in(self, dims: tuple[Dim, ...], split: Split | None) -> tuple[int, int] | None:
+        """Where a split of the op splits one of its tensors: (dim, parts); None if that is whole."""
+        found = find_label(dims, split.label) if split else None
+        return (found[0], found[1] * split.parts) if found and split else None
+
+
+def find_label(dims: tuple[Dim, ...], label: str) -> tuple[int, int, int] | None:
+    """Dim, parts before it and size of a label in a tensor; None if it has none such."""
+    for dim, factors in enumerate(dims):
+        parts = 1
+        for name, size in factors:
+            if name == label:
+                return dim, parts, size
+            parts *= size
+    return None
+
+
+@lru_cache(maxsize=65536)
+def op_dims(
+    kind: str, attributes: tuple[tuple[str, str], ...], inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]
+) -> OpDims:
+    """The dims of an op of these shapes; of an operator that the table does not know, none can be split."""
+    row = operator_rows().get(operator_name(kind))
+    call = views.Call(operator_name(kind), dict(attributes), inputs, outputs)
+    if row is None:
+        return _checked(call, views.unknown(call))
+    if row.dims:
+        return _checked(call, views.FUNCTIONS[row.dims](call))
+    return _checked(call, _read_equation(call, row.equation))
+
+
+def _checked(call: views.Call, found: views.Found | None) -> OpDims:
+    """What was found, if it describes these shapes; else nothing can be split."""
+    if found is None or [_sizes(t) for t in (*found[0], *found[1])] != [*map(tuple, (*call.inputs, *call.outputs))]:
+        found = views.unknown(call)
+    inputs, outputs, *rest = found
+    fixed = frozenset(label for label in _labels((*inputs, *outputs)) if label[:1].isupper())
+    return OpDims(tuple(inputs), tuple(outputs), fixed, rest[0] if rest else frozenset())
+
+
+def _sizes(dims: tuple[Dim, ...]) -> Shape:
+    return tuple(math.prod(size for _, size in factors) for factors in dims)
+
+
+def _labels(tensors: tuple[tuple[Dim, ...], ...]) -> Iterator[str]:
+    return (label for dims in tensors for factors in dims for label, _ in factors)
+
+
+def _read_equation(call: views.Call, equation: str) -> views.Found | None:
+    given, _, made = equation.partition("->")
+    made, _, inner = made.partition("|")
+    terms = [term.strip() for term in given.split(",")]
+    results = [term.strip() for term in made.split(",")] if made.strip() else [""]
+    if len(call.inputs) > len(terms) or len(call.outputs) != len(results):
+        return None
+    pairs = (*zip(terms, call.inputs, strict=False), *zip(results, call.outputs, strict=True))
+    named = [_name(term, shape) for term, shape in pairs]
+    if any(item is None for item in named):
+        return None
+    tensors = [item for item in named if item is not None]
+    return tensors[: len(call.inputs)], tensors[len(call.inputs) :], frozenset(inner.split())
+
+
+def _name(term: str, shape: Shape) -> tuple[Dim, ...] | None:
+    front, dots, back = term.partition("...")
+    rest = len(shape) - len(front) - len(back)
+    if rest < 0 or (rest and not dots):
+        return None
+    letters = [*front, *(f"...{rest - i}" for i in range(rest)), *back]
+    return tuple(views.one(letter, size) for letter, size in zip(letters, shape, strict=True))
