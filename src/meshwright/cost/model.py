@@ -35,7 +35,7 @@ from meshwright.cost.optimizers import (
 )
 from meshwright.cost.prices import End, OpPrices, gather_prices
 from meshwright.cost.table import OpTable, price_op, roofline_interval
-from meshwright.cost.teams import OpExchange, axis_groups, spread_teams
+from meshwright.cost.teams import TeamPrices
 from meshwright.cost.work import key_in
 from meshwright.records import from_measurements
 from meshwright.spec import Cluster, ClusterError, DeviceKind, Graph, MeasurementError, Measurements
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from meshwright.cost.prices import Price
     from meshwright.cost.traced import TracedOps
     from meshwright.spec import Optimizer, StageSlice, Workload
-    from meshwright.spec.collective import Axis
     from meshwright.spec.workload import Precision
 
 T = TypeVar("T")
@@ -85,6 +84,7 @@ class CostModel:
     traced: TracedOps | None = None
     _ops: OpTable | None = field(init=False, repr=False, default=None)
     _collectives: CollectivePrices = field(init=False, repr=False)
+    _teams: TeamPrices = field(init=False, repr=False)
     _optimizers: dict[str, Curve] = field(init=False, repr=False, default_factory=dict)
     _kept: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
     _graphs: dict[int, Graph] = field(init=False, repr=False, default_factory=dict)
@@ -106,6 +106,9 @@ class CostModel:
             cluster=self.devices or self.cluster, dtype=self.precision, own=self.collectives, host=self.collective_hosts
         )
         object.__setattr__(self, "_collectives", prices)
+        width = DTYPE_BYTES[self.precision]
+        teams = TeamPrices(prices=prices, sharding=self.sharding, float_bytes=width, end=self.end)
+        object.__setattr__(self, "_teams", teams)
 
     @property
     def overhead_s(self) -> float:
@@ -162,7 +165,7 @@ class CostModel:
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, concurrent: Sequence[Sequence[int]] = ()
     ) -> float:
         """Seconds of a collective or a send, from the moment all are ready; `predict_collective` for one size."""
-        ranks, beside = self._groups(ranks, concurrent)
+        ranks, beside = self._teams.groups(op, ranks, concurrent)
         key = ("collective", op, ranks, num_bytes, beside)
         return self._keep(key, lambda: self._chosen(self._collectives.predict(op, ranks, _alone(num_bytes), beside)))
 
@@ -174,14 +177,14 @@ class CostModel:
         ``num_bytes`` are those of the full tensor: what an all-gather yields, what a reduce-scatter takes in. The ranks
         come in any order; the ``concurrent`` groups run the same at the same time.
         """
-        ranks, beside = self._groups(ranks, concurrent)
+        ranks, beside = self._teams.groups(op, ranks, concurrent)
         return self._collectives.predict(op, ranks, num_bytes, beside)
 
     def collective_host_seconds(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, concurrent: Sequence[Sequence[int]] = ()
     ) -> float:
         """Seconds of processor time that a collective takes from each rank meanwhile; 0 where not measured."""
-        ranks, beside = self._groups(ranks, concurrent)
+        ranks, beside = self._teams.groups(op, ranks, concurrent)
         key = ("host", op, ranks, num_bytes, beside)
         found = self._keep(key, lambda: self._collectives.predict_host(op, ranks, _alone(num_bytes), beside))
         return 0.0 if found is None else self._chosen(found)
@@ -208,6 +211,13 @@ class CostModel:
         loop = loop or default_loop(optimizer, on_gpu=backend_of(device_kind) == "cuda")
         key = ("optimizer", self._known(graph), tuple(parameter_ids), optimizer, device_kind.name, loop)
         return self._keep(key, lambda: self._step(graph, parameter_ids, optimizer, device_kind, loop))
+
+    def step_exchange_seconds(self, graph: Graph, parameter_ids: Sequence[int], *, alone: bool) -> float:
+        """Seconds of a step in which a team sums gradients of which each of its devices has a part.
+
+        Over the ranks that split tokens these are summed together with the replicas', unless the team is ``alone``.
+        """
+        return self._teams.step_seconds(graph, parameter_ids, alone=alone)
 
     def bucket_seconds(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> float:
         """Seconds to copy the gradients of trainable parameters into the buffers that are summed over ranks."""
@@ -264,49 +274,8 @@ class CostModel:
             prices = price_kernels(
                 kernels, bounds, graph, ops, keys, batch_size, kind, self.precision, roofline_interval(kind)
             )
-        gathered = gather_prices(prices, classes.class_of, graph, self._exchanges(graph, batch_size))
+        gathered = gather_prices(prices, classes.class_of, graph, self._teams.op_exchanges(graph, batch_size))
         return gathered if self.end is None else gathered.at_end(self.end)
-
-    def _groups(
-        self, ranks: Sequence[int], concurrent: Sequence[Sequence[int]]
-    ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """The devices that talk, and the groups of devices that do beside them: of teams those of every place."""
-        if self.devices is None:
-            return tuple(ranks), tuple(map(tuple, concurrent))
-        first, *others = [group for teams in (ranks, *concurrent) for group in spread_teams(teams, self.sharding.width)]
-        return first, tuple(others)
-
-    def _exchanges(self, graph: Graph, batch_size: int) -> list[OpExchange]:
-        """What the ranks of the mesh axes exchange inside of the ops of a local graph."""
-        if graph.collectives and self.devices is None:
-            raise MeasurementError(
-                f"Graph {graph.name!r} is the share of one rank, which exchanges values with others, but prices are "
-                "those of whole graphs. Ask `CostModel.for_teams` for the prices of its sharding."
-            )
-        found = []
-        for item in graph.collectives:
-            size = self.sharding.size(item.axis)
-            num_bytes = item.num_bytes(graph, batch_size, DTYPE_BYTES[self.precision])
-            seconds, low_s, high_s = self._inside(item.kind, item.axis, num_bytes)
-            ring, count = (size, 1) if item.kind == "send" else (0, item.count)
-            found.append(
-                OpExchange(item.at, item.phase == "backward", count * seconds, count * low_s, count * high_s, ring=ring)
-            )
-        return found
-
-    def _inside(self, kind: CollectiveOp, axis: Axis, num_bytes: int) -> tuple[float, float, float]:
-        """Seconds of an exchange of an axis and their interval, where the nodes are slowest."""
-
-        def price() -> tuple[float, float, float]:
-            rows = []
-            for first, *others in axis_groups(self.devices or self.cluster, self.sharding, axis):
-                told = first if kind != "send" else first[:2]
-                beside = others if kind != "send" else [group[:2] for group in others]
-                row = self._collectives.predict(kind, told, _alone(num_bytes), tuple(beside))
-                rows.append((float(row.seconds[0]), float(row.low_s[0]), float(row.high_s[0])))
-            return max(rows)
-
-        return self._keep(("inside", kind, axis, num_bytes), price)
 
     def _chosen(self, found: Predictions) -> float:
         """The only one of some predictions, or its end."""

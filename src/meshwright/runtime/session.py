@@ -95,8 +95,8 @@ def check_runnable(plan: Plan) -> None:
     if plan.only_simulated:
         raise PlanError(
             f"The plan {plan.only_simulated}, which can only be simulated; the runtime executes "
-            f"{', '.join(BASIC_SCHEDULES)} and your own schedules, with one stage of whole ops on every rank. Plan with "
-            f"--schedule {BASIC_SCHEDULES[-1]}, and neither split ops nor recompute, to run."
+            f"{', '.join(BASIC_SCHEDULES)} and your own schedules, with one stage of whole ops on every rank. Plan "
+            f"with --schedule {BASIC_SCHEDULES[-1]}, and neither split ops nor recompute, to run."
         )
 
 

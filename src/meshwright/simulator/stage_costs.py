@@ -154,6 +154,7 @@ def stage_costs(
     """Price a stage for the plan's microbatches on one kind of device; ``buckets`` are those that the stage holds."""
     seconds = op_seconds(graph, plan, stage, buckets, kind, cost)
     step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind)
+    inside_s = cost.step_exchange_seconds(graph, stage.parameters, alone=not buckets)
     copy_s = cost.bucket_seconds(graph, stage.parameters, kind)
     forward_host_s, host_s, weights_host_s = seconds.host_s
 
@@ -171,7 +172,7 @@ def stage_costs(
         backward=backward(seconds.backward, host_s),
         inputs_s=float((seconds.backward - seconds.weights).sum()) + host_s,
         weights=backward(seconds.weights, weights_host_s),
-        optimizer_s=step_s + cost.overhead_s * (1 + len(buckets)),
+        optimizer_s=step_s + inside_s + cost.overhead_s * (1 + len(buckets)),
         stash_s=copy_s + cost.overhead_s,
         # Two passes, each as long as a copy: the own updates out of the sum, and the rest into the weights.
         merge_s=2 * copy_s + cost.overhead_s,

@@ -19,7 +19,8 @@ class Collective:
 
     In the forward pass it is (part of) what that op does, and ends before the op's output is there; in the backward
     pass likewise with the gradients of the op's inputs. The backward runs ops in descending order. Collectives of one
-    op and phase run in the order in which they are listed.
+    op and phase run in the order in which they are listed. In phase "step" the gradient of parameter ``tensor``, which
+    op ``at`` is the first to read, is summed once before the optimizer.
 
     Its size is that of the **full** tensor in the group (what an all-gather yields, what a reduce-scatter takes in,
     what all ranks together hand to an all-to-all): ``copies`` times tensor ``tensor`` of the local graph. A "send" is
@@ -28,7 +29,7 @@ class Collective:
 
     kind: CollectiveKind
     axis: Axis
-    phase: Phase
+    phase: Literal["forward", "backward", "step"]
     at: int
     tensor: int
     copies: int = 1

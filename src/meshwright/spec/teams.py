@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import groupby
 
 from meshwright.spec.cluster import Cluster, DeviceGroup, DeviceKind, Link, Node
@@ -23,7 +22,6 @@ from meshwright.spec.errors import ClusterError
 from meshwright.spec.units import format_bytes
 
 
-@lru_cache(maxsize=64)
 def team_cluster(cluster: Cluster, width: int) -> Cluster:
     """The cluster whose ranks are teams of ``width`` devices. Raises ClusterError where teams and nodes do not fit."""
     if width == 1:

@@ -18,8 +18,9 @@ from meshwright.spec.sharding import Partial, Replicate, Shard
 if TYPE_CHECKING:
     from meshwright.program.sharding.propagate import Place, State
     from meshwright.program.sharding.table import Conversion
+    from meshwright.spec.collective import Axis, CollectiveKind
     from meshwright.spec.graph import Role
-    from meshwright.spec.sharding import Axis, CollectiveKind, Layout, Sharding
+    from meshwright.spec.sharding import Layout, Sharding
 
 _ATTENTION = "aten.scaled_dot_product_attention"
 _KEYS_AND_VALUES = (1, 2)
