@@ -95,9 +95,10 @@ def check_runnable(plan: Plan) -> None:
     if not plan.is_runnable:
         raise PlanError(
             f"The plan follows the schedule {plan.schedule}"
-            f"{' with several stages on a rank' if plan.has_virtual_stages else ''}, which can only be simulated; the "
-            f"runtime executes {', '.join(BASIC_SCHEDULES)} and your own schedules, with one stage on every rank. "
-            f"Plan with --schedule {BASIC_SCHEDULES[-1]} to run."
+            f"{' with several stages on a rank' if plan.has_virtual_stages else ''}"
+            f"{'' if plan.exchange.is_plain else ' and another exchange than sums of buckets'}, which can only "
+            f"be simulated; the runtime executes {', '.join(BASIC_SCHEDULES)} and your own schedules, one stage on "
+            f"every rank and sums of buckets. Plan with --schedule {BASIC_SCHEDULES[-1]} to run."
         )
 
 
