@@ -132,6 +132,8 @@ def _opcode_name(timeline, i):
         "stash",
         "drop",
         "merge",
+        "reduce_scatter",
+        "all_gather",
     )
     return names[timeline.opcode[i]]
 

@@ -190,10 +190,15 @@ class CostModel:
         return 0.0 if found is None else self._chosen(found)
 
     def optimizer_seconds(
-        self, graph: Graph, parameter_ids: Sequence[int], optimizer: Optimizer, device_kind: DeviceKind
+        self,
+        graph: Graph,
+        parameter_ids: Sequence[int],
+        optimizer: Optimizer,
+        device_kind: DeviceKind,
+        num_shards: int = 1,
     ) -> float:
-        """Seconds of one optimizer step over the trainable ones among the parameters."""
-        return self.price_optimizer(graph, parameter_ids, optimizer, device_kind).at(self.end)
+        """Seconds of one optimizer step over the trainable ones among the parameters, or one of their equal parts."""
+        return self.price_optimizer(graph, parameter_ids, optimizer, device_kind, num_shards=num_shards).at(self.end)
 
     def price_optimizer(
         self,
@@ -202,6 +207,7 @@ class CostModel:
         optimizer: Optimizer,
         device_kind: DeviceKind,
         loop: OptimizerLoop | None = None,
+        num_shards: int = 1,
     ) -> Price:
         """The same with interval and basis. ``loop``: how it goes over the parameters, by default as in our runtime."""
         if loop is not None and loop not in get_args(OptimizerLoop):
@@ -209,8 +215,8 @@ class CostModel:
                 f"A loop {loop!r} over the parameters was given; expected {', '.join(get_args(OptimizerLoop))}."
             )
         loop = loop or default_loop(optimizer, on_gpu=backend_of(device_kind) == "cuda")
-        key = ("optimizer", self._known(graph), tuple(parameter_ids), optimizer, device_kind.name, loop)
-        return self._keep(key, lambda: self._step(graph, parameter_ids, optimizer, device_kind, loop))
+        key = ("optimizer", self._known(graph), tuple(parameter_ids), optimizer, device_kind.name, loop, num_shards)
+        return self._keep(key, lambda: self._step(graph, parameter_ids, optimizer, device_kind, loop, num_shards))
 
     def step_exchange_seconds(self, graph: Graph, parameter_ids: Sequence[int], *, alone: bool) -> float:
         """Seconds of a step in which a team sums gradients of which each of its devices has a part.
@@ -283,10 +289,16 @@ class CostModel:
         return float(seconds[0])
 
     def _step(
-        self, graph: Graph, parameters: Sequence[int], optimizer: Optimizer, kind: DeviceKind, loop: OptimizerLoop
+        self,
+        graph: Graph,
+        parameters: Sequence[int],
+        optimizer: Optimizer,
+        kind: DeviceKind,
+        loop: OptimizerLoop,
+        num_shards: int,
     ) -> Price:
         curve = self._optimizers.get(optimizer.name) if self.is_measured(kind) else None
-        elements, unsure = trainable_elements(graph, parameters), roofline_interval(kind)
+        elements, unsure = -(-trainable_elements(graph, parameters) // num_shards), roofline_interval(kind)
         return price_step(elements, optimizer, kind, self.precision, curve, loop, unsure)
 
     def _fill(self, graph: Graph, parameters: Sequence[int], kind: DeviceKind) -> Price:

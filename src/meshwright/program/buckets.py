@@ -3,8 +3,8 @@
 A parameter is summed over all ranks that hold it: the replicas of its stage, and for a tied parameter the replicas of
 every stage that uses it. Parameters with the same holders share buckets of up to ``bucket_bytes``, filled in the
 order in which a backward pass makes their gradients ready (the reverse of the forward order), so that the first
-bucket can leave early. Buckets that cross stages come after all others: then every rank meets the collectives in one
-global order and none can wait in a circle.
+bucket can leave early; of the stages of a rank the later ones come first. Buckets that cross stages come after all
+others: then every rank meets the collectives in one global order and none can wait in a circle.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
         by_stages.setdefault(tuple(holding), []).append(parameter)
     first_use = _first_use(graph)
     buckets: list[Bucket] = []
-    for stages, parameters in sorted(by_stages.items(), key=lambda item: (len(item[0]) > 1, item[0])):
+    for stages, parameters in sorted(by_stages.items(), key=lambda item: (len(item[0]) > 1, [-i for i in item[0]])):
         ranks = tuple(sorted({rank for stage in stages for rank in plan.stages[stage].ranks}))
         if len(ranks) == 1:
             continue

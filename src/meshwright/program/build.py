@@ -69,7 +69,7 @@ def _build_program(
     append_transfers(builder, computations, crossings)
     if graph.mode == "training":
         buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
-        append_exchange(builder, computations, find_trained(graph, stages), buckets, overlap=plan.exchange.overlap)
+        append_exchange(builder, computations, find_trained(graph, stages), buckets, plan.exchange)
     return builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
 
 

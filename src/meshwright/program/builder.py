@@ -42,6 +42,7 @@ class ProgramBuilder:
         # Of each mark, the instruction that raises it and the bucket that is ready.
         self._raising, self._ready = array("q"), array("q")
         self._joins: dict[int, int] = {}
+        self._late: list[tuple[Ids, Ids]] = []
         self._groups: dict[tuple[int, ...], int] = {}
 
     def append(
@@ -119,6 +120,10 @@ class ProgramBuilder:
         """Let each of the instructions wait for the handle at its place."""
         self._waits.append((instructions, handles))
 
+    def wait_late_each(self, instructions: Ids, handles: Ids) -> None:
+        """Let each of the instructions wait for the one at its place as it was a repetition of the body before."""
+        self._late.append((instructions, handles))
+
     def join_each(self, instructions: Ids, need: NDArray[np.integer]) -> None:
         """Let each of the instructions go on when so many of its waits have happened."""
         self._joins.update(zip(instructions.tolist(), need.tolist(), strict=True))
@@ -153,6 +158,7 @@ class ProgramBuilder:
             mark_instruction=position[np.array(self._raising, np.int64)].astype(np.int64),
             mark_index=np.array(self._ready, np.int32),
             **self._join_columns(position, wait_offsets),
+            **self._late_columns(position),
         )
         return Program(
             schedule=schedule,
@@ -173,6 +179,17 @@ class ProgramBuilder:
             rows = make_rows(len(keys), **dict(zip(Rows._fields, columns, strict=True)))
             self._chunks.append(Chunk(keys[begins], np.diff(begins, append=len(keys)), rows, None))
             self._rows = array("q")
+
+    def _late_columns(self, position: NDArray[np.int32]) -> dict[str, Any]:
+        none = np.zeros(0, np.int64)
+        waiting = position[np.concatenate([none, *(instructions for instructions, _ in self._late)])]
+        awaited = position[np.concatenate([none, *(handles for _, handles in self._late)])]
+        return {
+            "late_instruction": waiting.astype(np.int64),
+            "late_section": np.ones(len(waiting), np.int8),
+            "late_awaited": awaited.astype(np.int64),
+            "late_lag": np.ones(len(waiting), np.int32),
+        }
 
     def _join_columns(self, position: NDArray[np.int32], wait_offsets: Ids) -> dict[str, Any]:
         handles = np.array(list(self._joins), np.int64)

@@ -23,6 +23,7 @@ from meshwright.runtime.stage import StageRunner
 from meshwright.runtime.transport import Layout, Transport
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -32,6 +33,7 @@ from meshwright.spec.instructions import (
     Merge,
     OptimizerStep,
     Receive,
+    ReduceScatter,
     Send,
     Stash,
 )
@@ -161,7 +163,7 @@ class Executor:
                     f"{instruction} belongs to an asynchronous schedule; the runtime runs schedules that flush. "
                     "Simulate this program, or choose such a schedule to run."
                 )
-            case Send() | Receive() | AllReduce():
+            case Send() | Receive() | AllReduce() | ReduceScatter() | AllGather():
                 raise ProgramError(
                     f"{instruction} stands in a compute stream; communication belongs to its own streams."
                 )
@@ -177,6 +179,11 @@ class Executor:
                 return lambda: self._receive(instruction, item.group[0])
             case AllReduce(bucket=bucket):
                 return lambda: self._all_reduce(bucket, item.group)
+            case ReduceScatter() | AllGather():
+                raise ProgramError(
+                    f"{instruction} belongs to an optimizer that is sharded; the runtime sums whole buckets. Simulate "
+                    "this program, or plan without `shard_optimizer` to run."
+                )
             case (
                 Forward()
                 | Backward()

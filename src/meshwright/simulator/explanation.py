@@ -62,7 +62,7 @@ def explain_program(
     """Explain a steady step of a priced program; ``devices`` names the kind of each rank's device."""
     check_contention(contention)
     check_prices(program, prices)
-    unrolled, drains = unroll(program, prices, steady_steps(program)[0]), program.advance > 0
+    unrolled, drains = unroll(program, prices, steady_steps(program)[0]), program.epilogue.num_instructions > 0
     columns = instruction_columns(program, unrolled)
     network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
     # A receive's span shows the arrival of its bytes; the receive itself comes when they are there.

@@ -171,13 +171,11 @@ def _work(opcode: Opcode) -> str:
             return "copies of weights"
         case Opcode.MERGE:
             return "merges of waves"
-        case Opcode.SEND_ACTIVATION:
-            return "sends of activations"
-        case Opcode.SEND_GRADIENT:
-            return "sends of gradients"
+        case Opcode.SEND_ACTIVATION | Opcode.SEND_GRADIENT:
+            return "sends of activations" if opcode == Opcode.SEND_ACTIVATION else "sends of gradients"
         case Opcode.RECEIVE_ACTIVATION | Opcode.RECEIVE_GRADIENT:
             return "receives"
-        case Opcode.ALL_REDUCE:
-            return "sums of gradients"
+        case Opcode.ALL_REDUCE | Opcode.REDUCE_SCATTER | Opcode.ALL_GATHER:
+            return "gathers of parameters" if opcode == Opcode.ALL_GATHER else "sums of gradients"
         case _:
             assert_never(opcode)

@@ -46,15 +46,15 @@ DETAILS: tuple[Detail, ...] = get_args(Detail)
 # Steps until the distance between two step ends is that of all later ones: a schedule that flushes repeats itself from
 # its second step on, and the third is compared with the second.
 STEADY_STEPS = 3
-# One that never flushes settles while its queues fill, and then repeats itself after one step or a few: a mean is taken
-# over so many of them before the last, which drains. A step of very many microbatches settles within itself, so that
-# fewer do, and more would not be simulated.
+# One whose steps reach into each other settles while its queues fill, and then repeats itself after one step or a few:
+# a mean is taken over so many of them before the last, which drains. A step of very many microbatches settles within
+# itself, so that fewer do, and more would not be simulated.
 SETTLED_STEPS, LEAST_SETTLED_STEPS, MEAN_SHARE = 20, 4, 0.6
 
 
 def steady_steps(program: Program) -> tuple[int, int]:
     """Steps to simulate for a steady one, and over how many of them a mean is taken."""
-    if not program.advance:
+    if not program.crosses_steps:
         return STEADY_STEPS, 1
     most = MAX_UNROLLED // max(program.body.num_instructions, 1)
     count = min(max(most, LEAST_SETTLED_STEPS), SETTLED_STEPS)
@@ -143,7 +143,7 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
     first = run(1)
     shown = first if num_steps == 1 else run(num_steps)
     timeline, memory = record_run(program, prices, shown)
-    steady, window, averaged, drains = timeline, (0, 0), 1, program.advance > 0
+    steady, window, averaged, drains = timeline, (0, 0), 1, program.epilogue.num_instructions > 0
     distance = step_distance(program, prices, first)
     if distance is not None:
         steady = timeline if num_steps == 1 else record_spans(program, first)

@@ -1,7 +1,7 @@
 """Prices of a plan's program from a cost model: which class, route and mark offset each instruction gets.
 
 Instructions of equal cost are priced once: computations by (stage, device kind, first or last backward of its rank,
-opcode), transfers and all-reduces by (group, opcode, bytes), marks by the computation and the bucket. Only these
+opcode), transfers and collectives by (group, opcode, bytes), marks by the computation and the bucket. Only these
 distinct ones are touched one by one.
 """
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
+from meshwright.cost.collectives.algorithms import CollectiveOp
 from meshwright.cost.memory import FIRST, LAST
 from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets
 from meshwright.simulator.alike import find_distinct, mark_backwards
@@ -41,11 +42,16 @@ from meshwright.spec import (
     slice_stages,
     to_picoseconds,
 )
-from meshwright.spec.instructions import COMPUTATIONS, STASHING, UPDATES
+from meshwright.spec.instructions import COLLECTIVES, COMPUTATIONS, STASHING, UPDATES
 from meshwright.spec.memory import MEMORY_PARTS, RECEIVED, SENT
 
 # Whether an opcode occupies the device, by opcode.
 _IS_COMPUTE = np.isin(list(Opcode), (*COMPUTATIONS, *UPDATES, *STASHING))
+_COLLECTIVE_OPS: dict[Opcode, CollectiveOp] = {
+    Opcode.ALL_REDUCE: "all_reduce",
+    Opcode.REDUCE_SCATTER: "reduce_scatter",
+    Opcode.ALL_GATHER: "all_gather",
+}
 # The engine needs time to pass while a link is held.
 SHORTEST_S = 1e-12
 
@@ -106,13 +112,15 @@ class _Pricer:
         kinds = list({kind.name: kind for kind in devices}.values())
         names = [kind.name for kind in kinds]
         self._kind_of_rank = np.array([names.index(kind.name) for kind in devices], np.int64)
+        whole = fold.whole if fold else plan
+        shards = [_count_shards(whole, stage.index) for stage in stages]
         self._costs: list[list[StageCosts]] = [
-            [stage_costs(graph, plan, stage, tuple(buckets), kind, cost) for kind in kinds]
-            for stage, buckets in zip(stages, held, strict=True)
+            [stage_costs(graph, plan, stage, tuple(buckets), kind, cost, num_shards) for kind in kinds]
+            for stage, buckets, num_shards in zip(stages, held, shards, strict=True)
         ]
         self._bytes: list[list[StageBytes]] = [
-            [stage_bytes(graph, plan, stage, tuple(buckets), kind, cost) for kind in kinds]
-            for stage, buckets in zip(stages, held, strict=True)
+            [stage_bytes(graph, plan, stage, tuple(buckets), kind, cost, num_shards) for kind in kinds]
+            for stage, buckets, num_shards in zip(stages, held, shards, strict=True)
         ]
         self._plan, self._graph, self._stages = plan, graph, stages
         self._placed = PlacedRanks(plan, graph, stages) if isinstance(plan, Placement) else None
@@ -185,10 +193,10 @@ class _Pricer:
         in_use = transfer_bytes(opcode, num_bytes)
         if opcode in RECEIVES:
             return self._add(0.0, 0.0, in_use), -1
-        if opcode == Opcode.ALL_REDUCE:
-            ranks = self._all_members(group)
-            seconds = self._cost.collective_seconds("all_reduce", ranks, num_bytes)
-            host_s = self._cost.collective_host_seconds("all_reduce", ranks, num_bytes)
+        if opcode in COLLECTIVES:
+            ranks, op = self._all_members(group), _COLLECTIVE_OPS[Opcode(opcode)]
+            seconds = self._cost.collective_seconds(op, ranks, num_bytes)
+            host_s = self._cost.collective_host_seconds(op, ranks, num_bytes)
             return self._add(max(seconds, SHORTEST_S), host_s, in_use), self.routes.ring(ranks)
         ranks = tuple(self._device_of[rank] for rank in self._program.groups[group])
         source, target = ranks
@@ -212,6 +220,12 @@ class _Pricer:
     def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes]) -> int:
         self.classes.append((to_picoseconds(seconds), to_picoseconds(host_s), *in_use))
         return len(self.classes) - 1
+
+
+def _count_shards(plan: Plan | Placement, stage: int) -> int:
+    """Into how many parts the optimizer states of a stage are cut."""
+    is_cut = isinstance(plan, Plan) and plan.exchange.shard_optimizer
+    return len(plan.stages[stage].ranks) if is_cut else 1
 
 
 def _per_distinct(
@@ -242,10 +256,10 @@ def _check_groups(program: Program, section: Section, transfers: NDArray[np.int6
     for i in transfers[section.group[transfers] < 0][:1].tolist():
         raise ProgramError(
             f"{section.instruction(i)} names no group of ranks, so it cannot be priced; expected (source, target) for "
-            "a transfer and all members for an all-reduce. Give the group when the instruction is appended."
+            "a transfer and all members for a collective. Give the group when the instruction is appended."
         )
     pairs = np.zeros(len(program.groups), np.bool_)
-    pairs[section.group[transfers[section.opcode[transfers] != Opcode.ALL_REDUCE]]] = True
+    pairs[section.group[transfers[~np.isin(section.opcode[transfers], COLLECTIVES)]]] = True
     for group in np.flatnonzero(pairs).tolist():
         if len(program.groups[group]) != 2:
             raise ProgramError(

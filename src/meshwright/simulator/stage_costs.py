@@ -9,6 +9,7 @@
   filling the buckets up to k takes; not before ready(k - 1), for buckets leave in order.
 - host: overhead_s per instruction that the rank issues, its own and those of the transfers that belong to it; the
   optimizer step pays for the all-reduces.
+- a sharded optimizer: its step, its states and what it needs meanwhile are those of one of n equal parts.
 
 Memory, by part, as the walk through the stage's ops has it (`cost.memory.phases`): a computation takes at its start
 what it has at its fullest, and gives back at its end what it does not leave behind. Gradients that are sent go when
@@ -150,10 +151,14 @@ def stage_costs(
     buckets: tuple[Bucket, ...],
     kind: DeviceKind,
     cost: CostModel,
+    num_shards: int = 1,
 ) -> StageCosts:
-    """Price a stage for the plan's microbatches on one kind of device; ``buckets`` are those that the stage holds."""
+    """Price a stage for the plan's microbatches on one kind of device.
+
+    ``buckets`` are those that the stage holds, ``num_shards`` the parts into which its optimizer states are cut.
+    """
     seconds = op_seconds(graph, plan, stage, buckets, kind, cost)
-    step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind)
+    step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind, num_shards=num_shards)
     inside_s = cost.step_exchange_seconds(graph, stage.parameters, alone=not buckets)
     copy_s = cost.bucket_seconds(graph, stage.parameters, kind)
     forward_host_s, host_s, weights_host_s = seconds.host_s
@@ -234,8 +239,9 @@ def stage_bytes(
     buckets: tuple[Bucket, ...],
     kind: DeviceKind,
     cost: CostModel,
+    num_shards: int = 1,
 ) -> StageBytes:
-    """Weigh a stage for the plan's microbatches on one kind of device."""
+    """Weigh a stage for the plan's microbatches on one kind of device; arguments as of `stage_costs`."""
     bucketed = frozenset(stage.parameters).intersection(i for bucket in buckets for i in bucket.parameters)
     memory = cost.stage_memory(
         graph, stage, plan.microbatch_size, plan.workload, device=backend_of(kind), bucketed=bucketed
@@ -259,7 +265,7 @@ def stage_bytes(
             {
                 PARAMETERS: memory.parameter_bytes,
                 BUFFERS: memory.buffer_bytes,
-                OPTIMIZER: memory.optimizer_bytes,
+                OPTIMIZER: -(-memory.optimizer_bytes // num_shards),
                 BUCKETS: num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in buckets),
                 INPUTS: num_inputs * memory.input_bytes,
             }
@@ -269,7 +275,7 @@ def stage_bytes(
         backwards=tuple(_takes_and_frees(phase, gone) for phase in phases.backwards),
         inputs=_takes_and_frees(_without(phases.backwards[0], GRADIENTS), gone - waiting),
         weights=tuple(_takes_and_frees(_only(phase, GRADIENTS, WORKSPACE), waiting) for phase in phases.backwards),
-        optimizer=_takes_and_frees(phases.optimizer),
+        optimizer=_takes_and_frees(_shared_workspace(phases.optimizer, num_shards)),
         stash=by_part({STASHED: _trained_bytes(graph, stage, width)}),
     )
 
@@ -289,6 +295,12 @@ def _only(phase: Phase, *parts: int) -> Phase:
     """What a phase does to some parts of memory."""
     most, after = (tuple(n if part in parts else 0 for part, n in enumerate(row)) for row in (phase.most, phase.after))
     return Phase(most=most, after=after)
+
+
+def _shared_workspace(phase: Phase, shards: int) -> Phase:
+    """The optimizer's step over one of some equal parts of the parameters."""
+    most = tuple(-(-n // shards) if part == WORKSPACE else n for part, n in enumerate(phase.most))
+    return Phase(most=most, after=phase.after)
 
 
 def _without(phase: Phase, *parts: int) -> Phase:

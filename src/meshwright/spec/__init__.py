@@ -31,6 +31,7 @@ from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.files import write_text
 from meshwright.spec.graph import Extent, Graph, Layer, Op, Tensor
 from meshwright.spec.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -42,6 +43,7 @@ from meshwright.spec.instructions import (
     Opcode,
     OptimizerStep,
     Receive,
+    ReduceScatter,
     Send,
     Stash,
     instruction_name,
@@ -91,6 +93,7 @@ __all__ = [
     "MAX_SECONDS",
     "MIN_SECONDS",
     "RNG_STATE_BYTES",
+    "AllGather",
     "AllReduce",
     "Backward",
     "BackwardInput",
@@ -137,6 +140,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "Receive",
+    "ReduceScatter",
     "RunError",
     "ScheduleError",
     "ScheduleReferenceError",

@@ -28,12 +28,18 @@ class Opcode(IntEnum):
     STASH = 10
     DROP = 11
     MERGE = 12
+    REDUCE_SCATTER = 13
+    ALL_GATHER = 14
 
 
 # What occupies a device and belongs to a microbatch.
 COMPUTATIONS = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
 # What makes a new version of a stage's weights.
 UPDATES = (Opcode.OPTIMIZER_STEP, Opcode.MERGE)
+# In what all ranks of a group take part.
+COLLECTIVES = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER, Opcode.ALL_GATHER)
+# Those that sum gradients.
+SUMS = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER)
 # What keeps and gives up copies of weights that were updated while microbatches that began with them are under way.
 STASHING = (Opcode.STASH, Opcode.DROP)
 
@@ -124,6 +130,33 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceScatter:
+    """Sum one bucket of gradients; each rank of the group keeps its part of the sums. Starts with the last member.
+
+    ``num_bytes`` are those of the whole bucket.
+    """
+
+    stage: int
+    bucket: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllGather:
+    """Give every rank of the group the parts of one bucket that the others have. Starts with the last member.
+
+    ``num_bytes`` are those of the whole bucket.
+    """
+
+    stage: int
+    bucket: int
+    num_bytes: int
+
+
+Collective = AllReduce | ReduceScatter | AllGather
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
     """Update the stage's parameters from their summed gradients and clear these.
 
@@ -164,7 +197,12 @@ class Merge:
     version: int
 
 
-Instruction = Computation | Send | Receive | AllReduce | OptimizerStep | Stash | Drop | Merge
+_OPCODES: dict[type[Collective], Opcode] = {
+    AllReduce: Opcode.ALL_REDUCE,
+    ReduceScatter: Opcode.REDUCE_SCATTER,
+    AllGather: Opcode.ALL_GATHER,
+}
+Instruction = Computation | Send | Receive | Collective | OptimizerStep | Stash | Drop | Merge
 
 
 def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
@@ -184,8 +222,9 @@ def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, 
         case Receive():
             opcode = Opcode.RECEIVE_ACTIVATION if instruction.payload == "activation" else Opcode.RECEIVE_GRADIENT
             return (opcode, instruction.stage, instruction.microbatch, -1, instruction.peer, instruction.num_bytes)
-        case AllReduce():
-            return (Opcode.ALL_REDUCE, instruction.stage, -1, -1, instruction.bucket, instruction.num_bytes)
+        case AllReduce() | ReduceScatter() | AllGather():
+            opcode = _OPCODES[type(instruction)]
+            return (opcode, instruction.stage, -1, -1, instruction.bucket, instruction.num_bytes)
         case OptimizerStep():
             return (Opcode.OPTIMIZER_STEP, instruction.stage, -1, instruction.version, -1, 0)
         case Stash():
@@ -208,6 +247,8 @@ _NAMES: dict[Opcode, str] = {
     Opcode.SEND_GRADIENT: "send gradient {stage}→{peer}.{microbatch}",
     Opcode.RECEIVE_GRADIENT: "receive gradient {peer}→{stage}.{microbatch}",
     Opcode.ALL_REDUCE: "all-reduce {stage} #{peer}",
+    Opcode.REDUCE_SCATTER: "reduce-scatter {stage} #{peer}",
+    Opcode.ALL_GATHER: "all-gather {stage} #{peer}",
     Opcode.OPTIMIZER_STEP: "optimizer {stage}",
     Opcode.STASH: "stash {stage}",
     Opcode.DROP: "drop {stage}",

@@ -69,11 +69,14 @@ class StagePlan:
 class GradientExchange:
     """How replicas sum their gradients: all-reduce in buckets, ``overlap`` with the last backward or after it.
 
-    ``staleness``: by how many waves of minibatches replicas may run ahead of each other, under ``hetpipe``.
+    ``shard_optimizer``: each replica keeps the optimizer states of its part of every bucket and updates that (ZeRO-1):
+    sums are scattered, parameters gathered before the next step's forward. ``staleness``: by how many waves of
+    minibatches replicas may run ahead of each other, under ``hetpipe``.
     """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     overlap: bool = True
+    shard_optimizer: bool = False
     staleness: int = 0
 
     def __post_init__(self) -> None:
@@ -81,6 +84,11 @@ class GradientExchange:
             raise PlanError(f"Buckets of {self.bucket_bytes} bytes were given; expected at least 1 byte.")
         if not 0 <= self.staleness <= MAX_STALENESS:
             raise PlanError(f"A staleness of {self.staleness} waves was given; expected 0 to {MAX_STALENESS}.")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all-reduces of buckets are all there is, which is what the runtime executes."""
+        return not self.shard_optimizer
 
     def suited_to(self, schedule: str) -> GradientExchange:
         """The same for another schedule: without staleness, unless it knows waves."""
@@ -170,7 +178,10 @@ class Plan:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the runtime executes it: one stage on every rank, whole backwards. Every plan can be simulated."""
+        """Whether the runtime executes it: one stage on every rank, whole backwards, sums of buckets.
+
+        Every plan can be simulated.
+        """
         return not self.only_simulated
 
     @property
@@ -183,7 +194,7 @@ class Plan:
         if self.has_virtual_stages or not (self.has_own_schedule or self.schedule in BASIC_SCHEDULES):
             several = " with several stages on a rank" if self.has_virtual_stages else ""
             return f"follows the schedule {self.schedule}{several}"
-        return ""
+        return "" if self.exchange.is_plain else "exchanges gradients in another way than by sums of buckets"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Indices of the stages that a rank works for, ascending; at least one."""
@@ -288,6 +299,11 @@ def _check_schedule(plan: Plan) -> None:
         raise PlanError(
             f"A staleness of {plan.exchange.staleness} waves was given for the schedule {plan.schedule}, which has no "
             f"waves. Leave it out, or choose {WAVES}."
+        )
+    if plan.is_asynchronous and not plan.exchange.is_plain:
+        raise PlanError(
+            f"A sharded optimizer was asked for under the schedule {plan.schedule}, which never flushes; expected all-"
+            "reduces of whole buckets there. Choose a schedule that flushes, or leave `shard_optimizer` out."
         )
     if not plan.has_own_schedule:
         if plan.schedule_hash:
