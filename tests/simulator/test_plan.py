@@ -235,7 +235,7 @@ def test_busy_and_idle_fill_the_step():
 def test_a_plan_for_more_devices_is_refused():
     graph = chain_graph(4)
     plan = make_plan(graph, even_bounds(4, 4), [3, 2, 2, 2], 3)
-    with pytest.raises(PlanError, match="9 ranks"):
+    with pytest.raises(PlanError, match="9 devices"):
         simulate_plan(plan, graph, small_cluster())
 
 

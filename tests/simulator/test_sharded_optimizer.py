@@ -55,7 +55,7 @@ def step_us(num_layers, forward, backward, moving, update, num_steps=12):
 )
 def test_gathers_overlap_with_the_next_forward(num_layers, replicas, forward, backward, moving, update):
     graph = chain_graph(num_layers)
-    plan = layered_plan(graph, replicas, shard_optimizer=True)
+    plan = layered_plan(graph, replicas, zero=1)
     cost = FixedCost(
         forward=forward * 1e-6, backward=backward * 1e-6, all_reduce=moving * 1e-6, optimizer=update * 1e-6
     )
@@ -66,7 +66,7 @@ def test_gathers_overlap_with_the_next_forward(num_layers, replicas, forward, ba
 
 def test_every_bucket_is_scattered_once_and_gathered_once_on_every_rank():
     graph = chain_graph(5, tied=True)
-    plan = layered_plan(graph, 3, num_microbatches=6, shard_optimizer=True, bucket_bytes=1)
+    plan = layered_plan(graph, 3, num_microbatches=6, zero=1, bucket_bytes=1)
     program = build_program(plan, graph)
     check_program(program)
     body, buckets = program.body, gradient_buckets(graph, plan)
@@ -89,7 +89,7 @@ def test_every_bucket_is_scattered_once_and_gathered_once_on_every_rank():
 def test_states_and_the_update_are_those_of_one_part():
     graph, cluster = chain_graph(3, width=64), small_cluster(num_nodes=1, devices=4)
     plan = make_plan(graph, [(0, 3)], [4], 4)
-    sharded = replace(plan, exchange=GradientExchange(shard_optimizer=True))
+    sharded = replace(plan, exchange=GradientExchange(zero=1))
     whole, part = (simulate_plan(each, graph, cluster) for each in (plan, sharded))
     states = whole.memory[0].parts["optimizer states"]
     assert part.memory[0].parts["optimizer states"] == -(-states // 4)
@@ -101,7 +101,7 @@ def test_states_and_the_update_are_those_of_one_part():
 
 def test_prices_are_those_of_the_two_collectives():
     graph, cluster = chain_graph(2, width=256), small_cluster(num_nodes=2, devices=2)
-    plan = make_plan(graph, [(0, 2)], [4], 4, exchange=GradientExchange(shard_optimizer=True))
+    plan = make_plan(graph, [(0, 2)], [4], 4, exchange=GradientExchange(zero=1))
     cost, program = CostModel(cluster=cluster), build_program(plan, graph)
     prices = price_program(program, plan, graph, cost)
     for opcode, op in ((Opcode.REDUCE_SCATTER, "reduce_scatter"), (Opcode.ALL_GATHER, "all_gather")):
@@ -113,7 +113,7 @@ def test_prices_are_those_of_the_two_collectives():
 
 def test_what_takes_no_sharded_optimizer_says_so():
     graph = chain_graph(2)
-    plan = make_plan(graph, [(0, 1), (1, 2)], [1, 1], 2, exchange=GradientExchange(shard_optimizer=True))
+    plan = make_plan(graph, [(0, 1), (1, 2)], [1, 1], 2, exchange=GradientExchange(zero=1))
     assert not plan.is_runnable
     with pytest.raises(PlanError, match="never flushes"):
         replace(plan, schedule="pipedream")
@@ -121,7 +121,7 @@ def test_what_takes_no_sharded_optimizer_says_so():
 
 def test_a_late_wait_for_nothing_is_refused():
     graph = chain_graph(2)
-    program = build_program(layered_plan(graph, 2, shard_optimizer=True), graph)
+    program = build_program(layered_plan(graph, 2, zero=1), graph)
     body = replace(program.body, late_lag=np.zeros_like(program.body.late_lag))
     with pytest.raises(ProgramError, match="late waits"):
         replace(program, body=body)

@@ -119,7 +119,7 @@ PLAN = Plan(
     num_microbatches=4,
     schedule="mine.py:waves",
     schedule_hash="0123456789abcdef",
-    exchange=GradientExchange(bucket_bytes=1024, overlap=False, shard_optimizer=True),
+    exchange=GradientExchange(bucket_bytes=1024, overlap=False, zero=1),
 )
 
 PLACEMENT = Placement(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 from rich.text import Text
@@ -23,10 +23,10 @@ from meshwright.cli.output import print_json, print_tables, terminal_sink
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.cli.plan_files import files_to_write, no_files, write_plan_files
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_orders
-from meshwright.cli.sharding import ContextOption, RecomputeOption, SequenceParallelOption, TensorOption
+from meshwright.cli.sharding import ContextOption, RecomputeOption, SequenceParallelOption, TensorOption, ZeroOption
 from meshwright.spec.cluster import MAX_RANKS, load_cluster
 from meshwright.spec.codec import encode_document
-from meshwright.spec.plan import BASIC_SCHEDULES, MAX_STALENESS, SCHEDULE_NAMES, GradientExchange
+from meshwright.spec.plan import BASIC_SCHEDULES, MAX_STALENESS, SCHEDULE_NAMES, GradientExchange, ZeroStage
 from meshwright.spec.sharding import Sharding
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
 
@@ -78,6 +78,7 @@ def plan(
     tensor: TensorOption = 1,
     sequence_parallel: SequenceParallelOption = False,
     context: ContextOption = 1,
+    zero: ZeroOption = 0,
     recompute: RecomputeOption = "none",
     measurements: MeasurementsOption = None,
     sequence_length: SequenceOption = None,
@@ -145,6 +146,7 @@ def plan(
                 "--tensor": tensor != 1,
                 "--sequence-parallel": sequence_parallel,
                 "--context": context != 1,
+                "--zero": zero != 0,
                 "--recompute": recompute != "none",
                 "--launch": launch is not None,
                 "--slurm": slurm,
@@ -210,7 +212,7 @@ def plan(
                 microbatch_sizes=microbatch_size,
                 schedules=schedule or BASIC_SCHEDULES,
                 num_chunks=virtual_stages,
-                exchange=GradientExchange(staleness=staleness),
+                exchange=GradientExchange(staleness=staleness, zero=cast("ZeroStage", zero)),
                 events=events,
             )
     except NothingFitsError as error:

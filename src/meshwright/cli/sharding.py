@@ -26,3 +26,12 @@ RecomputeOption = Annotated[
         "repeated block), or layers, as 0:12.",
     ),
 ]
+ZeroOption = Annotated[
+    int,
+    typer.Option(
+        help="What replicas share out instead of keeping it alike: nothing (0), optimizer states (1), gradients too "
+        "(2), parameters too (3, as FSDP).",
+        min=0,
+        max=3,
+    ),
+]

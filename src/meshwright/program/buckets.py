@@ -31,7 +31,10 @@ class Bucket:
 
 @lru_cache(maxsize=64)
 def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
-    """All buckets of a plan, in the order in which every rank exchanges those it holds; none if nothing is shared."""
+    """All buckets of a plan, in the order in which every rank exchanges those it holds; none if nothing is shared.
+
+    Where gradients are scattered inside of backwards (zero 2 and 3), only those of parameters that stages share.
+    """
     holders: dict[int, list[int]] = {}
     for stage in slice_graph(graph, plan.bounds):
         for parameter in stage.parameters:
@@ -40,6 +43,8 @@ def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
     by_stages: dict[tuple[int, ...], list[int]] = {}
     for parameter, holding in holders.items():
         by_stages.setdefault(tuple(holding), []).append(parameter)
+    if plan.exchange.zero >= 2:
+        by_stages = {stages: held for stages, held in by_stages.items() if len(stages) > 1}
     first_use = _first_use(graph)
     buckets: list[Bucket] = []
     for stages, parameters in sorted(by_stages.items(), key=lambda item: (len(item[0]) > 1, [-i for i in item[0]])):

@@ -182,7 +182,7 @@ class Executor:
             case ReduceScatter() | AllGather():
                 raise ProgramError(
                     f"{instruction} belongs to an optimizer that is sharded; the runtime sums whole buckets. Simulate "
-                    "this program, or plan without `shard_optimizer` to run."
+                    "this program, or plan with `zero` 0 to run."
                 )
             case (
                 Forward()

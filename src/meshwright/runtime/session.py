@@ -96,7 +96,7 @@ def check_runnable(plan: Plan) -> None:
         raise PlanError(
             f"The plan {plan.only_simulated}, which can only be simulated; the runtime executes "
             f"{', '.join(BASIC_SCHEDULES)} and your own schedules, with one stage of whole ops on every rank. Plan "
-            f"with --schedule {BASIC_SCHEDULES[-1]}, and let it neither split ops nor recompute nor shard states, to run."
+            f"with --schedule {BASIC_SCHEDULES[-1]}, and nothing split, sharded or computed again, to run."
         )
 
 

@@ -22,15 +22,9 @@ from meshwright.simulator.matching import RECEIVES, rank_of_streams
 from meshwright.simulator.placed import PlacedRanks
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.routes import Routes
-from meshwright.simulator.stage_costs import (
-    Bytes,
-    StageBytes,
-    StageCosts,
-    by_part,
-    stage_bytes,
-    stage_costs,
-    transfer_bytes,
-)
+from meshwright.simulator.stage_bytes import Bytes, StageBytes, by_part, stage_bytes, transfer_bytes
+from meshwright.simulator.stage_costs import StageCosts, stage_costs
+from meshwright.simulator.state_shards import find_shards
 from meshwright.spec import (
     Graph,
     Opcode,
@@ -113,14 +107,14 @@ class _Pricer:
         names = [kind.name for kind in kinds]
         self._kind_of_rank = np.array([names.index(kind.name) for kind in devices], np.int64)
         whole = fold.whole if fold else plan
-        shards = [_count_shards(whole, stage.index) for stage in stages]
+        shards = [find_shards(whole, stage.index) for stage in stages]
         self._costs: list[list[StageCosts]] = [
-            [stage_costs(graph, plan, stage, tuple(buckets), kind, cost, num_shards) for kind in kinds]
-            for stage, buckets, num_shards in zip(stages, held, shards, strict=True)
+            [stage_costs(graph, plan, stage, tuple(buckets), kind, cost, shared) for kind in kinds]
+            for stage, buckets, shared in zip(stages, held, shards, strict=True)
         ]
         self._bytes: list[list[StageBytes]] = [
-            [stage_bytes(graph, plan, stage, tuple(buckets), kind, cost, num_shards) for kind in kinds]
-            for stage, buckets, num_shards in zip(stages, held, shards, strict=True)
+            [stage_bytes(graph, plan, stage, tuple(buckets), kind, cost, shared) for kind in kinds]
+            for stage, buckets, shared in zip(stages, held, shards, strict=True)
         ]
         self._plan, self._graph, self._stages = plan, graph, stages
         self._placed = PlacedRanks(plan, graph, stages) if isinstance(plan, Placement) else None
@@ -220,12 +214,6 @@ class _Pricer:
     def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes]) -> int:
         self.classes.append((to_picoseconds(seconds), to_picoseconds(host_s), *in_use))
         return len(self.classes) - 1
-
-
-def _count_shards(plan: Plan | Placement, stage: int) -> int:
-    """Into how many parts the optimizer states of a stage are cut."""
-    is_cut = isinstance(plan, Plan) and plan.exchange.shard_optimizer
-    return len(plan.stages[stage].ranks) if is_cut else 1
 
 
 def _per_distinct(

@@ -35,6 +35,7 @@ SCHEDULE_NAMES: tuple[ScheduleName, ...] = (*get_args(SynchronousName), *ASYNCHR
 # The schedule whose replicas sum up their updates wave by wave, and how far they may run ahead: a wave more costs each
 # rank another copy of its gradients.
 WAVES: AsynchronousName = "hetpipe"
+ZeroStage = Literal[0, 1, 2, 3]
 MAX_STALENESS = 64
 # One stage on every rank and whole backwards: what slicings are searched for, and what the runtime executes.
 BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
@@ -69,14 +70,15 @@ class StagePlan:
 class GradientExchange:
     """How replicas sum their gradients: all-reduce in buckets, ``overlap`` with the last backward or after it.
 
-    ``shard_optimizer``: each replica keeps the optimizer states of its part of every bucket and updates that (ZeRO-1):
-    sums are scattered, parameters gathered before the next step's forward. ``staleness``: by how many waves of
-    minibatches replicas may run ahead of each other, under ``hetpipe``.
+    ``zero``: what replicas share out among each other instead of keeping it alike (Rajbhandari et al., SC 2020). 1:
+    optimizer states, so that sums are scattered, and parameters gathered before the next step's forward; 2: gradients,
+    too; 3: parameters, too. With 2 and 3 this happens inside of passes, layer by layer, instead of in buckets.
+    ``staleness``: by how many waves of minibatches replicas may run ahead of each other, under ``hetpipe``.
     """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     overlap: bool = True
-    shard_optimizer: bool = False
+    zero: ZeroStage = 0
     staleness: int = 0
 
     def __post_init__(self) -> None:
@@ -88,7 +90,12 @@ class GradientExchange:
     @property
     def is_plain(self) -> bool:
         """Whether all-reduces of buckets are all there is, which is what the runtime executes."""
-        return not self.shard_optimizer
+        return self.zero == 0
+
+    @property
+    def shard_optimizer(self) -> bool:
+        """Whether sums of buckets are scattered, and parameters gathered, once per step."""
+        return self.zero == 1
 
     def suited_to(self, schedule: str) -> GradientExchange:
         """The same for another schedule: without staleness, unless it knows waves."""
@@ -302,8 +309,8 @@ def _check_schedule(plan: Plan) -> None:
         )
     if plan.is_asynchronous and not plan.exchange.is_plain:
         raise PlanError(
-            f"A sharded optimizer was asked for under the schedule {plan.schedule}, which never flushes; expected all-"
-            "reduces of whole buckets there. Choose a schedule that flushes, or leave `shard_optimizer` out."
+            f"Sharded states (zero {plan.exchange.zero}) were asked for under the schedule {plan.schedule}, which "
+            "never flushes; expected all-reduces of whole buckets there. Choose a schedule that flushes, or zero 0."
         )
     if not plan.has_own_schedule:
         if plan.schedule_hash:

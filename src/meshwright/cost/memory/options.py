@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from meshwright.spec import Graph, Link, StageSlice, Workload
 
 # Layers whose parameters or activations are on the device at once: the one that computes and the next.
-_LAYERS_AT_HAND = 2
+LAYERS_AT_HAND = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +128,11 @@ def weigh_rank(
     if options.zero >= 2:
         gradients = width * (shards.sharded(_trainable(graph, stage.parameters)) + layer)
     if options.zero == 3:
-        parameters = width * (shards.sharded(stage.parameters) + _LAYERS_AT_HAND * layer)
+        parameters = width * (shards.sharded(stage.parameters) + LAYERS_AT_HAND * layer)
     activations_moved, activations_away = 0, 0
     if options.activations_on == "host":
         kept = plain.microbatch_bytes - plain.received_bytes - plain.sent_bytes
-        at_hand = min(num_in_flight * kept, _LAYERS_AT_HAND * _largest_saved(graph, stage, batch_size, width))
+        at_hand = min(num_in_flight * kept, LAYERS_AT_HAND * _largest_saved(graph, stage, batch_size, width))
         activations_away = num_in_flight * kept - at_hand
         activations_moved = 2 * num_microbatches * kept
     away = kept_states if options.states_on != "device" else 0
