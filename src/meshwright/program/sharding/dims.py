@@ -60,6 +60,16 @@ class OpDims(NamedTuple):
         return (found[0], found[1] * split.parts) if found and split else None
 
 
+def gradient_is_sum(dims: OpDims, position: int, split: Split | None, *, product: bool) -> bool:
+    """Whether each rank has only a part of the gradient of an input: it is whole, and what it is used for is split.
+
+    Where a product sums over the ranks, an input without the summed dim is a bias, which is added once.
+    """
+    if split is None or find_label(dims.inputs[position], split.label):
+        return False
+    return dims.in_outputs(split.label) or split.label in dims.inner or not product
+
+
 def find_label(dims: tuple[Dim, ...], label: str) -> tuple[int, int, int] | None:
     """Dim, parts before it and size of a label in a tensor; None if it has none such."""
     for dim, factors in enumerate(dims):
@@ -82,7 +92,8 @@ def op_dims(
         return _checked(call, views.unknown(call))
     if row.dims:
         return _checked(call, views.FUNCTIONS[row.dims](call))
-    return _checked(call, _read_equation(call, row.equation))
+    found = (_read_equation(call, equation) for equation in row.equation.split(";"))
+    return _checked(call, next((item for item in found if item is not None), None))
 
 
 def _checked(call: views.Call, found: views.Found | None) -> OpDims:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from meshwright.program.sharding.dims import gradient_is_sum
 from meshwright.program.sharding.facts import Facts
 
 if TYPE_CHECKING:
@@ -49,18 +50,18 @@ class State(NamedTuple):
 
     def wanted(self, index: int) -> list[Place]:
         """How the inputs of an op must lie for it to be split as chosen."""
-        dims = self.facts.dims[index]
-        return [dims.place_in(item, self.splits[index]) for item in dims.inputs]
+        dims, row = self.facts.dims[index], self.facts.rows[index]
+        reads = len(dims.inputs) if row is None else row.reads
+        unread = (self.places.get(tensor) for tensor in self.facts.graph.ops[index].inputs[reads:])
+        return [*(dims.place_in(item, self.splits[index]) for item in dims.inputs[:reads]), *unread]
 
     def sums_gradient(self, index: int, position: int) -> bool:
         """Whether each rank has only a part of the gradient of this input of the op."""
-        facts, split, dims = self.facts, self.splits[index], self.facts.dims[index]
-        if split is None or dims.place_in(dims.inputs[position], split) is not None:
-            return False
-        if not facts.requires_gradient(facts.graph.ops[index].inputs[position]):
-            return False
-        row = facts.rows[index]
-        return dims.in_outputs(split.label) or split.label in dims.inner or not (row and row.product)
+        facts, row = self.facts, self.facts.rows[index]
+        product = row is not None and row.product
+        return facts.requires_gradient(facts.graph.ops[index].inputs[position]) and gradient_is_sum(
+            facts.dims[index], position, self.splits[index], product=product
+        )
 
 
 def propagate(facts: Facts, rule: Rule) -> State:

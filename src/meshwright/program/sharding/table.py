@@ -23,6 +23,7 @@ class OperatorRow:
     names: str
     equation: str = ""
     dims: str = ""
+    reads: int = 9
     product: bool = False
     exchanges: tuple[CollectiveKind, ...] = ()
 
