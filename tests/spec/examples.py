@@ -119,7 +119,9 @@ PLAN = Plan(
     num_microbatches=4,
     schedule="mine.py:waves",
     schedule_hash="0123456789abcdef",
-    exchange=GradientExchange(bucket_bytes=1024, overlap=False, shard_optimizer=True),
+    exchange=GradientExchange(
+        bucket_bytes=1024, overlap=False, partition_bytes=512, sequence=(1, 0), across_steps=True
+    ),
 )
 
 PLACEMENT = Placement(

@@ -134,8 +134,10 @@ def test_examples_fill_every_field(kind):
                 seen.add((type(value).__name__, field.name))
                 if getattr(value, field.name) != field.default:
                     filled.add((type(value).__name__, field.name))
-    # An op that is replicable or backward would not fit into the small graph, nor staleness to an own schedule.
-    lacking = seen - filled - {("Op", "replicable"), ("Op", "phase"), ("GradientExchange", "staleness")}
+    # An op that is replicable or backward would not fit into the small graph, nor staleness to an own schedule, nor a
+    # sharded optimizer to an exchange across steps.
+    lacking = seen - filled - {("Op", "replicable"), ("Op", "phase")}
+    lacking -= {("GradientExchange", name) for name in ("staleness", "shard_optimizer")}
     assert not lacking, f"give {lacking} a value in tests/spec/examples.py"
 
 
@@ -144,6 +146,12 @@ def test_the_staleness_of_waves_comes_back():
         EXAMPLES["plan"], schedule="hetpipe", schedule_hash="", exchange=GradientExchange(staleness=2)
     )
     assert encode_document(plan)["exchange"] == {"staleness": 2}
+    assert decode_document(Plan, encode_document(plan), "plan") == plan
+
+
+def test_a_sharded_optimizer_comes_back():
+    plan = dataclasses.replace(EXAMPLES["plan"], exchange=GradientExchange(shard_optimizer=True))
+    assert encode_document(plan)["exchange"] == {"shard_optimizer": True}
     assert decode_document(Plan, encode_document(plan), "plan") == plan
 
 

@@ -70,23 +70,39 @@ class GradientExchange:
     ``shard_optimizer``: each replica keeps the optimizer states of its part of every bucket and updates that (ZeRO-1):
     sums are scattered, parameters gathered before the next step's forward. ``staleness``: by how many waves of
     minibatches replicas may run ahead of each other, under ``hetpipe``.
+
+    ``partition_bytes``: buckets are cut into parts of at most so many bytes (0: left whole). ``sequence``: the order in
+    which the parts leave, by number; that of readiness if not given. ``across_steps``: the exchange goes on in the next
+    step, where each stage's forward waits for the update of that stage alone.
     """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     overlap: bool = True
     shard_optimizer: bool = False
     staleness: int = 0
+    partition_bytes: int = 0
+    sequence: tuple[int, ...] = ()
+    across_steps: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise PlanError(f"Buckets of {self.bucket_bytes} bytes were given; expected at least 1 byte.")
         if not 0 <= self.staleness <= MAX_STALENESS:
             raise PlanError(f"A staleness of {self.staleness} waves was given; expected 0 to {MAX_STALENESS}.")
+        if self.partition_bytes < 0:
+            raise PlanError(
+                f"Parts of {self.partition_bytes} bytes were given; expected 0, for whole buckets, or more."
+            )
+        if self.shard_optimizer and self.across_steps:
+            raise PlanError(
+                "A sharded optimizer was asked for together with `across_steps`; its parameters are gathered across "
+                "steps anyway. Leave one of the two out."
+            )
 
     @property
     def is_plain(self) -> bool:
         """Whether all-reduces of buckets are all there is, which is what the runtime executes."""
-        return not self.shard_optimizer
+        return not (self.shard_optimizer or self.partition_bytes or self.sequence or self.across_steps)
 
     def suited_to(self, schedule: str) -> GradientExchange:
         """The same for another schedule: without staleness, unless it knows waves."""
@@ -277,8 +293,8 @@ def _check_schedule(plan: Plan) -> None:
         )
     if plan.is_asynchronous and not plan.exchange.is_plain:
         raise PlanError(
-            f"A sharded optimizer was asked for under the schedule {plan.schedule}, which never flushes; expected all-"
-            "reduces of whole buckets there. Choose a schedule that flushes, or leave `shard_optimizer` out."
+            f"The exchange {plan.exchange} was given for the schedule {plan.schedule}, which never flushes; expected "
+            "all-reduces of whole buckets there. Choose a schedule that flushes, or another exchange."
         )
     if not plan.has_own_schedule:
         if plan.schedule_hash:
