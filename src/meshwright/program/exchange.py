@@ -3,7 +3,8 @@
 After the last backward of a stage (or, with overlap, inside of it) its buckets are summed, whole or in `parts`, then
 comes its step. With a sharded optimizer sums are scattered, a step updates the rank's part of each bucket, and then the
 parameters are gathered, those of the first layers first; the first forward of the stage in the next step waits for
-them. A *seat* is a stage on one of its ranks, numbered as in `transfers.Computations.replicas`. """
+them. A *seat* is a stage on one of its ranks, numbered as in `transfers.Computations.replicas`.
+"""
 
 from __future__ import annotations
 
