@@ -12,19 +12,11 @@ from hypothesis import strategies as st
 from meshwright.cost import CostModel
 from meshwright.program import build_program, check_program, gradient_buckets
 from meshwright.simulator import price_program, simulate_plan
-from meshwright.spec import Opcode, PlanError, ProgramError, StagePlan
-from meshwright.spec.plan import GradientExchange
+from meshwright.spec import Opcode, PlanError, ProgramError
+from meshwright.spec.gradient_exchange import GradientExchange
 from tests.graphs import chain_graph, make_plan
+from tests.simulator.exchanges import layered_plan
 from tests.simulator.plans import FixedCost, small_cluster
-
-US = 1_000_000  # ps
-
-
-def layered_plan(graph, num_replicas, *, num_microbatches=None, **exchange):
-    """Data parallelism in which every layer is a stage of its own."""
-    plan = make_plan(graph, [(0, len(graph.layers))], [num_replicas], num_microbatches or num_replicas)
-    stages = tuple(StagePlan(start=i, stop=i + 1, ranks=plan.stages[0].ranks) for i in range(len(graph.layers)))
-    return replace(plan, stages=stages, schedule="looped-bfs", exchange=GradientExchange(**exchange))
 
 
 def step_us(num_layers, forward, backward, moving, update, num_steps=12):

@@ -31,6 +31,7 @@ from meshwright.spec import (
     Workload,
     empty_section,
 )
+from meshwright.spec.sharding import OpPlacement, Sharding
 
 LINK = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)
 
@@ -119,7 +120,19 @@ PLAN = Plan(
     num_microbatches=4,
     schedule="mine.py:waves",
     schedule_hash="0123456789abcdef",
-    exchange=GradientExchange(bucket_bytes=1024, overlap=False, zero=1),
+    exchange=GradientExchange(
+        bucket_bytes=1024, overlap=False, partition_bytes=512, sequence=(1, 0), across_steps=True
+    ),
+    sharding=Sharding(
+        tensor=2,
+        context=2,
+        expert=2,
+        sequence_parallel=True,
+        regather=True,
+        context_method="all_gather",
+        placements=(OpPlacement(op="linear*", axis="context", output_dim=1),),
+    ),
+    recompute=((0, 1),),
 )
 
 PLACEMENT = Placement(

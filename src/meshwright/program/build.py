@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from meshwright.program.across_steps import reach_across
 from meshwright.program.buckets import gradient_buckets
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.crossings import Crossings, append_orders, append_transfers, find_crossings
@@ -70,7 +71,8 @@ def _build_program(
     if graph.mode == "training":
         buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
         append_exchange(builder, computations, find_trained(graph, stages), buckets, plan.exchange)
-    return builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
+    program = builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
+    return reach_across(program) if plan.exchange.across_steps else program
 
 
 def forget_programs() -> None:

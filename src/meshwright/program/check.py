@@ -118,12 +118,17 @@ def _check_collectives(program: Program, section: Section, ranks: np.ndarray) ->
 
 
 def _two_steps(program: Program) -> Section:
-    """Two repetitions in one section, every microbatch with a number of its own."""
-    repeated = repeat_body(program, 2)
+    """Two repetitions in one section, in which no two computations are alike."""
+    section = repeat_body(program, 2).section
     if program.advance:
-        return repeated.section
-    microbatch, each = repeated.section.microbatch, 1 + int(program.body.microbatch.max(initial=0))
-    return replace(repeated.section, microbatch=np.where(microbatch < 0, microbatch, microbatch + each * repeated.step))
+        return section
+    met: Counter[tuple[int, int, int]] = Counter()
+    microbatch, each = section.microbatch.copy(), 1 + int(section.microbatch.max(initial=0))
+    for index in np.flatnonzero(section.microbatch >= 0).tolist():
+        key = (int(section.opcode[index]), int(section.stage[index]), int(section.microbatch[index]))
+        microbatch[index] += each * met[key]
+        met[key] += 1
+    return replace(section, microbatch=microbatch)
 
 
 def _kind(section: Section, index: int) -> _Kind:

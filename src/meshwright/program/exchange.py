@@ -1,9 +1,9 @@
 """Sums of gradients and updates of a program that flushes: what follows the last backward of each stage.
 
-After the last backward of a stage (or, with overlap, inside of it) its buckets are summed, then comes its step. With a
-sharded optimizer sums are scattered, a step updates the rank's part of each bucket, and then the parameters are
-gathered, those of the first layers first; the first forward of the stage in the next step waits for them. A *seat* is a
-stage on one of its ranks, numbered as in `transfers.Computations.replicas`.
+After the last backward of a stage (or, with overlap, inside of it) its buckets are summed, whole or in `parts`, then
+comes its step. With a sharded optimizer sums are scattered, a step updates the rank's part of each bucket, and then the
+parameters are gathered, those of the first layers first; the first forward of the stage in the next step waits for
+them. A *seat* is a stage on one of its ranks, numbered as in `transfers.Computations.replicas`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from meshwright.program.buckets import Bucket
 from meshwright.program.builder import ProgramBuilder
+from meshwright.program.parts import cut_parts, parts_of
 from meshwright.program.transfers import Computations, find_first_forwards, find_last_backwards
+from meshwright.spec.gradient_exchange import GradientExchange
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import Opcode
-from meshwright.spec.plan import GradientExchange
 from meshwright.spec.slices import StageSlice
 
 Ids = NDArray[np.int64]
@@ -54,26 +55,29 @@ def append_exchange(
     stage_of, rank_of = np.repeat(np.arange(len(trained)), num_replicas), computations.replicas.astype(np.int64)
     ranks = np.arange(len(computations.offsets))
     last = find_last_backwards(computations)
-    held = _find_held(buckets, computations, num_replicas, last)
-    summed, seat = held.bucket[held.latest], held.seat[held.latest]
-    num_bytes = np.array([bucket.num_bytes for bucket in buckets], np.int64)
-    group = np.array([builder.group(bucket.ranks) for bucket in buckets], np.int64)
+    held, parts = _find_held(buckets, computations, num_replicas, last), cut_parts(buckets, exchange)
+    bucket, seat = held.bucket[held.latest], held.seat[held.latest]
+    part, row = parts_of(parts, bucket)
+    group = np.array([builder.group(item.ranks) for item in buckets], np.int64)
 
-    def extend(rows: Ids, opcode: Opcode) -> Ids:
-        return builder.extend(
-            np.searchsorted(rank_of[seat[rows]], ranks),
+    def extend(order: Ids, opcode: Opcode) -> Ids:
+        handles, own, moved = np.empty(len(part), np.int64), seat[row[order]], part[order]
+        handles[order] = builder.extend(
+            np.searchsorted(rank_of[own], ranks),
             "exchange",
             opcode=opcode,
-            stage=stage_of[seat[rows]],
+            stage=stage_of[own],
             version=-1,
-            peer=summed[rows],
-            num_bytes=num_bytes[summed[rows]],
-            group=group[summed[rows]],
+            peer=moved,
+            num_bytes=parts.num_bytes[moved],
+            group=group[parts.bucket[moved]],
         )
+        return handles
 
-    sums = extend(np.arange(len(summed)), Opcode.REDUCE_SCATTER if exchange.shard_optimizer else Opcode.ALL_REDUCE)
+    order = np.lexsort((parts.place[part], rank_of[seat[row]]))
+    sums = extend(order, Opcode.REDUCE_SCATTER if exchange.shard_optimizer else Opcode.ALL_REDUCE)
     ready = computations.handle[last[seat]]
-    builder.wait_each(sums, builder.mark_each(ready, summed) if exchange.overlap else ready)
+    builder.wait_each(sums, (builder.mark_each(ready, bucket) if exchange.overlap else ready)[row])
     stepping = np.flatnonzero(trained[stage_of])
     stepping = stepping[np.lexsort((stage_of[stepping], rank_of[stepping]))]
     steps = np.empty(len(stage_of), np.int64)
@@ -83,14 +87,23 @@ def append_exchange(
         opcode=Opcode.OPTIMIZER_STEP,
         stage=stage_of[stepping],
     )
-    builder.wait_each(steps[held.seat], sums[held.exchanged])
+    # What each seat holds of what its rank exchanges, part by part.
+    moved, holding = _expand(row, held.exchanged)
+    builder.wait_each(steps[held.seat[holding]], sums[moved])
     if exchange.shard_optimizer:
-        order = np.lexsort((-summed, stage_of[seat], rank_of[seat]))
-        gathers = np.empty(len(summed), np.int64)
-        gathers[order] = extend(order, Opcode.ALL_GATHER)
-        builder.wait_each(gathers[held.exchanged], steps[held.seat])
+        order = np.lexsort((part, -bucket[row], stage_of[seat[row]], rank_of[seat[row]]))
+        gathers = extend(order, Opcode.ALL_GATHER)
+        builder.wait_each(gathers[moved], steps[held.seat[holding]])
         forwards = computations.handle[find_first_forwards(computations)[held.seat]]
-        builder.wait_late_each(forwards, gathers[held.exchanged])
+        builder.wait_late_each(forwards[holding], gathers[moved])
+
+
+def _expand(row: Ids, wanted: Ids) -> tuple[Ids, Ids]:
+    """Places in the ascending column ``row`` where it has each of the wanted values, and which of them that is."""
+    begins, ends = (np.searchsorted(row, wanted, side=side) for side in ("left", "right"))
+    which = np.repeat(np.arange(len(wanted)), ends - begins)
+    first = np.cumsum(ends - begins) - (ends - begins)
+    return begins[which] + np.arange(len(which)) - first[which], which
 
 
 def _find_held(buckets: tuple[Bucket, ...], computations: Computations, num_replicas: Ids, last: Ids) -> _Held:

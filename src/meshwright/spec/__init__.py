@@ -29,6 +29,7 @@ from meshwright.spec.errors import (
 )
 from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.files import write_text
+from meshwright.spec.gradient_exchange import GradientExchange
 from meshwright.spec.graph import Extent, Graph, Layer, Op, Tensor
 from meshwright.spec.instructions import (
     AllGather,
@@ -60,7 +61,7 @@ from meshwright.spec.measurements import (
 from meshwright.spec.op_spans import OpSpans
 from meshwright.spec.placed_slices import slice_placement, slice_stages
 from meshwright.spec.placement import PlacedStage, Placement, check_placement
-from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan, with_branches
+from meshwright.spec.plan import Plan, StagePlan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.recompute import (
     computed_again,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from meshwright.spec.errors import GraphMismatchError, PlanError, suggest
+from meshwright.spec.gradient_exchange import PLAIN_EXCHANGE, WAVES, GradientExchange
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.own_code import order_file, split_reference
 from meshwright.spec.recompute import Ranges, with_recompute
@@ -32,18 +33,9 @@ AsynchronousName = Literal["pipedream", "pipedream-vertical", "pipedream-2bw", "
 ScheduleName = SynchronousName | AsynchronousName
 ASYNCHRONOUS_SCHEDULES: tuple[AsynchronousName, ...] = get_args(AsynchronousName)
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = (*get_args(SynchronousName), *ASYNCHRONOUS_SCHEDULES)
-# The schedule whose replicas sum up their updates wave by wave, and how far they may run ahead: a wave more costs each
-# rank another copy of its gradients.
-WAVES: AsynchronousName = "hetpipe"
-ZeroStage = Literal[0, 1, 2, 3]
-MAX_STALENESS = 64
 # One stage on every rank and whole backwards: what slicings are searched for, and what the runtime executes.
 BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 _HASH = re.compile(r"[0-9a-f]{16}")
-
-# DDP's default bucket (torch.nn.parallel.DistributedDataParallel): large enough for bandwidth, small enough to start
-# early.
-DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 # A program lists every microbatch of every stage; beyond this, building it takes minutes and gigabytes.
 MAX_MICROBATCH_STAGES = 2_000_000
@@ -67,42 +59,6 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientExchange:
-    """How replicas sum their gradients: all-reduce in buckets, ``overlap`` with the last backward or after it.
-
-    ``zero``: what replicas share out among each other instead of keeping it alike (Rajbhandari et al., SC 2020). 1:
-    optimizer states, so that sums are scattered, and parameters gathered before the next step's forward; 2: gradients,
-    too; 3: parameters, too. With 2 and 3 this happens inside of passes, layer by layer, instead of in buckets.
-    ``staleness``: by how many waves of minibatches replicas may run ahead of each other, under ``hetpipe``.
-    """
-
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    overlap: bool = True
-    zero: ZeroStage = 0
-    staleness: int = 0
-
-    def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise PlanError(f"Buckets of {self.bucket_bytes} bytes were given; expected at least 1 byte.")
-        if not 0 <= self.staleness <= MAX_STALENESS:
-            raise PlanError(f"A staleness of {self.staleness} waves was given; expected 0 to {MAX_STALENESS}.")
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all-reduces of buckets are all there is, which is what the runtime executes."""
-        return self.zero == 0
-
-    @property
-    def shard_optimizer(self) -> bool:
-        """Whether sums of buckets are scattered, and parameters gathered, once per step."""
-        return self.zero == 1
-
-    def suited_to(self, schedule: str) -> GradientExchange:
-        """The same for another schedule: without staleness, unless it knows waves."""
-        return self if schedule == WAVES else replace(self, staleness=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A layout of one graph on one cluster for one workload.
 
@@ -121,7 +77,7 @@ class Plan:
     num_microbatches: int
     schedule: str = "1f1b"
     schedule_hash: str = ""
-    exchange: GradientExchange = GradientExchange()
+    exchange: GradientExchange = PLAIN_EXCHANGE
     sharding: Sharding = UNSHARDED
     recompute: Ranges = ()
     model_sizes: tuple[tuple[str, int], ...] = ()
@@ -309,8 +265,8 @@ def _check_schedule(plan: Plan) -> None:
         )
     if plan.is_asynchronous and not plan.exchange.is_plain:
         raise PlanError(
-            f"Sharded states (zero {plan.exchange.zero}) were asked for under the schedule {plan.schedule}, which "
-            "never flushes; expected all-reduces of whole buckets there. Choose a schedule that flushes, or zero 0."
+            f"The exchange {plan.exchange} was given for the schedule {plan.schedule}, which never flushes; expected "
+            "all-reduces of whole buckets there. Choose a schedule that flushes, or another exchange."
         )
     if not plan.has_own_schedule:
         if plan.schedule_hash:

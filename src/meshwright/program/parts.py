@@ -1,0 +1,60 @@
+"""What is exchanged, and in which order: buckets whole or in parts, as they become ready or in a given sequence.
+
+A bucket of b bytes is cut into ⌈b / s⌉ parts of nearly equal size, where s is the plan's ``partition_bytes``. Parts are
+numbered in the order of the buckets. They leave in the plan's ``sequence``, by default in the order of their numbers;
+every rank skips those that it does not hold, so that all meet the collectives in one order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.program.buckets import Bucket
+from meshwright.spec.errors import PlanError
+from meshwright.spec.gradient_exchange import GradientExchange
+
+Ids = NDArray[np.int64]
+
+
+class Parts(NamedTuple):
+    """Columns of shape (parts,): the bucket of each part, its bytes, and its place in the sequence.
+
+    Bucket b has the parts ``offsets[b]:offsets[b + 1]``.
+    """
+
+    bucket: Ids
+    num_bytes: Ids
+    place: Ids
+    offsets: Ids
+
+
+def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:
+    """The parts of a plan's buckets. Raises PlanError if the plan's sequence is not one of them."""
+    whole = np.array([bucket.num_bytes for bucket in buckets], np.int64)
+    most = exchange.partition_bytes
+    counts = np.maximum(-(-whole // most), 1) if most else np.ones(len(whole), np.int64)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    bucket = np.repeat(np.arange(len(whole)), counts)
+    number = np.arange(offsets[-1]) - offsets[bucket]
+    share, rest = np.divmod(whole[bucket], counts[bucket])
+    place = np.arange(offsets[-1])
+    if exchange.sequence:
+        given = np.array(exchange.sequence, np.int64)
+        if not np.array_equal(np.sort(given), place):
+            raise PlanError(
+                f"The exchange has a sequence of {len(given)} parts, {list(given[:8])} ...; expected each of the parts "
+                f"0 to {len(place) - 1} once. Leave the sequence out, or let `schedule_exchange` write it."
+            )
+        place[given] = np.arange(len(given))
+    return Parts(bucket=bucket, num_bytes=share + (number < rest), place=place, offsets=offsets)
+
+
+def parts_of(parts: Parts, buckets: Ids) -> tuple[Ids, Ids]:
+    """For buckets of shape (n,): all of their parts one behind the other, and the row among the n of each."""
+    counts = np.diff(parts.offsets)[buckets]
+    row = np.repeat(np.arange(len(buckets)), counts)
+    first = np.cumsum(counts) - counts
+    return parts.offsets[buckets][row] + np.arange(len(row)) - first[row], row
