@@ -5,7 +5,8 @@ says of the op then gives how its inputs must lie and its outputs come. Paramete
 A sum over the ranks is completed where it is made: summed whole on every rank, or scattered over a dim.
 
 A value that is wanted in parts and depends on parameters alone, as a table of positions does, or on nothing that has a
-gradient, as rows looked up by tokens, is made in parts: its op is told so, and everything is propagated once more.
+gradient, as rows looked up by tokens, is made in parts; a value that was repeated or cut out of another, and that all
+readers want whole, is made whole. Its op is told so, and everything is propagated once more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 Place = tuple[int, int] | None
 # Each round tells at least one op more what it must make; chains of views over a table of positions are short.
 _ROUNDS = 32
+# Functions of `views` whose results are cheaper made from something whole than gathered.
+_REPEATS = ("expanded", "repeated", "part")
 
 
 class Rule(Protocol):
@@ -66,7 +69,7 @@ class State(NamedTuple):
 
 def propagate(facts: Facts, rule: Rule) -> State:
     """The places of all tensors and the splits of all ops."""
-    told: dict[int, Split] = {}
+    told: dict[int, Split | None] = {}
     for _ in range(_ROUNDS):
         state = _propagate(facts, rule, told)
         more = _tell(state, told)
@@ -76,7 +79,7 @@ def propagate(facts: Facts, rule: Rule) -> State:
     return state
 
 
-def _propagate(facts: Facts, rule: Rule, told: Mapping[int, Split]) -> State:
+def _propagate(facts: Facts, rule: Rule, told: Mapping[int, Split | None]) -> State:
     state = State(facts, dict(rule.start(facts)), [], set())
     for index, op in enumerate(facts.graph.ops):
         split = told[index] if index in told else rule.choose(state, index)
@@ -96,17 +99,26 @@ def _place_outputs(state: State, rule: Rule, index: int, split: Split | None) ->
         state.places[tensor] = rule.scatter(state, tensor) if summed else dims.place_in(item, split)
 
 
-def _tell(state: State, told: Mapping[int, Split]) -> dict[int, Split]:
-    """Ops that are to make in parts what is wanted in parts."""
-    facts, found = state.facts, {}
+def _tell(state: State, told: Mapping[int, Split | None]) -> dict[int, Split | None]:
+    """Ops that are to make in parts what is wanted in parts, or whole what is wanted whole."""
+    facts = state.facts
+    found: dict[int, Split | None] = {}
     for index, op in enumerate(facts.graph.ops):
         for tensor, want in zip(op.inputs, state.wanted(index), strict=True):
-            made = facts.producer.get(tensor)
-            if want is None or made is None or made in told or state.places[tensor] is not None:
+            made, have = facts.producer.get(tensor), state.places.get(tensor)
+            if made is None or made in told or (have is None) == (want is None):
                 continue
-            if _is_free(facts, tensor, made) and (split := _split_of(facts, made, tensor, want)):
+            if want is None:
+                row = facts.rows[made]
+                if row is not None and row.dims in _REPEATS and _is_read_whole(state, tensor):
+                    found[made] = None
+            elif _is_free(facts, tensor, made) and (split := _split_of(facts, made, tensor, want)):
                 found[made] = split
     return found
+
+
+def _is_read_whole(state: State, tensor: int) -> bool:
+    return all(state.wanted(index)[position] is None for index, position in state.facts.readers[tensor])
 
 
 def _is_free(facts: Facts, tensor: int, made: int) -> bool:
