@@ -26,6 +26,7 @@ from meshwright.program.placed import PLACED, build_placed_program, trained_stag
 from meshwright.program.progress import picture_schedule
 from meshwright.program.repeat import Repeated, repeat_body
 from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
+from meshwright.program.sharding import padded_bytes, parameter_groups
 from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Forward
 
 __all__ = [
@@ -65,6 +66,8 @@ __all__ = [
     "name_schedule",
     "num_active",
     "num_bucket_copies",
+    "padded_bytes",
+    "parameter_groups",
     "picture_schedule",
     "repeat_body",
     "stays_on_rank",

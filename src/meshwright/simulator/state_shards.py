@@ -4,9 +4,9 @@
     zero 2   gradients, too: scattered beside each backward; parameters are gathered beside each forward
     zero 3   parameters, too: gathered beside each backward once more
 
-With zero 2 and 3 all of this happens inside of forwards and backwards, as torch's FSDP2 does it (torch.distributed.fsdp
-of 2.13): a unit is a layer, and a root unit has the parameters that several layers read. Units u of c_u seconds gather
-their parameters in g_u and scatter their gradients in r_u seconds on streams of their own,
+With zero 2 and 3 all of this happens inside of forwards and backwards, as torch's FSDP2 does it
+(`program.sharding.zero`): a unit is a repeated layer, and a root unit has all other parameters. Units u of c_u seconds
+gather their parameters in g_u and scatter their gradients in r_u seconds on streams of their own,
 
     forward      the gather of unit u + 1 starts with unit u, and not before the gather of u has ended
     backward     the same from the last unit to the first; a unit's scatter starts when its backward is done, one after
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.cost.collectives import CollectiveOp
+from meshwright.program import padded_bytes, parameter_groups
 from meshwright.spec import DTYPE_BYTES, DeviceKind, Graph, Placement, Plan, StageSlice
 
 Floats = NDArray[np.float64]
@@ -76,21 +77,16 @@ def find_shards(plan: Plan | Placement, stage: int) -> StateShards:
 
 
 def find_units(graph: Graph, stage: StageSlice, kept: Set[int]) -> tuple[Unit, tuple[Unit, ...]]:
-    """The root unit, and a unit for each layer of the stage, of all parameters but those that are ``kept`` whole."""
+    """What a stage has of the root group, and of the others (`parameter_groups`), less what is ``kept`` whole."""
+    place = {op: index for index, op in enumerate(stage.ops)}
     held = set(stage.parameters) - kept
-    layer_of: dict[int, set[int]] = {}
-    places: dict[int, list[int]] = {}
-    layers = [index for index, layer in enumerate(graph.layers) for _ in range(layer.start, layer.stop)]
-    for place, op in enumerate(stage.ops):
-        places.setdefault(layers[op], []).append(place)
-        for tensor in held.intersection(graph.ops[op].inputs):
-            layer_of.setdefault(tensor, set()).add(layers[op])
-    shared = tuple(sorted(tensor for tensor in held if len(layer_of.get(tensor, ())) != 1))
-    units = tuple(
-        Unit(rows[0], rows[-1], tuple(sorted(tensor for tensor, used in layer_of.items() if used == {layer})))
-        for layer, rows in sorted(places.items())
-    )
-    return Unit(0, len(stage.ops) - 1, shared), units
+    root, *groups = parameter_groups(graph)
+    units = []
+    for group in groups:
+        rows = [place[op] for op in range(group.start, group.stop) if op in place]
+        if rows:
+            units.append(Unit(rows[0], rows[-1], tuple(i for i in group.parameters if i in held)))
+    return Unit(0, len(stage.ops) - 1, tuple(i for i in root.parameters if i in held)), tuple(units)
 
 
 def gather_waits(
@@ -121,7 +117,7 @@ def gather_waits(
 
     def seconds(op: CollectiveOp, unit: Unit) -> float:
         exchanged = [i for i in unit.parameters if graph.tensors[i].requires_grad or op == "all_gather"]
-        num_bytes = sum(graph.tensors[i].num_bytes(0, DTYPE_BYTES[cost.precision]) for i in exchanged)
+        num_bytes = padded_bytes(graph, exchanged, len(shards.ranks), DTYPE_BYTES[cost.precision])
         return cost.collective_seconds(op, shards.ranks, num_bytes, shards.beside) if num_bytes else 0.0
 
     gathers = [seconds("all_gather", unit) for unit in units]
