@@ -212,7 +212,7 @@ class Conversions:
 def _derived(tensor: Tensor, what: str, *, shape: tuple[Extent, ...], storage: int) -> Tensor:
     """A new tensor that an existing one is converted to."""
     role: Role = "activation" if tensor.role != "saved" else "saved"
-    return replace(tensor, name=f"{tensor.name}.{what}", shape=shape, storage=storage, role=role, aliases=())
+    return replace(tensor, name=f"{tensor.name}_{what}", shape=shape, storage=storage, role=role, aliases=())
 
 
 def split_extent(extent: Extent, size: int) -> Extent:
