@@ -200,7 +200,7 @@ class Conversions:
         return Op(
             name=f"{self.tensors[new].name}"
             if kind not in ("all_reduce", "reduce_scatter")
-            else f"{self.tensors[new].name}.{kind}",
+            else f"{self.tensors[new].name}_{kind}",
             kind=f"{MESH}{kind}.default",
             inputs=(source,),
             outputs=(new,),
