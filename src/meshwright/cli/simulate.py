@@ -10,6 +10,7 @@ import typer
 from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
+from meshwright.cli.scenarios import ScenarioOption, compare_scenario, load_scenarios
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
 from meshwright.cli.traces import TraceOption, TraceRanksOption, traced_ranks
 from meshwright.spec.cluster import load_cluster
@@ -36,6 +37,7 @@ def simulate(
     ] = None,
     measurements: MeasurementsOption = None,
     graph: Annotated[Path | None, typer.Option(help="The captured graph (.json); else the model is captured.")] = None,
+    scenario: ScenarioOption = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -90,6 +92,7 @@ def simulate(
         simulate_plan,
         steady_rows,
     )
+    from meshwright.simulator.scenarios import apply_scenario
 
     if detail == "ops" and trace is None:
         raise DocumentError(
@@ -100,8 +103,10 @@ def simulate(
     place_of_orders(find_orders, whole_backwards)
     document = read_plan(plan)
     check_ranks(chosen, document.num_ranks)
-    machine = load_cluster(cluster or document.cluster)
-    cost = load_cost_model(machine, measurements, document.workload.precision)
+    usual = load_cost_model(load_cluster(cluster or document.cluster), measurements, document.workload.precision)
+    happens = load_scenarios(scenario)
+    cost = apply_scenario(usual, happens)
+    machine = cost.cluster
     captured = graph_of_plan(document, graph)
     if isinstance(document, Placement):
         refuse_for_place(
@@ -137,6 +142,7 @@ def simulate(
     reasons, explanation = explain_bounds(document, captured, machine, cost, contention) if explain else ({}, [])
     overflows = find_overflows(result, machine)
     compared = compared_schedules(document, against)
+    beside, sentences = compare_scenario(happens, result, document, captured, usual, contention)
     rows, comparison = compare(document, captured, machine, cost, compared, contention)
     if out is not None:
         write_document(result.timeline, out)
@@ -163,6 +169,7 @@ def simulate(
                 "step_interval_measured": interval.measured,
                 **timeline_rows(result.timeline),
                 "steady": steady_rows(result),
+                **({"scenario": beside} if beside else {}),
                 **({"overflows": [item.row() for item in overflows]} if overflows else {}),
                 **({"explanation": reasons} if explain else {}),
                 **({"schedules": rows} if rows else {}),
@@ -174,6 +181,7 @@ def simulate(
         timeline_table(result.timeline),
         describe_steady_step(result),
         *((NEVER_FLUSHES,) if document.is_asynchronous else ()),
+        *sentences,
         *explain_overflows(overflows),
         basis,
         explain_step_interval(interval),

@@ -66,6 +66,8 @@ class CostModel:
     ``kernels``: the predictor of products and attention on GPUs, None for the one that ships (`adapt_kernels`).
     ``traced``: ops of traces of this kind of device (`collect_traced`); asked only where there are ``measurements``.
     ``end``: all prices as low or as high as their 80 % intervals allow; see `at_end`.
+    ``usual_links``: the cluster with the links as they were measured, where a scenario changes them; what is said of
+    collectives there is scaled by what datasheets say of the change. A slowed device takes its multiple of the usual.
     """
 
     cluster: Cluster
@@ -76,6 +78,7 @@ class CostModel:
     collective_hosts: CollectiveModel | None = None
     kernels: KernelModel | None = None
     traced: TracedOps | None = None
+    usual_links: Cluster | None = None
     _ops: OpTable | None = field(init=False, repr=False, default=None)
     _collectives: CollectivePrices = field(init=False, repr=False)
     _optimizers: dict[str, Curve] = field(init=False, repr=False, default_factory=dict)
@@ -96,7 +99,11 @@ class CostModel:
                 object.__setattr__(self, "collectives", own)
                 object.__setattr__(self, "collective_hosts", host)
         prices = CollectivePrices(
-            cluster=self.cluster, dtype=self.precision, own=self.collectives, host=self.collective_hosts
+            cluster=self.usual_links or self.cluster,
+            dtype=self.precision,
+            own=self.collectives,
+            host=self.collective_hosts,
+            changed=self.cluster if self.usual_links is not None else None,
         )
         object.__setattr__(self, "_collectives", prices)
 
@@ -107,7 +114,7 @@ class CostModel:
 
     def is_measured(self, device_kind: DeviceKind) -> bool:
         """Whether the measurement table was taken on this kind of device."""
-        return self.measurements is not None and self.measurements.device == device_kind.name
+        return self.measurements is not None and self.measurements.device == device_kind.usual_name
 
     def price_ops(self, graph: Graph, batch_size: int, device_kind: DeviceKind) -> OpPrices:
         """Seconds of every op at a batch size on a device. Raises GraphError for a batch it was not captured for."""
@@ -125,10 +132,8 @@ class CostModel:
 
     def explain_basis(self, graph: Graph, batch_size: int) -> str:
         """One sentence: how many ops are priced by measurement, and what the others' figures are worth."""
-        kinds = {
-            self.cluster.device_kind(rank).name: self.cluster.device_kind(rank)
-            for rank in range(self.cluster.num_ranks)
-        }
+        used = (self.cluster.device_kind(rank) for rank in range(self.cluster.num_ranks))
+        kinds = {kind.usual_name: kind.at_usual_speed() for kind in used}
         counts = Counter(basis for kind in kinds.values() for basis in self.price_ops(graph, batch_size, kind).basis)
         total, guessed = counts.total(), counts["roofline"]
         if guessed == total:
@@ -233,6 +238,8 @@ class CostModel:
         )
 
     def _price_ops(self, graph: Graph, batch_size: int, kind: DeviceKind) -> OpPrices:
+        if kind.slowdown != 1:
+            return self.price_ops(graph, batch_size, kind.at_usual_speed()).slowed(kind.slowdown)
         graph.check_batch_size(batch_size)
         classes = self._keep(("classes", self._known(graph)), lambda: classify_ops(graph))
         table = self._ops if self.is_measured(kind) else None
@@ -258,11 +265,15 @@ class CostModel:
     def _step(
         self, graph: Graph, parameters: Sequence[int], optimizer: Optimizer, kind: DeviceKind, loop: OptimizerLoop
     ) -> Price:
+        if kind.slowdown != 1:
+            return self._step(graph, parameters, optimizer, kind.at_usual_speed(), loop).slowed(kind.slowdown)
         curve = self._optimizers.get(optimizer.name) if self.is_measured(kind) else None
         elements, unsure = trainable_elements(graph, parameters), roofline_interval(kind)
         return price_step(elements, optimizer, kind, self.precision, curve, loop, unsure)
 
     def _fill(self, graph: Graph, parameters: Sequence[int], kind: DeviceKind) -> Price:
+        if kind.slowdown != 1:
+            return self._fill(graph, parameters, kind.at_usual_speed()).slowed(kind.slowdown)
         curve = self._optimizers.get(BUCKET_COPY) if self.is_measured(kind) else None
         return price_copy(trainable_elements(graph, parameters), kind, self.precision, curve, roofline_interval(kind))
 

@@ -54,6 +54,10 @@ class Price:
         """Seconds, or an end of their interval."""
         return {None: self.seconds, "low": self.low_s, "high": self.high_s}[end]
 
+    def slowed(self, factor: float) -> Price:
+        """The price of what takes ``factor`` times as long."""
+        return replace(self, seconds=self.seconds * factor, low_s=self.low_s * factor, high_s=self.high_s * factor)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TotalSeconds:
@@ -92,15 +96,26 @@ class OpPrices:
         """All ops times one factor, so that their sum is at one end of its interval, which is nothing else then."""
         whole = self.total()
         factor = (whole.low_s if end == "low" else whole.high_s) / whole.seconds if whole.seconds else 1.0
-        columns = np.stack([self.forward_s, self.backward_s, self.accumulate_s], axis=1) * factor
-        columns.setflags(write=False)
+        columns = self._columns() * factor
+        return self._with(columns, columns, columns)
+
+    def slowed(self, factor: float) -> OpPrices:
+        """The prices on a device where everything takes ``factor`` times as long."""
+        return self._with(self._columns() * factor, self.low_s * factor, self.high_s * factor)
+
+    def _columns(self) -> NDArray[np.float64]:
+        return np.stack([self.forward_s, self.backward_s, self.accumulate_s], axis=1)
+
+    def _with(self, columns: NDArray[np.float64], low_s: NDArray[np.float64], high_s: NDArray[np.float64]) -> OpPrices:
+        for each in (columns, low_s, high_s):
+            each.setflags(write=False)
         return replace(
             self,
             forward_s=columns[:, 0],
             backward_s=columns[:, 1],
             accumulate_s=columns[:, 2],
-            low_s=columns,
-            high_s=columns,
+            low_s=low_s,
+            high_s=high_s,
         )
 
 

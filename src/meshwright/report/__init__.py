@@ -28,6 +28,7 @@ from meshwright.report.rows import (
     plan_rows,
     program_rows,
 )
+from meshwright.report.scenarios import describe_effect, describe_factor, describe_scenario
 from meshwright.report.schedule_picture import draw_schedule
 from meshwright.report.schedules import draw_slots, explain_slots, schedules_table
 from meshwright.report.tables import (
@@ -55,6 +56,9 @@ __all__ = [
     "compare_timelines",
     "comparison_rows",
     "comparison_table",
+    "describe_effect",
+    "describe_factor",
+    "describe_scenario",
     "draw_grid",
     "draw_schedule",
     "draw_slots",
