@@ -52,13 +52,13 @@ def slow(devices, factor, **times):
     return SlowDevice(devices=Devices(devices), factor=factor, **times)
 
 
-def plan_on(num_stages, replicas, *, schedule="1f1b", microbatches=4, optimizer="sgd"):
+def plan_on(num_stages, replicas, *, schedule="1f1b", microbatches=4, batch=8):
     cuts = [6 * stage // num_stages for stage in range(num_stages + 1)]
     return Plan(
         model="chain",
         graph_hash=GRAPH.content_hash,
         cluster="test",
-        workload=Workload(global_batch=8, optimizer=Optimizer(kind=optimizer)),
+        workload=Workload(global_batch=batch, optimizer=Optimizer(kind="sgd")),
         stages=tuple(
             StagePlan(
                 start=cuts[stage], stop=cuts[stage + 1], ranks=tuple(range(stage * replicas, (stage + 1) * replicas))

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
-from meshwright.cli.scenarios import ScenarioOption, compare_scenario, load_scenarios
+from meshwright.cli.scenarios import ScenarioOption, SeedsOption, follow_scenario, load_scenarios
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
-from meshwright.cli.traces import TraceOption, TraceRanksOption, traced_ranks
+from meshwright.cli.traces import TraceOption, TraceRanksOption, put_timeline, traced_ranks
 from meshwright.spec.cluster import load_cluster
-from meshwright.spec.codec import write_document
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import SCHEDULE_NAMES
 from meshwright.spec.plan_files import read_plan
+
+if TYPE_CHECKING:
+    from meshwright.simulator import Simulation
+    from meshwright.spec.plan import Plan
 
 NEVER_FLUSHES = (
     "The schedule never flushes: the first step above fills the pipeline and the last one empties it; the steady step "
@@ -38,6 +41,7 @@ def simulate(
     measurements: MeasurementsOption = None,
     graph: Annotated[Path | None, typer.Option(help="The captured graph (.json); else the model is captured.")] = None,
     scenario: ScenarioOption = None,
+    seeds: SeedsOption = 5,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -83,7 +87,7 @@ def simulate(
         rank_simulation,
         simulation_document,
     )
-    from meshwright.report import check_ranks, draw_grid, timeline_rows, timeline_table, write_trace
+    from meshwright.report import check_ranks, draw_grid, timeline_rows, timeline_table
     from meshwright.simulator import (
         allocate_rank,
         describe_steady_step,
@@ -108,6 +112,10 @@ def simulate(
     cost = apply_scenario(usual, happens)
     machine = cost.cluster
     captured = graph_of_plan(document, graph)
+
+    def follow(result: Simulation, document: Plan | Placement) -> tuple[Simulation, dict[str, Any], tuple[Any, ...]]:
+        return follow_scenario(happens, result, document, captured, usual, cost, contention, steps, seeds)
+
     if isinstance(document, Placement):
         refuse_for_place(
             {"--schedule": schedule is not None, "--against": bool(against), "--html": html is not None}
@@ -117,13 +125,11 @@ def simulate(
         placed = simulate_plan(
             document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
         )
-        if out is not None:
-            write_document(placed.timeline, out)
-        if trace is not None:
-            write_trace([placed.timeline], trace, ranks=chosen, ops=placed.op_spans)
-        simulate_placement(document, captured, machine, placed, contention, as_json=as_json)
-        if explain:
-            print_tables(*explain_bounds(document, captured, machine, cost, contention)[1])
+        placed, beside, sentences = follow(placed, document)
+        put_timeline(placed, out, trace, chosen)
+        simulate_placement(document, captured, machine, placed, contention, beside, as_json=as_json)
+        told = explain_bounds(document, captured, machine, cost, contention)[1] if explain else []
+        print_tables(*(() if as_json else sentences), *told)
         return
     if schedule is not None:
         document = adopt_schedule(document, schedule, captured, cost, num_chunks=virtual_stages)
@@ -137,17 +143,14 @@ def simulate(
     result = simulate_plan(
         document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
     )
+    result, beside, sentences = follow(result, document)
     basis = cost.explain_basis(captured, document.microbatch_size)
     interval = predict_step_interval(document, captured, machine, cost, contention=contention)
     reasons, explanation = explain_bounds(document, captured, machine, cost, contention) if explain else ({}, [])
     overflows = find_overflows(result, machine)
     compared = compared_schedules(document, against)
-    beside, sentences = compare_scenario(happens, result, document, captured, usual, contention)
     rows, comparison = compare(document, captured, machine, cost, compared, contention)
-    if out is not None:
-        write_document(result.timeline, out)
-    if trace is not None:
-        write_trace([result.timeline], trace, ranks=chosen, ops=result.op_spans)
+    put_timeline(result, out, trace, chosen)
     if page is not None:
         ranked = rank_simulation(result, document, machine)
         allocation = allocate_rank(document, captured, machine, ranked.fullest_rank)
