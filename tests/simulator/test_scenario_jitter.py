@@ -47,7 +47,10 @@ def largest_factor(effect, count):
 
 @pytest.mark.parametrize("count", [2, 4, 16])
 def test_a_step_of_replicas_takes_the_largest_of_their_factors(count):
-    cost, plan = instant_cost(count), plan_on(1, count, microbatches=count, batch=2**16)  # so many that the optimizer's time is nothing beside
+    cost, plan = (
+        instant_cost(count),
+        plan_on(1, count, microbatches=count, batch=2**16),
+    )  # so many that the optimizer's time is nothing beside
     usual = simulate_plan(plan, GRAPH, cost.cluster, cost=cost).step_time_s
     times = JitteredSteps(plan, GRAPH, cost, Scenario(effects=(LATE,))).time_steps(1000, 8)
     # sd of the largest of 16 is 0.95 of a step: 8000 steps know their mean by 1 %.

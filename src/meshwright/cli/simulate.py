@@ -12,6 +12,7 @@ from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.cli.scenarios import ScenarioOption, SeedsOption, follow_scenario, load_scenarios
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
+from meshwright.cli.sweeps import FigureOption, PlotOption, SweepOption, check_sweep, run_sweep
 from meshwright.cli.traces import TraceOption, TraceRanksOption, put_timeline, traced_ranks
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.errors import DocumentError
@@ -42,6 +43,9 @@ def simulate(
     graph: Annotated[Path | None, typer.Option(help="The captured graph (.json); else the model is captured.")] = None,
     scenario: ScenarioOption = None,
     seeds: SeedsOption = 5,
+    sweep: SweepOption = None,
+    plot: PlotOption = None,
+    figure: FigureOption = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -102,6 +106,14 @@ def simulate(
         raise DocumentError(
             "`--detail ops` puts ops into the trace, but no trace was asked for; add --trace FILE.json."
         )
+    check_sweep(
+        sweep,
+        out,
+        plot,
+        figure,
+        {"--trace": trace is not None, "--html": html is not None, "--open": open_browser, "--explain": explain}
+        | {"--against": bool(against), "--schedule": schedule is not None, "--find-orders": find_orders is not None},
+    )
     page = page_path(html, open_browser, "simulation")
     chosen = traced_ranks(trace, trace_ranks)
     place_of_orders(find_orders, whole_backwards)
@@ -109,6 +121,21 @@ def simulate(
     check_ranks(chosen, document.num_ranks)
     usual = load_cost_model(load_cluster(cluster or document.cluster), measurements, document.workload.precision)
     happens = load_scenarios(scenario)
+    if sweep:
+        run_sweep(
+            sweep,
+            document,
+            graph_of_plan(document, graph),
+            usual,
+            happens,
+            seeds,
+            contention,
+            out,
+            plot,
+            figure,
+            as_json=as_json,
+        )
+        return
     cost = apply_scenario(usual, happens)
     machine = cost.cluster
     captured = graph_of_plan(document, graph)

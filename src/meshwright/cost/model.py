@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# What is kept of kinds of devices, whatever cluster they are in.
+_OF_KINDS = ("ops", "classes", "optimizer", "bucket", "memory")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostModel:
@@ -129,6 +132,14 @@ class CostModel:
         if end not in get_args(End):
             raise MeasurementError(f"An end {end!r} of intervals was given; expected {' or '.join(get_args(End))}.")
         return replace(self, end=end)
+
+    def on_machines(self, cluster: Cluster, usual_links: Cluster) -> CostModel:
+        """The same prices on other machines, of which the links differ from those that were measured."""
+        moved = replace(self, cluster=cluster, usual_links=usual_links)
+        # Prices by kind of device hold there, too.
+        moved._graphs.update(self._graphs)
+        moved._kept.update((key, kept) for key, kept in self._kept.items() if cast("Any", key)[0] in _OF_KINDS)
+        return moved
 
     def explain_basis(self, graph: Graph, batch_size: int) -> str:
         """One sentence: how many ops are priced by measurement, and what the others' figures are worth."""

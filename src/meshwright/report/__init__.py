@@ -15,6 +15,7 @@ from meshwright.report.comparison import (
     comparison_rows,
 )
 from meshwright.report.critical_path import explanation_rows, explanation_table
+from meshwright.report.curves import draw_curves
 from meshwright.report.fit import fit_table
 from meshwright.report.grid import draw_grid
 from meshwright.report.layers import graph_rows, graph_total
@@ -59,6 +60,7 @@ __all__ = [
     "describe_effect",
     "describe_factor",
     "describe_scenario",
+    "draw_curves",
     "draw_grid",
     "draw_schedule",
     "draw_slots",

@@ -51,7 +51,7 @@ def apply_scenario(cost: CostModel, scenario: Scenario, at_s: float = 0.0) -> Co
     changed, usual = change_machines(cost.cluster, scenario, at_s)
     if changed == cost.cluster:
         return cost
-    return replace(cost, cluster=changed, usual_links=usual)
+    return cost.on_machines(changed, usual)
 
 
 def change_machines(cluster: Cluster, scenario: Scenario, at_s: float = 0.0) -> tuple[Cluster, Cluster]:
