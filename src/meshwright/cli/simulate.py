@@ -10,7 +10,7 @@ import typer
 from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
-from meshwright.cli.scenarios import ScenarioOption, SeedsOption, follow_scenario, load_scenarios
+from meshwright.cli.scenarios import RunStepsOption, ScenarioOption, SeedsOption, follow_scenario, load_scenarios
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
 from meshwright.cli.sweeps import FigureOption, PlotOption, SweepOption, check_sweep, run_sweep
 from meshwright.cli.traces import TraceOption, TraceRanksOption, put_timeline, traced_ranks
@@ -43,6 +43,7 @@ def simulate(
     graph: Annotated[Path | None, typer.Option(help="The captured graph (.json); else the model is captured.")] = None,
     scenario: ScenarioOption = None,
     seeds: SeedsOption = 5,
+    run_steps: RunStepsOption = None,
     sweep: SweepOption = None,
     plot: PlotOption = None,
     figure: FigureOption = None,
@@ -121,6 +122,7 @@ def simulate(
     check_ranks(chosen, document.num_ranks)
     usual = load_cost_model(load_cluster(cluster or document.cluster), measurements, document.workload.precision)
     happens = load_scenarios(scenario)
+    settings: dict[str, Any] = {"num_seeds": seeds, "run_steps": run_steps}
     if sweep:
         run_sweep(
             sweep,
@@ -128,8 +130,8 @@ def simulate(
             graph_of_plan(document, graph),
             usual,
             happens,
-            seeds,
             contention,
+            settings,
             out,
             plot,
             figure,
@@ -141,7 +143,7 @@ def simulate(
     captured = graph_of_plan(document, graph)
 
     def follow(result: Simulation, document: Plan | Placement) -> tuple[Simulation, dict[str, Any], tuple[Any, ...]]:
-        return follow_scenario(happens, result, document, captured, usual, cost, contention, steps, seeds)
+        return follow_scenario(happens, result, document, captured, usual, contention, steps, settings)
 
     if isinstance(document, Placement):
         refuse_for_place(

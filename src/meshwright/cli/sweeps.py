@@ -37,9 +37,19 @@ FigureOption = Annotated[
     str | None, typer.Option(help="With --sweep: which column to draw; by default the time of a step, or of a run.")
 ]
 # What is drawn and shown first, the first that there is.
-_CHIEF = ("jittered_mean_s", "step_time_s")
+_CHIEF = ("run_s", "jittered_mean_s", "step_time_s")
 # Columns of a terminal's table beside the parameters.
-_SHOWN = ("step_time_s", "samples_per_s", "bubble_share", "peak_memory_bytes", "jittered_mean_s", "jittered_p95_s")
+_SHOWN = (
+    "step_time_s",
+    "samples_per_s",
+    "jittered_mean_s",
+    "jittered_p95_s",
+    "run_s",
+    "run_computing_share",
+    "interval_s",
+    "price_of_run",
+    "peak_memory_bytes",
+)
 _NO_COLUMN = ("error",)
 
 
@@ -116,8 +126,8 @@ def run_sweep(
     graph: Graph,
     usual: CostModel,
     scenario: Scenario,
-    num_seeds: int,
     contention: Contention,
+    settings: dict[str, Any],
     out: Path | None,
     plot: Path | None,
     figure: str | None,
@@ -127,5 +137,5 @@ def run_sweep(
     from meshwright.simulator.scenarios import read_parameter, sweep_cases
 
     parameters = [read_parameter(text) for text in sweeps]
-    sweep = sweep_cases(parameters, plan, graph, usual, scenario, num_seeds=num_seeds, contention=contention)
+    sweep = sweep_cases(parameters, plan, graph, usual, scenario, contention=contention, **settings)
     put_sweep(sweep, f"{plan.model} on {usual.cluster.name}", out, plot, figure, as_json=as_json)

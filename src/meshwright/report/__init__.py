@@ -29,7 +29,13 @@ from meshwright.report.rows import (
     plan_rows,
     program_rows,
 )
-from meshwright.report.scenarios import describe_effect, describe_factor, describe_scenario
+from meshwright.report.scenarios import (
+    describe_effect,
+    describe_factor,
+    describe_price,
+    describe_run,
+    describe_scenario,
+)
 from meshwright.report.schedule_picture import draw_schedule
 from meshwright.report.schedules import draw_slots, explain_slots, schedules_table
 from meshwright.report.tables import (
@@ -59,6 +65,8 @@ __all__ = [
     "comparison_table",
     "describe_effect",
     "describe_factor",
+    "describe_price",
+    "describe_run",
     "describe_scenario",
     "draw_curves",
     "draw_grid",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from collections.abc import Mapping
+from typing import Any, assert_never
 
-from meshwright.spec import format_bytes, format_percent, format_seconds
+from meshwright.spec import format_bytes, format_count, format_percent, format_seconds
 from meshwright.spec.quantities import Seconds
 from meshwright.spec.scenario import (
     Checkpoints,
@@ -114,3 +115,46 @@ def _jitter_words(effect: Jitter) -> str:
             f"{effect.per}s"
         )
     return f"{_devices(effect.devices.text)}: {', '.join(parts)}" if parts else "no jitter"
+
+
+def describe_run(figures: Mapping[str, Any], num_seeds: int) -> str:
+    """Where the time of a run goes, and how often it is saved; ``figures`` as of a forecast."""
+    shares = ", ".join(
+        f"{format_percent(figures[f'run_{name}_share'])} {words}"
+        for name, words in (
+            ("computing", "computing"),
+            ("lost", "lost"),
+            ("saving", "saving"),
+            ("restarting", "restarting"),
+            ("waiting", "waiting for devices"),
+        )
+        if figures[f"run_{name}_share"] or name == "computing"
+    )
+    spread = f" ± {_long(figures['run_seed_spread_s'])}" if figures["run_seed_spread_s"] else ""
+    text = f"A run of {figures['run_steps']:,.0f} steps takes {_long(figures['run_s'])}{spread}: {shares}."
+    if figures["run_failures"]:
+        text += f" {figures['run_failures']:.4g} failures, mean of {format_count(num_seeds, 'seed')}."
+    if "interval_s" in figures:
+        text += f" Saved every {_long(figures['interval_s'])} of work, {_long(figures['save_s'])} each"
+        if "young_interval_s" in figures:
+            young, daly = _long(figures["young_interval_s"]), _long(figures["daly_interval_s"])
+            text += f" (by Young's formula every {young}, by Daly's {daly})"
+        text += "."
+    return text
+
+
+def describe_price(figures: Mapping[str, Any]) -> str:
+    """What steps, samples and a run cost; ``figures`` as of a bill."""
+    currency = figures["currency"]
+    words = {
+        "price_per_step": "per step",
+        "price_per_million_samples": "per million samples",
+        "price_per_million_tokens": "per million tokens",
+        "price_of_run": "for the run",
+    }
+    parts = [f"{_money(figures[name])} {currency} {text}" for name, text in words.items() if name in figures]
+    return f"At {_money(figures['price_per_hour'])} {currency} per hour: {', '.join(parts)}."
+
+
+def _money(amount: float) -> str:
+    return f"{amount:,.0f}" if amount >= 1000 else f"{amount:.3g}"

@@ -154,12 +154,16 @@ class Jitter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostDevice:
-    """Devices are away from ``since`` to ``until`` of the run; without an end they do not come back."""
+    """Devices are away from ``since`` to ``until`` of the run; without an end they do not come back.
+
+    Meanwhile the run waits, or goes on with a plan that is made anew for the other devices.
+    """
 
     KIND: ClassVar = "lost-device"
     devices: Devices
     since: Seconds = NO_TIME
     until: Seconds | None = None
+    then: Literal["wait", "replan"] = "wait"
 
     def __post_init__(self) -> None:
         _check_while(self.KIND, self.since, self.until)

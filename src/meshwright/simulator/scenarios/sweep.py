@@ -23,6 +23,7 @@ from meshwright.cost import CostModel
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.many import run_places
 from meshwright.simulator.plan import simulate_plan
+from meshwright.simulator.scenarios.forecast import Replan
 from meshwright.simulator.scenarios.outcome import simulate_scenario
 from meshwright.simulator.scenarios.steps import NUM_SEEDS
 from meshwright.spec import Graph, MeshwrightError, Placement, Plan, PlanError, ScenarioError, suggest
@@ -80,8 +81,10 @@ def sweep_cases(
     usual: CostModel,
     scenario: Scenario,
     *,
+    run_steps: float | None = None,
     num_seeds: int = NUM_SEEDS,
     contention: Contention = "queued",
+    replan: Replan | None = None,
     num_processes: int | None = None,
 ) -> Sweep:
     """Simulate every combination of the parameters' values, the last parameter changing fastest, on all cores.
@@ -109,7 +112,16 @@ def sweep_cases(
         values = dict(zip(names, combinations[place], strict=True))
         try:
             changed, happens = change_case(plan, scenario, values)
-            outcome = simulate_scenario(changed, graph, usual, happens, num_seeds=num_seeds, contention=contention)
+            outcome = simulate_scenario(
+                changed,
+                graph,
+                usual,
+                happens,
+                run_steps=run_steps,
+                num_seeds=num_seeds,
+                contention=contention,
+                replan=replan,
+            )
         except MeshwrightError as error:
             return {**values, "error": str(error)}
         return {**values, **outcome.row()}
