@@ -17,7 +17,7 @@ from meshwright.simulator.scenarios.failures import Failure
 from meshwright.spec import ScenarioError
 
 # A run that loses more often than this does not come to its end.
-MAX_FAILURES = 1_000_000
+MAX_FAILURES = 100_000
 _NEVER = Failure(math.inf, 0.0)
 
 
