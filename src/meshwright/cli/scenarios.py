@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from meshwright.cost import CostModel
     from meshwright.simulator import Contention, Simulation
+    from meshwright.simulator.scenarios import Replan
     from meshwright.spec.graph import Graph
     from meshwright.spec.placement import Placement
     from meshwright.spec.plan import Plan
@@ -39,6 +41,14 @@ def load_scenarios(references: Sequence[str] | None) -> Scenario:
     return compose([load_scenario(reference) for reference in references or ()])
 
 
+def planner_for(plan: Plan | Placement, graph: Graph) -> Replan | None:
+    """What plans anew where a scenario loses devices; a placement of every op is not made anew."""
+    from meshwright.planner import replan_seconds
+    from meshwright.spec.placement import Placement
+
+    return None if isinstance(plan, Placement) else partial(replan_seconds, plan, graph)
+
+
 def follow_scenario(
     scenario: Scenario,
     result: Simulation,
@@ -60,7 +70,10 @@ def follow_scenario(
 
     if not scenario.effects and settings["run_steps"] is None:
         return result, {}, ()
-    outcome = simulate_scenario(plan, graph, usual, scenario, result=result, contention=contention, **settings)
+    replan = planner_for(plan, graph)
+    outcome = simulate_scenario(
+        plan, graph, usual, scenario, result=result, contention=contention, replan=replan, **settings
+    )
     facts, printed = dict[str, Any](), list[Any]()
     if scenario.effects:
         words = describe_scenario(scenario)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.scenarios import planner_for
 from meshwright.spec.errors import DocumentError, suggest
 from meshwright.spec.files import write_text
 
@@ -36,19 +37,11 @@ PlotOption = Annotated[Path | None, typer.Option(help="With --sweep: draw a figu
 FigureOption = Annotated[
     str | None, typer.Option(help="With --sweep: which column to draw; by default the time of a step, or of a run.")
 ]
-# What is drawn and shown first, the first that there is.
-_CHIEF = ("run_s", "jittered_mean_s", "step_time_s")
-# Columns of a terminal's table beside the parameters.
+# Columns of a terminal's table, the first of which is drawn: those of the first line that has a figure.
 _SHOWN = (
-    "step_time_s",
-    "samples_per_s",
-    "jittered_mean_s",
-    "jittered_p95_s",
-    "run_s",
-    "run_computing_share",
-    "interval_s",
-    "price_of_run",
-    "peak_memory_bytes",
+    ("run_s", "run_computing_share", "interval_s", "price_of_run"),
+    ("jittered_mean_s", "jittered_p95_s", "jittered_slowest_s", "step_time_s"),
+    ("step_time_s", "samples_per_s", "bubble_share", "peak_memory_bytes"),
 )
 _NO_COLUMN = ("error",)
 
@@ -84,7 +77,8 @@ def put_sweep(
     drawn = [name for name in figures if name not in _NO_COLUMN]
     if figure is not None and figure not in drawn:
         raise DocumentError(f"--figure {figure!r} is no column of this sweep{suggest(figure, drawn)}.")
-    chosen = figure or next((name for name in _CHIEF if name in drawn), "")
+    usual = next(([name for name in line if name in drawn] for line in _SHOWN if line[0] in drawn), [])
+    chosen = figure or (usual[0] if usual else "")
     if plot is not None:
         write_text(draw_curves(sweep.rows, names, chosen, title=title), plot)
     if out is not None:
@@ -93,7 +87,7 @@ def put_sweep(
     if as_json:
         print_json({"parameters": names, "cases": list(sweep.rows), **{k: str(v) for k, v in written.items() if v}})
         return
-    shown = [*names, *(name for name in dict.fromkeys((chosen, *_SHOWN)) if name in drawn)]
+    shown = [*names, *dict.fromkeys([*([chosen] if chosen else []), *usual])]
     print_tables(make_table([{name: row.get(name) for name in shown} for row in sweep.rows]))
     failed = [row for row in sweep.rows if "error" in row]
     if failed:
@@ -137,5 +131,6 @@ def run_sweep(
     from meshwright.simulator.scenarios import read_parameter, sweep_cases
 
     parameters = [read_parameter(text) for text in sweeps]
-    sweep = sweep_cases(parameters, plan, graph, usual, scenario, contention=contention, **settings)
+    replan = planner_for(plan, graph)
+    sweep = sweep_cases(parameters, plan, graph, usual, scenario, contention=contention, replan=replan, **settings)
     put_sweep(sweep, f"{plan.model} on {usual.cluster.name}", out, plot, figure, as_json=as_json)

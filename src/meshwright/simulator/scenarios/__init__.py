@@ -8,7 +8,7 @@
 
 from meshwright.simulator.scenarios.machines import apply_scenario, change_machines
 from meshwright.simulator.scenarios.noise import has_jitter
-from meshwright.simulator.scenarios.outcome import Outcome, simulate_scenario
+from meshwright.simulator.scenarios.outcome import Outcome, Replan, simulate_scenario
 from meshwright.simulator.scenarios.steps import JitteredSteps, StepTimes
 from meshwright.simulator.scenarios.sweep import Parameter, Sweep, change_case, read_parameter, sweep_cases
 
@@ -16,6 +16,7 @@ __all__ = [
     "JitteredSteps",
     "Outcome",
     "Parameter",
+    "Replan",
     "StepTimes",
     "Sweep",
     "apply_scenario",

@@ -27,8 +27,8 @@ USUAL_RUN_S = 30 * 86400.0
 # Of a grid from an eighth of Young's interval to eight times it: neighbours differ by 4 %.
 _GRID = 107
 
-# Seconds of a step on a cost model's machines without some ranks; None where no plan fits them.
-Replan = Callable[[CostModel, tuple[int, ...]], float | None]
+# Seconds of a step so many seconds after the begin with a plan made anew without some ranks; None where none fits.
+ReplanAt = Callable[[float, tuple[int, ...]], float | None]
 # Seconds of a step so many seconds after the begin.
 StepAt = Callable[[float], float]
 
@@ -103,16 +103,16 @@ def forecast_run(
     *,
     num_steps: float | None = None,
     num_seeds: int,
-    replan: Replan | None = None,
+    replan_at: ReplanAt | None = None,
 ) -> Forecast:
     """Follow runs of a plan, whose step takes ``step_at(seconds after the begin)``.
 
     Raises ScenarioError for a run that has no end, for devices that the cluster has not, and for a plan that should be
-    made anew where nobody can (``replan``).
+    made anew where nobody can (``replan_at``).
     """
     nodes = {usual.cluster.node_index(rank) for rank in range(plan.num_ranks)}
     counts = plan.num_ranks, len(nodes)
-    stretches = _stretches(plan, usual, scenario, step_at, replan)
+    stretches = _stretches(plan, usual, scenario, step_at, replan_at)
     finite = [stretch.step_s for stretch in stretches if math.isfinite(stretch.step_s)]
     step_s = finite[0] if finite else step_at(0.0)
     steps = USUAL_RUN_S / step_s if num_steps is None else num_steps
@@ -174,7 +174,7 @@ def _best(
 
 
 def _stretches(
-    plan: Plan | Placement, usual: CostModel, scenario: Scenario, step_at: StepAt, replan: Replan | None
+    plan: Plan | Placement, usual: CostModel, scenario: Scenario, step_at: StepAt, replan_at: ReplanAt | None
 ) -> list[Stretch]:
     """The times between which steps have one speed."""
     losses = [
@@ -194,9 +194,9 @@ def _stretches(
         if lost:
             step_s = math.inf
             if all(effect.then == "replan" for effect, ranks in away if ranks & lost):
-                if replan is None:
+                if replan_at is None:
                     raise ScenarioError("lost-device: nobody can plan anew here; give then = 'wait'.")
-                step_s = replan(usual, every) or math.inf
+                step_s = replan_at(moment, every) or math.inf
         change: Change = "" if lost == before or not moment else "lost" if lost - before else "back"
         stretches.append(Stretch(begin_s=moment, step_s=step_s, change=change))
         before = lost

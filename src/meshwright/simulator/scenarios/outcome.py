@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +10,16 @@ from meshwright.cost import CostModel
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.plan import simulate_plan
 from meshwright.simulator.scenarios.bill import bill
-from meshwright.simulator.scenarios.forecast import Forecast, Replan, forecast_run, is_about_runs
-from meshwright.simulator.scenarios.machines import apply_scenario
+from meshwright.simulator.scenarios.forecast import Forecast, forecast_run, is_about_runs
+from meshwright.simulator.scenarios.machines import apply_scenario, without_devices
 from meshwright.simulator.scenarios.noise import has_jitter
 from meshwright.simulator.scenarios.steps import NUM_SEEDS, JitteredSteps, StepTimes
 from meshwright.simulator.simulation import Simulation
 from meshwright.spec import Graph, Placement, Plan
 from meshwright.spec.scenario import Scenario
+
+# Seconds of a step of the best plan for the machines of a cost model; None where none fits them.
+Replan = Callable[[CostModel], float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +63,8 @@ def simulate_scenario(
     """Simulate a plan on the machines of ``usual`` as the scenario makes them.
 
     A run is followed if the scenario says what happens in one, or if a number of ``run_steps`` is given. ``result`` is
-    the simulation of the plan on the machines at the begin, if it is there already. Raises ScenarioError for what the
+    the simulation of the plan on the machines at the begin, if it is there already; ``replan`` plans anew where devices
+    are lost. Raises ScenarioError for what the
     cluster has not, else as `simulate_plan`.
     """
     cost = apply_scenario(usual, scenario)
@@ -77,8 +82,20 @@ def simulate_scenario(
                 return factor * result.step_time_s
             return factor * simulate_plan(plan, graph, then.cluster, cost=then, contention=contention).step_time_s
 
+        def replan_at(moment_s: float, lost: tuple[int, ...]) -> float | None:
+            rest = without_devices(apply_scenario(usual, scenario, moment_s), lost)
+            step_s = replan(rest) if replan is not None and rest.cluster.num_ranks else None
+            return None if step_s is None else factor * step_s
+
         run = forecast_run(
-            plan, graph, usual, scenario, step_at, num_steps=run_steps, num_seeds=num_seeds, replan=replan
+            plan,
+            graph,
+            usual,
+            scenario,
+            step_at,
+            num_steps=run_steps,
+            num_seeds=num_seeds,
+            replan_at=None if replan is None else replan_at,
         )
     price = bill(
         plan,

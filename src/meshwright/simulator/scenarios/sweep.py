@@ -23,8 +23,7 @@ from meshwright.cost import CostModel
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.many import run_places
 from meshwright.simulator.plan import simulate_plan
-from meshwright.simulator.scenarios.forecast import Replan
-from meshwright.simulator.scenarios.outcome import simulate_scenario
+from meshwright.simulator.scenarios.outcome import Replan, simulate_scenario
 from meshwright.simulator.scenarios.steps import NUM_SEEDS
 from meshwright.spec import Graph, MeshwrightError, Placement, Plan, PlanError, ScenarioError, suggest
 from meshwright.spec.codec import decode, encode
