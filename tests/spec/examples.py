@@ -31,6 +31,7 @@ from meshwright.spec import (
     Workload,
     empty_section,
 )
+from meshwright.spec.cluster import NodePath, Racks
 from meshwright.spec.sharding import OpPlacement, Sharding
 
 LINK = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)
@@ -49,6 +50,15 @@ CLUSTER = Cluster(
             clock_hz=1e9,
             compute_capability=8.0,
         ),
+        DeviceKind(
+            name="X1 slow",
+            memory_bytes=2**30,
+            memory_bandwidth_bytes_per_s=1e12,
+            peak_flops_per_s={"float32": 1e13},
+            source="made up",
+            slowdown=2.0,
+            usual="X1",
+        ),
     ),
     nodes=(
         Node(
@@ -62,7 +72,18 @@ CLUSTER = Cluster(
             num_nics=2,
             source="made up",
         ),
+        Node(
+            name="n1",
+            devices=(DeviceGroup(kind="X1", count=2),),
+            host_memory_bytes=2**33,
+            num_cores=8,
+            device_link=LINK,
+            pcie=LINK,
+            nic=LINK,
+        ),
     ),
+    racks=Racks(nodes_per_rack=1, num_uplinks=2, uplink=LINK),
+    paths=(NodePath(nodes=(0, 1), link=LINK),),
 )
 
 WORKLOAD = Workload(

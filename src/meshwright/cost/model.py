@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# What is kept of kinds of devices, whatever cluster they are in.
+_OF_KINDS = ("ops", "classes", "optimizer", "bucket", "memory")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostModel:
@@ -70,6 +73,8 @@ class CostModel:
     ``traced``: ops of traces of this kind of device (`collect_traced`); asked only where there are ``measurements``.
     ``end``: all prices as low or as high as their 80 % intervals allow; see `at_end`.
     ``sharding`` with ``devices``: ranks are teams of those devices, which share every op out so; see `for_teams`.
+    ``usual_links``: the cluster with the links as they were measured, where a scenario changes them; what is said of
+    collectives there is scaled by what datasheets say of the change. A slowed device takes its multiple of the usual.
     """
 
     cluster: Cluster
@@ -82,6 +87,7 @@ class CostModel:
     collective_hosts: CollectiveModel | None = None
     kernels: KernelModel | None = None
     traced: TracedOps | None = None
+    usual_links: Cluster | None = None
     _ops: OpTable | None = field(init=False, repr=False, default=None)
     _collectives: CollectivePrices = field(init=False, repr=False)
     _teams: TeamPrices = field(init=False, repr=False)
@@ -103,7 +109,11 @@ class CostModel:
                 object.__setattr__(self, "collectives", own)
                 object.__setattr__(self, "collective_hosts", host)
         prices = CollectivePrices(
-            cluster=self.devices or self.cluster, dtype=self.precision, own=self.collectives, host=self.collective_hosts
+            cluster=self.usual_links or self.devices or self.cluster,
+            dtype=self.precision,
+            own=self.collectives,
+            host=self.collective_hosts,
+            changed=self.devices or self.cluster if self.usual_links is not None else None,
         )
         object.__setattr__(self, "_collectives", prices)
         width = DTYPE_BYTES[self.precision]
@@ -117,7 +127,7 @@ class CostModel:
 
     def is_measured(self, device_kind: DeviceKind) -> bool:
         """Whether the measurement table was taken on this kind of device."""
-        return self.measurements is not None and self.measurements.device == device_kind.name
+        return self.measurements is not None and self.measurements.device == device_kind.usual_name
 
     def price_ops(self, graph: Graph, batch_size: int, device_kind: DeviceKind) -> OpPrices:
         """Seconds of every op at a batch size on a device. Raises GraphError for a batch it was not captured for."""
@@ -144,12 +154,18 @@ class CostModel:
             self, cluster=team_cluster(self.cluster, sharding.width), devices=self.cluster, sharding=sharding
         )
 
+    def on_machines(self, cluster: Cluster, usual_links: Cluster) -> CostModel:
+        """The same prices on other machines, of which the links differ from those that were measured."""
+        moved = replace(self, cluster=cluster, usual_links=usual_links)
+        # Prices by kind of device hold there, too.
+        moved._graphs.update(self._graphs)
+        moved._kept.update((key, kept) for key, kept in self._kept.items() if cast("Any", key)[0] in _OF_KINDS)
+        return moved
+
     def explain_basis(self, graph: Graph, batch_size: int) -> str:
         """One sentence: how many ops are priced by measurement, and what the others' figures are worth."""
-        kinds = {
-            self.cluster.device_kind(rank).name: self.cluster.device_kind(rank)
-            for rank in range(self.cluster.num_ranks)
-        }
+        used = (self.cluster.device_kind(rank) for rank in range(self.cluster.num_ranks))
+        kinds = {kind.usual_name: kind.at_usual_speed() for kind in used}
         counts = Counter(basis for kind in kinds.values() for basis in self.price_ops(graph, batch_size, kind).basis)
         total, guessed = counts.total(), counts["roofline"]
         if guessed == total:
@@ -268,6 +284,9 @@ class CostModel:
         )
 
     def _price_ops(self, graph: Graph, batch_size: int, kind: DeviceKind) -> OpPrices:
+        if kind.slowdown != 1 and not graph.collectives:
+            return self.price_ops(graph, batch_size, kind.at_usual_speed()).slowed(kind.slowdown)
+        slowdown, kind = kind.slowdown, kind.at_usual_speed()
         graph.check_batch_size(batch_size)
         classes = self._keep(("classes", self._known(graph)), lambda: classify_ops(graph))
         table = self._ops if self.is_measured(kind) else None
@@ -280,7 +299,8 @@ class CostModel:
             prices = price_kernels(
                 kernels, bounds, graph, ops, keys, batch_size, kind, self.precision, roofline_interval(kind)
             )
-        gathered = gather_prices(prices, classes.class_of, graph, self._teams.op_exchanges(graph, batch_size))
+        exchanges = self._teams.op_exchanges(graph, batch_size)
+        gathered = gather_prices(prices, classes.class_of, graph, exchanges, slowdown)
         return gathered if self.end is None else gathered.at_end(self.end)
 
     def _chosen(self, found: Predictions) -> float:
@@ -297,11 +317,16 @@ class CostModel:
         loop: OptimizerLoop,
         num_shards: int,
     ) -> Price:
+        if kind.slowdown != 1:
+            usual = self._step(graph, parameters, optimizer, kind.at_usual_speed(), loop, num_shards)
+            return usual.slowed(kind.slowdown)
         curve = self._optimizers.get(optimizer.name) if self.is_measured(kind) else None
         elements, unsure = -(-trainable_elements(graph, parameters) // num_shards), roofline_interval(kind)
         return price_step(elements, optimizer, kind, self.precision, curve, loop, unsure)
 
     def _fill(self, graph: Graph, parameters: Sequence[int], kind: DeviceKind) -> Price:
+        if kind.slowdown != 1:
+            return self._fill(graph, parameters, kind.at_usual_speed()).slowed(kind.slowdown)
         curve = self._optimizers.get(BUCKET_COPY) if self.is_measured(kind) else None
         return price_copy(trainable_elements(graph, parameters), kind, self.precision, curve, roofline_interval(kind))
 

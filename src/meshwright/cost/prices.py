@@ -58,6 +58,10 @@ class Price:
         """Seconds, or an end of their interval."""
         return {None: self.seconds, "low": self.low_s, "high": self.high_s}[end]
 
+    def slowed(self, factor: float) -> Price:
+        """The price of what takes ``factor`` times as long."""
+        return replace(self, seconds=self.seconds * factor, low_s=self.low_s * factor, high_s=self.high_s * factor)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TotalSeconds:
@@ -98,18 +102,33 @@ class OpPrices:
         """All ops times one factor, so that their sum is at one end of its interval, which is nothing else then."""
         whole = self.total()
         factor = (whole.low_s if end == "low" else whole.high_s) / whole.seconds if whole.seconds else 1.0
-        columns = np.stack([self.forward_s, self.backward_s, self.accumulate_s], axis=1) * factor
-        again_s = self.again_s * factor
-        for column in (columns, again_s):
-            column.setflags(write=False)
+        columns = self._columns() * factor
+        return self._with(columns, columns, columns, self.again_s * factor)
+
+    def slowed(self, factor: float) -> OpPrices:
+        """The prices on a device where everything takes ``factor`` times as long."""
+        return self._with(self._columns() * factor, self.low_s * factor, self.high_s * factor, self.again_s * factor)
+
+    def _columns(self) -> NDArray[np.float64]:
+        return np.stack([self.forward_s, self.backward_s, self.accumulate_s], axis=1)
+
+    def _with(
+        self,
+        columns: NDArray[np.float64],
+        low_s: NDArray[np.float64],
+        high_s: NDArray[np.float64],
+        again_s: NDArray[np.float64],
+    ) -> OpPrices:
+        for each in (columns, low_s, high_s, again_s):
+            each.setflags(write=False)
         return replace(
             self,
             forward_s=columns[:, 0],
             backward_s=columns[:, 1],
             accumulate_s=columns[:, 2],
             again_s=again_s,
-            low_s=columns,
-            high_s=columns,
+            low_s=low_s,
+            high_s=high_s,
         )
 
 
@@ -138,11 +157,16 @@ def add_intervals(seconds: Floats, low_s: Floats, high_s: Floats, group: NDArray
 
 
 def gather_prices(
-    prices: Sequence[OpPrice], class_of: NDArray[np.int64], graph: Graph, exchanges: Sequence[OpExchange] = ()
+    prices: Sequence[OpPrice],
+    class_of: NDArray[np.int64],
+    graph: Graph,
+    exchanges: Sequence[OpExchange] = (),
+    slowdown: float = 1.0,
 ) -> OpPrices:
     """One price per class to the prices of all ops; an op of a joint graph's backward half runs once, in the backward.
 
-    ``exchanges`` of ops with other ranks are a part of their prices. What the graph computes again runs in the
+    ``exchanges`` of ops with other ranks are a part of their prices, of which all else takes ``slowdown`` times as long
+    as usual. What the graph computes again runs in the
     backward, before that of the last op of its range.
     """
     runs_backward = np.array([op.phase == "backward" for op in graph.ops], bool)
@@ -150,7 +174,7 @@ def gather_prices(
 
     def columns(parts: Sequence[OpSeconds], exchanged_s: Sequence[float]) -> NDArray[np.float64]:
         rows = [(part.forward_s, part.backward_s, part.accumulate_s) for part in parts]
-        table = np.array(rows, np.float64).reshape(-1, 3)[class_of]
+        table = np.array(rows, np.float64).reshape(-1, 3)[class_of] * slowdown
         table[runs_backward, 1], table[runs_backward, 0] = table[runs_backward, 0], 0.0
         add_exchanges(table, exchanges, np.array(exchanged_s, np.float64))
         for last, ops in again:

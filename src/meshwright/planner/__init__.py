@@ -16,6 +16,7 @@ from meshwright.planner.pages import plans_document, simulation_document
 from meshwright.planner.place import place, seconds_on_one_device
 from meshwright.planner.place_constraints import Constraints
 from meshwright.planner.plans import Plans, explain_difference
+from meshwright.planner.replanning import replan_seconds
 from meshwright.planner.schedules import compare_schedules, schedule_rows
 from meshwright.planner.search import search_plans
 from meshwright.planner.slicing import Slicing, solve_slicing
@@ -43,6 +44,7 @@ __all__ = [
     "plans_document",
     "predict_step_interval",
     "rank_simulation",
+    "replan_seconds",
     "schedule_rows",
     "search_plans",
     "seconds_on_one_device",

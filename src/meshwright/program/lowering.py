@@ -31,6 +31,11 @@ def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
     return replace(plan, graph_hash=local.content_hash, sharding=UNSHARDED, recompute=()), local
 
 
+def unlower_plan(plan: Plan, whole: Plan) -> Plan:
+    """What a plan of a local graph is for the whole one, of which ``whole`` is a plan with the same sharding."""
+    return replace(plan, graph_hash=whole.graph_hash, sharding=whole.sharding, recompute=whole.recompute)
+
+
 @lru_cache(maxsize=16)
 def lower_graph(graph: Graph, sharding: Sharding, recompute: Ranges) -> Graph:
     """The local graph of one device: its share of every op, what it exchanges, and what it computes again.

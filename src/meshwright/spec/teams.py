@@ -6,7 +6,8 @@ devices r·w ... r·w + w - 1. The cluster of teams tells of each rank what is s
 
     device       the slowest of the team, with the least memory
     device link  the node's own: the w messages between two teams of a node have links of their own
-    NICs         the w messages of a team share what the team has of them, so each goes at a part of their bandwidth
+    NICs         the w messages of a team share what the team has of them, so each goes at a part of their bandwidth;
+                 uplinks of racks and paths between nodes likewise
 
 A team lies within a node, or covers whole nodes.
 """
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from meshwright.spec.cluster import Cluster, DeviceGroup, DeviceKind, Link, Node
+from meshwright.spec.cluster import Cluster, DeviceGroup, DeviceKind, Link, Node, NodePath, Racks
 from meshwright.spec.errors import ClusterError
 from meshwright.spec.units import format_bytes
 
@@ -44,7 +45,47 @@ def team_cluster(cluster: Cluster, width: int) -> Cluster:
             f"Teams of {width} devices (tensor times context) were asked for on nodes of {', '.join(map(str, sizes))}; "
             "expected teams that divide a node, or cover whole nodes. Choose other sizes of the axes."
         )
-    return replace(cluster, device_kinds=tuple(found.values()), nodes=tuple(nodes))
+    return replace(
+        cluster,
+        device_kinds=tuple(found.values()),
+        nodes=tuple(nodes),
+        racks=_team_racks(cluster, width),
+        paths=tuple(_team_path(cluster, path, width) for path in cluster.paths),
+    )
+
+
+def _nodes_of_team(cluster: Cluster, width: int) -> int:
+    return max(width // cluster.nodes[0].num_devices, 1)
+
+
+def _team_racks(cluster: Cluster, width: int) -> Racks | None:
+    if cluster.racks is None:
+        return None
+    racks, covered = cluster.racks, _nodes_of_team(cluster, width)
+    if racks.nodes_per_rack % covered:
+        raise ClusterError(
+            f"Teams of {width} devices cover {covered} nodes, of which racks have {racks.nodes_per_rack}; expected "
+            "teams within a rack. Choose smaller axes, or other racks."
+        )
+    num_devices = racks.nodes_per_rack * cluster.nodes[0].num_devices
+    ways = max(racks.num_uplinks * width / num_devices, 1.0)
+    return Racks(
+        nodes_per_rack=racks.nodes_per_rack // covered,
+        num_uplinks=max(min(racks.num_uplinks, num_devices // width), 1),
+        uplink=_slower([racks.uplink], share=min(ways / width, 1.0)),
+    )
+
+
+def _team_path(cluster: Cluster, path: NodePath, width: int) -> NodePath:
+    """The w messages of a team share the one path; teams that cover nodes meet the path of any of them."""
+    covered = _nodes_of_team(cluster, width)
+    ends = path.nodes[0] // covered, path.nodes[1] // covered
+    if ends[0] == ends[1]:
+        raise ClusterError(
+            f"Teams of {width} devices cover nodes {path.nodes[0]} and {path.nodes[1]}, between which there is a path "
+            "of its own; expected teams on one side of it. Choose smaller axes."
+        )
+    return NodePath(nodes=ends, link=_slower([path.link], share=1.0 / width))
 
 
 def _team_node(nodes: Sequence[Node], width: int, known: dict[str, DeviceKind], found: dict[str, DeviceKind]) -> Node:
@@ -72,11 +113,15 @@ def _team_node(nodes: Sequence[Node], width: int, known: dict[str, DeviceKind], 
 
 def _slowest(team: Sequence[DeviceKind]) -> DeviceKind:
     """What a team of devices is as one: as slow as its slowest, with the least memory."""
-    slowest = min(team, key=lambda kind: (max(kind.peak_flops_per_s.values()), kind.memory_bandwidth_bytes_per_s))
+    slowest = min(team, key=_speed)
     memory_bytes = min(kind.memory_bytes for kind in team)
     if memory_bytes == slowest.memory_bytes:
         return slowest
     return replace(slowest, name=f"{slowest.name} with {format_bytes(memory_bytes)}", memory_bytes=memory_bytes)
+
+
+def _speed(kind: DeviceKind) -> tuple[float, float]:
+    return max(kind.peak_flops_per_s.values()) / kind.slowdown, kind.memory_bandwidth_bytes_per_s / kind.slowdown
 
 
 def _slower(links: Iterable[Link], share: float = 1.0) -> Link:

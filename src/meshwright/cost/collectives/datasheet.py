@@ -1,7 +1,8 @@
 """Seconds of a collective by the figures of the links alone: the fastest algorithm and protocol for each size.
 
 n ranks on N nodes, r on each of them; α_d, B_d of the links inside, α_n of the NICs, and B_n bytes per second out of a
-node: all its NICs that the group can use, shared with the groups that run beside it. S bytes of the full tensor; the
+node: all its NICs that the group can use, shared with the groups that run beside it, or, between racks, their uplinks
+if these are slower. S bytes of the full tensor; the
 shares of S that pass a port are those of `port_share`.
 
     flat ring     steps·(N·α_n + (n-N)·α_d)/n + S·max(share inside / B_d, share across / B_n)       (N = 0 for one node)
@@ -18,7 +19,7 @@ Sources: Patarasu and Yuan, JPDC 69 (2009); NCCL src/graph/tuning.cc; Thakur, Ra
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from meshwright.cost.collectives.groups import Group
 from meshwright.cost.collectives.protocols import PLAIN, load_nccl
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from meshwright.cost.collectives.algorithms import CollectiveOp
     from meshwright.cost.collectives.protocols import Protocol
@@ -90,6 +91,8 @@ def quote_collective(cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], g
         return Tariff(latency_s=np.zeros(1), s_per_byte=np.zeros(1), by_nccl=by_nccl)
     by_node = Counter(cluster.node_index(rank) for rank in ranks)
     ways = find_ways([(cluster.nodes[index], count) for index, count in by_node.items()], group.num_sharing)
+    if cluster.racks is not None or cluster.paths:
+        ways = _bound_between(cluster, op, by_node, ways)
     counts = tuple(by_node.values())
     if by_nccl:
         found = [
@@ -123,6 +126,33 @@ def find_ways(nodes: Sequence[tuple[Node, int]], num_sharing: int) -> Ways:
     )
 
 
+def _bound_between(cluster: Cluster, op: CollectiveOp, by_node: Mapping[int, int], ways: Ways) -> Ways:
+    """The ways of a group where something between the NICs of its nodes may be slower than these.
+
+    What leaves a rack in a ring or a tree is what leaves a node. To all others each device of a rack sends, so that
+    its uplinks carry more than a NIC does.
+    """
+    latency_s, bandwidth = ways.across_s, ways.across_bytes_per_s
+    for path in cluster.paths_among(by_node):
+        latency_s, bandwidth = max(latency_s, path.link.latency_s), min(bandwidth, path.link.bandwidth_bytes_per_s)
+    by_rack = Counter(cluster.rack_of(index) for index in by_node for _ in range(by_node[index]))
+    if cluster.racks is not None and len(by_rack) > 1:
+        rails = min(min(cluster.nodes[index].num_nics, count) for index, count in by_node.items())
+        num_ranks, load = by_rack.total(), 1.0
+        if op == "all_to_all":
+            rails *= min(len(by_node), cluster.racks.nodes_per_rack)
+            load = _most_leaving(by_rack, num_ranks) / _most_leaving(by_node, num_ranks)
+        uplinks = min(cluster.racks.num_uplinks, rails)
+        latency_s += cluster.racks.uplink.latency_s
+        bandwidth = min(bandwidth, cluster.racks.uplink.bandwidth_bytes_per_s * uplinks / load)
+    return replace(ways, across_s=latency_s, across_bytes_per_s=bandwidth)
+
+
+def _most_leaving(counts: Mapping[int, int], num_ranks: int) -> float:
+    """What leaves the fullest of some places with so many ranks when all send to all, as a share of the tensor."""
+    return max(count * (num_ranks - count) for count in counts.values()) / num_ranks**2
+
+
 def quote_ring(op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways) -> tuple[float, float]:
     """(latency, seconds per byte) of the flat ring; of all pairs at once for an all-to-all.
 
@@ -134,7 +164,7 @@ def quote_ring(op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways
     outward = port_share(op, Group(num_ranks=group.num_ranks, num_nodes=group.num_nodes))
     if op == "all_to_all":
         # Nodes with unlike numbers of ranks send unlike shares out.
-        outward = max(count * (group.num_ranks - count) for count in counts) / group.num_ranks**2
+        outward = _most_leaving(dict(enumerate(counts)), group.num_ranks)
     within = port_share(op, Group(num_ranks=group.num_ranks))
     return latency_s, _busiest(ways, within, outward)
 
