@@ -30,6 +30,7 @@ from meshwright.spec import (
     Opcode,
     Placement,
     Plan,
+    PlanError,
     Program,
     ProgramError,
     Section,
@@ -58,6 +59,11 @@ def price_program(
     With a ``fold``, program and plan are those of ``fold.plan``, and rank r is on the device ``fold.ranks[r]``; a sum
     of gradients takes what it takes all members of the whole plan, on all their links.
     """
+    if isinstance(plan, Plan) and (plan.recompute or not plan.sharding.is_whole):
+        raise PlanError(
+            "The plan splits ops or computes again, but its prices were asked for a whole graph. Price what "
+            "`form_teams` gives for it."
+        )
     pricer = _Pricer(program, plan, graph, cost, fold)
     sections = {name: pricer.price_section(section) for name, section in program.sections()}
     durations, host, takes, frees = zip(*pricer.classes, strict=True)
