@@ -157,6 +157,7 @@ CASES = (
     case("gather.default", lambda x, i: x.gather(1, i), X, (8, 4, 32), integers=(1,), dim=1),
     case("scatter.src", lambda x, i, s: x.scatter(1, i, s), X, (8, 4, 32), (8, 4, 32), integers=(1,), dim=1),
     case("index_select.default", lambda x, i: x.index_select(1, i), X, (8,), integers=(1,), dim=1),
+    case("index.Tensor", lambda x, i, j: x[:, i, j], X, (8,), (8,), integers=(1, 2)),
     case("max_pool2d.default", lambda x: F.max_pool2d(x, 2), (8, 4, 16, 16), kernel_size=[2, 2]),
     case("avg_pool2d.default", lambda x: F.avg_pool2d(x, 2), (8, 4, 16, 16), kernel_size=[2, 2]),
     case("adaptive_avg_pool2d.default", lambda x: F.adaptive_avg_pool2d(x, 2), (8, 4, 16, 16), output_size=[2, 2]),

@@ -1,7 +1,6 @@
 """Collectives of a sharded graph are those that torch issues: op, ranks, bytes and order, forward and backward.
 
-Tensor and sequence parallelism, FSDP2 with parameters let go or kept, and both together; on gloo, and as rank 37 of
-256.
+Tensor and sequence parallelism, FSDP2 with parameters let go or kept, and both together; on gloo, and as one of 256.
 """
 
 from __future__ import annotations

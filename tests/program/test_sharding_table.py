@@ -36,6 +36,7 @@ OURS = {
     "batch_norm": "DTensor has no channels of it; they are normalised by themselves",
     "gather": "DTensor sums up gradients whole that we sum up in parts and complete then",
     "index_select": "as gather",
+    "index": "as gather",
     "expand": "DTensor expands on every rank what it may cut locally",
     "expand_as": "as expand",
     "broadcast_tensors": "as expand",

@@ -2,11 +2,12 @@
 
     tensor    products by columns, then by rows; heads of attention; the vocabulary (Shoeybi et al., Megatron-LM, 2019)
     context   the tokens of every sequence; attention exchanges keys and values (Liu et al., Ring Attention, 2023)
-    expert    the experts; their tokens travel to them and back (Lepikhin et al., GShard, 2020)
+    expert    the experts; their tokens travel to them and back (Lepikhin et al., GShard, 2020). Tables of embeddings,
+              too, by placements of their own: rows, whose sums are scattered, or columns (Naumov et al., DLRM, 2019)
 
-One replica of a stage is tensor · context ranks. Experts are laid out over ranks that hold different data: ``expert``
-divides the number of replicas times context, and no rank is added for it. What sums gradients of replicas ("data") is
-no axis here.
+One replica of a stage is tensor · context ranks. Experts and tables are laid out over ranks that hold different data:
+``expert`` divides the number of replicas times context, and no rank is added for it. What sums gradients of replicas
+("data") is no axis here.
 
 A `Layout` says how one tensor lies on one axis. What the ranks of an axis exchange stands in `collective`.
 """

@@ -1,14 +1,13 @@
 """Conversions: the ops that bring tensors to lie as they are read, and what they exchange (table: ``conversions``).
 
 A tensor that several ops read alike is converted once, before the first of them; the gradients of its readers are
-summed before they are exchanged. Where some readers give whole gradients and others parts of a sum, a gathered tensor's
-gradient is scattered as a sum.
+summed before they are exchanged. Readers that give whole gradients and others that give parts of a sum are not alike.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.program.sharding.sharded import MESH
 from meshwright.program.sharding.table import find_conversion
@@ -39,24 +38,22 @@ class Exchange:
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """An op that reads a tensor in another way than it lies; ``partial``: it gives only a part of its gradient."""
+class _Reader(NamedTuple):
+    """An op that reads a tensor in another way than it lies."""
 
-    index: int
+    op: int
     position: int
-    partial: bool
 
 
 @dataclass(slots=True)
 class Conversions:
     """What becomes of a propagated graph's ``tensors``, which have local shapes, to which new ones are appended.
 
-    ``before`` and ``behind``: ops to insert at an op of the whole graph. ``read`` and ``kept``: what an op reads, and
-    keeps for its backward, instead of a tensor. ``summed``: what an op makes instead of a tensor, as a sum over the
-    ranks. ``layouts`` and ``sources``: how a new tensor lies, and what it is made from. ``exchanges``: what an inserted
-    op exchanges, by the tensor that it makes; ``inside``: what ops of the whole graph do. ``reduced``: parameters whose
-    gradients are sums over the ranks.
+    ``before`` and ``behind``: ops to insert at an op of the whole graph. ``read``: what an op reads at a position
+    instead of its tensor; ``kept``: what it keeps for its backward instead of one. ``summed``: what an op makes instead
+    of a tensor, as a sum over the ranks. ``layouts`` and ``sources``: how a new tensor lies, and what it is made from.
+    ``exchanges``: what an inserted op exchanges, by the tensor that it makes; ``inside``: what ops of the whole graph
+    do. ``reduced``: parameters whose gradients are sums over the ranks.
     """
 
     state: State
@@ -66,7 +63,7 @@ class Conversions:
     before: dict[int, list[Op]] = field(default_factory=dict)
     behind: dict[int, list[Op]] = field(default_factory=dict)
     read: dict[tuple[int, int], int] = field(default_factory=dict)
-    kept: dict[tuple[int, int], int] = field(default_factory=dict)
+    kept: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     summed: dict[int, int] = field(default_factory=dict)
     layouts: dict[int, Layout] = field(default_factory=dict)
     sources: dict[int, int] = field(default_factory=dict)
@@ -78,8 +75,8 @@ class Conversions:
         for index in range(len(self.state.splits)):
             self._complete_sums(index)
             self._exchange_inside(index)
-        for (tensor, want, _), readers in self._readers().items():
-            self._convert(tensor, want, readers)
+        for (tensor, want, partial), readers in self._readers().items():
+            self._convert(tensor, want, readers, partial=partial)
 
     def layout_of(self, tensor: int) -> Layout:
         """How a tensor of the whole graph lies."""
@@ -92,14 +89,15 @@ class Conversions:
             return Replicate()
         dim, parts = place
         batched, rest = divmod(parts, self.state.facts.samples)
-        return Shard(dim, Extent(parts) if rest else Extent(0, batched))
+        symbolic = self.state.facts.graph.batch_size is None and not rest
+        return Shard(dim, Extent(0, batched) if symbolic else Extent(parts))
 
     def _stays_partial(self, tensor: int) -> bool:
-        # A loss is summed over the ranks for people to see, not for any gradient; torch leaves it as each rank has it.
+        """Numbers are not completed."""
         return not self.state.facts.shapes[tensor]
 
     def _readers(self) -> dict[tuple[int, Place, bool], list[_Reader]]:
-        """Readers of each tensor that must be converted, by what they want; True where only gradients are exchanged."""
+        """Readers of each tensor that must be converted, by what they want; True: they give parts of its gradient."""
         state, facts = self.state, self.state.facts
         found: dict[tuple[int, Place, bool], list[_Reader]] = {}
         for index, op in enumerate(facts.graph.ops):
@@ -108,19 +106,17 @@ class Conversions:
                 if have == want and facts.is_parameter(tensor):
                     self.reduced |= {tensor: None} if partial else {}
                 elif have != want or (have is None and partial):
-                    reader = _Reader(index, position, partial)
-                    found.setdefault((tensor, want, have == want), []).append(reader)
+                    found.setdefault((tensor, want, partial), []).append(_Reader(index, position))
         return found
 
-    def _convert(self, tensor: int, want: Place, readers: list[_Reader]) -> None:
+    def _convert(self, tensor: int, want: Place, readers: list[_Reader], *, partial: bool) -> None:
         facts = self.state.facts
-        partial = any(reader.partial for reader in readers)
         have = self._layout(self.state.places.get(tensor))
         conversion = find_conversion(have, self._layout(want), partial_gradient=partial)
         if conversion is None:
             return
         kind = "ring" if self._goes_round(conversion, readers) else conversion.kind
-        new, first, size = len(self.tensors), readers[0].index, facts.size
+        new, first, size = len(self.tensors), readers[0].op, facts.size
         old = self.tensors[tensor]
         shape = split_shape(facts.graph.tensors[tensor].shape, want, size)
         storage = old.storage if kind in _VIEWS else new
@@ -128,21 +124,27 @@ class Conversions:
         self.layouts[new], self.sources[new] = self._layout(want), tensor
         self.before.setdefault(first, []).append(self._op(kind, tensor, new, first))
         self.exchanges[new] = self._exchanges(kind, conversion, tensor, new)
-        keepers = [reader.index for reader in readers if tensor in facts.graph.ops[reader.index].saved]
-        regathers = self.sharding.regather and self.axis == "tensor" and conversion.backward == "reduce_scatter"
         for reader in readers:
-            self.read[reader.index, tensor] = new
-            if not regathers:
-                self.kept[reader.index, tensor] = new
-        if regathers and keepers:
+            self.read[reader] = new
+        self._keep(tensor, new, [reader.op for reader in readers], regathers=conversion.backward == "reduce_scatter")
+
+    def _keep(self, tensor: int, new: int, readers: list[int], *, regathers: bool) -> None:
+        """For their backward, ops keep what they read; or what that was gathered from, to gather it once more."""
+        ops = self.state.facts.graph.ops
+        keepers = [index for index in dict.fromkeys(readers) if tensor in ops[index].saved]
+        if self.sharding.regather and self.axis == "tensor" and regathers and keepers:
             again = Exchange("all_gather", backward=True, tensor=new)
             self.inside.setdefault(keepers[-1], []).append(again)
+            return
+        for index in keepers:
+            positions = [at for at, i in enumerate(ops[index].inputs) if i == tensor]
+            self.kept[index, tensor] = tuple(dict.fromkeys(self.read.get((index, at), tensor) for at in positions))
 
     def _goes_round(self, conversion: Conversion, readers: list[_Reader]) -> bool:
         """Whether keys and values travel round the ranks instead of being gathered."""
         ops = self.state.facts.graph.ops
         attention = all(
-            ops[reader.index].kind.startswith(_ATTENTION) and reader.position in _KEYS_AND_VALUES for reader in readers
+            ops[reader.op].kind.startswith(_ATTENTION) and reader.position in _KEYS_AND_VALUES for reader in readers
         )
         ring = self.axis == "context" and self.sharding.context_method == "ring"
         return ring and attention and conversion.kind == "all_gather"

@@ -12,14 +12,14 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.program.sharding import views
+from meshwright.program.sharding import computed, views
+from meshwright.program.sharding.calls import Call, one, unknown
 from meshwright.program.sharding.table import operator_name, operator_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from meshwright.program.sharding.calls import Dims, Found, Shape
 
-    from meshwright.program.sharding.views import Dim, Shape
-
+_FUNCTIONS = {**computed.FUNCTIONS, **views.FUNCTIONS}
 # A prime; tokens times this many samples stay within 63 bits.
 SAMPLES = 1_000_003
 
@@ -34,8 +34,8 @@ class Split(NamedTuple):
 class OpDims(NamedTuple):
     """The labelled dims of one op; ``fixed`` labels cannot be split, ``inner`` ones only with an exchange in the op."""
 
-    inputs: tuple[tuple[Dim, ...], ...]
-    outputs: tuple[tuple[Dim, ...], ...]
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
     fixed: frozenset[str] = frozenset()
     inner: frozenset[str] = frozenset()
 
@@ -43,7 +43,7 @@ class OpDims(NamedTuple):
         """Whether some output is split along it; else their values are sums over the ranks."""
         return any(find_label(dims, label) for dims in self.outputs)
 
-    def split_at(self, dims: tuple[Dim, ...], place: tuple[int, int]) -> Split | None:
+    def split_at(self, dims: Dims, place: tuple[int, int]) -> Split | None:
         """The split of the op that splits a tensor of it, with dims ``dims``, at (dim, parts); None if none does."""
         dim, parts = place
         before = 1
@@ -54,7 +54,7 @@ class OpDims(NamedTuple):
             before *= size
         return None if found is None or found.label in self.fixed else found
 
-    def place_in(self, dims: tuple[Dim, ...], split: Split | None) -> tuple[int, int] | None:
+    def place_in(self, dims: Dims, split: Split | None) -> tuple[int, int] | None:
         """Where a split of the op splits one of its tensors: (dim, parts); None if that is whole."""
         found = find_label(dims, split.label) if split else None
         return (found[0], found[1] * split.parts) if found and split else None
@@ -70,7 +70,7 @@ def gradient_is_sum(dims: OpDims, position: int, split: Split | None, *, product
     return dims.in_outputs(split.label) or split.label in dims.inner or not product
 
 
-def find_label(dims: tuple[Dim, ...], label: str) -> tuple[int, int, int] | None:
+def find_label(dims: Dims, label: str) -> tuple[int, int, int] | None:
     """Dim, parts before it and size of a label in a tensor; None if it has none such."""
     for dim, factors in enumerate(dims):
         parts = 1
@@ -87,51 +87,42 @@ def op_dims(
 ) -> OpDims:
     """The dims of an op of these shapes; of an operator that the table does not know, none can be split."""
     row = operator_rows().get(operator_name(kind))
-    call = views.Call(operator_name(kind), dict(attributes), inputs, outputs)
+    call = Call(operator_name(kind), dict(attributes), inputs, outputs)
     if row is None:
-        return _checked(call, views.unknown(call))
-    if row.dims:
-        return _checked(call, views.FUNCTIONS[row.dims](call))
-    found = (_read_equation(call, equation) for equation in row.equation.split(";"))
-    return _checked(call, next((item for item in found if item is not None), None))
+        found = None
+    elif row.dims:
+        found = _FUNCTIONS[row.dims](call)
+    else:
+        readings = (_read_equation(call, equation) for equation in row.equation.split(";"))
+        found = next((reading for reading in readings if reading is not None), None)
+    if found is None or [_sizes(dims) for dims in (*found[0], *found[1])] != [*inputs, *outputs]:
+        found = unknown(call)
+    labels = {label for dims in (*found[0], *found[1]) for factors in dims for label, _ in factors}
+    fixed = frozenset(label for label in labels if label[0].isupper())
+    inner = frozenset(row.equation.partition("|")[2].split()) if row is not None else frozenset()
+    return OpDims(tuple(found[0]), tuple(found[1]), fixed, inner & labels)
 
 
-def _checked(call: views.Call, found: views.Found | None) -> OpDims:
-    """What was found, if it describes these shapes; else nothing can be split."""
-    if found is None or [_sizes(t) for t in (*found[0], *found[1])] != [*map(tuple, (*call.inputs, *call.outputs))]:
-        found = views.unknown(call)
-    inputs, outputs, *rest = found
-    fixed = frozenset(label for label in _labels((*inputs, *outputs)) if label[:1].isupper())
-    return OpDims(tuple(inputs), tuple(outputs), fixed, rest[0] if rest else frozenset())
-
-
-def _sizes(dims: tuple[Dim, ...]) -> Shape:
+def _sizes(dims: Dims) -> Shape:
     return tuple(math.prod(size for _, size in factors) for factors in dims)
 
 
-def _labels(tensors: tuple[tuple[Dim, ...], ...]) -> Iterator[str]:
-    return (label for dims in tensors for factors in dims for label, _ in factors)
-
-
-def _read_equation(call: views.Call, equation: str) -> views.Found | None:
-    given, _, made = equation.partition("->")
-    made, _, inner = made.partition("|")
-    terms = [term.strip() for term in given.split(",")]
-    results = [term.strip() for term in made.split(",")] if made.strip() else [""]
+def _read_equation(call: Call, equation: str) -> Found | None:
+    given, _, made = equation.partition("|")[0].partition("->")
+    terms, results = given.split(","), made.split(",")
     if len(call.inputs) > len(terms) or len(call.outputs) != len(results):
         return None
-    pairs = (*zip(terms, call.inputs, strict=False), *zip(results, call.outputs, strict=True))
-    named = [_name(term, shape) for term, shape in pairs]
-    if any(item is None for item in named):
+    inputs = [_name(term.strip(), shape) for term, shape in zip(terms, call.inputs, strict=False)]
+    outputs = [_name(term.strip(), shape) for term, shape in zip(results, call.outputs, strict=True)]
+    if None in inputs or None in outputs:
         return None
-    tensors = [item for item in named if item is not None]
-    return tensors[: len(call.inputs)], tensors[len(call.inputs) :], frozenset(inner.split())
+    return [dims for dims in inputs if dims is not None], [dims for dims in outputs if dims is not None]
 
 
-def _name(term: str, shape: Shape) -> tuple[Dim, ...] | None:
+def _name(term: str, shape: Shape) -> Dims | None:
     front, dots, back = term.partition("...")
     rest = len(shape) - len(front) - len(back)
     if rest < 0 or (rest and not dots):
         return None
     letters = [*front, *(f"...{rest - i}" for i in range(rest)), *back]
-    return tuple(views.one(letter, size) for letter, size in zip(letters, shape, strict=True))
+    return tuple(one(letter, size) for letter, size in zip(letters, shape, strict=True))

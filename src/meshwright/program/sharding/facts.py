@@ -12,7 +12,7 @@ from meshwright.program.sharding.table import operator_name, operator_rows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from meshwright.program.sharding.views import Dim
+    from meshwright.program.sharding.calls import Dim
     from meshwright.spec.graph import Extent, Graph
 
 # A dim of a parameter may be split unevenly where each rank has that many of it: vocabularies are padded or cut off by

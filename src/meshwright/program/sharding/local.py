@@ -52,9 +52,11 @@ def _share_storages(graph: Graph, made: Conversions) -> None:
     for index, op in enumerate(graph.ops):
         for output in op.outputs:
             root = graph.tensors[output].storage
-            source = next((i for i in op.inputs if root != output and graph.tensors[i].storage == root), None)
-            if source is not None:
-                storage = tensors[made.read.get((index, source), source)].storage
+            if root == output:
+                continue
+            sources = [at for at, i in enumerate(op.inputs) if graph.tensors[i].storage == root]
+            if sources:
+                storage = tensors[made.read.get((index, sources[0]), op.inputs[sources[0]])].storage
                 tensors[output] = replace(tensors[output], storage=storage)
 
 
@@ -83,9 +85,9 @@ def _local_saved(state: State, index: int, i: int) -> Tensor:
 def _local_op(state: State, index: int, made: Conversions, tensors: list[Tensor]) -> Op:
     facts, split = state.facts, state.splits[index]
     op = facts.graph.ops[index]
-    inputs = tuple(made.read.get((index, i), i) for i in op.inputs)
+    inputs = tuple(made.read.get((index, at), i) for at, i in enumerate(op.inputs))
     outputs = tuple(made.summed.get(i, i) for i in op.outputs)
-    saved = tuple(made.kept.get((index, i), i) for i in op.saved)
+    saved = tuple(kept for i in op.saved for kept in made.kept.get((index, i), (i,)))
     changed = replace(op, inputs=inputs, outputs=outputs, saved=saved)
     if split is None:
         return changed

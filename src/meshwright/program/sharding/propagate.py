@@ -19,8 +19,8 @@ from meshwright.program.sharding.facts import Facts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from meshwright.program.sharding.calls import Dim
     from meshwright.program.sharding.dims import OpDims, Split
-    from meshwright.program.sharding.views import Dim
 
 # (dim, parts) along which a tensor is split, None where it is whole.
 Place = tuple[int, int] | None
@@ -91,10 +91,14 @@ def _propagate(facts: Facts, rule: Rule, told: Mapping[int, Split | None]) -> St
 
 
 def _place_outputs(state: State, rule: Rule, index: int, split: Split | None) -> None:
-    dims = state.facts.dims[index]
+    facts, dims = state.facts, state.facts.dims[index]
+    op = facts.graph.ops[index]
     summed = split is not None and not dims.in_outputs(split.label) and split.label not in dims.inner
-    for tensor, item in zip(state.facts.graph.ops[index].outputs, dims.outputs, strict=True):
-        if summed:
+    for tensor, item in zip(op.outputs, dims.outputs, strict=True):
+        # A loss is summed over the ranks for people to see, not for any gradient: it stays as each rank has it, as in
+        # torch, and so does what is made from it.
+        numbers = not facts.shapes[tensor] and any(i in state.partial and not facts.shapes[i] for i in op.inputs)
+        if summed or numbers:
             state.partial.add(tensor)
         state.places[tensor] = rule.scatter(state, tensor) if summed else dims.place_in(item, split)
 
@@ -139,10 +143,15 @@ def _split_of(facts: Facts, index: int, tensor: int, place: tuple[int, int]) -> 
 
 def follow(state: State, index: int) -> Split | None:
     """The split that most of an op's inputs come with, by elements; None if they come whole or it cannot be kept."""
+    weights = arriving(state, index)
+    return max(weights, key=lambda split: weights[split], default=None)
+
+
+def arriving(state: State, index: int) -> dict[Split, int]:
+    """The splits that an op's inputs come with and that it can keep, with the elements that come so."""
     facts = state.facts
     weights: dict[Split, int] = {}
     for _, tensor, dims in facts.operands(index):
         if (place := state.places.get(tensor)) and (split := facts.dims[index].split_at(dims, place)):
             weights[split] = weights.get(split, 0) + facts.elements(tensor)
-    allowed = [split for split in weights if facts.can_split(index, split)]
-    return max(allowed, key=lambda split: weights[split], default=None)
+    return {split: weight for split, weight in weights.items() if facts.can_split(index, split)}

@@ -5,7 +5,8 @@ tensor     a product with a parameter is split by rows where its other input com
            many rows by rows; anything else follows its inputs. Sums are completed whole, or over tokens (sequence
            parallelism)
 context    tokens of all inputs are split, and everything follows; attention's keys and values come whole
-expert     every rank has samples of its own; products with a matrix per expert are split over the experts
+expert     every rank has samples of its own; products with a matrix per expert are split over the experts, and tables
+           as the user says; sums are scattered over the samples
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from meshwright.program.sharding.absorb import is_absorbed
 from meshwright.program.sharding.dims import Split, find_label
 from meshwright.program.sharding.facts import UNEVEN_FROM, divides
-from meshwright.program.sharding.propagate import follow
+from meshwright.program.sharding.propagate import arriving, follow
 from meshwright.spec.errors import PlanError
 from meshwright.spec.units import FLOAT_DTYPES
 
@@ -123,22 +124,38 @@ class ExpertRule(_OwnFirst):
     """Samples are split, as over replicas, but for products with a matrix per expert."""
 
     def start(self, facts: Facts) -> dict[int, Place]:
-        """All inputs are split over samples; raise PlanError where the graph has no experts that the ranks divide."""
+        """All inputs are split over samples; raise PlanError where the graph has nothing that the ranks divide."""
         graph = facts.graph
         counts = {size for index in range(len(graph.ops)) for _, size in _expert_labels(facts, index)}
-        if not counts or any(count % facts.size for count in counts):
+        if not (counts or self.own) or any(count % facts.size for count in counts):
             found = f"{sorted(counts)} experts" if counts else "no batched product with a matrix per expert"
             raise PlanError(
                 f"expert = {facts.size} lays experts out over ranks, but graph {graph.name!r} has {found}; expected "
-                "numbers that it divides. Choose a divisor of them, 1 for a model without experts."
+                "numbers that it divides. Choose a divisor of them; for a model without experts 1, or placements of "
+                "its tables."
             )
         batched = [i for i in graph.inputs if graph.tensors[i].shape and graph.tensors[i].shape[0].per_sample]
         return dict.fromkeys(batched, (0, 1))
 
+    def scatter(self, state: State, tensor: int) -> Place:
+        """Over the samples."""
+        shape = state.facts.graph.tensors[tensor].shape
+        return (0, 1) if shape and shape[0].per_sample and divides(shape[0], state.facts.size) else None
+
     def choose_by_rule(self, state: State, index: int) -> Split | None:
         """Over the experts, or what the inputs come with."""
-        experts = [Split(label) for label, _ in _expert_labels(state.facts, index)]
-        return experts[0] if experts else follow(state, index)
+        for label, _ in _expert_labels(state.facts, index):
+            return Split(label)
+        weights = arriving(state, index)
+        return max(
+            weights, key=lambda split: (_is_over_samples(state.facts, index, split), weights[split]), default=None
+        )
+
+
+def _is_over_samples(facts: Facts, index: int, split: Split) -> bool:
+    op, dims = facts.graph.ops[index], facts.dims[index]
+    places = ((tensor, dims.place_in(item, split)) for tensor, item in zip(op.outputs, dims.outputs, strict=True))
+    return any(place and facts.graph.tensors[tensor].shape[place[0]].per_sample for tensor, place in places)
 
 
 def _own_split(facts: Facts, index: int, placement: OpPlacement) -> Split | None:
