@@ -134,6 +134,9 @@ def _opcode_name(timeline, i):
         "merge",
         "reduce_scatter",
         "all_gather",
+        "push",
+        "sum",
+        "pull",
     )
     return names[timeline.opcode[i]]
 

@@ -13,7 +13,7 @@ from meshwright.program import build_program, check_program, gradient_buckets
 from meshwright.program.priorities import ReadyPart, order_parts
 from meshwright.simulator import price_program, schedule_exchange, simulate_plan, simulate_program
 from meshwright.spec import Opcode, PlanError
-from meshwright.spec.plan import GradientExchange
+from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph
 from tests.simulator.exchanges import START_S, even_machines, layered_plan, simplified
 from tests.simulator.plans import FixedCost, small_cluster

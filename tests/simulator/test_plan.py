@@ -14,8 +14,8 @@ from meshwright.cost.memory import count_phases
 from meshwright.program import build_program, gradient_buckets
 from meshwright.simulator import price_program, simulate_plan, simulate_program
 from meshwright.spec import Opcode, PlanError, slice_graph
+from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.memory import SAVED, SENT
-from meshwright.spec.plan import GradientExchange
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 

@@ -120,7 +120,13 @@ PLAN = Plan(
     schedule="mine.py:waves",
     schedule_hash="0123456789abcdef",
     exchange=GradientExchange(
-        bucket_bytes=1024, overlap=False, partition_bytes=512, sequence=(1, 0), across_steps=True
+        bucket_bytes=1024,
+        overlap=False,
+        partition_bytes=512,
+        sequence=(1, 0),
+        across_steps=True,
+        servers=(0, 2),
+        credit_bytes=4096,
     ),
 )
 
@@ -138,7 +144,7 @@ PROGRAM = Program(
     schedule="1f1b",
     plan_hash="0123456789abcdef",
     num_ranks=2,
-    streams=(Stream(rank=0, name="compute"), Stream(rank=1, name="exchange")),
+    streams=(Stream(rank=0, name="compute"), Stream(rank=1, name="exchange", lane=2)),
     groups=((0, 1),),
     prologue=empty_section(2),
     body=Section(
@@ -162,7 +168,7 @@ PROGRAM = Program(
 TIMELINE = Timeline(
     origin="measured",
     num_ranks=2,
-    tracks=(Stream(rank=0, name="compute"), Stream(rank=1, name="send")),
+    tracks=(Stream(rank=0, name="compute"), Stream(rank=1, name="send", lane=2)),
     track=np.array([0, 1, 0], np.int32),
     opcode=np.array([0, 2, 1], np.int8),
     stage=np.array([0, 0, 0], np.int32),

@@ -25,7 +25,8 @@ from meshwright.cli.plan_files import files_to_write, no_files, write_plan_files
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_orders
 from meshwright.spec.cluster import MAX_RANKS, load_cluster
 from meshwright.spec.codec import encode_document
-from meshwright.spec.plan import BASIC_SCHEDULES, MAX_STALENESS, SCHEDULE_NAMES, GradientExchange
+from meshwright.spec.exchange import MAX_STALENESS, GradientExchange
+from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.spec.exchange import WAVES
 from meshwright.spec.graph import Graph
 from meshwright.spec.placement import Placement
-from meshwright.spec.plan import WAVES, Plan
+from meshwright.spec.plan import Plan
 from meshwright.spec.slices import slice_graph
 
 

@@ -61,7 +61,7 @@ def _build_program(
     if plan.is_asynchronous:
         return build_endless(plan, graph, stages, crossings)
     orders = _orders(plan, graph, stages, crossings)
-    builder = ProgramBuilder(plan.num_ranks)
+    builder = ProgramBuilder(plan.num_devices)
     computations = append_orders(builder, plan, orders)
     append_transfers(builder, computations, crossings)
     if graph.mode == "training":

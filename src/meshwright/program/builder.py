@@ -17,6 +17,8 @@ from meshwright.spec.program import STREAM_NAMES, Program, Section, Stream, Stre
 
 Ids = NDArray[np.int64]
 
+# Lanes of one stream that keys tell apart.
+_MAX_LANES = 2**20
 _PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 # Stream, then the columns of `Rows`: packed, a row is stored in half the time of eight numbers.
 _ROW = struct.Struct("8q")
@@ -70,7 +72,7 @@ class ProgramBuilder:
             )
         number = self.group(group) if group else -1
         try:
-            key = rank * len(STREAM_NAMES) + _PLACES[stream]
+            key = (rank * len(STREAM_NAMES) + _PLACES[stream]) * _MAX_LANES
             self._rows.frombytes(_ROW.pack(key, *instruction_row(instruction), number))
         except struct.error:
             raise ProgramError(
@@ -85,7 +87,13 @@ class ProgramBuilder:
         return handle
 
     def extend(
-        self, offsets: Ids, stream: StreamName, *, form: NDArray[np.int32] | None = None, **columns: ArrayLike
+        self,
+        offsets: Ids,
+        stream: StreamName,
+        *,
+        lane: int = 0,
+        form: NDArray[np.int32] | None = None,
+        **columns: ArrayLike,
     ) -> Ids:
         """Append many instructions of one kind of stream, ``offsets[r]:offsets[r + 1]`` for rank r; their handles.
 
@@ -103,7 +111,8 @@ class ProgramBuilder:
             "group": -1,
         } | columns
         rows = make_rows(count, **given)
-        self._chunks.append(Chunk(ranks * len(STREAM_NAMES) + _PLACES[stream], lengths[ranks], rows, form))
+        keys = (ranks * len(STREAM_NAMES) + _PLACES[stream]) * _MAX_LANES + lane
+        self._chunks.append(Chunk(keys, lengths[ranks], rows, form))
         self._num_instructions += count
         return np.arange(self._num_instructions - count, self._num_instructions)
 
@@ -146,7 +155,8 @@ class ProgramBuilder:
         self._flush()
         keys, stream_offsets, rows, position = sort_chunks(self._chunks)
         streams = tuple(
-            Stream(rank=key // len(STREAM_NAMES), name=STREAM_NAMES[key % len(STREAM_NAMES)]) for key in keys.tolist()
+            Stream(rank=place // len(STREAM_NAMES), name=STREAM_NAMES[place % len(STREAM_NAMES)], lane=lane)
+            for place, lane in (divmod(key, _MAX_LANES) for key in keys.tolist())
         )
         single = np.array(self._waiting, np.int64), np.array(self._awaited, np.int64)
         wait_offsets, waits = deal_waits(position, [*self._waits, single])

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from meshwright.program.buckets import Bucket
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.parts import cut_parts, parts_of
+from meshwright.program.servers import PartRows, append_servers
 from meshwright.program.transfers import Computations, find_first_forwards, find_last_backwards
+from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import Opcode
-from meshwright.spec.plan import GradientExchange
 from meshwright.spec.slices import StageSlice
 
 Ids = NDArray[np.int64]
@@ -74,10 +75,15 @@ def append_exchange(
         )
         return handles
 
-    order = np.lexsort((parts.place[part], rank_of[seat[row]]))
-    sums = extend(order, Opcode.REDUCE_SCATTER if exchange.shard_optimizer else Opcode.ALL_REDUCE)
     ready = computations.handle[last[seat]]
-    builder.wait_each(sums, (builder.mark_each(ready, bucket) if exchange.overlap else ready)[row])
+    ready = (builder.mark_each(ready, bucket) if exchange.overlap else ready)[row]
+    if exchange.servers:
+        rows = PartRows(part, rank_of[seat[row]], stage_of[seat[row]], ready)
+        sums = append_servers(builder, rows, parts, group, len(ranks) - 1, exchange)
+    else:
+        order = np.lexsort((parts.place[part], rank_of[seat[row]]))
+        sums = extend(order, Opcode.REDUCE_SCATTER if exchange.shard_optimizer else Opcode.ALL_REDUCE)
+        builder.wait_each(sums, ready)
     stepping = np.flatnonzero(trained[stage_of])
     stepping = stepping[np.lexsort((stage_of[stepping], rank_of[stepping]))]
     steps = np.empty(len(stage_of), np.int64)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from meshwright.program.buckets import Bucket
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan import GradientExchange
+from meshwright.spec.exchange import GradientExchange
 
 Ids = NDArray[np.int64]
 

@@ -52,7 +52,7 @@ def explain_step(
     program = program_of(plan, graph, cluster)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     prices = price_program(program, plan, graph, cost)
-    devices = [cluster.device_kind(rank).name for rank in range(plan.num_ranks)]
+    devices = [cluster.device_kind(rank).name for rank in range(program.num_ranks)]
     return explain_program(program, prices, devices, contention=contention)
 
 

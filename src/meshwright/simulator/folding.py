@@ -36,7 +36,7 @@ _FOLDED = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v
 def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:
     """The fold of a plan that fits graph and cluster; None where no two pipelines are alike."""
     counts = {len(stage.ranks) for stage in plan.stages}
-    if plan.schedule not in _FOLDED or len(counts) > 1 or counts == {1}:
+    if plan.schedule not in _FOLDED or len(counts) > 1 or counts == {1} or plan.exchange.servers:
         return None
     ranks = np.array([stage.ranks for stage in plan.stages])
     order = _order_of_ranks(ranks)

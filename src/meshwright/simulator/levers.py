@@ -177,5 +177,7 @@ def _work(opcode: Opcode) -> str:
             return "receives"
         case Opcode.ALL_REDUCE | Opcode.REDUCE_SCATTER | Opcode.ALL_GATHER:
             return "gathers of parameters" if opcode == Opcode.ALL_GATHER else "sums of gradients"
+        case Opcode.PUSH | Opcode.SUM | Opcode.PULL:
+            return {Opcode.PUSH: "pushes to servers", Opcode.SUM: "sums on servers"}.get(opcode, "pulls from servers")
         case _:
             assert_never(opcode)

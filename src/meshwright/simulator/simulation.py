@@ -7,7 +7,7 @@ counts what it does for that step, also where it does so before the window or af
     busy            Σ spans of the compute stream, and its parts forward, backward, optimizer (copies of weights too)
     communication   the time in which at least one transfer or collective of the rank is under way
     exposed         the part of it in which the compute stream is idle
-    exchange        the same two for collectives alone
+    exchange        the same two for collectives, and for what ranks and servers send each other
     idle            step time - busy
 
 Bubble fraction = Σ idle / (ranks x step time). MFU = FLOPs of the model per step / (step time x Σ peak rate of the
@@ -25,7 +25,7 @@ from meshwright.cost.compiled import compiled
 from meshwright.program import Fold
 from meshwright.simulator.unfolding import unfold_ops, unfold_timeline
 from meshwright.spec import Opcode, OpSpans, Timeline
-from meshwright.spec.instructions import COLLECTIVES, STASHING, UPDATES
+from meshwright.spec.instructions import COLLECTIVES, SERVING, STASHING, UPDATES
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 Ids = NDArray[np.int64]
@@ -117,7 +117,7 @@ _COLUMN_OF_OPCODE = np.full(len(Opcode), _MOVES, np.int8)
 _COLUMN_OF_OPCODE[Opcode.FORWARD] = 0
 _COLUMN_OF_OPCODE[[Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT]] = 1
 _COLUMN_OF_OPCODE[[*UPDATES, *STASHING]] = 2
-_COLUMN_OF_OPCODE[[*COLLECTIVES]] = _EXCHANGES
+_COLUMN_OF_OPCODE[[*COLLECTIVES, *SERVING]] = _EXCHANGES
 
 
 def step_window(

@@ -28,6 +28,7 @@ from meshwright.spec.errors import (
     suggest,
 )
 from meshwright.spec.events import EventSink, NullSink
+from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.files import write_text
 from meshwright.spec.graph import Extent, Graph, Layer, Op, Tensor
 from meshwright.spec.instructions import (
@@ -42,10 +43,13 @@ from meshwright.spec.instructions import (
     Merge,
     Opcode,
     OptimizerStep,
+    Pull,
+    Push,
     Receive,
     ReduceScatter,
     Send,
     Stash,
+    Sum,
     instruction_name,
 )
 from meshwright.spec.measurements import (
@@ -60,7 +64,7 @@ from meshwright.spec.measurements import (
 from meshwright.spec.op_spans import OpSpans
 from meshwright.spec.placed_slices import slice_placement, slice_stages
 from meshwright.spec.placement import PlacedStage, Placement, check_placement
-from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan, with_branches
+from meshwright.spec.plan import Plan, StagePlan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph
@@ -130,6 +134,8 @@ __all__ = [
     "PlaygroundError",
     "Program",
     "ProgramError",
+    "Pull",
+    "Push",
     "Receive",
     "ReduceScatter",
     "RunError",
@@ -141,6 +147,7 @@ __all__ = [
     "StageSlice",
     "Stash",
     "Stream",
+    "Sum",
     "Tensor",
     "Timeline",
     "TransferMeasurement",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from meshwright.spec.errors import GraphMismatchError, PlanError, suggest
+from meshwright.spec.exchange import WAVES, GradientExchange
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.own_code import order_file, split_reference
 from meshwright.spec.slices import check_bounds, slice_graph
@@ -30,17 +31,9 @@ AsynchronousName = Literal["pipedream", "pipedream-vertical", "pipedream-2bw", "
 ScheduleName = SynchronousName | AsynchronousName
 ASYNCHRONOUS_SCHEDULES: tuple[AsynchronousName, ...] = get_args(AsynchronousName)
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = (*get_args(SynchronousName), *ASYNCHRONOUS_SCHEDULES)
-# The schedule whose replicas sum up their updates wave by wave, and how far they may run ahead: a wave more costs each
-# rank another copy of its gradients.
-WAVES: AsynchronousName = "hetpipe"
-MAX_STALENESS = 64
 # One stage on every rank and whole backwards: what slicings are searched for, and what the runtime executes.
 BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 _HASH = re.compile(r"[0-9a-f]{16}")
-
-# DDP's default bucket (torch.nn.parallel.DistributedDataParallel): large enough for bandwidth, small enough to start
-# early.
-DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 # A program lists every microbatch of every stage; beyond this, building it takes minutes and gigabytes.
 MAX_MICROBATCH_STAGES = 2_000_000
@@ -61,52 +54,6 @@ class StagePlan:
     def rank_of(self, microbatch: int) -> int:
         """The rank whose replica computes this microbatch."""
         return self.ranks[microbatch % len(self.ranks)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientExchange:
-    """How replicas sum their gradients: all-reduce in buckets, ``overlap`` with the last backward or after it.
-
-    ``shard_optimizer``: each replica keeps the optimizer states of its part of every bucket and updates that (ZeRO-1):
-    sums are scattered, parameters gathered before the next step's forward. ``staleness``: by how many waves of
-    minibatches replicas may run ahead of each other, under ``hetpipe``.
-
-    ``partition_bytes``: buckets are cut into parts of at most so many bytes (0: left whole). ``sequence``: the order in
-    which the parts leave, by number; that of readiness if not given. ``across_steps``: the exchange goes on in the next
-    step, where each stage's forward waits for the update of that stage alone.
-    """
-
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    overlap: bool = True
-    shard_optimizer: bool = False
-    staleness: int = 0
-    partition_bytes: int = 0
-    sequence: tuple[int, ...] = ()
-    across_steps: bool = False
-
-    def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise PlanError(f"Buckets of {self.bucket_bytes} bytes were given; expected at least 1 byte.")
-        if not 0 <= self.staleness <= MAX_STALENESS:
-            raise PlanError(f"A staleness of {self.staleness} waves was given; expected 0 to {MAX_STALENESS}.")
-        if self.partition_bytes < 0:
-            raise PlanError(
-                f"Parts of {self.partition_bytes} bytes were given; expected 0, for whole buckets, or more."
-            )
-        if self.shard_optimizer and self.across_steps:
-            raise PlanError(
-                "A sharded optimizer was asked for together with `across_steps`; its parameters are gathered across "
-                "steps anyway. Leave one of the two out."
-            )
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all-reduces of buckets are all there is, which is what the runtime executes."""
-        return not (self.shard_optimizer or self.partition_bytes or self.sequence or self.across_steps)
-
-    def suited_to(self, schedule: str) -> GradientExchange:
-        """The same for another schedule: without staleness, unless it knows waves."""
-        return self if schedule == WAVES else replace(self, staleness=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +107,11 @@ class Plan:
     def num_ranks(self) -> int:
         """Ranks that take part; they are numbered from 0."""
         return 1 + max(rank for stage in self.stages for rank in stage.ranks)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in use: those of the ranks, and further ones that only serve."""
+        return max(self.num_ranks, *(server + 1 for server in self.exchange.servers), 0)
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -270,9 +222,9 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
             f"The plan is for {plan.workload.kind}, but the graph was captured for {graph.mode}; "
             "capture it in that mode."
         )
-    if cluster is not None and plan.num_ranks > cluster.num_ranks:
+    if cluster is not None and plan.num_devices > cluster.num_ranks:
         raise PlanError(
-            f"The plan uses {plan.num_ranks} ranks, but cluster {cluster.name!r} has {cluster.num_ranks} devices. "
+            f"The plan uses {plan.num_devices} ranks, but cluster {cluster.name!r} has {cluster.num_ranks} devices. "
             "Give a larger cluster or plan again for this one."
         )
 

@@ -5,7 +5,7 @@ instructions, or for marks that they raise inside their span ("the gradients of 
 run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 1]``. Columns, per instruction:
 
     opcode, stage, microbatch, version   what it does
-    peer                                 the other stage (send, receive) or the bucket (collectives); -1 elsewhere
+    peer                                 the other stage (send, receive) or the bucket (exchange); -1 elsewhere
     group                                index into ``groups``: the ranks that take part; -1 for work of one rank
     num_bytes                            bytes that move, 0 elsewhere
     wait_offsets, waits                  CSR: ids awaited; ``num_instructions + m`` stands for mark m
@@ -31,7 +31,7 @@ stands there, or none, it is not waited for.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,29 +43,35 @@ from meshwright.spec.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
-    Collective,
     Drop,
+    Exchange,
     Forward,
     Instruction,
     Merge,
     Opcode,
     OptimizerStep,
     Payload,
+    Pull,
+    Push,
     Receive,
     ReduceScatter,
     Send,
     Stash,
+    Sum,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-StreamName = Literal["compute", "send", "receive", "exchange"]
-STREAM_NAMES: tuple[StreamName, ...] = ("compute", "send", "receive", "exchange")
-_COLLECTIVES: dict[Opcode, type[Collective]] = {
+StreamName = Literal["compute", "send", "receive", "exchange", "serve", "reply"]
+STREAM_NAMES: tuple[StreamName, ...] = get_args(StreamName)
+_EXCHANGES: dict[Opcode, type[Exchange]] = {
     Opcode.ALL_REDUCE: AllReduce,
     Opcode.REDUCE_SCATTER: ReduceScatter,
     Opcode.ALL_GATHER: AllGather,
+    Opcode.PUSH: Push,
+    Opcode.SUM: Sum,
+    Opcode.PULL: Pull,
 }
 # Ranks that may do nothing at all. More would let a small file ask for tables of any length.
 MAX_IDLE_RANKS = 1024
@@ -73,10 +79,11 @@ MAX_IDLE_RANKS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """One ordered queue of a rank."""
+    """One ordered queue of a rank; ``lane`` tells several of one name apart, such as those to different servers."""
 
     rank: int
     name: StreamName
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,8 +141,8 @@ class Section:
             case Opcode.RECEIVE_ACTIVATION | Opcode.RECEIVE_GRADIENT:
                 payload = "activation" if opcode is Opcode.RECEIVE_ACTIVATION else "gradient"
                 return Receive(stage=stage, microbatch=microbatch, peer=peer, payload=payload, num_bytes=num_bytes)
-            case Opcode.ALL_REDUCE | Opcode.REDUCE_SCATTER | Opcode.ALL_GATHER:
-                return _COLLECTIVES[opcode](stage=stage, bucket=peer, num_bytes=num_bytes)
+            case Opcode.ALL_REDUCE | Opcode.REDUCE_SCATTER | Opcode.ALL_GATHER | Opcode.PUSH | Opcode.SUM | Opcode.PULL:
+                return _EXCHANGES[opcode](stage=stage, bucket=peer, num_bytes=num_bytes)
             case Opcode.OPTIMIZER_STEP:
                 return OptimizerStep(stage=stage, version=version)
             case Opcode.STASH:
