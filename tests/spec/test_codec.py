@@ -135,9 +135,9 @@ def test_examples_fill_every_field(kind):
                 if getattr(value, field.name) != field.default:
                     filled.add((type(value).__name__, field.name))
     # An op that is replicable or backward would not fit into the small graph, nor staleness to an own schedule, nor a
-    # sharded optimizer to an exchange across steps.
+    # sharded optimizer or an algorithm of all-reduces to servers.
     lacking = seen - filled - {("Op", "replicable"), ("Op", "phase")}
-    lacking -= {("GradientExchange", name) for name in ("staleness", "shard_optimizer")}
+    lacking -= {("GradientExchange", name) for name in ("staleness", "shard_optimizer", "algorithm", "node_size")}
     assert not lacking, f"give {lacking} a value in tests/spec/examples.py"
 
 
@@ -149,9 +149,10 @@ def test_the_staleness_of_waves_comes_back():
     assert decode_document(Plan, encode_document(plan), "plan") == plan
 
 
-def test_a_sharded_optimizer_comes_back():
-    plan = dataclasses.replace(EXAMPLES["plan"], exchange=GradientExchange(shard_optimizer=True))
-    assert encode_document(plan)["exchange"] == {"shard_optimizer": True}
+@pytest.mark.parametrize("facts", [{"shard_optimizer": True}, {"algorithm": "hierarchical", "node_size": 2}])
+def test_an_exchange_comes_back(facts):
+    plan = dataclasses.replace(EXAMPLES["plan"], exchange=GradientExchange(**facts))
+    assert encode_document(plan)["exchange"] == facts
     assert decode_document(Plan, encode_document(plan), "plan") == plan
 
 

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from meshwright.program.buckets import Bucket
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.parts import cut_parts, parts_of
-from meshwright.program.servers import PartRows, append_servers
+from meshwright.program.hierarchy import append_hierarchical
+from meshwright.program.parts import PartRows, cut_parts, parts_of
+from meshwright.program.servers import append_servers
 from meshwright.program.transfers import Computations, find_first_forwards, find_last_backwards
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.graph import Graph
@@ -77,8 +78,10 @@ def append_exchange(
 
     ready = computations.handle[last[seat]]
     ready = (builder.mark_each(ready, bucket) if exchange.overlap else ready)[row]
-    if exchange.servers:
-        rows = PartRows(part, rank_of[seat[row]], stage_of[seat[row]], ready)
+    rows = PartRows(part, rank_of[seat[row]], stage_of[seat[row]], ready)
+    if exchange.algorithm == "hierarchical":
+        sums = append_hierarchical(builder, rows, parts, buckets, exchange.node_size)
+    elif exchange.servers:
         sums = append_servers(builder, rows, parts, group, len(ranks) - 1, exchange)
     else:
         order = np.lexsort((parts.place[part], rank_of[seat[row]]))

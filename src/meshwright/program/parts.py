@@ -31,6 +31,18 @@ class Parts(NamedTuple):
     offsets: Ids
 
 
+class PartRows(NamedTuple):
+    """Every part on every rank that holds it: columns of shape (rows,).
+
+    ``ready`` is the handle, of an instruction or a mark, at which the rank has its gradients.
+    """
+
+    part: Ids
+    rank: Ids
+    stage: Ids
+    ready: Ids
+
+
 def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:
     """The parts of a plan's buckets. Raises PlanError if the plan's sequence is not one of them."""
     whole = np.array([bucket.num_bytes for bucket in buckets], np.int64)

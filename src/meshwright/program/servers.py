@@ -14,13 +14,11 @@ et al., "A Unified Architecture for Accelerating Distributed DNN Training in Het
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.parts import Parts
+from meshwright.program.parts import PartRows, Parts
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.program import StreamName
@@ -29,18 +27,6 @@ Ids = NDArray[np.int64]
 
 # To one server. Links are shared among those who send, so one that holds twice as much is reached by twice as many.
 MAX_CONNECTIONS = 16
-
-
-class PartRows(NamedTuple):
-    """Every part on every rank that holds it: columns of shape (rows,).
-
-    ``ready`` is the handle, of an instruction or a mark, at which the rank has its gradients.
-    """
-
-    part: Ids
-    rank: Ids
-    stage: Ids
-    ready: Ids
 
 
 def server_shares(num_training: int, servers: tuple[int, ...]) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
-from meshwright.cost.collectives.algorithms import CollectiveOp
+from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
 from meshwright.cost.memory import FIRST, LAST
 from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets
 from meshwright.simulator.alike import find_distinct, mark_backwards
@@ -106,6 +106,7 @@ class _Pricer:
         for item in all_buckets:
             for stage in item.stages:
                 held[stage].append(item)
+        self._algorithm = _named_algorithm(plan)
         self._device_of = fold.ranks if fold else tuple(range(program.num_ranks))
         self._members = fold.members() if fold else tuple((rank,) for rank in range(program.num_ranks))
         self._collected: dict[int, tuple[int, ...]] = {}
@@ -202,9 +203,14 @@ class _Pricer:
             return self._add(accesses * num_bytes / self._kinds[kind].memory_bandwidth_bytes_per_s, 0.0, in_use), -1
         if opcode in COLLECTIVES:
             ranks, op = self._all_members(group), _COLLECTIVE_OPS[Opcode(opcode)]
-            seconds = self._cost.collective_seconds(op, ranks, num_bytes)
             host_s = self._cost.collective_host_seconds(op, ranks, num_bytes)
-            return self._add(max(seconds, SHORTEST_S), host_s, in_use), self.routes.ring(ranks)
+            way = self._algorithm if opcode == Opcode.ALL_REDUCE else None
+            if way is None:
+                seconds = self._cost.collective_seconds(op, ranks, num_bytes)
+            else:
+                seconds = self._cost.collective_seconds(op, ranks, num_bytes, algorithm=way)
+            route = self.routes.tree(ranks) if way == "tree" else self.routes.ring(ranks)
+            return self._add(max(seconds, SHORTEST_S), host_s, in_use), route
         ranks = tuple(self._device_of[rank] for rank in self._program.groups[group])
         source, target = ranks
         seconds = self._cost.collective_seconds("send", ranks, num_bytes)
@@ -227,6 +233,12 @@ class _Pricer:
     def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes]) -> int:
         self.classes.append((to_picoseconds(seconds), to_picoseconds(host_s), *in_use))
         return len(self.classes) - 1
+
+
+def _named_algorithm(plan: Plan | Placement) -> Algorithm | None:
+    """The algorithm of all-reduces if the plan names one; the three of a hierarchy are each the fastest."""
+    named = plan.exchange.algorithm if isinstance(plan, Plan) else "auto"
+    return named if named in ("ring", "tree") else None
 
 
 def _count_shards(plan: Plan | Placement, stage: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from meshwright.spec.errors import GraphMismatchError, PlanError, suggest
-from meshwright.spec.exchange import WAVES, GradientExchange
+from meshwright.spec.exchange import DEFAULT_EXCHANGE, WAVES, GradientExchange
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.own_code import order_file, split_reference
 from meshwright.spec.slices import check_bounds, slice_graph
@@ -74,7 +74,7 @@ class Plan:
     num_microbatches: int
     schedule: str = "1f1b"
     schedule_hash: str = ""
-    exchange: GradientExchange = GradientExchange()
+    exchange: GradientExchange = DEFAULT_EXCHANGE
     model_sizes: tuple[tuple[str, int], ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
