@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.program import build_program, check_program, gradient_buckets
-from meshwright.program.parts import Parts
 from meshwright.program.servers import assign_parts, server_shares
 from meshwright.simulator import price_program, simulate_plan, simulate_program
 from meshwright.spec import Opcode, PlanError
@@ -79,9 +78,7 @@ def test_no_server_has_more_than_its_share_and_one_part(sizes, num_training, spa
         own, machine = shares[0], shares[-1]
         out_of_rank = (n - 1) * own + k * machine + (n - 1) * own
         assert n * machine == pytest.approx(out_of_rank)
-    count = len(sizes)
-    parts = Parts(np.zeros(count, np.int64), np.array(sizes), np.arange(count), np.array([0, count]))
-    load = np.bincount(assign_parts(parts, shares), np.array(sizes), len(servers))
+    load = np.bincount(assign_parts(np.array(sizes), shares), np.array(sizes), len(servers))
     assert load.sum() == sum(sizes)
     assert (load <= shares * sum(sizes) + max(sizes) + 1e-9).all()
 

@@ -127,6 +127,8 @@ PLAN = Plan(
         across_steps=True,
         servers=(0, 2),
         credit_bytes=4096,
+        clip_norm=True,
+        loss_scale=True,
     ),
 )
 
@@ -163,6 +165,7 @@ PROGRAM = Program(
     ),
     epilogue=empty_section(2),
     advance=4,
+    body_steps=2,
 )
 
 TIMELINE = Timeline(

@@ -137,7 +137,8 @@ def test_examples_fill_every_field(kind):
     # An op that is replicable or backward would not fit into the small graph, nor staleness to an own schedule, nor a
     # sharded optimizer or an algorithm of all-reduces to servers.
     lacking = seen - filled - {("Op", "replicable"), ("Op", "phase")}
-    lacking -= {("GradientExchange", name) for name in ("staleness", "shard_optimizer", "algorithm", "node_size")}
+    ways = ("staleness", "shard_optimizer", "algorithm", "node_size", "every_steps")
+    lacking -= {("GradientExchange", name) for name in ways}
     assert not lacking, f"give {lacking} a value in tests/spec/examples.py"
 
 
@@ -149,7 +150,9 @@ def test_the_staleness_of_waves_comes_back():
     assert decode_document(Plan, encode_document(plan), "plan") == plan
 
 
-@pytest.mark.parametrize("facts", [{"shard_optimizer": True}, {"algorithm": "hierarchical", "node_size": 2}])
+@pytest.mark.parametrize(
+    "facts", [{"shard_optimizer": True}, {"algorithm": "hierarchical", "node_size": 2}, {"every_steps": 4}]
+)
 def test_an_exchange_comes_back(facts):
     plan = dataclasses.replace(EXAMPLES["plan"], exchange=GradientExchange(**facts))
     assert encode_document(plan)["exchange"] == facts

@@ -6,8 +6,10 @@ crosses between stages on different ranks (`spec.slices` says what, `transfers` 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
+from math import lcm
 
 import numpy as np
 
@@ -62,13 +64,23 @@ def _build_program(
         return build_endless(plan, graph, stages, crossings)
     orders = _orders(plan, graph, stages, crossings)
     builder = ProgramBuilder(plan.num_devices)
-    computations = append_orders(builder, plan, orders)
-    append_transfers(builder, computations, crossings)
-    if graph.mode == "training":
-        buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
-        append_exchange(builder, computations, find_trained(graph, stages), buckets, plan.exchange)
+    num_steps, first = plan.exchange.every_steps, None
+    for step in range(num_steps):
+        computations = append_orders(builder, plan, orders.later(step * _microbatches_apart(plan)))
+        append_transfers(builder, computations, crossings)
+        first = first or computations
+        if graph.mode == "training":
+            buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
+            exchanged = buckets if step == num_steps - 1 else ()
+            append_exchange(builder, computations, find_trained(graph, stages), exchanged, plan.exchange, first)
     program = builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
-    return reach_across(program) if plan.exchange.across_steps else program
+    return reach_across(program) if plan.exchange.across_steps else replace(program, body_steps=num_steps)
+
+
+def _microbatches_apart(plan: Plan) -> int:
+    """By how much the numbers of microbatches of two steps of one body differ: all go to the same replicas."""
+    period = lcm(*(len(stage.ranks) for stage in plan.stages))
+    return -(-plan.num_microbatches // period) * period
 
 
 def forget_programs() -> None:

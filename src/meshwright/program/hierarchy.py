@@ -12,49 +12,35 @@ from numpy.typing import NDArray
 
 from meshwright.program.buckets import Bucket
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.parts import PartRows, Parts
+from meshwright.program.parts import PartRows, append_rows
 from meshwright.spec.errors import PlanError
 from meshwright.spec.instructions import Opcode
 
 Ids = NDArray[np.int64]
 
 
-def append_hierarchical(
-    builder: ProgramBuilder, rows: PartRows, parts: Parts, buckets: tuple[Bucket, ...], node_size: int
-) -> Ids:
+def append_hierarchical(builder: ProgramBuilder, rows: PartRows, buckets: tuple[Bucket, ...], node_size: int) -> Ids:
     """Write the three collectives of each row; for each row the handle at which its rank has the sum.
 
     Raises PlanError where the ranks of a bucket are not as many on each node.
     """
-    ranks = np.arange(int(rows.rank.max(initial=0)) + 2)
-    order = np.lexsort((parts.place[rows.part], rows.rank))
-    inside, across, place, size = _find_groups(builder, rows, parts, buckets, node_size)
-    whole = parts.num_bytes[rows.part]
-    share = whole // size + (place < whole % size)
-
-    def extend(lane: int, opcode: Opcode, group: Ids, num_bytes: Ids, awaited: Ids) -> Ids:
-        handles = np.empty(len(order), np.int64)
-        handles[order] = builder.extend(
-            np.searchsorted(rows.rank[order], ranks),
-            "exchange",
-            lane=lane,
-            opcode=opcode,
-            stage=rows.stage[order],
-            version=-1,
-            peer=rows.part[order],
-            num_bytes=num_bytes[order],
-            group=group[order],
-        )
+    inside, across, place, size = _find_groups(builder, rows, buckets, node_size)
+    share = rows.num_bytes // size + (place < rows.num_bytes % size)
+    order, awaited = np.lexsort((rows.place, rows.rank)), rows.ready
+    levels = (
+        (Opcode.REDUCE_SCATTER, rows.num_bytes, inside),
+        (Opcode.ALL_REDUCE, share, across),
+        (Opcode.ALL_GATHER, rows.num_bytes, inside),
+    )
+    for lane, (opcode, num_bytes, group) in enumerate(levels):
+        handles = append_rows(builder, rows, order, opcode, num_bytes, group, lane=lane)
         builder.wait_each(handles, awaited)
-        return handles
-
-    scattered = extend(0, Opcode.REDUCE_SCATTER, inside, whole, rows.ready)
-    summed = extend(1, Opcode.ALL_REDUCE, across, share, scattered)
-    return extend(2, Opcode.ALL_GATHER, inside, whole, summed)
+        awaited = handles
+    return awaited
 
 
 def _find_groups(
-    builder: ProgramBuilder, rows: PartRows, parts: Parts, buckets: tuple[Bucket, ...], node_size: int
+    builder: ProgramBuilder, rows: PartRows, buckets: tuple[Bucket, ...], node_size: int
 ) -> tuple[Ids, Ids, Ids, Ids]:
     """Of each row the groups inside its node and across nodes, its place in the node, and how many are there."""
     facts: dict[tuple[int, int], tuple[int, int, int, int]] = {}
@@ -63,9 +49,9 @@ def _find_groups(
         if bucket.ranks not in known:
             known[bucket.ranks] = _group_ranks(builder, bucket.ranks, node_size)
         facts |= {(bucket.index, rank): fact for rank, fact in known[bucket.ranks].items()}
-    keys = zip(parts.bucket[rows.part].tolist(), rows.rank.tolist(), strict=True)
-    table = np.array([facts[key] for key in keys], np.int64).reshape(-1, 4)
-    return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
+    table = np.array([facts[key] for key in zip(rows.bucket.tolist(), rows.rank.tolist(), strict=True)], np.int64)
+    inside, across, place, size = table.reshape(-1, 4).T
+    return inside, across, place, size
 
 
 def _group_ranks(

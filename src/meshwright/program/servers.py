@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.parts import PartRows, Parts
+from meshwright.program.parts import PartRows, append_rows
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.program import StreamName
@@ -39,113 +39,92 @@ def server_shares(num_training: int, servers: tuple[int, ...]) -> NDArray[np.flo
     return np.array([own if server < n else spare for server in servers]) / (n * n + k * n - 2 * k)
 
 
-def assign_parts(parts: Parts, shares: NDArray[np.float64]) -> Ids:
-    """The place among the servers of each part's server: the one with least of its share, in the sequence of parts."""
-    load, chosen = np.zeros(len(shares)), np.empty(len(parts.place), np.int64)
-    for part in np.argsort(parts.place).tolist():
-        filled = np.where(shares > 0, (load + parts.num_bytes[part]) / np.maximum(shares, 1e-300), np.inf)
+def assign_parts(num_bytes: Ids, shares: NDArray[np.float64]) -> Ids:
+    """The place among the servers of each part's: one part after another goes to the one with least of its share."""
+    load, chosen = np.zeros(len(shares)), np.empty(len(num_bytes), np.int64)
+    for part, size in enumerate(num_bytes.tolist()):
+        filled = np.divide(load, shares, out=np.full(len(shares), np.inf), where=shares > 0)
         chosen[part] = int(filled.argmin())
-        load[chosen[part]] += parts.num_bytes[part]
+        load[chosen[part]] += size
     return chosen
 
 
-def _deal_connections(chosen: Ids, parts: Parts, shares: NDArray[np.float64]) -> Ids:
-    """By which connection to its server each part goes: they take turns, and larger shares have more of them."""
-    ratio = shares / shares[shares > 0].min()
-    count = np.clip(np.rint(ratio).astype(np.int64), 1, MAX_CONNECTIONS)
-    connection = np.empty(len(chosen), np.int64)
-    for server in range(len(shares)):
-        own = np.flatnonzero(chosen == server)
-        connection[own[np.argsort(parts.place[own])]] = np.arange(len(own)) % count[server]
-    return connection
-
-
-def append_servers(
-    builder: ProgramBuilder,
-    rows: PartRows,
-    parts: Parts,
-    groups: Ids,
-    num_training: int,
-    exchange: GradientExchange,
-) -> Ids:
+def append_servers(builder: ProgramBuilder, rows: PartRows, num_training: int, exchange: GradientExchange) -> Ids:
     """Write pushes, sums and pulls; for each row the handle at which its rank has the sum.
 
-    ``groups`` are the numbers of the ranks that sum each bucket. With credit, a rank pushes a part when the sums of all
-    but that many bytes before it are there.
+    With credit, a rank pushes a part when the sums of all but that many bytes before it are there.
     """
-    servers, credit_bytes = exchange.servers, exchange.credit_bytes
-    ranks = np.arange(max(num_training, *(server + 1 for server in servers)) + 1)
-    shares = server_shares(num_training, servers)
-    chosen = assign_parts(parts, shares)
-    server_of, connection = np.array(servers, np.int64)[chosen], _deal_connections(chosen, parts, shares)
-    travels = np.flatnonzero(server_of[rows.part] != rows.rank)
-    part, rank, place = rows.part[travels], rows.rank[travels], parts.place[rows.part[travels]]
-    server = server_of[part]
-    pairs = {pair: builder.group(pair) for pair in set(zip(rank.tolist(), server.tolist(), strict=True))}
-    back = {(b, a): builder.group((b, a)) for a, b in pairs}
-
-    def extend(whose: Ids, other: Ids, stream: StreamName, opcode: Opcode, group: Ids) -> Ids:
-        """Messages of ``whose`` ranks, those of a connection in a lane of their own, in the sequence of parts."""
-        handles = np.empty(len(part), np.int64)
-        lanes = other * MAX_CONNECTIONS + connection[part]
-        for lane in np.unique(lanes).tolist():
-            own = np.flatnonzero(lanes == lane)
-            own = own[np.lexsort((place[own], whose[own]))]
-            handles[own] = builder.extend(
-                np.searchsorted(whose[own], ranks),
-                stream,
-                lane=lane,
-                opcode=opcode,
-                stage=rows.stage[travels][own],
-                version=-1,
-                peer=part[own],
-                num_bytes=parts.num_bytes[part[own]],
-                group=group[own],
-            )
-        return handles
-
-    there = np.array([pairs[pair] for pair in zip(rank.tolist(), server.tolist(), strict=True)], np.int64)
-    again = np.array([back[pair] for pair in zip(server.tolist(), rank.tolist(), strict=True)], np.int64)
-    pushes = extend(rank, server, "exchange", Opcode.PUSH, there)
-    builder.wait_each(pushes, rows.ready[travels])
-    sums = _append_sums(builder, rows, parts, groups, server_of, ranks)
+    # One row of each part, in the sequence of parts.
+    one = np.unique(rows.part, return_index=True)[1]
+    one = one[np.argsort(rows.place[one])]
+    shares = server_shares(num_training, exchange.servers)
+    chosen, place = assign_parts(rows.num_bytes[one], shares), np.empty(len(one), np.int64)
+    place[rows.part[one]] = np.arange(len(one))
+    server = np.array(exchange.servers, np.int64)[chosen][place][rows.part]
+    connection = _deal_connections(chosen, shares)[place][rows.part]
+    travels = np.flatnonzero(server != rows.rank)
+    there = _take(rows, travels)._replace(group=_pair_up(builder, rows.rank, server, travels))
+    pushes = _append_messages(builder, there, Opcode.PUSH, "exchange", server[travels], connection[travels])
+    builder.wait_each(pushes, there.ready)
+    summing = _take(rows._replace(rank=server), one)
+    sums = np.empty(len(one), np.int64)
+    order = np.lexsort((summing.place, summing.rank))
+    sums[summing.part] = append_rows(
+        builder, summing, order, Opcode.SUM, summing.num_bytes, summing.group, stream="serve"
+    )
     arrived = rows.ready.copy()
     arrived[travels] = pushes
     builder.wait_each(sums[rows.part], arrived)
-    pulls = extend(server, rank, "reply", Opcode.PULL, again)
-    builder.wait_each(pulls, sums[part])
+    back = _take(rows._replace(rank=server), travels)._replace(group=_pair_up(builder, server, rows.rank, travels))
+    pulls = _append_messages(builder, back, Opcode.PULL, "reply", rows.rank[travels], connection[travels])
+    builder.wait_each(pulls, sums[back.part])
     has_sum = sums[rows.part]
     has_sum[travels] = pulls
-    if credit_bytes:
-        _wait_for_credit(builder, (rank, place, parts.num_bytes[part]), pushes, pulls, credit_bytes)
+    if exchange.credit_bytes:
+        _wait_for_credit(builder, there, pushes, pulls, exchange.credit_bytes)
     return has_sum
 
 
-def _append_sums(builder: ProgramBuilder, rows: PartRows, parts: Parts, groups: Ids, server_of: Ids, ranks: Ids) -> Ids:
-    """One sum per part on its server; their handles."""
-    order = np.lexsort((parts.place, server_of))
-    stage = np.zeros(len(server_of), np.int64)
-    stage[rows.part] = rows.stage
-    sums = np.empty(len(server_of), np.int64)
-    sums[order] = builder.extend(
-        np.searchsorted(server_of[order], ranks),
-        "serve",
-        opcode=Opcode.SUM,
-        stage=stage[order],
-        version=-1,
-        peer=order,
-        num_bytes=parts.num_bytes[order],
-        group=groups[parts.bucket[order]],
-    )
-    return sums
+def _deal_connections(chosen: Ids, shares: NDArray[np.float64]) -> Ids:
+    """By which connection to its server each part goes: they take turns, and larger shares have more of them."""
+    count = np.clip(np.rint(shares / shares[shares > 0].min()).astype(np.int64), 1, MAX_CONNECTIONS)
+    connection = np.empty(len(chosen), np.int64)
+    for server in range(len(shares)):
+        own = np.flatnonzero(chosen == server)
+        connection[own] = np.arange(len(own)) % count[server]
+    return connection
 
 
-def _wait_for_credit(
-    builder: ProgramBuilder, columns: tuple[Ids, Ids, Ids], pushes: Ids, pulls: Ids, credit_bytes: int
-) -> None:
+def _take(rows: PartRows, chosen: Ids) -> PartRows:
+    return PartRows(*(column[chosen] for column in rows))
+
+
+def _append_messages(
+    builder: ProgramBuilder, rows: PartRows, opcode: Opcode, stream: StreamName, other: Ids, connection: Ids
+) -> Ids:
+    """Messages to each other rank by each connection, in a lane of their own, in the sequence of parts."""
+    handles, lanes = np.empty(len(rows.part), np.int64), other * MAX_CONNECTIONS + connection
+    for lane in np.unique(lanes).tolist():
+        own = np.flatnonzero(lanes == lane)
+        of_lane = _take(rows, own)
+        order = np.lexsort((of_lane.place, of_lane.rank))
+        handles[own] = append_rows(
+            builder, of_lane, order, opcode, of_lane.num_bytes, of_lane.group, stream=stream, lane=lane
+        )
+    return handles
+
+
+def _pair_up(builder: ProgramBuilder, source: Ids, target: Ids, chosen: Ids) -> Ids:
+    """The numbers of the groups (source, target) of some rows."""
+    pairs = list(zip(source[chosen].tolist(), target[chosen].tolist(), strict=True))
+    number = {pair: builder.group(pair) for pair in sorted(set(pairs))}
+    return np.array([number[pair] for pair in pairs], np.int64)
+
+
+def _wait_for_credit(builder: ProgramBuilder, rows: PartRows, pushes: Ids, pulls: Ids, credit_bytes: int) -> None:
     """Let a push wait until, of what its rank pushed before, no more than the credit less itself is not back."""
-    rank, place, num_bytes = columns
-    order = np.lexsort((place, rank))
+    rank, num_bytes = rows.rank, rows.num_bytes
+    order = np.lexsort((rows.place, rank))
     for own in np.split(order, np.flatnonzero(np.diff(rank[order])) + 1):
         pushed = np.cumsum(num_bytes[own])
         # Of row i all before j have to be back where the bytes from j to i are more than the credit.

@@ -77,7 +77,7 @@ def explain_program(
 
     of_streams = [devices[stream.rank] for stream in program.streams]
     return StepExplanation(
-        step_time_s=to_seconds(stop - begin),
+        step_time_s=to_seconds(stop - begin) / program.body_steps,
         path=_timeline(program, path, columns, begin),
         bounds=tuple(map(Bound, path.bound.tolist())),
         levers=find_levers(path, unrolled, prices, columns, of_streams, simulate),

@@ -44,6 +44,12 @@ class RankSeconds:
     exposed_exchange_s: float
     idle_s: float
 
+    def per_step(self, num_steps: int) -> RankSeconds:
+        """Those of one of so many steps, of which these are the seconds."""
+        if num_steps == 1:
+            return self
+        return RankSeconds(**{name: getattr(self, name) / num_steps for name in _COLUMNS})
+
     @property
     def busy_s(self) -> float:
         """Seconds in which the rank computes."""

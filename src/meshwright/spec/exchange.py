@@ -41,6 +41,10 @@ class GradientExchange:
 
     ``algorithm`` of all-reduces: ``auto`` is the fastest known for each size, ``hierarchical`` scatters sums in each
     node of ``node_size`` ranks, sums across nodes what each rank has then, and gathers in the node.
+
+    ``every_steps``: replicas update by themselves and average their parameters after so many steps (local SGD).
+    ``clip_norm`` and ``loss_scale``: before every update all ranks agree on one number, the norm of all gradients or
+    whether one is infinite.
     """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
@@ -54,45 +58,13 @@ class GradientExchange:
     credit_bytes: int = 0
     algorithm: AllReduceAlgorithm = "auto"
     node_size: int = 0
+    every_steps: int = 1
+    clip_norm: bool = False
+    loss_scale: bool = False
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise PlanError(f"Buckets of {self.bucket_bytes} bytes were given; expected at least 1 byte.")
-        if not 0 <= self.staleness <= MAX_STALENESS:
-            raise PlanError(f"A staleness of {self.staleness} waves was given; expected 0 to {MAX_STALENESS}.")
-        if self.partition_bytes < 0:
-            raise PlanError(
-                f"Parts of {self.partition_bytes} bytes were given; expected 0, for whole buckets, or more."
-            )
-        if self.credit_bytes < 0:
-            raise PlanError(f"A credit of {self.credit_bytes} bytes was given; expected 0, for no bound, or more.")
-        if len(set(self.servers)) < len(self.servers) or min(self.servers, default=0) < 0:
-            raise PlanError(f"The servers are ranks {list(self.servers)}; expected ranks from 0 on, none twice.")
-        if self.algorithm not in ALGORITHMS:
-            raise PlanError(
-                f"The algorithm {self.algorithm!r} was given{suggest(self.algorithm, ALGORITHMS)}; expected "
-                f"{', '.join(ALGORITHMS)}."
-            )
-        if (self.node_size > 0) != (self.algorithm == "hierarchical") or self.node_size < 0:
-            raise PlanError(
-                f"Nodes of {self.node_size} ranks were given for the algorithm {self.algorithm}; expected 1 or more "
-                "for hierarchical, and none for others. Give `node_size` with hierarchical, and leave it out else."
-            )
-        if self.algorithm != "auto" and (self.servers or self.shard_optimizer):
-            raise PlanError(
-                f"The algorithm {self.algorithm} of all-reduces was given for an exchange without them. Leave it out, "
-                "or leave out `servers` and `shard_optimizer`."
-            )
-        if self.shard_optimizer and self.servers:
-            raise PlanError(
-                "A sharded optimizer was asked for together with servers, which give whole sums back. Leave one of the "
-                "two out."
-            )
-        if self.shard_optimizer and self.across_steps:
-            raise PlanError(
-                "A sharded optimizer was asked for together with `across_steps`; its parameters are gathered across "
-                "steps anyway. Leave one of the two out."
-            )
+        _check_numbers(self)
+        _check_ways(self)
 
     @property
     def is_plain(self) -> bool:
@@ -102,6 +74,60 @@ class GradientExchange:
     def suited_to(self, schedule: str) -> GradientExchange:
         """The same for another schedule: without staleness, unless it knows waves."""
         return self if schedule == WAVES else replace(self, staleness=0)
+
+
+def _check_numbers(exchange: GradientExchange) -> None:
+    if exchange.bucket_bytes < 1:
+        raise PlanError(f"Buckets of {exchange.bucket_bytes} bytes were given; expected at least 1 byte.")
+    if not 0 <= exchange.staleness <= MAX_STALENESS:
+        raise PlanError(f"A staleness of {exchange.staleness} waves was given; expected 0 to {MAX_STALENESS}.")
+    if exchange.partition_bytes < 0:
+        raise PlanError(
+            f"Parts of {exchange.partition_bytes} bytes were given; expected 0, for whole buckets, or more."
+        )
+    if exchange.credit_bytes < 0:
+        raise PlanError(f"A credit of {exchange.credit_bytes} bytes was given; expected 0, for no bound, or more.")
+    if len(set(exchange.servers)) < len(exchange.servers) or min(exchange.servers, default=0) < 0:
+        raise PlanError(f"The servers are ranks {list(exchange.servers)}; expected ranks from 0 on, none twice.")
+    if exchange.every_steps < 1:
+        raise PlanError(f"An exchange every {exchange.every_steps} steps was given; expected 1 or more.")
+    if exchange.algorithm not in ALGORITHMS:
+        raise PlanError(
+            f"The algorithm {exchange.algorithm!r} was given{suggest(exchange.algorithm, ALGORITHMS)}; expected "
+            f"{', '.join(ALGORITHMS)}."
+        )
+    if (exchange.node_size > 0) != (exchange.algorithm == "hierarchical") or exchange.node_size < 0:
+        raise PlanError(
+            f"Nodes of {exchange.node_size} ranks were given for the algorithm {exchange.algorithm}; expected 1 or more "
+            "for hierarchical, and none for others. Give `node_size` with hierarchical, and leave it out else."
+        )
+
+
+def _check_ways(exchange: GradientExchange) -> None:
+    """Some ways of exchanging exclude each other."""
+    chosen = {
+        "shard_optimizer": exchange.shard_optimizer,
+        "servers": bool(exchange.servers),
+        "every_steps": exchange.every_steps > 1,
+    }
+    ways = [name for name, is_chosen in chosen.items() if is_chosen]
+    if len(ways) > 1:
+        raise PlanError(
+            f"An exchange was given with {' and '.join(ways)}, which are different ways. Choose one, and leave the others "
+            "out."
+        )
+    if exchange.algorithm != "auto" and (exchange.servers or exchange.shard_optimizer):
+        raise PlanError(
+            f"The algorithm {exchange.algorithm} of all-reduces was given for an exchange without them. Leave it out, or "
+            "leave out `servers` and `shard_optimizer`."
+        )
+    if exchange.every_steps > 1 and exchange.algorithm == "hierarchical":
+        raise PlanError("Parameters are averaged by plain all-reduces. Leave out `algorithm`, or `every_steps`.")
+    if exchange.across_steps and (exchange.shard_optimizer or exchange.every_steps > 1):
+        raise PlanError(
+            f"{ways[0]} was given together with `across_steps`; parameters come back across steps anyway. Leave "
+            "`across_steps` out."
+        )
 
 
 # All-reduces of buckets within the last backward.

@@ -167,6 +167,7 @@ class Program:
 
     ``streams`` are ordered by rank. ``schedule`` and ``plan_hash`` say where the program came from. ``advance`` is the
     number of microbatches by which each repetition of the body is ahead of the one before; 0 for programs that flush.
+    ``body_steps``: so many steps of the training make one repetition of the body.
     """
 
     schedule: str
@@ -178,6 +179,7 @@ class Program:
     body: Section
     epilogue: Section
     advance: int = 0
+    body_steps: int = 1
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -192,6 +194,10 @@ class Program:
             raise ProgramError(
                 f"The program names ranks {min(ranks)} to {max(ranks)}, but it is for {self.num_ranks} ranks "
                 "(0 and up). Build the program again from its plan."
+            )
+        if self.body_steps < 1:
+            raise ProgramError(
+                f"A repetition of the body was said to make {self.body_steps} steps; expected 1 or more."
             )
         if self.advance < 0:
             raise ProgramError(f"The program advances by {self.advance} microbatches; expected 0 or more.")
