@@ -98,8 +98,8 @@ def _check_numbers(exchange: GradientExchange) -> None:
         )
     if (exchange.node_size > 0) != (exchange.algorithm == "hierarchical") or exchange.node_size < 0:
         raise PlanError(
-            f"Nodes of {exchange.node_size} ranks were given for the algorithm {exchange.algorithm}; expected 1 or more "
-            "for hierarchical, and none for others. Give `node_size` with hierarchical, and leave it out else."
+            f"Nodes of {exchange.node_size} ranks were given for the algorithm {exchange.algorithm}; expected 1 or "
+            "more for hierarchical, and none for others. Give `node_size` with hierarchical, and leave it out else."
         )
 
 
@@ -113,13 +113,13 @@ def _check_ways(exchange: GradientExchange) -> None:
     ways = [name for name, is_chosen in chosen.items() if is_chosen]
     if len(ways) > 1:
         raise PlanError(
-            f"An exchange was given with {' and '.join(ways)}, which are different ways. Choose one, and leave the others "
-            "out."
+            f"An exchange was given with {' and '.join(ways)}, which are different ways. Choose one, and leave "
+            "the others out."
         )
     if exchange.algorithm != "auto" and (exchange.servers or exchange.shard_optimizer):
         raise PlanError(
-            f"The algorithm {exchange.algorithm} of all-reduces was given for an exchange without them. Leave it out, or "
-            "leave out `servers` and `shard_optimizer`."
+            f"The algorithm {exchange.algorithm} of all-reduces was given for an exchange without them. Leave it out, "
+            "or leave out `servers` and `shard_optimizer`."
         )
     if exchange.every_steps > 1 and exchange.algorithm == "hierarchical":
         raise PlanError("Parameters are averaged by plain all-reduces. Leave out `algorithm`, or `every_steps`.")
