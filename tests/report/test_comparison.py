@@ -137,6 +137,7 @@ def _opcode_name(timeline, i):
         "push",
         "sum",
         "pull",
+        "load",
     )
     return names[timeline.opcode[i]]
 

@@ -11,6 +11,7 @@ from meshwright.spec import (
     Graph,
     Layer,
     Link,
+    Loader,
     Measurements,
     Node,
     Op,
@@ -65,7 +66,11 @@ CLUSTER = Cluster(
 )
 
 WORKLOAD = Workload(
-    kind="inference", global_batch=12, precision="bfloat16", optimizer=Optimizer(kind="sgd", momentum=True)
+    kind="inference",
+    global_batch=12,
+    precision="bfloat16",
+    optimizer=Optimizer(kind="sgd", momentum=True),
+    loader=Loader(seconds_per_sample=0.25, depth=3),
 )
 
 _B = Extent(0, 1)

@@ -20,6 +20,7 @@ from meshwright.program.crossings import Crossings, append_orders, append_transf
 from meshwright.program.endless import build_endless
 from meshwright.program.exchange import append_exchange, find_trained
 from meshwright.program.folding import Fold, folded_buckets
+from meshwright.program.loading import append_loads
 from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile
 from meshwright.program.orders import compute_orders, named_orders
@@ -27,6 +28,7 @@ from meshwright.program.own_schedules import OwnSchedule, find_schedule
 from meshwright.program.progress import play_orders, without_backwards
 from meshwright.program.schedules import RankOrders
 from meshwright.program.schedules.columns import join_ranks
+from meshwright.program.transfers import Computations
 from meshwright.spec.codec import content_hash
 from meshwright.spec.errors import ScheduleError
 from meshwright.spec.graph import Graph, Op
@@ -64,15 +66,17 @@ def _build_program(
         return build_endless(plan, graph, stages, crossings)
     orders = _orders(plan, graph, stages, crossings)
     builder = ProgramBuilder(plan.num_devices)
-    num_steps, first = plan.exchange.every_steps, None
+    num_steps, written = plan.exchange.every_steps, list[Computations]()
     for step in range(num_steps):
         computations = append_orders(builder, plan, orders.later(step * _microbatches_apart(plan)))
         append_transfers(builder, computations, crossings)
-        first = first or computations
+        written.append(computations)
         if graph.mode == "training":
             buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
             exchanged = buckets if step == num_steps - 1 else ()
-            append_exchange(builder, computations, find_trained(graph, stages), exchanged, plan.exchange, first)
+            append_exchange(builder, computations, find_trained(graph, stages), exchanged, plan.exchange, written[0])
+    if plan.workload.loader is not None:
+        append_loads(builder, written, stages, plan.workload.loader.depth)
     program = builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
     return reach_across(program) if plan.exchange.across_steps else replace(program, body_steps=num_steps)
 

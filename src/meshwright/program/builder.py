@@ -44,7 +44,7 @@ class ProgramBuilder:
         # Of each mark, the instruction that raises it and the bucket that is ready.
         self._raising, self._ready = array("q"), array("q")
         self._joins: dict[int, int] = {}
-        self._late: list[tuple[Ids, Ids]] = []
+        self._late: list[tuple[Ids, Ids, Ids]] = []
         self._groups: dict[tuple[int, ...], int] = {}
 
     def append(
@@ -129,9 +129,9 @@ class ProgramBuilder:
         """Let each of the instructions wait for the handle at its place."""
         self._waits.append((instructions, handles))
 
-    def wait_late_each(self, instructions: Ids, handles: Ids) -> None:
-        """Let each of the instructions wait for the one at its place as it was a repetition of the body before."""
-        self._late.append((instructions, handles))
+    def wait_late_each(self, instructions: Ids, handles: Ids, lag: ArrayLike = 1) -> None:
+        """Let each of the instructions wait for the one at its place, ``lag`` repetitions of the body before."""
+        self._late.append((instructions, handles, np.broadcast_to(np.asarray(lag, np.int64), instructions.shape)))
 
     def join_each(self, instructions: Ids, need: NDArray[np.integer]) -> None:
         """Let each of the instructions go on when so many of its waits have happened."""
@@ -192,13 +192,14 @@ class ProgramBuilder:
 
     def _late_columns(self, position: NDArray[np.int32]) -> dict[str, Any]:
         none = np.zeros(0, np.int64)
-        waiting = position[np.concatenate([none, *(instructions for instructions, _ in self._late)])]
-        awaited = position[np.concatenate([none, *(handles for _, handles in self._late)])]
+        columns = zip(*self._late, strict=True) if self._late else ([], [], [])
+        instructions, handles, lag = (np.concatenate([none, *column]) for column in columns)
+        waiting, awaited = position[instructions], position[handles]
         return {
             "late_instruction": waiting.astype(np.int64),
             "late_section": np.ones(len(waiting), np.int8),
             "late_awaited": awaited.astype(np.int64),
-            "late_lag": np.ones(len(waiting), np.int32),
+            "late_lag": lag.astype(np.int32),
         }
 
     def _join_columns(self, position: NDArray[np.int32], wait_offsets: Ids) -> dict[str, Any]:

@@ -59,11 +59,11 @@ def append_exchange(
     trained: NDArray[np.bool_],
     buckets: tuple[Bucket, ...],
     exchange: GradientExchange,
-    first: Computations | None = None,
+    first: Computations,
 ) -> None:
     """Write down the exchange of the buckets and the steps of the trained stages.
 
-    ``first``: the computations of the first step of the body, where it has more than one.
+    ``first``: the computations of the first step of the body, which has several where exchanges are rare.
     """
     num_replicas = np.diff(computations.replica_offsets)
     seats = _Seats(
@@ -92,7 +92,6 @@ def append_exchange(
         opcode = Opcode.ALL_GATHER if exchange.shard_optimizer else Opcode.ALL_REDUCE
         back = append_rows(builder, rows, order, opcode, rows.num_bytes, rows.group)
         builder.wait_each(back[held.row], steps[held.seat])
-        first = first or computations
         forwards = first.handle[find_first_forwards(first)[held.seat]]
         builder.wait_late_each(forwards, back[held.row])
 

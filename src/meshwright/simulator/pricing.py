@@ -197,6 +197,8 @@ class _Pricer:
         in_use = transfer_bytes(opcode, num_bytes)
         if opcode in RECEIVES:
             return self._add(0.0, 0.0, in_use), -1
+        if opcode == Opcode.LOAD:
+            return self._add(_load_seconds(self._plan), 0.0, in_use), -1
         if opcode == Opcode.SUM:
             # Each rank's part but the first is read with the sum so far, which is written.
             accesses = _ACCESSES_PER_SUM * (len(self._program.groups[group]) - 1)
@@ -241,6 +243,11 @@ def _named_algorithm(plan: Plan | Placement) -> Algorithm | None:
     return named if named in ("ring", "tree") else None
 
 
+def _load_seconds(plan: Plan | Placement) -> float:
+    loader = plan.workload.loader
+    return loader.seconds_per_sample * plan.microbatch_size if loader else 0.0
+
+
 def _count_shards(plan: Plan | Placement, stage: int) -> int:
     """Into how many parts the optimizer states of a stage are cut."""
     is_cut = isinstance(plan, Plan) and plan.exchange.shard_optimizer
@@ -278,7 +285,7 @@ def _check_groups(program: Program, section: Section, transfers: NDArray[np.int6
             "a transfer and all members for a collective. Give the group when the instruction is appended."
         )
     pairs = np.zeros(len(program.groups), np.bool_)
-    pairs[section.group[transfers[~np.isin(section.opcode[transfers], (*COLLECTIVES, Opcode.SUM))]]] = True
+    pairs[section.group[transfers[~np.isin(section.opcode[transfers], (*COLLECTIVES, Opcode.SUM, Opcode.LOAD))]]] = True
     for group in np.flatnonzero(pairs).tolist():
         if len(program.groups[group]) != 2:
             raise ProgramError(

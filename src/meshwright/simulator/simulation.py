@@ -147,7 +147,7 @@ def rank_seconds(timeline: Timeline, length_ps: int, steps: range) -> tuple[Rank
     ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)
     computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)
     chosen = np.flatnonzero((timeline.step >= steps.start) & (timeline.step < steps.stop))
-    chosen = chosen[timeline.end_ps[chosen] > timeline.start_ps[chosen]]
+    chosen = chosen[(timeline.end_ps[chosen] > timeline.start_ps[chosen]) & (timeline.opcode[chosen] != Opcode.LOAD)]
     track, kind = timeline.track[chosen], _COLUMN_OF_OPCODE[timeline.opcode[chosen]]
     taken = np.minimum(timeline.end_ps[chosen] - timeline.start_ps[chosen], length_ps)
     work = np.zeros((timeline.num_ranks, _MOVES), np.int64)

@@ -40,6 +40,7 @@ from meshwright.spec.instructions import (
     Drop,
     Forward,
     Instruction,
+    Load,
     Merge,
     Opcode,
     OptimizerStep,
@@ -80,7 +81,7 @@ from meshwright.spec.units import (
     to_picoseconds,
     to_seconds,
 )
-from meshwright.spec.workload import Optimizer, Workload
+from meshwright.spec.workload import Loader, Optimizer, Workload
 
 __all__ = [
     "DTYPE_BYTES",
@@ -112,6 +113,8 @@ __all__ = [
     "Instruction",
     "Layer",
     "Link",
+    "Load",
+    "Loader",
     "MeasurementError",
     "Measurements",
     "Merge",

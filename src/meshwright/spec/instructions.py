@@ -33,6 +33,7 @@ class Opcode(IntEnum):
     PUSH = 15
     SUM = 16
     PULL = 17
+    LOAD = 18
 
 
 # What occupies a device and belongs to a microbatch.
@@ -232,16 +233,30 @@ class Pull:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Make the inputs of one microbatch, beside what the device does."""
+
+    stage: int
+    microbatch: int
+
+
 Exchange = Collective | Push | Sum | Pull
-_OPCODES: dict[type[Exchange], Opcode] = {
+Instruction = Computation | Send | Receive | Exchange | Load | OptimizerStep | Stash | Drop | Merge
+
+
+_OPCODES: dict[type[Instruction], Opcode] = {
     AllReduce: Opcode.ALL_REDUCE,
     ReduceScatter: Opcode.REDUCE_SCATTER,
     AllGather: Opcode.ALL_GATHER,
     Push: Opcode.PUSH,
     Sum: Opcode.SUM,
     Pull: Opcode.PULL,
+    OptimizerStep: Opcode.OPTIMIZER_STEP,
+    Stash: Opcode.STASH,
+    Drop: Opcode.DROP,
+    Merge: Opcode.MERGE,
 }
-Instruction = Computation | Send | Receive | Exchange | OptimizerStep | Stash | Drop | Merge
 
 
 def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
@@ -264,14 +279,10 @@ def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, 
         case AllReduce() | ReduceScatter() | AllGather() | Push() | Sum() | Pull():
             opcode = _OPCODES[type(instruction)]
             return (opcode, instruction.stage, -1, -1, instruction.bucket, instruction.num_bytes)
-        case OptimizerStep():
-            return (Opcode.OPTIMIZER_STEP, instruction.stage, -1, instruction.version, -1, 0)
-        case Stash():
-            return (Opcode.STASH, instruction.stage, -1, instruction.version, -1, 0)
-        case Drop():
-            return (Opcode.DROP, instruction.stage, -1, instruction.version, -1, 0)
-        case Merge():
-            return (Opcode.MERGE, instruction.stage, -1, instruction.version, -1, 0)
+        case Load():
+            return (Opcode.LOAD, instruction.stage, instruction.microbatch, -1, -1, 0)
+        case OptimizerStep() | Stash() | Drop() | Merge():
+            return (_OPCODES[type(instruction)], instruction.stage, -1, instruction.version, -1, 0)
         case _:
             assert_never(instruction)
 
@@ -291,6 +302,7 @@ _NAMES: dict[Opcode, str] = {
     Opcode.PUSH: "push {stage} #{peer}",
     Opcode.SUM: "sum {stage} #{peer}",
     Opcode.PULL: "pull {stage} #{peer}",
+    Opcode.LOAD: "load {microbatch}",
     Opcode.OPTIMIZER_STEP: "optimizer {stage}",
     Opcode.STASH: "stash {stage}",
     Opcode.DROP: "drop {stage}",

@@ -141,7 +141,8 @@ class Plan:
         Every plan can be simulated.
         """
         basic = self.has_own_schedule or self.schedule in BASIC_SCHEDULES
-        return basic and not self.has_virtual_stages and self.exchange.is_plain
+        plain = self.exchange.is_plain and self.workload.loader is None
+        return basic and plain and not self.has_virtual_stages
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Indices of the stages that a rank works for, ascending; at least one."""

@@ -47,6 +47,7 @@ from meshwright.spec.instructions import (
     Exchange,
     Forward,
     Instruction,
+    Load,
     Merge,
     Opcode,
     OptimizerStep,
@@ -63,7 +64,7 @@ from meshwright.spec.instructions import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-StreamName = Literal["compute", "send", "receive", "exchange", "serve", "reply"]
+StreamName = Literal["compute", "send", "receive", "exchange", "serve", "reply", "load"]
 STREAM_NAMES: tuple[StreamName, ...] = get_args(StreamName)
 _EXCHANGES: dict[Opcode, type[Exchange]] = {
     Opcode.ALL_REDUCE: AllReduce,
@@ -143,12 +144,12 @@ class Section:
                 return Receive(stage=stage, microbatch=microbatch, peer=peer, payload=payload, num_bytes=num_bytes)
             case Opcode.ALL_REDUCE | Opcode.REDUCE_SCATTER | Opcode.ALL_GATHER | Opcode.PUSH | Opcode.SUM | Opcode.PULL:
                 return _EXCHANGES[opcode](stage=stage, bucket=peer, num_bytes=num_bytes)
+            case Opcode.LOAD:
+                return Load(stage=stage, microbatch=microbatch)
             case Opcode.OPTIMIZER_STEP:
                 return OptimizerStep(stage=stage, version=version)
-            case Opcode.STASH:
-                return Stash(stage=stage, version=version)
-            case Opcode.DROP:
-                return Drop(stage=stage, version=version)
+            case Opcode.STASH | Opcode.DROP:
+                return (Stash if opcode is Opcode.STASH else Drop)(stage=stage, version=version)
             case Opcode.MERGE:
                 return Merge(stage=stage, version=version)
 
