@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 
 from meshwright.spec import Extent, Graph, Layer, Op, Tensor, Workload
-from meshwright.spec.gradient_exchange import GradientExchange
+from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.plan import Plan, StagePlan
 
 B = Extent(0, 1)

@@ -134,6 +134,10 @@ def _opcode_name(timeline, i):
         "merge",
         "reduce_scatter",
         "all_gather",
+        "push",
+        "sum",
+        "pull",
+        "load",
     )
     return names[timeline.opcode[i]]
 

@@ -15,7 +15,7 @@ from meshwright.spec import (
     Optimizer,
     StagePlan,
 )
-from meshwright.spec.gradient_exchange import GradientExchange
+from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.shipped import load_shipped_graph
 from tests.graphs import make_plan
 

@@ -13,7 +13,7 @@ from meshwright.program import build_program, check_program, gradient_buckets
 from meshwright.program.priorities import ReadyPart, order_parts
 from meshwright.simulator import price_program, schedule_exchange, simulate_plan, simulate_program
 from meshwright.spec import Opcode, PlanError
-from meshwright.spec.gradient_exchange import GradientExchange
+from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph
 from tests.simulator.exchanges import START_S, even_machines, layered_plan, simplified
 from tests.simulator.plans import FixedCost, small_cluster
@@ -165,5 +165,5 @@ def test_a_sequence_of_other_parts_is_refused():
         build_program(plan, graph)
     with pytest.raises(PlanError, match="Parts of -1 bytes"):
         GradientExchange(partition_bytes=-1)
-    with pytest.raises(PlanError, match="gathered across steps anyway"):
+    with pytest.raises(PlanError, match="come back across steps anyway"):
         GradientExchange(zero=1, across_steps=True)

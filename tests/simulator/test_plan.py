@@ -14,7 +14,7 @@ from meshwright.cost.memory import count_phases
 from meshwright.program import build_program, gradient_buckets
 from meshwright.simulator import price_program, simulate_plan, simulate_program
 from meshwright.spec import Opcode, PlanError, slice_graph
-from meshwright.spec.gradient_exchange import GradientExchange
+from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.memory import SAVED, SENT
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, small_cluster

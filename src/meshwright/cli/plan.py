@@ -26,7 +26,7 @@ from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_ord
 from meshwright.cli.sharding import ContextOption, RecomputeOption, SequenceParallelOption, TensorOption, ZeroOption
 from meshwright.spec.cluster import MAX_RANKS, load_cluster
 from meshwright.spec.codec import encode_document
-from meshwright.spec.gradient_exchange import MAX_STALENESS, GradientExchange, ZeroStage
+from meshwright.spec.exchange import MAX_STALENESS, GradientExchange, ZeroStage
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 from meshwright.spec.sharding import Sharding
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload

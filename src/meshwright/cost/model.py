@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence, Set
 
     from meshwright.cost.collectives import CollectiveModel, CollectiveOp
+    from meshwright.cost.collectives.algorithms import Algorithm
     from meshwright.cost.curves import Curve
     from meshwright.cost.kernels import KernelModel
     from meshwright.cost.memory.backward import Backend
@@ -178,12 +179,22 @@ class CostModel:
         return f"Basis of {total} op prices: {words}{warning}."
 
     def collective_seconds(
-        self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, concurrent: Sequence[Sequence[int]] = ()
+        self,
+        op: CollectiveOp,
+        ranks: Sequence[int],
+        num_bytes: float,
+        concurrent: Sequence[Sequence[int]] = (),
+        algorithm: Algorithm | None = None,
     ) -> float:
-        """Seconds of a collective or a send, from the moment all are ready; `predict_collective` for one size."""
+        """Seconds of a collective or a send, from the moment all are ready; `predict_collective` for one size.
+
+        By one ``algorithm`` as the datasheet has it, or by the fastest way that is known.
+        """
         ranks, beside = self._teams.groups(op, ranks, concurrent)
-        key = ("collective", op, ranks, num_bytes, beside)
-        return self._keep(key, lambda: self._chosen(self._collectives.predict(op, ranks, _alone(num_bytes), beside)))
+        key = ("collective", op, ranks, num_bytes, beside, algorithm)
+        return self._keep(
+            key, lambda: self._chosen(self._collectives.predict(op, ranks, _alone(num_bytes), beside, algorithm))
+        )
 
     def predict_collective(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Sequence[Sequence[int]] = ()

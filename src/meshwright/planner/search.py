@@ -34,7 +34,7 @@ from meshwright.spec import (
     Workload,
     with_branches,
 )
-from meshwright.spec.gradient_exchange import WAVES
+from meshwright.spec.exchange import WAVES
 from meshwright.spec.own_code import order_file
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 

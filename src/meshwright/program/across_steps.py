@@ -11,6 +11,7 @@ backward. Source: Peng et al., "A Generic Communication Scheduler for Distribute
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +38,27 @@ def reach_across(program: Program) -> Program:
     # Who waited for sums now waits for those of the step before: the prologue's for the first repetition.
     waiting = np.repeat(np.arange(body.num_instructions), np.diff(body.wait_offsets))
     late = np.flatnonzero(~stays[waiting])
+    sums = _Late(waiting[late], body.waits[late], np.ones(len(late), np.int32))
+    known = _Late(body.late_instruction, body.late_awaited, body.late_lag)
+    both = _Late(
+        np.concatenate([sums.waiting, known.waiting]),
+        np.concatenate([sums.awaited, known.awaited]),
+        np.concatenate([sums.lag, known.lag]),
+    )
     return replace(
         program,
         prologue=first,
-        body=_wait_late(whole, order, waiting[late], body.waits[late], (np.flatnonzero(stays), order)),
-        epilogue=_wait_late(last, updates, waiting[late], body.waits[late], (None, order)),
+        body=_wait_late(whole, order, both, (np.flatnonzero(stays), order)),
+        epilogue=_wait_late(last, updates, sums, (None, order)),
     )
+
+
+class _Late(NamedTuple):
+    """Who waits for whom, and how many repetitions before: rows of the body, shape (n,)."""
+
+    waiting: Ids
+    awaited: Ids
+    lag: NDArray[np.int32]
 
 
 def _first_forwards(body: Section, stream: Ids) -> Ids:
@@ -83,15 +99,14 @@ def _select(body: Section, rows: Ids, stream: Ids) -> Section:
     )
 
 
-def _wait_late(section: Section, rows: Ids, waiting: Ids, awaited: Ids, earlier: tuple[Ids | None, Ids]) -> Section:
+def _wait_late(section: Section, rows: Ids, late: _Late, earlier: tuple[Ids | None, Ids]) -> Section:
     """The section with late waits, in rows of the old body, for the sections of the ``earlier`` rows."""
-    count = max(int(chosen.max()) for chosen in (rows, waiting, awaited)) + 1
-    count = max(count, *(int(chosen.max()) + 1 for chosen in earlier if chosen is not None))
+    count = 1 + max(int(chosen.max(initial=0)) for chosen in (rows, *late[:2], *earlier) if chosen is not None)
     known = [(number, _places(chosen, count)) for number, chosen in enumerate(earlier) if chosen is not None]
     return replace(
         section,
-        late_instruction=np.concatenate([_places(rows, count)[waiting] for _ in known]),
-        late_section=np.concatenate([np.full(len(waiting), number, np.int8) for number, _ in known]),
-        late_awaited=np.concatenate([places[awaited] for _, places in known]),
-        late_lag=np.ones(len(known) * len(waiting), np.int32),
+        late_instruction=np.concatenate([_places(rows, count)[late.waiting] for _ in known]),
+        late_section=np.concatenate([np.full(len(late.waiting), number, np.int8) for number, _ in known]),
+        late_awaited=np.concatenate([places[late.awaited] for _, places in known]),
+        late_lag=np.tile(late.lag, len(known)),
     )

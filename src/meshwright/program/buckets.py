@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.spec.gradient_exchange import WAVES
+from meshwright.spec.exchange import WAVES
 from meshwright.spec.graph import Graph
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan

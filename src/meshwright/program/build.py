@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
+from math import lcm
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from meshwright.program.crossings import Crossings, append_orders, append_transf
 from meshwright.program.endless import build_endless
 from meshwright.program.exchange import append_exchange, find_trained
 from meshwright.program.folding import Fold, folded_buckets
+from meshwright.program.loading import append_loads
 from meshwright.program.lowering import lower_plan
 from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile
@@ -27,6 +29,7 @@ from meshwright.program.own_schedules import OwnSchedule, find_schedule
 from meshwright.program.progress import play_orders, without_backwards
 from meshwright.program.schedules import RankOrders
 from meshwright.program.schedules.columns import join_ranks
+from meshwright.program.transfers import Computations
 from meshwright.spec.codec import content_hash
 from meshwright.spec.errors import ScheduleError
 from meshwright.spec.graph import Graph, Op
@@ -65,14 +68,26 @@ def _build_program(
     if plan.is_asynchronous:
         return build_endless(plan, graph, stages, crossings)
     orders = _orders(plan, graph, stages, crossings)
-    builder = ProgramBuilder(plan.num_ranks)
-    computations = append_orders(builder, plan, orders)
-    append_transfers(builder, computations, crossings)
-    if graph.mode == "training":
-        buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
-        append_exchange(builder, computations, find_trained(graph, stages), buckets, plan.exchange)
+    builder = ProgramBuilder(plan.num_devices)
+    num_steps, written = plan.exchange.every_steps, list[Computations]()
+    for step in range(num_steps):
+        computations = append_orders(builder, plan, orders.later(step * _microbatches_apart(plan)))
+        append_transfers(builder, computations, crossings)
+        written.append(computations)
+        if graph.mode == "training":
+            buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
+            exchanged = buckets if step == num_steps - 1 else ()
+            append_exchange(builder, computations, find_trained(graph, stages), exchanged, plan.exchange, written[0])
+    if plan.workload.loader is not None:
+        append_loads(builder, written, stages, plan.workload.loader.depth)
     program = builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
-    return reach_across(program) if plan.exchange.across_steps else program
+    return reach_across(program) if plan.exchange.across_steps else replace(program, body_steps=num_steps)
+
+
+def _microbatches_apart(plan: Plan) -> int:
+    """By how much the numbers of microbatches of two steps of one body differ: all go to the same replicas."""
+    period = lcm(*(len(stage.ranks) for stage in plan.stages))
+    return -(-plan.num_microbatches // period) * period
 
 
 def forget_programs() -> None:

@@ -13,8 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.program.buckets import Bucket
+from meshwright.program.builder import ProgramBuilder
 from meshwright.spec.errors import PlanError
-from meshwright.spec.gradient_exchange import GradientExchange
+from meshwright.spec.exchange import GradientExchange
+from meshwright.spec.instructions import Opcode
+from meshwright.spec.program import StreamName
 
 Ids = NDArray[np.int64]
 
@@ -29,6 +32,50 @@ class Parts(NamedTuple):
     num_bytes: Ids
     place: Ids
     offsets: Ids
+
+
+class PartRows(NamedTuple):
+    """Every part on every rank that holds it: columns of shape (rows,).
+
+    ``ready`` is the handle, of an instruction or a mark, at which the rank has its gradients; ``group`` the number of
+    all ranks that hold it.
+    """
+
+    part: Ids
+    bucket: Ids
+    place: Ids
+    num_bytes: Ids
+    rank: Ids
+    stage: Ids
+    ready: Ids
+    group: Ids
+
+
+def append_rows(
+    builder: ProgramBuilder,
+    rows: PartRows,
+    order: Ids,
+    opcode: Opcode,
+    num_bytes: Ids,
+    group: Ids,
+    *,
+    stream: StreamName = "exchange",
+    lane: int = 0,
+) -> Ids:
+    """Append one instruction per row to the stream of its rank, in an order in which ranks ascend; their handles."""
+    handles = np.empty(len(order), np.int64)
+    handles[order] = builder.extend(
+        np.searchsorted(rows.rank[order], np.arange(int(rows.rank.max(initial=-1)) + 2)),
+        stream,
+        lane=lane,
+        opcode=opcode,
+        stage=rows.stage[order],
+        version=-1,
+        peer=rows.part[order],
+        num_bytes=num_bytes[order],
+        group=group[order],
+    )
+    return handles
 
 
 def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:

@@ -30,12 +30,16 @@ from meshwright.spec.instructions import (
     BackwardWeight,
     Drop,
     Forward,
+    Load,
     Merge,
     OptimizerStep,
+    Pull,
+    Push,
     Receive,
     ReduceScatter,
     Send,
     Stash,
+    Sum,
 )
 from meshwright.spec.slices import StageSlice
 
@@ -163,7 +167,7 @@ class Executor:
                     f"{instruction} belongs to an asynchronous schedule; the runtime runs schedules that flush. "
                     "Simulate this program, or choose such a schedule to run."
                 )
-            case Send() | Receive() | AllReduce() | ReduceScatter() | AllGather():
+            case Send() | Receive() | AllReduce() | ReduceScatter() | AllGather() | Push() | Sum() | Pull() | Load():
                 raise ProgramError(
                     f"{instruction} stands in a compute stream; communication belongs to its own streams."
                 )
@@ -183,6 +187,16 @@ class Executor:
                 raise ProgramError(
                     f"{instruction} belongs to an optimizer that is sharded; the runtime sums whole buckets. Simulate "
                     "this program, or plan with `zero` 0 to run."
+                )
+            case Load():
+                raise ProgramError(
+                    f"{instruction} belongs to an input pipeline; the runtime is given its inputs. Simulate this "
+                    "program, or plan without a loader to run."
+                )
+            case Push() | Sum() | Pull():
+                raise ProgramError(
+                    f"{instruction} belongs to parameter servers; the runtime sums by all-reduces. Simulate this "
+                    "program, or plan without `servers` to run."
                 )
             case (
                 Forward()

@@ -36,7 +36,8 @@ def schedule_exchange(
 ) -> Plan:
     """The plan with the sequence of its exchange, by default the nearest to the input first.
 
-    ``credit_bytes`` may be under way at once; 0 admits one part after the other. Raises PlanError as `build_program`.
+    ``credit_bytes`` may be under way at once; 0 admits one part after the other. With servers, parts are taken to leave
+    as fast as all-reduces would sum them. Raises PlanError as `build_program`.
     """
     parts = ready_parts(plan, graph, cluster, cost=cost)
     groups: dict[tuple[int, ...], list[ReadyPart]] = {}
@@ -55,7 +56,7 @@ def schedule_exchange(
 
 def ready_parts(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel | None = None) -> list[ReadyPart]:
     """When each part of the plan's exchange is ready on all of its ranks, and what it takes."""
-    first = replace(plan, exchange=replace(plan.exchange, sequence=(), across_steps=False))
+    first = replace(plan, exchange=replace(plan.exchange, sequence=(), across_steps=False, servers=()))
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     program = build_program(first, graph)
     prices = price_program(program, first, graph, cost)

@@ -52,7 +52,7 @@ def explain_step(
     program = program_of(plan, graph, cluster)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     prices = price_program(program, plan, graph, cost)
-    devices = [cluster.device_kind(rank).name for rank in range(plan.num_ranks)]
+    devices = [cluster.device_kind(rank).name for rank in range(program.num_ranks)]
     return explain_program(program, prices, devices, contention=contention)
 
 
@@ -77,7 +77,7 @@ def explain_program(
 
     of_streams = [devices[stream.rank] for stream in program.streams]
     return StepExplanation(
-        step_time_s=to_seconds(stop - begin),
+        step_time_s=to_seconds(stop - begin) / program.body_steps,
         path=_timeline(program, path, columns, begin),
         bounds=tuple(map(Bound, path.bound.tolist())),
         levers=find_levers(path, unrolled, prices, columns, of_streams, simulate),

@@ -158,8 +158,11 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
         run=shown,
         timeline=timeline,
         memory=tuple(PeakMemory(parts=item) for item in parts),
-        step_time_s=to_seconds(window[1] - window[0]) / averaged,
-        seconds=rank_seconds(steady, window[1] - window[0], _window_steps(steady, averaged, drains)),
+        step_time_s=to_seconds(window[1] - window[0]) / averaged / program.body_steps,
+        seconds=tuple(
+            item.per_step(program.body_steps)
+            for item in rank_seconds(steady, window[1] - window[0], _window_steps(steady, averaged, drains))
+        ),
     )
 
 

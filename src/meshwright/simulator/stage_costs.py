@@ -11,6 +11,7 @@
   optimizer step pays for the all-reduces.
 - states that replicas share out: the optimizer's step, its states and what it needs meanwhile are those of one of n
   equal parts; `state_shards` says what passes wait for, and of gathered parameters two layers are there.
+- clipping and a scale of the loss: passes over all gradients before the step.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ def stage_costs(
     step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind, num_shards=shards.states)
     inside_s = cost.step_exchange_seconds(graph, stage.parameters, alone=not buckets)
     copy_s = cost.bucket_seconds(graph, stage.parameters, kind)
+    checked_s = _passes_over_gradients(plan) * copy_s / shards.states
     forward_host_s, host_s, weights_host_s = seconds.host_s
 
     def backward(first: Floats, own_host_s: float) -> BackwardSeconds:
@@ -141,12 +143,20 @@ def stage_costs(
         backward=backward(seconds.backward, host_s),
         inputs_s=float((seconds.backward - seconds.weights).sum()) + host_s,
         weights=backward(seconds.weights, weights_host_s),
-        optimizer_s=step_s + inside_s + cost.overhead_s * (1 + len(buckets)),
+        optimizer_s=step_s + inside_s + checked_s + cost.overhead_s * (1 + len(buckets)),
         stash_s=copy_s + cost.overhead_s,
         # Two passes, each as long as a copy: the own updates out of the sum, and the rest into the weights.
         merge_s=2 * copy_s + cost.overhead_s,
         fill_s=sum(seconds.fill_s.values()),
     )
+
+
+def _passes_over_gradients(plan: Plan | Placement) -> float:
+    """What clipping and unscaling read and write of all gradients, in copies of them (which read and write once)."""
+    if isinstance(plan, Placement):
+        return 0.0
+    # The norm reads, clipping reads and writes; unscaling reads and writes, and looks for infinite values meanwhile.
+    return 1.5 * plan.exchange.clip_norm + 1.0 * plan.exchange.loss_scale
 
 
 def weights_share(graph: Graph, op: Op) -> float:

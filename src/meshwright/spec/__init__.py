@@ -29,8 +29,8 @@ from meshwright.spec.errors import (
     suggest,
 )
 from meshwright.spec.events import EventSink, NullSink
+from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.files import write_text
-from meshwright.spec.gradient_exchange import GradientExchange
 from meshwright.spec.graph import Extent, Graph, Layer, Op, Tensor
 from meshwright.spec.instructions import (
     AllGather,
@@ -41,13 +41,17 @@ from meshwright.spec.instructions import (
     Drop,
     Forward,
     Instruction,
+    Load,
     Merge,
     Opcode,
     OptimizerStep,
+    Pull,
+    Push,
     Receive,
     ReduceScatter,
     Send,
     Stash,
+    Sum,
     instruction_name,
 )
 from meshwright.spec.measurements import (
@@ -87,7 +91,7 @@ from meshwright.spec.units import (
     to_picoseconds,
     to_seconds,
 )
-from meshwright.spec.workload import Optimizer, Workload
+from meshwright.spec.workload import Loader, Optimizer, Workload
 
 __all__ = [
     "DTYPE_BYTES",
@@ -119,6 +123,8 @@ __all__ = [
     "Instruction",
     "Layer",
     "Link",
+    "Load",
+    "Loader",
     "MeasurementError",
     "Measurements",
     "Merge",
@@ -141,6 +147,8 @@ __all__ = [
     "PlaygroundError",
     "Program",
     "ProgramError",
+    "Pull",
+    "Push",
     "Receive",
     "ReduceScatter",
     "RunError",
@@ -153,6 +161,7 @@ __all__ = [
     "StageSlice",
     "Stash",
     "Stream",
+    "Sum",
     "Tensor",
     "Timeline",
     "TransferMeasurement",

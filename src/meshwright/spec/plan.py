@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from meshwright.spec.errors import GraphMismatchError, PlanError, suggest
-from meshwright.spec.gradient_exchange import PLAIN_EXCHANGE, WAVES, GradientExchange
+from meshwright.spec.exchange import DEFAULT_EXCHANGE, WAVES, GradientExchange
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.own_code import order_file, split_reference
 from meshwright.spec.recompute import Ranges, with_recompute
@@ -77,7 +77,7 @@ class Plan:
     num_microbatches: int
     schedule: str = "1f1b"
     schedule_hash: str = ""
-    exchange: GradientExchange = PLAIN_EXCHANGE
+    exchange: GradientExchange = DEFAULT_EXCHANGE
     sharding: Sharding = UNSHARDED
     recompute: Ranges = ()
     model_sizes: tuple[tuple[str, int], ...] = ()
@@ -115,8 +115,8 @@ class Plan:
 
     @property
     def num_devices(self) -> int:
-        """Devices that take part: those of the teams for which the ranks stand."""
-        return self.num_ranks * self.sharding.width
+        """Devices that take part: those of the teams for which the ranks stand, and further ranks that only serve."""
+        return max(self.num_ranks, *(server + 1 for server in self.exchange.servers), 0) * self.sharding.width
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -157,6 +157,8 @@ class Plan:
         if self.has_virtual_stages or not (self.has_own_schedule or self.schedule in BASIC_SCHEDULES):
             several = " with several stages on a rank" if self.has_virtual_stages else ""
             return f"follows the schedule {self.schedule}{several}"
+        if self.workload.loader is not None:
+            return "has an input pipeline with a rate of its own"
         return "" if self.exchange.is_plain else "exchanges gradients in another way than by sums of buckets"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 from meshwright.program.schedules.columns import OrderColumns, make_columns
 from meshwright.program.schedules.layouts import num_active, sit_alone
 from meshwright.spec.errors import PlanError
-from meshwright.spec.gradient_exchange import WAVES
+from meshwright.spec.exchange import WAVES
 from meshwright.spec.instructions import COMPUTATIONS, Opcode
 from meshwright.spec.plan import AsynchronousName, Plan
 

@@ -1,4 +1,4 @@
-"""Dims of operators that compute, whose equation follows from shapes and attributes: norms, sums, convolutions"""
+"""Dims of operators that compute, whose equation follows from shapes and attributes: norms, sums, convolutions."""
 
 from __future__ import annotations
 
