@@ -33,7 +33,7 @@ from meshwright.cost.optimizers import (
     price_step,
     trainable_elements,
 )
-from meshwright.cost.prices import End, OpPrices, gather_prices
+from meshwright.cost.prices import End, OpPrices, explain_bases, gather_prices
 from meshwright.cost.table import OpTable, price_op, roofline_interval
 from meshwright.cost.teams import TeamPrices
 from meshwright.cost.work import key_in
@@ -168,15 +168,7 @@ class CostModel:
         used = (self.cluster.device_kind(rank) for rank in range(self.cluster.num_ranks))
         kinds = {kind.usual_name: kind.at_usual_speed() for kind in used}
         counts = Counter(basis for kind in kinds.values() for basis in self.price_ops(graph, batch_size, kind).basis)
-        total, guessed = counts.total(), counts["roofline"]
-        if guessed == total:
-            return (
-                f"Basis: nothing was measured on {', '.join(kinds)}; all times are rooflines from datasheets, "
-                "which real steps mostly exceed. `meshwright measure` replaces them on a machine that you have."
-            )
-        words = ", ".join(f"{count} {basis}" for basis, count in sorted(counts.items()))
-        warning = "; rooflines are mostly too short, measure this model to replace them" if guessed else ""
-        return f"Basis of {total} op prices: {words}{warning}."
+        return explain_bases(counts, kinds)
 
     def collective_seconds(
         self,

@@ -22,7 +22,8 @@ from meshwright.cost.teams import add_exchanges
 from meshwright.spec import computed_again
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections import Counter
+    from collections.abc import Collection, Sequence
 
     from meshwright.cost.prediction import Interval
     from meshwright.cost.roofline import OpSeconds
@@ -200,3 +201,16 @@ def gather_prices(
         group=groups[class_of],
         basis=tuple(prices[index].basis for index in class_of),
     )
+
+
+def explain_bases(counts: Counter[Basis], kinds: Collection[str]) -> str:
+    """One sentence on so many op prices by basis, of some kinds of devices, and what rooflines are worth."""
+    total, guessed = counts.total(), counts["roofline"]
+    if guessed == total:
+        return (
+            f"Basis: nothing was measured on {', '.join(kinds)}; all times are rooflines from datasheets, "
+            "which real steps mostly exceed. `meshwright measure` replaces them on a machine that you have."
+        )
+    words = ", ".join(f"{count} {basis}" for basis, count in sorted(counts.items()))
+    warning = "; rooflines are mostly too short, measure this model to replace them" if guessed else ""
+    return f"Basis of {total} op prices: {words}{warning}."
