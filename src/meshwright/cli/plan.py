@@ -258,12 +258,14 @@ def plan(
                 "basis": basis,
                 "step_interval_s": [interval.low_s, interval.high_s],
                 "step_interval_measured": interval.measured,
+                **({"teams": sharding.describe_teams()} if sharding.width > 1 else {}),
                 **{name: str(path) if path else None for name, path in places.items()},
             }
         )
         return
     sure = (basis, explain_step_interval(interval))
-    print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *found, *sure, "")
+    teams = [sharding.describe_teams()] if sharding.width > 1 else []
+    print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *teams, *found, *sure, "")
     # Names of files may hold square brackets, which rich would read as markup.
     print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(model)]))
 
