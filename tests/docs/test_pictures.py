@@ -55,6 +55,11 @@ def test_the_picture_of_controllers_is_what_the_simulator_says(drawn):
     assert controllers.PICTURE.read_text() == controllers.draw(), "run python docs/pictures/controllers.py"
 
 
+def test_the_picture_of_scenarios_is_what_the_simulator_says(drawn):
+    scenarios = drawn("scenarios")
+    assert scenarios.PICTURE.read_text() == scenarios.draw(), "run python docs/pictures/scenarios.py"
+
+
 def test_the_picture_of_collectives_is_what_the_model_says(drawn):
     collectives = drawn("collectives")
     assert collectives.PICTURE.read_text() == collectives.draw(), "run python docs/pictures/collectives.py"

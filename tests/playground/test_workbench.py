@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwright.cost import CostModel
 from meshwright.planner import evaluate_plan
 from meshwright.playground.documents import answer_data, pinned_data
-from meshwright.playground.scenario import base_cluster, scenario_cluster
+from meshwright.playground.scenario import base_cluster, scenario_cost
 from meshwright.spec import MeshwrightError, Plan, decode_document
 from tests.playground.examples import make_bench, make_state
 
@@ -45,8 +45,8 @@ def test_an_answer_is_what_the_planner_says_of_its_plan(state):
         answer = BENCH.answer(state)
     except MeshwrightError:
         return
-    cluster = scenario_cluster(state, base_cluster(state, {}))
-    fresh = evaluate_plan(answer.plan, answer.graph, cluster, CostModel(cluster=cluster, precision=state.precision))
+    cost = scenario_cost(state, CostModel(cluster=base_cluster(state, {}), precision=state.precision))
+    fresh = evaluate_plan(answer.plan, answer.graph, cost.cluster, cost)
     assert answer.ranked == fresh
     assert answer_data(answer)["figures"]["step_time_s"] == fresh.step_time_s
 
@@ -61,7 +61,7 @@ def test_data_of_an_answer_is_plain_json_with_the_plan_in_it():
     assert data["status"] == "fits"
     assert decode_document(Plan, data["document"]["documents"]["plan.json"], "plan") == answer.plan
     assert data["layers"]["cuts"] == list(answer.balanced) == [4, 8]
-    assert "device 0 2× slower" in data["document"]["results"][0]["explanation"]
+    assert "rank 0 2× slower" in data["document"]["results"][0]["explanation"]
 
 
 def test_too_little_memory_is_told_with_the_rank_its_owner_and_remedies():

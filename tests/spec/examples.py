@@ -11,6 +11,7 @@ from meshwright.spec import (
     Graph,
     Layer,
     Link,
+    Loader,
     Measurements,
     Node,
     Op,
@@ -31,6 +32,8 @@ from meshwright.spec import (
     Workload,
     empty_section,
 )
+from meshwright.spec.cluster import NodePath, Racks
+from meshwright.spec.sharding import OpPlacement, Sharding
 
 LINK = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)
 
@@ -48,6 +51,15 @@ CLUSTER = Cluster(
             clock_hz=1e9,
             compute_capability=8.0,
         ),
+        DeviceKind(
+            name="X1 slow",
+            memory_bytes=2**30,
+            memory_bandwidth_bytes_per_s=1e12,
+            peak_flops_per_s={"float32": 1e13},
+            source="made up",
+            slowdown=2.0,
+            usual="X1",
+        ),
     ),
     nodes=(
         Node(
@@ -61,11 +73,26 @@ CLUSTER = Cluster(
             num_nics=2,
             source="made up",
         ),
+        Node(
+            name="n1",
+            devices=(DeviceGroup(kind="X1", count=2),),
+            host_memory_bytes=2**33,
+            num_cores=8,
+            device_link=LINK,
+            pcie=LINK,
+            nic=LINK,
+        ),
     ),
+    racks=Racks(nodes_per_rack=1, num_uplinks=2, uplink=LINK),
+    paths=(NodePath(nodes=(0, 1), link=LINK),),
 )
 
 WORKLOAD = Workload(
-    kind="inference", global_batch=12, precision="bfloat16", optimizer=Optimizer(kind="sgd", momentum=True)
+    kind="inference",
+    global_batch=12,
+    precision="bfloat16",
+    optimizer=Optimizer(kind="sgd", momentum=True),
+    loader=Loader(seconds_per_sample=0.25, depth=3),
 )
 
 _B = Extent(0, 1)
@@ -119,7 +146,27 @@ PLAN = Plan(
     num_microbatches=4,
     schedule="mine.py:waves",
     schedule_hash="0123456789abcdef",
-    exchange=GradientExchange(bucket_bytes=1024, overlap=False),
+    exchange=GradientExchange(
+        bucket_bytes=1024,
+        overlap=False,
+        partition_bytes=512,
+        sequence=(1, 0),
+        across_steps=True,
+        servers=(0, 2),
+        credit_bytes=4096,
+        clip_norm=True,
+        loss_scale=True,
+    ),
+    sharding=Sharding(
+        tensor=2,
+        context=2,
+        expert=2,
+        sequence_parallel=True,
+        regather=True,
+        context_method="all_gather",
+        placements=(OpPlacement(op="linear*", axis="context", output_dim=1),),
+    ),
+    recompute=((0, 1),),
 )
 
 PLACEMENT = Placement(
@@ -136,7 +183,7 @@ PROGRAM = Program(
     schedule="1f1b",
     plan_hash="0123456789abcdef",
     num_ranks=2,
-    streams=(Stream(rank=0, name="compute"), Stream(rank=1, name="exchange")),
+    streams=(Stream(rank=0, name="compute"), Stream(rank=1, name="exchange", lane=2)),
     groups=((0, 1),),
     prologue=empty_section(2),
     body=Section(
@@ -155,12 +202,13 @@ PROGRAM = Program(
     ),
     epilogue=empty_section(2),
     advance=4,
+    body_steps=2,
 )
 
 TIMELINE = Timeline(
     origin="measured",
     num_ranks=2,
-    tracks=(Stream(rank=0, name="compute"), Stream(rank=1, name="send")),
+    tracks=(Stream(rank=0, name="compute"), Stream(rank=1, name="send", lane=2)),
     track=np.array([0, 1, 0], np.int32),
     opcode=np.array([0, 2, 1], np.int8),
     stage=np.array([0, 0, 0], np.int32),

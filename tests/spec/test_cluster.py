@@ -116,7 +116,7 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_links_between_ranks():
     slow = Link(latency_s=9e-6, bandwidth_bytes_per_s=1e9)
     near, far = CLUSTER.nodes[0], replace(CLUSTER.nodes[0], name="n1", nic=slow)
-    cluster = replace(CLUSTER, nodes=(near, far))
+    cluster = replace(CLUSTER, nodes=(near, far), racks=None, paths=())
     assert cluster.link_between(0, 1) == near.device_link
     assert cluster.link_between(2, 3) == far.device_link
     # the slower end of both: its latency from one node, its bandwidth from the other

@@ -107,7 +107,14 @@ def place_ops(request: PlaceRequest) -> None:
 
 
 def simulate_placement(
-    placement: Placement, graph: Graph, machine: Cluster, result: Simulation, contention: Contention, *, as_json: bool
+    placement: Placement,
+    graph: Graph,
+    machine: Cluster,
+    result: Simulation,
+    contention: Contention,
+    scenario: dict[str, Any],
+    *,
+    as_json: bool,
 ) -> None:
     """Print a simulated placement: its ranks, its timeline and a picture."""
     from meshwright.report import draw_grid, timeline_rows, timeline_table
@@ -117,7 +124,8 @@ def simulate_placement(
     overflows = find_overflows(result, machine)
     if as_json:
         over = {"overflows": [item.row() for item in overflows]} if overflows else {}
-        print_json({"ranks": rows, "contention": contention, **timeline_rows(result.timeline), **over})
+        beside = {"scenario": scenario} if scenario else {}
+        print_json({"ranks": rows, "contention": contention, **timeline_rows(result.timeline), **over, **beside})
         return
     print_tables(
         *placement_tables(placement, rows, result),

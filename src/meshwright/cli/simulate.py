@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
+from meshwright.cli.scenarios import RunStepsOption, ScenarioOption, SeedsOption, follow_scenario, load_scenarios
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
-from meshwright.cli.traces import TraceOption, TraceRanksOption, traced_ranks
+from meshwright.cli.sweeps import FigureOption, PlotOption, SweepOption, check_sweep, run_sweep
+from meshwright.cli.traces import TraceOption, TraceRanksOption, put_timeline, traced_ranks
 from meshwright.spec.cluster import load_cluster
-from meshwright.spec.codec import write_document
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import SCHEDULE_NAMES
 from meshwright.spec.plan_files import read_plan
+
+if TYPE_CHECKING:
+    from meshwright.simulator import Simulation
+    from meshwright.spec.plan import Plan
 
 NEVER_FLUSHES = (
     "The schedule never flushes: the first step above fills the pipeline and the last one empties it; the steady step "
@@ -36,6 +41,12 @@ def simulate(
     ] = None,
     measurements: MeasurementsOption = None,
     graph: Annotated[Path | None, typer.Option(help="The captured graph (.json); else the model is captured.")] = None,
+    scenario: ScenarioOption = None,
+    seeds: SeedsOption = 5,
+    run_steps: RunStepsOption = None,
+    sweep: SweepOption = None,
+    plot: PlotOption = None,
+    figure: FigureOption = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -81,28 +92,61 @@ def simulate(
         rank_simulation,
         simulation_document,
     )
-    from meshwright.report import check_ranks, draw_grid, timeline_rows, timeline_table, write_trace
+    from meshwright.program import unlower_plan
+    from meshwright.report import check_ranks, draw_grid, timeline_rows, timeline_table
     from meshwright.simulator import (
         allocate_rank,
         describe_steady_step,
         explain_overflows,
         find_overflows,
+        form_teams,
         simulate_plan,
         steady_rows,
     )
+    from meshwright.simulator.scenarios import apply_scenario
 
     if detail == "ops" and trace is None:
         raise DocumentError(
             "`--detail ops` puts ops into the trace, but no trace was asked for; add --trace FILE.json."
         )
+    check_sweep(
+        sweep,
+        out,
+        plot,
+        figure,
+        {"--trace": trace is not None, "--html": html is not None, "--open": open_browser, "--explain": explain}
+        | {"--against": bool(against), "--schedule": schedule is not None, "--find-orders": find_orders is not None},
+    )
     page = page_path(html, open_browser, "simulation")
     chosen = traced_ranks(trace, trace_ranks)
     place_of_orders(find_orders, whole_backwards)
     document = read_plan(plan)
     check_ranks(chosen, document.num_ranks)
-    machine = load_cluster(cluster or document.cluster)
-    cost = load_cost_model(machine, measurements, document.workload.precision)
-    captured = graph_of_plan(document, graph)
+    usual = load_cost_model(load_cluster(cluster or document.cluster), measurements, document.workload.precision)
+    happens = load_scenarios(scenario)
+    settings: dict[str, Any] = {"num_seeds": seeds, "run_steps": run_steps}
+    if sweep:
+        run_sweep(
+            sweep,
+            document,
+            graph_of_plan(document, graph),
+            usual,
+            happens,
+            contention,
+            settings,
+            out,
+            plot,
+            figure,
+            as_json=as_json,
+        )
+        return
+    cost = apply_scenario(usual, happens)
+    machine = cost.cluster
+    captured = whole = graph_of_plan(document, graph)
+
+    def follow(result: Simulation, document: Plan | Placement) -> tuple[Simulation, dict[str, Any], tuple[Any, ...]]:
+        return follow_scenario(happens, result, document, whole, usual, contention, steps, settings)
+
     if isinstance(document, Placement):
         refuse_for_place(
             {"--schedule": schedule is not None, "--against": bool(against), "--html": html is not None}
@@ -112,14 +156,14 @@ def simulate(
         placed = simulate_plan(
             document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
         )
-        if out is not None:
-            write_document(placed.timeline, out)
-        if trace is not None:
-            write_trace([placed.timeline], trace, ranks=chosen, ops=placed.op_spans)
-        simulate_placement(document, captured, machine, placed, contention, as_json=as_json)
-        if explain:
-            print_tables(*explain_bounds(document, captured, machine, cost, contention)[1])
+        placed, beside, sentences = follow(placed, document)
+        put_timeline(placed, out, trace, chosen)
+        simulate_placement(document, captured, machine, placed, contention, beside, as_json=as_json)
+        told = explain_bounds(document, captured, machine, cost, contention)[1] if explain else []
+        print_tables(*(() if as_json else sentences), *told)
         return
+    given, split = document, document.sharding.describe_teams()
+    document, captured, machine, cost = form_teams(document, captured, machine, cost)
     if schedule is not None:
         document = adopt_schedule(document, schedule, captured, cost, num_chunks=virtual_stages)
     found = []
@@ -132,16 +176,14 @@ def simulate(
     result = simulate_plan(
         document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
     )
+    result, beside, sentences = follow(result, unlower_plan(document, given))
     basis = cost.explain_basis(captured, document.microbatch_size)
     interval = predict_step_interval(document, captured, machine, cost, contention=contention)
     reasons, explanation = explain_bounds(document, captured, machine, cost, contention) if explain else ({}, [])
     overflows = find_overflows(result, machine)
     compared = compared_schedules(document, against)
     rows, comparison = compare(document, captured, machine, cost, compared, contention)
-    if out is not None:
-        write_document(result.timeline, out)
-    if trace is not None:
-        write_trace([result.timeline], trace, ranks=chosen, ops=result.op_spans)
+    put_timeline(result, out, trace, chosen)
     if page is not None:
         ranked = rank_simulation(result, document, machine)
         allocation = allocate_rank(document, captured, machine, ranked.fullest_rank)
@@ -158,11 +200,13 @@ def simulate(
                 "plan": str(plan),
                 "step_time_s": result.step_time_s,
                 "contention": contention,
+                **({"teams": split} if split else {}),
                 "basis": basis,
                 "step_interval_s": [interval.low_s, interval.high_s],
                 "step_interval_measured": interval.measured,
                 **timeline_rows(result.timeline),
                 "steady": steady_rows(result),
+                **({"scenario": beside} if beside else {}),
                 **({"overflows": [item.row() for item in overflows]} if overflows else {}),
                 **({"explanation": reasons} if explain else {}),
                 **({"schedules": rows} if rows else {}),
@@ -173,7 +217,9 @@ def simulate(
     print_tables(
         timeline_table(result.timeline),
         describe_steady_step(result),
+        *((split,) if split else ()),
         *((NEVER_FLUSHES,) if document.is_asynchronous else ()),
+        *sentences,
         *explain_overflows(overflows),
         basis,
         explain_step_interval(interval),

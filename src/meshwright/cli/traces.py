@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from meshwright.spec.codec import write_document
+
+if TYPE_CHECKING:
+    from meshwright.simulator import Simulation
 
 TraceOption = Annotated[
     Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file (.json, or .json.gz).")
@@ -35,3 +40,13 @@ def traced_ranks(trace: Path | None, ranks: str | None) -> tuple[int, ...] | Non
             )
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))
+
+
+def put_timeline(result: Simulation, out: Path | None, trace: Path | None, ranks: tuple[int, ...] | None) -> None:
+    """Write the timeline of a simulation and its trace, where they were asked for."""
+    from meshwright.report import write_trace
+
+    if out is not None:
+        write_document(result.timeline, out)
+    if trace is not None:
+        write_trace([result.timeline], trace, ranks=ranks, ops=result.op_spans)

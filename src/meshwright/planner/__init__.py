@@ -16,15 +16,18 @@ from meshwright.planner.pages import plans_document, simulation_document
 from meshwright.planner.place import place, seconds_on_one_device
 from meshwright.planner.place_constraints import Constraints
 from meshwright.planner.plans import Plans, explain_difference
+from meshwright.planner.replanning import replan_seconds
 from meshwright.planner.schedules import compare_schedules, schedule_rows
 from meshwright.planner.search import search_plans
 from meshwright.planner.slicing import Slicing, solve_slicing
+from meshwright.planner.teams import Lowering, lower_search
 
 __all__ = [
     "Breakdown",
     "Constraints",
     "Coverage",
     "FoundPlan",
+    "Lowering",
     "NothingFitsError",
     "Plans",
     "RankedPlan",
@@ -36,10 +39,12 @@ __all__ = [
     "explain_difference",
     "explain_step_interval",
     "find_order",
+    "lower_search",
     "place",
     "plans_document",
     "predict_step_interval",
     "rank_simulation",
+    "replan_seconds",
     "schedule_rows",
     "search_plans",
     "seconds_on_one_device",

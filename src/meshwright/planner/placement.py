@@ -132,7 +132,8 @@ class _Groups:
         self._limits = [memory_limit(cluster, rank, limit_bytes) for rank in range(cluster.num_ranks)]
         # Nodes that differ in nothing but their name are one kind of node.
         described = [(node.devices, node.device_link, node.nic, node.num_nics) for node in cluster.nodes]
-        self._uniform = len(set(described)) == 1 and len(cluster.nodes[0].devices) == 1
+        between = cluster.racks is not None or bool(cluster.paths)
+        self._uniform = len(set(described)) == 1 and len(cluster.nodes[0].devices) == 1 and not between
         self.kind_sets: list[tuple[str, ...]] = []
         self.links: list[tuple[int, int]] = [(0, 0)]
         self._exchange: dict[object, tuple[float, float]] = {}

@@ -15,9 +15,10 @@ from typing import Any
 
 from meshwright.planner.pages import headline_facts, simulation_document
 from meshwright.planner.plans import explain_difference, summarise
-from meshwright.playground.scenario import describe_scenario
+from meshwright.playground.scenario import scenario_of
 from meshwright.playground.state import State, to_query
 from meshwright.playground.workbench import Answer
+from meshwright.report import describe_scenario
 from meshwright.report.page import versions
 from meshwright.spec import format_bytes
 from meshwright.spec.memory import ACTIVATIONS, MEMORY_GROUPS
@@ -62,7 +63,7 @@ def pinned_data(answer: Answer, pinned: Answer) -> Row:
 
 def answer_document(answer: Answer, *, deflate: bool = True) -> Row:
     """The page document of an answer: what the playground draws, and what its report holds."""
-    scenario = describe_scenario(answer.state)
+    scenario = describe_scenario(scenario_of(answer.state))
     return simulation_document(
         answer.ranked,
         answer.simulation.timeline,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from meshwright.cost import CostModel
 from meshwright.planner import Plans, search_plans
 from meshwright.playground.layout import exchange_of, state_of_plan, workload_of
 from meshwright.playground.state import State, to_query
@@ -88,7 +88,7 @@ class Searches:
     def start(self, state: State) -> Row:
         """Search the best plans for a state's model, workload, cluster and scenario."""
         with self._lock:
-            graph, _, cluster, _ = self._bench.prepare(state)
+            graph, _, cluster, cost = self._bench.prepare(state)
         loads = self._bench.graphs_of(state)
 
         def graph_for(size: int) -> Any:
@@ -102,7 +102,8 @@ class Searches:
                 graph_for,
                 cluster,
                 workload_of(state),
-                cost=CostModel(cluster=cluster, precision=state.precision),
+                # Its own, for it keeps what it was asked.
+                cost=replace(cost),
                 model=state.model,
                 model_sizes=self._bench.sizes_of(state),
                 max_plans=MAX_PLANS,

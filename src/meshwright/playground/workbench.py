@@ -22,7 +22,7 @@ from meshwright.cost import CostModel
 from meshwright.planner.evaluate import RankedPlan, rank_simulation
 from meshwright.playground.balance import balanced_cuts, layer_seconds
 from meshwright.playground.layout import check_duration, check_shape, make_plan
-from meshwright.playground.scenario import base_cluster, scenario_cluster
+from meshwright.playground.scenario import base_cluster, scenario_cost, scenario_of
 from meshwright.playground.state import State
 from meshwright.simulator import Simulation, simulate_plan
 from meshwright.spec import Cluster, Graph, Plan, PlaygroundError
@@ -85,9 +85,9 @@ class Workbench:
         """Graph, base, cluster of the scenario and its cost model."""
         model = self._model(state)
         base = base_cluster(state, self.clusters)
-        cluster = scenario_cluster(state, base)
+        cost = self._cost(state, base)
         graph = self._keep("model", state.model, model.open)(state.microbatch_size)
-        return graph, base, cluster, self._cost(state, cluster)
+        return graph, base, cost.cluster, cost
 
     def graphs_of(self, state: State) -> Callable[[int], Graph]:
         """The graph of a state's model by microbatch size."""
@@ -135,12 +135,10 @@ class Workbench:
         count = state.num_stages
         return seconds, self._keep("cuts", (*key, count), lambda: balanced_cuts(seconds, count))
 
-    def _cost(self, state: State, cluster: Cluster) -> CostModel:
-        changed = state.slow_rank if state.slowdown != 1 else 0, state.slowdown, state.link_slowdown, state.nic_slowdown
-        size = state.kind, state.num_nodes, state.devices_per_node, state.num_nics, state.memory_gib
-        return self._keep(
-            "cost", (*size, *changed, state.precision), lambda: CostModel(cluster=cluster, precision=state.precision)
-        )
+    def _cost(self, state: State, base: Cluster) -> CostModel:
+        key = state.kind, state.num_nodes, state.devices_per_node, scenario_of(state), state.precision
+        usual = CostModel(cluster=base, precision=state.precision)
+        return self._keep("cost", key, lambda: scenario_cost(state, usual))
 
     def _keep(self, name: str, key: Hashable, compute: Callable[[], T]) -> T:
         kept = self._kept[name]

@@ -18,6 +18,7 @@ from meshwright.program.check import check_program
 from meshwright.program.decided import decided_program
 from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
+from meshwright.program.lowering import lower_graph, lower_plan, unlower_plan
 from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile, WrittenOrders, write_orders
 from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
@@ -71,6 +72,8 @@ __all__ = [
     "fsdp_collectives",
     "gradient_buckets",
     "local_microbatches",
+    "lower_graph",
+    "lower_plan",
     "max_in_flight",
     "measure_orders",
     "name_schedule",
@@ -83,6 +86,7 @@ __all__ = [
     "shard_graph",
     "stays_on_rank",
     "trained_stages",
+    "unlower_plan",
     "with_schedule",
     "write_orders",
 ]

@@ -15,6 +15,7 @@ from meshwright.report.comparison import (
     comparison_rows,
 )
 from meshwright.report.critical_path import explanation_rows, explanation_table
+from meshwright.report.curves import draw_curves
 from meshwright.report.fit import fit_table
 from meshwright.report.grid import draw_grid
 from meshwright.report.layers import graph_rows, graph_total
@@ -27,6 +28,13 @@ from meshwright.report.rows import (
     placement_rows,
     plan_rows,
     program_rows,
+)
+from meshwright.report.scenarios import (
+    describe_effect,
+    describe_factor,
+    describe_price,
+    describe_run,
+    describe_scenario,
 )
 from meshwright.report.schedule_picture import draw_schedule
 from meshwright.report.schedules import draw_slots, explain_slots, schedules_table
@@ -55,6 +63,12 @@ __all__ = [
     "compare_timelines",
     "comparison_rows",
     "comparison_table",
+    "describe_effect",
+    "describe_factor",
+    "describe_price",
+    "describe_run",
+    "describe_scenario",
+    "draw_curves",
     "draw_grid",
     "draw_schedule",
     "draw_slots",

@@ -13,18 +13,21 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from meshwright.cost import CostModel
 from meshwright.simulator.engine import Contention, check_contention
 from meshwright.simulator.plan import simulate_plan
 from meshwright.simulator.simulation import Simulation
 from meshwright.spec import Cluster, Graph, MeshwrightError, Plan, ProgramError
+
+T = TypeVar("T")
 
 # Seconds of work that pay for forks (own measurement, 2 cores: 40 to 60 ms for two processes and their end).
 WORTH_FORKING_S = 0.3
@@ -72,18 +75,26 @@ def simulate_plans(
     unknown model of contention, and if a process is killed, as it is for want of memory.
     """
     check_contention(contention)
-    if num_processes is not None and num_processes < 1:
-        raise ProgramError(f"{num_processes} processes were asked for; give at least one.")
     cost = cost or CostModel(cluster=cluster, precision=plans[0].workload.precision if plans else "float32")
     job = _Job(plans, graph, cluster, cost, num_steps, contention)
+    return tuple(run_places(job.run, len(plans), num_processes))
+
+
+def run_places(run: Callable[[int], T], count: int, num_processes: int | None = None) -> list[T]:
+    """What ``run`` gives for 0 to ``count`` - 1, on as many processes as pay. Raises ProgramError as `simulate_plans`.
+
+    What is interrupted ends its processes, too.
+    """
+    if num_processes is not None and num_processes < 1:
+        raise ProgramError(f"{num_processes} processes were asked for; give at least one.")
     start = time.perf_counter()
-    results = [job.run(place) for place in range(min(1, len(plans)))]
-    rest = range(len(results), len(plans))
+    results = [run(place) for place in range(min(1, count))]
+    rest = range(len(results), count)
     seconds = (time.perf_counter() - start) * len(rest)
-    count = _usable_processes() if num_processes is None and seconds > WORTH_FORKING_S else num_processes or 1
-    if min(count, len(rest)) > 1:
-        return (*results, *_fork(job, rest, min(count, len(rest))))
-    return (*results, *(job.run(place) for place in rest))
+    processes = _usable_processes() if num_processes is None and seconds > WORTH_FORKING_S else num_processes or 1
+    if min(processes, len(rest)) > 1:
+        return [*results, *_fork(run, rest, min(processes, len(rest)))]
+    return [*results, *(run(place) for place in rest)]
 
 
 def _usable_processes() -> int:
@@ -94,24 +105,30 @@ def _usable_processes() -> int:
     return 1
 
 
-_job: list[_Job] = []
+_running: list[Callable[[int], Any]] = []
 
 
-def _begin(job: _Job) -> None:
-    _job.append(job)
+def _begin(run: Callable[[int], Any]) -> None:
+    # Ctrl-C reaches all processes of a terminal; the one that waits for the others ends them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _running.append(run)
 
 
-def _run(place: int) -> Simulation | MeshwrightError:
-    return _job[0].run(place)
+def _run(place: int) -> Any:
+    return _running[0](place)
 
 
-def _fork(job: _Job, places: range, count: int) -> list[Simulation | MeshwrightError]:
+def _fork(run: Callable[[int], T], places: range, count: int) -> list[T]:
     context = multiprocessing.get_context("fork")
     # Collecting garbage writes to every object, and a fork copies what is written to.
     gc.freeze()
     try:
-        with ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(job,)) as pool:
-            return list(pool.map(_run, places))
+        with ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(run,)) as pool:
+            try:
+                return list(pool.map(_run, places))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
     except BrokenProcessPool:
         raise ProgramError(
             f"One of {count} processes that simulated {len(places)} plans was killed, probably for want of memory. "

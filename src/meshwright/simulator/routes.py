@@ -4,7 +4,8 @@
   host.
 - Ranks of different nodes: the NIC of the sender outwards and the NIC of the receiver inwards. A node of d devices
   with k NICs gives device i the NIC floor(i k / d), so that devices share NICs when there are fewer of them.
-- A collective: the links of a ring over its ranks in ascending order, node by node.
+- Ranks of different racks: an uplink of each rack as well, which its NICs share alike (`spec.cluster.Racks`).
+- A collective: the links of a ring over its ranks in ascending order, node by node, or those of a tree both ways.
 """
 
 from __future__ import annotations
@@ -14,23 +15,50 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.cost.collectives.rings import best_tree, link_matrix
 from meshwright.spec import Cluster
+from meshwright.spec.cluster import Racks
 
 Ids = NDArray[np.int64]
 
 
 def hop_links(cluster: Cluster, sources: Ids, targets: Ids) -> Ids:
-    """Numbers of the links that messages between ranks hold, shape (2, *ranks' shape*); -1 for none.
+    """Numbers of the links that messages between ranks hold, shape (2 or 4, *ranks' shape*); -1 for none.
 
-    Ranks a and b of one node of n ranks in the cluster: a n + b. NIC k of node i: n² + 2 (i K + k) outwards, and the
-    next number inwards, where K is the most NICs in use on a node.
+    Ranks a and b of one node of n ranks in the cluster: a n + b. NIC k of node i of N: n² + 2 (i K + k) outwards, and
+    the next number inwards, where K is the most NICs in use on a node. Uplink k of rack i, of U each: n² + 2 N K +
+    2 (i U + k) and the next.
     """
     columns, num_ranks = cluster.columns(), cluster.num_ranks
     nics = num_ranks**2 + 2 * (columns.node * _most_nics(cluster) + columns.nic)
     inside = columns.node[sources] == columns.node[targets]
     first = np.where(inside, sources * num_ranks + targets, nics[sources])
     second = np.where(inside, -1, nics[targets] + 1)
-    return np.stack([np.where(sources == targets, -1, first), second])
+    hops = np.stack([np.where(sources == targets, -1, first), second])
+    if cluster.racks is None:
+        return hops
+    uplinks = _first_uplink(cluster) + 2 * _uplinks(cluster, cluster.racks)
+    racks = columns.node // cluster.racks.nodes_per_rack
+    apart = racks[sources] != racks[targets]
+    above = np.stack([np.where(apart, uplinks[sources], -1), np.where(apart, uplinks[targets] + 1, -1)])
+    return np.concatenate([hops, above])
+
+
+def _uplinks(cluster: Cluster, racks: Racks) -> Ids:
+    """The uplink of each rank: those of rack i are numbers i U to (i + 1) U - 1."""
+    columns, counts = cluster.columns(), np.array([node.num_nics for node in cluster.nodes])
+    rack = np.arange(len(counts)) // racks.nodes_per_rack
+    before = np.cumsum(counts) - counts
+    in_rack = np.bincount(rack, counts).astype(np.int64)
+    place = before - before[rack * racks.nodes_per_rack]
+    nic = place[columns.node] + columns.nic
+    mine = rack[columns.node]
+    uplinks: Ids = mine * racks.num_uplinks + nic * racks.num_uplinks // in_rack[mine]
+    return uplinks
+
+
+def _first_uplink(cluster: Cluster) -> int:
+    return cluster.num_ranks**2 + 2 * len(cluster.nodes) * _most_nics(cluster)
 
 
 def _most_nics(cluster: Cluster) -> int:
@@ -58,6 +86,14 @@ class Routes:
             self._rings[key] = self._number(hop_links(self._cluster, members, np.roll(members, -1)))
         return self._rings[key]
 
+    def tree(self, ranks: Sequence[int]) -> int:
+        """The route of a collective up and down a tree over ``ranks``."""
+        members = np.sort(np.array(ranks, np.int64))
+        parents = np.array(best_tree(link_matrix(self._cluster, members.tolist())))
+        above = members[parents[1:]]
+        hops = [hop_links(self._cluster, *ends) for ends in ((members[1:], above), (above, members[1:]))]
+        return self._number(np.concatenate(hops, axis=1))
+
     def table(self) -> tuple[NDArray[np.int64], NDArray[np.int32], int]:
         """Offsets and links of all routes in CSR form, and the number of links."""
         offsets = np.cumsum([0, *(len(links) for links in self._routes)], dtype=np.int64)
@@ -72,6 +108,10 @@ class Routes:
     def _name(self, link: int, num_ranks: int, most_nics: int) -> str:
         if link < num_ranks**2:
             return f"link {link // num_ranks}→{link % num_ranks}"
+        if link >= (first := _first_uplink(self._cluster)) and self._cluster.racks is not None:
+            place, is_in = divmod(link - first, 2)
+            rack, uplink = divmod(place, self._cluster.racks.num_uplinks)
+            return f"uplink {uplink} of rack {rack}, {'in' if is_in else 'out'}"
         place, is_in = divmod(link - num_ranks**2, 2)
         index, nic = divmod(place, most_nics)
         return f"NIC {nic} of {self._cluster.nodes[index].name}, {'in' if is_in else 'out'}"

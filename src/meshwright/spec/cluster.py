@@ -7,7 +7,9 @@ and nodes are TOML files in ``spec/hardware/``, each figure with its source.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -49,6 +51,8 @@ class DeviceKind:
 
     ``peak_flops_per_s`` maps a dtype name to dense (not sparse) operations per second. Of a GPU, multiprocessors, L2
     cache, boost clock and CUDA's compute capability let kernels be predicted in tiles and waves; 0 means: not stated.
+    ``slowdown``: whatever is computed takes so many times what it takes on the kind named ``usual``, of which the
+    figures are and measurements may be.
     """
 
     name: str
@@ -60,6 +64,8 @@ class DeviceKind:
     cache_bytes: int = 0
     clock_hz: float = 0.0
     compute_capability: float = 0.0
+    slowdown: float = 1.0
+    usual: str = ""
 
     def __post_init__(self) -> None:
         numbers = (self.memory_bytes, self.memory_bandwidth_bytes_per_s, *self.peak_flops_per_s.values())
@@ -72,6 +78,20 @@ class DeviceKind:
                 f"Device kind {self.name!r}: multiprocessors, cache, clock and compute capability must not be "
                 "negative; leave out what is not known."
             )
+        if not 0 < self.slowdown < math.inf or (self.slowdown != 1 and not self.usual):
+            raise ClusterError(
+                f"Device kind {self.name!r}: slowdown {self.slowdown} of {self.usual!r}; expected a positive number, "
+                "and, unless it is 1, the name of the kind at its usual speed."
+            )
+
+    @property
+    def usual_name(self) -> str:
+        """The name of the kind at its usual speed."""
+        return self.usual or self.name
+
+    def at_usual_speed(self) -> DeviceKind:
+        """The kind by which this one is priced."""
+        return self if not self.usual else replace(self, name=self.usual, slowdown=1.0, usual="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +129,33 @@ class Node:
         return sum(group.count for group in self.devices)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Racks:
+    """Nodes by racks: the first ``nodes_per_rack``, the next, and so on, each with ``num_uplinks`` links to the others.
+
+    A message between racks holds an uplink outwards and one inwards; the n NICs of a rack share u uplinks as devices
+    share NICs: NIC i uses uplink floor(i u / n).
+    """
+
+    nodes_per_rack: int
+    num_uplinks: int
+    uplink: Link
+
+    def __post_init__(self) -> None:
+        if self.nodes_per_rack < 1 or self.num_uplinks < 1:
+            raise ClusterError(
+                f"Racks of {self.nodes_per_rack} nodes with {self.num_uplinks} uplinks; expected at least one of each."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePath:
+    """What messages between two nodes (by index) go through beside their NICs; it matters where it is slower."""
+
+    nodes: tuple[int, int]
+    link: Link
+
+
 class DeviceColumns(NamedTuple):
     """Facts of all devices of a cluster, each of shape (ranks,).
 
@@ -125,11 +172,16 @@ class DeviceColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Nodes and the device kinds that they name. Raises ClusterError when a kind is missing or there is no device."""
+    """Nodes and the device kinds that they name. Raises ClusterError when a kind is missing or there is no device.
+
+    Nodes talk to each other without anything between their NICs, unless there are ``racks`` or ``paths``.
+    """
 
     name: str
     device_kinds: tuple[DeviceKind, ...]
     nodes: tuple[Node, ...]
+    racks: Racks | None = None
+    paths: tuple[NodePath, ...] = ()
 
     _places: tuple[tuple[int, DeviceKind], ...] = field(init=False, repr=False, compare=False)
     _columns: list[DeviceColumns] = field(init=False, repr=False, compare=False, default_factory=list)
@@ -148,6 +200,12 @@ class Cluster:
         num_ranks = sum(node.num_devices for node in self.nodes)
         if not 1 <= num_ranks <= MAX_RANKS:
             raise ClusterError(f"Cluster {self.name!r} has {num_ranks} devices; expected 1 to {MAX_RANKS}.")
+        for path in self.paths:
+            if path.nodes[0] == path.nodes[1] or not all(0 <= index < len(self.nodes) for index in path.nodes):
+                raise ClusterError(
+                    f"A path between nodes {path.nodes[0]} and {path.nodes[1]}; the cluster has nodes 0 to "
+                    f"{len(self.nodes) - 1}. Name two of them."
+                )
         places = (
             (index, known[group.kind])
             for index, node in enumerate(self.nodes)
@@ -176,14 +234,25 @@ class Cluster:
         return self._columns[0]
 
     def link_between(self, first: int, second: int) -> Link:
-        """The link that a message between two ranks takes: the node's own, or the slower end of the two nodes' NICs."""
-        here, there = self.nodes[self.node_index(first)], self.nodes[self.node_index(second)]
-        if self.node_index(first) == self.node_index(second):
-            return here.device_link
+        """The link that a message between two ranks takes: the node's own, or the slowest on the way to another."""
+        nodes = self.node_index(first), self.node_index(second)
+        if nodes[0] == nodes[1]:
+            return self.nodes[nodes[0]].device_link
+        nics = [self.nodes[index].nic for index in nodes]
+        between = [path.link for path in self.paths_among(nodes)]
+        uplinks = [self.racks.uplink] if self.racks is not None and len({*map(self.rack_of, nodes)}) > 1 else []
         return Link(
-            latency_s=max(here.nic.latency_s, there.nic.latency_s),
-            bandwidth_bytes_per_s=min(here.nic.bandwidth_bytes_per_s, there.nic.bandwidth_bytes_per_s),
+            latency_s=max(link.latency_s for link in (*nics, *between)) + sum(link.latency_s for link in uplinks),
+            bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s for link in (*nics, *between, *uplinks)),
         )
+
+    def rack_of(self, node: int) -> int:
+        """Index of the rack of a node; 0 where there are none."""
+        return 0 if self.racks is None else node // self.racks.nodes_per_rack
+
+    def paths_among(self, nodes: Collection[int]) -> tuple[NodePath, ...]:
+        """The paths with both ends among some nodes."""
+        return tuple(path for path in self.paths if path.nodes[0] in nodes and path.nodes[1] in nodes)
 
 
 def _device_columns(cluster: Cluster) -> DeviceColumns:

@@ -2,9 +2,10 @@
 
 A document is a mapping whose first key is ``schema``: ``"meshwright/<name>/<version>"``. The field types of the
 dataclass say what is legal: scalars, ``Literal``, ``X | None``, tuples, ``dict[str, X]``, nested dataclasses, numpy
-integer columns, and classes that bring their own scalar form (``encode_scalar`` / ``decode_scalar``). Unknown keys,
-missing keys and wrong types are refused with the path of the value and the nearest known key. How files are parsed and
-written stands in `spec.parsing` and `spec.files`.
+integer columns, and classes that bring their own scalar form (``encode_scalar`` / ``decode_scalar``). Of a union of
+dataclasses each has a ``KIND``, which stands under the key ``kind``. Unknown keys, missing keys and wrong types are
+refused with the path of the value and the nearest known key. How files are parsed and written stands in `spec.parsing`
+and `spec.files`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def encode(value: Any) -> Any:
     if hasattr(value, "encode_scalar"):
         return value.encode_scalar()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        data = {}
+        data = {"kind": value.KIND} if hasattr(value, "KIND") else {}
         for field in dataclasses.fields(value):
             if not field.init:
                 continue
@@ -197,9 +198,23 @@ def _decode_optional(arguments: tuple[Any, ...], data: Any, where: str) -> Any:
     if data is None and type(None) in arguments:
         return None
     rest = [item for item in arguments if item is not type(None)]
+    if all(hasattr(item, "KIND") for item in rest):
+        return _decode_kind({item.KIND: item for item in rest}, data, where)
     if len(rest) != 1:
         raise TypeError(f"{where}: unions other than X | None are not part of the codec")
     return _decode(rest[0], data, where)
+
+
+def _decode_kind(known: dict[str, type], data: Any, where: str) -> Any:
+    """One of a union of dataclasses, by its key ``kind``."""
+    if not isinstance(data, dict):
+        raise DocumentError(f"{where}: expected a table, found {type(data).__name__}.")
+    if "kind" not in data:
+        raise DocumentError(f"{where}: key 'kind' is missing; expected one of {', '.join(map(repr, known))}.")
+    if not isinstance(data["kind"], str) or data["kind"] not in known:
+        raise DocumentError(f"{where}: kind {data['kind']!r} is not known{suggest(str(data['kind']), known)}.")
+    kind = data["kind"]
+    return _decode_dataclass(known[kind], {key: data[key] for key in data if key != "kind"}, f"{where} ({kind})")
 
 
 def _decode_tuple(arguments: tuple[Any, ...], data: Any, where: str) -> Any:

@@ -5,6 +5,7 @@ MeshwrightError                 exit code 1
 ├── DocumentError               a file or document that cannot be read as what it should be
 ├── GraphError                  a graph that contradicts itself, or a cut that it does not allow
 ├── ClusterError                a cluster that contradicts itself, or a device that nobody described
+├── ScenarioError               a scenario that contradicts itself, or changes what its cluster has not
 ├── PlanError                   a plan that does not fit its graph, cluster or workload
 │   ├── GraphMismatchError      the plan was made for another graph
 │   └── NoFeasiblePlanError     nothing fits; names the binding constraint      exit code 3
@@ -47,6 +48,10 @@ class GraphError(MeshwrightError):
 
 class ClusterError(MeshwrightError):
     """A cluster that contradicts itself, or a device that nobody described."""
+
+
+class ScenarioError(MeshwrightError):
+    """A scenario that contradicts itself, or changes what its cluster has not."""
 
 
 class PlanError(MeshwrightError):

@@ -9,24 +9,20 @@ One replica of a stage is tensor · context ranks. Experts and tables are laid o
 ``expert`` divides the number of replicas times context, and no rank is added for it. What sums gradients of replicas
 ("data") is no axis here.
 
-A `Layout` says how one tensor lies on one axis. `Collective` is what the ranks of an axis exchange at one op.
+A `Layout` says how one tensor lies on one axis. What the ranks of an axis exchange stands in `collective`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
+from meshwright.spec.collective import Axis
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Extent
 
-if TYPE_CHECKING:
-    from meshwright.spec.graph import Graph, Phase
-
-Axis = Literal["tensor", "context", "expert"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 ONE = Extent(1)
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 ContextMethod = Literal["ring", "all_gather"]
 
 
@@ -128,32 +124,22 @@ class Sharding:
         """Whether nothing is split."""
         return self.tensor == self.context == self.expert == 1
 
+    def describe(self) -> str:
+        """For people: ``tensor 8 with sequence parallelism, context 2``."""
+        sizes = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
+        if self.sequence_parallel:
+            sizes[0] += " with sequence parallelism"
+        return ", ".join(sizes)
+
+    def describe_teams(self) -> str:
+        """One sentence on what ranks of plans and timelines stand for; nothing where each is one device."""
+        if self.width == 1:
+            return ""
+        return f"Every rank stands for {self.width} devices side by side, which share each op out: {self.describe()}."
+
     def size(self, axis: Axis) -> int:
         """The size of an axis."""
         return {"tensor": self.tensor, "context": self.context, "expert": self.expert}[axis]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
-    """What the ranks of ``axis`` exchange when they come to op ``at`` of their local graph.
-
-    In the forward pass it is (part of) what that op does, and ends before the op's output is there; in the backward
-    pass likewise with the gradients of the op's inputs. The backward runs ops in descending order. Collectives of one
-    op and phase run in the order in which they are listed.
-
-    Its size is that of the **full** tensor in the group (what an all-gather yields, what a reduce-scatter takes in,
-    what all ranks together hand to an all-to-all): ``copies`` times tensor ``tensor`` of the local graph. A "send" is
-    one to the next rank of the axis while another comes from the one before, ``count`` times one after the other.
-    """
-
-    kind: CollectiveKind
-    axis: Axis
-    phase: Phase
-    at: int
-    tensor: int
-    copies: int = 1
-    count: int = 1
-
-    def num_bytes(self, graph: Graph, batch_size: int, float_bytes: int | None = None) -> int:
-        """Bytes of the full tensor, of one of ``count`` (``float_bytes``: see `Tensor.num_bytes`)."""
-        return self.copies * graph.tensors[self.tensor].num_bytes(batch_size, float_bytes)
+UNSHARDED = Sharding()

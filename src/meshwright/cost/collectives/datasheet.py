@@ -1,7 +1,8 @@
 """Seconds of a collective by the figures of the links alone: the fastest algorithm and protocol for each size.
 
 n ranks on N nodes, r on each of them; α_d, B_d of the links inside, α_n of the NICs, and B_n bytes per second out of a
-node: all its NICs that the group can use, shared with the groups that run beside it. S bytes of the full tensor; the
+node: all its NICs that the group can use, shared with the groups that run beside it, or, between racks, their uplinks
+if these are slower. S bytes of the full tensor; the
 shares of S that pass a port are those of `port_share`.
 
     flat ring     steps·(N·α_n + (n-N)·α_d)/n + S·max(share inside / B_d, share across / B_n)       (N = 0 for one node)
@@ -18,7 +19,7 @@ Sources: Patarasu and Yuan, JPDC 69 (2009); NCCL src/graph/tuning.cc; Thakur, Ra
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,9 @@ from meshwright.cost.collectives.groups import Group
 from meshwright.cost.collectives.protocols import PLAIN, load_nccl
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from meshwright.cost.collectives.algorithms import CollectiveOp
+    from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
     from meshwright.cost.collectives.protocols import Protocol
     from meshwright.cost.prediction import Floats
     from meshwright.spec import Cluster, Node
@@ -83,22 +84,29 @@ class Tariff:
         return fastest
 
 
-def quote_collective(cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: Group) -> Tariff:
-    """The tariff of an op among ``ranks``, placed as ``group``; a single rank takes no time."""
+def quote_collective(
+    cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: Group, algorithm: Algorithm | None = None
+) -> Tariff:
+    """The tariff of an op among ``ranks``, placed as ``group``, by one algorithm or all that its devices have.
+
+    A single rank takes no time.
+    """
     by_nccl = all(cluster.device_kind(rank).compute_capability for rank in ranks)
     if group.num_ranks == 1:
         return Tariff(latency_s=np.zeros(1), s_per_byte=np.zeros(1), by_nccl=by_nccl)
     by_node = Counter(cluster.node_index(rank) for rank in ranks)
     ways = find_ways([(cluster.nodes[index], count) for index, count in by_node.items()], group.num_sharing)
+    if cluster.racks is not None or cluster.paths:
+        ways = _bound_between(cluster, op, by_node, ways)
     counts = tuple(by_node.values())
     if by_nccl:
         found = [
             (protocol.base_s + latency_s, s_per_byte)
             for protocol in load_nccl().protocols
-            for latency_s, s_per_byte in _list_ways(op, group, counts, ways.through(protocol))
+            for latency_s, s_per_byte in _list_ways(op, group, counts, ways.through(protocol), algorithm)
         ]
     else:
-        found = [quote_ring(op, group, counts, ways.through(PLAIN))]
+        found = _list_ways(op, group, counts, ways.through(PLAIN), algorithm or "ring")
     latencies, rates = np.array(found, np.float64).T
     return Tariff(latency_s=latencies, s_per_byte=rates, by_nccl=by_nccl)
 
@@ -123,6 +131,33 @@ def find_ways(nodes: Sequence[tuple[Node, int]], num_sharing: int) -> Ways:
     )
 
 
+def _bound_between(cluster: Cluster, op: CollectiveOp, by_node: Mapping[int, int], ways: Ways) -> Ways:
+    """The ways of a group where something between the NICs of its nodes may be slower than these.
+
+    What leaves a rack in a ring or a tree is what leaves a node. To all others each device of a rack sends, so that
+    its uplinks carry more than a NIC does.
+    """
+    latency_s, bandwidth = ways.across_s, ways.across_bytes_per_s
+    for path in cluster.paths_among(by_node):
+        latency_s, bandwidth = max(latency_s, path.link.latency_s), min(bandwidth, path.link.bandwidth_bytes_per_s)
+    by_rack = Counter(cluster.rack_of(index) for index in by_node for _ in range(by_node[index]))
+    if cluster.racks is not None and len(by_rack) > 1:
+        rails = min(min(cluster.nodes[index].num_nics, count) for index, count in by_node.items())
+        num_ranks, load = by_rack.total(), 1.0
+        if op == "all_to_all":
+            rails *= min(len(by_node), cluster.racks.nodes_per_rack)
+            load = _most_leaving(by_rack, num_ranks) / _most_leaving(by_node, num_ranks)
+        uplinks = min(cluster.racks.num_uplinks, rails)
+        latency_s += cluster.racks.uplink.latency_s
+        bandwidth = min(bandwidth, cluster.racks.uplink.bandwidth_bytes_per_s * uplinks / load)
+    return replace(ways, across_s=latency_s, across_bytes_per_s=bandwidth)
+
+
+def _most_leaving(counts: Mapping[int, int], num_ranks: int) -> float:
+    """What leaves the fullest of some places with so many ranks when all send to all, as a share of the tensor."""
+    return max(count * (num_ranks - count) for count in counts.values()) / num_ranks**2
+
+
 def quote_ring(op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways) -> tuple[float, float]:
     """(latency, seconds per byte) of the flat ring; of all pairs at once for an all-to-all.
 
@@ -134,21 +169,28 @@ def quote_ring(op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways
     outward = port_share(op, Group(num_ranks=group.num_ranks, num_nodes=group.num_nodes))
     if op == "all_to_all":
         # Nodes with unlike numbers of ranks send unlike shares out.
-        outward = max(count * (group.num_ranks - count) for count in counts) / group.num_ranks**2
+        outward = _most_leaving(dict(enumerate(counts)), group.num_ranks)
     within = port_share(op, Group(num_ranks=group.num_ranks))
     return latency_s, _busiest(ways, within, outward)
 
 
-def _list_ways(op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways) -> list[tuple[float, float]]:
-    """(latency, seconds per byte) of every algorithm that the op and the place allow."""
+def _list_ways(
+    op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways, algorithm: Algorithm | None
+) -> list[tuple[float, float]]:
+    """(latency, seconds per byte) of every algorithm that the op and the place allow, or of one of them."""
     inside = Group(num_ranks=max(counts))
     across = Group(num_ranks=group.num_nodes, num_nodes=group.num_nodes)
     found = [quote_ring(op, group, counts, ways)]
+    if algorithm == "ring":
+        return found
     if op in ("all_reduce", "broadcast"):
         times = 2 if op == "all_reduce" else 1
         hops = (inside.num_ranks - 1) * ways.inside_s + ceil(log2(group.num_nodes)) * ways.across_s
         outward = port_share(op, across, algorithm="tree")
-        found.append((times * hops, _busiest(ways, port_share(op, inside, algorithm="tree"), outward)))
+        tree = times * hops, _busiest(ways, port_share(op, inside, algorithm="tree"), outward)
+        if algorithm == "tree":
+            return [tree]
+        found.append(tree)
     even = min(counts) == inside.num_ranks
     if even and min(inside.num_ranks, group.num_nodes) > 1 and op in _PARTS_INSIDE:
         latency = sum(count_steps(part, inside) for part in _PARTS_INSIDE[op]) * ways.inside_s

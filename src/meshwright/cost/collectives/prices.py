@@ -11,12 +11,12 @@ than among the ranks that it has on one node.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from meshwright.cost.collectives.algorithms import CollectiveOp, check_messages
+from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp, check_messages
 from meshwright.cost.collectives.datasheet import quote_collective
 from meshwright.cost.collectives.errors import bound_price, datasheet_scale
 from meshwright.cost.collectives.groups import place_group
@@ -26,7 +26,9 @@ from meshwright.cost.prediction import Predictions
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from meshwright.cost.collectives.datasheet import Tariff
     from meshwright.cost.collectives.fitted import CollectiveModel
+    from meshwright.cost.collectives.groups import Group
     from meshwright.cost.prediction import Basis, Floats
     from meshwright.spec import Cluster
 
@@ -43,26 +45,39 @@ class CollectivePrices:
     """Answers for one cluster. ``dtype``: what is sent; it matters where more than one was measured.
 
     ``own``: seconds measured by the user, ``host``: those of a rank's processor; None where there are none.
+    ``changed``: the same cluster with other links, if these are what is asked about: seconds are those of ``cluster``
+    times what its datasheet and the other's differ by.
     """
 
     cluster: Cluster
     dtype: str = ""
     own: CollectiveModel | None = None
     host: CollectiveModel | None = None
+    changed: Cluster | None = None
     _kept: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
 
     def predict(
-        self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Groups = ()
+        self,
+        op: CollectiveOp,
+        ranks: Sequence[int],
+        num_bytes: Floats,
+        concurrent: Groups = (),
+        algorithm: Algorithm | None = None,
     ) -> Predictions:
         """Seconds for each size (shape (n,), bytes of the full tensor), while the ``concurrent`` groups run the same.
 
+        Of one ``algorithm`` the datasheet alone knows something: tables do not say which one was measured.
         Raises MeasurementError for what is no collective or no size, ClusterError for ranks that cannot be a group.
         """
         check_messages(op, num_bytes)
+        if algorithm is not None:
+            return self._by_datasheet(op, tuple(ranks), num_bytes, concurrent, algorithm)
         found = self._ask(self.own, op, tuple(ranks), num_bytes, concurrent)
         if found is None and len(ranks) > 1:
             found = self._ask_shipped(op, tuple(ranks), num_bytes, concurrent)
-        return found if found is not None else self._by_datasheet(op, tuple(ranks), num_bytes, concurrent)
+        if found is None:
+            found = self._by_datasheet(op, tuple(ranks), num_bytes, concurrent)
+        return found if self.changed is None else self._on_changed(found, op, tuple(ranks), num_bytes, concurrent)
 
     def predict_host(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Groups = ()
@@ -97,26 +112,65 @@ class CollectivePrices:
         return None if found is None else shipped.widen(found)
 
     def _by_datasheet(
-        self, op: CollectiveOp, ranks: tuple[int, ...], num_bytes: Floats, concurrent: Groups
+        self,
+        op: CollectiveOp,
+        ranks: tuple[int, ...],
+        num_bytes: Floats,
+        concurrent: Groups,
+        algorithm: Algorithm | None = None,
     ) -> Predictions:
-        group = self._keep(("group", ranks, concurrent), lambda: place_group(self.cluster, ranks, concurrent))
-        tariff = self._keep(("tariff", op, ranks, concurrent), lambda: quote_collective(self.cluster, op, ranks, group))
+        group, tariff = self._quote(self.cluster, op, ranks, concurrent, algorithm)
         scale = datasheet_scale(op, by_nccl=tariff.by_nccl, across=group.num_nodes > 1)
         latency_s, seconds = float(tariff.latency_s.min()), tariff.price(num_bytes)
         low_s, high_s = bound_price(seconds, latency_s, scale)
         found = Predictions(seconds=seconds, low_s=low_s, high_s=high_s, basis=_ROOFLINE * len(num_bytes))
+        if algorithm is not None:
+            return found
         if group.num_nodes == 1:
             # A slower link than a measured one is not faster than that, whatever its datasheet says.
             shipped = load_shipped()
             model = self._keep(("faster", ranks), lambda: shipped.find_faster(self.cluster, ranks))
             faster = self._ask(model, op, ranks, num_bytes, concurrent) if len(ranks) > 1 else None
             return found if faster is None else _not_below(found, shipped.widen(faster))
+        return self._not_below_inside(found, op, ranks, num_bytes)
+
+    def _on_changed(
+        self, found: Predictions, op: CollectiveOp, ranks: tuple[int, ...], num_bytes: Floats, concurrent: Groups
+    ) -> Predictions:
+        """What is said of the usual links, on the changed ones."""
+        assert self.changed is not None
+        group, tariff = self._quote(self.cluster, op, ranks, concurrent)
+        usual_s = tariff.price(num_bytes)
+        changed_s = self._quote(self.changed, op, ranks, concurrent)[1].price(num_bytes)
+        factor = np.divide(changed_s, usual_s, out=np.ones_like(usual_s), where=usual_s > 0)
+        scaled = replace(
+            found, seconds=found.seconds * factor, low_s=found.low_s * factor, high_s=found.high_s * factor
+        )
+        return scaled if group.num_nodes == 1 else self._not_below_inside(scaled, op, ranks, num_bytes)
+
+    def _not_below_inside(
+        self, found: Predictions, op: CollectiveOp, ranks: tuple[int, ...], num_bytes: Floats
+    ) -> Predictions:
+        """An answer for several nodes, no less than that for the ranks on the fullest of them."""
         if op not in _GROWING:
             return found
         nodes = [self.cluster.node_index(rank) for rank in ranks]
         fullest = max(set(nodes), key=nodes.count)
         inside = [rank for rank, node in zip(ranks, nodes, strict=True) if node == fullest]
         return _not_below(found, self.predict(op, inside, num_bytes))
+
+    def _quote(
+        self,
+        cluster: Cluster,
+        op: CollectiveOp,
+        ranks: tuple[int, ...],
+        concurrent: Groups,
+        algorithm: Algorithm | None = None,
+    ) -> tuple[Group, Tariff]:
+        """The place of a group, and what it pays by the datasheet of a cluster that differs in links alone."""
+        group = self._keep(("group", ranks, concurrent), lambda: place_group(self.cluster, ranks, concurrent))
+        key = ("tariff", cluster is self.changed, op, ranks, concurrent, algorithm)
+        return group, self._keep(key, lambda: quote_collective(cluster, op, ranks, group, algorithm))
 
     def _keep(self, key: Hashable, compute: Callable[[], T]) -> T:
         if key not in self._kept:

@@ -13,6 +13,7 @@ Links are a symmetric matrix, 0 where there is none: bandwidths in bytes/s, or n
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +39,9 @@ def link_matrix(cluster: Cluster, ranks: Sequence[int]) -> Floats:
     links: Floats = np.where(
         places[:, None] == places[None, :], inside[:, None], np.minimum(out[:, None], out[None, :])
     )
+    if cluster.racks is not None or cluster.paths:
+        for (i, here), (j, there) in product(enumerate(ranks), repeat=2):
+            links[i, j] = cluster.link_between(here, there).bandwidth_bytes_per_s
     np.fill_diagonal(links, 0.0)
     return links
 

@@ -17,8 +17,9 @@ from meshwright.spec.sharding import Partial, Replicate, Shard
 if TYPE_CHECKING:
     from meshwright.program.sharding.propagate import Place, State
     from meshwright.program.sharding.table import Conversion
+    from meshwright.spec.collective import Axis, CollectiveKind
     from meshwright.spec.graph import Role
-    from meshwright.spec.sharding import Axis, CollectiveKind, Layout, Sharding
+    from meshwright.spec.sharding import Layout, Sharding
 
 _ATTENTION = "aten.scaled_dot_product_attention"
 _KEYS_AND_VALUES = (1, 2)
@@ -199,9 +200,7 @@ class Conversions:
         graph = self.state.facts.graph
         made = self.state.facts.producer.get(source)
         return Op(
-            name=f"{self.tensors[new].name}"
-            if kind not in ("all_reduce", "reduce_scatter")
-            else f"{self.tensors[new].name}.{kind}",
+            name=f"{self.tensors[min(source, new)].name}_{kind}",
             kind=f"{MESH}{kind}.default",
             inputs=(source,),
             outputs=(new,),
@@ -213,7 +212,7 @@ class Conversions:
 def _derived(tensor: Tensor, what: str, *, shape: tuple[Extent, ...], storage: int) -> Tensor:
     """A new tensor that an existing one is converted to."""
     role: Role = "activation" if tensor.role != "saved" else "saved"
-    return replace(tensor, name=f"{tensor.name}.{what}", shape=shape, storage=storage, role=role, aliases=())
+    return replace(tensor, name=f"{tensor.name}_{what}", shape=shape, storage=storage, role=role, aliases=())
 
 
 def split_extent(extent: Extent, size: int) -> Extent:

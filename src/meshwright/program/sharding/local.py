@@ -18,8 +18,9 @@ from meshwright.spec.graph import Extent
 if TYPE_CHECKING:
     from meshwright.program.sharding.dims import Split
     from meshwright.program.sharding.propagate import State
+    from meshwright.spec.collective import Axis
     from meshwright.spec.graph import Graph, Op, Tensor
-    from meshwright.spec.sharding import Axis, Sharding
+    from meshwright.spec.sharding import Sharding
 
 
 def localise(state: State, axis: Axis, sharding: Sharding) -> tuple[Graph, Conversions, tuple[int, ...]]:

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from meshwright.program.sharding.facts import Facts
     from meshwright.program.sharding.propagate import Place, Rule, State
+    from meshwright.spec.collective import Axis
     from meshwright.spec.graph import Op
-    from meshwright.spec.sharding import Axis, OpPlacement, Sharding
+    from meshwright.spec.sharding import OpPlacement, Sharding
 
 _ATTENTION = "aten.scaled_dot_product_attention"
 # Products that make queries, keys and values at once, or gate and value, are split in each of their parts.

@@ -11,9 +11,10 @@ from meshwright.program.sharding.local import localise
 from meshwright.program.sharding.propagate import propagate
 from meshwright.program.sharding.rules import is_meant, rule_for
 from meshwright.program.sharding.sharded import ShardedGraph
+from meshwright.spec.collective import Axis, Collective
 from meshwright.spec.errors import PlanError, suggest
 from meshwright.spec.graph import Extent, Graph
-from meshwright.spec.sharding import Axis, Collective, Layout, Sharding
+from meshwright.spec.sharding import Layout, Sharding
 
 if TYPE_CHECKING:
     from meshwright.program.sharding.convert import Conversions

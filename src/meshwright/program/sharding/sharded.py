@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from meshwright.spec.collective import Axis, Collective
     from meshwright.spec.graph import Graph
-    from meshwright.spec.sharding import Axis, Collective, Layout
+    from meshwright.spec.sharding import Layout
 
 # Kinds of the ops that `shard_graph` adds begin so: ``mesh.all_gather``.
 MESH = "mesh."

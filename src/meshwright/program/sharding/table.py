@@ -8,8 +8,9 @@ from importlib import resources
 from typing import Literal
 
 from meshwright.spec.codec import decode
+from meshwright.spec.collective import CollectiveKind
 from meshwright.spec.parsing import read_data
-from meshwright.spec.sharding import CollectiveKind, Layout, Partial, Replicate, Shard
+from meshwright.spec.sharding import Layout, Partial, Replicate, Shard
 
 Lies = Literal["shard", "replicate", "partial"]
 ConversionKind = Literal["all_reduce", "reduce_scatter", "all_gather", "copy", "shard", "all_to_all", "ring"]

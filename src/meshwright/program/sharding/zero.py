@@ -23,7 +23,8 @@ from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meshwright.spec.graph import Graph, Phase
+    from meshwright.spec.collective import Phase
+    from meshwright.spec.graph import Graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,136 @@
+"""``meshwright simulate --sweep``: every combination of some parameters, as a table, a CSV file and a plot."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.scenarios import planner_for
+from meshwright.spec.errors import DocumentError, suggest
+from meshwright.spec.files import write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from meshwright.cost import CostModel
+    from meshwright.simulator import Contention
+    from meshwright.simulator.scenarios import Sweep
+    from meshwright.spec.graph import Graph
+    from meshwright.spec.placement import Placement
+    from meshwright.spec.plan import Plan
+    from meshwright.spec.scenario import Scenario
+
+SweepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PARAMETER=VALUES",
+        help="Simulate every value of a parameter of plan or scenario; repeat for a grid. Values: 1,2,4 or 1..3:5 or "
+        "0..9; --out then takes a .csv file.",
+    ),
+]
+PlotOption = Annotated[Path | None, typer.Option(help="With --sweep: draw a figure of all cases to this file (.svg).")]
+FigureOption = Annotated[
+    str | None, typer.Option(help="With --sweep: which column to draw; by default the time of a step, or of a run.")
+]
+# Columns of a terminal's table, the first of which is drawn: those of the first line that has a figure.
+_SHOWN = (
+    ("run_s", "run_computing_share", "interval_s", "price_of_run"),
+    ("jittered_mean_s", "jittered_p95_s", "jittered_slowest_s", "step_time_s"),
+    ("step_time_s", "samples_per_s", "bubble_share", "peak_memory_bytes"),
+)
+_NO_COLUMN = ("error",)
+
+
+def check_sweep(
+    sweeps: list[str] | None, out: Path | None, plot: Path | None, figure: str | None, others: Mapping[str, bool]
+) -> None:
+    """Raise DocumentError for options that a sweep has not, or that only a sweep has."""
+    if not sweeps:
+        if plot is not None or figure is not None:
+            raise DocumentError("--plot and --figure draw the cases of a sweep; give --sweep PARAMETER=VALUES, too.")
+        return
+    given = [name for name, is_given in others.items() if is_given]
+    if given:
+        raise DocumentError(
+            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} about one simulation, not about a sweep. Leave "
+            "--sweep out, or use --out FILE.csv, --plot FILE.svg and --json."
+        )
+    for name, path, suffix in (("--out", out, ".csv"), ("--plot", plot, ".svg")):
+        if path is not None and path.suffix != suffix:
+            raise DocumentError(
+                f"{name} {path}: a sweep is written there as {suffix[1:].upper()}; choose a name that ends in {suffix}."
+            )
+
+
+def put_sweep(
+    sweep: Sweep, title: str, out: Path | None, plot: Path | None, figure: str | None, *, as_json: bool
+) -> None:
+    """Write and print what a sweep has found. Raises DocumentError for a figure that it has not."""
+    from meshwright.report import draw_curves, make_table
+
+    names, figures = [parameter.name for parameter in sweep.parameters], sweep.figures
+    drawn = [name for name in figures if name not in _NO_COLUMN]
+    if figure is not None and figure not in drawn:
+        raise DocumentError(f"--figure {figure!r} is no column of this sweep{suggest(figure, drawn)}.")
+    usual = next(([name for name in line if name in drawn] for line in _SHOWN if line[0] in drawn), [])
+    chosen = figure or (usual[0] if usual else "")
+    if plot is not None:
+        write_text(draw_curves(sweep.rows, names, chosen, title=title), plot)
+    if out is not None:
+        write_text(write_csv(sweep), out)
+    written = {"out": out, "plot": plot}
+    if as_json:
+        print_json({"parameters": names, "cases": list(sweep.rows), **{k: str(v) for k, v in written.items() if v}})
+        return
+    shown = [*names, *dict.fromkeys([*([chosen] if chosen else []), *usual])]
+    print_tables(make_table([{name: row.get(name) for name in shown} for row in sweep.rows]))
+    failed = [row for row in sweep.rows if "error" in row]
+    if failed:
+        which = ", ".join(f"{name}={failed[0][name]}" for name in names)
+        print_tables(f"{len(failed)} of {len(sweep.rows)} cases could not be simulated; {which}: {failed[0]['error']}")
+    print_tables(*(f"{name} written to {path}" for name, path in (("cases", out), ("plot", plot)) if path is not None))
+
+
+def write_csv(sweep: Sweep) -> str:
+    """The cases as CSV: a line of names, then a line for each; numbers to the last digit, nothing where nothing is."""
+    names = [*(parameter.name for parameter in sweep.parameters), *sweep.figures]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(row.get(name)) for name in names} for row in sweep.rows)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def run_sweep(
+    sweeps: list[str],
+    plan: Plan | Placement,
+    graph: Graph,
+    usual: CostModel,
+    scenario: Scenario,
+    contention: Contention,
+    settings: dict[str, Any],
+    out: Path | None,
+    plot: Path | None,
+    figure: str | None,
+    as_json: bool,
+) -> None:
+    """Simulate all cases, then write and print them."""
+    from meshwright.simulator.scenarios import read_parameter, sweep_cases
+
+    parameters = [read_parameter(text) for text in sweeps]
+    replan = planner_for(plan, graph)
+    sweep = sweep_cases(parameters, plan, graph, usual, scenario, contention=contention, replan=replan, **settings)
+    put_sweep(sweep, f"{plan.model} on {usual.cluster.name}", out, plot, figure, as_json=as_json)

@@ -1,0 +1,165 @@
+"""Curves as SVG: a figure of some cases over one of their parameters, a curve for each combination of the others."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from meshwright.report.cells import format_cell, format_heading
+
+WIDTH, HEIGHT = 860, 480
+LEFT, RIGHT, TOP, BOTTOM = 84, 210, 44, 60
+# Okabe and Ito's colours, which the colour-blind tell apart.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c8c00")
+# From this ratio of the largest to the smallest on, an axis is logarithmic.
+_LOG_FROM = 20.0
+_UNIT = re.compile(r"([0-9.eE+-]+)\s*(\S.*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Axis:
+    """Where values stand, between 0 and 1; ``ticks`` are (place, text)."""
+
+    low: float
+    high: float
+    is_log: bool
+
+    def place(self, value: float) -> float:
+        if self.is_log:
+            return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        return (value - self.low) / (self.high - self.low)
+
+
+def draw_curves(rows: Sequence[dict[str, Any]], parameters: Sequence[str], figure: str, *, title: str = "") -> str:
+    """A figure over the first parameter; rows without it are left out. An empty plot where none has it."""
+    rows = [row for row in rows if isinstance(row.get(figure), int | float)]
+    first, others = parameters[0], parameters[1:]
+    numbers, unit = _as_numbers([row[first] for row in rows])
+    labels = list(dict.fromkeys(str(row[first]) for row in rows))
+    across = _axis(numbers, spread=False) if numbers else _Axis(low=-0.5, high=len(labels) - 0.5, is_log=False)
+    heights = [float(row[figure]) for row in rows]
+    up = _axis(heights, spread=True)
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for place, row in enumerate(rows):
+        name = ", ".join(f"{_short(other)} {_text(row[other])}" for other in others)
+        x = numbers[place] if numbers else float(labels.index(str(row[first])))
+        curves.setdefault(name, []).append((across.place(x), up.place(heights[place])))
+    marks = (
+        [(value, f"{value:.4g}") for value in _ticks(across, sorted(set(numbers)))]
+        if numbers
+        else [(float(index), label) for index, label in enumerate(labels)]
+    )
+    body = [
+        *_grid(
+            [(across.place(value), text) for value, text in marks],
+            [(up.place(value), format_cell(figure, value)) for value in _ticks(up, None)],
+        ),
+        *(_curve(points, index) for index, points in enumerate(curves.values())),
+        *(_legend(name, index) for index, name in enumerate(curves) if name),
+        _words(LEFT, 24, title, 'font-weight="bold"'),
+        _words(LEFT + _span() / 2, HEIGHT - 14, f"{first}{f', {unit}' if unit else ''}", 'text-anchor="middle"'),
+        _words(12, TOP - 12, format_heading(figure), 'font-size="12"') if not title else "",
+    ]
+    if title:
+        body.append(_words(WIDTH - 16, 24, format_heading(figure), 'text-anchor="end"'))
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        'role="img" font-family="Helvetica, Arial, \'DejaVu Sans\', sans-serif" font-size="13" fill="#1c232a">'
+        f'<title>{escape(title or figure)}</title><rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>'
+    )
+    return "\n".join((head, *filter(None, body), "</svg>", ""))
+
+
+def _as_numbers(values: Sequence[Any]) -> tuple[list[float], str]:
+    """Values that are numbers, or numbers of one unit, with that unit; none if they are neither."""
+    if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return [float(value) for value in values], ""
+    found = [_UNIT.fullmatch(value) if isinstance(value, str) else None for value in values]
+    units = {match[2] for match in found if match}
+    if not values or not all(found) or len(units) != 1:
+        return [], ""
+    try:
+        return [float(match[1]) for match in found if match], units.pop()
+    except ValueError:
+        return [], ""
+
+
+def _axis(values: Sequence[float], *, spread: bool) -> _Axis:
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if low > 0 and high / low >= _LOG_FROM:
+        return _Axis(low=low, high=high, is_log=True)
+    if spread:
+        # Times are told from zero on, so that heights compare as times do.
+        low, high = min(low, 0.0), high * 1.06 if high > 0 else 1.0
+    return _Axis(low=low, high=high, is_log=False) if high > low else _Axis(low=low - 0.5, high=low + 0.5, is_log=False)
+
+
+def _ticks(axis: _Axis, values: Sequence[float] | None) -> list[float]:
+    """The values themselves where they are few, else round numbers."""
+    if values is not None and len(values) <= 10:
+        return list(values)
+    if axis.is_log:
+        first, last = math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high))
+        found = [digit * 10.0**power for power in range(first, last + 1) for digit in (1, 2, 5)]
+        return [value for value in found if axis.low <= value <= axis.high]
+    size = 10.0 ** math.floor(math.log10((axis.high - axis.low) / 5))
+    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor * 6 >= axis.high - axis.low)
+    count = math.floor(axis.high / step) - math.ceil(axis.low / step) + 1
+    return [(math.ceil(axis.low / step) + k) * step for k in range(count)]
+
+
+def _span() -> float:
+    return WIDTH - LEFT - RIGHT
+
+
+def _x(place: float) -> float:
+    return LEFT + place * _span()
+
+
+def _y(place: float) -> float:
+    return HEIGHT - BOTTOM - place * (HEIGHT - TOP - BOTTOM)
+
+
+def _grid(across: Sequence[tuple[float, str]], up: Sequence[tuple[float, str]]) -> list[str]:
+    lines = []
+    for place, text in up:
+        y = _y(place)
+        lines.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#dfe3e8"/>')
+        lines.append(_words(LEFT - 8, y + 4, text, 'text-anchor="end" font-size="12"'))
+    for place, text in across:
+        lines.append(f'<path d="M{_x(place):.1f} {HEIGHT - BOTTOM}v5" stroke="#5b6670"/>')
+        lines.append(_words(_x(place), HEIGHT - BOTTOM + 20, text, 'text-anchor="middle" font-size="12"'))
+    lines.append(f'<path d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}" stroke="#5b6670"/>')
+    return lines
+
+
+def _curve(points: Sequence[tuple[float, float]], index: int) -> str:
+    colour = COLOURS[index % len(COLOURS)]
+    placed = [(_x(x), _y(y)) for x, y in sorted(points)]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in placed)
+    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>{dots}'
+
+
+def _legend(name: str, index: int) -> str:
+    x, y = WIDTH - RIGHT + 16, TOP + 8 + 20 * index
+    colour = COLOURS[index % len(COLOURS)]
+    words = _words(x + 24, y + 4, name, 'font-size="12"')
+    return f'<path d="M{x} {y}h18" stroke="{colour}" stroke-width="3"/>{words}'
+
+
+def _short(parameter: str) -> str:
+    """The last part of a name, as words."""
+    return parameter.rpartition(".")[2].removeprefix("num_").replace("_", " ")
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _words(x: float, y: float, text: str, style: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'

@@ -1,0 +1,94 @@
+"""Write the sequence of an exchange into a plan: priorities on the virtual clock of the priced program.
+
+When the parts of a step are ready follows from the backwards alone, for all forwards of a step come before. So one
+simulated step tells it, and the sequence found for it is that of every step. The policy (`program.priorities`) gets
+what the clock says, its answer is data of the plan, and both interpreters read the program made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost import CostModel
+from meshwright.program import build_program, gradient_buckets
+from meshwright.program.parts import cut_parts
+from meshwright.program.priorities import ReadyPart, order_parts
+from meshwright.simulator.pricing import price_program
+from meshwright.simulator.simulate import Run, run_program
+from meshwright.spec import Cluster, Graph, Opcode, Plan, Program
+
+# Parts of one group and the credit in bytes → (moment, index) in the order in which they leave.
+ExchangePolicy = Callable[[Sequence[ReadyPart], int], Sequence[tuple[int, int]]]
+
+
+def schedule_exchange(
+    plan: Plan,
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    credit_bytes: int = 0,
+    cost: CostModel | None = None,
+    policy: ExchangePolicy = order_parts,
+) -> Plan:
+    """The plan with the sequence of its exchange, by default the nearest to the input first.
+
+    ``credit_bytes`` may be under way at once; 0 admits one part after the other. With servers, parts are taken to leave
+    as fast as all-reduces would sum them. Raises PlanError as `build_program`.
+    """
+    parts = ready_parts(plan, graph, cluster, cost=cost)
+    groups: dict[tuple[int, ...], list[ReadyPart]] = {}
+    buckets = gradient_buckets(graph, plan)
+    of_part = cut_parts(buckets, replace(plan.exchange, sequence=())).bucket
+    for part in parts:
+        groups.setdefault(buckets[of_part[part.index]].ranks, []).append(part)
+    admitted = sorted(
+        (moment, place, index)
+        for group in groups.values()
+        for place, (moment, index) in enumerate(policy(group, credit_bytes))
+    )
+    sequence = tuple(index for _, _, index in admitted)
+    return replace(plan, exchange=replace(plan.exchange, sequence=sequence))
+
+
+def ready_parts(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel | None = None) -> list[ReadyPart]:
+    """When each part of the plan's exchange is ready on all of its ranks, and what it takes."""
+    first = replace(plan, exchange=replace(plan.exchange, sequence=(), across_steps=False, servers=()))
+    cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
+    program = build_program(first, graph)
+    prices = price_program(program, first, graph, cost)
+    run = run_program(program, prices, 1)
+    body = program.body
+    sums = np.flatnonzero(np.isin(body.opcode, (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER)))
+    ready = _ready_ps(program, run, sums)
+    buckets = gradient_buckets(graph, first)
+    parts = cut_parts(buckets, first.exchange)
+    ready_ps, duration_ps = np.zeros(len(parts.bucket), np.int64), np.zeros(len(parts.bucket), np.int64)
+    np.maximum.at(ready_ps, body.peer[sums], ready)
+    duration_ps[body.peer[sums]] = prices.duration_ps[prices.body.cost_class[sums]]
+    # A stage's first buckets to be ready are those of its last layers.
+    order = sorted(range(len(buckets)), key=lambda index: (min(buckets[index].stages), -index))
+    urgency = np.empty(len(buckets), np.int64)
+    urgency[order] = np.arange(len(buckets))
+    return [
+        ReadyPart(
+            index=index,
+            stage=min(buckets[bucket].stages),
+            num_bytes=int(parts.num_bytes[index]),
+            ready_ps=int(ready_ps[index]),
+            duration_ps=int(duration_ps[index]),
+            urgency=int(urgency[bucket]),
+        )
+        for index, bucket in enumerate(parts.bucket.tolist())
+    ]
+
+
+def _ready_ps(program: Program, run: Run, sums: NDArray[np.int64]) -> NDArray[np.int64]:
+    """When all that each of some instructions waits for has happened; a body alone keeps its ids."""
+    body, network = program.body, run.network
+    marks = run.end_ps[network.mark_instruction] + network.mark_shift_ps
+    moments = np.concatenate([run.end_ps, marks])
+    return np.array([moments[body.waits_of(i)].max(initial=0) for i in sums.tolist()], np.int64)

@@ -1,0 +1,29 @@
+"""Scenarios: what if devices, links and runs were other than the cluster says? Applies the effects of `spec.scenario`.
+
+`apply_scenario`   the cost model of the machines as a scenario makes them, with which any plan is simulated
+`simulate_scenario`   a plan on them, with all figures that come of it
+`sweep_cases`      a grid of parameters of plan and scenario
+`JitteredSteps`    many steps with random times, for several seeds
+"""
+
+from meshwright.simulator.scenarios.machines import apply_scenario, change_machines
+from meshwright.simulator.scenarios.noise import has_jitter
+from meshwright.simulator.scenarios.outcome import Outcome, Replan, simulate_scenario
+from meshwright.simulator.scenarios.steps import JitteredSteps, StepTimes
+from meshwright.simulator.scenarios.sweep import Parameter, Sweep, change_case, read_parameter, sweep_cases
+
+__all__ = [
+    "JitteredSteps",
+    "Outcome",
+    "Parameter",
+    "Replan",
+    "StepTimes",
+    "Sweep",
+    "apply_scenario",
+    "change_case",
+    "change_machines",
+    "has_jitter",
+    "read_parameter",
+    "simulate_scenario",
+    "sweep_cases",
+]

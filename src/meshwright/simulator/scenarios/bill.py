@@ -1,0 +1,83 @@
+"""What a plan costs: money per hour of the devices and nodes that it uses, per step, per sample, and per run.
+
+Of each device the last price for its kind holds, and of each node; both add up. A run is paid for as long as it takes,
+with all that it loses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.spec import Cluster, Graph, Placement, Plan, ScenarioError, suggest
+from meshwright.spec.scenario import Price, Scenario
+
+_SECONDS_PER_HOUR = 3600.0
+
+
+def price_per_hour(plan: Plan | Placement, cluster: Cluster, scenario: Scenario) -> tuple[float, str] | None:
+    """Money per hour of what a plan uses, and its currency; None without a price.
+
+    Raises ScenarioError for prices in several currencies, and for that of a kind of device that is not there.
+    """
+    prices = scenario.effects_of(Price)
+    if not prices:
+        return None
+    if len(currencies := {price.currency for price in prices}) > 1:
+        raise ScenarioError(
+            f"price: currencies {', '.join(sorted(currencies))} were given; expected one. Convert them."
+        )
+    used = [(cluster.device_kind(rank).usual_name, cluster.node_index(rank)) for rank in range(plan.num_devices)]
+    kinds = {kind.usual_name for kind in cluster.device_kinds}
+    for price in prices:
+        if price.device and price.device not in kinds:
+            raise ScenarioError(
+                f"price: the cluster has no devices of kind {price.device!r}{suggest(price.device, kinds)}."
+            )
+    devices: dict[int, float] = {}
+    nodes: dict[int, float] = {}
+    for price in prices:
+        for rank, (kind, node) in enumerate(used):
+            if price.device in ("", kind):
+                (devices if price.of == "device" else nodes)[rank if price.of == "device" else node] = price.per_hour
+    return sum(devices.values()) + sum(nodes.values()), prices[0].currency
+
+
+def tokens_per_sample(graph: Graph) -> int | None:
+    """Tokens of a sample, of a model whose first input is whole numbers in sequences; None for others."""
+    tensor = graph.tensors[graph.inputs[0]]
+    is_tokens = tensor.dtype == "int64" and len(tensor.shape) == 2 and not tensor.shape[1].at(2) - tensor.shape[1].at(1)
+    return tensor.shape[1].at(1) if is_tokens else None
+
+
+def bill(
+    plan: Plan | Placement,
+    graph: Graph,
+    cluster: Cluster,
+    scenario: Scenario,
+    step_s: float,
+    run_s: float | None,
+    num_steps: float | None,
+) -> dict[str, Any]:
+    """Figures of what steps of so many seconds cost, and of a run if there is one; empty without a price.
+
+    With a run, steps and samples have their share of all that it loses.
+    """
+    priced = price_per_hour(plan, cluster, scenario)
+    if priced is None:
+        return {}
+    per_hour, currency = priced
+    if run_s is not None and num_steps:
+        step_s = run_s / num_steps
+    step = per_hour * step_s / _SECONDS_PER_HOUR
+    samples = plan.workload.global_batch
+    figures: dict[str, Any] = {
+        "currency": currency,
+        "price_per_hour": per_hour,
+        "price_per_step": step,
+        "price_per_million_samples": 1e6 * step / samples,
+    }
+    if (tokens := tokens_per_sample(graph)) is not None:
+        figures["price_per_million_tokens"] = 1e6 * step / (samples * tokens)
+    if num_steps:
+        figures["price_of_run"] = step * num_steps
+    return figures

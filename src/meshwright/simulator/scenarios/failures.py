@@ -1,0 +1,70 @@
+"""When does something fail? Moments in order, each with how long it takes to repair.
+
+Failures of n equal parts that come at random with a mean of m seconds come together at random with a mean of m / n. By
+Weibull's law with another shape each part has its own clock, which begins anew at every failure of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from math import gamma
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.spec.scenario import Failures, Scenario
+
+
+class Failure(NamedTuple):
+    """A moment of the run in seconds, and the seconds until the part is back."""
+
+    at_s: float
+    repair_s: float
+
+
+def failures_of(scenario: Scenario, num_devices: int, num_nodes: int, seed: int) -> Iterator[Failure]:
+    """All failures of a run on so many devices and nodes, in order; most scenarios never run out of them."""
+    streams = []
+    for place, effect in enumerate(scenario.effects):
+        if isinstance(effect, Failures):
+            count = num_devices if effect.of == "device" else num_nodes
+            moments = _moments(effect, count, np.random.default_rng((seed, place)))
+            streams.append(_with_repair(moments, float(effect.repair)))
+    return heapq.merge(*streams)
+
+
+def mean_time_to_failure(scenario: Scenario, num_devices: int, num_nodes: int) -> float | None:
+    """The mean seconds between failures of all parts; None where no mean is given."""
+    rates = [
+        (num_devices if effect.of == "device" else num_nodes) / effect.mttf
+        for effect in scenario.effects_of(Failures)
+        if effect.mttf is not None
+    ]
+    return 1 / sum(rates) if rates else None
+
+
+def are_at_random(scenario: Scenario) -> bool:
+    """Whether failures have no memory, so that closed forms hold."""
+    return all(effect.mttf is not None and effect.shape == 1 for effect in scenario.effects_of(Failures))
+
+
+def _with_repair(moments: Iterator[float], repair_s: float) -> Iterator[Failure]:
+    return (Failure(at_s, repair_s) for at_s in moments)
+
+
+def _moments(effect: Failures, count: int, random: np.random.Generator) -> Iterator[float]:
+    if effect.mttf is None:
+        yield from sorted(map(float, effect.times))
+        return
+    if effect.shape == 1:
+        at_s = 0.0
+        while True:
+            at_s += float(random.exponential(effect.mttf / count))
+            yield at_s
+    scale = effect.mttf / gamma(1 + 1 / effect.shape)
+    clocks = (scale * random.weibull(effect.shape, count)).tolist()
+    heapq.heapify(clocks)
+    while True:
+        yield clocks[0]
+        heapq.heapreplace(clocks, clocks[0] + scale * float(random.weibull(effect.shape)))

@@ -1,0 +1,207 @@
+"""What a run of many steps comes to in a scenario: its time, where that goes, how often to save, and what it costs.
+
+The step times of all stretches of the run are simulated (`machines`, at the moments at which effects begin and end);
+the run is followed on them for several seeds (`run`). Where no interval is given, the best one is taken: by closed form
+where failures have no memory (`intervals`), else the one of a grid whose runs are shortest, under the same failures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.cost import CostModel
+from meshwright.cost.optimizers import state_bytes
+from meshwright.simulator.scenarios.failures import are_at_random, failures_of, mean_time_to_failure
+from meshwright.simulator.scenarios.intervals import best_interval, daly_interval, expected_seconds, young_interval
+from meshwright.simulator.scenarios.run import Change, RunTimes, Saving, Stretch, follow_run
+from meshwright.spec import Graph, Placement, Plan, ScenarioError
+from meshwright.spec.scenario import Checkpoints, Failures, LostDevice, Scenario, SlowDevice
+
+# From how many steps a run is long: 30 days of steps, if no number is given.
+USUAL_RUN_S = 30 * 86400.0
+# Of a grid from an eighth of Young's interval to eight times it: neighbours differ by 4 %.
+_GRID = 107
+
+# Seconds of a step so many seconds after the begin with a plan made anew without some ranks; None where none fits.
+ReplanAt = Callable[[float, tuple[int, ...]], float | None]
+# Seconds of a step so many seconds after the begin.
+StepAt = Callable[[float], float]
+
+
+def is_about_runs(scenario: Scenario) -> bool:
+    """Whether a scenario says what happens in a long run."""
+    slow = scenario.effects_of(SlowDevice)
+    return bool(scenario.effects_of(Failures, LostDevice, Checkpoints)) or any(
+        effect.since or effect.until is not None for effect in slow
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Runs of ``num_steps`` steps, one for each seed, that are saved as ``saving`` says.
+
+    ``mttf_s``: the mean time between failures of all devices used, None where none is given; ``step_time_s`` at the
+    begin.
+    """
+
+    num_steps: float
+    step_time_s: float
+    runs: tuple[RunTimes, ...]
+    saving: Saving
+    mttf_s: float | None
+
+    @property
+    def wall_s(self) -> float:
+        """The mean time of a run."""
+        return float(np.mean([run.wall_s for run in self.runs]))
+
+    def row(self) -> dict[str, Any]:
+        """The figures, of means over seeds; intervals by formula where failures come."""
+        walls = [run.wall_s for run in self.runs]
+        parts = {
+            f"run_{name}_share": float(sum(getattr(run, f"{name}_s") for run in self.runs) / sum(walls))
+            for name in ("computing", "lost", "saving", "restarting", "waiting")
+        }
+        row: dict[str, Any] = {
+            "run_steps": self.num_steps,
+            "run_s": self.wall_s,
+            "run_seed_spread_s": float(np.std(walls, ddof=1)) if len(walls) > 1 else 0.0,
+            **parts,
+            "run_failures": float(np.mean([run.num_failures for run in self.runs])),
+            "run_saves": float(np.mean([run.num_saves for run in self.runs])),
+        }
+        if math.isfinite(self.saving.interval_s):
+            row |= {"interval_s": self.saving.interval_s, "save_s": self.saving.save_s}
+        if self.mttf_s is not None:
+            row["mttf_of_all_s"] = self.mttf_s
+            if self.saving.save_s:
+                row["young_interval_s"] = young_interval(self.saving.save_s, self.mttf_s)
+                row["daly_interval_s"] = daly_interval(self.saving.save_s, self.mttf_s)
+                row["expected_run_s"] = self._expected_s()
+        return row
+
+    def _expected_s(self) -> float | None:
+        """By Daly's closed form, for steps of one speed."""
+        work_s = self.num_steps * self.step_time_s
+        expected = expected_seconds(
+            work_s, self.saving.interval_s, self.saving.save_s, self.saving.restart_s, self.mttf_s or math.inf
+        )
+        return expected if math.isfinite(expected) else None
+
+
+def forecast_run(
+    plan: Plan | Placement,
+    graph: Graph,
+    usual: CostModel,
+    scenario: Scenario,
+    step_at: StepAt,
+    *,
+    num_steps: float | None = None,
+    num_seeds: int,
+    replan_at: ReplanAt | None = None,
+) -> Forecast:
+    """Follow runs of a plan, whose step takes ``step_at(seconds after the begin)``.
+
+    Raises ScenarioError for a run that has no end, for devices that the cluster has not, and for a plan that should be
+    made anew where nobody can (``replan_at``).
+    """
+    nodes = {usual.cluster.node_index(rank) for rank in range(plan.num_devices)}
+    counts = plan.num_devices, len(nodes)
+    stretches = _stretches(plan, usual, scenario, step_at, replan_at)
+    finite = [stretch.step_s for stretch in stretches if math.isfinite(stretch.step_s)]
+    step_s = finite[0] if finite else step_at(0.0)
+    steps = USUAL_RUN_S / step_s if num_steps is None else num_steps
+    mttf_s = mean_time_to_failure(scenario, *counts)
+    seeds = [(scenario.seed or 0) + place for place in range(num_seeds)]
+
+    def follow(saving: Saving) -> tuple[RunTimes, ...]:
+        return tuple(follow_run(steps, stretches, failures_of(scenario, *counts, seed), saving) for seed in seeds)
+
+    saving = _saving(plan, graph, scenario)
+    if saving is None:
+        saving = Saving()
+    elif math.isnan(saving.interval_s):
+        saving = _best(saving, mttf_s, follow, at_random=are_at_random(scenario) and len(stretches) == 1)
+    return Forecast(num_steps=steps, step_time_s=step_s, runs=follow(saving), saving=saving, mttf_s=mttf_s)
+
+
+def saved_bytes(plan: Plan | Placement, graph: Graph) -> int:
+    """Bytes of parameters and optimizer states of the whole model, once."""
+    work = plan.workload
+    each = work.float_bytes + state_bytes(work.optimizer, work.precision)
+    storages = {tensor.storage: tensor for tensor in graph.tensors if tensor.role == "parameter"}
+    return sum(tensor.num_elements(0) for tensor in storages.values()) * each
+
+
+def _saving(plan: Plan | Placement, graph: Graph, scenario: Scenario) -> Saving | None:
+    """How the last effect that says so saves; no number for an interval that is to be found."""
+    effects = scenario.effects_of(Checkpoints)
+    if not effects:
+        return None
+    effect = effects[-1]
+    cost_s = float(effect.cost) if effect.cost is not None else saved_bytes(plan, graph) / float(effect.bandwidth or 1)
+    return Saving(
+        interval_s=math.nan if effect.interval is None else float(effect.interval),
+        save_s=cost_s,
+        restart_s=float(effect.detection + effect.restart),
+    )
+
+
+def _best(
+    saving: Saving, mttf_s: float | None, follow: Callable[[Saving], Sequence[RunTimes]], *, at_random: bool
+) -> Saving:
+    def at(interval_s: float) -> Saving:
+        return Saving(interval_s=interval_s, save_s=saving.save_s, restart_s=saving.restart_s)
+
+    if not saving.save_s:
+        raise ScenarioError("checkpoints: saving takes no time, so there is no best interval; give interval or a cost.")
+    if at_random and mttf_s is not None:
+        return at(best_interval(saving.save_s, mttf_s))
+    without = follow(Saving(restart_s=saving.restart_s)) if mttf_s is None else None
+    if without is not None:
+        num_failures = max(1.0, float(np.mean([run.num_failures for run in without])))
+        mttf_s = float(np.mean([run.wall_s for run in without])) / num_failures
+    middle = young_interval(saving.save_s, mttf_s or USUAL_RUN_S)
+    walls: dict[float, float] = {}
+    for factor in np.geomspace(1 / 8, 8, _GRID).tolist():
+        walls[middle * factor] = float(np.mean([run.wall_s for run in follow(at(middle * factor))]))
+    return at(min(walls, key=lambda interval: walls[interval]))
+
+
+def _stretches(
+    plan: Plan | Placement, usual: CostModel, scenario: Scenario, step_at: StepAt, replan_at: ReplanAt | None
+) -> list[Stretch]:
+    """The times between which steps have one speed."""
+    losses = [
+        (effect, set(effect.devices.select(usual.cluster, (scenario.seed or 0, scenario.effects.index(effect)))))
+        for effect in scenario.effects_of(LostDevice)
+    ]
+    timed: list[SlowDevice | LostDevice] = [*scenario.effects_of(SlowDevice), *(effect for effect, _ in losses)]
+    moments = {0.0, *(float(effect.since) for effect in timed)}
+    moments |= {float(effect.until) for effect in timed if effect.until is not None}
+    stretches: list[Stretch] = []
+    before: frozenset[int] = frozenset()
+    for moment in sorted(moments):
+        away = [(effect, ranks) for effect, ranks in losses if _is_on(effect, moment)]
+        lost = frozenset(rank for _, ranks in away for rank in ranks if rank < plan.num_devices)
+        every = tuple(sorted({rank for _, ranks in away for rank in ranks}))
+        step_s = step_at(moment)
+        if lost:
+            step_s = math.inf
+            if all(effect.then == "replan" for effect, ranks in away if ranks & lost):
+                if replan_at is None:
+                    raise ScenarioError("lost-device: nobody can plan anew here; give then = 'wait'.")
+                step_s = replan_at(moment, every) or math.inf
+        change: Change = "" if lost == before or not moment else "lost" if lost - before else "back"
+        stretches.append(Stretch(begin_s=moment, step_s=step_s, change=change))
+        before = lost
+    return stretches
+
+
+def _is_on(effect: LostDevice, moment: float) -> bool:
+    return effect.since <= moment and (effect.until is None or moment < effect.until)

@@ -1,0 +1,214 @@
+"""A cluster in a scenario: the effects that change machines, applied in their order.
+
+    slow-device         the device's kind at another speed (`DeviceKind.slowdown`)
+    other-device        another kind              device-memory   the kind with other memory
+    slow-link           links of nodes, paths between two nodes, uplinks of racks
+    network-cards       NICs per node             oversubscription   racks with uplinks
+
+What was measured holds for the usual links and speeds. So beside the changed cluster there is the **usual** one, with
+the same devices at their usual speed on the usual links, and the cost model scales what it says of that
+(`CostModel.usual_links`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from meshwright.cost import CostModel
+from meshwright.spec import (
+    Cluster,
+    DeviceGroup,
+    DeviceKind,
+    Link,
+    Node,
+    ScenarioError,
+    format_bytes,
+    load_cluster,
+    shipped_kinds,
+    suggest,
+)
+from meshwright.spec.cluster import NodePath, Racks
+from meshwright.spec.scenario import (
+    DeviceMemory,
+    Effect,
+    NetworkCards,
+    OtherDevice,
+    Oversubscription,
+    Scenario,
+    SlowDevice,
+    SlowLink,
+)
+from meshwright.spec.selectors import Devices, Way
+
+
+def apply_scenario(cost: CostModel, scenario: Scenario, at_s: float = 0.0) -> CostModel:
+    """The cost model of the cluster as the scenario makes it, so many seconds after the begin of a run.
+
+    The model itself where nothing is changed. Raises ScenarioError for what the cluster has not.
+    """
+    changed, usual = change_machines(cost.cluster, scenario, at_s)
+    if changed == cost.cluster:
+        return cost
+    return cost.on_machines(changed, usual)
+
+
+def without_devices(cost: CostModel, ranks: Collection[int]) -> CostModel:
+    """The cost model of the other devices of its cluster, which count from 0 on again; nodes stay, even empty ones."""
+    usual = None if cost.usual_links is None else _without(cost.usual_links, ranks)
+    return replace(cost, cluster=_without(cost.cluster, ranks), usual_links=usual)
+
+
+def _without(cluster: Cluster, ranks: Collection[int]) -> Cluster:
+    nodes, rank = list[Node](), 0
+    for node in cluster.nodes:
+        kept = [cluster.device_kind(each).name for each in range(rank, rank + node.num_devices) if each not in ranks]
+        groups = tuple(DeviceGroup(kind=name, count=len(list(same))) for name, same in groupby(kept))
+        nodes.append(replace(node, devices=groups))
+        rank += node.num_devices
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def change_machines(cluster: Cluster, scenario: Scenario, at_s: float = 0.0) -> tuple[Cluster, Cluster]:
+    """The cluster as the scenario makes it, and the same devices at their usual speed on the usual links."""
+    machines = _Machines(cluster=cluster, seed=scenario.seed or 0)
+    for place, effect in enumerate(scenario.effects):
+        machines.apply(effect, place, at_s)
+    return machines.changed(), machines.usual()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Machines:
+    """A cluster while effects are applied, with the kind of each rank, how much slower it is, and its memory."""
+
+    cluster: Cluster
+    seed: int
+    kinds: list[DeviceKind] = field(init=False)
+    slowdowns: list[float] = field(init=False)
+    memory_bytes: list[int] = field(init=False)
+    now: Cluster = field(init=False)
+
+    def __post_init__(self) -> None:
+        kinds = [self.cluster.device_kind(rank) for rank in range(self.cluster.num_ranks)]
+        self.kinds = [kind.at_usual_speed() for kind in kinds]
+        self.slowdowns = [kind.slowdown for kind in kinds]
+        self.memory_bytes = [kind.memory_bytes for kind in kinds]
+        self.now = self.cluster
+
+    def changed(self) -> Cluster:
+        """What the effects made of it."""
+        rows = zip(self.kinds, self.slowdowns, self.memory_bytes, strict=True)
+        return _with_kinds(self.now, [_changed_kind(*row) for row in rows])
+
+    def usual(self) -> Cluster:
+        """The devices at their usual speed on the usual links."""
+        return _with_kinds(self.cluster, self.kinds)
+
+    def apply(self, effect: Effect, place: int, at_s: float) -> None:
+        """Let an effect happen; those that are about runs and not about machines do nothing."""
+        match effect:
+            case SlowDevice():
+                is_on = effect.since <= at_s and (effect.until is None or at_s < effect.until)
+                for rank in self._select(effect.devices, place):
+                    self.slowdowns[rank] *= effect.factor if is_on else 1.0
+            case OtherDevice():
+                other = _shipped_kind(effect.device)
+                for rank in self._select(effect.devices, place):
+                    self.kinds[rank], self.memory_bytes[rank] = other, other.memory_bytes
+            case DeviceMemory():
+                for rank in self._select(effect.devices, place):
+                    self.memory_bytes[rank] = int(effect.memory)
+            case SlowLink():
+                self.now = _with_links(self.now, effect)
+            case NetworkCards():
+                nodes = tuple(replace(node, num_nics=effect.num_nics) for node in self.now.nodes)
+                self.now = replace(self.now, nodes=nodes)
+            case Oversubscription():
+                self.now = replace(self.now, racks=_racks(self.now, effect))
+            case _:
+                return
+
+    def _select(self, devices: Devices, place: int) -> tuple[int, ...]:
+        return devices.select(self.usual(), (self.seed, place))
+
+
+def _changed_kind(kind: DeviceKind, slowdown: float, memory_bytes: int) -> DeviceKind:
+    """A kind with another speed or memory, under a name that says so; the kind itself where nothing differs."""
+    words = ""
+    if slowdown != 1:
+        words += f" {slowdown:.12g}x slower" if slowdown > 1 else f" {1 / slowdown:.12g}x faster"
+    if memory_bytes != kind.memory_bytes:
+        words += f" with {format_bytes(memory_bytes)}"
+    if not words:
+        return kind
+    return replace(kind, name=kind.name + words, slowdown=slowdown, usual=kind.name, memory_bytes=memory_bytes)
+
+
+def _shipped_kind(name: str) -> DeviceKind:
+    if name not in shipped_kinds():
+        raise ScenarioError(
+            f"other-device: no device kind {name!r} is shipped{suggest(name, shipped_kinds())}. Choose one of them, or "
+            "describe the cluster in a .toml file."
+        )
+    return load_cluster(name).device_kinds[0]
+
+
+def _slow(link: Link, effect: SlowLink) -> Link:
+    bandwidth = effect.bandwidth or link.bandwidth_bytes_per_s
+    latency = link.latency_s if effect.latency is None else effect.latency
+    return Link(latency_s=float(latency * effect.factor), bandwidth_bytes_per_s=float(bandwidth / effect.factor))
+
+
+def _with_links(cluster: Cluster, effect: SlowLink) -> Cluster:
+    way, chosen = effect.links.select(cluster)
+    if way == "racks":
+        assert cluster.racks is not None
+        return replace(cluster, racks=replace(cluster.racks, uplink=_slow(cluster.racks.uplink, effect)))
+    if way == "path":
+        first, second = chosen
+        pair = min(chosen), max(chosen)
+        ranks = [
+            next(r for r in range(cluster.num_ranks) if cluster.node_index(r) == index) for index in (first, second)
+        ]
+        link = _slow(cluster.link_between(*ranks), effect)
+        others = tuple(path for path in cluster.paths if path.nodes != pair)
+        return replace(cluster, paths=(*others, NodePath(nodes=pair, link=link)))
+    nodes = [_slow_node(node, way, effect) if index in chosen else node for index, node in enumerate(cluster.nodes)]
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def _slow_node(node: Node, way: Way, effect: SlowLink) -> Node:
+    if way == "inside":
+        return replace(node, device_link=_slow(node.device_link, effect))
+    if way == "between":
+        return replace(node, nic=_slow(node.nic, effect))
+    return replace(node, pcie=_slow(node.pcie, effect))
+
+
+def _racks(cluster: Cluster, effect: Oversubscription) -> Racks:
+    """Uplinks of a rack as many as its NICs divided by the ratio, rounded down; together they carry the rest too."""
+    if effect.nodes_per_rack >= len(cluster.nodes):
+        raise ScenarioError(
+            f"oversubscription: racks of {effect.nodes_per_rack} nodes were given, and cluster {cluster.name!r} has "
+            f"{len(cluster.nodes)}, so nothing lies between racks. Give smaller racks or a larger cluster."
+        )
+    nodes = cluster.nodes[: effect.nodes_per_rack]
+    num_nics = sum(node.num_nics for node in nodes)
+    bandwidth = sum(node.num_nics * node.nic.bandwidth_bytes_per_s for node in nodes) / effect.ratio
+    num_uplinks = max(1, int(num_nics / effect.ratio))
+    uplink = Link(latency_s=float(effect.latency), bandwidth_bytes_per_s=bandwidth / num_uplinks)
+    return Racks(nodes_per_rack=effect.nodes_per_rack, num_uplinks=num_uplinks, uplink=uplink)
+
+
+def _with_kinds(cluster: Cluster, kinds: Sequence[DeviceKind]) -> Cluster:
+    """The cluster with a kind for each rank; the cluster itself where none differs."""
+    if all(kind == cluster.device_kind(rank) for rank, kind in enumerate(kinds)):
+        return cluster
+    nodes, rank = list[Node](), 0
+    for node in cluster.nodes:
+        names = [kind.name for kind in kinds[rank : rank + node.num_devices]]
+        groups = tuple(DeviceGroup(kind=name, count=len(list(same))) for name, same in groupby(names))
+        nodes.append(replace(node, devices=groups))
+        rank += node.num_devices
+    return replace(cluster, nodes=tuple(nodes), device_kinds=tuple({kind.name: kind for kind in kinds}.values()))

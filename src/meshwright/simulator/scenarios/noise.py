@@ -1,0 +1,123 @@
+"""Jitter: random factors on the times of instructions, drawn by what an instruction is and not by when it is asked.
+
+    factor of an instruction = exp(spread · z) · (straggler factor, with its probability)
+
+z is standard normal. Both are hashes of (seed, effect, rank, step) and, for a draw per instruction, (opcode, stage,
+microbatch, bytes): so they do not depend on the order of evaluation, on the number of steps or on the schedule, and two
+schedules are compared under the same luck. A send has the factor of its sender, a sum of gradients that of its lowest
+rank, for all members take the same time. Receives take no time of their own. The hash is SplitMix64's finaliser
+(Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), the normal one Box and Muller's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.simulator.matching import rank_of_streams
+from meshwright.simulator.network import Network, collectives, durations, routes, with_durations
+from meshwright.simulator.simulate import instruction_columns
+from meshwright.simulator.unroll import Unrolled
+from meshwright.spec import Cluster, Program
+from meshwright.spec.instructions import COMPUTATIONS, STASHING, UPDATES
+from meshwright.spec.scenario import Jitter, Scenario
+
+Floats = NDArray[np.float64]
+_COMPUTED = np.array([*COMPUTATIONS, *UPDATES, *STASHING])
+
+
+def has_jitter(scenario: Scenario) -> bool:
+    """Whether anything is random about the time of a step."""
+    return any(
+        effect.spread or (effect.straggler_probability and effect.straggler_factor != 1)
+        for effect in scenario.effects_of(Jitter)
+    )
+
+
+def with_jitter(
+    program: Program, unrolled: Unrolled, scenario: Scenario, cluster: Cluster, seed: int, width: int = 1
+) -> Unrolled:
+    """The unrolled program with the times that a seed gives its instructions.
+
+    Rank r is device r of the cluster, or a team of ``width`` devices (`spec.teams`), which is as slow as its slowest.
+    """
+    network = unrolled.network
+    members = (jitter_factors(program, unrolled, scenario, cluster, seed, (width, place)) for place in range(width))
+    factor = reduce(np.maximum, members)
+    _share_in_collectives(network, factor)
+    usual_ps = durations(network)
+    duration_ps = np.rint(usual_ps * factor).astype(np.int64)
+    # A link that is held is held for some time.
+    np.maximum(duration_ps, (usual_ps > 0) & (routes(network) >= 0), out=duration_ps)
+    scale = (duration_ps / np.maximum(usual_ps, 1))[network.mark_instruction]
+    shift_ps = np.rint(network.mark_shift_ps * scale).astype(np.int64)
+    return replace(unrolled, network=with_durations(network, duration_ps, shift_ps))
+
+
+def jitter_factors(
+    program: Program,
+    unrolled: Unrolled,
+    scenario: Scenario,
+    cluster: Cluster,
+    seed: int,
+    member: tuple[int, int] = (1, 0),
+) -> Floats:
+    """The factor of each instruction, shape (n,), before members of a sum of gradients share one.
+
+    ``member``: devices of a team, and which of them is meant.
+    """
+    columns = instruction_columns(program, unrolled)
+    rank = rank_of_streams(program)[columns["track"]] * member[0] + member[1]
+    computed = np.isin(columns["opcode"], _COMPUTED)
+    factor = np.ones(len(rank))
+    for place, effect in enumerate(scenario.effects):
+        if not isinstance(effect, Jitter):
+            continue
+        chosen = np.isin(rank, effect.devices.select(cluster, (scenario.seed or 0, place)))
+        if effect.of != "all":
+            chosen &= computed == (effect.of == "computations")
+        which = np.flatnonzero(chosen)
+        keys = [rank[which], columns["step"][which]]
+        if effect.per == "instruction":
+            keys += [columns[name][which] for name in ("opcode", "stage", "microbatch", "num_bytes")]
+        factor[which] *= draw_factors(effect, (seed, place), keys)
+    return factor
+
+
+def draw_factors(effect: Jitter, seed: tuple[int, ...], keys: list[NDArray[np.integer]]) -> Floats:
+    """A factor for each row of the keys, shape (n,); equal rows have equal factors."""
+    state = np.full(len(keys[0]), 0x9E3779B97F4A7C15, np.uint64)
+    for key in (*(np.full(len(keys[0]), part) for part in seed), *keys):
+        state = _mix(state ^ _mix(key.astype(np.int64).view(np.uint64)))
+    first, second, third = (_uniform(_mix(state + np.uint64(salt))) for salt in (1, 2, 3))
+    factor = np.exp(effect.spread * np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second))
+    straggles: Floats = np.where(third < effect.straggler_probability, effect.straggler_factor, 1.0)
+    drawn: Floats = factor * straggles
+    return drawn
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64: a step of its sequence, and its finaliser."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = state ^ (state >> np.uint64(31))
+    return mixed
+
+
+def _uniform(state: NDArray[np.uint64]) -> Floats:
+    """Between 0 and 1, and neither."""
+    uniform: Floats = ((state >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
+    return uniform
+
+
+def _share_in_collectives(network: Network, factor: Floats) -> None:
+    """Give all members of a collective the factor of the lowest, in place."""
+    number = collectives(network)
+    members = np.flatnonzero(number >= 0)
+    # Instructions are numbered stream by stream, so the first is that of the lowest rank.
+    _, first, inverse = np.unique(number[members], return_index=True, return_inverse=True)
+    factor[members] = factor[members[first]][inverse]

@@ -1,0 +1,180 @@
+"""A long run: so many steps, saved now and then, with failures, and with times in which steps are slower or stop.
+
+The run is followed from event to event: a save that is due, a failure, a change of the machines. Between failures all
+whole intervals go by at once, so that a run of months takes no longer than its failures. What was computed since the
+last whole save is lost with a failure, and with a device that goes; then pass detection, repair and restart, and
+failures meanwhile begin these anew. The last interval is not saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.simulator.scenarios.failures import Failure
+from meshwright.spec import ScenarioError
+
+# A run that loses more often than this does not come to its end.
+MAX_FAILURES = 100_000
+_NEVER = Failure(math.inf, 0.0)
+
+
+Change = Literal["", "lost", "back"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """From ``begin_s`` on a step takes ``step_s``, infinite while the run stands still.
+
+    ``change``: what happens at its begin. Devices are ``lost``, with what they held; or are ``back``, for which the run
+    saves and restarts; or only speeds change.
+    """
+
+    begin_s: float
+    step_s: float
+    change: Change = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """An interval in seconds of work, infinite for none, the seconds to save and to go on after a failure."""
+
+    interval_s: float = math.inf
+    save_s: float = 0.0
+    restart_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class RunTimes:
+    """Where the seconds of a run go: all but counts add up to ``wall_s``."""
+
+    computing_s: float = 0.0
+    lost_s: float = 0.0
+    saving_s: float = 0.0
+    restarting_s: float = 0.0
+    waiting_s: float = 0.0
+    num_failures: int = 0
+    num_saves: int = 0
+
+    @property
+    def wall_s(self) -> float:
+        """The time of the run."""
+        return self.computing_s + self.lost_s + self.saving_s + self.restarting_s + self.waiting_s
+
+
+def follow_run(num_steps: float, stretches: Sequence[Stretch], failures: Iterator[Failure], saving: Saving) -> RunTimes:
+    """Follow a run to its end; stretches are in order, the first from 0 on. Raises ScenarioError if it has no end."""
+    run = _Run(num_steps=num_steps, stretches=stretches, failures=failures, saving=saving)
+    while run.left > 1e-12 * num_steps:
+        run.go_on()
+    return run.times
+
+
+class _Run:
+    """The state of a run: the moment, and steps that are saved, that are not, and the seconds that these took."""
+
+    def __init__(
+        self, *, num_steps: float, stretches: Sequence[Stretch], failures: Iterator[Failure], saving: Saving
+    ) -> None:
+        self.times = RunTimes()
+        self._num_steps, self._stretches, self._failures, self._saving = num_steps, stretches, failures, saving
+        self._now, self._place, self._saved, self._fresh, self._fresh_s = 0.0, 0, 0.0, 0.0, 0.0
+        self._failure = next(failures, _NEVER)
+
+    @property
+    def left(self) -> float:
+        """Steps that are not done."""
+        return self._num_steps - self._saved - self._fresh
+
+    def go_on(self) -> None:
+        """Until the next event."""
+        following = self._stretches[self._place + 1 : self._place + 2]
+        change_s = following[0].begin_s if following else math.inf
+        if self._failure.at_s <= self._now:
+            self._interrupt(self._failure.repair_s)
+        elif change_s <= self._now:
+            self._place += 1
+            self._change(following[0])
+        else:
+            self._work(min(change_s, self._failure.at_s) - self._now)
+
+    def _work(self, room_s: float) -> None:
+        step_s = self._stretches[self._place].step_s
+        if math.isinf(step_s):
+            if math.isinf(room_s):
+                raise ScenarioError(
+                    "The run waits for devices that do not come back, so it has no end. Give `until` to the lost "
+                    "devices, or let the run go on without them (then = 'replan')."
+                )
+            self.times.waiting_s += room_s
+            self._now += room_s
+            return
+        left_s, interval_s, save_s = self.left * step_s, self._saving.interval_s, self._saving.save_s
+        if not self._fresh and interval_s < left_s:
+            # Times may be so long that the whole number of intervals has no float.
+            whole = min(room_s // (interval_s + save_s), math.ceil(left_s / interval_s) - 1)
+            if whole > 0:
+                self._now += whole * (interval_s + save_s)
+                self._saved += whole * interval_s / step_s
+                self._count(computing_s=whole * interval_s, saving_s=whole * save_s, num_saves=int(whole))
+                return
+        due_s = interval_s - self._fresh_s
+        passed_s = min(due_s, left_s, room_s)
+        self._now += passed_s
+        self._fresh += passed_s / step_s if passed_s < left_s else self.left
+        self._fresh_s += passed_s
+        self._count(computing_s=passed_s)
+        if passed_s == due_s < left_s:
+            self._save()
+
+    def _save(self) -> None:
+        end_s = self._now + self._saving.save_s
+        if end_s > self._failure.at_s:
+            # The failure interrupts it.
+            self._count(lost_s=self._failure.at_s - self._now)
+            self._now = self._failure.at_s
+            return
+        self._count(saving_s=self._saving.save_s, num_saves=1)
+        self._now = end_s
+        self._saved, self._fresh, self._fresh_s = self._saved + self._fresh, 0.0, 0.0
+
+    def _change(self, stretch: Stretch) -> None:
+        if stretch.change == "lost":
+            self._drop()
+            self._restart(0.0)
+        elif stretch.change == "back":
+            self._save()
+            if self._failure.at_s > self._now:
+                self._restart(0.0)
+
+    def _interrupt(self, repair_s: float) -> None:
+        self._drop()
+        self._next_failure()
+        self._restart(repair_s)
+
+    def _drop(self) -> None:
+        self._count(computing_s=-self._fresh_s, lost_s=self._fresh_s)
+        self._fresh, self._fresh_s = 0.0, 0.0
+
+    def _restart(self, repair_s: float) -> None:
+        begin_s, end_s = self._now, self._now + repair_s + self._saving.restart_s
+        while self._failure.at_s < end_s:
+            end_s = self._failure.at_s + self._failure.repair_s + self._saving.restart_s
+            self._next_failure()
+        self._count(restarting_s=end_s - begin_s)
+        self._now = end_s
+
+    def _next_failure(self) -> None:
+        self.times.num_failures += 1
+        self._failure = next(self._failures, _NEVER)
+        if self.times.num_failures > MAX_FAILURES:
+            raise ScenarioError(
+                f"The run fails {MAX_FAILURES} times before its end: between failures there is not the time to compute "
+                "and save. Save more often, or give a longer mttf or fewer devices."
+            )
+
+    def _count(self, **amounts: float) -> None:
+        for name, amount in amounts.items():
+            setattr(self.times, name, getattr(self.times, name) + amount)

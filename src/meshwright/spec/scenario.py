@@ -1,0 +1,303 @@
+"""Scenario: what happens to a cluster and to a run on it, as a list of small effects that apply in order.
+
+    SlowDevice       devices compute slower, for good or for a while
+    OtherDevice      devices are of another kind
+    DeviceMemory     devices have more or less memory
+    SlowLink         links have another bandwidth or latency
+    NetworkCards     nodes have more or fewer NICs, which their devices share
+    Oversubscription racks whose uplinks carry less than their NICs
+    Jitter           every computation or transfer takes its time times a random factor
+    LostDevice       devices are away for a while
+    Failures         devices or nodes fail at random, or at given moments
+    Checkpoints      how the state is saved, and what it costs to go on from it
+    Price            money per hour
+
+Effects are facts; `meshwright.simulator.scenarios` applies them. Quantities have units (`spec.quantities`), devices and
+links are selected by short texts (`spec.selectors`). Everything that is random follows from ``seed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
+
+from meshwright.spec.codec import decode_document
+from meshwright.spec.errors import DocumentError, ScenarioError, suggest
+from meshwright.spec.parsing import read_data
+from meshwright.spec.quantities import Bytes, BytesPerSecond, Seconds
+from meshwright.spec.selectors import Devices, Links
+
+T = TypeVar("T")
+
+# Bounds from here on are not told.
+_MOST = 1e9
+ALL = Devices("all")
+NO_TIME = Seconds(0)
+
+
+def _check(kind: str, **bounds_of: tuple[float, float | None, float]) -> None:
+    """Raise ScenarioError unless each value is within its bounds: name = (least, value, most); None is none given."""
+    for name, (least, value, most) in bounds_of.items():
+        if value is not None and not least <= value <= most:
+            expected = f"{least:g} to {most:g}" if most < _MOST else f"at least {least:g}"
+            raise ScenarioError(f"{kind}: {name} is {value:g}; expected {expected}.")
+
+
+def _check_while(kind: str, since: float, until: float | None) -> None:
+    if until is not None and until <= since:
+        raise ScenarioError(f"{kind}: until is {until:g} s and since is {since:g} s; expected an end after the begin.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowDevice:
+    """Whatever ``devices`` compute takes ``factor`` times as long, from ``since`` to ``until`` of the run."""
+
+    KIND: ClassVar = "slow-device"
+    devices: Devices
+    factor: float
+    since: Seconds = NO_TIME
+    until: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.KIND, factor=(1e-3, self.factor, 1e6))
+        _check_while(self.KIND, self.since, self.until)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherDevice:
+    """Devices are of another shipped kind; the links of their nodes stay."""
+
+    KIND: ClassVar = "other-device"
+    devices: Devices
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Devices have so much memory."""
+
+    KIND: ClassVar = "device-memory"
+    memory: Bytes
+    devices: Devices = ALL
+
+    def __post_init__(self) -> None:
+        _check(self.KIND, memory=(1, self.memory, 1e18))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLink:
+    """Links have a bandwidth, a latency, or both ``factor`` times as slow as they were."""
+
+    KIND: ClassVar = "slow-link"
+    links: Links
+    factor: float = 1.0
+    bandwidth: BytesPerSecond | None = None
+    latency: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.KIND, factor=(1e-6, self.factor, 1e6), bandwidth=(1, self.bandwidth, 1e18))
+        if self.factor == 1 and self.bandwidth is None and self.latency is None:
+            raise ScenarioError(f"{self.KIND}: nothing is changed; give factor, bandwidth or latency.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkCards:
+    """Every node has so many NICs, which its devices share."""
+
+    KIND: ClassVar = "network-cards"
+    num_nics: int
+
+    def __post_init__(self) -> None:
+        _check(self.KIND, num_nics=(1, self.num_nics, 1024))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Oversubscription:
+    """The uplinks of each rack carry the bandwidth of all its NICs divided by ``ratio``."""
+
+    KIND: ClassVar = "oversubscription"
+    nodes_per_rack: int
+    ratio: float
+    latency: Seconds = NO_TIME
+
+    def __post_init__(self) -> None:
+        _check(self.KIND, nodes_per_rack=(1, self.nodes_per_rack, 1e6), ratio=(1, self.ratio, 1e6))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jitter:
+    """Times are multiplied by exp(``spread`` · N(0, 1)), and with some probability by ``straggler_factor`` as well.
+
+    A factor is drawn for every instruction, or one for all that a device does in a step. A sum of gradients takes one
+    factor for all its members.
+    """
+
+    KIND: ClassVar = "jitter"
+    devices: Devices = ALL
+    spread: float = 0.0
+    straggler_probability: float = 0.0
+    straggler_factor: float = 1.0
+    of: Literal["computations", "transfers", "all"] = "computations"
+    per: Literal["instruction", "step"] = "instruction"
+
+    def __post_init__(self) -> None:
+        _check(
+            self.KIND,
+            spread=(0, self.spread, 10),
+            straggler_probability=(0, self.straggler_probability, 1),
+            straggler_factor=(1e-3, self.straggler_factor, 1e6),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostDevice:
+    """Devices are away from ``since`` to ``until`` of the run; without an end they do not come back.
+
+    Meanwhile the run waits, or goes on with a plan that is made anew for the other devices.
+    """
+
+    KIND: ClassVar = "lost-device"
+    devices: Devices
+    since: Seconds = NO_TIME
+    until: Seconds | None = None
+    then: Literal["wait", "replan"] = "wait"
+
+    def __post_init__(self) -> None:
+        _check_while(self.KIND, self.since, self.until)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """Every device, or every node, fails after a random time and is back after ``repair``; or at given ``times``.
+
+    ``mttf`` is the mean time to failure of one of them, exponentially distributed, or by Weibull's law with ``shape``
+    (below 1: early failures are more frequent). ``times`` are moments of the run at which something fails.
+    """
+
+    KIND: ClassVar = "failures"
+    of: Literal["device", "node"] = "device"
+    mttf: Seconds | None = None
+    shape: float = 1.0
+    times: tuple[Seconds, ...] = ()
+    repair: Seconds = NO_TIME
+
+    def __post_init__(self) -> None:
+        _check(self.KIND, mttf=(1e-3, self.mttf, 1e12), shape=(0.1, self.shape, 10))
+        if (self.mttf is None) == (not self.times):
+            raise ScenarioError(f"{self.KIND}: give either mttf or times, not both and not none.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """The state is saved every ``interval`` of work, by default the one that loses least time.
+
+    Saving takes ``cost``, or what the state takes over ``bandwidth``, while nothing is computed. After a failure pass
+    ``detection``, the repair, and ``restart``; then work goes on from the last checkpoint.
+    """
+
+    KIND: ClassVar = "checkpoints"
+    interval: Seconds | None = None
+    cost: Seconds | None = None
+    bandwidth: BytesPerSecond | None = None
+    detection: Seconds = NO_TIME
+    restart: Seconds = NO_TIME
+
+    def __post_init__(self) -> None:
+        _check(self.KIND, interval=(1e-6, self.interval, 1e12), bandwidth=(1, self.bandwidth, 1e18))
+        if (self.cost is None) == (self.bandwidth is None):
+            raise ScenarioError(
+                f"{self.KIND}: give either cost, the time to save the state, or bandwidth, that of the storage."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What a device or a node costs per hour; ``kind`` names those that it is the price of."""
+
+    KIND: ClassVar = "price"
+    per_hour: float
+    of: Literal["device", "node"] = "device"
+    device: str = ""
+    currency: str = "USD"
+
+    def __post_init__(self) -> None:
+        _check(self.KIND, per_hour=(0, self.per_hour, 1e9))
+
+
+Effect = (
+    SlowDevice
+    | OtherDevice
+    | DeviceMemory
+    | SlowLink
+    | NetworkCards
+    | Oversubscription
+    | Jitter
+    | LostDevice
+    | Failures
+    | Checkpoints
+    | Price
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Effects in the order in which they apply, and the seed of what is random."""
+
+    name: str = ""
+    seed: int | None = None
+    effects: tuple[Effect, ...] = ()
+    notes: str = ""
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ScenarioError(f"seed is {self.seed}; expected a whole number, 0 to 2^63 - 1.")
+
+    def effects_of(self, *kinds: type[T]) -> tuple[T, ...]:
+        """The effects of some kinds, in order."""
+        return tuple(effect for effect in self.effects if isinstance(effect, kinds))
+
+
+def compose(scenarios: Sequence[Scenario]) -> Scenario:
+    """One scenario of several: their effects behind each other, and the seed of the last one that has one."""
+    seeds = [scenario.seed for scenario in scenarios if scenario.seed is not None]
+    return Scenario(
+        name=" + ".join(scenario.name for scenario in scenarios if scenario.name),
+        seed=seeds[-1] if seeds else None,
+        effects=tuple(effect for scenario in scenarios for effect in scenario.effects),
+    )
+
+
+def load_scenario(reference: str | Path) -> Scenario:
+    """Read a scenario: a TOML or JSON file, or the name of a shipped one.
+
+    Raises DocumentError or ScenarioError, naming the file and the key, for what is none.
+    """
+    path = Path(reference)
+    if path.suffix in (".toml", ".json"):
+        return _read(path, str(path))
+    if str(reference) not in shipped_scenarios():
+        raise DocumentError(
+            f"No scenario {str(reference)!r} is shipped{suggest(str(reference), shipped_scenarios())}. Give one of "
+            "these names or a .toml file."
+        )
+    with resources.as_file(resources.files("meshwright.spec") / "scenarios" / f"{reference}.toml") as shipped:
+        return _read(shipped, shipped.name)
+
+
+def shipped_scenarios() -> tuple[str, ...]:
+    """Names of the scenarios that come with Meshwright."""
+    folder = resources.files("meshwright.spec") / "scenarios"
+    return tuple(sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml")))
+
+
+def _read(path: Path, where: str) -> Scenario:
+    try:
+        scenario = decode_document(Scenario, read_data(path), where)
+    except ScenarioError as error:
+        raise ScenarioError(f"{where}: {error}") from None
+    return scenario if scenario.name else replace(scenario, name=path.stem)

@@ -1,0 +1,108 @@
+"""Devices that are lost and come back: the run waits or goes on with another plan, and loses what was not saved."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.cost import CostModel
+from meshwright.planner import replan_seconds, search_plans
+from meshwright.simulator.scenarios import apply_scenario, simulate_scenario
+from meshwright.simulator.scenarios.machines import without_devices
+from meshwright.spec import ScenarioError, load_cluster
+from meshwright.spec.quantities import Seconds
+from meshwright.spec.scenario import Checkpoints, LostDevice, OtherDevice, Scenario, SlowDevice, SlowLink
+from meshwright.spec.selectors import Devices, Links
+from tests.simulator.test_scenario_machines import GRAPH, plan_on
+
+COST = CostModel(cluster=load_cluster("2x2xA100"))
+PLAN = plan_on(2, 2)
+STEP_S = simulate_scenario(PLAN, GRAPH, COST, Scenario()).simulation.step_time_s
+
+
+def run_of(*effects, replan=None, steps=1000):
+    scenario = Scenario(effects=effects)
+    return simulate_scenario(PLAN, GRAPH, COST, scenario, run_steps=steps, num_seeds=1, replan=replan).run.runs[0]
+
+
+def lost(devices="rank 1", since=250, until=400, then="wait"):
+    end = None if until is None else Seconds(until * STEP_S)
+    return LostDevice(devices=Devices(devices), since=Seconds(since * STEP_S), until=end, then=then)
+
+
+def saved(interval=100, cost=2, restart=5):
+    return Checkpoints(
+        interval=Seconds(interval * STEP_S), cost=Seconds(cost * STEP_S), restart=Seconds(restart * STEP_S)
+    )
+
+
+def test_a_run_waits_for_what_is_lost_and_repeats_what_was_not_saved():
+    times = run_of(lost(), saved())
+    # Saved at 100 and 202 to 204; lost at 250 with 46 steps; restarted 250 to 255; waits to 400, saves, restarts.
+    assert times.lost_s == pytest.approx(46 * STEP_S)
+    assert times.waiting_s == pytest.approx(145 * STEP_S)
+    assert times.restarting_s == pytest.approx(10 * STEP_S)
+    assert times.computing_s == pytest.approx(1000 * STEP_S)
+    assert times.num_failures == 0
+
+
+def test_a_run_goes_on_with_the_plan_for_the_rest():
+    seen = []
+
+    def replan(rest):
+        seen.append(rest.cluster.num_ranks)
+        return 2 * STEP_S
+
+    times = run_of(lost(then="replan"), saved(interval=1e9), replan=replan)
+    # 250 steps are lost and restarted to 255; 72.5 steps in 145 seconds; then saved and restarted.
+    assert seen == [3]
+    assert times.waiting_s == 0
+    assert times.lost_s == pytest.approx(250 * STEP_S)
+    assert times.computing_s == pytest.approx((145 + 1000 - 72.5) * STEP_S)
+    assert times.num_saves == 1
+
+
+def test_where_no_plan_fits_the_rest_the_run_waits():
+    assert run_of(lost(then="replan"), saved(), replan=lambda _: None) == run_of(lost(), saved())
+
+
+def test_devices_that_a_plan_does_not_use_are_not_missed():
+    cost = CostModel(cluster=load_cluster("3x2xA100"))
+    scenario = Scenario(effects=(lost("node 2", until=None),))
+    run = simulate_scenario(PLAN, GRAPH, cost, scenario, run_steps=1000, num_seeds=1).run
+    assert run.wall_s == pytest.approx(1000 * run.step_time_s)
+
+
+@pytest.mark.parametrize(
+    ("effect", "words"), [(lost(until=None), "it has no end"), (lost(then="replan"), "nobody can plan anew here")]
+)
+def test_a_run_without_an_end_is_refused(effect, words):
+    with pytest.raises(ScenarioError, match=words):
+        run_of(effect)
+
+
+def test_the_rest_of_a_cluster_is_the_other_devices_on_their_nodes():
+    cost = apply_scenario(
+        COST,
+        Scenario(
+            effects=(
+                OtherDevice(devices=Devices("rank 3"), device="V100"),
+                SlowDevice(devices=Devices("rank 2"), factor=2.0),
+                SlowLink(links=Links("between nodes"), factor=2.0),
+            )
+        ),
+    )
+    rest = without_devices(cost, (0, 1)).cluster
+    assert [rest.device_kind(rank).usual_name for rank in range(rest.num_ranks)] == ["A100", "V100"]
+    assert [rest.device_kind(rank).slowdown for rank in range(rest.num_ranks)] == [2, 1]
+    assert [rest.node_index(rank) for rank in range(rest.num_ranks)] == [1, 1]
+    fewer = without_devices(cost, (2,))
+    assert fewer.collective_seconds("send", (0, 2), 1e8) == cost.collective_seconds("send", (0, 3), 1e8)
+
+
+def test_a_new_plan_is_the_best_for_the_rest():
+    rest = without_devices(COST, (3,))
+    found = search_plans(lambda _: GRAPH, rest.cluster, PLAN.workload, cost=rest, max_plans=1, schedules=("1f1b",))
+    assert replan_seconds(PLAN, GRAPH, rest) == found.best.step_time_s
+    assert found.best.step_time_s >= STEP_S / 2
+    tiny = without_devices(COST, (1, 2, 3))
+    assert replan_seconds(PLAN, GRAPH, tiny) > 0

@@ -1,0 +1,105 @@
+"""Sweeps: every case is what its plan and scenario give alone, on one process or many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.cost import CostModel
+from meshwright.simulator.scenarios import change_case, read_parameter, simulate_scenario, sweep_cases
+from meshwright.spec import MeshwrightError, load_cluster
+from meshwright.spec.quantities import BytesPerSecond
+from meshwright.spec.scenario import Jitter, Scenario, SlowDevice, SlowLink
+from meshwright.spec.selectors import Devices, Links
+from tests.simulator.test_scenario_machines import GRAPH, plan_on
+
+COST = CostModel(cluster=load_cluster("4xA100"))
+PLAN = plan_on(2, 2)
+SCENARIO = Scenario(
+    seed=2,
+    effects=(
+        SlowDevice(devices=Devices("rank 1"), factor=2.0),
+        SlowLink(links=Links("inside nodes"), factor=2.0),
+        SlowLink(links=Links("to hosts"), factor=2.0),
+    ),
+)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, None])
+def test_each_case_is_that_plan_in_that_scenario(num_processes):
+    parameters = [read_parameter(text) for text in ("slow-device.factor=1,2..4:2", "plan.num_microbatches=2,3,4")]
+    sweep = sweep_cases(parameters, PLAN, GRAPH, COST, SCENARIO, num_processes=num_processes)
+    assert [(row["slow-device.factor"], row["plan.num_microbatches"]) for row in sweep.rows] == [
+        (factor, count) for factor in (1, 2, 4) for count in (2, 3, 4)
+    ]
+    for row in sweep.rows:
+        factor, count = row["slow-device.factor"], row["plan.num_microbatches"]
+        if count == 3:  # does not divide the batch of 8
+            assert row.keys() == {"slow-device.factor", "plan.num_microbatches", "error"}
+            continue
+        scenario = replace(SCENARIO, effects=(replace(SCENARIO.effects[0], factor=factor), *SCENARIO.effects[1:]))
+        alone = simulate_scenario(replace(PLAN, num_microbatches=count), GRAPH, COST, scenario)
+        assert {key: row[key] for key in alone.row()} == alone.row()
+    assert sweep.figures[-1] == "error"
+
+
+def test_seeds_and_units_are_parameters_too():
+    jitter = Scenario(effects=(Jitter(spread=0.1), SCENARIO.effects[1]))
+    parameters = [read_parameter("seed=0..2"), read_parameter("slow-link.bandwidth=1..4:2log GB/s")]
+    sweep = sweep_cases(parameters, PLAN, GRAPH, COST, jitter, num_seeds=2)
+    assert [row["slow-link.bandwidth"] for row in sweep.rows] == ["1 GB/s", "4 GB/s"] * 3
+    assert len({row["jittered_mean_s"] for row in sweep.rows}) == 6
+    assert len({row["step_time_s"] for row in sweep.rows}) == 2
+    _, changed = change_case(PLAN, jitter, {"seed": 7, "slow-link.bandwidth": "4 GB/s"})
+    assert changed.seed == 7
+    assert changed.effects[1].bandwidth == BytesPerSecond(4e9)
+
+
+@given(st.integers(0, 5), st.integers(0, 20), st.integers(1, 30))
+def test_ranges_are_the_numbers_between_their_ends(first, length, count):
+    assert read_parameter(f"x={first}..{first + length}").values == tuple(range(first, first + length + 1))
+    values = read_parameter(f"x={first}..{first + length}:{count}").values
+    assert len(values) == count
+    assert values[0] == first
+    assert values[-1] == (first + length if count > 1 else first)
+
+
+def test_values_are_read_as_in_documents():
+    assert read_parameter("x=1,2.5,true,gpipe,8 h").values == (1, 2.5, True, "gpipe", "8 h")
+    assert read_parameter("x=1..100:3log").values == (1, 10, 100)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("plan.num_microbatch=4", "unknown key 'num_microbatch' .did you mean 'num_microbatches'"),
+        ("plan.num_microbatches=many", "num_microbatches: expected int, found 'many'"),
+        ("plan.exchange.buckets=1", "unknown key 'buckets'"),
+        ("slow-devise.factor=2", "of no effect of the scenario .did you mean 'slow-device'"),
+        ("slow-device.facto=2", "unknown key 'facto' .did you mean 'factor'"),
+        ("slow-device.factor=0", "slow-device: factor is 0"),
+        ("slow-link.factor=2", "could be of 2 effects; say which: slow-link.1.factor"),
+        ("slow-link.3.factor=2", "slow-link.1.FIELD to slow-link.2.FIELD"),
+        ("slow-link.2.bandwidth=2", "2 has no unit"),
+        ("slow-device=2", "expected slow-device.FIELD"),
+        ("seed=-1", "seed is -1"),
+        ("factor", "names no values"),
+        ("seed=", "names no values"),
+        ("seed=5..1", "are no range"),
+        ("seed=0..9:0", "are no range"),
+        ("seed=0..9:3log", "are no range"),
+        ("seed=0..1000000", "are no range|expected 1 to"),
+    ],
+)
+def test_parameters_that_are_none_are_refused(text, words):
+    with pytest.raises(MeshwrightError, match=words):
+        sweep_cases([read_parameter(text)], PLAN, GRAPH, COST, SCENARIO)
+
+
+def test_a_parameter_is_swept_once():
+    seed = read_parameter("seed=0..2")
+    with pytest.raises(MeshwrightError, match="each parameter once"):
+        sweep_cases([seed, seed], PLAN, GRAPH, COST, SCENARIO)
