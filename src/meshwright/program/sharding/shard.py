@@ -59,7 +59,8 @@ def _shard_axis(sharded: ShardedGraph, axis: Axis, sharding: Sharding) -> Sharde
     layouts[axis] = tuple(made.layouts[i] if i not in old else made.layout_of(i) for i in range(len(local.tensors)))
     earlier = [replace(collective, at=moved[collective.at]) for collective in sharded.collectives]
     collectives = [*earlier, *_collectives(local, axis, made, moved)]
-    reduced = {**sharded.reduced_parameters, axis: tuple(made.reduced)}
+    # Ranks of the expert axis are replicas to each other, which sum all gradients of what they share.
+    reduced = {**sharded.reduced_parameters, axis: () if axis == "expert" else tuple(made.reduced)}
     return ShardedGraph(
         graph=local,
         layouts=layouts,
