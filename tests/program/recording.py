@@ -72,6 +72,36 @@ class Recorder(TorchDispatchMode):
         self.phase = "forward"
 
 
+class SavedBytes:
+    """Bytes that autograd keeps on this rank while it is active, each storage once, but for the model's parameters."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = {_local(p.data).untyped_storage().data_ptr() for p in model.parameters()}
+        # Tensors are held, so that no storage is at the place of an earlier one.
+        self._held: dict[int, torch.Tensor] = {}
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    @property
+    def total(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._held.values())
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        local = _local(tensor)
+        place = local.untyped_storage().data_ptr()
+        if place not in self._parameters:
+            self._held[place] = local
+        return tensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of this rank, once what is on its way has arrived."""
+    while isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return getattr(tensor, "elem", tensor)
+
+
 def _group(args: Any) -> Any:
     for item in args:
         if isinstance(item, torch.ScriptObject):

@@ -23,7 +23,7 @@ from meshwright.program.sharding import fsdp_collectives, padded_bytes, paramete
 from meshwright.spec.sharding import Sharding
 from tests.processes import fork_ranks
 from tests.program.parallel_models import BATCH, make_batch, parallelize, small_shape
-from tests.program.recording import Recorder
+from tests.program.recording import Recorder, SavedBytes
 
 MODELS = ("gpt", "llama")
 # Data times tensor ranks, by the number of all ranks.
@@ -80,8 +80,8 @@ def expected(graph, sharding: Sharding, data: int, *, fully: bool, reshard: bool
     return [row for *_, row in events]
 
 
-def record(name: str, data, tensor, *, sequence_parallel: bool, fully: bool, reshard: bool) -> list[list]:
-    """The same of what torch issues."""
+def record(name: str, data, tensor, *, sequence_parallel: bool, fully: bool, reshard: bool) -> tuple[list[list], int]:
+    """The same of what torch issues, and the bytes that autograd keeps."""
     shape = small_shape(name)
     torch.manual_seed(0)
     model = shape.build()
@@ -92,11 +92,13 @@ def record(name: str, data, tensor, *, sequence_parallel: bool, fully: bool, res
             fully_shard(block, mesh=data, reshard_after_forward=reshard)
         fully_shard(model, mesh=data, reshard_after_forward=False)
     tokens, targets = make_batch(shape)
+    saved = SavedBytes(model)
     with Recorder() as recorder, loss_parallel() if tensor.size() > 1 else nullcontext():
-        loss = shape.loss(model(tokens), targets)
+        with saved.hooks():
+            loss = shape.loss(model(tokens), targets)
         with recorder.backward():
             loss.backward()
-    return [[found.phase, found.kind, found.num_ranks, found.num_bytes] for found in recorder.found]
+    return [[found.phase, found.kind, found.num_ranks, found.num_bytes] for found in recorder.found], saved.total
 
 
 def run_all(graphs, world_size: int) -> dict[str, list]:
@@ -109,10 +111,10 @@ def run_all(graphs, world_size: int) -> dict[str, list]:
         sharding = Sharding(tensor=tensor, sequence_parallel=sequence_parallel)
         for name, graph in graphs.items():
             wanted = expected(graph, sharding, data, fully=fully, reshard=reshard)
-            found = record(
-                name, *meshes[data, tensor], sequence_parallel=sequence_parallel, fully=fully, reshard=reshard
-            )
-            results[f"{name}/{case}"] = [wanted, found]
+            options = {"sequence_parallel": sequence_parallel, "fully": fully, "reshard": reshard}
+            found, saved_bytes = record(name, *meshes[data, tensor], **options)
+            local = shard_graph(graph, sharding).graph
+            results[f"{name}/{case}"] = [wanted, found, local.saved_bytes(local.ops, BATCH), saved_bytes]
     return results
 
 

@@ -30,6 +30,15 @@ def results(tmp_path_factory):
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_torch_issues_what_is_expected(results, name, world_size, case):
-    expected, found = results[world_size, f"{name}/{case}"]
+    expected, found, *_ = results[world_size, f"{name}/{case}"]
     assert found == expected
     assert len(found) >= 6
+
+
+@pytest.mark.parametrize(
+    ("world_size", "case"), [(size, f"1x{size}/{kind}") for size in (2, 4) for kind in ("tensor", "sequence")]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_autograd_keeps_what_the_local_graph_says(results, name, world_size, case):
+    *_, expected, found = results[world_size, f"{name}/{case}"]
+    assert found == expected > 0

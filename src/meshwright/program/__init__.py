@@ -1,5 +1,6 @@
 """Plan → Program: schedules, transfers and gradient exchange, written as data for the simulator and the runtime.
 
+sharding    the local graph of one rank where ops are split over several, and what these exchange
 orders      what each rank computes, in order: `schedules` by name, `own_schedules` by a user's function,
 `order_files` by a file as torch has them, `found` by a search
 program     `build_program` adds transfers (`crossings`, `transfers`), sums of gradients (`buckets`) and updates
@@ -26,7 +27,15 @@ from meshwright.program.placed import PLACED, build_placed_program, trained_stag
 from meshwright.program.progress import picture_schedule
 from meshwright.program.repeat import Repeated, repeat_body
 from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
-from meshwright.program.sharding import padded_bytes, parameter_groups
+from meshwright.program.sharding import (
+    GroupCollective,
+    ParameterGroup,
+    ShardedGraph,
+    fsdp_collectives,
+    padded_bytes,
+    parameter_groups,
+    shard_graph,
+)
 from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Forward
 
 __all__ = [
@@ -40,11 +49,14 @@ __all__ = [
     "Fold",
     "Forward",
     "FoundOrders",
+    "GroupCollective",
     "Order",
     "OrderFile",
     "OwnSchedule",
+    "ParameterGroup",
     "ProgramBuilder",
     "Repeated",
+    "ShardedGraph",
     "StageTimes",
     "WrittenOrders",
     "build_folded_program",
@@ -57,6 +69,7 @@ __all__ = [
     "find_orders",
     "find_schedule",
     "folded_buckets",
+    "fsdp_collectives",
     "gradient_buckets",
     "local_microbatches",
     "lower_graph",
@@ -70,6 +83,7 @@ __all__ = [
     "parameter_groups",
     "picture_schedule",
     "repeat_body",
+    "shard_graph",
     "stays_on_rank",
     "trained_stages",
     "unlower_plan",

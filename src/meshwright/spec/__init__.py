@@ -77,6 +77,7 @@ from meshwright.spec.recompute import (
     recompute_runs,
     with_recompute,
 )
+from meshwright.spec.sharding import OpPlacement, Partial, Replicate, Shard, Sharding
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph
 from meshwright.spec.timeline import Timeline
@@ -135,11 +136,13 @@ __all__ = [
     "NullSink",
     "Op",
     "OpMeasurement",
+    "OpPlacement",
     "OpSpans",
     "Opcode",
     "Optimizer",
     "OptimizerMeasurement",
     "OptimizerStep",
+    "Partial",
     "PlacedStage",
     "Placement",
     "Plan",
@@ -151,12 +154,15 @@ __all__ = [
     "Push",
     "Receive",
     "ReduceScatter",
+    "Replicate",
     "RunError",
     "ScenarioError",
     "ScheduleError",
     "ScheduleReferenceError",
     "Section",
     "Send",
+    "Shard",
+    "Sharding",
     "StagePlan",
     "StageSlice",
     "Stash",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ATTENTION = "aten.scaled_dot_product_attention"
 _KEYS_AND_VALUES = (1, 2)
 # Conversions that make a view of what they convert.
-_VIEWS = ("copy", "shard", "ring")
+_VIEWS = ("copy", "ring")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +200,7 @@ class Conversions:
         graph = self.state.facts.graph
         made = self.state.facts.producer.get(source)
         return Op(
-            name=f"{self.tensors[new].name}"
-            if kind not in ("all_reduce", "reduce_scatter")
-            else f"{self.tensors[new].name}_{kind}",
+            name=f"{self.tensors[min(source, new)].name}_{kind}",
             kind=f"{MESH}{kind}.default",
             inputs=(source,),
             outputs=(new,),

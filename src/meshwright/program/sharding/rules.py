@@ -19,6 +19,7 @@ from meshwright.program.sharding.absorb import is_absorbed
 from meshwright.program.sharding.dims import Split, find_label
 from meshwright.program.sharding.facts import UNEVEN_FROM, divides
 from meshwright.program.sharding.propagate import arriving, follow
+from meshwright.program.sharding.sharded import MESH
 from meshwright.spec.errors import PlanError
 from meshwright.spec.units import FLOAT_DTYPES
 
@@ -44,6 +45,12 @@ def rule_for(axis: Axis, sharding: Sharding) -> Rule:
     return ContextRule(own) if axis == "context" else ExpertRule(own)
 
 
+def is_meant(placement: OpPlacement, op: Op) -> bool:
+    """Whether a placement is for this op, which no axis has added."""
+    named = fnmatchcase(op.name, placement.op) or fnmatchcase(op.module, placement.op)
+    return named and not op.kind.startswith(MESH)
+
+
 @dataclass(frozen=True)
 class _OwnFirst:
     """Placements of the user's before the axis' own rule."""
@@ -60,9 +67,8 @@ class _OwnFirst:
 
     def choose(self, state: State, index: int) -> Split | None:
         """The split of an op."""
-        op = state.facts.graph.ops[index]
         for placement in reversed(self.own):
-            if fnmatchcase(op.name, placement.op) or fnmatchcase(op.module, placement.op):
+            if is_meant(placement, state.facts.graph.ops[index]):
                 return _own_split(state.facts, index, placement)
         return self.choose_by_rule(state, index)
 

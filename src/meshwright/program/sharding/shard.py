@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from meshwright.program.sharding.facts import Facts
 from meshwright.program.sharding.local import localise
 from meshwright.program.sharding.propagate import propagate
-from meshwright.program.sharding.rules import rule_for
+from meshwright.program.sharding.rules import is_meant, rule_for
 from meshwright.program.sharding.sharded import ShardedGraph
 from meshwright.spec.collective import Axis, Collective
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, suggest
 from meshwright.spec.graph import Extent, Graph
 from meshwright.spec.sharding import Layout, Sharding
 
@@ -35,6 +35,13 @@ def shard_graph(graph: Graph, sharding: Sharding) -> ShardedGraph:
             f"Graph {graph.name!r} holds its own backward, whose ops cannot be split; give the graph of the model "
             "alone."
         )
+    for placement in sharding.placements:
+        if not any(is_meant(placement, op) for op in graph.ops):
+            known = {name for op in graph.ops for name in (op.module, op.name) if name}
+            raise PlanError(
+                f"A placement is given for {placement.op!r}, but no op of graph {graph.name!r} is named or stands in a "
+                f"module named so{suggest(placement.op, known)}. Correct it, or leave it out."
+            )
     sharded = ShardedGraph(graph=graph, layouts={}, collectives=(), reduced_parameters={})
     for axis in _ORDER:
         if sharding.size(axis) > 1:
