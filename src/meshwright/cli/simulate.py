@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from meshwright.cli.exchanges import ExchangeOption, compare_ways
 from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
@@ -50,6 +51,7 @@ def simulate(
         list[str] | None,
         typer.Option(help="Compare with this schedule for the same stages; repeat. With your own: gpipe and 1f1b."),
     ] = None,
+    exchange: ExchangeOption = None,
     contention: Annotated[
         Literal["queued", "fair"],
         typer.Option(help="How transfers get a link that others want too: one after the other, or in fair shares."),
@@ -108,6 +110,7 @@ def simulate(
             {"--schedule": schedule is not None, "--against": bool(against), "--html": html is not None}
             | {"--open": open_browser, "--virtual-stages": virtual_stages != 2, "--explain": explain and as_json}
             | {"--find-orders": find_orders is not None, "--whole-backwards": whole_backwards}
+            | {"--exchange": bool(exchange)}
         )
         placed = simulate_plan(
             document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
@@ -138,6 +141,7 @@ def simulate(
     overflows = find_overflows(result, machine)
     compared = compared_schedules(document, against)
     rows, comparison = compare(document, captured, machine, cost, compared, contention)
+    ways, exchanges = compare_ways(document, captured, machine, cost, exchange, contention)
     if out is not None:
         write_document(result.timeline, out)
     if trace is not None:
@@ -166,6 +170,7 @@ def simulate(
                 **({"overflows": [item.row() for item in overflows]} if overflows else {}),
                 **({"explanation": reasons} if explain else {}),
                 **({"schedules": rows} if rows else {}),
+                **({"exchanges": ways} if ways else {}),
                 **files,
             }
         )
@@ -180,6 +185,7 @@ def simulate(
         draw_grid(result.timeline, width=grid_width(result.timeline.num_ranks)),
         *explanation,
         *comparison,
+        *exchanges,
         *found,
     )
     print_tables(*(f"{name} written to {path}" for name, path in written.items() if path is not None))

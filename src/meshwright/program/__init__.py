@@ -2,9 +2,10 @@
 
 orders      what each rank computes, in order: `schedules` by name, `own_schedules` by a user's function,
 `order_files` by a file as torch has them, `found` by a search
-program     `build_program` adds transfers (`crossings`, `transfers`), sums of gradients (`buckets`) and updates
-(`exchange`); `endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many
-replicas that are alike
+program     `build_program` adds transfers (`crossings`, `transfers`), inputs (`loading`), sums of gradients and updates
+(`exchange`: of `buckets` in `parts`, by `servers` or a `hierarchy`, `across_steps`, in the order of `priorities`);
+`endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many replicas that are
+alike
 meanwhile   `controllers` decide what to add while a program runs, `issuing` says what they may; `decided` is what they
 made as a program
 afterwards  `check_program` holds it against every rule, `repeat_body` unrolls it, `picture_schedule` draws it
@@ -22,6 +23,7 @@ from meshwright.program.order_files import OrderFile, WrittenOrders, write_order
 from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
 from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
 from meshwright.program.placed import PLACED, build_placed_program, trained_stages
+from meshwright.program.priorities import ReadyPart, order_parts
 from meshwright.program.progress import picture_schedule
 from meshwright.program.repeat import Repeated, repeat_body
 from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
@@ -42,6 +44,7 @@ __all__ = [
     "OrderFile",
     "OwnSchedule",
     "ProgramBuilder",
+    "ReadyPart",
     "Repeated",
     "StageTimes",
     "WrittenOrders",
@@ -62,6 +65,7 @@ __all__ = [
     "name_schedule",
     "num_active",
     "num_bucket_copies",
+    "order_parts",
     "picture_schedule",
     "repeat_body",
     "stays_on_rank",
