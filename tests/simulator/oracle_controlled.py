@@ -8,7 +8,7 @@ from collections import defaultdict
 from meshwright.spec import AllReduce, Receive, Send
 from meshwright.spec.control import Ended, Rang, Started
 from meshwright.spec.program import STREAM_NAMES
-from tests.simulator.oracle import CONTROL, Oracle
+from tests.simulator.oracle import CONTROL, HAPPENING, Oracle
 from tests.simulator.oracle_fair import FairOracle
 
 TIMERS = 10**9
@@ -35,6 +35,8 @@ class _Controlled:
         super()._look(now)
 
     def _end(self, now, what):
+        if what in self.done:  # It was abandoned before.
+            return
         super()._end(now, what)
         if what in self.watched:
             heapq.heappush(self.events, (now, CONTROL, what[1], next(self.ticket), what[1]))
@@ -49,6 +51,7 @@ class _Controlled:
             event = what
         self.state, decision = self.controller.decide(self.state, event, now)
         self.decided.append((event, now, decision))
+        self._abandon(now, decision.abandon)
         self.watched |= {(1, handle) for handle in decision.watch}
         for timer in decision.timers:
             entry = (timer.at_ps, CONTROL, TIMERS + self.timers, next(self.ticket), (timer.number,))
@@ -79,6 +82,13 @@ class _Controlled:
             self.next_handle += 1
         for members in meetings.values():
             self.partners.update(dict.fromkeys(members, members))
+
+    def _abandon(self, now, handles):
+        for key in ((1, handle) for handle in handles):
+            if key not in self.began:
+                self.cost[key] = 0, -1
+            elif key not in self.done:
+                heapq.heappush(self.events, (now, HAPPENING, 0, next(self.ticket), key))
 
 
 class ControlledOracle(_Controlled, Oracle):

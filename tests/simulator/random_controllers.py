@@ -11,7 +11,10 @@ from meshwright.spec.control import Decision, Issue, Rang, Started, Timer
 
 @dataclass(frozen=True, kw_only=True)
 class RandomController:
-    """Issues up to ``budget`` instructions on ``num_ranks`` ranks; its state is (decisions, instructions issued)."""
+    """Issues up to ``budget`` instructions on ``num_ranks`` ranks, and abandons some.
+
+    Its state is (decisions, instructions issued, handles that may be abandoned).
+    """
 
     seed: int
     num_ranks: int
@@ -19,10 +22,11 @@ class RandomController:
     budget: int = 30
     timers: bool = True
     may_deadlock: bool = False
-    initial: tuple[int, int] = (0, 0)
+    abandons: bool = True
+    initial: tuple = (0, 0, ())
 
     def decide(self, state, event, now_ps):
-        count, issued = state
+        count, issued, open_handles = state
         rng = random.Random(f"{self.seed} {count} {event} {now_ps}")
         issues, first = [], event.next_handle
         while issued + len(issues) < self.budget and rng.random() < 0.6:
@@ -34,15 +38,21 @@ class RandomController:
         watch = sorted(rng.sample(range(first), rng.randint(0, first))) if isinstance(event, Started) else ()
         if isinstance(event, Rang) and event.number == 0:
             timers = timers[:1]
-        decision = Decision(issues=tuple(issues), timers=tuple(timers), watch=tuple(watch))
-        return (count + 1, issued + len(issues)), decision
+        abandon = tuple(handle for handle in open_handles if rng.random() < 0.2)
+        decision = Decision(issues=tuple(issues), timers=tuple(timers), watch=tuple(watch), abandon=abandon)
+        kept = (*(handle for handle in open_handles if handle not in abandon or rng.random() < 0.1),)
+        new = (*(first + place for place, issue in enumerate(issues) if issue.abandonable),)
+        return (count + 1, issued + len(issues), (*kept, *new)), decision
 
     def _draw(self, rng, first, handle):
         """A computation, a message or a collective; it may wait for all before it."""
         kind = rng.random()
         if kind < 0.4:
             rank = rng.randrange(self.num_ranks)
-            return [self._issue(rng, rank, "compute", Forward(stage=rank, microbatch=handle), handle)]
+            may_end = self.abandons and rng.random() < 0.6
+            return [
+                self._issue(rng, rank, "compute", Forward(stage=rank, microbatch=handle), handle, abandonable=may_end)
+            ]
         if kind < 0.75:
             source, target = rng.sample(range(self.num_ranks), 2)
             payload = rng.choice(["activation", "gradient"])
@@ -80,7 +90,9 @@ class RandomCosts:
     def __call__(self, issue, handle):
         is_joint = isinstance(issue.instruction, AllReduce)
         rng = random.Random(f"{self.seed} {issue.instruction.bucket if is_joint else handle}")
-        route = -1 if isinstance(issue.instruction, Receive) else rng.randrange(-1, self.num_routes)
+        route = (
+            -1 if isinstance(issue.instruction, Receive) or issue.abandonable else rng.randrange(-1, self.num_routes)
+        )
         return rng.randint(0, 2) if route < 0 else rng.randint(3, 5), route
 
 
@@ -94,4 +106,5 @@ def _waiting(issue, handle):
         group=issue.group,
         waits=(*issue.waits, handle),
         watched=issue.watched,
+        abandonable=issue.abandonable,
     )

@@ -398,3 +398,76 @@ def test_a_controller_that_never_ends_is_stopped(monkeypatch):
     endless = tuple(Decision(timers=(Timer(at_ps=0),)) for _ in range(20))
     with pytest.raises(ProgramError, match="Let it come to an end"):
         run_script(1, [0], *endless)
+
+
+def abandoning(*decisions):
+    """A rank that computes for 10, 20 and 5 ps; a timer rings after 15."""
+    begin = Decision(
+        issues=tuple(
+            Issue(
+                rank=0,
+                stream="compute",
+                instruction=Forward(stage=0, microbatch=number),
+                abandonable=number != 2,
+                watched=number == 1,
+            )
+            for number in range(3)
+        ),
+        timers=(Timer(at_ps=15),),
+    )
+    program, prices = nothing(1, [10, 20, 5])
+    return simulate_controlled(
+        program, prices, Script((begin, *decisions)), lambda issue, _: (issue.instruction.microbatch, -1)
+    )
+
+
+def test_what_runs_ends_when_it_is_abandoned_and_its_end_is_told():
+    run = abandoning(Decision(abandon=(1,)))
+    assert run.timeline.end_ps.tolist() == [10, 15, 20]
+    assert run.timeline.start_ps.tolist() == [0, 10, 15]
+    assert run.state == ((Started, 0, 0), (Rang, 0, 15), (Ended, 1, 15))
+    # What has ended stays, and nothing can be abandoned twice.
+    assert abandoning(Decision(abandon=(0, 1))).timeline == run.timeline
+    assert abandoning(Decision(abandon=(1, 1))).timeline == run.timeline
+
+
+def test_what_has_not_begun_takes_no_time_when_it_is_abandoned():
+    begin = Decision(
+        issues=tuple(
+            Issue(rank=0, stream="compute", instruction=Forward(stage=0, microbatch=number), abandonable=True)
+            for number in range(3)
+        ),
+        timers=(Timer(at_ps=4),),
+    )
+    program, prices = nothing(1, [10, 20, 5])
+    run = simulate_controlled(
+        program,
+        prices,
+        Script((begin, Decision(abandon=(1,)))),
+        lambda issue, _: (issue.instruction.microbatch, -1),
+    )
+    assert run.timeline.end_ps.tolist() == [10, 10, 15]
+
+
+@pytest.mark.parametrize(
+    ("abandon", "words"),
+    [
+        ((2,), "Instruction 2 was to be abandoned; expected"),
+        ((7,), "Instruction 7"),
+        (("x",), "expected a tuple of `int`"),
+    ],
+)
+def test_only_abandonable_computations_are_abandoned(abandon, words):
+    with pytest.raises(ProgramError, match=words):
+        abandoning(Decision(abandon=abandon))
+
+
+def test_what_holds_links_or_is_sent_cannot_be_abandonable():
+    program, prices = nothing(2, [10], [[0]])
+    computed = Issue(rank=0, stream="compute", instruction=Forward(stage=0, microbatch=0), abandonable=True)
+    with pytest.raises(ProgramError, match="what holds links cannot be given up"):
+        simulate_controlled(program, prices, Script((Decision(issues=(computed,)),)), lambda *_: (0, 0))
+    message = Send(stage=0, peer=1, microbatch=0, payload="gradient", num_bytes=1)
+    sent = Issue(rank=0, stream="send", instruction=message, group=(0, 1), abandonable=True)
+    with pytest.raises(ProgramError, match="issued as abandonable; expected a computation"):
+        simulate_controlled(program, prices, Script((Decision(issues=(sent,)),)), lambda *_: (0, -1))

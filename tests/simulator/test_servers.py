@@ -30,7 +30,9 @@ def exchange_s(num_training: int, num_machines: int, servers: tuple[int, ...], *
     return simulate_plan(plan, graph, cluster, contention="fair").step_time_s
 
 
-@pytest.mark.parametrize(("n", "k"), [(2, 0), (8, 0), (2, 1), (3, 1), (4, 1), (4, 2), (2, 2), (4, 4), (8, 3), (8, 8)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(2, 0), (8, 0), (2, 1), (3, 1), (4, 1), (4, 2), (2, 2), (4, 4), (8, 2), (8, 3), (8, 8)]
+)
 def test_all_machines_serve(n, k):
     """BytePS: t = 2 n (n - 1) M / ((n² + k n - 2 k) B) with k machines that only serve; k = 0 is the ring's limit."""
     expected = 2 * n * (n - 1) * M / ((n * n + k * n - 2 * k) * B)

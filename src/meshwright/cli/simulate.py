@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from meshwright.cli.exchanges import ExchangeOption, compare_ways
 from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
@@ -61,6 +62,7 @@ def simulate(
         list[str] | None,
         typer.Option(help="Compare with this schedule for the same stages; repeat. With your own: gpipe and 1f1b."),
     ] = None,
+    exchange: ExchangeOption = None,
     contention: Annotated[
         Literal["queued", "fair"],
         typer.Option(help="How transfers get a link that others want too: one after the other, or in fair shares."),
@@ -152,6 +154,7 @@ def simulate(
             {"--schedule": schedule is not None, "--against": bool(against), "--html": html is not None}
             | {"--open": open_browser, "--virtual-stages": virtual_stages != 2, "--explain": explain and as_json}
             | {"--find-orders": find_orders is not None, "--whole-backwards": whole_backwards}
+            | {"--exchange": bool(exchange)}
         )
         placed = simulate_plan(
             document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
@@ -183,6 +186,7 @@ def simulate(
     overflows = find_overflows(result, machine)
     compared = compared_schedules(document, against)
     rows, comparison = compare(document, captured, machine, cost, compared, contention)
+    ways, exchanges = compare_ways(document, captured, machine, cost, exchange, contention)
     put_timeline(result, out, trace, chosen)
     if page is not None:
         ranked = rank_simulation(result, document, machine)
@@ -210,6 +214,7 @@ def simulate(
                 **({"overflows": [item.row() for item in overflows]} if overflows else {}),
                 **({"explanation": reasons} if explain else {}),
                 **({"schedules": rows} if rows else {}),
+                **({"exchanges": ways} if ways else {}),
                 **files,
             }
         )
@@ -226,6 +231,7 @@ def simulate(
         draw_grid(result.timeline, width=grid_width(result.timeline.num_ranks)),
         *explanation,
         *comparison,
+        *exchanges,
         *found,
     )
     print_tables(*(f"{name} written to {path}" for name, path in written.items() if path is not None))

@@ -3,9 +3,10 @@
 sharding    the local graph of one rank where ops are split over several, and what these exchange
 orders      what each rank computes, in order: `schedules` by name, `own_schedules` by a user's function,
 `order_files` by a file as torch has them, `found` by a search
-program     `build_program` adds transfers (`crossings`, `transfers`), sums of gradients (`buckets`) and updates
-(`exchange`); `endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many
-replicas that are alike
+program     `build_program` adds transfers (`crossings`, `transfers`), inputs (`loading`), sums of gradients and updates
+(`exchange`: of `buckets` in `parts`, by `servers` or a `hierarchy`, `across_steps`, in the order of `priorities`);
+`endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many replicas that are
+alike
 meanwhile   `controllers` decide what to add while a program runs, `issuing` says what they may; `decided` is what they
 made as a program
 afterwards  `check_program` holds it against every rule, `repeat_body` unrolls it, `picture_schedule` draws it
@@ -24,6 +25,7 @@ from meshwright.program.order_files import OrderFile, WrittenOrders, write_order
 from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
 from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
 from meshwright.program.placed import PLACED, build_placed_program, trained_stages
+from meshwright.program.priorities import ReadyPart, order_parts
 from meshwright.program.progress import picture_schedule
 from meshwright.program.repeat import Repeated, repeat_body
 from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
@@ -55,6 +57,7 @@ __all__ = [
     "OwnSchedule",
     "ParameterGroup",
     "ProgramBuilder",
+    "ReadyPart",
     "Repeated",
     "ShardedGraph",
     "StageTimes",
@@ -79,6 +82,7 @@ __all__ = [
     "name_schedule",
     "num_active",
     "num_bucket_copies",
+    "order_parts",
     "padded_bytes",
     "parameter_groups",
     "picture_schedule",

@@ -30,7 +30,7 @@ def read_answer(answer: Any) -> tuple[Any, Decision]:
             "`return state, decision`, or `return state, NOTHING`."
         )
     state, decision = answer
-    for name, kind in (("issues", Issue), ("timers", Timer), ("watch", int)):
+    for name, kind in (("issues", Issue), ("timers", Timer), ("watch", int), ("abandon", int)):
         items = getattr(decision, name)
         if not _is_tuple_of(items, kind):
             raise ProgramError(f"The {name} of a decision are {_show(items)}; expected a tuple of `{kind.__name__}`.")
@@ -55,6 +55,10 @@ def _check_issue(issue: Any) -> None:
         raise ProgramError(f"{instruction} was issued; expected 'activation' or 'gradient' as its `payload`.")
     if not (isinstance(issue.rank, int) and (issue.need is None or isinstance(issue.need, int))):
         raise ProgramError(f"{issue} has a rank or a need that is no whole number; expected an int.")
+    if not (isinstance(issue.watched, bool) and isinstance(issue.abandonable, bool)):
+        raise ProgramError(
+            f"{issue} says neither True nor False to being watched or abandonable; expected one of them."
+        )
     if not (_is_tuple_of(issue.waits, int) and _is_tuple_of(issue.group, int)):
         raise ProgramError(f"{issue} has waits or a group that are no tuple of int; expected handles, and ranks.")
     if issue.stream in STREAM_NAMES and issue.stream != _STREAMS[kind]:

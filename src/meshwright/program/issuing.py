@@ -50,28 +50,13 @@ class IssueBook:
         self._sent = _messages(program.body)
         self._pending: dict[_Message, tuple[int, Issue]] = {}
         self._is_first = True
+        self._abandonable: set[int] = set()
         self.next_handle = self._num_body
         self._num_collectives = 0
 
     def file(self, decision: Decision, now_ps: int) -> list[Filed]:
         """Check a decision and number what it issues. Raises ProgramError, naming the issue and what was expected."""
-        if decision.watch and not self._is_first:
-            raise ProgramError(
-                f"The instructions {decision.watch} were to be watched at {now_ps} ps, when they may have ended; give "
-                "`watch` with the first decision."
-            )
-        self._is_first = False
-        for handle in decision.watch:
-            if not 0 <= handle < self._num_body:
-                raise ProgramError(
-                    f"Instruction {handle} was to be watched; the program's body has {self._num_body}. What is issued "
-                    "is watched with `Issue(watched=True)`."
-                )
-        for timer in decision.timers:
-            if timer.at_ps < now_ps or timer.number < 0:
-                raise ProgramError(
-                    f"{timer} was set at {now_ps} ps; expected that moment or a later one, and a number from 0 on."
-                )
+        self._check_decision(decision, now_ps)
         stop = self.next_handle + len(decision.issues)
         filed: list[Filed] = []
         members: defaultdict[_Members, list[int]] = defaultdict(list)
@@ -88,6 +73,8 @@ class IssueBook:
                 key = _collective(issue, issue.instruction.bucket, members)
                 collective = numbers.setdefault(key, self._num_collectives + len(numbers))
                 members[key].append(issue.rank)
+            if issue.abandonable:
+                self._abandonable.add(handle)
             stream = issue.rank * len(STREAM_NAMES) + PLACES[issue.stream]
             filed.append(Filed(handle=handle, stream=stream, issue=issue, waits=waits, collective=collective))
         for (kind, group, bucket, _), ranks in members.items():
@@ -98,6 +85,32 @@ class IssueBook:
                 )
         self.next_handle, self._num_collectives = stop, self._num_collectives + len(numbers)
         return filed
+
+    def _check_decision(self, decision: Decision, now_ps: int) -> None:
+        """What is watched, abandoned and set."""
+        if decision.watch and not self._is_first:
+            raise ProgramError(
+                f"The instructions {decision.watch} were to be watched at {now_ps} ps, when they may have ended; give "
+                "`watch` with the first decision."
+            )
+        self._is_first = False
+        for handle in decision.watch:
+            if not 0 <= handle < self._num_body:
+                raise ProgramError(
+                    f"Instruction {handle} was to be watched; the program's body has {self._num_body}. What is issued "
+                    "is watched with `Issue(watched=True)`."
+                )
+        for handle in decision.abandon:
+            if handle not in self._abandonable:
+                raise ProgramError(
+                    f"Instruction {handle} was to be abandoned; expected a computation that an earlier decision issued "
+                    "with `abandonable=True`."
+                )
+        for timer in decision.timers:
+            if timer.at_ps < now_ps or timer.number < 0:
+                raise ProgramError(
+                    f"{timer} was set at {now_ps} ps; expected that moment or a later one, and a number from 0 on."
+                )
 
     def check_end(self) -> None:
         """Raise ProgramError if a message was sent that nobody receives."""
@@ -141,6 +154,11 @@ class IssueBook:
             raise ProgramError(
                 f"{issue.instruction} was to go on after {issue.need} of {len(issue.waits)} waits; expected 1 up to "
                 "that number, and no receive, which waits for its send. Leave `need` out to wait for all."
+            )
+        if issue.abandonable and issue.stream != "compute":
+            raise ProgramError(
+                f"{issue.instruction} was issued as abandonable; expected a computation. What is sent or summed is "
+                "given up by not issuing it."
             )
         if issue.group and not (min(issue.group) >= 0 and max(issue.group) < self._num_ranks):
             raise ProgramError(f"{issue.instruction} names the ranks {issue.group}; there are {self._num_ranks}.")

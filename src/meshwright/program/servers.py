@@ -27,6 +27,8 @@ Ids = NDArray[np.int64]
 
 # To one server. Links are shared among those who send, so one that holds twice as much is reached by twice as many.
 MAX_CONNECTIONS = 16
+# Nearer than this, more connections cost more than they even out: each has to fill first.
+_NEAR = 0.1
 
 
 def server_shares(num_training: int, servers: tuple[int, ...]) -> NDArray[np.float64]:
@@ -87,12 +89,24 @@ def append_servers(builder: ProgramBuilder, rows: PartRows, num_training: int, e
 
 def _deal_connections(chosen: Ids, shares: NDArray[np.float64]) -> Ids:
     """By which connection to its server each part goes: they take turns, and larger shares have more of them."""
-    count = np.clip(np.rint(shares / shares[shares > 0].min()).astype(np.int64), 1, MAX_CONNECTIONS)
+    count = _count_connections(shares)
     connection = np.empty(len(chosen), np.int64)
     for server in range(len(shares)):
         own = np.flatnonzero(chosen == server)
         connection[own] = np.arange(len(own)) % count[server]
     return connection
+
+
+def _count_connections(shares: NDArray[np.float64]) -> Ids:
+    """Connections of each server in the ratio of the shares: the fewest that come within 10 % of it, or nearest."""
+    ratio = np.where(shares > 0, shares / shares[shares > 0].min(), 1.0)
+    counts = [np.rint(scale * ratio) for scale in range(1, MAX_CONNECTIONS + 1)]
+    known = [np.clip(count, 1, MAX_CONNECTIONS).astype(np.int64) for count in counts if count.max() <= MAX_CONNECTIONS]
+    known = known or [np.clip(counts[0], 1, MAX_CONNECTIONS).astype(np.int64)]
+    errors = [float(np.abs(count / count.min() / ratio - 1).max()) for count in known]
+    near = next((place for place, error in enumerate(errors) if error < _NEAR), int(np.argmin(errors)))
+    chosen: Ids = known[near]
+    return chosen
 
 
 def _take(rows: PartRows, chosen: Ids) -> PartRows:

@@ -15,7 +15,7 @@ from meshwright.simulator.allocation import RankAllocation, allocate_rank
 from meshwright.simulator.controlled import ControlledRun, PriceIssue, simulate_controlled
 from meshwright.simulator.critical_path import Bound
 from meshwright.simulator.engine import Contention
-from meshwright.simulator.exchange_order import schedule_exchange
+from meshwright.simulator.exchange_order import OwnOrder, schedule_exchange
 from meshwright.simulator.explanation import StepExplanation, explain_program, explain_step
 from meshwright.simulator.levers import SHORTER, Lever
 from meshwright.simulator.many import simulate_plans
@@ -38,6 +38,7 @@ __all__ = [
     "Detail",
     "Lever",
     "Overflow",
+    "OwnOrder",
     "PeakMemory",
     "PriceIssue",
     "Prices",

@@ -6,6 +6,10 @@ event is not later than the smallest request for links (and earlier than any ope
 the compiled loop returns. So at one moment joins close first, then the controller decides about ends and timers, then
 links are given; and whatever follows from a decision at that moment comes before them again.
 
+A computation that may be abandoned is not finished when a stream comes to it: the stream stops, and its end is an
+event, with the negative number stream - streams, for which nobody is asked. It comes before others of its moment, and
+is gone where the end has been brought forward since.
+
 Issued instructions count on in the order of issue, so a stream is a chain: ``after`` leads from each instruction to the
 next. Arrays are longer than what is in use; they are replaced by longer ones between runs of the loop (`growing.py`).
 """
@@ -29,7 +33,9 @@ RUNNABLE, REQUESTS, EVENTS = 0, 1, 2
 
 
 class Control(NamedTuple):
-    """Per instruction: the next of its stream or NO_MORE, when it may begin, and whether its end is an event.
+    """Per instruction: the next of its stream or NO_MORE, when it may begin, whether its end is an event, and open.
+
+    An end is open where the instruction may be abandoned.
 
     ``event_ps`` and ``event_number`` are the heap of events; ``counts`` holds how many streams are on the stack, how
     many requests wait for links, and how many events are known.
@@ -38,6 +44,7 @@ class Control(NamedTuple):
     after: Ids
     release_ps: Times
     watched: NDArray[np.bool_]
+    is_open: NDArray[np.bool_]
     event_ps: Times
     event_number: Ids
     counts: Ids

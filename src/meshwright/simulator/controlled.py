@@ -8,7 +8,7 @@ behind the streams (`growing.py`), and so on until nothing happens any more. The
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -172,6 +172,11 @@ class _Costs:
                 f"{filed.issue.instruction} got class {cost_class} and route {route}, another member of the same "
                 f"collective {self._collectives[filed.collective]}; expected the same for all."
             )
+        if filed.issue.abandonable and self._has_links[route]:
+            raise ProgramError(
+                f"{filed.issue.instruction} is abandonable and got route {route}; expected -1, for what holds links "
+                "cannot be given up."
+            )
         self.given.append(given)
         return Priced(filed=filed, cost_class=cost_class, route=route if self._has_links[route] else -1)
 
@@ -213,6 +218,7 @@ def _finish(
     order = static_order(program, log)
     made = write_decided(program, log, np.full(log.issued.num_instructions, -1))
     cost_class, route = np.array(given, np.int32).reshape(-1, 2).T
+    prices, cost_class = _with_abandoned(prices, cost_class, network.durations(), program.body.num_instructions)
     body = SectionPrices(
         cost_class=np.concatenate([prices.body.cost_class, cost_class])[order],
         route=np.concatenate([prices.body.route, route])[order],
@@ -228,6 +234,27 @@ def _finish(
     begin_receives(unrolled, start_ps, end_ps)
     run = Run(unrolled=unrolled, network=unrolled.network, start_ps=start_ps, end_ps=end_ps)
     return ControlledRun(timeline=record_run(made, made_prices, run)[0], log=log, state=state, prices=made_prices)
+
+
+def _with_abandoned(
+    prices: Prices, cost_class: NDArray[np.int32], took_ps: dict[int, int], num_body: int
+) -> tuple[Prices, NDArray[np.int32]]:
+    """Prices in which each abandoned instruction has a class of its own, for what it took."""
+    if not took_ps:
+        return prices, cost_class
+    rows = np.array(list(took_ps)) - num_body
+    usual, own = cost_class[rows], cost_class.copy()
+    own[rows] = len(prices.duration_ps) + np.arange(len(rows))
+    return (
+        replace(
+            prices,
+            duration_ps=np.append(prices.duration_ps, list(took_ps.values())),
+            host_ps=np.append(prices.host_ps, prices.host_ps[usual]),
+            allocate_bytes=np.concatenate([prices.allocate_bytes, prices.allocate_bytes[usual]]),
+            free_bytes=np.concatenate([prices.free_bytes, prices.free_bytes[usual]]),
+        ),
+        own,
+    )
 
 
 def _raise_deadlock(

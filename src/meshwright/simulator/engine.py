@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from meshwright.cost.compiled import compiled
-from meshwright.simulator.control import NO_MORE, REQUESTS, RUNNABLE, Control, is_next, note_end
+from meshwright.simulator.control import NO_MORE, REQUESTS, RUNNABLE, Control, add_event, is_next, note_end
 from meshwright.simulator.fair import Sharing, prepare_sharing, run_moments
 from meshwright.simulator.heap import pop, push
 from meshwright.simulator.joins import (
@@ -163,6 +163,10 @@ def run_streams(  # noqa: C901
                         top = resume(c, stream, time, members, next_waiter, cursor, ready, stack, top)
                     break
                 time += class_ps[cost_class[i]]
+                if control is not None and control.is_open[i]:
+                    cursor[stream], ready[stream] = GRANTED, time
+                    add_event(control, time, stream - len(position))
+                    break
             if joins is not None and end[i] < NONE:
                 top = finish_for_joins(joins, end, i, time, next_waiter, stack, top)
             else:

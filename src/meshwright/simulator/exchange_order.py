@@ -1,14 +1,16 @@
 """Write the sequence of an exchange into a plan: priorities on the virtual clock of the priced program.
 
 When the parts of a step are ready follows from the backwards alone, for all forwards of a step come before. So one
-simulated step tells it, and the sequence found for it is that of every step. The policy (`program.priorities`) gets
-what the clock says, its answer is data of the plan, and both interpreters read the program made from it.
+simulated step tells it, and the sequence found for it is that of every step. The policy (`program.priorities`, or
+a function of the user's) gets what the clock says, its answer is data of the plan, and both interpreters read the
+program made from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +21,10 @@ from meshwright.program.parts import cut_parts
 from meshwright.program.priorities import ReadyPart, order_parts
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.simulate import Run, run_program
-from meshwright.spec import Cluster, Graph, Opcode, Plan, Program
+from meshwright.spec import Cluster, Graph, Opcode, Plan, PlanError, Program
 
-# Parts of one group and the credit in bytes → (moment, index) in the order in which they leave.
-ExchangePolicy = Callable[[Sequence[ReadyPart], int], Sequence[tuple[int, int]]]
+# What a user writes: parts of one group → their indices in the order in which they are to leave.
+OwnOrder = Callable[[Sequence[ReadyPart]], Iterable[int]]
 
 
 def schedule_exchange(
@@ -32,12 +34,13 @@ def schedule_exchange(
     *,
     credit_bytes: int = 0,
     cost: CostModel | None = None,
-    policy: ExchangePolicy = order_parts,
+    own_order: OwnOrder | None = None,
 ) -> Plan:
-    """The plan with the sequence of its exchange, by default the nearest to the input first.
+    """The plan with the sequence of its exchange: the nearest to the input first, or as ``own_order`` has it.
 
     ``credit_bytes`` may be under way at once; 0 admits one part after the other. With servers, parts are taken to leave
-    as fast as all-reduces would sum them. Raises PlanError as `build_program`.
+    as fast as all-reduces would sum them. Raises PlanError as `build_program`, and if an own order has not every part
+    once.
     """
     parts = ready_parts(plan, graph, cluster, cost=cost)
     groups: dict[tuple[int, ...], list[ReadyPart]] = {}
@@ -48,10 +51,30 @@ def schedule_exchange(
     admitted = sorted(
         (moment, place, index)
         for group in groups.values()
-        for place, (moment, index) in enumerate(policy(group, credit_bytes))
+        for place, (moment, index) in enumerate(
+            order_parts(group, credit_bytes) if own_order is None else _follow(own_order, group)
+        )
     )
     sequence = tuple(index for _, _, index in admitted)
     return replace(plan, exchange=replace(plan.exchange, sequence=sequence))
+
+
+def _follow(own_order: OwnOrder, parts: list[ReadyPart]) -> list[tuple[int, int]]:
+    """(moment, index) of each part in a user's order, one after the other as they are ready."""
+    known = {part.index: part for part in parts}
+    answer: Any = own_order(tuple(parts))
+    order = list(answer) if isinstance(answer, Iterable) else None
+    if order is None or sorted(map(str, order)) != sorted(map(str, known)):
+        given = type(answer).__name__ if order is None else str(order)[:80]
+        raise PlanError(
+            f"The own order of an exchange returned {given}; expected the `index` of each of its {len(parts)} parts "
+            "once. Return `[part.index for part in ...]`."
+        )
+    free_ps, moments = 0, []
+    for index in order:
+        moments.append((max(free_ps, known[index].ready_ps), index))
+        free_ps = moments[-1][0] + known[index].duration_ps
+    return moments
 
 
 def ready_parts(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel | None = None) -> list[ReadyPart]:

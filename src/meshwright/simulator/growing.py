@@ -25,7 +25,7 @@ from meshwright.simulator.heap import pop
 from meshwright.simulator.joins import Joins, make_joins
 from meshwright.simulator.network import Network, fresh_state
 from meshwright.simulator.sharing import make_flows
-from meshwright.simulator.waiters import Column, Times
+from meshwright.simulator.waiters import GRANTED, Column, Times
 from meshwright.spec.control import Decision
 
 Number = TypeVar("Number", bound=np.generic)
@@ -70,6 +70,8 @@ class GrowingNetwork:
         self._num_body = num_body
         self._first_issued = self._count = num_body + (len(self._sharing.mark_left) if self._sharing else 0)
         self._num_waits, self._num_timers = num_waits, 0
+        self._stream_of: dict[int, int] = {}
+        self._abandoned: set[int] = set()
         self._num_body_collectives = self._num_collectives = len(network.collective_size)
         slots, events = len(self._joins.slot_after), 0
         self._used = _Sizes(self._count, num_waits, slots, events, self._num_collectives, 0)
@@ -88,6 +90,7 @@ class GrowingNetwork:
             after=after,
             release_ps=np.zeros(num_body, np.int64),
             watched=np.zeros(num_body, np.bool_),
+            is_open=np.zeros(num_body, np.bool_),
             event_ps=np.empty(1, np.int64),
             event_number=np.empty(1, np.int64),
             counts=np.zeros(3, np.int64),
@@ -98,9 +101,12 @@ class GrowingNetwork:
 
     def extend(self, priced: Sequence[Priced], decision: Decision, now_ps: int) -> None:
         """Carry a decision out: watch instructions of the body, set timers, append what was issued."""
-        if decision.watch or decision.timers:
-            self._reserve(self._used._replace(events=self._used.events + len(decision.watch) + len(decision.timers)))
+        if decision.watch or decision.timers or decision.abandon:
+            more = len(decision.watch) + len(decision.timers) + len(decision.abandon)
+            self._reserve(self._used._replace(events=self._used.events + more))
             self._control.watched[list(decision.watch)] = True
+        for handle in decision.abandon:
+            self._abandon(self._awaited(handle), now_ps)
         for timer in decision.timers:
             add_event(self._control, timer.at_ps, FIRST_TIMER + self._num_timers)
             self._num_timers += 1
@@ -117,13 +123,27 @@ class GrowingNetwork:
         run_streams(self._network, self._state, self._sharing, self._joins, self._control)
 
     def next_event(self) -> tuple[int, int] | None:
-        """Take the event that has come: its moment, and the handle that ended, or ``FIRST_TIMER`` + k for timer k."""
-        control = self._control
-        if not control.counts[EVENTS]:
-            return None
-        time, number = int(control.event_ps[0]), int(control.event_number[0])
-        control.counts[EVENTS] = pop(control.event_ps, control.event_number, int(control.counts[EVENTS]))
-        return time, number if number >= FIRST_TIMER else self._handle(number)
+        """Take the event that has come: its moment, and the handle that ended, or ``FIRST_TIMER`` + k for timer k.
+
+        Streams run on meanwhile from ends that nobody is asked about.
+        """
+        control, state = self._control, self._state
+        while control.counts[EVENTS]:
+            time, number = int(control.event_ps[0]), int(control.event_number[0])
+            control.counts[EVENTS] = pop(control.event_ps, control.event_number, int(control.counts[EVENTS]))
+            if number >= 0:
+                return time, number if number >= FIRST_TIMER else self._handle(number)
+            stream = number + len(state.position)
+            if self._is_computing(stream) and state.ready_ps[stream] == time:
+                self._runnable.append(stream)
+            # An end that was brought forward has kept the loop from going on, too.
+            self.run()
+        return None
+
+    def durations(self) -> dict[int, int]:
+        """What abandoned computations took, in ps, by handle."""
+        class_ps, cost_class = self._network.class_ps, self._network.cost_class
+        return {self._handle(i): int(class_ps[cost_class[i]]) for i in self._abandoned}
 
     def ends(self) -> Times:
         """When each instruction ended, by handle; negative for what never did."""
@@ -168,12 +188,35 @@ class GrowingNetwork:
             return int(self._mark_waits[-1 - handle])
         return handle if handle < self._num_body else handle - self._num_body + self._first_issued
 
+    def _is_computing(self, stream: int) -> bool:
+        """Whether a stream has stopped at a computation whose end may be brought forward."""
+        i, state = int(self._state.position[stream]), self._state
+        return i != NO_MORE and bool(self._control.is_open[i]) and state.cursor[stream] == GRANTED
+
+    def _abandon(self, i: int, now_ps: int) -> None:
+        """Let a computation end now, or take no time when its turn comes."""
+        state, network, stream = self._state, self._network, self._stream_of[i]
+        if state.end_ps[i] >= 0:
+            return
+        took_ps = 0
+        if state.position[stream] == i and self._is_computing(stream):
+            end_ps = int(state.ready_ps[stream])
+            begin_ps = end_ps - int(network.class_ps[network.cost_class[i]])
+            if (earlier_ps := max(now_ps, begin_ps)) == end_ps:
+                return
+            took_ps = earlier_ps - begin_ps
+            state.ready_ps[stream] = earlier_ps
+            add_event(self._control, earlier_ps, stream - len(state.position))
+        network.cost_class[i] = len(network.class_ps)
+        self._network = network._replace(class_ps=np.append(network.class_ps, took_ps))
+        self._abandoned.add(i)
+
     def _issue(self, priced: Sequence[Priced], release_ps: int) -> None:
         """Append instructions to their streams; they begin at ``release_ps`` or later."""
         instructions, waits, slots, events, collectives, need = self._used
         for item in priced:
             issue = item.filed.issue
-            waits, events = waits + len(item.filed.waits), events + issue.watched
+            waits, events = waits + len(item.filed.waits), events + issue.watched + issue.abandonable
             collectives = max(collectives, self._num_body_collectives + item.filed.collective + 1)
             if issue.need is not None:
                 slots, need = slots + len(issue.waits), max(need, issue.need)
@@ -192,8 +235,9 @@ class GrowingNetwork:
         control.release_ps[i], control.after[i] = release_ps, NO_MORE
         if filed.issue.need is not None:
             self._joins.need[i] = filed.issue.need
-        if filed.issue.watched:
-            control.watched[i] = True
+        control.watched[i], control.is_open[i] = filed.issue.watched, filed.issue.abandonable
+        if filed.issue.abandonable:
+            self._stream_of[i] = filed.stream
         if state.position[filed.stream] == NO_MORE:
             state.position[filed.stream], state.cursor[filed.stream] = i, begin
             self._runnable.append(filed.stream)
@@ -231,7 +275,7 @@ class GrowingNetwork:
         if len(network.mark_instruction):
             joins = _longer(joins, room.slots, "slot_shift_ps")
         self._joins = _with_needs(joins, room.need)
-        control = _longer(self._control, room.instructions, "after", "release_ps", "watched")
+        control = _longer(self._control, room.instructions, "after", "release_ps", "watched", "is_open")
         self._control = _longer(control, room.events, "event_ps", "event_number")
         if self._sharing is not None:
             self._sharing = _longer(self._sharing, room.instructions, "start_ps", fill=-1)

@@ -31,7 +31,8 @@ class Issue:
     """One instruction for the end of a stream of a rank.
 
     It goes on when ``need`` of the handles in ``waits`` have happened, or all of them if that is None. ``group`` names
-    the ranks that take part in communication. When a ``watched`` instruction ends, the controller is told.
+    the ranks that take part in communication. When a ``watched`` instruction ends, the controller is told. An
+    ``abandonable`` computation can be given up later.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Issue:
     waits: tuple[int, ...] = ()
     need: int | None = None
     watched: bool = False
+    abandonable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,9 @@ class Timer:
 class Decision:
     """What is to be done. ``watch`` names instructions of the program's body; only the first decision may have some.
 
+    ``abandon`` gives up abandonable computations of earlier decisions: one that runs ends now, one that has not begun
+    takes no time when its turn comes, and one that has ended stays as it is.
+
     All members of a collective stand in one decision, and a send stands before its receive, in the same or an earlier
     one.
     """
@@ -62,6 +67,7 @@ class Decision:
     issues: tuple[Issue, ...] = ()
     timers: tuple[Timer, ...] = ()
     watch: tuple[int, ...] = ()
+    abandon: tuple[int, ...] = ()
 
 
 NOTHING = Decision()

@@ -3,7 +3,8 @@
 Decision k was made at ``now_ps[k]`` about the event ``event_kind[k]`` (a place in `EVENTS`) of ``event_number[k]``: the
 handle that ended, or the number of the timer. It issued rows ``issue_offsets[k]`` to ``issue_offsets[k + 1]`` of
 ``issued``, for the streams (places in `STREAM_NAMES`) of ``rank``, and set timers in the same way. ``issued`` has one
-stream, in the order of issue; its waits are handles (`control`), and so are the instructions in ``watched``, ascending.
+stream, in the order of issue; its waits are handles (`control`), and so are the instructions in ``watched`` and
+``abandonable``, ascending. Decision ``abandon_decision[j]``, ascending, gave up ``abandoned[j]``.
 
 A log is replayed by `Replay`, a controller that repeats its decisions and refuses any other event or moment.
 """
@@ -11,7 +12,7 @@ A log is replayed by `Replay`, a controller that repeats its decisions and refus
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -51,6 +52,9 @@ class DecisionLog:
     timer_offsets: NDArray[np.int64]
     timer_ps: NDArray[np.int64]
     timer_number: NDArray[np.int64]
+    abandonable: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    abandon_decision: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    abandoned: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -74,6 +78,8 @@ class DecisionLog:
             ("opcode", self.issued.opcode, 0, len(Opcode)),
             ("group", self.issued.group, -1, len(self.groups)),
             ("watched", self.watched, 0, self.num_instructions + num_issued),
+            ("abandonable", self.abandonable, self.num_instructions, self.num_instructions + num_issued),
+            ("abandon_decision", self.abandon_decision, 0, count),
             ("waits", self.issued.waits, -_MOST, self.num_instructions + num_issued),
             ("join_instruction", self.issued.join_instruction, 0, num_issued),
             ("timer_number", self.timer_number, 0, _MOST),
@@ -88,12 +94,15 @@ class DecisionLog:
         for name, steps, least in (
             ("now_ps", np.diff(self.now_ps, prepend=0), 0),
             ("watched", np.diff(self.watched), 1),
+            ("abandonable", np.diff(self.abandonable), 1),
+            ("abandon_decision", np.diff(self.abandon_decision), 0),
             ("join_instruction", np.diff(self.issued.join_instruction), 1),
         ):
             _require(bool((steps >= least).all()), f"column {name} does not ascend")
         kinds = np.flatnonzero(self.event_kind == EVENTS.index(Started))
         _require(kinds.tolist() == [0][:count], "not the first of its events is the start, and only that")
         _check_joins(self.issued)
+        _check_abandoned(self)
         _check_events(self)
         known = self.num_instructions + np.repeat(self.issue_offsets[1:], np.diff(self.issue_offsets))
         known = np.repeat(known, np.diff(self.issued.wait_offsets))
@@ -124,6 +133,7 @@ class DecisionLog:
             issues=tuple(self._issue(row) for row in rows),
             timers=tuple(Timer(at_ps=at_ps, number=number) for at_ps, number in pairs),
             watch=() if index else tuple(in_body),
+            abandon=tuple(self.abandoned[self.abandon_decision == index].tolist()),
         )
 
     def _issue(self, row: int) -> Issue:
@@ -139,6 +149,7 @@ class DecisionLog:
             waits=tuple(self.issued.waits_of(row).tolist()),
             need=int(self.issued.join_need[place]) if joins else None,
             watched=self.watched[watching : watching + 1].tolist() == [handle],
+            abandonable=handle in self.abandonable,
         )
 
 
@@ -180,6 +191,9 @@ def make_log(num_ranks: int, num_instructions: int, decided: Iterable[tuple[Even
         timer_offsets=_offsets(len(decision.timers) for decision in decisions),
         timer_ps=np.array([timer.at_ps for timer in timers], np.int64),
         timer_number=np.array([timer.number for timer in timers], np.int64),
+        abandonable=num_instructions + np.flatnonzero([issue.abandonable for issue in issues]),
+        abandon_decision=np.repeat(np.arange(len(rows)), [len(decision.abandon) for decision in decisions]),
+        abandoned=np.array([handle for decision in decisions for handle in decision.abandon], np.int64),
     )
 
 
@@ -241,6 +255,16 @@ def _check_joins(issued: Section) -> None:
     _require(len(need) == len(joins), "the columns of joins differ in length")
     legal = (need >= 1) & (need <= np.diff(issued.wait_offsets)[joins])
     _require(bool(legal.all()), "column join_need leaves 1 and the number of waits of an instruction")
+
+
+def _check_abandoned(log: DecisionLog) -> None:
+    """Computations that were issued before, as abandonable."""
+    _require(len(log.abandoned) == len(log.abandon_decision), "the columns of what was abandoned differ in length")
+    known = log.num_instructions + log.issue_offsets[log.abandon_decision]
+    legal = bool((log.abandoned < known).all()) and bool(np.isin(log.abandoned, log.abandonable).all())
+    _require(legal, "column abandoned names what was not issued before, or is not abandonable")
+    computes = log.stream[log.abandonable - log.num_instructions] == _PLACES["compute"]
+    _require(bool(computes.all()), "column abandonable names what is no computation")
 
 
 def _check_events(log: DecisionLog) -> None:

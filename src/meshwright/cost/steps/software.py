@@ -41,6 +41,7 @@ class Software:
     regathers_inputs: bool = True
     gathers_in_8_bits: bool = False
     stops_early: bool = False
+    blocking_messages: bool = False
     sends_single: bool = False
     compiled: bool = False
     framework: str = ""

@@ -44,8 +44,12 @@ _COPY_BYTES = {"fp16": 6 + 16, "bf16": 6 + 4, "fp8": 6 + 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """A step and its parts, s: the pipeline with its bubble, gradients reduced after it, and the optimizer."""
+    """A step and its parts, s: the pipeline with its bubble, gradients reduced after it, and the optimizer.
 
+    ``stages``: what the pipeline consists of.
+    """
+
+    stages: tuple[StageSeconds, ...]
     pipeline_s: float
     bubble_s: float
     gradients_s: float
@@ -54,7 +58,12 @@ class StepSeconds:
     @property
     def seconds(self) -> float:
         """The whole step."""
-        return self.pipeline_s + self.gradients_s + self.optimizer_s
+        return self.pipeline_s + self.rest_s
+
+    @property
+    def rest_s(self) -> float:
+        """What follows the pipeline."""
+        return self.gradients_s + self.optimizer_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +87,11 @@ def predict_step(shape: TransformerShape, prices: StepPrices, software: Software
     """
     setup = prices.setup
     layers = {kind: predict_layer(shape, prices, software, kind) for kind in _kinds(shape)}
-    stages = [_stage(shape, prices, software, layers, stage) for stage in range(setup.pp)]
+    stages = tuple(_stage(shape, prices, software, layers, stage) for stage in range(setup.pp))
     pipeline = pipeline_seconds(stages, setup.num_microbatches, setup.schedule, setup.chunks)
     parameters = max(_stage_parameters(shape, prices, stage) for stage in range(setup.pp))
     return StepSeconds(
+        stages=stages,
         pipeline_s=pipeline,
         bubble_s=pipeline - setup.num_microbatches * max(stage.seconds for stage in stages),
         gradients_s=_reduce_gradients(shape, prices, software, parameters, max(s.input_gradient_s for s in stages)),

@@ -15,12 +15,15 @@ from meshwright.spec.instructions import Backward, Forward, Receive, Send
 WORKER, SERVER = 0, 1
 
 
-def computation(rank: int, microbatch: int, version: int, *, waits: tuple[int, ...], watched: bool) -> list[Issue]:
+def computation(
+    rank: int, microbatch: int, version: int, *, waits: tuple[int, ...], watched: bool, abandonable: bool = False
+) -> list[Issue]:
     """Forward and backward of one microbatch; ``watched`` is the end of the backward."""
     facts = {"stage": WORKER, "microbatch": microbatch, "version": version}
+    forward, backward = Forward(**facts), Backward(**facts)
     return [
-        Issue(rank=rank, stream="compute", instruction=Forward(**facts), waits=waits),
-        Issue(rank=rank, stream="compute", instruction=Backward(**facts), watched=watched),
+        Issue(rank=rank, stream="compute", instruction=forward, waits=waits, abandonable=abandonable),
+        Issue(rank=rank, stream="compute", instruction=backward, watched=watched, abandonable=abandonable),
     ]
 
 
