@@ -63,6 +63,27 @@ def test_an_op_takes_its_own_time_and_that_of_its_exchanges():
     assert expected.sum() > silent.forward_s.sum() + silent.backward_s.sum()
 
 
+def test_attention_waits_for_all_that_goes_round():
+    """Keys and values forward; both once more and their gradients backward: together, beside the parts of attention."""
+    size, batch = 4, 64
+    sharding = Sharding(context=size)
+    local = lower_graph(GPT, sharding, ())
+    cost = CostModel(cluster=CLUSTER, precision="bfloat16")
+    kind = CLUSTER.device_kind(0)
+    found = cost.for_teams(sharding).price_ops(local, batch, kind)
+    silent = cost.price_ops(replace(local, collectives=()), batch, kind)
+    at = next(i for i, op in enumerate(local.ops) if op.kind.startswith("aten.scaled_dot_product"))
+    part_bytes = local.tensors[local.ops[at].inputs[0]].num_bytes(batch, 2)
+    (first, *beside) = axis_groups(CLUSTER, sharding, "context")[0]
+    send_s = cost.collective_seconds("send", first[:2], part_bytes, [group[:2] for group in beside])
+    for mine, alone, parts in (
+        (found.forward_s[at], silent.forward_s[at], 2 * (size - 1)),
+        (found.backward_s[at], silent.backward_s[at], 2 * (2 * size - 1)),
+    ):
+        assert mine == pytest.approx(ring_seconds(alone, parts * send_s / (size - 1), size), rel=1e-12)
+        assert mine > alone / size
+
+
 def test_a_share_of_a_graph_has_no_price_without_its_team():
     local = lower_graph(GPT, Sharding(tensor=2), ())
     with pytest.raises(MeasurementError, match="for_teams"):

@@ -63,7 +63,9 @@ def run_ranks(sharded, axis: str, size: int, values: dict[int, torch.Tensor], ba
         inputs = [[known[i] for i in op.inputs] for known in ranks]
         if op.kind.startswith("mesh."):
             source = op.inputs[0]
-            plan = (layouts[source], layouts[op.outputs[0]], back.get(at), size, batch, _is_mean(graph, source))
+            # What goes round a ring is listed where attention waits for it.
+            exchanged = "send" if op.kind.startswith("mesh.ring") else back.get(at)
+            plan = (layouts[source], layouts[op.outputs[0]], exchanged, size, batch, _is_mean(graph, source))
             outputs = [(value,) for value in _Exchange.apply(plan, *(item[0] for item in inputs))]
         else:
             outputs = _outputs(

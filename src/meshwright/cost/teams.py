@@ -37,7 +37,7 @@ _FORWARD, _BACKWARD = 0, 1
 class OpExchange(NamedTuple):
     """Seconds that op ``at`` of a local graph spends in an exchange of its forward or backward, with their interval.
 
-    ``ring``: among so many ranks, while the op computes; 0 for what comes on top.
+    ``ring``: among so many ranks, all its messages together, while the op computes; 0 for what comes on top.
     """
 
     at: int
@@ -50,10 +50,15 @@ class OpExchange(NamedTuple):
 
 def add_exchanges(table: Floats, exchanges: Sequence[OpExchange], seconds: Floats) -> None:
     """Add to the seconds of ops, columns forward and backward, what the exchanges take, shape (exchanges,)."""
+    sent: dict[tuple[int, int, int], float] = {}
     for item, taken_s in zip(exchanges, seconds.tolist(), strict=True):
         column = _BACKWARD if item.in_backward else _FORWARD
-        own_s = table[item.at, column]
-        table[item.at, column] = ring_seconds(own_s, taken_s, item.ring) if item.ring else own_s + taken_s
+        if item.ring:
+            sent[item.at, column, item.ring] = sent.get((item.at, column, item.ring), 0.0) + taken_s
+        else:
+            table[item.at, column] += taken_s
+    for (at, column, num_ranks), taken_s in sent.items():
+        table[at, column] = ring_seconds(table[at, column], taken_s / (num_ranks - 1), num_ranks)
 
 
 def ring_seconds(alone_s: float, send_s: float, num_ranks: int) -> float:
@@ -87,8 +92,8 @@ class TeamPrices:
                 continue
             num_bytes = item.num_bytes(graph, batch_size, self.float_bytes)
             each = self._inside(item.kind, item.axis, num_bytes, graph.name)
-            ring, count = (self.sharding.size(item.axis), 1) if item.kind == "send" else (0, item.count)
-            seconds, low_s, high_s = (count * value for value in each)
+            ring = self.sharding.size(item.axis) if item.kind == "send" else 0
+            seconds, low_s, high_s = (item.count * value for value in each)
             found.append(OpExchange(item.at, item.phase == "backward", seconds, low_s, high_s, ring=ring))
         return found
 

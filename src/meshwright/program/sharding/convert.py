@@ -123,7 +123,11 @@ class Conversions:
         self.tensors.append(_derived(old, kind, shape=shape, storage=storage))
         self.layouts[new], self.sources[new] = self._layout(want), tensor
         self.before.setdefault(first, []).append(self._op(kind, tensor, new, first))
-        self.exchanges[new] = self._exchanges(kind, conversion, tensor, new)
+        if kind == "ring":
+            # Parts travel while the attention computes, not before.
+            self.inside.setdefault(first, []).extend(self._sends(tensor))
+        else:
+            self.exchanges[new] = self._exchanges(conversion, tensor, new)
         for reader in readers:
             self.read[reader] = new
         self._keep(tensor, new, [reader.op for reader in readers], regathers=conversion.backward == "reduce_scatter")
@@ -149,19 +153,24 @@ class Conversions:
         ring = self.axis == "context" and self.sharding.context_method == "ring"
         return ring and attention and conversion.kind == "all_gather"
 
-    def _exchanges(self, kind: str, conversion: Conversion, source: int, new: int) -> list[Exchange]:
-        facts, size = self.state.facts, self.state.facts.size
-        gradient = facts.requires_gradient(source)
-        if kind == "ring":
-            # Forward every rank sees the parts of all others; backward once more, and the gradients go all the way home
-            # (torch, _templated_ring_attention_backward).
-            back = [Exchange("send", backward=True, tensor=source, count=2 * size - 1)]
-            return [Exchange("send", backward=False, tensor=source, count=size - 1), *(back if gradient else ())]
-        full, copies = (new if kind == "all_gather" else source), (size if kind == "all_to_all" else 1)
+    def _sends(self, source: int) -> list[Exchange]:
+        """What goes round a ring for keys, or values: every rank sees the parts of all others.
+
+        Backward it does so once more, and gradients go all the way home (torch, _templated_ring_attention_backward).
+        """
+        size = self.state.facts.size
+        sends = [Exchange("send", backward=False, tensor=source, count=size - 1)]
+        if self.state.facts.requires_gradient(source):
+            sends.append(Exchange("send", backward=True, tensor=source, count=2 * size - 1))
+        return sends
+
+    def _exchanges(self, conversion: Conversion, source: int, new: int) -> list[Exchange]:
+        gathers, swaps = conversion.kind == "all_gather", conversion.kind == "all_to_all"
+        full, copies = (new if gathers else source), (self.state.facts.size if swaps else 1)
         found = []
         if conversion.forward:
             found.append(Exchange(conversion.forward, backward=False, tensor=full, copies=copies))
-        if conversion.backward and gradient:
+        if conversion.backward and self.state.facts.requires_gradient(source):
             found.append(Exchange(conversion.backward, backward=True, tensor=full, copies=copies))
         return found
 
@@ -179,8 +188,7 @@ class Conversions:
             self.summed[tensor], self.layouts[new], self.sources[new] = new, Partial(), tensor
             self.behind.setdefault(index, []).append(self._op(conversion.kind, new, tensor, index))
             self.exchanges[tensor] = [
-                replace(exchange, tensor=new)
-                for exchange in self._exchanges(conversion.kind, conversion, tensor, tensor)
+                replace(exchange, tensor=new) for exchange in self._exchanges(conversion, tensor, tensor)
             ]
 
     def _exchange_inside(self, index: int) -> None:
