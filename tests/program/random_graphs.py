@@ -113,12 +113,23 @@ def turn(draw, make: Maker, x: int) -> int:
     return make.op("matmul.default", [x, y], (first, second, second), saved=[x, y])[0]
 
 
+def flat(draw, make: Maker, x: int) -> int:
+    """A product of samples and tokens in one dim."""
+    first, second, third = make.shape(x)
+    if second.per_sample or first != Extent(0, 1):
+        return x
+    (y,) = make.op("flatten.using_ints", [x], (Extent(0, second.fixed), third), view=True, end_dim=1)
+    y = linear(draw, make, y)
+    rest = make.shape(y)[-1]
+    return make.op("unflatten.int", [y], (first, second, rest), view=True, dim=0, sizes=[-1, second.fixed])[0]
+
+
 @st.composite
 def random_graphs(draw) -> Graph:
     make = Maker()
     made = [linear(draw, make, make.input)]
     for step in draw(
-        st.lists(st.sampled_from((linear, linear, norm, pointwise, heads, gate, turn, "add")), max_size=7)
+        st.lists(st.sampled_from((linear, linear, norm, pointwise, heads, gate, turn, flat, "add")), max_size=7)
     ):
         x = draw(st.sampled_from(made[-3:]))
         if step == "add":

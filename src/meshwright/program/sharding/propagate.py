@@ -122,7 +122,11 @@ def _tell(state: State, told: Mapping[int, Split | None]) -> dict[int, Split | N
 
 
 def _is_read_whole(state: State, tensor: int) -> bool:
-    return all(state.wanted(index)[position] is None for index, position in state.facts.readers[tensor])
+    """Whether all that read it want it whole, and give a whole gradient, which costs no exchange."""
+    return all(
+        state.wanted(index)[position] is None and not state.sums_gradient(index, position)
+        for index, position in state.facts.readers[tensor]
+    )
 
 
 def _is_free(facts: Facts, tensor: int, made: int) -> bool:

@@ -93,11 +93,13 @@ class TensorRule(_OwnFirst):
         return _rows(state, index) or _table_rows(facts, index) or _columns(state, index) or follow(state, index)
 
     def scatter(self, state: State, tensor: int) -> Place:
-        """Over the dim before the last, if it holds tokens: neither samples nor too few of them."""
-        shape = state.facts.graph.tensors[tensor].shape
-        if not self.sequence_parallel or len(shape) < 2 or shape[-2].per_sample:
+        """Over the tokens, the dim before the last; where samples stand in it too, over the tokens of each."""
+        facts, shape = state.facts, state.facts.graph.tensors[tensor].shape
+        if not self.sequence_parallel or len(shape) < 2 or not divides(shape[-2], facts.size):
             return None
-        return (len(shape) - 2, 1) if divides(shape[-2], state.facts.size) and shape[-2].fixed > 1 else None
+        if not shape[-2].per_sample:
+            return (len(shape) - 2, 1) if shape[-2].fixed > 1 else None
+        return None if shape[-2].fixed else (len(shape) - 2, facts.samples)
 
 
 @dataclass(frozen=True)
