@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.cost.steps.ops import layer_ops
+from meshwright.cost.transformer import TrainingSetup, TransformerShape
 from meshwright.program import shard_graph
 from meshwright.spec import (
     OpPlacement,
@@ -120,3 +123,26 @@ def test_regathering_keeps_what_is_split_and_gathers_it_again():
     # Instead of the whole input of each product, the part that the norm before it has made.
     saved = [s.graph.saved_bytes(s.graph.ops, 8) for s in (kept, again)]
     assert saved[0] - saved[1] == inputs * (whole - whole // 4)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_captured_block_exchanges_what_the_steps_of_public_papers_count(sequence_parallel):
+    """Two derivations: from a captured graph, and by hand from the sizes of a transformer (`cost.steps`)."""
+    graph, batch = load_shipped_graph("gpt2-small"), 4
+    shape = TransformerShape(
+        layers=12, hidden=768, heads=12, kv_heads=12, head_dim=64, ffn=3072, vocab=50257, max_positions=1024
+    )
+    setup = TrainingSetup(
+        seq=1024, microbatch_size=batch, num_microbatches=1, tp=4, sequence_parallel=sequence_parallel
+    )
+    counted: Counter[tuple[str, bool]] = Counter()
+    for op in layer_ops(shape, setup, 5):
+        if op.group == "tensor":
+            counted[op.op, op.part != "forward"] += op.count * op.num_bytes
+    sharded = shard_graph(graph, Sharding(tensor=4, sequence_parallel=sequence_parallel, regather=sequence_parallel))
+    block = next(layer for layer in sharded.graph.layers if layer.name == "blocks.5")
+    found: Counter[tuple[str, bool]] = Counter()
+    for c in sharded.collectives:
+        if block.start <= c.at < block.stop:
+            found[c.kind, c.phase == "backward"] += c.num_bytes(sharded.graph, batch, 2)
+    assert found == counted
