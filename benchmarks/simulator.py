@@ -34,6 +34,8 @@ layer. Compiled code is loaded, and the cost model knows ops and collectives; pr
 made anew. A smaller plan is simulated with and without folding, and many plans with one process and with one per core
 (wall time, so that it means something on idle cores only).
 
+And the local graph of one of five ranks that split GPT-2 XL, nothing kept from before.
+
 CPU time of this process, best of all runs: on a loaded machine other processes take caches and memory away, which
 makes runs slower and never faster. The spread is that of all runs.
 """
@@ -58,15 +60,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import meshwright.simulator.plan as simulating
 from meshwright.cost import CostModel
-from meshwright.program import StageTimes, build_folded_program, build_program, find_orders
+from meshwright.program import StageTimes, build_folded_program, build_program, find_orders, shard_graph
 from meshwright.program.build import forget_programs
+from meshwright.program.sharding.dims import op_dims
 from meshwright.simulator import price_program, simulate_plan, simulate_plans
 from meshwright.simulator.engine import CONTENTIONS, run_network
 from meshwright.simulator.folding import find_fold
 from meshwright.simulator.network import collectives, durations, routes, with_durations
 from meshwright.simulator.simulate import record_run, run_program
 from meshwright.simulator.unroll import unroll
-from meshwright.spec import Workload, load_cluster, load_shipped_graph
+from meshwright.spec import Sharding, Workload, load_cluster, load_shipped_graph
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.plan import Plan, StagePlan
 from tests.graphs import chain_graph, even_bounds, make_plan
@@ -76,6 +79,7 @@ from tests.simulator.plans import FixedCost, small_cluster
 # `fair`; start in 0.5 s; 40 bytes per instruction.
 QUEUED_NS, BUSY_NS, JOIN_NS, EVENT_NS, START_S, MOST_BYTES = 1e3 / 40, 1e3 / 7, 1e3 / 3, 1e3 / 1, 0.5, 40
 FOUND_S = 1.0
+SHARDED_S = 0.1
 # A step of 1T parameters built and simulated with memory in 10 ms, with every op in 1 s; many plans 1.9 x on 2 cores.
 TRILLION_S, TRILLION_OPS_S, MANY_RATIO = 0.010, 1.0, 1 / 1.9
 START = """
@@ -329,6 +333,19 @@ def found_rows():
     return rows
 
 
+def sharding_rows(repeats):
+    """CPU time of a local graph with its collectives."""
+    graph, seconds = load_shipped_graph("gpt2-xl"), []
+    hash(graph)
+    for _ in range(repeats):
+        shard_graph.cache_clear()
+        op_dims.cache_clear()
+        start = time.process_time()
+        shard_graph(graph, Sharding(tensor=5, sequence_parallel=True))
+        seconds.append(time.process_time() - start)
+    return [row("local graph of GPT-2 XL over 5 ranks", np.array(seconds), 1, "CPU s", SHARDED_S)]
+
+
 def main() -> int:
     options = parse_options(__doc__)
     repeats = 5 if options.quick else 40
@@ -371,6 +388,7 @@ def main() -> int:
     rows.append(row("cached start: numpy, numba, first run", starts[0], 1, "CPU s", START_S))
     rows.append(row("the same with all of the package", starts[1], 1, "CPU s", None))
     rows += found_rows()
+    rows += sharding_rows(repeats)
     made, note = trillion_rows(repeats)
     rows += [*made, *folding_rows(max(repeats // 4, 2)), *many_rows(max(repeats // 8, 2))]
     notes.append(note)
