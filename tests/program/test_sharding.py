@@ -146,3 +146,21 @@ def test_a_captured_block_exchanges_what_the_steps_of_public_papers_count(sequen
         if block.start <= c.at < block.stop:
             found[c.kind, c.phase == "backward"] += c.num_bytes(sharded.graph, batch, 2)
     assert found == counted
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "t5-tiny"])
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_axes_take_shares_of_each_other(name, method):
+    """What one axis exchanges, the other has split; what ranks compute and hold is a share of a share."""
+    graph = load_shipped_graph(name)
+    both, tensor, context = (
+        shard_graph(graph, Sharding(tensor=a, context=b, context_method=method)) for a, b in ((2, 2), (2, 1), (1, 2))
+    )
+    for axis, alone in (("tensor", tensor), ("context", context)):
+        shared, whole = (
+            Counter((c.kind, c.phase, c.count * c.num_bytes(s.graph, 2)) for c in s.collectives if c.axis == axis)
+            for s in (both, alone)
+        )
+        assert Counter({(kind, phase, 2 * num_bytes): n for (kind, phase, num_bytes), n in shared.items()}) == whole
+    assert 4 * both.graph.flops(2) == 2 * tensor.graph.flops(2) == 2 * context.graph.flops(2) == graph.flops(2)
+    assert both.graph.num_parameters() == tensor.graph.num_parameters()
