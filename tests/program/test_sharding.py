@@ -15,6 +15,7 @@ from meshwright.program import shard_graph
 from meshwright.spec import (
     OpPlacement,
     PlanError,
+    Shard,
     Sharding,
     decode_document,
     encode_document,
@@ -164,3 +165,16 @@ def test_axes_take_shares_of_each_other(name, method):
         assert Counter({(kind, phase, 2 * num_bytes): n for (kind, phase, num_bytes), n in shared.items()}) == whole
     assert 4 * both.graph.flops(2) == 2 * tensor.graph.flops(2) == 2 * context.graph.flops(2) == graph.flops(2)
     assert both.graph.num_parameters() == tensor.graph.num_parameters()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_of_all_ranks_travel_to_the_experts_and_back(size):
+    """Of every sequence, 4 experts take 40 tokens of 64 numbers each (`zoo.mixtral`)."""
+    batch = 3
+    sharded = shard_graph(load_shipped_graph("mixtral-tiny"), Sharding(expert=size))
+    sent = [c.num_bytes(sharded.graph, batch, 2) for c in sharded.collectives]
+    assert sent == [size * batch * 4 * 40 * 64 * 2] * 4 * 4
+    assert {c.kind for c in sharded.collectives} == {"all_to_all"}
+    experts = [i for i in sharded.graph.parameters if isinstance(sharded.layouts["expert"][i], Shard)]
+    assert {sharded.graph.tensors[i].name.split(".")[-1] for i in experts} == {"gate", "up", "down"}
+    assert all(sharded.graph.tensors[i].shape[0] == Extent(4 // size) for i in experts)
