@@ -41,6 +41,26 @@ def make_row(name: str, value: float, unit: str, *, target: float | None = None,
     )
 
 
+def prediction_row(name: str, predicted_s: float, seconds: np.ndarray) -> Row:
+    """A prediction beside the median of what was measured; the spread is half that of the middle 80 %, over it."""
+    low, measured, high = np.quantile(seconds, [0.1, 0.5, 0.9])
+    return make_row(
+        name,
+        predicted_s,
+        "s",
+        baseline=float(measured),
+        ratio=float(predicted_s / measured),
+        spread=float((high - low) / 2 / measured),
+    )
+
+
+def score_row(predictions: list[Row], target: float) -> Row:
+    """The median of |predicted - measured| / measured, and half the spread of its middle 80 %."""
+    errors = [abs(row.ratio - 1.0) for row in predictions]
+    low, high = np.quantile(errors, [0.1, 0.9])
+    return make_row("median relative error", float(np.median(errors)), "", spread=float(high - low) / 2, target=target)
+
+
 def paired_ratios(ours: Callable[[], float], theirs: Callable[[], float], pairs: int) -> tuple[np.ndarray, np.ndarray]:
     """Times of both arms, alternated ABBA within one run: two arrays of ``pairs`` seconds."""
     first, second = np.zeros(pairs), np.zeros(pairs)

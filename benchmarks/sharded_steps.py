@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import make_row, parse_options, publish
+from harness import parse_options, prediction_row, publish, score_row
 from torch.distributed.fsdp import fully_shard
 
 from meshwright.capture import rebuild
@@ -198,7 +198,7 @@ def main() -> int:
     steps = QUICK_STEPS if options.quick else NUM_STEPS
     cluster = load_cluster("2xcpu")
     own, host = fit_measured(measure_links(num_ranks=2))
-    rows, errors = [], []
+    rows = []
     for configuration in CONFIGURATIONS:
         graph = load_shipped_graph(configuration.model)
         plan = make_plan(configuration, graph)
@@ -212,19 +212,9 @@ def main() -> int:
         cost = CostModel(cluster=cluster, measurements=table, collectives=own, collective_hosts=host)
         predicted = simulate_plan(plan, graph, cluster, cost=cost, num_steps=3).step_time_s
         seconds = np.array(measure(configuration, plan, steps)[WARM_UP:])
-        low, measured, high = np.quantile(seconds, [0.1, 0.5, 0.9])
-        errors.append(abs(predicted - measured) / measured)
-        rows.append(
-            make_row(
-                configuration.name, predicted, "s", baseline=measured, ratio=predicted / measured,
-                spread=float(high - low) / 2 / measured,
-            )
-        )  # fmt: skip
-        print(f"{configuration.name}: predicted {predicted:.4f} s, measured {measured:.4f} s", file=sys.stderr)
-    low, high = np.quantile(errors, [0.1, 0.9])
-    rows.append(
-        make_row("median relative error", float(np.median(errors)), "", spread=float(high - low) / 2, target=TARGET)
-    )
+        rows.append(prediction_row(configuration.name, predicted, seconds))
+        print(f"{configuration.name}: predicted {predicted:.4f} s, measured {rows[-1].baseline:.4f} s", file=sys.stderr)
+    rows.append(score_row(rows, TARGET))
     notes = (
         "value = predicted, baseline = measured (median), spread of the measured steps; the last row scores the errors."
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from harness import make_row, parse_options, publish
+from harness import parse_options, prediction_row, publish, score_row
 
 from meshwright.cli.models import graphs_of
 from meshwright.cost import CostModel
@@ -117,7 +117,7 @@ def main() -> int:
     steps = QUICK_STEPS if options.quick else NUM_STEPS
     cluster = load_cluster("2xcpu")
     tables = measure_models()
-    rows, errors = [], []
+    rows = []
     for configuration in CONFIGURATIONS:
         size = configuration.global_batch // configuration.num_microbatches
         graph = graphs_of(configuration.model, configuration.sizes)(size)
@@ -128,19 +128,9 @@ def main() -> int:
             path = write_document(plan, Path(folder) / "plan.json")
             result = run_plan(Job(plan=str(path), num_steps=steps), folder)
         seconds = np.array(result.step_seconds[WARM_UP:])
-        low, measured, high = np.quantile(seconds, [0.1, 0.5, 0.9])
-        errors.append(abs(predicted - measured) / measured)
-        rows.append(
-            make_row(
-                configuration.name, predicted, "s", baseline=measured, ratio=predicted / measured,
-                spread=float(high - low) / 2 / measured,
-            )
-        )  # fmt: skip
-        print(f"{configuration.name}: predicted {predicted:.4f} s, measured {measured:.4f} s", file=sys.stderr)
-    low, high = np.quantile(errors, [0.1, 0.9])
-    rows.append(
-        make_row("median relative error", float(np.median(errors)), "", spread=float(high - low) / 2, target=TARGET)
-    )
+        rows.append(prediction_row(configuration.name, predicted, seconds))
+        print(f"{configuration.name}: predicted {predicted:.4f} s, measured {rows[-1].baseline:.4f} s", file=sys.stderr)
+    rows.append(score_row(rows, TARGET))
     notes = (
         "value = predicted, baseline = measured (median), spread of the measured steps; the last row scores the errors."
     )
