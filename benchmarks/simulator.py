@@ -67,7 +67,8 @@ from meshwright.simulator.network import collectives, durations, routes, with_du
 from meshwright.simulator.simulate import record_run, run_program
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import Workload, load_cluster, load_shipped_graph
-from meshwright.spec.plan import GradientExchange, Plan, StagePlan
+from meshwright.spec.exchange import GradientExchange
+from meshwright.spec.plan import Plan, StagePlan
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Mapping
 
 from meshwright.spec import Extent, Graph, Layer, Op, Tensor, Workload
-from meshwright.spec.plan import GradientExchange, Plan, StagePlan
+from meshwright.spec.exchange import GradientExchange
+from meshwright.spec.plan import Plan, StagePlan
 
 B = Extent(0, 1)
 

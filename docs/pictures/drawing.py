@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from meshwright.report.schedule_picture import COLOURS as COMPUTING
 from meshwright.report.schedule_picture import IDLE
@@ -139,22 +140,24 @@ def simulate(
     graph: Graph | None = None,
     machines: Cluster | None = None,
     exchange: GradientExchange | None = None,
+    num_steps: int = 1,
 ) -> Simulation:
     """Simulate what `lay_out` lays out."""
     graph = graph or chain()
     plan = lay_out(graph, stages, schedule, num_microbatches=num_microbatches, batch=batch, exchange=exchange)
-    return simulate_plan(plan, graph, machines or cluster(plan.num_ranks))
+    return simulate_plan(plan, graph, machines or cluster(plan.num_ranks), num_steps=num_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One timeline of a picture: which tracks, and how long a second is."""
+    """One timeline of a picture: which tracks, how long a second is, and what the numbers of spans are."""
 
     title: str
     result: Simulation | ControlledRun
     pixels_per_s: float
     tracks: tuple[tuple[int, str], ...] = ()
     note: str = ""
+    number: Literal["microbatch", "stage"] = "microbatch"
 
     def draw(self, top: float) -> tuple[list[str], float]:
         """Its SVG, and where the next one begins."""
@@ -193,7 +196,8 @@ class Panel:
             f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{ROW - 4}" fill="{COLOURS[opcode]}" '
             f'stroke="#ffffff"/>'
         ]
-        microbatch, last = int(timeline.microbatch[index]), int(timeline.microbatch.max())
+        numbers = getattr(timeline, self.number)
+        microbatch, last = int(numbers[index]), int(numbers.max())
         # All numbers of a panel or those of the wider kind alone, so that none of a row is missing.
         if microbatch >= 0 and width >= 7.0 * len(str(last)):
             lines.append(

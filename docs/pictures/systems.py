@@ -19,6 +19,7 @@ from drawing import (
     Panel,
     chain,
     cluster,
+    lay_out,
     legend,
     picture,
     simulate,
@@ -26,7 +27,7 @@ from drawing import (
 )
 
 from meshwright import Cluster, Plan, Workload, load_cluster, search_plans, simulate_plan
-from meshwright.simulator import Simulation
+from meshwright.simulator import Simulation, schedule_exchange
 from meshwright.spec import GradientExchange, Link, Opcode, Optimizer, StagePlan, write_text
 from meshwright.spec.shipped import load_shipped_graph
 
@@ -120,6 +121,86 @@ def ddp() -> str:
             )
         )
     return stack("Data parallelism: when gradients are summed", legend(FORWARD, BACKWARD, SUM), panels)
+
+
+def bytescheduler() -> str:
+    """Three steps of six layers: whole tensors in turn, and parts by priorities that go on into the next step."""
+    graph = chain((0.25,) * 6, num_weights=2**20)
+    machines = cluster(2, link=Link(latency_s=0.01, bandwidth_bytes_per_s=6.2e6))
+    layers = [(1, (0, 1))] * 6
+    first = GradientExchange(bucket_bytes=2**22)
+    parts = GradientExchange(bucket_bytes=2**22, partition_bytes=2**21, across_steps=True)
+    plan = lay_out(graph, layers, "interleaved", num_microbatches=2, batch=2, exchange=parts)
+    ordered = schedule_exchange(plan, graph, machines).exchange
+    panels = []
+    for words, exchange, num_steps in (
+        ("whole tensors, first in first out", first, 3),
+        ("halves of tensors, the first layers' first, across steps", ordered, 2),
+    ):
+        result = simulate(
+            layers,
+            "interleaved",
+            num_microbatches=2,
+            batch=2,
+            graph=graph,
+            machines=machines,
+            exchange=exchange,
+            num_steps=num_steps,
+        )
+        panels.append(
+            Panel(
+                title=words,
+                result=result,
+                pixels_per_s=46,
+                tracks=((0, "compute"), (0, "exchange")),
+                note=f"step {result.step_time_s:.2f} s",
+                number="stage",
+            )
+        )
+    words = (COLOURS[Opcode.FORWARD], "forward of the layer with this number")
+    return stack("ByteScheduler: what is needed first goes first", legend(words, BACKWARD, SUM), panels)
+
+
+def servers() -> str:
+    """Seconds to sum a gigabyte of eight machines at 10 GB/s, by the number of machines that only serve."""
+    count, size = 8, 2**28
+    graph = chain((1e-9,), num_weights=size)
+    machines = cluster(1, 2 * count, nic=Link(latency_s=0.0, bandwidth_bytes_per_s=1e10))
+    ring_s = 2 * (count - 1) / count * 4 * size / 1e10
+    left, bottom, width, height = 80.0, 300.0, WIDTH - 330.0, 250.0
+
+    def place(spare: int, seconds: float) -> tuple[float, float]:
+        return left + spare * width / count, bottom - seconds / (5 * ring_s) * height
+
+    body = ['<text x="80" y="26" font-weight="bold">Seconds to sum 1 GiB of 8 machines with 10 GB/s each</text>']
+    for spare in range(count + 1):
+        x, y = place(spare, 0)
+        body.append(f'<text x="{x:.1f}" y="{y + 20:g}" text-anchor="middle">{spare}</text>')
+    for lines in range(6):
+        _, y = place(0, lines * ring_s)
+        body.append(f'<line x1="{left}" y1="{y:g}" x2="{left + width}" y2="{y:g}" stroke="#d5dade"/>')
+        body.append(f'<text x="{left - 8}" y="{y + 5:g}" text-anchor="end">{lines * ring_s:.2f}</text>')
+    own = range(count)
+    curves = (
+        ("#b9598b", "the ring", [()] * (count + 1), 5),
+        ("#3d7fb8", "further machines serve", [tuple(range(count, count + k)) for k in range(1, count + 1)], 0),
+        ("#3f8f4f", "all machines serve", [(*own, *range(count, count + k)) for k in range(count + 1)], 18),
+    )
+    for colour, words, serving, lower in curves:
+        points = []
+        for chosen in serving:
+            exchange = GradientExchange(servers=chosen, partition_bytes=2**20 if chosen else 0)
+            plan = lay_out(graph, [(1, own)], "1f1b", num_microbatches=8, batch=8, exchange=exchange)
+            step_s = simulate_plan(plan, graph, machines, contention="fair").step_time_s
+            points.append(place(count + 1 - len(serving) + len(points), step_s))
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in points]
+        x, y = points[-1]
+        body.append(f'<text x="{x + 12:.1f}" y="{y + lower:.1f}" fill="{colour}">{words}</text>')
+    x, y = place(count // 2, 0)
+    body.append(f'<text x="{x:.1f}" y="{y + 44:g}" text-anchor="middle">machines that only serve</text>')
+    return picture("Parameter servers and the ring", body, bottom + 60)
 
 
 def horovod() -> str:
@@ -216,6 +297,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "system-pipedream": pipedream,
     "system-ddp": ddp,
     "system-horovod": horovod,
+    "system-bytescheduler": bytescheduler,
+    "system-servers": servers,
     "system-alpa": alpa,
     "system-flexflow": flexflow,
 }

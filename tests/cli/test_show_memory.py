@@ -7,9 +7,18 @@ import json
 import pytest
 
 from meshwright.cli.main import invoke
-from meshwright.cost.memory import find_peak, recompute_layers, trace_step
-from meshwright.cost.memory.choices import choice_rows, layer_rows, recompute_choices
-from meshwright.spec import GraphError, Optimizer, Workload, load_cluster, load_shipped_graph
+from meshwright.cost.memory import find_peak, trace_step
+from meshwright.cost.memory.choices import choice_rows, layer_rows
+from meshwright.spec import (
+    GraphError,
+    Optimizer,
+    Workload,
+    load_cluster,
+    load_shipped_graph,
+    recompute_choices,
+    recompute_layers,
+    with_recompute,
+)
 
 GPT, CLUSTER = load_shipped_graph("gpt-tiny"), load_cluster("4xA100")
 WORKLOAD = Workload(global_batch=8, precision="bfloat16", optimizer=Optimizer(kind="adamw"))
@@ -31,7 +40,7 @@ def test_whole_and_computed_again_are_what_a_walk_finds():
     blocks = recompute_layers(GPT, range(1, 5))
     assert recompute_choices(GPT)["full"] == blocks
     for name, ranges in (("none", ()), ("full", blocks)):
-        walked = find_peak(trace_step(GPT, WORKLOAD, recompute=ranges, device="cuda")).num_bytes
+        walked = find_peak(trace_step(with_recompute(GPT, ranges), WORKLOAD, device="cuda")).num_bytes
         counters = 4 * sum(tensor.requires_grad and tensor.role == "parameter" for tensor in GPT.tensors)
         assert ways()[0, name, "nothing"]["device_bytes"] == walked - counters
 

@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.memory import MemoryOptions, find_peak, recompute_layers, trace_step, weigh_rank, weigh_stage
-from meshwright.spec import Link, Optimizer, PlanError, Workload, load_shipped_graph, slice_graph
+from meshwright.cost.memory import MemoryOptions, find_peak, trace_step, weigh_rank, weigh_stage
+from meshwright.spec import (
+    Link,
+    Optimizer,
+    PlanError,
+    Workload,
+    load_shipped_graph,
+    recompute_layers,
+    slice_graph,
+    with_recompute,
+)
 
 GPT, MIXTRAL = load_shipped_graph("gpt-tiny"), load_shipped_graph("mixtral-tiny")
 WORK = Workload(global_batch=8, optimizer=Optimizer(kind="adamw"))
@@ -70,13 +79,14 @@ def test_experts_are_counted_as_such():
 
 def test_recomputing_keeps_what_ranges_read():
     blocks = recompute_layers(GPT, range(1, 5))
-    plain, again = weigh(GPT, num_in_flight=4), weigh(GPT, num_in_flight=4, recompute=blocks)
+    recomputed = with_recompute(GPT, blocks)
+    plain, again = weigh(GPT, num_in_flight=4), weigh(recomputed, num_in_flight=4)
     value = 2 * 128 * 128 * 4
     inside = plain.activation_bytes - again.activation_bytes
     # Three quarters of the four microbatches' blocks, less their inputs, are gone; one block's inside is there once.
     assert 0.8 < inside / plain.activation_bytes < 1
-    walked = [find_peak(trace_step(GPT, Workload(global_batch=2), recompute=item)) for item in ((), blocks)]
-    one = [weigh(GPT, recompute=item).activation_bytes for item in ((), blocks)]
+    walked = [find_peak(trace_step(graph, Workload(global_batch=2))) for graph in (GPT, recomputed)]
+    one = [weigh(graph).activation_bytes for graph in (GPT, recomputed)]
     # Both ways of counting agree on what recomputing saves, but for some values while one op computes.
     saved_by_walking = walked[0].parts["saved activations"] + walked[0].parts["workspace"]
     saved_by_walking -= walked[1].parts["saved activations"] + walked[1].parts["workspace"]

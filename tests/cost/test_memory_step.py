@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.memory import find_peak, recompute_layers, recompute_runs, trace_step
-from meshwright.spec import GraphError, Optimizer, Workload, load_shipped_graph
+from meshwright.cost.memory import find_peak, trace_step
+from meshwright.spec import (
+    GraphError,
+    Optimizer,
+    Workload,
+    load_shipped_graph,
+    recompute_layers,
+    recompute_runs,
+    with_recompute,
+)
 from meshwright.spec.shipped import shipped_graphs
 from tests.cost.facts import B, GraphMaker
 
@@ -85,7 +93,7 @@ def test_every_step_frees_what_it_takes_and_recomputing_keeps_less(layers, sampl
     kept = []
     for count in range(layers // 2 + 1):
         pairs = [(bounds[2 * i][0], bounds[2 * i + 1][1]) for i in range(count)]
-        events = trace_step(graph, workload, recompute=pairs)
+        events = trace_step(with_recompute(graph, pairs), workload)
         begin = next(i for i, moment in enumerate(events.moment) if events.moments[moment] == "gradient of the loss")
         kept.append(int(events.in_use()[begin]))
     assert all(after < before for before, after in itertools.pairwise(kept))
@@ -99,7 +107,7 @@ def test_recomputing_by_groups_of_layers_by_hand():
     # Four groups of four layers, each of which keeps what it reads. When the third is computed again, there are the
     # inputs of the second and third, its four results, the last one's input and gradient, and four weights' gradients.
     groups = [(bounds[i][0], bounds[i + 3][1]) for i in range(0, 16, 4)]
-    peak = peak_of(graph, 4096, recompute=groups)
+    peak = peak_of(with_recompute(graph, groups), 4096)
     assert peak.moment == "forward of op23 again"
     assert peak.num_bytes == 16 * WEIGHT + rows + (2 + 4 + 2) * rows + 4 * WEIGHT + 4
 
@@ -124,7 +132,7 @@ def test_a_repeated_step_peaks_alike():
 @pytest.mark.parametrize("ranges", [[(0, 3), (2, 5)], [(-1, 2)], [(3, 3)], [(0, 10**6)]])
 def test_ranges_that_cannot_be_are_refused(ranges):
     with pytest.raises(GraphError, match="overlap"):
-        peak_of(chain(3)[0], 1, recompute=ranges)
+        with_recompute(chain(3)[0], ranges)
 
 
 def test_what_has_no_step_is_refused():
@@ -181,7 +189,7 @@ def test_selective_recompute_leaves_out_what_some_ops_keep():
     rows = 4096 * 8 * 4
     runs = recompute_runs(graph, ("aten.exp",))
     assert runs == tuple((2 * i + 1, 2 * i + 2) for i in range(6))
-    selective = peak_of(graph, 4096, recompute=runs)
+    selective = peak_of(with_recompute(graph, runs), 4096)
     # The results of exp are kept for the next linear anyway, all but the last; now its six inputs are kept too: worse
     # here, and said so. In the last one's backward there are its result again and the gradient that it makes.
     assert selective.moment == "backward of op11"
@@ -189,6 +197,6 @@ def test_selective_recompute_leaves_out_what_some_ops_keep():
     gpt = load_shipped_graph("gpt-tiny")
     attention = recompute_runs(gpt, ("aten.scaled_dot_product_attention",))
     assert len(attention) == 4
-    kept = [peak_of(gpt, 8, recompute=ranges).parts["saved activations"] for ranges in ((), attention)]
+    kept = [peak_of(with_recompute(gpt, ranges), 8).parts["saved activations"] for ranges in ((), attention)]
     # Of fused attention only the sums of scores (8 samples, 4 heads, 128 tokens) are not needed elsewhere.
     assert kept[0] - kept[1] == 4 * (8 * 4 * 128 * 4)

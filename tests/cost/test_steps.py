@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost.collectives import place_group
+from meshwright.cost.collectives import Group, place_group
 from meshwright.cost.collectives.algorithms import ring_seconds
+from meshwright.cost.collectives.shipped import load_shipped
 from meshwright.cost.memory import predict_device_peak
 from meshwright.cost.parameters import count_parameters, layer_parameters
+from meshwright.cost.roofline import LAUNCH_S
 from meshwright.cost.steps import (
     Efficiencies,
     StageSeconds,
@@ -26,6 +28,8 @@ from meshwright.cost.steps import (
     predict_step,
     recomputed_ops,
 )
+from meshwright.cost.steps.pacing import count_kernels, paced
+from meshwright.cost.steps.prices import NETWORK_SHARE
 from meshwright.cost.transformer import Experts, TrainingSetup, TransformerError, TransformerShape, layers_of_stage
 from meshwright.spec import load_cluster
 
@@ -33,7 +37,7 @@ GPT = TransformerShape(
     layers=24, hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=8192, vocab=51200, max_positions=1024
 )
 SETUP = TrainingSetup(seq=1024, microbatch_size=4, num_microbatches=8, fused_attention=False, precision="fp16")
-WHOLE = Efficiencies(product=1.0, memory=1.0, network=1.0)
+WHOLE = Efficiencies(product=1.0, memory=1.0, host_s=0.0)
 MEGATRON = find_software("Megatron-LM", "2205.05198")
 
 
@@ -66,7 +70,7 @@ def test_flops_are_those_of_megatron(layers, hidden, vocab, seq, tp, microbatch)
 def test_selective_recompute_runs_the_core_alone():
     ops = layer_ops(GPT, SETUP, 0)
     again = recomputed_ops(ops, "selective")
-    assert {op.name for op in again} == {"scores", "softmax", "values"}
+    assert {op.name for op in again} == {"scores", "softmax", "attention dropout", "values"}
     # Korthikanti et al., section 5: 4·b·s²·h of the forward's FLOPs.
     assert sum(op.flops for op in again) == 4 * 4 * 1024**2 * 2048
     assert recomputed_ops(ops, "none") == ()
@@ -252,17 +256,29 @@ def test_layouts_that_cannot_be_are_refused(experts, changes, told):
 
 
 @given(num_ranks=st.sampled_from([2, 4, 8, 16]), num_bytes=st.integers(1, 2**32))
-def test_a_group_within_a_node_is_a_ring_over_its_links(num_ranks, num_bytes):
-    seconds = prices(replace(SETUP, tp=num_ranks), kind="16xA100").collective_seconds("tensor", "all_reduce", num_bytes)
-    assert seconds == pytest.approx(ring_seconds(num_ranks, num_bytes, 3.4e-6, 300e9), rel=1e-9)
+def test_a_group_over_links_that_nobody_measured_is_a_ring(num_ranks, num_bytes):
+    at = prices(replace(SETUP, tp=num_ranks), kind="16xA100")
+    slow = replace(at.node, device_link=replace(at.node.device_link, bandwidth_bytes_per_s=100e9))
+    seconds = replace(at, node=slow).collective_seconds("tensor", "all_reduce", num_bytes)
+    assert seconds == pytest.approx(ring_seconds(num_ranks, num_bytes, 3.4e-6, NETWORK_SHARE * 100e9), rel=1e-9)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_group_within_a_measured_node_takes_what_was_measured(op, num_ranks):
+    sizes = np.array([2.0**20, 2.0**26])
+    model = next(kind.model for kind in load_shipped().kinds if kind.model.device == "A100")
+    expected = model.predict(op, Group(num_ranks=num_ranks), sizes).seconds
+    at = prices(replace(SETUP, tp=num_ranks))
+    assert [at.collective_seconds("tensor", op, size) for size in sizes] == pytest.approx(expected.tolist())
 
 
 # Eight NICs of 25 GB/s: of a node's eight devices all belong to the group, one, or four, the others to other groups.
-@pytest.mark.parametrize(("tp", "dp", "bandwidth"), [(1, 16, 200e9), (8, 4, 25e9), (2, 32, 100e9), (1, 8, 300e9)])
+@pytest.mark.parametrize(("tp", "dp", "bandwidth"), [(1, 16, 200e9), (8, 4, 25e9), (2, 32, 100e9)])
 def test_a_group_across_nodes_has_its_share_of_the_nics(tp, dp, bandwidth):
     at = prices(replace(SETUP, tp=tp, dp=dp))
     small, large = (at.collective_seconds("data", "all_gather", size) for size in (0, 2**34))
-    assert large - small == pytest.approx((dp - 1) / dp * 2**34 / bandwidth)
+    assert large - small == pytest.approx((dp - 1) / dp * 2**34 / (NETWORK_SHARE * bandwidth))
     assert small > 0
 
 
@@ -285,8 +301,8 @@ def test_groups_lie_where_their_ranks_do(num_devices, per_node):
 
 def test_stages_on_other_nodes_are_reached_by_nics():
     near, far = (prices(replace(SETUP, tp=tp, pp=2)) for tp in (1, 8))
-    assert near.collective_seconds("pipeline", "send", 2**30) == pytest.approx(3.4e-6 + 2**30 / 300e9)
-    assert far.collective_seconds("pipeline", "send", 2**30) == pytest.approx(9.6e-6 + 2**30 / 25e9)
+    assert near.collective_seconds("pipeline", "send", 2**30) == pytest.approx(3.4e-6 + 2**30 / (NETWORK_SHARE * 300e9))
+    assert far.collective_seconds("pipeline", "send", 2**30) == pytest.approx(9.6e-6 + 2**30 / (NETWORK_SHARE * 25e9))
 
 
 @pytest.mark.parametrize(
@@ -304,10 +320,10 @@ def test_more_work_takes_longer(longer):
     assert step(replace(SETUP, **longer)) > step(SETUP)
 
 
-@pytest.mark.parametrize("part", ["product", "memory", "network"])
-def test_worse_efficiency_takes_longer(part):
+@pytest.mark.parametrize("worse", [{"product": 0.5}, {"memory": 0.5}, {"host_s": 1e-5}])
+def test_worse_efficiency_takes_longer(worse):
     setup = replace(SETUP, tp=8)
-    assert step(setup, replace(WHOLE, **{part: 0.5})) > step(setup)
+    assert step(setup, replace(WHOLE, **worse)) > step(setup)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -332,16 +348,110 @@ def test_software_is_found_by_framework_and_source():
     assert find_software("Megatron-LM 0.14", "somebody").fused_attention
     assert find_software("llm-foundry (Composer + PyTorch FSDP)").hides_gradients(4)
     assert find_software("a framework of next year").name == "any other"
+    assert find_software("torchtitan FSDP2", "", "Async TP; seq 8192 default").async_tensor_parallel
+    assert not find_software("torchtitan FSDP2", "", "vanilla TP").async_tensor_parallel
+    assert not find_software("Megatron-LM fork", "Qi et al. (arXiv 2401.10241)").fused_attention
 
 
 def test_fitting_finds_the_efficiencies_that_made_the_steps():
-    true = Efficiencies(product=0.7, memory=0.8, network=0.6)
+    true = Efficiencies(product=0.9, memory=0.8, host_s=4e-5)
     setups = [replace(SETUP, tp=tp, microbatch_size=size) for tp in (1, 2, 4, 8, 16) for size in (1, 2, 8)] * 20
     predict = lambda tried: np.array([step(setup, tried) for setup in setups])
     found = fit_efficiencies(predict, predict(true))
     assert found.product == pytest.approx(true.product, rel=0.02)
     assert found.memory == pytest.approx(true.memory, rel=0.02)
-    assert found.network == pytest.approx(true.network, rel=0.02)
+    assert found.host_s == pytest.approx(true.host_s, rel=0.02)
+
+
+def test_rows_that_count_twice_pull_as_two():
+    predict = lambda tried: np.array([step(replace(SETUP, microbatch_size=size), tried) for size in (1, 8)])
+    measured = predict(WHOLE_OF_TWO) * [1.0, 1.3]
+    one, two = (fit_efficiencies(predict, measured, shares=np.array(shares)) for shares in ([1.0, 1.0], [1.0, 9.0]))
+    errors = [np.abs(predict(found) / measured - 1) for found in (one, two)]
+    assert errors[1][1] < errors[0][1]
+    assert errors[1][0] > errors[0][0]
+
+
+WHOLE_OF_TWO = Efficiencies(product=0.9, memory=0.8, host_s=1e-5)
+TIMES = st.floats(1e-6, 1.0)
+
+
+@given(device_s=TIMES, host_s=TIMES, factor=st.floats(0.5, 2))
+def test_pacing_takes_as_long_as_the_longer_and_less_than_both(device_s, host_s, factor):
+    together = paced(device_s, host_s)
+    assert max(device_s, host_s) * (1 - 1e-12) <= together <= device_s + host_s
+    assert together == pytest.approx((device_s**3 + host_s**3) ** (1 / 3))
+    assert together == paced(host_s, device_s)
+    assert paced(factor * device_s, factor * host_s) == pytest.approx(factor * together)
+    assert paced(device_s, 0.0) == device_s
+    assert paced(0.0, 0.0) == 0.0
+
+
+def test_kernels_of_a_layer_are_those_of_its_ops():
+    ops = layer_ops(GPT, SETUP, 0)
+    parts = {part: count_kernels(op for op in ops if op.part == part) for part in ("forward", "weight_gradient")}
+    # Four products with parameters, two of attention; softmax and its dropout, heads, activation, two norms, residuals.
+    assert parts == {"forward": 6 + 4 + 2 + 2, "weight_gradient": 4 * 4}
+    # The products' inputs once, both inputs of attention's, the passes twice and the norms four times.
+    assert count_kernels(op for op in ops if op.part == "input_gradient") == 4 + 2 * 2 + 2 * 4 + 2 * 4 + 2 * 2
+    sent = layer_ops(GPT, replace(SETUP, tp=2), 0)
+    assert count_kernels(sent) == count_kernels(ops) + 4
+
+
+@pytest.mark.parametrize(("tp", "size", "fused"), [(1, 1, True), (4, 1, True), (8, 1, False), (8, 2, True)])
+def test_a_softmax_of_odd_batches_is_not_fused(tp, size, fused):
+    ops = layer_ops(GPT, replace(SETUP, tp=tp, microbatch_size=size), 0)
+    assert any(op.name == "scores widened" for op in ops) is not fused
+
+
+@given(num_bytes=st.integers(2**16, 2**32))
+def test_what_the_cache_holds_moves_faster(num_bytes):
+    at = prices(SETUP)
+    plain = num_bytes / 2039e9
+    assert plain / 3.5 * (1 - 1e-6) <= at.pass_seconds(num_bytes) - LAUNCH_S <= plain
+    assert at.pass_seconds(num_bytes + 2**10) > at.pass_seconds(num_bytes)
+    if num_bytes > 40 * 2**20:
+        assert plain - (at.pass_seconds(num_bytes) - LAUNCH_S) == pytest.approx(40 * 2**20 / 2039e9 * 2.5 / 3.5)
+
+
+def test_products_do_not_outrun_what_is_sustained():
+    at = prices(SETUP)
+    large = next(
+        op for op in layer_ops(replace(GPT, hidden=16384, head_dim=1024, ffn=65536), SETUP, 0) if op.name == "up"
+    )
+    assert large.flops / at.seconds(large) == pytest.approx(258e12, rel=1e-6)
+    assert replace(at, by_datasheet=True).seconds(large) == pytest.approx(large.flops / 312e12 + LAUNCH_S)
+
+
+def test_habits_of_software_show_in_a_layer():
+    setup = replace(SETUP, tp=8, sequence_parallel=True, recompute="full", precision="fp8")
+    plain = replace(find_software("torchtitan FSDP2"), compiled=True)
+    at = prices(setup, replace(WHOLE, host_s=1e-3), kind="8xH100")
+
+    def total(**habits):
+        layer = predict_layer(GPT, at, replace(plain, **habits))
+        return layer.forward_s + layer.input_gradient_s + layer.weight_gradient_s
+
+    assert total(compiled=False) > 2 * total()
+    assert total(async_tensor_parallel=True) < total()
+    assert total(regathers_inputs=True) > total()
+    assert total(gathers_in_8_bits=False) > total()
+    assert total(stops_early=False) > total()
+    down = next(op for op in layer_ops(GPT, setup, 0) if op.name == "down")
+    assert total(stops_early=False) - total() > at.seconds(down)
+
+
+def test_software_that_sends_single_precision_sends_twice_as_much():
+    setup = replace(SETUP, dp=8, zero=1)
+    half, single = (
+        predict_step(GPT, prices(setup), replace(MEGATRON, sends_single=sends)).gradients_s for sends in (False, True)
+    )
+    assert single == pytest.approx(2 * half, rel=0.1)
+    hidden, shown = (
+        predict_step(GPT, prices(replace(setup, zero=3)), replace(MEGATRON, hidden_gradients=when)).seconds
+        for when in ("always", "never")
+    )
+    assert shown > hidden
 
 
 def step(setup, efficiencies=WHOLE):

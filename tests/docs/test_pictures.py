@@ -12,7 +12,7 @@ from meshwright.program import SCHEDULES
 from meshwright.spec import Link
 from tests.docs.blocks import ROOT
 
-SYSTEMS = ("gpipe", "pipedream", "ddp", "horovod", "alpa", "flexflow")
+SYSTEMS = ("gpipe", "pipedream", "ddp", "horovod", "bytescheduler", "servers", "alpa", "flexflow")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,9 @@ from meshwright.spec import (
     Workload,
     load_cluster,
     load_shipped_graph,
+    read_recompute,
     slice_graph,
+    with_recompute,
 )
 from meshwright.spec.shipped import shipped_graphs
 from tests.graphs import chain_graph
@@ -141,10 +143,11 @@ def test_every_stage_weighs_what_its_slice_weighs(graph, optimizer, precision, b
 
 
 @pytest.mark.parametrize("name", [name for name in shipped_graphs() if name.endswith("-tiny")])
-@pytest.mark.parametrize("cluster", ["2xcpu", "2xA100"])
-def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster):
+@pytest.mark.parametrize(("cluster", "recompute"), [("2xcpu", "none"), ("2xA100", "none"), ("2xA100", "full")])
+def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster, recompute):
     """Bytes of a microbatch exactly, those of computing as a lower bound: within a few per cent of the peak."""
     graph = load_shipped_graph(name)
+    graph = with_recompute(graph, read_recompute(graph, recompute))
     batch, num_layers = graph.batch_size or 2, len(graph.layers)
     workload = Workload(global_batch=4 * batch, optimizer=Optimizer(kind="adamw"))
     cost = CostModel(cluster=load_cluster(cluster))
@@ -168,7 +171,8 @@ def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster):
         assert (found.most[1, i, j] == memory.most_bytes()).all()
     # What oneDNN keeps for an LSTM on CPUs is known to the walk alone.
     assert max(shares) <= 1
-    assert np.median(shares) > (0.85 if name == "gnmt-tiny" and cluster == "2xcpu" else 0.95)
+    is_loose = recompute != "none" or (name == "gnmt-tiny" and cluster == "2xcpu")
+    assert np.median(shares) > (0.85 if is_loose else 0.95)
 
 
 @settings(max_examples=100, deadline=None)

@@ -132,6 +132,12 @@ def _opcode_name(timeline, i):
         "stash",
         "drop",
         "merge",
+        "reduce_scatter",
+        "all_gather",
+        "push",
+        "sum",
+        "pull",
+        "load",
     )
     return names[timeline.opcode[i]]
 

@@ -39,6 +39,7 @@ def exact_prices(forward_s, backward_s, accumulate_s):
         forward_s=forward_s,
         backward_s=backward_s,
         accumulate_s=accumulate_s,
+        again_s=np.zeros(len(columns)),
         low_s=columns,
         high_s=columns,
         group=np.arange(len(columns)),
@@ -76,7 +77,7 @@ class FixedCost(CostModel):
     def collective_host_seconds(self, op, ranks, num_bytes, concurrent=()):
         return self.host
 
-    def optimizer_seconds(self, graph, parameter_ids, optimizer, device_kind):
+    def optimizer_seconds(self, graph, parameter_ids, optimizer, device_kind, num_shards=1):
         return self.optimizer
 
     def bucket_seconds(self, graph, parameter_ids, device_kind):

@@ -22,7 +22,7 @@ from meshwright.simulator.levers import shorten
 from meshwright.simulator.simulate import run_unrolled
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import Opcode
-from meshwright.spec.plan import GradientExchange
+from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.builders import random_program
 from tests.simulator.plans import FixedCost, small_cluster

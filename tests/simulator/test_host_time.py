@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.simulator import host_time, simulate, simulate_plan
-from meshwright.spec.plan import GradientExchange
+from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 

@@ -33,7 +33,7 @@ class UnequalCost(FixedCost):
     def collective_host_seconds(self, op, ranks, num_bytes, concurrent=()):
         return self.host * (ranks == (1, 0))
 
-    def optimizer_seconds(self, graph, parameter_ids, optimizer, device_kind):
+    def optimizer_seconds(self, graph, parameter_ids, optimizer, device_kind, num_shards=1):
         return self.optimizer * len(parameter_ids)
 
 
@@ -60,9 +60,9 @@ class FailingCost(UnequalCost):
         self._ask()
         return UnequalCost.collective_host_seconds(self, *given, **facts)
 
-    def optimizer_seconds(self, *given):
+    def optimizer_seconds(self, *given, **facts):
         self._ask()
-        return UnequalCost.optimizer_seconds(self, *given)
+        return UnequalCost.optimizer_seconds(self, *given, **facts)
 
 
 def draw_cost(rng, cluster, **facts):

@@ -14,8 +14,8 @@ from meshwright.cost.memory import count_phases
 from meshwright.program import build_program, gradient_buckets
 from meshwright.simulator import price_program, simulate_plan, simulate_program
 from meshwright.spec import Opcode, PlanError, slice_graph
+from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.memory import SAVED, SENT
-from meshwright.spec.plan import GradientExchange
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 
@@ -235,7 +235,7 @@ def test_busy_and_idle_fill_the_step():
 def test_a_plan_for_more_devices_is_refused():
     graph = chain_graph(4)
     plan = make_plan(graph, even_bounds(4, 4), [3, 2, 2, 2], 3)
-    with pytest.raises(PlanError, match="9 ranks"):
+    with pytest.raises(PlanError, match="9 devices"):
         simulate_plan(plan, graph, small_cluster())
 
 

@@ -10,7 +10,7 @@ import pytest
 from meshwright.program import build_program, gradient_buckets
 from meshwright.simulator import price_program, simulate_program
 from meshwright.spec import Cluster, DeviceGroup, Opcode, ProgramError, slice_graph
-from meshwright.spec.plan import GradientExchange
+from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.simulator.plans import FixedCost, exact_prices, small_cluster
 

@@ -11,6 +11,7 @@ from meshwright.spec import (
     Graph,
     Layer,
     Link,
+    Loader,
     Measurements,
     Node,
     Op,
@@ -32,6 +33,7 @@ from meshwright.spec import (
     empty_section,
 )
 from meshwright.spec.cluster import NodePath, Racks
+from meshwright.spec.sharding import OpPlacement, Sharding
 
 LINK = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)
 
@@ -86,7 +88,11 @@ CLUSTER = Cluster(
 )
 
 WORKLOAD = Workload(
-    kind="inference", global_batch=12, precision="bfloat16", optimizer=Optimizer(kind="sgd", momentum=True)
+    kind="inference",
+    global_batch=12,
+    precision="bfloat16",
+    optimizer=Optimizer(kind="sgd", momentum=True),
+    loader=Loader(seconds_per_sample=0.25, depth=3),
 )
 
 _B = Extent(0, 1)
@@ -140,7 +146,27 @@ PLAN = Plan(
     num_microbatches=4,
     schedule="mine.py:waves",
     schedule_hash="0123456789abcdef",
-    exchange=GradientExchange(bucket_bytes=1024, overlap=False),
+    exchange=GradientExchange(
+        bucket_bytes=1024,
+        overlap=False,
+        partition_bytes=512,
+        sequence=(1, 0),
+        across_steps=True,
+        servers=(0, 2),
+        credit_bytes=4096,
+        clip_norm=True,
+        loss_scale=True,
+    ),
+    sharding=Sharding(
+        tensor=2,
+        context=2,
+        expert=2,
+        sequence_parallel=True,
+        regather=True,
+        context_method="all_gather",
+        placements=(OpPlacement(op="linear*", axis="context", output_dim=1),),
+    ),
+    recompute=((0, 1),),
 )
 
 PLACEMENT = Placement(
@@ -157,7 +183,7 @@ PROGRAM = Program(
     schedule="1f1b",
     plan_hash="0123456789abcdef",
     num_ranks=2,
-    streams=(Stream(rank=0, name="compute"), Stream(rank=1, name="exchange")),
+    streams=(Stream(rank=0, name="compute"), Stream(rank=1, name="exchange", lane=2)),
     groups=((0, 1),),
     prologue=empty_section(2),
     body=Section(
@@ -176,12 +202,13 @@ PROGRAM = Program(
     ),
     epilogue=empty_section(2),
     advance=4,
+    body_steps=2,
 )
 
 TIMELINE = Timeline(
     origin="measured",
     num_ranks=2,
-    tracks=(Stream(rank=0, name="compute"), Stream(rank=1, name="send")),
+    tracks=(Stream(rank=0, name="compute"), Stream(rank=1, name="send", lane=2)),
     track=np.array([0, 1, 0], np.int32),
     opcode=np.array([0, 2, 1], np.int8),
     stage=np.array([0, 0, 0], np.int32),

@@ -16,6 +16,7 @@ from meshwright.spec import (
     check_plan,
     load_cluster,
 )
+from meshwright.spec.sharding import UNSHARDED
 from tests.graphs import chain_graph, even_bounds, make_plan
 from tests.spec.examples import PLAN
 from tests.strategies import plans
@@ -38,7 +39,10 @@ def test_every_rank_has_a_stage_and_every_microbatch_one_rank(plan):
 
 
 def test_the_line_for_people():
-    assert PLAN.describe() == "2 stages [0:1 ×2, 1:2 ×1], 4 microbatches of 3, mine.py:waves"
+    line = "2 stages [0:1 ×2, 1:2 ×1], 4 microbatches of 3, mine.py:waves"
+    split = ", tensor 2 with sequence parallelism, context 2, expert 2"
+    assert PLAN.describe() == f"{line}{split}, 1 part computed again"
+    assert replace(PLAN, sharding=UNSHARDED, recompute=()).describe() == line
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def test_plans_that_do_not_fit():
         GraphMismatchError, match=f"{GRAPH.content_hash}.*{other.content_hash}.*plan again|make the plan again"
     ):
         check_plan(FITTING, other)
-    with pytest.raises(PlanError, match="4 ranks, but cluster '3xcpu' has 3 devices"):
+    with pytest.raises(PlanError, match="4 devices, but cluster '3xcpu' has 3 devices"):
         check_plan(FITTING, GRAPH, load_cluster("3xcpu"))
     with pytest.raises(PlanError, match="every layer needs a stage"):
         check_plan(replace(FITTING, stages=(replace(FITTING.stages[0], ranks=(0,)),)), GRAPH)

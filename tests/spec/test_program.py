@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 
 from meshwright.spec import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -14,15 +15,20 @@ from meshwright.spec import (
     DocumentError,
     Drop,
     Forward,
+    Load,
     Merge,
     Opcode,
     OptimizerStep,
     Program,
     ProgramError,
+    Pull,
+    Push,
     Receive,
+    ReduceScatter,
     Send,
     Stash,
     Stream,
+    Sum,
     empty_section,
     encode_document,
     instruction_name,
@@ -52,6 +58,12 @@ ROWS = {
     Opcode.STASH: (Stash(stage=1, version=3), "stash 1"),
     Opcode.DROP: (Drop(stage=1, version=3), "drop 1"),
     Opcode.MERGE: (Merge(stage=1, version=3), "merge 1"),
+    Opcode.REDUCE_SCATTER: (ReduceScatter(stage=1, bucket=4, num_bytes=5), "reduce-scatter 1 #4"),
+    Opcode.LOAD: (Load(stage=1, microbatch=2), "load 2"),
+    Opcode.PUSH: (Push(stage=1, bucket=4, num_bytes=5), "push 1 #4"),
+    Opcode.SUM: (Sum(stage=1, bucket=4, num_bytes=5), "sum 1 #4"),
+    Opcode.PULL: (Pull(stage=1, bucket=4, num_bytes=5), "pull 1 #4"),
+    Opcode.ALL_GATHER: (AllGather(stage=1, bucket=4, num_bytes=5), "all-gather 1 #4"),
 }
 
 
@@ -135,11 +147,10 @@ LATE = {
 }
 
 
-def test_a_late_wait_needs_a_program_that_never_flushes():
+def test_late_waits_and_messages_join_steps():
     body = replace(BODY, **LATE)
-    assert replace(PROGRAM, body=body, advance=1).body.late_lag.tolist() == [1]
-    with pytest.raises(ProgramError, match=r"its late waits do not name .* of a program that never flushes"):
-        replace(PROGRAM, body=body, advance=0)
+    assert [replace(PROGRAM, body=body, advance=advance).crosses_steps for advance in (0, 1)] == [True, True]
+    assert [replace(PROGRAM, advance=advance).crosses_steps for advance in (0, 1)] == [False, True]
 
 
 @pytest.mark.parametrize(

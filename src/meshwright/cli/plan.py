@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 from rich.text import Text
@@ -23,9 +23,12 @@ from meshwright.cli.output import print_json, print_tables, terminal_sink
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.cli.plan_files import files_to_write, no_files, write_plan_files
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_orders
+from meshwright.cli.sharding import ContextOption, RecomputeOption, SequenceParallelOption, TensorOption, ZeroOption
 from meshwright.spec.cluster import MAX_RANKS, load_cluster
 from meshwright.spec.codec import encode_document
-from meshwright.spec.plan import BASIC_SCHEDULES, MAX_STALENESS, SCHEDULE_NAMES, GradientExchange
+from meshwright.spec.exchange import MAX_STALENESS, GradientExchange, ZeroStage
+from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
+from meshwright.spec.sharding import Sharding
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
 
 if TYPE_CHECKING:
@@ -73,6 +76,11 @@ def plan(
     ] = 0,
     find_orders: FindOrdersOption = None,
     whole_backwards: WholeOption = False,
+    tensor: TensorOption = 1,
+    sequence_parallel: SequenceParallelOption = False,
+    context: ContextOption = 1,
+    zero: ZeroOption = 0,
+    recompute: RecomputeOption = "none",
     measurements: MeasurementsOption = None,
     sequence_length: SequenceOption = None,
     image_size: ImageOption = None,
@@ -112,6 +120,7 @@ def plan(
         NothingFitsError,
         explain_step_interval,
         find_order,
+        lower_search,
         plans_document,
         predict_step_interval,
         search_plans,
@@ -135,6 +144,11 @@ def plan(
                 "--stages": stages is not None,
                 "--virtual-stages": virtual_stages != 2,
                 "--staleness": staleness != 0,
+                "--tensor": tensor != 1,
+                "--sequence-parallel": sequence_parallel,
+                "--context": context != 1,
+                "--zero": zero != 0,
+                "--recompute": recompute != "none",
                 "--launch": launch is not None,
                 "--slurm": slurm,
                 "--html": html is not None,
@@ -165,7 +179,8 @@ def plan(
     page = page_path(html, open_browser, "plan")
     place_of_orders(find_orders, whole_backwards)
     machine = load_cluster(cluster)
-    num_ranks = ranks or machine.num_ranks
+    sharding = Sharding(tensor=tensor, context=context, sequence_parallel=sequence_parallel)
+    num_ranks = (ranks or machine.num_ranks) // sharding.width
     chosen = precision or default_precision(machine.device_kind(0).peak_flops_per_s)
     workload = Workload(
         global_batch=batch or default_batch(num_ranks),
@@ -173,8 +188,15 @@ def plan(
         optimizer=Optimizer.named(optimizer),
     )
     limit_bytes = None if memory_limit is None else int(memory_limit * 2**30)
-    graph_for = graphs_of(model, model_sizes(sequence_length, image_size))
-    cost = load_cost_model(machine, measurements, chosen)
+    lowering, num_teams = lower_search(
+        graphs_of(model, model_sizes(sequence_length, image_size)),
+        machine,
+        load_cost_model(machine, measurements, chosen),
+        sharding=sharding,
+        recompute=recompute,
+        num_devices=ranks,
+    )
+    graph_for, machine, cost = lowering.graph_for, lowering.cluster, lowering.cost
     try:
         with terminal_sink(as_json) as events:
             plans = search_plans(
@@ -184,14 +206,14 @@ def plan(
                 cost=cost,
                 model=model,
                 model_sizes=model_sizes(sequence_length, image_size),
-                num_ranks=ranks,
+                num_ranks=num_teams,
                 num_stages=stages,
                 memory_limit_bytes=limit_bytes,
                 max_plans=top,
                 microbatch_sizes=microbatch_size,
                 schedules=schedule or BASIC_SCHEDULES,
                 num_chunks=virtual_stages,
-                exchange=GradientExchange(staleness=staleness),
+                exchange=GradientExchange(staleness=staleness, zero=cast("ZeroStage", zero)),
                 events=events,
             )
     except NothingFitsError as error:
@@ -211,7 +233,7 @@ def plan(
         plans, found = replace(plans, ranked=(sought.best, *plans.ranked)), [sought.explain()]
     # The reference as it was given, so that `simulate` and `run` find the same cluster.
     best = replace(plans.best.plan, cluster=cluster)
-    written = write_plan_files(files, best, machine)
+    written = write_plan_files(files, lowering.whole(best), machine)
     written += [f"orders written to {find_orders}"] if find_orders is not None else []
     size = best.microbatch_size
     allocation = allocate_rank(best, graph_for(size), machine, plans.best.fullest_rank)
@@ -219,7 +241,7 @@ def plan(
     if allocation is not None and allocation.exceeds(plans.best.memory_limit_bytes[allocation.rank]):
         held += " That is more than the rank has: leave it more room, or expect it to run out of memory."
     if page is not None:
-        documents = {"plan.json": encode_document(best)}
+        documents = {"plan.json": encode_document(lowering.whole(best))}
         document = plans_document(
             plans, graph_for, machine, cost, remark=held, provenance=provenance(), documents=documents
         )
@@ -236,12 +258,14 @@ def plan(
                 "basis": basis,
                 "step_interval_s": [interval.low_s, interval.high_s],
                 "step_interval_measured": interval.measured,
+                **({"teams": sharding.describe_teams()} if sharding.width > 1 else {}),
                 **{name: str(path) if path else None for name, path in places.items()},
             }
         )
         return
     sure = (basis, explain_step_interval(interval))
-    print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *found, *sure, "")
+    teams = [sharding.describe_teams()] if sharding.width > 1 else []
+    print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *teams, *found, *sure, "")
     # Names of files may hold square brackets, which rich would read as markup.
     print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(model)]))
 

@@ -74,7 +74,7 @@ def write_plan_files(files: PlanFiles, plan: Plan, cluster: Cluster) -> list[str
     write_document(plan, files.plan)
     lines = [f"plan written to {files.plan}"]
     if files.script is not None and not plan.is_runnable:
-        lines.append(f"no script: the runtime does not execute the schedule {plan.schedule}, which can be simulated")
+        lines.append(f"no script: the plan {plan.only_simulated}, which can only be simulated")
     if files.script is not None and text is not None:
         write_text(text, files.script)
         mode = files.script.stat().st_mode

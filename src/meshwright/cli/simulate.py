@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from meshwright.cli.exchanges import ExchangeOption, compare_ways
 from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
@@ -61,6 +62,7 @@ def simulate(
         list[str] | None,
         typer.Option(help="Compare with this schedule for the same stages; repeat. With your own: gpipe and 1f1b."),
     ] = None,
+    exchange: ExchangeOption = None,
     contention: Annotated[
         Literal["queued", "fair"],
         typer.Option(help="How transfers get a link that others want too: one after the other, or in fair shares."),
@@ -92,12 +94,14 @@ def simulate(
         rank_simulation,
         simulation_document,
     )
+    from meshwright.program import unlower_plan
     from meshwright.report import check_ranks, draw_grid, timeline_rows, timeline_table
     from meshwright.simulator import (
         allocate_rank,
         describe_steady_step,
         explain_overflows,
         find_overflows,
+        form_teams,
         simulate_plan,
         steady_rows,
     )
@@ -140,16 +144,17 @@ def simulate(
         return
     cost = apply_scenario(usual, happens)
     machine = cost.cluster
-    captured = graph_of_plan(document, graph)
+    captured = whole = graph_of_plan(document, graph)
 
     def follow(result: Simulation, document: Plan | Placement) -> tuple[Simulation, dict[str, Any], tuple[Any, ...]]:
-        return follow_scenario(happens, result, document, captured, usual, contention, steps, settings)
+        return follow_scenario(happens, result, document, whole, usual, contention, steps, settings)
 
     if isinstance(document, Placement):
         refuse_for_place(
             {"--schedule": schedule is not None, "--against": bool(against), "--html": html is not None}
             | {"--open": open_browser, "--virtual-stages": virtual_stages != 2, "--explain": explain and as_json}
             | {"--find-orders": find_orders is not None, "--whole-backwards": whole_backwards}
+            | {"--exchange": bool(exchange)}
         )
         placed = simulate_plan(
             document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
@@ -160,6 +165,8 @@ def simulate(
         told = explain_bounds(document, captured, machine, cost, contention)[1] if explain else []
         print_tables(*(() if as_json else sentences), *told)
         return
+    given, split = document, document.sharding.describe_teams()
+    document, captured, machine, cost = form_teams(document, captured, machine, cost)
     if schedule is not None:
         document = adopt_schedule(document, schedule, captured, cost, num_chunks=virtual_stages)
     found = []
@@ -172,13 +179,14 @@ def simulate(
     result = simulate_plan(
         document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
     )
-    result, beside, sentences = follow(result, document)
+    result, beside, sentences = follow(result, unlower_plan(document, given))
     basis = cost.explain_basis(captured, document.microbatch_size)
     interval = predict_step_interval(document, captured, machine, cost, contention=contention)
     reasons, explanation = explain_bounds(document, captured, machine, cost, contention) if explain else ({}, [])
     overflows = find_overflows(result, machine)
     compared = compared_schedules(document, against)
     rows, comparison = compare(document, captured, machine, cost, compared, contention)
+    ways, exchanges = compare_ways(document, captured, machine, cost, exchange, contention)
     put_timeline(result, out, trace, chosen)
     if page is not None:
         ranked = rank_simulation(result, document, machine)
@@ -196,6 +204,7 @@ def simulate(
                 "plan": str(plan),
                 "step_time_s": result.step_time_s,
                 "contention": contention,
+                **({"teams": split} if split else {}),
                 "basis": basis,
                 "step_interval_s": [interval.low_s, interval.high_s],
                 "step_interval_measured": interval.measured,
@@ -205,6 +214,7 @@ def simulate(
                 **({"overflows": [item.row() for item in overflows]} if overflows else {}),
                 **({"explanation": reasons} if explain else {}),
                 **({"schedules": rows} if rows else {}),
+                **({"exchanges": ways} if ways else {}),
                 **files,
             }
         )
@@ -212,6 +222,7 @@ def simulate(
     print_tables(
         timeline_table(result.timeline),
         describe_steady_step(result),
+        *((split,) if split else ()),
         *((NEVER_FLUSHES,) if document.is_asynchronous else ()),
         *sentences,
         *explain_overflows(overflows),
@@ -220,6 +231,7 @@ def simulate(
         draw_grid(result.timeline, width=grid_width(result.timeline.num_ranks)),
         *explanation,
         *comparison,
+        *exchanges,
         *found,
     )
     print_tables(*(f"{name} written to {path}" for name, path in written.items() if path is not None))

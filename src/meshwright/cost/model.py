@@ -33,18 +33,22 @@ from meshwright.cost.optimizers import (
     price_step,
     trainable_elements,
 )
-from meshwright.cost.prices import End, OpPrices, gather_prices
+from meshwright.cost.prices import End, OpPrices, explain_bases, gather_prices
 from meshwright.cost.table import OpTable, price_op, roofline_interval
+from meshwright.cost.teams import TeamPrices
 from meshwright.cost.work import key_in
 from meshwright.records import from_measurements
 from meshwright.spec import Cluster, ClusterError, DeviceKind, Graph, MeasurementError, Measurements
 from meshwright.spec.measurements import BUCKET_COPY
+from meshwright.spec.sharding import UNSHARDED, Sharding
+from meshwright.spec.teams import team_cluster
 from meshwright.spec.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence, Set
 
     from meshwright.cost.collectives import CollectiveModel, CollectiveOp
+    from meshwright.cost.collectives.algorithms import Algorithm
     from meshwright.cost.curves import Curve
     from meshwright.cost.kernels import KernelModel
     from meshwright.cost.memory.backward import Backend
@@ -69,6 +73,7 @@ class CostModel:
     ``kernels``: the predictor of products and attention on GPUs, None for the one that ships (`adapt_kernels`).
     ``traced``: ops of traces of this kind of device (`collect_traced`); asked only where there are ``measurements``.
     ``end``: all prices as low or as high as their 80 % intervals allow; see `at_end`.
+    ``sharding`` with ``devices``: ranks are teams of those devices, which share every op out so; see `for_teams`.
     ``usual_links``: the cluster with the links as they were measured, where a scenario changes them; what is said of
     collectives there is scaled by what datasheets say of the change. A slowed device takes its multiple of the usual.
     """
@@ -77,6 +82,8 @@ class CostModel:
     measurements: Measurements | None = None
     precision: Precision = "float32"
     end: End | None = None
+    sharding: Sharding = UNSHARDED
+    devices: Cluster | None = None
     collectives: CollectiveModel | None = None
     collective_hosts: CollectiveModel | None = None
     kernels: KernelModel | None = None
@@ -84,6 +91,7 @@ class CostModel:
     usual_links: Cluster | None = None
     _ops: OpTable | None = field(init=False, repr=False, default=None)
     _collectives: CollectivePrices = field(init=False, repr=False)
+    _teams: TeamPrices = field(init=False, repr=False)
     _optimizers: dict[str, Curve] = field(init=False, repr=False, default_factory=dict)
     _kept: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
     _graphs: dict[int, Graph] = field(init=False, repr=False, default_factory=dict)
@@ -102,13 +110,16 @@ class CostModel:
                 object.__setattr__(self, "collectives", own)
                 object.__setattr__(self, "collective_hosts", host)
         prices = CollectivePrices(
-            cluster=self.usual_links or self.cluster,
+            cluster=self.usual_links or self.devices or self.cluster,
             dtype=self.precision,
             own=self.collectives,
             host=self.collective_hosts,
-            changed=self.cluster if self.usual_links is not None else None,
+            changed=self.devices or self.cluster if self.usual_links is not None else None,
         )
         object.__setattr__(self, "_collectives", prices)
+        width = DTYPE_BYTES[self.precision]
+        teams = TeamPrices(prices=prices, sharding=self.sharding, float_bytes=width, end=self.end)
+        object.__setattr__(self, "_teams", teams)
 
     @property
     def overhead_s(self) -> float:
@@ -133,6 +144,17 @@ class CostModel:
             raise MeasurementError(f"An end {end!r} of intervals was given; expected {' or '.join(get_args(End))}.")
         return replace(self, end=end)
 
+    def for_teams(self, sharding: Sharding) -> CostModel:
+        """Prices for the local graphs of a sharding: ranks are teams of its devices (`spec.teams`).
+
+        Raises ClusterError where teams do not fit the cluster's nodes.
+        """
+        if sharding.is_whole:
+            return self
+        return replace(
+            self, cluster=team_cluster(self.cluster, sharding.width), devices=self.cluster, sharding=sharding
+        )
+
     def on_machines(self, cluster: Cluster, usual_links: Cluster) -> CostModel:
         """The same prices on other machines, of which the links differ from those that were measured."""
         moved = replace(self, cluster=cluster, usual_links=usual_links)
@@ -146,23 +168,25 @@ class CostModel:
         used = (self.cluster.device_kind(rank) for rank in range(self.cluster.num_ranks))
         kinds = {kind.usual_name: kind.at_usual_speed() for kind in used}
         counts = Counter(basis for kind in kinds.values() for basis in self.price_ops(graph, batch_size, kind).basis)
-        total, guessed = counts.total(), counts["roofline"]
-        if guessed == total:
-            return (
-                f"Basis: nothing was measured on {', '.join(kinds)}; all times are rooflines from datasheets, "
-                "which real steps mostly exceed. `meshwright measure` replaces them on a machine that you have."
-            )
-        words = ", ".join(f"{count} {basis}" for basis, count in sorted(counts.items()))
-        warning = "; rooflines are mostly too short, measure this model to replace them" if guessed else ""
-        return f"Basis of {total} op prices: {words}{warning}."
+        return explain_bases(counts, kinds)
 
     def collective_seconds(
-        self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, concurrent: Sequence[Sequence[int]] = ()
+        self,
+        op: CollectiveOp,
+        ranks: Sequence[int],
+        num_bytes: float,
+        concurrent: Sequence[Sequence[int]] = (),
+        algorithm: Algorithm | None = None,
     ) -> float:
-        """Seconds of a collective or a send, from the moment all are ready; `predict_collective` for one size."""
-        beside = tuple(map(tuple, concurrent))
-        key = ("collective", op, tuple(ranks), num_bytes, beside)
-        return self._keep(key, lambda: self._chosen(self._collectives.predict(op, ranks, _alone(num_bytes), beside)))
+        """Seconds of a collective or a send, from the moment all are ready; `predict_collective` for one size.
+
+        By one ``algorithm`` as the datasheet has it, or by the fastest way that is known.
+        """
+        ranks, beside = self._teams.groups(op, ranks, concurrent)
+        key = ("collective", op, ranks, num_bytes, beside, algorithm)
+        return self._keep(
+            key, lambda: self._chosen(self._collectives.predict(op, ranks, _alone(num_bytes), beside, algorithm))
+        )
 
     def predict_collective(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Sequence[Sequence[int]] = ()
@@ -172,22 +196,28 @@ class CostModel:
         ``num_bytes`` are those of the full tensor: what an all-gather yields, what a reduce-scatter takes in. The ranks
         come in any order; the ``concurrent`` groups run the same at the same time.
         """
-        return self._collectives.predict(op, ranks, num_bytes, tuple(map(tuple, concurrent)))
+        ranks, beside = self._teams.groups(op, ranks, concurrent)
+        return self._collectives.predict(op, ranks, num_bytes, beside)
 
     def collective_host_seconds(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, concurrent: Sequence[Sequence[int]] = ()
     ) -> float:
         """Seconds of processor time that a collective takes from each rank meanwhile; 0 where not measured."""
-        beside = tuple(map(tuple, concurrent))
-        key = ("host", op, tuple(ranks), num_bytes, beside)
+        ranks, beside = self._teams.groups(op, ranks, concurrent)
+        key = ("host", op, ranks, num_bytes, beside)
         found = self._keep(key, lambda: self._collectives.predict_host(op, ranks, _alone(num_bytes), beside))
         return 0.0 if found is None else self._chosen(found)
 
     def optimizer_seconds(
-        self, graph: Graph, parameter_ids: Sequence[int], optimizer: Optimizer, device_kind: DeviceKind
+        self,
+        graph: Graph,
+        parameter_ids: Sequence[int],
+        optimizer: Optimizer,
+        device_kind: DeviceKind,
+        num_shards: int = 1,
     ) -> float:
-        """Seconds of one optimizer step over the trainable ones among the parameters."""
-        return self.price_optimizer(graph, parameter_ids, optimizer, device_kind).at(self.end)
+        """Seconds of one optimizer step over the trainable ones among the parameters, or one of their equal parts."""
+        return self.price_optimizer(graph, parameter_ids, optimizer, device_kind, num_shards=num_shards).at(self.end)
 
     def price_optimizer(
         self,
@@ -196,6 +226,7 @@ class CostModel:
         optimizer: Optimizer,
         device_kind: DeviceKind,
         loop: OptimizerLoop | None = None,
+        num_shards: int = 1,
     ) -> Price:
         """The same with interval and basis. ``loop``: how it goes over the parameters, by default as in our runtime."""
         if loop is not None and loop not in get_args(OptimizerLoop):
@@ -203,8 +234,15 @@ class CostModel:
                 f"A loop {loop!r} over the parameters was given; expected {', '.join(get_args(OptimizerLoop))}."
             )
         loop = loop or default_loop(optimizer, on_gpu=backend_of(device_kind) == "cuda")
-        key = ("optimizer", self._known(graph), tuple(parameter_ids), optimizer, device_kind.name, loop)
-        return self._keep(key, lambda: self._step(graph, parameter_ids, optimizer, device_kind, loop))
+        key = ("optimizer", self._known(graph), tuple(parameter_ids), optimizer, device_kind.name, loop, num_shards)
+        return self._keep(key, lambda: self._step(graph, parameter_ids, optimizer, device_kind, loop, num_shards))
+
+    def step_exchange_seconds(self, graph: Graph, parameter_ids: Sequence[int], *, alone: bool) -> float:
+        """Seconds of a step in which a team sums gradients of which each of its devices has a part.
+
+        Over the ranks that split tokens these are summed together with the replicas', unless the team is ``alone``.
+        """
+        return self._teams.step_seconds(graph, parameter_ids, alone=alone)
 
     def bucket_seconds(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> float:
         """Seconds to copy the gradients of trainable parameters into the buffers that are summed over ranks."""
@@ -249,8 +287,9 @@ class CostModel:
         )
 
     def _price_ops(self, graph: Graph, batch_size: int, kind: DeviceKind) -> OpPrices:
-        if kind.slowdown != 1:
+        if kind.slowdown != 1 and not graph.collectives:
             return self.price_ops(graph, batch_size, kind.at_usual_speed()).slowed(kind.slowdown)
+        slowdown, kind = kind.slowdown, kind.at_usual_speed()
         graph.check_batch_size(batch_size)
         classes = self._keep(("classes", self._known(graph)), lambda: classify_ops(graph))
         table = self._ops if self.is_measured(kind) else None
@@ -263,9 +302,8 @@ class CostModel:
             prices = price_kernels(
                 kernels, bounds, graph, ops, keys, batch_size, kind, self.precision, roofline_interval(kind)
             )
-        backward_ops = np.array([op.phase == "backward" for op in graph.ops], bool)
-        # An op of a joint graph's backward half runs once, in the backward.
-        gathered = gather_prices(prices, classes.class_of, backward_ops)
+        exchanges = self._teams.op_exchanges(graph, batch_size)
+        gathered = gather_prices(prices, classes.class_of, graph, exchanges, slowdown)
         return gathered if self.end is None else gathered.at_end(self.end)
 
     def _chosen(self, found: Predictions) -> float:
@@ -274,12 +312,19 @@ class CostModel:
         return float(seconds[0])
 
     def _step(
-        self, graph: Graph, parameters: Sequence[int], optimizer: Optimizer, kind: DeviceKind, loop: OptimizerLoop
+        self,
+        graph: Graph,
+        parameters: Sequence[int],
+        optimizer: Optimizer,
+        kind: DeviceKind,
+        loop: OptimizerLoop,
+        num_shards: int,
     ) -> Price:
         if kind.slowdown != 1:
-            return self._step(graph, parameters, optimizer, kind.at_usual_speed(), loop).slowed(kind.slowdown)
+            usual = self._step(graph, parameters, optimizer, kind.at_usual_speed(), loop, num_shards)
+            return usual.slowed(kind.slowdown)
         curve = self._optimizers.get(optimizer.name) if self.is_measured(kind) else None
-        elements, unsure = trainable_elements(graph, parameters), roofline_interval(kind)
+        elements, unsure = -(-trainable_elements(graph, parameters) // num_shards), roofline_interval(kind)
         return price_step(elements, optimizer, kind, self.precision, curve, loop, unsure)
 
     def _fill(self, graph: Graph, parameters: Sequence[int], kind: DeviceKind) -> Price:

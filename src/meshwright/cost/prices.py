@@ -18,12 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.prediction import Basis, Floats
+from meshwright.cost.teams import add_exchanges
+from meshwright.spec import computed_again
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections import Counter
+    from collections.abc import Collection, Sequence
 
     from meshwright.cost.prediction import Interval
     from meshwright.cost.roofline import OpSeconds
+    from meshwright.cost.teams import OpExchange
+    from meshwright.spec import Graph
 
 End = Literal["low", "high"]
 
@@ -73,13 +78,15 @@ class OpPrices:
     """Seconds of every op of a graph, float64 of shape (ops,), read-only, and where each came from.
 
     ``backward_s`` is that of a first microbatch; ``accumulate_s`` is what adding to gradients that are already there
-    takes on top (every later microbatch of a step). ``low_s`` and ``high_s`` are the ends of the 80 % intervals, of
-    shape (ops, 3): forward, backward, accumulate. Ops of one ``group`` err together.
+    takes on top (every later microbatch of a step). ``again_s`` is the part of ``backward_s`` in which ops run again
+    whose results were not kept; it stands with the last op of their range. ``low_s`` and ``high_s`` are the ends of
+    the 80 % intervals, of shape (ops, 3): forward, backward, accumulate. Ops of one ``group`` err together.
     """
 
     forward_s: NDArray[np.float64]
     backward_s: NDArray[np.float64]
     accumulate_s: NDArray[np.float64]
+    again_s: NDArray[np.float64]
     low_s: NDArray[np.float64]
     high_s: NDArray[np.float64]
     group: NDArray[np.int64]
@@ -97,23 +104,30 @@ class OpPrices:
         whole = self.total()
         factor = (whole.low_s if end == "low" else whole.high_s) / whole.seconds if whole.seconds else 1.0
         columns = self._columns() * factor
-        return self._with(columns, columns, columns)
+        return self._with(columns, columns, columns, self.again_s * factor)
 
     def slowed(self, factor: float) -> OpPrices:
         """The prices on a device where everything takes ``factor`` times as long."""
-        return self._with(self._columns() * factor, self.low_s * factor, self.high_s * factor)
+        return self._with(self._columns() * factor, self.low_s * factor, self.high_s * factor, self.again_s * factor)
 
     def _columns(self) -> NDArray[np.float64]:
         return np.stack([self.forward_s, self.backward_s, self.accumulate_s], axis=1)
 
-    def _with(self, columns: NDArray[np.float64], low_s: NDArray[np.float64], high_s: NDArray[np.float64]) -> OpPrices:
-        for each in (columns, low_s, high_s):
+    def _with(
+        self,
+        columns: NDArray[np.float64],
+        low_s: NDArray[np.float64],
+        high_s: NDArray[np.float64],
+        again_s: NDArray[np.float64],
+    ) -> OpPrices:
+        for each in (columns, low_s, high_s, again_s):
             each.setflags(write=False)
         return replace(
             self,
             forward_s=columns[:, 0],
             backward_s=columns[:, 1],
             accumulate_s=columns[:, 2],
+            again_s=again_s,
             low_s=low_s,
             high_s=high_s,
         )
@@ -143,17 +157,37 @@ def add_intervals(seconds: Floats, low_s: Floats, high_s: Floats, group: NDArray
     return TotalSeconds(seconds=total, low_s=max(total - below, 0.0), high_s=total + above)
 
 
-def gather_prices(prices: Sequence[OpPrice], class_of: NDArray[np.int64], runs_backward: NDArray[np.bool_]) -> OpPrices:
-    """One price per class to the prices of all ops; ``runs_backward`` ops run once, in the backward."""
+def gather_prices(
+    prices: Sequence[OpPrice],
+    class_of: NDArray[np.int64],
+    graph: Graph,
+    exchanges: Sequence[OpExchange] = (),
+    slowdown: float = 1.0,
+) -> OpPrices:
+    """One price per class to the prices of all ops; an op of a joint graph's backward half runs once, in the backward.
 
-    def columns(parts: Sequence[OpSeconds]) -> NDArray[np.float64]:
+    ``exchanges`` of ops with other ranks are a part of their prices, of which all else takes ``slowdown`` times as long
+    as usual. What the graph computes again runs in the
+    backward, before that of the last op of its range.
+    """
+    runs_backward = np.array([op.phase == "backward" for op in graph.ops], bool)
+    again = [(stop - 1, computed_again(graph, start, stop)) for start, stop in graph.recompute]
+
+    def columns(parts: Sequence[OpSeconds], exchanged_s: Sequence[float]) -> NDArray[np.float64]:
         rows = [(part.forward_s, part.backward_s, part.accumulate_s) for part in parts]
-        table = np.array(rows, np.float64).reshape(-1, 3)[class_of]
+        table = np.array(rows, np.float64).reshape(-1, 3)[class_of] * slowdown
         table[runs_backward, 1], table[runs_backward, 0] = table[runs_backward, 0], 0.0
+        add_exchanges(table, exchanges, np.array(exchanged_s, np.float64))
+        for last, ops in again:
+            table[last, 1] += table[ops.start : ops.stop, 0].sum()
         table.setflags(write=False)
         return table
 
-    seconds = columns([price.seconds for price in prices])
+    seconds = columns([price.seconds for price in prices], [item.seconds for item in exchanges])
+    again_s = np.zeros(len(seconds))
+    for last, ops in again:
+        again_s[last] = seconds[ops.start : ops.stop, 0].sum()
+    again_s.setflags(write=False)
     groups = np.array(
         [-1 - _SHARED.index(p.basis) if p.basis in _SHARED else i for i, p in enumerate(prices)], np.int64
     )
@@ -161,8 +195,22 @@ def gather_prices(prices: Sequence[OpPrice], class_of: NDArray[np.int64], runs_b
         forward_s=seconds[:, 0],
         backward_s=seconds[:, 1],
         accumulate_s=seconds[:, 2],
-        low_s=columns([price.low for price in prices]),
-        high_s=columns([price.high for price in prices]),
+        again_s=again_s,
+        low_s=columns([price.low for price in prices], [item.low_s for item in exchanges]),
+        high_s=columns([price.high for price in prices], [item.high_s for item in exchanges]),
         group=groups[class_of],
         basis=tuple(prices[index].basis for index in class_of),
     )
+
+
+def explain_bases(counts: Counter[Basis], kinds: Collection[str]) -> str:
+    """One sentence on so many op prices by basis, of some kinds of devices, and what rooflines are worth."""
+    total, guessed = counts.total(), counts["roofline"]
+    if guessed == total:
+        return (
+            f"Basis: nothing was measured on {', '.join(kinds)}; all times are rooflines from datasheets, "
+            "which real steps mostly exceed. `meshwright measure` replaces them on a machine that you have."
+        )
+    words = ", ".join(f"{count} {basis}" for basis, count in sorted(counts.items()))
+    warning = "; rooflines are mostly too short, measure this model to replace them" if guessed else ""
+    return f"Basis of {total} op prices: {words}{warning}."

@@ -27,9 +27,10 @@ class SlicingProblem(NamedTuple):
     Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1); ``*_bytes`` (L, L + 1), but for
     ``most_bytes`` (2, L, L + 1, 6), without and with an exchange of gradients (`cost.memory.fullest`); ``transfer_s``
     (links, L), zero for layer 0; ``in_flight``, ``kind_of``, ``link_of``, ``memory_limit``, ``latency_s``, ``bucket_s``
-    (D, D + 1), entry [a, r]. Entries with j <= i or a + r > D are not read. Of the tables over stages ``most_bytes``,
-    ``leaving_bytes``, ``beside_bytes`` and ``backward_s`` alone may decrease with j; ``in_flight`` of the best place
-    must not grow with r, if there is more than one r.
+    (D, D + 1), entry [a, r]. Of ``static_bytes`` replicas share out ``shared_bytes``, as ``zero`` says. Entries with
+    j <= i or a + r > D are not read. Of the tables over stages ``most_bytes``, ``leaving_bytes``, ``beside_bytes`` and
+    ``backward_s`` alone may decrease with j; ``in_flight`` of the best place must not grow with r, if there is more
+    than one r.
     """
 
     num_microbatches: int
@@ -40,7 +41,9 @@ class SlicingProblem(NamedTuple):
     seconds: Floats
     backward_s: Floats
     optimizer_s: Floats
+    zero: int
     static_bytes: Floats
+    shared_bytes: Floats
     flight_bytes: Floats
     leaving_bytes: Floats
     input_bytes: Floats
@@ -117,7 +120,7 @@ def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
     rounds = (p.num_microbatches + r - 1) // r
     exchange = 0.0
     num_bytes = p.exchange_bytes[i, j]
-    if r > 1 and num_bytes > 0.0:
+    if r > 1 and num_bytes > 0.0 and p.zero < 2:
         full = np.floor(num_bytes / p.bucket_bytes)
         rest = num_bytes / p.bucket_bytes - full
         latency, bucket = p.latency_s[a, r], p.bucket_s[a, r]
@@ -125,7 +128,14 @@ def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
         exchange = full * bucket + (last if rest > 0.0 else 0.0)
         if p.overlap:
             exchange = max(exchange - p.backward_s[kind, i, j], last)
-    return float((rounds - p.num_fills) * period + exchange + p.optimizer_s[kind, i, j])
+    parts = r if p.zero else 1
+    return float((rounds - p.num_fills) * period + exchange + p.optimizer_s[kind, i, j] / parts)
+
+
+@compiled
+def static_of(p: SlicingProblem, i: int, j: int, r: int) -> float:
+    """Bytes that are there all the time on a rank of stage i:j with r replicas."""
+    return float(p.static_bytes[i, j] - p.shared_bytes[i, j] * (1.0 - 1.0 / r))
 
 
 @compiled
@@ -133,12 +143,16 @@ def memory_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
     """Bytes of a rank of stage i:j on ranks a..a+r-1."""
     rounds = (p.num_microbatches + r - 1) // r
     each, gradients = p.flight_bytes[i, j] + p.leaving_bytes[i, j], p.exchange_bytes[i, j]
+    static = static_of(p, i, j, r) + rounds * p.input_bytes[i, j] + p.beside_bytes[i, j]
+    in_flight = min(p.in_flight[a, r], rounds)
+    if r > 1 and p.zero >= 2:
+        # Each replica keeps a part of the gradients, which then are in no buckets.
+        least = np.maximum(p.most_bytes[0, i, j] - gradients * (1.0 - 1.0 / r), 0.0)
+        return float(static + fullest(least, each, gradients / r, gradients / r, in_flight, rounds))
     # With an exchange, gradients lie in buckets, which are there all the time.
     exchanged = 1 if r > 1 else 0
     most, left = p.most_bytes[exchanged, i, j], (0.0 if exchanged else gradients)
-    memory = p.static_bytes[i, j] + rounds * p.input_bytes[i, j] + exchanged * gradients
-    memory += p.beside_bytes[i, j]
-    return float(memory + fullest(most, each, gradients, left, min(p.in_flight[a, r], rounds), rounds))
+    return float(static + exchanged * gradients + fullest(most, each, gradients, left, in_flight, rounds))
 
 
 @compiled
@@ -183,7 +197,7 @@ def _find_fewest_replicas(p: SlicingProblem, choices: Integers, theta: float, ta
             for r in choices[::-1]:
                 rounds = (p.num_microbatches + r - 1) // r
                 held = p.flight_bytes[i, j] * min(tables.least_in_flight[r], rounds) + p.input_bytes[i, j] * rounds
-                if p.static_bytes[i, j] + held > tables.most_memory:
+                if static_of(p, i, j, r) + held > tables.most_memory:
                     break
                 if (rounds - p.num_fills) * period > theta:
                     above = min(above, (rounds - p.num_fills) * period)
@@ -227,7 +241,7 @@ def _extend(p: SlicingProblem, theta: float, i: int, d: int, r: int, stage: int,
         if tables.after[j] > d - r:
             continue
         # What grows with j alone ends the search, the whole only this stage.
-        if p.static_bytes[i, j] + in_flight * p.flight_bytes[i, j] + rounds * p.input_bytes[i, j] > limit:
+        if static_of(p, i, j, r) + in_flight * p.flight_bytes[i, j] + rounds * p.input_bytes[i, j] > limit:
             break
         if memory_of(p, i, j, a, r) > limit:
             continue

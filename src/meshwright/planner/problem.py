@@ -79,7 +79,9 @@ def make_problem(
         seconds=np.stack([np.maximum.reduce([kind.total for kind in kinds]) for kinds in mixed]),
         backward_s=np.stack([np.minimum.reduce([kind.backward for kind in kinds]) for kinds in mixed]),
         optimizer_s=np.stack([np.maximum.reduce([kind.optimizer for kind in kinds]) for kinds in mixed]),
+        zero=exchange.zero,
         static_bytes=tables.bytes.static,
+        shared_bytes=_shared_bytes(tables.bytes, exchange.zero),
         flight_bytes=tables.bytes.flight,
         leaving_bytes=tables.bytes.leaving,
         input_bytes=tables.bytes.inputs,
@@ -93,6 +95,13 @@ def make_problem(
         latency_s=places.latency_s,
         bucket_s=places.bucket_s,
     )
+
+
+def _shared_bytes(stages: StageBytes, zero: int) -> NDArray[np.float64]:
+    """What replicas of stages share out of what is there all the time: states; with zero 3 parameters, too."""
+    if zero == 0:
+        return np.zeros_like(stages.states)
+    return stages.states if zero < 3 else stages.states + stages.parameters
 
 
 def assume_in_flight(schedule: str, num_microbatches: int, num_ranks: int, kind: str) -> Integers:

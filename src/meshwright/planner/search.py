@@ -34,8 +34,9 @@ from meshwright.spec import (
     Workload,
     with_branches,
 )
+from meshwright.spec.exchange import WAVES
 from meshwright.spec.own_code import order_file
-from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES, WAVES
+from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 
 # Microbatch sizes that are tried when none are given: each prices the whole graph anew (0.1 to 0.3 s at 6,000 ops).
 MAX_MICROBATCH_SIZES = 12

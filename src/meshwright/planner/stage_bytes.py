@@ -46,12 +46,14 @@ Floats = NDArray[np.float64]
 class StageBytes:
     """Bytes of stages i:j, float64 of shape (L, L + 1), whole numbers; ``flight`` and ``leaving`` are per microbatch.
 
-    ``inputs`` are of one microbatch, there for all of a step's. ``most`` (2, L, L + 1, 6) as in `SlicingProblem`: the
-    one table that changes, by `settle`. ``crossing_forward`` and ``crossing_backward`` (L,): bytes of one microbatch
-    over the boundary before layer i.
+    ``parameters`` and ``states`` are parts of ``static``. ``inputs`` are of one microbatch, there for all of a step's.
+    ``most`` (2, L, L + 1, 6) as in `SlicingProblem`: the one table that changes, by `settle`. ``crossing_forward`` and
+    ``crossing_backward`` (L,): bytes of one microbatch over the boundary before layer i.
     """
 
     static: Floats
+    parameters: Floats
+    states: Floats
     flight: Floats
     leaving: Floats
     inputs: Floats
@@ -91,9 +93,12 @@ def stage_bytes(graph: Graph, structure: Structure, batch_size: int, workload: W
         if structure.random and structure.random[0] < boundary <= structure.random[-1]:
             crossing_forward[boundary] += RNG_STATE_BYTES
     needing = [[i for i in tensors if training and graph.tensors[i].requires_grad] for tensors in structure.crossing]
-    static = structure.parameters.table(sizes + states) + structure.buffers.table(sizes)
+    parameters, held = structure.parameters.table(sizes), structure.parameters.table(states)
+    static = parameters + held + structure.buffers.table(sizes)
     return StageBytes(
         static=static.astype(np.float64),
+        parameters=parameters.astype(np.float64),
+        states=held.astype(np.float64),
         flight=((saved + received) * kept).astype(np.float64),
         leaving=(structure.sent.table(sizes) * kept).astype(np.float64),
         inputs=structure.inputs.table(sizes).astype(np.float64),

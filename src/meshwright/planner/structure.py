@@ -5,7 +5,8 @@ the union of its layers' needs, less what it produces itself, so the slices of s
 
     ops, parameters, buffers, inputs    held if any layer of the stage needs them
     received                            produced before i, needed by a layer of the stage
-    saved (by storage)                  kept by an op of the stage, and not of a received tensor's or input's storage
+    saved (by storage)                  kept by an op of the stage, or read by a part that runs again, and not of a
+                                        received tensor's or input's storage
     sent (by storage)                   produced in the stage, needed from j on, neither saved nor received
     crossing[i]                         produced before i, needed from i on
 """
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.planner.rectangles import Integers, Rectangles, rectangles, users
-from meshwright.spec import Graph, slice_graph
+from meshwright.spec import Graph, read_from_outside, slice_graph
 
 _STATE_ROLES = ("parameter", "buffer", "constant")
 
@@ -49,11 +50,16 @@ def find_structure(graph: Graph) -> Structure:
     num_layers = len(graph.layers)
     slices = slice_graph(graph, [(layer, layer + 1) for layer in range(num_layers)])
     needs = _Needs(num_layers)
+    again = {op for start, stop in graph.recompute for op in range(start, stop)}
     for layer in slices:
         for op in layer.ops:
             needs.ops[op].append(layer.index)
-            for tensor in graph.ops[op].saved if graph.mode == "training" else ():
+            for tensor in graph.ops[op].saved if graph.mode == "training" and op not in again else ():
                 needs.savers[graph.tensors[tensor].storage].append(layer.index)
+        for start, stop in graph.recompute:
+            if start in layer.ops:
+                for storage in read_from_outside(graph, start, stop):
+                    needs.savers[storage].append(layer.index)
         for tensor in layer.parameters:
             needs.parameters[tensor].append(layer.index)
         for tensor in layer.buffers:

@@ -1,10 +1,12 @@
 """Plan → Program: schedules, transfers and gradient exchange, written as data for the simulator and the runtime.
 
+sharding    the local graph of one rank where ops are split over several, and what these exchange
 orders      what each rank computes, in order: `schedules` by name, `own_schedules` by a user's function,
 `order_files` by a file as torch has them, `found` by a search
-program     `build_program` adds transfers (`crossings`, `transfers`), sums of gradients (`buckets`) and updates
-(`exchange`); `endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many
-replicas that are alike
+program     `build_program` adds transfers (`crossings`, `transfers`), inputs (`loading`), sums of gradients and updates
+(`exchange`: of `buckets` in `parts`, by `servers` or a `hierarchy`, `across_steps`, in the order of `priorities`);
+`endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many replicas that are
+alike
 meanwhile   `controllers` decide what to add while a program runs, `issuing` says what they may; `decided` is what they
 made as a program
 afterwards  `check_program` holds it against every rule, `repeat_body` unrolls it, `picture_schedule` draws it
@@ -17,14 +19,25 @@ from meshwright.program.check import check_program
 from meshwright.program.decided import decided_program
 from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
+from meshwright.program.lowering import lower_graph, lower_plan, unlower_plan
 from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile, WrittenOrders, write_orders
 from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
 from meshwright.program.own_schedules import OwnSchedule, find_schedule, name_schedule, with_schedule
 from meshwright.program.placed import PLACED, build_placed_program, trained_stages
+from meshwright.program.priorities import ReadyPart, order_parts
 from meshwright.program.progress import picture_schedule
 from meshwright.program.repeat import Repeated, repeat_body
 from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
+from meshwright.program.sharding import (
+    GroupCollective,
+    ParameterGroup,
+    ShardedGraph,
+    fsdp_collectives,
+    padded_bytes,
+    parameter_groups,
+    shard_graph,
+)
 from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Forward
 
 __all__ = [
@@ -38,11 +51,15 @@ __all__ = [
     "Fold",
     "Forward",
     "FoundOrders",
+    "GroupCollective",
     "Order",
     "OrderFile",
     "OwnSchedule",
+    "ParameterGroup",
     "ProgramBuilder",
+    "ReadyPart",
     "Repeated",
+    "ShardedGraph",
     "StageTimes",
     "WrittenOrders",
     "build_folded_program",
@@ -55,17 +72,25 @@ __all__ = [
     "find_orders",
     "find_schedule",
     "folded_buckets",
+    "fsdp_collectives",
     "gradient_buckets",
     "local_microbatches",
+    "lower_graph",
+    "lower_plan",
     "max_in_flight",
     "measure_orders",
     "name_schedule",
     "num_active",
     "num_bucket_copies",
+    "order_parts",
+    "padded_bytes",
+    "parameter_groups",
     "picture_schedule",
     "repeat_body",
+    "shard_graph",
     "stays_on_rank",
     "trained_stages",
+    "unlower_plan",
     "with_schedule",
     "write_orders",
 ]

@@ -3,8 +3,8 @@
 A parameter is summed over all ranks that hold it: the replicas of its stage, and for a tied parameter the replicas of
 every stage that uses it. Parameters with the same holders share buckets of up to ``bucket_bytes``, filled in the
 order in which a backward pass makes their gradients ready (the reverse of the forward order), so that the first
-bucket can leave early. Buckets that cross stages come after all others: then every rank meets the collectives in one
-global order and none can wait in a circle.
+bucket can leave early; of the stages of a rank the later ones come first. Buckets that cross stages come after all
+others: then every rank meets the collectives in one global order and none can wait in a circle.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.spec.exchange import WAVES
 from meshwright.spec.graph import Graph
 from meshwright.spec.placement import Placement
-from meshwright.spec.plan import WAVES, Plan
+from meshwright.spec.plan import Plan
 from meshwright.spec.slices import slice_graph
 
 
@@ -31,7 +32,10 @@ class Bucket:
 
 @lru_cache(maxsize=64)
 def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
-    """All buckets of a plan, in the order in which every rank exchanges those it holds; none if nothing is shared."""
+    """All buckets of a plan, in the order in which every rank exchanges those it holds; none if nothing is shared.
+
+    Where gradients are scattered inside of backwards (zero 2 and 3), only those of parameters that stages share.
+    """
     holders: dict[int, list[int]] = {}
     for stage in slice_graph(graph, plan.bounds):
         for parameter in stage.parameters:
@@ -40,9 +44,11 @@ def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
     by_stages: dict[tuple[int, ...], list[int]] = {}
     for parameter, holding in holders.items():
         by_stages.setdefault(tuple(holding), []).append(parameter)
+    if plan.exchange.zero >= 2:
+        by_stages = {stages: held for stages, held in by_stages.items() if len(stages) > 1}
     first_use = _first_use(graph)
     buckets: list[Bucket] = []
-    for stages, parameters in sorted(by_stages.items(), key=lambda item: (len(item[0]) > 1, item[0])):
+    for stages, parameters in sorted(by_stages.items(), key=lambda item: (len(item[0]) > 1, [-i for i in item[0]])):
         ranks = tuple(sorted({rank for stage in stages for rank in plan.stages[stage].ranks}))
         if len(ranks) == 1:
             continue

@@ -6,17 +6,22 @@ crosses between stages on different ranks (`spec.slices` says what, `transfers` 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
+from math import lcm
 
 import numpy as np
 
+from meshwright.program.across_steps import reach_across
 from meshwright.program.buckets import gradient_buckets
 from meshwright.program.builder import ProgramBuilder
 from meshwright.program.crossings import Crossings, append_orders, append_transfers, find_crossings
 from meshwright.program.endless import build_endless
 from meshwright.program.exchange import append_exchange, find_trained
 from meshwright.program.folding import Fold, folded_buckets
+from meshwright.program.loading import append_loads
+from meshwright.program.lowering import lower_plan
 from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile
 from meshwright.program.orders import compute_orders, named_orders
@@ -24,6 +29,7 @@ from meshwright.program.own_schedules import OwnSchedule, find_schedule
 from meshwright.program.progress import play_orders, without_backwards
 from meshwright.program.schedules import RankOrders
 from meshwright.program.schedules.columns import join_ranks
+from meshwright.program.transfers import Computations
 from meshwright.spec.codec import content_hash
 from meshwright.spec.errors import ScheduleError
 from meshwright.spec.graph import Graph, Op
@@ -34,12 +40,14 @@ from meshwright.spec.slices import StageSlice, slice_graph
 
 
 def build_program(plan: Plan, graph: Graph) -> Program:
-    """The program of a plan.
+    """The program of a plan; of one that splits ops or computes again, that of its local graph (`lowering`).
 
     Raises PlanError if the plan does not fit the graph or its schedule; ScheduleReferenceError, ScheduleError or
     DeadlockError for an own schedule that changed, breaks a rule, or lets ranks wait in a circle.
     """
-    return _build_program(plan, graph, find_schedule(plan), None)
+    local_plan, local_graph = lower_plan(plan, graph)
+    program = _build_program(local_plan, local_graph, find_schedule(plan), None)
+    return program if local_plan is plan else replace(program, plan_hash=content_hash(plan))
 
 
 def build_folded_program(fold: Fold, graph: Graph) -> Program:
@@ -60,13 +68,26 @@ def _build_program(
     if plan.is_asynchronous:
         return build_endless(plan, graph, stages, crossings)
     orders = _orders(plan, graph, stages, crossings)
-    builder = ProgramBuilder(plan.num_ranks)
-    computations = append_orders(builder, plan, orders)
-    append_transfers(builder, computations, crossings)
-    if graph.mode == "training":
-        buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
-        append_exchange(builder, computations, find_trained(graph, stages), buckets, overlap=plan.exchange.overlap)
-    return builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
+    builder = ProgramBuilder(plan.num_devices)
+    num_steps, written = plan.exchange.every_steps, list[Computations]()
+    for step in range(num_steps):
+        computations = append_orders(builder, plan, orders.later(step * _microbatches_apart(plan)))
+        append_transfers(builder, computations, crossings)
+        written.append(computations)
+        if graph.mode == "training":
+            buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
+            exchanged = buckets if step == num_steps - 1 else ()
+            append_exchange(builder, computations, find_trained(graph, stages), exchanged, plan.exchange, written[0])
+    if plan.workload.loader is not None:
+        append_loads(builder, written, stages, plan.workload.loader.depth)
+    program = builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))
+    return reach_across(program) if plan.exchange.across_steps else replace(program, body_steps=num_steps)
+
+
+def _microbatches_apart(plan: Plan) -> int:
+    """By how much the numbers of microbatches of two steps of one body differ: all go to the same replicas."""
+    period = lcm(*(len(stage.ranks) for stage in plan.stages))
+    return -(-plan.num_microbatches // period) * period
 
 
 def forget_programs() -> None:

@@ -17,6 +17,8 @@ from meshwright.spec.program import STREAM_NAMES, Program, Section, Stream, Stre
 
 Ids = NDArray[np.int64]
 
+# Lanes of one stream that keys tell apart.
+_MAX_LANES = 2**20
 _PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 # Stream, then the columns of `Rows`: packed, a row is stored in half the time of eight numbers.
 _ROW = struct.Struct("8q")
@@ -42,6 +44,7 @@ class ProgramBuilder:
         # Of each mark, the instruction that raises it and the bucket that is ready.
         self._raising, self._ready = array("q"), array("q")
         self._joins: dict[int, int] = {}
+        self._late: list[tuple[Ids, Ids, Ids]] = []
         self._groups: dict[tuple[int, ...], int] = {}
 
     def append(
@@ -69,7 +72,7 @@ class ProgramBuilder:
             )
         number = self.group(group) if group else -1
         try:
-            key = rank * len(STREAM_NAMES) + _PLACES[stream]
+            key = (rank * len(STREAM_NAMES) + _PLACES[stream]) * _MAX_LANES
             self._rows.frombytes(_ROW.pack(key, *instruction_row(instruction), number))
         except struct.error:
             raise ProgramError(
@@ -84,7 +87,13 @@ class ProgramBuilder:
         return handle
 
     def extend(
-        self, offsets: Ids, stream: StreamName, *, form: NDArray[np.int32] | None = None, **columns: ArrayLike
+        self,
+        offsets: Ids,
+        stream: StreamName,
+        *,
+        lane: int = 0,
+        form: NDArray[np.int32] | None = None,
+        **columns: ArrayLike,
     ) -> Ids:
         """Append many instructions of one kind of stream, ``offsets[r]:offsets[r + 1]`` for rank r; their handles.
 
@@ -102,7 +111,8 @@ class ProgramBuilder:
             "group": -1,
         } | columns
         rows = make_rows(count, **given)
-        self._chunks.append(Chunk(ranks * len(STREAM_NAMES) + _PLACES[stream], lengths[ranks], rows, form))
+        keys = (ranks * len(STREAM_NAMES) + _PLACES[stream]) * _MAX_LANES + lane
+        self._chunks.append(Chunk(keys, lengths[ranks], rows, form))
         self._num_instructions += count
         return np.arange(self._num_instructions - count, self._num_instructions)
 
@@ -118,6 +128,10 @@ class ProgramBuilder:
     def wait_each(self, instructions: Ids, handles: Ids) -> None:
         """Let each of the instructions wait for the handle at its place."""
         self._waits.append((instructions, handles))
+
+    def wait_late_each(self, instructions: Ids, handles: Ids, lag: ArrayLike = 1) -> None:
+        """Let each of the instructions wait for the one at its place, ``lag`` repetitions of the body before."""
+        self._late.append((instructions, handles, np.broadcast_to(np.asarray(lag, np.int64), instructions.shape)))
 
     def join_each(self, instructions: Ids, need: NDArray[np.integer]) -> None:
         """Let each of the instructions go on when so many of its waits have happened."""
@@ -141,7 +155,8 @@ class ProgramBuilder:
         self._flush()
         keys, stream_offsets, rows, position = sort_chunks(self._chunks)
         streams = tuple(
-            Stream(rank=key // len(STREAM_NAMES), name=STREAM_NAMES[key % len(STREAM_NAMES)]) for key in keys.tolist()
+            Stream(rank=place // len(STREAM_NAMES), name=STREAM_NAMES[place % len(STREAM_NAMES)], lane=lane)
+            for place, lane in (divmod(key, _MAX_LANES) for key in keys.tolist())
         )
         single = np.array(self._waiting, np.int64), np.array(self._awaited, np.int64)
         wait_offsets, waits = deal_waits(position, [*self._waits, single])
@@ -153,6 +168,7 @@ class ProgramBuilder:
             mark_instruction=position[np.array(self._raising, np.int64)].astype(np.int64),
             mark_index=np.array(self._ready, np.int32),
             **self._join_columns(position, wait_offsets),
+            **self._late_columns(position),
         )
         return Program(
             schedule=schedule,
@@ -173,6 +189,18 @@ class ProgramBuilder:
             rows = make_rows(len(keys), **dict(zip(Rows._fields, columns, strict=True)))
             self._chunks.append(Chunk(keys[begins], np.diff(begins, append=len(keys)), rows, None))
             self._rows = array("q")
+
+    def _late_columns(self, position: NDArray[np.int32]) -> dict[str, Any]:
+        none = np.zeros(0, np.int64)
+        columns = zip(*self._late, strict=True) if self._late else ([], [], [])
+        instructions, handles, lag = (np.concatenate([none, *column]) for column in columns)
+        waiting, awaited = position[instructions], position[handles]
+        return {
+            "late_instruction": waiting.astype(np.int64),
+            "late_section": np.ones(len(waiting), np.int8),
+            "late_awaited": awaited.astype(np.int64),
+            "late_lag": lag.astype(np.int32),
+        }
 
     def _join_columns(self, position: NDArray[np.int32], wait_offsets: Ids) -> dict[str, Any]:
         handles = np.array(list(self._joins), np.int64)

@@ -11,21 +11,26 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import numpy as np
 
 from meshwright.program.repeat import repeat_body
 from meshwright.spec.errors import DeadlockError, ProgramError
-from meshwright.spec.instructions import Opcode, instruction_name
+from meshwright.spec.instructions import COLLECTIVES, Opcode, instruction_name
 from meshwright.spec.program import Program, Section
 
 _SENDS = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT)
 _RECEIVES = (Opcode.RECEIVE_ACTIVATION, Opcode.RECEIVE_GRADIENT)
 
 
+# Opcode, group and bucket of a collective.
+_Kind = tuple[int, int, int]
+
+
 def check_program(program: Program) -> None:
     """Raise ProgramError (DeadlockError for rule 4) naming the first instruction that breaks a rule."""
-    section = repeat_body(program, 2).section if program.advance else program.body
+    section = _two_steps(program) if program.crosses_steps else program.body
     ranks = _ranks(program, section)
     _check_computation(section, ranks)
     _check_pairs(program, section, ranks)
@@ -100,16 +105,34 @@ def _check_pairs(program: Program, section: Section, ranks: np.ndarray) -> None:
 
 
 def _check_collectives(program: Program, section: Section, ranks: np.ndarray) -> None:
-    met: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
-    for index in np.flatnonzero(section.opcode == Opcode.ALL_REDUCE).tolist():
-        met[int(section.group[index]), int(section.peer[index])][int(ranks[index])] += 1
-    for (group, bucket), counts in met.items():
+    met: dict[_Kind, Counter[int]] = defaultdict(Counter)
+    for index in np.flatnonzero(np.isin(section.opcode, COLLECTIVES)).tolist():
+        met[_kind(section, index)][int(ranks[index])] += 1
+    for (opcode, group, bucket), counts in met.items():
         members = program.groups[group] if group >= 0 else ()
         if set(counts) != set(members) or len(set(counts.values())) != 1:
             raise ProgramError(
-                f"The all-reduce of bucket {bucket} has members {members}, but is met {dict(counts)} times per rank; "
-                "every member must meet it equally often."
+                f"The {Opcode(opcode).name.lower().replace('_', '-')} of bucket {bucket} has members {members}, but is "
+                f"met {dict(counts)} times per rank; every member must meet it equally often."
             )
+
+
+def _two_steps(program: Program) -> Section:
+    """Two repetitions in one section, in which no two computations are alike."""
+    section = repeat_body(program, 2).section
+    if program.advance:
+        return section
+    met: Counter[tuple[int, int, int]] = Counter()
+    microbatch, each = section.microbatch.copy(), 1 + int(section.microbatch.max(initial=0))
+    for index in np.flatnonzero(section.microbatch >= 0).tolist():
+        key = (int(section.opcode[index]), int(section.stage[index]), int(section.microbatch[index]))
+        microbatch[index] += each * met[key]
+        met[key] += 1
+    return replace(section, microbatch=microbatch)
+
+
+def _kind(section: Section, index: int) -> _Kind:
+    return int(section.opcode[index]), int(section.group[index]), int(section.peer[index])
 
 
 def _check_progress(program: Program, section: Section, ranks: np.ndarray) -> None:
@@ -117,7 +140,7 @@ def _check_progress(program: Program, section: Section, ranks: np.ndarray) -> No
     done = np.zeros(section.num_instructions, bool)
     position = section.stream_offsets[:-1].copy()
     need = _needs(section)
-    arrived: Counter[tuple[int, int]] = Counter()
+    arrived: Counter[_Kind] = Counter()
     meeting: set[int] = set()
     progress = True
     while progress:
@@ -128,13 +151,13 @@ def _check_progress(program: Program, section: Section, ranks: np.ndarray) -> No
                 happened = (bool(done[_awaited(section, wait)]) for wait in section.waits_of(index))
                 if not (sum(happened) >= need[index] if index in need else all(happened)):
                     break
-                if section.opcode[index] == Opcode.ALL_REDUCE:
-                    key = (int(section.group[index]), int(section.peer[index]))
+                if section.opcode[index] in COLLECTIVES:
+                    key = _kind(section, index)
                     if index not in meeting:
                         meeting.add(index)
                         arrived[key] += 1
                         progress = True
-                    if arrived[key] < len(program.groups[key[0]]):
+                    if arrived[key] < len(program.groups[key[1]]):
                         break
                 done[index] = True
                 position[stream] += 1

@@ -7,6 +7,8 @@ among the k: it gets h n - k + 1 times and needs n + 1, which it has when h and 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,7 +42,7 @@ def write_decided(program: Program, log: DecisionLog, released_by: Ids) -> Progr
     check_fit(program, log)
     builder = ProgramBuilder(program.num_ranks)
     rank, place = ranks_and_places(program, log)
-    columns = {
+    columns: dict[str, Any] = {
         name: np.concatenate([getattr(body, name), getattr(issued, name)])
         for name in ("opcode", "stage", "microbatch", "version", "peer", "num_bytes")
     }

@@ -21,9 +21,10 @@ from meshwright.program.schedules.endless import BODY, EPILOGUE, PROLOGUE, Endle
 from meshwright.program.waves import LateWaits, find_late_waits
 from meshwright.spec.codec import content_hash
 from meshwright.spec.errors import PlanError
+from meshwright.spec.exchange import WAVES
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import COMPUTATIONS, AllReduce, Opcode
-from meshwright.spec.plan import WAVES, Plan
+from meshwright.spec.plan import Plan
 from meshwright.spec.program import Program, Section
 from meshwright.spec.slices import StageSlice
 

@@ -1,22 +1,51 @@
 """Sums of gradients and updates of a program that flushes: what follows the last backward of each stage.
 
-After the last backward of a stage (or, with overlap, inside of it) its buckets are summed, then comes its step. A
-*seat* is a stage on one of its ranks, numbered as in `transfers.Computations.replicas`.
+    sums     after the last backward of a stage, or with overlap inside of it, its buckets are summed, whole or in parts
+    agreed   then all ranks agree on one number each: the norm of all gradients, whether one is infinite
+    steps    every stage is updated
+    back     with a sharded optimizer sums were scattered and a step updated the rank's part, so parameters are
+             gathered; in local SGD nothing was summed, and parameters are averaged now. Those of the first layers come
+             first, and the first forward of a stage in the next step waits for them
+
+A *seat* is a stage on one of its ranks, numbered as in `transfers.Computations.replicas`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.program.buckets import Bucket
 from meshwright.program.builder import ProgramBuilder
-from meshwright.program.transfers import Computations, find_last_backwards
+from meshwright.program.hierarchy import append_hierarchical
+from meshwright.program.parts import PartRows, append_rows, cut_parts, parts_of
+from meshwright.program.servers import append_servers
+from meshwright.program.transfers import Computations, find_first_forwards, find_last_backwards
+from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.slices import StageSlice
 
 Ids = NDArray[np.int64]
+# Of a number on which ranks agree.
+_NUMBER_BYTES = 4
+
+
+class _Seats(NamedTuple):
+    """Stage, rank and place of the last backward of each seat, shape (seats,)."""
+
+    stage: Ids
+    rank: Ids
+    last: Ids
+
+
+class _Held(NamedTuple):
+    """``seat[h]`` holds what ``row[h]`` of the exchange is about."""
+
+    seat: Ids
+    row: Ids
 
 
 def find_trained(graph: Graph, stages: tuple[StageSlice, ...]) -> NDArray[np.bool_]:
@@ -29,48 +58,130 @@ def append_exchange(
     computations: Computations,
     trained: NDArray[np.bool_],
     buckets: tuple[Bucket, ...],
-    *,
-    overlap: bool,
+    exchange: GradientExchange,
+    first: Computations,
 ) -> None:
-    """Write down the sums of the buckets and the steps of the trained stages."""
+    """Write down the exchange of the buckets and the steps of the trained stages.
+
+    ``first``: the computations of the first step of the body, which has several where exchanges are rare.
+    """
     num_replicas = np.diff(computations.replica_offsets)
-    stage_of, rank_of = np.repeat(np.arange(len(trained)), num_replicas), computations.replicas.astype(np.int64)
-    ranks = np.arange(len(computations.offsets))
-    last = find_last_backwards(computations)
-    index, seat = _who_holds(buckets, computations, num_replicas)
-    # A parameter that several stages of a rank share is summed once, when all its gradients are there.
-    order = np.lexsort((last[seat], index, rank_of[seat]))
-    index, seat = index[order], seat[order]
-    latest = np.flatnonzero((np.diff(index, append=-1) != 0) | (np.diff(rank_of[seat], append=-1) != 0))
-    summed, ready = index[latest], computations.handle[last[seat[latest]]]
-    sums = builder.extend(
-        np.searchsorted(rank_of[seat[latest]], ranks),
-        "exchange",
-        opcode=Opcode.ALL_REDUCE,
-        stage=stage_of[seat[latest]],
-        version=-1,
-        peer=summed,
-        num_bytes=np.array([bucket.num_bytes for bucket in buckets], np.int64)[summed],
-        group=np.array([builder.group(bucket.ranks) for bucket in buckets], np.int64)[summed],
+    seats = _Seats(
+        np.repeat(np.arange(len(trained)), num_replicas),
+        computations.replicas.astype(np.int64),
+        find_last_backwards(computations),
     )
-    builder.wait_each(sums, builder.mark_each(ready, summed) if overlap else ready)
-    stepping = np.flatnonzero(trained[stage_of])
-    stepping = stepping[np.lexsort((stage_of[stepping], rank_of[stepping]))]
-    steps = np.empty(len(stage_of), np.int64)
+    rows, held = _lay_out(builder, computations, seats, buckets, exchange)
+    sums = _append_sums(builder, rows, buckets, exchange, len(computations.offsets) - 1)
+    stepping = np.flatnonzero(trained[seats.stage])
+    stepping = stepping[np.lexsort((seats.stage[stepping], seats.rank[stepping]))]
+    agreed = _append_agreements(builder, computations, seats, rows, sums, exchange)
+    steps = np.full(len(seats.stage), -1, np.int64)
     steps[stepping] = builder.extend(
-        np.searchsorted(rank_of[stepping], ranks),
+        np.searchsorted(seats.rank[stepping], np.arange(len(computations.offsets))),
         "compute",
         opcode=Opcode.OPTIMIZER_STEP,
-        stage=stage_of[stepping],
+        stage=seats.stage[stepping],
     )
-    builder.wait_each(steps[seat], sums[np.searchsorted(latest, np.arange(len(seat)))])
+    if sums is not None:
+        builder.wait_each(steps[held.seat], sums[held.row])
+    for numbers in agreed:
+        builder.wait_each(steps[stepping], numbers[seats.rank[stepping]])
+    if exchange.shard_optimizer or exchange.every_steps > 1:
+        order = np.lexsort((rows.part, -rows.bucket, rows.stage, rows.rank))
+        opcode = Opcode.ALL_GATHER if exchange.shard_optimizer else Opcode.ALL_REDUCE
+        back = append_rows(builder, rows, order, opcode, rows.num_bytes, rows.group)
+        builder.wait_each(back[held.row], steps[held.seat])
+        forwards = first.handle[find_first_forwards(first)[held.seat]]
+        builder.wait_late_each(forwards, back[held.row])
 
 
-def _who_holds(buckets: tuple[Bucket, ...], computations: Computations, num_replicas: Ids) -> tuple[Ids, Ids]:
-    """Which bucket is held by which seat: two columns with a row for each pair."""
-    indices = np.repeat([bucket.index for bucket in buckets], [len(bucket.stages) for bucket in buckets])
+def _append_sums(
+    builder: ProgramBuilder, rows: PartRows, buckets: tuple[Bucket, ...], exchange: GradientExchange, num_ranks: int
+) -> Ids | None:
+    """For each row the handle at which its rank has the sum; None where replicas update by themselves."""
+    if exchange.every_steps > 1:
+        return None
+    if exchange.servers:
+        return append_servers(builder, rows, num_ranks, exchange)
+    if exchange.algorithm == "hierarchical":
+        return append_hierarchical(builder, rows, buckets, exchange.node_size)
+    order = np.lexsort((rows.place, rows.rank))
+    opcode = Opcode.REDUCE_SCATTER if exchange.shard_optimizer else Opcode.ALL_REDUCE
+    sums = append_rows(builder, rows, order, opcode, rows.num_bytes, rows.group)
+    builder.wait_each(sums, rows.ready)
+    return sums
+
+
+def _append_agreements(
+    builder: ProgramBuilder,
+    computations: Computations,
+    seats: _Seats,
+    rows: PartRows,
+    sums: Ids | None,
+    exchange: GradientExchange,
+) -> list[Ids]:
+    """For each number on which all ranks agree, the handle of every rank."""
+    num_ranks = len(computations.offsets) - 1
+    group = builder.group(tuple(range(num_ranks)))
+    lowest = np.full(num_ranks, len(seats.stage), np.int64)
+    np.minimum.at(lowest, seats.rank, seats.stage)
+    found: list[Ids] = []
+    for number in range(exchange.clip_norm + exchange.loss_scale):
+        handles = builder.extend(
+            np.arange(num_ranks + 1),
+            "exchange",
+            opcode=Opcode.ALL_REDUCE,
+            stage=lowest,
+            version=-1,
+            peer=int(rows.part.max(initial=-1)) + 1 + number,
+            num_bytes=_NUMBER_BYTES,
+            group=group,
+        )
+        builder.wait_each(handles[seats.rank], computations.handle[seats.last])
+        if sums is not None:
+            builder.wait_each(handles[rows.rank], sums)
+        found.append(handles)
+    return found
+
+
+def _lay_out(
+    builder: ProgramBuilder,
+    computations: Computations,
+    seats: _Seats,
+    buckets: tuple[Bucket, ...],
+    exchange: GradientExchange,
+) -> tuple[PartRows, _Held]:
+    """Every part on every rank that holds it, and which seats hold it there.
+
+    A parameter that several stages of a rank share is exchanged once, when all its gradients are there.
+    """
+    index = np.repeat([bucket.index for bucket in buckets], [len(bucket.stages) for bucket in buckets]).astype(np.int64)
     stages = np.array([stage for bucket in buckets for stage in bucket.stages], np.int64)
-    counts = num_replicas[stages]
-    first = computations.replica_offsets[stages] - (np.cumsum(counts) - counts)
-    seats = np.repeat(first, counts)
-    return np.repeat(indices, counts).astype(np.int64), seats + np.arange(len(seats))
+    counts = np.diff(computations.replica_offsets)[stages]
+    begin = computations.replica_offsets[stages] - (np.cumsum(counts) - counts)
+    seat, index = np.repeat(begin, counts) + np.arange(counts.sum()), np.repeat(index, counts)
+    order = np.lexsort((seats.last[seat], index, seats.rank[seat]))
+    seat, index = seat[order], index[order]
+    latest = np.flatnonzero((np.diff(index, append=-1) != 0) | (np.diff(seats.rank[seat], append=-1) != 0))
+    exchanged = np.searchsorted(latest, np.arange(len(seat)))
+    bucket, ending, parts = index[latest], seat[latest], cut_parts(buckets, exchange)
+    ready = computations.handle[seats.last[ending]]
+    if exchange.overlap and exchange.every_steps == 1:
+        ready = builder.mark_each(ready, bucket)
+    part, row = parts_of(parts, bucket)
+    rows = PartRows(
+        part=part,
+        bucket=bucket[row],
+        place=parts.place[part],
+        num_bytes=parts.num_bytes[part],
+        rank=seats.rank[ending[row]],
+        stage=seats.stage[ending[row]],
+        ready=ready[row],
+        group=np.array([builder.group(item.ranks) for item in buckets], np.int64)[bucket[row]],
+    )
+    # The parts of a bucket on a rank stand in a row.
+    begins, ends = (np.searchsorted(row, exchanged, side=side) for side in ("left", "right"))
+    which = np.repeat(np.arange(len(seat)), ends - begins)
+    before = np.cumsum(ends - begins) - (ends - begins)
+    return rows, _Held(seat[which], begins[which] + np.arange(len(which)) - before[which])

@@ -1,8 +1,8 @@
 """What may a controller issue, and what belongs together of it? Asked by whoever carries decisions out.
 
 A message is known by its stages, microbatch and payload, and no two of a program may be alike. The k-th member of each
-rank with one group and bucket within a decision belong together, and stand in the exchange streams, where members have
-one order on all ranks.
+rank with one kind, group and bucket within a decision belong together, and stand in the exchange streams, where members
+have one order on all ranks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 
 from meshwright.spec.control import Decision, Issue
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import AllReduce, Opcode, Payload, Receive, Send
+from meshwright.spec.instructions import Collective, Opcode, Payload, Receive, Send
 from meshwright.spec.program import STREAM_NAMES, Program, Section
 
 PLACES = {name: place for place, name in enumerate(STREAM_NAMES)}
 _SENDS: dict[Opcode, Payload] = {Opcode.SEND_ACTIVATION: "activation", Opcode.SEND_GRADIENT: "gradient"}
 
 _Message = tuple[int, int, int, Payload]
-# Group, bucket, and how many like it the rank has before.
-_Members = tuple[tuple[int, ...], int, int]
+# Kind, group, bucket, and how many like it the rank has before.
+_Members = tuple[str, tuple[int, ...], int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class IssueBook:
             elif isinstance(issue.instruction, Receive):
                 send = self._receive(issue.instruction)
                 waits = waits if send in waits else (*waits, send)
-            elif isinstance(issue.instruction, AllReduce):
+            elif isinstance(issue.instruction, Collective):
                 key = _collective(issue, issue.instruction.bucket, members)
                 collective = numbers.setdefault(key, self._num_collectives + len(numbers))
                 members[key].append(issue.rank)
@@ -77,10 +77,10 @@ class IssueBook:
                 self._abandonable.add(handle)
             stream = issue.rank * len(STREAM_NAMES) + PLACES[issue.stream]
             filed.append(Filed(handle=handle, stream=stream, issue=issue, waits=waits, collective=collective))
-        for (group, bucket, _), ranks in members.items():
+        for (kind, group, bucket, _), ranks in members.items():
             if sorted(ranks) != sorted(group):
                 raise ProgramError(
-                    f"An all-reduce of bucket {bucket} was issued for ranks {sorted(ranks)} of the group {group}; "
+                    f"The {kind} of bucket {bucket} was issued for ranks {sorted(ranks)} of the group {group}; "
                     "expected all of them in one decision, once each. One decision is made for all members."
                 )
         self.next_handle, self._num_collectives = stop, self._num_collectives + len(numbers)
@@ -193,10 +193,10 @@ def _collective(issue: Issue, bucket: int, members: dict[_Members, list[int]]) -
             f"{issue.instruction} of the group {issue.group} was issued to rank {issue.rank}; expected "
             "one of its members."
         )
-    nth = 0
-    while issue.rank in members.get((issue.group, bucket, nth), ()):
+    kind, nth = type(issue.instruction).__name__, 0
+    while issue.rank in members.get((kind, issue.group, bucket, nth), ()):
         nth += 1
-    return issue.group, bucket, nth
+    return kind, issue.group, bucket, nth
 
 
 def _check_program(program: Program) -> None:

@@ -152,6 +152,17 @@ def find_last_backwards(computations: Computations) -> Ids:
 
 
 @compiled
+def find_first_forwards(computations: Computations) -> Ids:
+    """The place of the first forward of each stage on each of its ranks, in the order of ``replicas``; else -1."""
+    _, _, opcode, stage, microbatch, _, replica_offsets, replicas = computations
+    first = np.full(len(replicas), -1, np.int64)
+    for i in range(len(opcode) - 1, -1, -1):
+        if opcode[i] == _FORWARD:
+            first[_seat(replica_offsets, stage[i], microbatch[i])] = i
+    return first
+
+
+@compiled
 def find_pairs(sends: Sends) -> tuple[Column, Column, Column]:
     """Who sends to whom, in order of both, and which of these pairs each message is of."""
     num_ranks = len(sends.offsets) - 1

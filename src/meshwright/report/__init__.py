@@ -41,6 +41,7 @@ from meshwright.report.schedules import draw_slots, explain_slots, schedules_tab
 from meshwright.report.tables import (
     cluster_table,
     comparison_table,
+    exchanges_table,
     graph_table,
     make_table,
     measurement_table,
@@ -72,6 +73,7 @@ __all__ = [
     "draw_grid",
     "draw_schedule",
     "draw_slots",
+    "exchanges_table",
     "explain_slots",
     "explanation_rows",
     "explanation_table",

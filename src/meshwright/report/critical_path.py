@@ -15,7 +15,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.report.tables import make_table
-from meshwright.spec import Opcode, Timeline, format_count, format_percent, format_seconds, to_seconds
+from meshwright.spec import Timeline, format_count, format_percent, format_seconds, to_seconds
+from meshwright.spec.instructions import COLLECTIVES
 
 Row = dict[str, Any]
 
@@ -52,7 +53,7 @@ def fold_path(path: Timeline, bounds: Sequence[str]) -> list[Row]:
     ranks = np.array([stream.rank for stream in path.tracks], np.int64)[path.track]
     kinds = [(int(path.opcode[k]), _WAITED_FOR.get(bounds[k])) for k in kept]
     # The other end of a transfer moves with its stage, the bucket of a sum by itself.
-    peer = path.peer - np.where((path.opcode == Opcode.ALL_REDUCE) | (path.peer < 0), 0, path.stage)
+    peer = path.peer - np.where((np.isin(path.opcode, COLLECTIVES)) | (path.peer < 0), 0, path.stage)
     places = np.stack([path.stage, path.microbatch, peer, ranks], axis=1)[kept].tolist()
     rows: list[Row] = []
     at = 0

@@ -25,6 +25,7 @@ from meshwright.spec import (
     Section,
     TransferMeasurement,
 )
+from meshwright.spec.instructions import SUMS
 
 Row = dict[str, Any]
 
@@ -170,7 +171,7 @@ def _rank_counts(program: Program, name: str, section: Section, rank: int) -> Ro
         "rank": rank,
         **{opcode.name.lower(): counts[opcode] for opcode in Opcode},
         "sent_bytes": int(num_bytes[sends].sum()),
-        "reduced_bytes": int(num_bytes[opcodes == Opcode.ALL_REDUCE].sum()),
+        "reduced_bytes": int(num_bytes[np.isin(opcodes, SUMS)].sum()),
     }
 
 

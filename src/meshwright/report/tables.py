@@ -98,6 +98,11 @@ def plan_table(plan: Plan, graph: Graph | None = None) -> RenderableType:
     return Group(Text(heading), make_table(plan_rows(plan, graph), hide=("schedule",)))
 
 
+def exchanges_table(rows: Sequence[Row]) -> NarrowTable:
+    """Ways of exchanging gradients from the planner's rows, the plan as it is first."""
+    return make_table(rows, title="Other ways to exchange gradients:")
+
+
 def plans_table(rows: Sequence[Row]) -> NarrowTable:
     """Ranked plans from the planner's rows, best first, in 80 columns; M × size are the microbatches."""
     headings = ("#", "stages", "replicas", "M × size", "schedule", "step", "samples/s", "memory", "bubble")

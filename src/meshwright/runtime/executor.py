@@ -23,17 +23,23 @@ from meshwright.runtime.stage import StageRunner
 from meshwright.runtime.transport import Layout, Transport
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
     BackwardWeight,
     Drop,
     Forward,
+    Load,
     Merge,
     OptimizerStep,
+    Pull,
+    Push,
     Receive,
+    ReduceScatter,
     Send,
     Stash,
+    Sum,
 )
 from meshwright.spec.slices import StageSlice
 
@@ -161,7 +167,7 @@ class Executor:
                     f"{instruction} belongs to an asynchronous schedule; the runtime runs schedules that flush. "
                     "Simulate this program, or choose such a schedule to run."
                 )
-            case Send() | Receive() | AllReduce():
+            case Send() | Receive() | AllReduce() | ReduceScatter() | AllGather() | Push() | Sum() | Pull() | Load():
                 raise ProgramError(
                     f"{instruction} stands in a compute stream; communication belongs to its own streams."
                 )
@@ -177,6 +183,21 @@ class Executor:
                 return lambda: self._receive(instruction, item.group[0])
             case AllReduce(bucket=bucket):
                 return lambda: self._all_reduce(bucket, item.group)
+            case ReduceScatter() | AllGather():
+                raise ProgramError(
+                    f"{instruction} belongs to an optimizer that is sharded; the runtime sums whole buckets. Simulate "
+                    "this program, or plan with `zero` 0 to run."
+                )
+            case Load():
+                raise ProgramError(
+                    f"{instruction} belongs to an input pipeline; the runtime is given its inputs. Simulate this "
+                    "program, or plan without a loader to run."
+                )
+            case Push() | Sum() | Pull():
+                raise ProgramError(
+                    f"{instruction} belongs to parameter servers; the runtime sums by all-reduces. Simulate this "
+                    "program, or plan without `servers` to run."
+                )
             case (
                 Forward()
                 | Backward()

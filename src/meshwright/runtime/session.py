@@ -92,12 +92,11 @@ def join_group() -> tuple[int, torch.device]:
 
 def check_runnable(plan: Plan) -> None:
     """Raise PlanError for a plan that can only be simulated."""
-    if not plan.is_runnable:
+    if plan.only_simulated:
         raise PlanError(
-            f"The plan follows the schedule {plan.schedule}"
-            f"{' with several stages on a rank' if plan.has_virtual_stages else ''}, which can only be simulated; the "
-            f"runtime executes {', '.join(BASIC_SCHEDULES)} and your own schedules, with one stage on every rank. "
-            f"Plan with --schedule {BASIC_SCHEDULES[-1]} to run."
+            f"The plan {plan.only_simulated}, which can only be simulated; the runtime executes "
+            f"{', '.join(BASIC_SCHEDULES)} and your own schedules, with one stage of whole ops on every rank. Plan "
+            f"with --schedule {BASIC_SCHEDULES[-1]}, and nothing split, sharded or computed again, to run."
         )
 
 

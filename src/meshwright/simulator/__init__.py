@@ -15,6 +15,7 @@ from meshwright.simulator.allocation import RankAllocation, allocate_rank
 from meshwright.simulator.controlled import ControlledRun, PriceIssue, simulate_controlled
 from meshwright.simulator.critical_path import Bound
 from meshwright.simulator.engine import Contention
+from meshwright.simulator.exchange_order import OwnOrder, schedule_exchange
 from meshwright.simulator.explanation import StepExplanation, explain_program, explain_step
 from meshwright.simulator.levers import SHORTER, Lever
 from meshwright.simulator.many import simulate_plans
@@ -26,6 +27,7 @@ from meshwright.simulator.simulate import simulate_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation
 from meshwright.simulator.stage_times import stage_times
 from meshwright.simulator.steady import describe_steady_step, steady_rows
+from meshwright.simulator.teams import Teams, form_teams
 
 __all__ = [
     "DETAILS",
@@ -36,6 +38,7 @@ __all__ = [
     "Detail",
     "Lever",
     "Overflow",
+    "OwnOrder",
     "PeakMemory",
     "PriceIssue",
     "Prices",
@@ -44,6 +47,7 @@ __all__ = [
     "SectionPrices",
     "Simulation",
     "StepExplanation",
+    "Teams",
     "allocate_rank",
     "bare_prices",
     "describe_steady_step",
@@ -51,7 +55,9 @@ __all__ = [
     "explain_program",
     "explain_step",
     "find_overflows",
+    "form_teams",
     "price_program",
+    "schedule_exchange",
     "simulate_controlled",
     "simulate_plan",
     "simulate_plans",

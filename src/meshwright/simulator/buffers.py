@@ -57,6 +57,16 @@ def compute_orders(program: Program) -> list[Ints]:
     return [np.concatenate(rows) for rows in parts]
 
 
+def served_bytes(program: Program) -> list[int]:
+    """What each rank keeps as a server: the sum of every part that it adds up."""
+    held = [0] * program.num_ranks
+    for index, stream in enumerate(program.streams):
+        rows = np.array(program.body.stream_range(index), np.int64)
+        sums = rows[program.body.opcode[rows] == Opcode.SUM]
+        held[stream.rank] += int(program.body.num_bytes[sums].sum())
+    return held
+
+
 def receive_buffer_bytes(graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints) -> int:
     """Bytes of the pool of buffers in which a rank receives for one of its stages."""
     arriving = [channel for channel in stage.incoming if not stays_on_rank(plan, channel.source, channel.target)]

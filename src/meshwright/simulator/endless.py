@@ -1,7 +1,8 @@
-"""Programs that never flush, for the engine: all repetitions become one section, in which messages find each other.
+"""Programs whose steps reach into each other, for the engine: all repetitions become one section.
 
 A message may be sent in one repetition of the body and arrive in another; its number, counted on from repetition to
-repetition, tells which receive is meant. So the sections are not matched one by one, as those of programs that flush.
+repetition, tells which receive is meant. A late wait is for an instruction of an earlier repetition. So the sections
+are not matched one by one, as those of programs whose repetitions meet in nothing but the order of streams.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def explain_step(
     program = program_of(plan, graph, cluster)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     prices = price_program(program, plan, graph, cost)
-    devices = [cluster.device_kind(rank).name for rank in range(plan.num_ranks)]
+    devices = [cluster.device_kind(rank).name for rank in range(program.num_ranks)]
     return explain_program(program, prices, devices, contention=contention)
 
 
@@ -62,7 +62,7 @@ def explain_program(
     """Explain a steady step of a priced program; ``devices`` names the kind of each rank's device."""
     check_contention(contention)
     check_prices(program, prices)
-    unrolled, drains = unroll(program, prices, steady_steps(program)[0]), program.advance > 0
+    unrolled, drains = unroll(program, prices, steady_steps(program)[0]), program.epilogue.num_instructions > 0
     columns = instruction_columns(program, unrolled)
     network, start_ps, end_ps = run_unrolled(program, unrolled, prices.host_ps, contention)
     # A receive's span shows the arrival of its bytes; the receive itself comes when they are there.
@@ -77,7 +77,7 @@ def explain_program(
 
     of_streams = [devices[stream.rank] for stream in program.streams]
     return StepExplanation(
-        step_time_s=to_seconds(stop - begin),
+        step_time_s=to_seconds(stop - begin) / program.body_steps,
         path=_timeline(program, path, columns, begin),
         bounds=tuple(map(Bound, path.bound.tolist())),
         levers=find_levers(path, unrolled, prices, columns, of_streams, simulate),

@@ -36,7 +36,13 @@ _FOLDED = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v
 def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:
     """The fold of a plan that fits graph and cluster; None where no two pipelines are alike."""
     counts = {len(stage.ranks) for stage in plan.stages}
-    if plan.schedule not in _FOLDED or len(counts) > 1 or counts == {1} or cluster.paths:
+    if (
+        plan.schedule not in _FOLDED
+        or len(counts) > 1
+        or counts == {1}
+        or cluster.paths
+        or not _meets_in_sums_alone(plan)
+    ):
         return None
     ranks = np.array([stage.ranks for stage in plan.stages])
     order = _order_of_ranks(ranks)
@@ -66,6 +72,11 @@ def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:
     numbers: dict[bytes, int] = {}
     classes = tuple(numbers.setdefault(row.tobytes(), len(numbers)) for row in table)
     return Fold(whole=plan, classes=classes) if len(numbers) < len(classes) else None
+
+
+def _meets_in_sums_alone(plan: Plan) -> bool:
+    """Whether all ranks that hold a bucket meet at once, whoever they are."""
+    return not plan.exchange.servers and plan.exchange.algorithm != "hierarchical"
 
 
 def _order_of_ranks(ranks: Ids) -> Ids | None:

@@ -161,23 +161,23 @@ def _work(opcode: Opcode) -> str:
             return "forwards"
         case Opcode.BACKWARD:
             return "backwards"
-        case Opcode.BACKWARD_INPUT:
-            return "gradients of inputs"
-        case Opcode.BACKWARD_WEIGHT:
-            return "gradients of weights"
+        case Opcode.BACKWARD_INPUT | Opcode.BACKWARD_WEIGHT:
+            return "gradients of inputs" if opcode == Opcode.BACKWARD_INPUT else "gradients of weights"
         case Opcode.OPTIMIZER_STEP:
             return "optimizer"
         case Opcode.STASH | Opcode.DROP:
             return "copies of weights"
         case Opcode.MERGE:
             return "merges of waves"
-        case Opcode.SEND_ACTIVATION:
-            return "sends of activations"
-        case Opcode.SEND_GRADIENT:
-            return "sends of gradients"
+        case Opcode.SEND_ACTIVATION | Opcode.SEND_GRADIENT:
+            return "sends of activations" if opcode == Opcode.SEND_ACTIVATION else "sends of gradients"
         case Opcode.RECEIVE_ACTIVATION | Opcode.RECEIVE_GRADIENT:
             return "receives"
-        case Opcode.ALL_REDUCE:
-            return "sums of gradients"
+        case Opcode.ALL_REDUCE | Opcode.REDUCE_SCATTER | Opcode.ALL_GATHER:
+            return "gathers of parameters" if opcode == Opcode.ALL_GATHER else "sums of gradients"
+        case Opcode.LOAD:
+            return "loading of inputs"
+        case Opcode.PUSH | Opcode.SUM | Opcode.PULL:
+            return {Opcode.PUSH: "pushes to servers", Opcode.SUM: "sums on servers"}.get(opcode, "pulls from servers")
         case _:
             assert_never(opcode)

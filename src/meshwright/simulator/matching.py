@@ -1,8 +1,8 @@
 """Which send does a receive wait for, and which instructions are one collective? Found from the columns of a section.
 
 A send and a receive belong together when source stage, target stage, microbatch and payload agree; equal ones pair
-in the order of their ids. The members of an all-reduce agree in group and bucket; the k-th on each rank belong
-together.
+in the order of their ids. The members of a collective agree in kind, group and bucket; the k-th on each rank
+belong together.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.spec import Opcode, Program, ProgramError, Section, instruction_name
+from meshwright.spec.instructions import COLLECTIVES
 
 Ids = NDArray[np.int64]
 Column = NDArray[np.int32]
@@ -192,12 +193,12 @@ def _unmatched_transfer(section: Section, sends: Ids, send_keys: Ids, receives: 
 
 
 def _match_collectives(program: Program, section: Section) -> tuple[Ids, Column, Column, Column]:
-    ids = np.flatnonzero(section.opcode == Opcode.ALL_REDUCE)
+    ids = np.flatnonzero(np.isin(section.opcode, COLLECTIVES))
     if not len(ids):
         return ids, *np.zeros((3, 0), np.int32)
     streams = streams_of(section, ids)
     ranks = rank_of_streams(program)[streams]
-    keys = np.stack([section.peer[ids], section.group[ids]])
+    keys = np.stack([section.opcode[ids], section.peer[ids], section.group[ids]])
     repetition = _count_repetitions(np.concatenate([ranks[None], keys]))
     keys = np.concatenate([repetition[None], keys])
     order = np.lexsort(np.concatenate([ranks[None], keys]))

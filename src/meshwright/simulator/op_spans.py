@@ -26,6 +26,7 @@ from meshwright.simulator.prices import Prices
 from meshwright.simulator.pricing import exchanged_buckets, place_of_backward
 from meshwright.simulator.simulate import Run
 from meshwright.simulator.stage_costs import OpSeconds, op_seconds
+from meshwright.simulator.state_shards import find_shards
 from meshwright.spec import Graph, Opcode, OpSpans, Placement, Plan, Program, slice_stages
 from meshwright.spec.instructions import COMPUTATIONS
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
@@ -54,7 +55,8 @@ def expand_ops(
     """The ops of all forwards and backwards of a run; arguments as of `price_program`."""
     buckets = exchanged_buckets(plan, graph, fold)
     devices = fold.ranks if fold else tuple(range(program.num_ranks))
-    parts = _list_parts(program, prices, plan, graph, cost, devices, buckets)
+    whole = fold.whole if fold else plan
+    parts = _list_parts(program, prices, plan, whole, graph, cost, devices, buckets)
     cost_class = run.unrolled.cost_class
     span = np.flatnonzero(np.diff(parts.offsets)[cost_class])
     found = cost_class[span]
@@ -70,6 +72,7 @@ def _list_parts(
     program: Program,
     prices: Prices,
     plan: Plan | Placement,
+    whole: Plan | Placement,
     graph: Graph,
     cost: CostModel,
     devices: tuple[int, ...],
@@ -90,7 +93,7 @@ def _list_parts(
             key = (stage.index, kind.name)
             if key not in priced:
                 held = tuple(bucket for bucket in buckets if stage.index in bucket.stages)
-                priced[key] = op_seconds(graph, plan, stage, held, kind, cost)
+                priced[key] = op_seconds(graph, plan, stage, held, kind, cost, find_shards(whole, stage.index))
             number, end_s = _parts_of(priced[key], Opcode(int(section.opcode[row])), int(places[row]))
             own = np.array([*stage.ops, *range(len(graph.ops), len(graph.ops) + 1 + len(buckets))], np.int64)
             ops[classes[row]], ends[classes[row]] = own[number], np.rint(end_s * PICOSECONDS_PER_SECOND)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from meshwright.cost import CostModel
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
 from meshwright.program import trained_stages
-from meshwright.simulator.stage_costs import Bytes, by_part
+from meshwright.simulator.stage_bytes import Bytes, by_part
 from meshwright.spec import Graph, Placement, StageSlice
 from meshwright.spec.memory import BUFFERS, INPUTS, OPTIMIZER, PARAMETERS, RECEIVED, SENT
 

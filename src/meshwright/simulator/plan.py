@@ -20,6 +20,7 @@ from meshwright.simulator.pricing import price_program
 from meshwright.simulator.repetition import step_distance
 from meshwright.simulator.simulate import MAX_UNROLLED, Run, record_run, record_spans, run_program
 from meshwright.simulator.simulation import PeakMemory, RankSeconds, Simulation, rank_seconds, step_window
+from meshwright.simulator.teams import form_teams
 from meshwright.spec import (
     Cluster,
     DeadlockError,
@@ -33,6 +34,7 @@ from meshwright.spec import (
     Timeline,
     check_placement,
     check_plan,
+    computed_again,
     slice_stages,
     suggest,
     to_seconds,
@@ -44,15 +46,15 @@ DETAILS: tuple[Detail, ...] = get_args(Detail)
 # Steps until the distance between two step ends is that of all later ones: a schedule that flushes repeats itself from
 # its second step on, and the third is compared with the second.
 STEADY_STEPS = 3
-# One that never flushes settles while its queues fill, and then repeats itself after one step or a few: a mean is taken
-# over so many of them before the last, which drains. A step of very many microbatches settles within itself, so that
-# fewer do, and more would not be simulated.
+# One whose steps reach into each other settles while its queues fill, and then repeats itself after one step or a few:
+# a mean is taken over so many of them before the last, which drains. A step of very many microbatches settles within
+# itself, so that fewer do, and more would not be simulated.
 SETTLED_STEPS, LEAST_SETTLED_STEPS, MEAN_SHARE = 20, 4, 0.6
 
 
 def steady_steps(program: Program) -> tuple[int, int]:
     """Steps to simulate for a steady one, and over how many of them a mean is taken."""
-    if not program.advance:
+    if not program.crosses_steps:
         return STEADY_STEPS, 1
     most = MAX_UNROLLED // max(program.body.num_instructions, 1)
     count = min(max(most, LEAST_SETTLED_STEPS), SETTLED_STEPS)
@@ -71,6 +73,9 @@ def simulate_plan(
 ) -> Simulation:
     """Predict a plan or a placement: times, memory, utilisation. Its rank r is device r of the cluster.
 
+    Of a plan that splits ops over teams of devices, rank r is team r, and what is told of a rank is told of each device
+    of its team.
+
     ``cost`` is the cost model to price with (default: the cluster's datasheet figures). The timeline shows
     ``num_steps`` steps from a cold start; step time and seconds per rank are those of a steady step, simulated
     beyond them if need be. ``contention`` says how transfers get links that others want too: ``queued`` (first come,
@@ -82,6 +87,11 @@ def simulate_plan(
     check_detail(detail)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     _check(plan, graph, cluster)
+    model_flops: float = graph.flops(plan.microbatch_size)
+    if isinstance(plan, Plan):
+        # What of it falls to each device of a team.
+        model_flops /= plan.sharding.width
+        plan, graph, cluster, cost = form_teams(plan, graph, cluster, cost)
     fold = None if isinstance(plan, Placement) else find_fold(plan, graph, cost.cluster)
     outcome, simulated = None, plan
     if fold is not None:
@@ -98,7 +108,7 @@ def simulate_plan(
         prices = price_program(program, plan, graph, cost)
         outcome = _simulate(program, prices, num_steps, contention, folded=False)
     ops = expand_ops(program, prices, outcome.run, simulated, graph, cost, fold=fold) if detail == "ops" else None
-    return _sum_up(outcome, ops, fold, plan, graph, cluster)
+    return _sum_up(outcome, ops, fold, plan, graph, cluster, model_flops)
 
 
 def check_detail(detail: str) -> None:
@@ -133,7 +143,7 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
     first = run(1)
     shown = first if num_steps == 1 else run(num_steps)
     timeline, memory = record_run(program, prices, shown)
-    steady, window, averaged, drains = timeline, (0, 0), 1, program.advance > 0
+    steady, window, averaged, drains = timeline, (0, 0), 1, program.epilogue.num_instructions > 0
     distance = step_distance(program, prices, first)
     if distance is not None:
         steady = timeline if num_steps == 1 else record_spans(program, first)
@@ -148,8 +158,11 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
         run=shown,
         timeline=timeline,
         memory=tuple(PeakMemory(parts=item) for item in parts),
-        step_time_s=to_seconds(window[1] - window[0]) / averaged,
-        seconds=rank_seconds(steady, window[1] - window[0], _window_steps(steady, averaged, drains)),
+        step_time_s=to_seconds(window[1] - window[0]) / averaged / program.body_steps,
+        seconds=tuple(
+            item.per_step(program.body_steps)
+            for item in rank_seconds(steady, window[1] - window[0], _window_steps(steady, averaged, drains))
+        ),
     )
 
 
@@ -168,12 +181,18 @@ def _is_broken(run: Run, contention: Contention) -> bool:
 
 
 def _sum_up(
-    outcome: _Outcome, ops: OpSpans | None, fold: Fold | None, plan: Plan | Placement, graph: Graph, cluster: Cluster
+    outcome: _Outcome,
+    ops: OpSpans | None,
+    fold: Fold | None,
+    plan: Plan | Placement,
+    graph: Graph,
+    cluster: Cluster,
+    model_flops: float,
 ) -> Simulation:
     step_time_s = outcome.step_time_s
     stands = fold.representatives().tolist() if fold else range(plan.num_ranks)
     ranks = tuple(outcome.seconds[rank] for rank in stands)
-    mfu, hfu = _utilisation(plan, graph, cluster, step_time_s)
+    mfu, hfu = _utilisation(plan, graph, cluster, step_time_s, model_flops)
     return Simulation(
         simulated=outcome.timeline,
         simulated_ops=ops,
@@ -202,7 +221,7 @@ def _check(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> None:
 
 
 def _utilisation(
-    plan: Plan | Placement, graph: Graph, cluster: Cluster, step_time_s: float
+    plan: Plan | Placement, graph: Graph, cluster: Cluster, step_time_s: float, model_flops: float
 ) -> tuple[float | None, float | None]:
     num_devices = np.bincount(cluster.columns().kind[: plan.num_ranks], minlength=len(cluster.device_kinds)).tolist()
     rates = [kind.peak_flops_per_s.get(plan.workload.precision) for kind in cluster.device_kinds]
@@ -216,4 +235,6 @@ def _utilisation(
         for stage in slice_stages(graph, plan)
         for op in stage.ops
     )
-    return count * graph.flops(size) / available, count * executed / available
+    again = (op for start, stop in graph.recompute for op in computed_again(graph, start, stop))
+    executed += sum(graph.ops[op].flops.at(size) for op in again)
+    return count * model_flops / available, count * executed / available

@@ -1,7 +1,7 @@
 """Prices of a plan's program from a cost model: which class, route and mark offset each instruction gets.
 
 Instructions of equal cost are priced once: computations by (stage, device kind, first or last backward of its rank,
-opcode), transfers and all-reduces by (group, opcode, bytes), marks by the computation and the bucket. Only these
+opcode), messages and collectives by (group, opcode, bytes), marks by the computation and the bucket. Only these
 distinct ones are touched one by one.
 """
 
@@ -13,39 +13,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
+from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
 from meshwright.cost.memory import FIRST, LAST
 from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets
 from meshwright.simulator.alike import find_distinct, mark_backwards
-from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes
+from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes, served_bytes
 from meshwright.simulator.matching import RECEIVES, rank_of_streams
 from meshwright.simulator.placed import PlacedRanks
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.routes import Routes
-from meshwright.simulator.stage_costs import (
-    Bytes,
-    StageBytes,
-    StageCosts,
-    by_part,
-    stage_bytes,
-    stage_costs,
-    transfer_bytes,
-)
+from meshwright.simulator.stage_bytes import Bytes, StageBytes, by_part, stage_bytes, transfer_bytes
+from meshwright.simulator.stage_costs import StageCosts, stage_costs
+from meshwright.simulator.state_shards import find_shards
 from meshwright.spec import (
     Graph,
     Opcode,
     Placement,
     Plan,
+    PlanError,
     Program,
     ProgramError,
     Section,
     slice_stages,
     to_picoseconds,
 )
-from meshwright.spec.instructions import COMPUTATIONS, STASHING, UPDATES
-from meshwright.spec.memory import MEMORY_PARTS, RECEIVED, SENT
+from meshwright.spec.instructions import COLLECTIVES, COMPUTATIONS, STASHING, UPDATES
+from meshwright.spec.memory import BUCKETS, MEMORY_PARTS, RECEIVED, SENT
 
 # Whether an opcode occupies the device, by opcode.
 _IS_COMPUTE = np.isin(list(Opcode), (*COMPUTATIONS, *UPDATES, *STASHING))
+_COLLECTIVE_OPS: dict[Opcode, CollectiveOp] = {
+    Opcode.ALL_REDUCE: "all_reduce",
+    Opcode.REDUCE_SCATTER: "reduce_scatter",
+    Opcode.ALL_GATHER: "all_gather",
+}
+_ACCESSES_PER_SUM = 3
 # The engine needs time to pass while a link is held.
 SHORTEST_S = 1e-12
 
@@ -58,6 +60,11 @@ def price_program(
     With a ``fold``, program and plan are those of ``fold.plan``, and rank r is on the device ``fold.ranks[r]``; a sum
     of gradients takes what it takes all members of the whole plan, on all their links.
     """
+    if isinstance(plan, Plan) and (plan.recompute or not plan.sharding.is_whole):
+        raise PlanError(
+            "The plan splits ops or computes again, but its prices were asked for a whole graph. Price what "
+            "`form_teams` gives for it."
+        )
     pricer = _Pricer(program, plan, graph, cost, fold)
     sections = {name: pricer.price_section(section) for name, section in program.sections()}
     durations, host, takes, frees = zip(*pricer.classes, strict=True)
@@ -80,8 +87,8 @@ def price_program(
 
 
 def exchanged_buckets(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[Bucket, ...]:
-    """The buckets that a plan sums; none of a placement, which has no replicas."""
-    if isinstance(plan, Placement):
+    """The buckets of gradients that a plan sums: none of a placement, nor where replicas average parameters."""
+    if isinstance(plan, Placement) or plan.exchange.every_steps > 1:
         return ()
     return folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
 
@@ -99,22 +106,26 @@ class _Pricer:
         for item in all_buckets:
             for stage in item.stages:
                 held[stage].append(item)
+        self._algorithm = _named_algorithm(plan)
         self._device_of = fold.ranks if fold else tuple(range(program.num_ranks))
         self._members = fold.members() if fold else tuple((rank,) for rank in range(program.num_ranks))
         self._collected: dict[int, tuple[int, ...]] = {}
         devices = [cost.cluster.device_kind(rank) for rank in self._device_of]
         kinds = list({kind.name: kind for kind in devices}.values())
-        names = [kind.name for kind in kinds]
+        self._kinds, names = kinds, [kind.name for kind in kinds]
         self._kind_of_rank = np.array([names.index(kind.name) for kind in devices], np.int64)
+        whole = fold.whole if fold else plan
+        shards = [find_shards(whole, stage.index) for stage in stages]
         self._costs: list[list[StageCosts]] = [
-            [stage_costs(graph, plan, stage, tuple(buckets), kind, cost) for kind in kinds]
-            for stage, buckets in zip(stages, held, strict=True)
+            [stage_costs(graph, plan, stage, tuple(buckets), kind, cost, shared) for kind in kinds]
+            for stage, buckets, shared in zip(stages, held, shards, strict=True)
         ]
         self._bytes: list[list[StageBytes]] = [
-            [stage_bytes(graph, plan, stage, tuple(buckets), kind, cost) for kind in kinds]
-            for stage, buckets in zip(stages, held, strict=True)
+            [stage_bytes(graph, plan, stage, tuple(buckets), kind, cost, shared) for kind in kinds]
+            for stage, buckets, shared in zip(stages, held, shards, strict=True)
         ]
         self._plan, self._graph, self._stages = plan, graph, stages
+        self._served_bytes = served_bytes(program)
         self._placed = PlacedRanks(plan, graph, stages) if isinstance(plan, Placement) else None
         self.routes = Routes(cost.cluster)
         # Per class: duration and host time in ps, bytes taken and freed.
@@ -123,7 +134,7 @@ class _Pricer:
     def resident_bytes(self, rank: int, order: NDArray[np.int64]) -> Bytes:
         """What a rank holds all the time; ``order`` as of `compute_orders`."""
         kind = int(self._kind_of_rank[rank])
-        total = by_part({})
+        total = by_part({BUCKETS: self._served_bytes[rank]})
         for index in self._plan.stages_of(rank):
             stage, own = self._stages[index], self._bytes[index][kind]
             total += own.resident + by_part(
@@ -145,7 +156,8 @@ class _Pricer:
         route = np.full(section.num_instructions, -1, np.int32)
         computing = (section.stage, kind, place, section.opcode)
         cost_class[compute] = _per_distinct([column[compute] for column in computing], self._computation)[0]
-        moving = (section.group, section.opcode, section.num_bytes)
+        adding = np.where(section.opcode == Opcode.SUM, kind, -1)
+        moving = (section.group, section.opcode, section.num_bytes, adding)
         cost_class[transfers], route[transfers] = _per_distinct(
             [column[transfers] for column in moving], self._transfer
         )
@@ -181,15 +193,26 @@ class _Pricer:
                 takes, frees = zip(*(self._bytes[index][kind].optimizer for index in stages), strict=True)
                 return self._add(seconds, 0.0, (np.sum(takes, axis=0), np.sum(frees, axis=0))), -1
 
-    def _transfer(self, group: int, opcode: int, num_bytes: int) -> tuple[int, int]:
+    def _transfer(self, group: int, opcode: int, num_bytes: int, kind: int) -> tuple[int, int]:
         in_use = transfer_bytes(opcode, num_bytes)
         if opcode in RECEIVES:
             return self._add(0.0, 0.0, in_use), -1
-        if opcode == Opcode.ALL_REDUCE:
-            ranks = self._all_members(group)
-            seconds = self._cost.collective_seconds("all_reduce", ranks, num_bytes)
-            host_s = self._cost.collective_host_seconds("all_reduce", ranks, num_bytes)
-            return self._add(max(seconds, SHORTEST_S), host_s, in_use), self.routes.ring(ranks)
+        if opcode == Opcode.LOAD:
+            return self._add(_load_seconds(self._plan), 0.0, in_use), -1
+        if opcode == Opcode.SUM:
+            # Each rank's part but the first is read with the sum so far, which is written.
+            accesses = _ACCESSES_PER_SUM * (len(self._program.groups[group]) - 1)
+            return self._add(accesses * num_bytes / self._kinds[kind].memory_bandwidth_bytes_per_s, 0.0, in_use), -1
+        if opcode in COLLECTIVES:
+            ranks, op = self._all_members(group), _COLLECTIVE_OPS[Opcode(opcode)]
+            host_s = self._cost.collective_host_seconds(op, ranks, num_bytes)
+            way = self._algorithm if opcode == Opcode.ALL_REDUCE else None
+            if way is None:
+                seconds = self._cost.collective_seconds(op, ranks, num_bytes)
+            else:
+                seconds = self._cost.collective_seconds(op, ranks, num_bytes, algorithm=way)
+            route = self.routes.tree(ranks) if way == "tree" else self.routes.ring(ranks)
+            return self._add(max(seconds, SHORTEST_S), host_s, in_use), route
         ranks = tuple(self._device_of[rank] for rank in self._program.groups[group])
         source, target = ranks
         seconds = self._cost.collective_seconds("send", ranks, num_bytes)
@@ -212,6 +235,17 @@ class _Pricer:
     def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes]) -> int:
         self.classes.append((to_picoseconds(seconds), to_picoseconds(host_s), *in_use))
         return len(self.classes) - 1
+
+
+def _named_algorithm(plan: Plan | Placement) -> Algorithm | None:
+    """The algorithm of all-reduces if the plan names one; the three of a hierarchy are each the fastest."""
+    named = plan.exchange.algorithm if isinstance(plan, Plan) else "auto"
+    return named if named in ("ring", "tree") else None
+
+
+def _load_seconds(plan: Plan | Placement) -> float:
+    loader = plan.workload.loader
+    return loader.seconds_per_sample * plan.microbatch_size if loader else 0.0
 
 
 def _per_distinct(
@@ -242,13 +276,13 @@ def _check_groups(program: Program, section: Section, transfers: NDArray[np.int6
     for i in transfers[section.group[transfers] < 0][:1].tolist():
         raise ProgramError(
             f"{section.instruction(i)} names no group of ranks, so it cannot be priced; expected (source, target) for "
-            "a transfer and all members for an all-reduce. Give the group when the instruction is appended."
+            "a transfer and all members for a collective. Give the group when the instruction is appended."
         )
     pairs = np.zeros(len(program.groups), np.bool_)
-    pairs[section.group[transfers[section.opcode[transfers] != Opcode.ALL_REDUCE]]] = True
+    pairs[section.group[transfers[~np.isin(section.opcode[transfers], (*COLLECTIVES, Opcode.SUM, Opcode.LOAD))]]] = True
     for group in np.flatnonzero(pairs).tolist():
         if len(program.groups[group]) != 2:
             raise ProgramError(
-                f"A send or receive names the ranks {program.groups[group]}; expected the pair (source, target). "
+                f"A message names the ranks {program.groups[group]}; expected the pair (source, target). "
                 "Give that pair when the instruction is appended."
             )

@@ -24,10 +24,12 @@ from meshwright.spec import Program
 def step_distance(program: Program, prices: Prices, run: Run) -> int | None:
     """Δ in ps, of the run of one step; None where it is not sure.
 
-    Processor time that transfers take depends on all that runs, so it is not sure where that is charged; nor where an
-    instruction needs only some of what it waits for.
+    It is not where instructions wait for those of an earlier step, or need only some of what they wait for. Processor
+    time that transfers take depends on all that runs, so neither is it where that is charged.
     """
-    if program.prologue.num_instructions or program.epilogue.num_instructions or prices.host_ps.any():
+    if program.crosses_steps or program.prologue.num_instructions or program.epilogue.num_instructions:
+        return None
+    if prices.host_ps.any():
         return None
     if len(program.body.join_instruction):
         return None

@@ -5,7 +5,7 @@
 - Ranks of different nodes: the NIC of the sender outwards and the NIC of the receiver inwards. A node of d devices
   with k NICs gives device i the NIC floor(i k / d), so that devices share NICs when there are fewer of them.
 - Ranks of different racks: an uplink of each rack as well, which its NICs share alike (`spec.cluster.Racks`).
-- A collective: the links of a ring over its ranks in ascending order, node by node.
+- A collective: the links of a ring over its ranks in ascending order, node by node, or those of a tree both ways.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.cost.collectives.rings import best_tree, link_matrix
 from meshwright.spec import Cluster
 from meshwright.spec.cluster import Racks
 
@@ -84,6 +85,14 @@ class Routes:
             members = np.sort(np.array(key, np.int64))
             self._rings[key] = self._number(hop_links(self._cluster, members, np.roll(members, -1)))
         return self._rings[key]
+
+    def tree(self, ranks: Sequence[int]) -> int:
+        """The route of a collective up and down a tree over ``ranks``."""
+        members = np.sort(np.array(ranks, np.int64))
+        parents = np.array(best_tree(link_matrix(self._cluster, members.tolist())))
+        above = members[parents[1:]]
+        hops = [hop_links(self._cluster, *ends) for ends in ((members[1:], above), (above, members[1:]))]
+        return self._number(np.concatenate(hops, axis=1))
 
     def table(self) -> tuple[NDArray[np.int64], NDArray[np.int32], int]:
         """Offsets and links of all routes in CSR form, and the number of links."""

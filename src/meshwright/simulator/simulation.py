@@ -7,11 +7,11 @@ counts what it does for that step, also where it does so before the window or af
     busy            Σ spans of the compute stream, and its parts forward, backward, optimizer (copies of weights too)
     communication   the time in which at least one transfer or collective of the rank is under way
     exposed         the part of it in which the compute stream is idle
-    exchange        the same two for all-reduces alone
+    exchange        the same two for collectives, and for what ranks and servers send each other
     idle            step time - busy
 
 Bubble fraction = Σ idle / (ranks x step time). MFU = FLOPs of the model per step / (step time x Σ peak rate of the
-devices used); HFU counts what the devices really execute, ops repeated in several stages included.
+devices used); HFU counts what the devices really execute: ops repeated in several stages and ops that run again, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.cost.compiled import compiled
 from meshwright.program import Fold
 from meshwright.simulator.unfolding import unfold_ops, unfold_timeline
 from meshwright.spec import Opcode, OpSpans, Timeline
-from meshwright.spec.instructions import STASHING, UPDATES
+from meshwright.spec.instructions import COLLECTIVES, SERVING, STASHING, UPDATES
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 Ids = NDArray[np.int64]
@@ -43,6 +43,12 @@ class RankSeconds:
     exchange_s: float
     exposed_exchange_s: float
     idle_s: float
+
+    def per_step(self, num_steps: int) -> RankSeconds:
+        """Those of one of so many steps, of which these are the seconds."""
+        if num_steps == 1:
+            return self
+        return RankSeconds(**{name: getattr(self, name) / num_steps for name in _COLUMNS})
 
     @property
     def busy_s(self) -> float:
@@ -111,13 +117,13 @@ class Simulation:
 
 
 _COLUMNS = tuple(field.name for field in fields(RankSeconds))
-# The column of what computes, by opcode; then what moves, and of that the sums of gradients.
+# The column of what computes, by opcode; then what moves, and of that the collectives.
 _MOVES, _EXCHANGES = 3, 4
 _COLUMN_OF_OPCODE = np.full(len(Opcode), _MOVES, np.int8)
 _COLUMN_OF_OPCODE[Opcode.FORWARD] = 0
 _COLUMN_OF_OPCODE[[Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT]] = 1
 _COLUMN_OF_OPCODE[[*UPDATES, *STASHING]] = 2
-_COLUMN_OF_OPCODE[Opcode.ALL_REDUCE] = _EXCHANGES
+_COLUMN_OF_OPCODE[[*COLLECTIVES, *SERVING]] = _EXCHANGES
 
 
 def step_window(
@@ -141,7 +147,7 @@ def rank_seconds(timeline: Timeline, length_ps: int, steps: range) -> tuple[Rank
     ranks = np.array([stream.rank for stream in timeline.tracks], np.int64)
     computes = np.array([stream.name == "compute" for stream in timeline.tracks], np.bool_)
     chosen = np.flatnonzero((timeline.step >= steps.start) & (timeline.step < steps.stop))
-    chosen = chosen[timeline.end_ps[chosen] > timeline.start_ps[chosen]]
+    chosen = chosen[(timeline.end_ps[chosen] > timeline.start_ps[chosen]) & (timeline.opcode[chosen] != Opcode.LOAD)]
     track, kind = timeline.track[chosen], _COLUMN_OF_OPCODE[timeline.opcode[chosen]]
     taken = np.minimum(timeline.end_ps[chosen] - timeline.start_ps[chosen], length_ps)
     work = np.zeros((timeline.num_ranks, _MOVES), np.int64)

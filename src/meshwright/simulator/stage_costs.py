@@ -1,20 +1,17 @@
-"""What the instructions of one stage cost on one kind of device: seconds, when its buckets are ready, and bytes.
+"""What the instructions of one stage cost on one kind of device: seconds, and when its buckets are ready.
 
 - forward: Σ forward_s over the stage's ops.
 - backward: Σ backward_s, and Σ accumulate_s from the rank's second microbatch on; the last one of a step also copies
   the gradients into the stage's buckets (Σ fill). In two parts: `weights_share` of it, with Σ accumulate_s and Σ fill,
-  makes gradients of parameters, the rest those of inputs.
+  makes gradients of parameters, the rest those of inputs. What is computed again is a part of backward_s, and not of
+  that share.
 - ready(k): Σ backward of the ops from the last one down to the first that uses a parameter of bucket k, and what
   filling the buckets up to k takes; not before ready(k - 1), for buckets leave in order.
 - host: overhead_s per instruction that the rank issues, its own and those of the transfers that belong to it; the
   optimizer step pays for the all-reduces.
-
-Memory, by part, as the walk through the stage's ops has it (`cost.memory.phases`): a computation takes at its start
-what it has at its fullest, and gives back at its end what it does not leave behind. Gradients that are sent go when
-their sending ends. Inputs of all microbatches are there all the time, buckets have buffers of their own, and what
-messages take besides is told rank by rank (`buffers`). Between the two parts of a backward stays what the second one
-reads: what ops with parameters saved, and the gradients of their outputs. What a stage hands to another one on its rank
-is kept by its maker, and its gradient is there until the maker's backward.
+- states that replicas share out: the optimizer's step, its states and what it needs meanwhile are those of one of n
+  equal parts; `state_shards` says what passes wait for, and of gathered parameters two layers are there.
+- clipping and a scale of the loss: passes over all gradients before the step.
 """
 
 from __future__ import annotations
@@ -27,23 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
-from meshwright.cost.memory import Phase, backend_of
-from meshwright.program import Bucket, num_bucket_copies, stays_on_rank
-from meshwright.spec import DeviceKind, Graph, Op, Opcode, Placement, Plan, StageSlice
-from meshwright.spec.memory import (
-    BUCKETS,
-    BUFFERS,
-    GRADIENTS,
-    INPUTS,
-    MEMORY_PARTS,
-    OPTIMIZER,
-    PARAMETERS,
-    RECEIVED,
-    SAVED,
-    SENT,
-    STASHED,
-    WORKSPACE,
-)
+from meshwright.program import Bucket
+from meshwright.simulator.state_shards import ALONE, StateShards, gather_waits
+from meshwright.spec import DeviceKind, Graph, Op, Placement, Plan, StageSlice
 
 Bytes = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -80,26 +63,6 @@ class StageCosts:
     fill_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageBytes:
-    """Bytes by part: always there, and (taken at the start, freed at the end) of each computation.
-
-    ``microbatch_bytes`` is what stays of a forward until the backward.
-
-    A part may grow until the end: then what is freed of it is negative. ``backwards``, and their part for ``weights``,
-    by place, as in `StagePhases`; ``inputs`` is their other part. ``stash`` is a copy of the trained weights.
-    """
-
-    resident: Bytes
-    microbatch_bytes: int
-    forward: tuple[Bytes, Bytes]
-    backwards: tuple[tuple[Bytes, Bytes], ...]
-    inputs: tuple[Bytes, Bytes]
-    weights: tuple[tuple[Bytes, Bytes], ...]
-    optimizer: tuple[Bytes, Bytes]
-    stash: Bytes
-
-
 class OpSeconds(NamedTuple):
     """Seconds of a stage's ops, each of shape (ops,), and what its instructions take beside them.
 
@@ -124,17 +87,21 @@ def op_seconds(
     buckets: tuple[Bucket, ...],
     kind: DeviceKind,
     cost: CostModel,
+    shards: StateShards = ALONE,
 ) -> OpSeconds:
-    """Price the ops of a stage; arguments as of `stage_costs`."""
+    """Price the ops of a stage; arguments as of `stage_costs`. What passes wait for gathers stands with their ops."""
     prices = cost.price_ops(graph, plan.microbatch_size, kind)
     ops = np.array(stage.ops, np.int64)
     num_returned = sum(bool(channel.gradients) for channel in stage.incoming)
     num_answers = sum(bool(channel.gradients) for channel in stage.outgoing)
     issued = (1 + len(stage.incoming) + len(stage.outgoing), 1 + num_returned + num_answers, 1)
+    forward_s, backward_s = prices.forward_s[ops], prices.backward_s[ops]
+    kept = {i for bucket in buckets for i in bucket.parameters}
+    waits_forward_s, waits_backward_s = gather_waits(graph, stage, forward_s, backward_s, shards, kind, cost, kept)
     return OpSeconds(
-        forward=prices.forward_s[ops],
-        backward=prices.backward_s[ops],
-        weights=prices.backward_s[ops] * weights_shares(graph)[ops],
+        forward=forward_s + waits_forward_s,
+        backward=backward_s + waits_backward_s,
+        weights=(prices.backward_s - prices.again_s)[ops] * weights_shares(graph)[ops],
         accumulate=prices.accumulate_s[ops],
         host_s=(cost.overhead_s * issued[0], cost.overhead_s * issued[1], cost.overhead_s * issued[2]),
         fill_s={bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets},
@@ -149,11 +116,17 @@ def stage_costs(
     buckets: tuple[Bucket, ...],
     kind: DeviceKind,
     cost: CostModel,
+    shards: StateShards = ALONE,
 ) -> StageCosts:
-    """Price a stage for the plan's microbatches on one kind of device; ``buckets`` are those that the stage holds."""
-    seconds = op_seconds(graph, plan, stage, buckets, kind, cost)
-    step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind)
+    """Price a stage for the plan's microbatches on one kind of device.
+
+    ``buckets`` are those that the stage holds, ``shards`` says how replicas share its states out.
+    """
+    seconds = op_seconds(graph, plan, stage, buckets, kind, cost, shards)
+    step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind, num_shards=shards.states)
+    inside_s = cost.step_exchange_seconds(graph, stage.parameters, alone=not buckets)
     copy_s = cost.bucket_seconds(graph, stage.parameters, kind)
+    checked_s = _passes_over_gradients(plan) * copy_s / shards.states
     forward_host_s, host_s, weights_host_s = seconds.host_s
 
     def backward(first: Floats, own_host_s: float) -> BackwardSeconds:
@@ -170,12 +143,20 @@ def stage_costs(
         backward=backward(seconds.backward, host_s),
         inputs_s=float((seconds.backward - seconds.weights).sum()) + host_s,
         weights=backward(seconds.weights, weights_host_s),
-        optimizer_s=step_s + cost.overhead_s * (1 + len(buckets)),
+        optimizer_s=step_s + inside_s + checked_s + cost.overhead_s * (1 + len(buckets)),
         stash_s=copy_s + cost.overhead_s,
         # Two passes, each as long as a copy: the own updates out of the sum, and the rest into the weights.
         merge_s=2 * copy_s + cost.overhead_s,
         fill_s=sum(seconds.fill_s.values()),
     )
+
+
+def _passes_over_gradients(plan: Plan | Placement) -> float:
+    """What clipping and unscaling read and write of all gradients, in copies of them (which read and write once)."""
+    if isinstance(plan, Placement):
+        return 0.0
+    # The norm reads, clipping reads and writes; unscaling reads and writes, and looks for infinite values meanwhile.
+    return 1.5 * plan.exchange.clip_norm + 1.0 * plan.exchange.loss_scale
 
 
 def weights_share(graph: Graph, op: Op) -> float:
@@ -223,97 +204,3 @@ def _ready_seconds(
         filled += fill_s[bucket]
         ready[bucket] = latest + filled
     return ready
-
-
-def stage_bytes(
-    graph: Graph,
-    plan: Plan | Placement,
-    stage: StageSlice,
-    buckets: tuple[Bucket, ...],
-    kind: DeviceKind,
-    cost: CostModel,
-) -> StageBytes:
-    """Weigh a stage for the plan's microbatches on one kind of device."""
-    bucketed = frozenset(stage.parameters).intersection(i for bucket in buckets for i in bucket.parameters)
-    memory = cost.stage_memory(
-        graph, stage, plan.microbatch_size, plan.workload, device=backend_of(kind), bucketed=bucketed
-    )
-    size, width = plan.microbatch_size, plan.workload.float_bytes
-    made, used = (
-        sum(
-            channel.backward_bytes(graph, size, width)
-            for channel in channels
-            if stays_on_rank(plan, channel.source, channel.target)
-        )
-        for channels in (stage.incoming, stage.outgoing)
-    )
-    num_inputs = -(-plan.num_microbatches // len(plan.stages[stage.index].ranks))
-    phases = memory.phases
-    # A gradient that goes to another stage of the rank changes hands instead of leaving.
-    gone = by_part({SENT: made, RECEIVED: used - made})
-    waiting = _kept_for_weights(graph, plan, stage)
-    return StageBytes(
-        resident=by_part(
-            {
-                PARAMETERS: memory.parameter_bytes,
-                BUFFERS: memory.buffer_bytes,
-                OPTIMIZER: memory.optimizer_bytes,
-                BUCKETS: num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in buckets),
-                INPUTS: num_inputs * memory.input_bytes,
-            }
-        ),
-        microbatch_bytes=memory.phases.forward.after_bytes,
-        forward=_takes_and_frees(phases.forward),
-        backwards=tuple(_takes_and_frees(phase, gone) for phase in phases.backwards),
-        inputs=_takes_and_frees(_without(phases.backwards[0], GRADIENTS), gone - waiting),
-        weights=tuple(_takes_and_frees(_only(phase, GRADIENTS, WORKSPACE), waiting) for phase in phases.backwards),
-        optimizer=_takes_and_frees(phases.optimizer),
-        stash=by_part({STASHED: _trained_bytes(graph, stage, width)}),
-    )
-
-
-def _trained_bytes(graph: Graph, stage: StageSlice, width: int) -> int:
-    """Bytes of the weights of a stage that change."""
-    return sum(graph.tensors[i].num_bytes(0, width) for i in stage.parameters if graph.tensors[i].requires_grad)
-
-
-def _takes_and_frees(phase: Phase, gone: Bytes | int = 0) -> tuple[Bytes, Bytes]:
-    """``gone`` are the bytes by part that go at the end besides."""
-    most = np.array(phase.most, np.int64)
-    return most, most - np.array(phase.after, np.int64) + gone
-
-
-def _only(phase: Phase, *parts: int) -> Phase:
-    """What a phase does to some parts of memory."""
-    most, after = (tuple(n if part in parts else 0 for part, n in enumerate(row)) for row in (phase.most, phase.after))
-    return Phase(most=most, after=after)
-
-
-def _without(phase: Phase, *parts: int) -> Phase:
-    return _only(phase, *(part for part in range(len(MEMORY_PARTS)) if part not in parts))
-
-
-def _kept_for_weights(graph: Graph, plan: Plan | Placement, stage: StageSlice) -> Bytes:
-    """What stays after a backward's part for inputs until that for weights is done, by part."""
-    size, width = plan.microbatch_size, plan.workload.float_bytes
-    shares = weights_shares(graph)
-    later = [graph.ops[op] for op in stage.ops if shares[op] > 0]
-    received = {graph.tensors[i].storage for channel in stage.incoming for i in channel.tensors}
-    state = ("parameter", "buffer", "constant", "input")
-    read = {graph.tensors[i].storage for op in later for i in op.saved} - received
-    made = (i for op in later for i in op.outputs if graph.tensors[i].requires_grad)
-    kept = [*(i for i in read if graph.tensors[i].role not in state), *made]
-    return by_part({SAVED: sum(graph.tensors[i].num_bytes(size, width) for i in kept)})
-
-
-def transfer_bytes(opcode: int, num_bytes: int) -> tuple[Bytes, Bytes]:
-    """Bytes by part that a transfer takes at its start and frees at its end; the stage's own are in `stage_bytes`."""
-    return by_part({}), by_part({SENT: num_bytes} if opcode == Opcode.SEND_GRADIENT else {})
-
-
-def by_part(parts: dict[int, int]) -> Bytes:
-    """A column entry: bytes of each part, shape (parts,)."""
-    entry = np.zeros(len(MEMORY_PARTS), np.int64)
-    for part, num_bytes in parts.items():
-        entry[part] += num_bytes
-    return entry

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.program import StageTimes, gradient_buckets
-from meshwright.simulator.stage_costs import stage_bytes, stage_costs
+from meshwright.simulator.stage_bytes import stage_bytes
+from meshwright.simulator.stage_costs import stage_costs
+from meshwright.simulator.state_shards import find_shards
 from meshwright.spec import Graph, Plan, PlanError, check_plan, slice_graph, to_picoseconds
 
 
@@ -29,14 +31,15 @@ def stage_times(plan: Plan, graph: Graph, cost: CostModel) -> StageTimes:
     kept = np.zeros(len(stages), np.int64)
     for stage in stages:
         held = tuple(item for item in buckets if stage.index in item.stages)
+        shards = find_shards(plan, stage.index)
         for kind in {kinds[rank].name: kinds[rank] for rank in plan.stages[stage.index].ranks}.values():
             ranks = [rank for rank in plan.stages[stage.index].ranks if kinds[rank].name == kind.name]
-            costs = stage_costs(graph, plan, stage, held, kind, cost)
+            costs = stage_costs(graph, plan, stage, held, kind, cost, shards)
             backward_s = (costs.inputs_s, costs.weights.later_s) if stage.has_backward else (0.0, 0.0)
             for row, seconds in enumerate((costs.forward_s, *backward_s)):
                 times[row, stage.index, ranks] = to_picoseconds(seconds)
             if stage.has_backward:
-                in_use = stage_bytes(graph, plan, stage, held, kind, cost)
+                in_use = stage_bytes(graph, plan, stage, held, kind, cost, shards)
                 kept[stage.index] = max(kept[stage.index], in_use.microbatch_bytes)
     size, width = plan.microbatch_size, plan.workload.float_bytes
     channels = {(channel.source, channel.target): channel for stage in stages for channel in stage.outgoing}

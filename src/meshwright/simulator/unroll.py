@@ -63,7 +63,7 @@ def unroll(program: Program, prices: Prices, num_steps: int) -> Unrolled:
     Raises ProgramError if a transfer or collective lacks a counterpart, or if there are more instructions or waits than
     32 bits number.
     """
-    if program.advance:
+    if program.crosses_steps:
         flat, flat_prices, joined = join_repetitions(program, prices, num_steps)
         unrolled = unroll(flat, flat_prices, 1)
         return replace(unrolled, layout=replace(unrolled.layout, joined=joined))

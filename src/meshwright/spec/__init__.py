@@ -29,9 +29,11 @@ from meshwright.spec.errors import (
     suggest,
 )
 from meshwright.spec.events import EventSink, NullSink
+from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.files import write_text
 from meshwright.spec.graph import Extent, Graph, Layer, Op, Tensor
 from meshwright.spec.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -39,12 +41,17 @@ from meshwright.spec.instructions import (
     Drop,
     Forward,
     Instruction,
+    Load,
     Merge,
     Opcode,
     OptimizerStep,
+    Pull,
+    Push,
     Receive,
+    ReduceScatter,
     Send,
     Stash,
+    Sum,
     instruction_name,
 )
 from meshwright.spec.measurements import (
@@ -59,8 +66,18 @@ from meshwright.spec.measurements import (
 from meshwright.spec.op_spans import OpSpans
 from meshwright.spec.placed_slices import slice_placement, slice_stages
 from meshwright.spec.placement import PlacedStage, Placement, check_placement
-from meshwright.spec.plan import GradientExchange, Plan, StagePlan, check_plan, with_branches
+from meshwright.spec.plan import Plan, StagePlan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
+from meshwright.spec.recompute import (
+    computed_again,
+    read_from_outside,
+    read_recompute,
+    recompute_choices,
+    recompute_layers,
+    recompute_runs,
+    with_recompute,
+)
+from meshwright.spec.sharding import OpPlacement, Partial, Replicate, Shard, Sharding
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph
 from meshwright.spec.timeline import Timeline
@@ -75,7 +92,7 @@ from meshwright.spec.units import (
     to_picoseconds,
     to_seconds,
 )
-from meshwright.spec.workload import Optimizer, Workload
+from meshwright.spec.workload import Loader, Optimizer, Workload
 
 __all__ = [
     "DTYPE_BYTES",
@@ -83,6 +100,7 @@ __all__ = [
     "MAX_SECONDS",
     "MIN_SECONDS",
     "RNG_STATE_BYTES",
+    "AllGather",
     "AllReduce",
     "Backward",
     "BackwardInput",
@@ -106,6 +124,8 @@ __all__ = [
     "Instruction",
     "Layer",
     "Link",
+    "Load",
+    "Loader",
     "MeasurementError",
     "Measurements",
     "Merge",
@@ -116,11 +136,13 @@ __all__ = [
     "NullSink",
     "Op",
     "OpMeasurement",
+    "OpPlacement",
     "OpSpans",
     "Opcode",
     "Optimizer",
     "OptimizerMeasurement",
     "OptimizerStep",
+    "Partial",
     "PlacedStage",
     "Placement",
     "Plan",
@@ -128,23 +150,31 @@ __all__ = [
     "PlaygroundError",
     "Program",
     "ProgramError",
+    "Pull",
+    "Push",
     "Receive",
+    "ReduceScatter",
+    "Replicate",
     "RunError",
     "ScenarioError",
     "ScheduleError",
     "ScheduleReferenceError",
     "Section",
     "Send",
+    "Shard",
+    "Sharding",
     "StagePlan",
     "StageSlice",
     "Stash",
     "Stream",
+    "Sum",
     "Tensor",
     "Timeline",
     "TransferMeasurement",
     "Workload",
     "check_placement",
     "check_plan",
+    "computed_again",
     "content_hash",
     "decode_document",
     "empty_section",
@@ -159,6 +189,11 @@ __all__ = [
     "load_shipped_graph",
     "op_key",
     "read_document",
+    "read_from_outside",
+    "read_recompute",
+    "recompute_choices",
+    "recompute_layers",
+    "recompute_runs",
     "shipped_graphs",
     "shipped_kinds",
     "slice_graph",
@@ -168,6 +203,7 @@ __all__ = [
     "to_picoseconds",
     "to_seconds",
     "with_branches",
+    "with_recompute",
     "write_document",
     "write_text",
 ]

@@ -28,12 +28,24 @@ class Opcode(IntEnum):
     STASH = 10
     DROP = 11
     MERGE = 12
+    REDUCE_SCATTER = 13
+    ALL_GATHER = 14
+    PUSH = 15
+    SUM = 16
+    PULL = 17
+    LOAD = 18
 
 
 # What occupies a device and belongs to a microbatch.
 COMPUTATIONS = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
 # What makes a new version of a stage's weights.
 UPDATES = (Opcode.OPTIMIZER_STEP, Opcode.MERGE)
+# In what all ranks of a group take part.
+COLLECTIVES = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER, Opcode.ALL_GATHER)
+# Those that sum gradients.
+SUMS = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER)
+# Between ranks and parameter servers.
+SERVING = (Opcode.PUSH, Opcode.SUM, Opcode.PULL)
 # What keeps and gives up copies of weights that were updated while microbatches that began with them are under way.
 STASHING = (Opcode.STASH, Opcode.DROP)
 
@@ -124,6 +136,33 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceScatter:
+    """Sum one bucket of gradients; each rank of the group keeps its part of the sums. Starts with the last member.
+
+    ``num_bytes`` are those of the whole bucket.
+    """
+
+    stage: int
+    bucket: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllGather:
+    """Give every rank of the group the parts of one bucket that the others have. Starts with the last member.
+
+    ``num_bytes`` are those of the whole bucket.
+    """
+
+    stage: int
+    bucket: int
+    num_bytes: int
+
+
+Collective = AllReduce | ReduceScatter | AllGather
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
     """Update the stage's parameters from their summed gradients and clear these.
 
@@ -164,7 +203,60 @@ class Merge:
     version: int
 
 
-Instruction = Computation | Send | Receive | AllReduce | OptimizerStep | Stash | Drop | Merge
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """Send one bucket of gradients to the server that sums it; its group is (rank, server). Does not block the device.
+
+    A server needs no receive: what sums waits for the pushes.
+    """
+
+    stage: int
+    bucket: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """On a server: add up what the ranks of the group have pushed of one bucket."""
+
+    stage: int
+    bucket: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """Send the sum of one bucket from its server to a rank; its group is (server, rank)."""
+
+    stage: int
+    bucket: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Make the inputs of one microbatch, beside what the device does."""
+
+    stage: int
+    microbatch: int
+
+
+Exchange = Collective | Push | Sum | Pull
+Instruction = Computation | Send | Receive | Exchange | Load | OptimizerStep | Stash | Drop | Merge
+
+
+_OPCODES: dict[type[Instruction], Opcode] = {
+    AllReduce: Opcode.ALL_REDUCE,
+    ReduceScatter: Opcode.REDUCE_SCATTER,
+    AllGather: Opcode.ALL_GATHER,
+    Push: Opcode.PUSH,
+    Sum: Opcode.SUM,
+    Pull: Opcode.PULL,
+    OptimizerStep: Opcode.OPTIMIZER_STEP,
+    Stash: Opcode.STASH,
+    Drop: Opcode.DROP,
+    Merge: Opcode.MERGE,
+}
 
 
 def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, int]:
@@ -184,16 +276,13 @@ def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, 
         case Receive():
             opcode = Opcode.RECEIVE_ACTIVATION if instruction.payload == "activation" else Opcode.RECEIVE_GRADIENT
             return (opcode, instruction.stage, instruction.microbatch, -1, instruction.peer, instruction.num_bytes)
-        case AllReduce():
-            return (Opcode.ALL_REDUCE, instruction.stage, -1, -1, instruction.bucket, instruction.num_bytes)
-        case OptimizerStep():
-            return (Opcode.OPTIMIZER_STEP, instruction.stage, -1, instruction.version, -1, 0)
-        case Stash():
-            return (Opcode.STASH, instruction.stage, -1, instruction.version, -1, 0)
-        case Drop():
-            return (Opcode.DROP, instruction.stage, -1, instruction.version, -1, 0)
-        case Merge():
-            return (Opcode.MERGE, instruction.stage, -1, instruction.version, -1, 0)
+        case AllReduce() | ReduceScatter() | AllGather() | Push() | Sum() | Pull():
+            opcode = _OPCODES[type(instruction)]
+            return (opcode, instruction.stage, -1, -1, instruction.bucket, instruction.num_bytes)
+        case Load():
+            return (Opcode.LOAD, instruction.stage, instruction.microbatch, -1, -1, 0)
+        case OptimizerStep() | Stash() | Drop() | Merge():
+            return (_OPCODES[type(instruction)], instruction.stage, -1, instruction.version, -1, 0)
         case _:
             assert_never(instruction)
 
@@ -208,6 +297,12 @@ _NAMES: dict[Opcode, str] = {
     Opcode.SEND_GRADIENT: "send gradient {stage}→{peer}.{microbatch}",
     Opcode.RECEIVE_GRADIENT: "receive gradient {peer}→{stage}.{microbatch}",
     Opcode.ALL_REDUCE: "all-reduce {stage} #{peer}",
+    Opcode.REDUCE_SCATTER: "reduce-scatter {stage} #{peer}",
+    Opcode.ALL_GATHER: "all-gather {stage} #{peer}",
+    Opcode.PUSH: "push {stage} #{peer}",
+    Opcode.SUM: "sum {stage} #{peer}",
+    Opcode.PULL: "pull {stage} #{peer}",
+    Opcode.LOAD: "load {microbatch}",
     Opcode.OPTIMIZER_STEP: "optimizer {stage}",
     Opcode.STASH: "stash {stage}",
     Opcode.DROP: "drop {stage}",

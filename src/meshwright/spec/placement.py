@@ -77,6 +77,11 @@ class Placement:
         """Ranks up to the last that computes; one before it may have nothing to do."""
         return 1 + max(stage.rank for stage in self.stages)
 
+    @property
+    def num_devices(self) -> int:
+        """Devices that take part: as many as ranks."""
+        return self.num_ranks
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Indices of the stages of a rank, in its order."""
         return tuple(index for index, stage in enumerate(self.stages) if stage.rank == rank)

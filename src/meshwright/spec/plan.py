@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from meshwright.spec.errors import GraphMismatchError, PlanError, suggest
+from meshwright.spec.exchange import DEFAULT_EXCHANGE, WAVES, GradientExchange
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.own_code import order_file, split_reference
+from meshwright.spec.recompute import Ranges, with_recompute
+from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.spec.slices import check_bounds, slice_graph
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
@@ -30,17 +33,9 @@ AsynchronousName = Literal["pipedream", "pipedream-vertical", "pipedream-2bw", "
 ScheduleName = SynchronousName | AsynchronousName
 ASYNCHRONOUS_SCHEDULES: tuple[AsynchronousName, ...] = get_args(AsynchronousName)
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = (*get_args(SynchronousName), *ASYNCHRONOUS_SCHEDULES)
-# The schedule whose replicas sum up their updates wave by wave, and how far they may run ahead: a wave more costs each
-# rank another copy of its gradients.
-WAVES: AsynchronousName = "hetpipe"
-MAX_STALENESS = 64
 # One stage on every rank and whole backwards: what slicings are searched for, and what the runtime executes.
 BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 _HASH = re.compile(r"[0-9a-f]{16}")
-
-# DDP's default bucket (torch.nn.parallel.DistributedDataParallel): large enough for bandwidth, small enough to start
-# early.
-DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 # A program lists every microbatch of every stage; beyond this, building it takes minutes and gigabytes.
 MAX_MICROBATCH_STAGES = 2_000_000
@@ -64,35 +59,14 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientExchange:
-    """How replicas sum their gradients: all-reduce in buckets, ``overlap`` with the last backward or after it.
-
-    ``staleness``: by how many waves of minibatches replicas may run ahead of each other, under ``hetpipe``.
-    """
-
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    overlap: bool = True
-    staleness: int = 0
-
-    def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise PlanError(f"Buckets of {self.bucket_bytes} bytes were given; expected at least 1 byte.")
-        if not 0 <= self.staleness <= MAX_STALENESS:
-            raise PlanError(f"A staleness of {self.staleness} waves was given; expected 0 to {MAX_STALENESS}.")
-
-    def suited_to(self, schedule: str) -> GradientExchange:
-        """The same for another schedule: without staleness, unless it knows waves."""
-        return self if schedule == WAVES else replace(self, staleness=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A layout of one graph on one cluster for one workload.
 
     ``model`` and ``cluster`` are the references that were given, ``model_sizes`` the sizes asked for beside the model's
     own (for people and for `run`); ``graph_hash`` is what binds the plan. ``schedule`` is a name or the reference of
     the user's own, ``path/to/file.py:function`` or ``path/to/orders.csv``, which ``schedule_hash``, that of the file's
-    content, binds.
+    content, binds. With a ``sharding`` that splits ops, every rank stands for a team of ``sharding.width`` devices
+    side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in the backward (`recompute`).
     """
 
     model: str
@@ -103,7 +77,9 @@ class Plan:
     num_microbatches: int
     schedule: str = "1f1b"
     schedule_hash: str = ""
-    exchange: GradientExchange = GradientExchange()
+    exchange: GradientExchange = DEFAULT_EXCHANGE
+    sharding: Sharding = UNSHARDED
+    recompute: Ranges = ()
     model_sizes: tuple[tuple[str, int], ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -138,6 +114,11 @@ class Plan:
         return 1 + max(rank for stage in self.stages for rank in stage.ranks)
 
     @property
+    def num_devices(self) -> int:
+        """Devices that take part: those of the teams for which the ranks stand, and further ranks that only serve."""
+        return max(self.num_ranks, *(server + 1 for server in self.exchange.servers), 0) * self.sharding.width
+
+    @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """Layer ranges of the stages."""
         return tuple((stage.start, stage.stop) for stage in self.stages)
@@ -160,8 +141,25 @@ class Plan:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the runtime executes it: one stage on every rank, whole backwards. Every plan can be simulated."""
-        return not self.has_virtual_stages and (self.has_own_schedule or self.schedule in BASIC_SCHEDULES)
+        """Whether the runtime executes it: one stage on every rank, whole backwards, sums of buckets.
+
+        Every plan can be simulated.
+        """
+        return not self.only_simulated
+
+    @property
+    def only_simulated(self) -> str:
+        """What the runtime does not execute, in words; nothing of a plan that it does."""
+        if not self.sharding.is_whole:
+            return f"splits ops over devices ({self.sharding.describe()})"
+        if self.recompute:
+            return "computes parts of the model again"
+        if self.has_virtual_stages or not (self.has_own_schedule or self.schedule in BASIC_SCHEDULES):
+            several = " with several stages on a rank" if self.has_virtual_stages else ""
+            return f"follows the schedule {self.schedule}{several}"
+        if self.workload.loader is not None:
+            return "has an input pipeline with a rate of its own"
+        return "" if self.exchange.is_plain else "exchanges gradients in another way than by sums of buckets"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Indices of the stages that a rank works for, ascending; at least one."""
@@ -191,7 +189,9 @@ class Plan:
         microbatches = format_count(self.num_microbatches, "microbatch", "microbatches")
         ahead = self.exchange.staleness
         waves = f" with staleness {ahead}" if ahead else ""
-        return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}{waves}"
+        split = f", {self.sharding.describe()}" if not self.sharding.is_whole else ""
+        again = f", {format_count(len(self.recompute), 'part')} computed again" if self.recompute else ""
+        return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}{waves}{split}{again}"
 
 
 def name_stages(plan: Plan, rank: int) -> str:
@@ -242,9 +242,11 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
             f"The plan is for {plan.workload.kind}, but the graph was captured for {graph.mode}; "
             "capture it in that mode."
         )
-    if cluster is not None and plan.num_ranks > cluster.num_ranks:
+    if plan.recompute:
+        with_recompute(graph, plan.recompute)
+    if cluster is not None and plan.num_devices > cluster.num_ranks:
         raise PlanError(
-            f"The plan uses {plan.num_ranks} ranks, but cluster {cluster.name!r} has {cluster.num_ranks} devices. "
+            f"The plan uses {plan.num_devices} devices, but cluster {cluster.name!r} has {cluster.num_ranks} devices. "
             "Give a larger cluster or plan again for this one."
         )
 
@@ -262,6 +264,11 @@ def _check_schedule(plan: Plan) -> None:
         raise PlanError(
             f"A staleness of {plan.exchange.staleness} waves was given for the schedule {plan.schedule}, which has no "
             f"waves. Leave it out, or choose {WAVES}."
+        )
+    if plan.is_asynchronous and not plan.exchange.is_plain:
+        raise PlanError(
+            f"The exchange {plan.exchange} was given for the schedule {plan.schedule}, which never flushes; expected "
+            "all-reduces of whole buckets there. Choose a schedule that flushes, or another exchange."
         )
     if not plan.has_own_schedule:
         if plan.schedule_hash:

@@ -5,7 +5,7 @@ instructions, or for marks that they raise inside their span ("the gradients of 
 run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 1]``. Columns, per instruction:
 
     opcode, stage, microbatch, version   what it does
-    peer                                 the other stage (send, receive) or the bucket (all-reduce); -1 elsewhere
+    peer                                 the other stage (send, receive) or the bucket (exchange); -1 elsewhere
     group                                index into ``groups``: the ranks that take part; -1 for work of one rank
     num_bytes                            bytes that move, 0 elsewhere
     wait_offsets, waits                  CSR: ids awaited; ``num_instructions + m`` stands for mark m
@@ -21,52 +21,70 @@ never flushes, a microbatch that enters in one repetition of the body may leave 
 microbatches and versions as if the body came once; in repetition r, and in the epilogue behind r more, the microbatches
 are those in the columns + r·``advance``, and the versions those + r·(updates of the stage in the body).
 
-With n repetitions the sections stand in the order prologue (-1), body (0 ... n - 1), epilogue (n). A *late wait* of the
-section at place x is for an instruction of the section at place x - lag: of the prologue where ``late_section`` is 0,
-of the body where it is 1. Where another section stands there, or none, it is not waited for.
+A *late wait* reaches back into an earlier repetition: where an asynchronous schedule sums waves of minibatches, or
+where the exchange of one step goes on in the next (`program.exchange`). With n repetitions the sections stand in the
+order prologue (-1), body (0 ... n - 1), epilogue (n). One of the section at place x is for an instruction of the
+section at place x - lag: of the prologue where ``late_section`` is 0, of the body where it is 1. Where another section
+stands there, or none, it is not waited for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
     BackwardWeight,
     Drop,
+    Exchange,
     Forward,
     Instruction,
+    Load,
     Merge,
     Opcode,
     OptimizerStep,
     Payload,
+    Pull,
+    Push,
     Receive,
+    ReduceScatter,
     Send,
     Stash,
+    Sum,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-StreamName = Literal["compute", "send", "receive", "exchange"]
-STREAM_NAMES: tuple[StreamName, ...] = ("compute", "send", "receive", "exchange")
+StreamName = Literal["compute", "send", "receive", "exchange", "serve", "reply", "load"]
+STREAM_NAMES: tuple[StreamName, ...] = get_args(StreamName)
+_EXCHANGES: dict[Opcode, type[Exchange]] = {
+    Opcode.ALL_REDUCE: AllReduce,
+    Opcode.REDUCE_SCATTER: ReduceScatter,
+    Opcode.ALL_GATHER: AllGather,
+    Opcode.PUSH: Push,
+    Opcode.SUM: Sum,
+    Opcode.PULL: Pull,
+}
 # Ranks that may do nothing at all. More would let a small file ask for tables of any length.
 MAX_IDLE_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """One ordered queue of a rank."""
+    """One ordered queue of a rank; ``lane`` tells several of one name apart, such as those to different servers."""
 
     rank: int
     name: StreamName
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,14 +142,14 @@ class Section:
             case Opcode.RECEIVE_ACTIVATION | Opcode.RECEIVE_GRADIENT:
                 payload = "activation" if opcode is Opcode.RECEIVE_ACTIVATION else "gradient"
                 return Receive(stage=stage, microbatch=microbatch, peer=peer, payload=payload, num_bytes=num_bytes)
-            case Opcode.ALL_REDUCE:
-                return AllReduce(stage=stage, bucket=peer, num_bytes=num_bytes)
+            case Opcode.ALL_REDUCE | Opcode.REDUCE_SCATTER | Opcode.ALL_GATHER | Opcode.PUSH | Opcode.SUM | Opcode.PULL:
+                return _EXCHANGES[opcode](stage=stage, bucket=peer, num_bytes=num_bytes)
+            case Opcode.LOAD:
+                return Load(stage=stage, microbatch=microbatch)
             case Opcode.OPTIMIZER_STEP:
                 return OptimizerStep(stage=stage, version=version)
-            case Opcode.STASH:
-                return Stash(stage=stage, version=version)
-            case Opcode.DROP:
-                return Drop(stage=stage, version=version)
+            case Opcode.STASH | Opcode.DROP:
+                return (Stash if opcode is Opcode.STASH else Drop)(stage=stage, version=version)
             case Opcode.MERGE:
                 return Merge(stage=stage, version=version)
 
@@ -150,6 +168,7 @@ class Program:
 
     ``streams`` are ordered by rank. ``schedule`` and ``plan_hash`` say where the program came from. ``advance`` is the
     number of microbatches by which each repetition of the body is ahead of the one before; 0 for programs that flush.
+    ``body_steps``: so many steps of the training make one repetition of the body.
     """
 
     schedule: str
@@ -161,6 +180,7 @@ class Program:
     body: Section
     epilogue: Section
     advance: int = 0
+    body_steps: int = 1
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -176,6 +196,10 @@ class Program:
                 f"The program names ranks {min(ranks)} to {max(ranks)}, but it is for {self.num_ranks} ranks "
                 "(0 and up). Build the program again from its plan."
             )
+        if self.body_steps < 1:
+            raise ProgramError(
+                f"A repetition of the body was said to make {self.body_steps} steps; expected 1 or more."
+            )
         if self.advance < 0:
             raise ProgramError(f"The program advances by {self.advance} microbatches; expected 0 or more.")
         for name, section in self.sections():
@@ -184,6 +208,11 @@ class Program:
             _check_late_waits(self, name, section)
 
     __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def crosses_steps(self) -> bool:
+        """Whether more than the order of streams joins a repetition of the body to others: messages or late waits."""
+        return self.advance > 0 or any(len(section.late_instruction) for _, section in self.sections())
 
     def sections(self) -> Iterator[tuple[str, Section]]:
         """The three parts, in order of execution."""
@@ -266,8 +295,7 @@ def _check_late_waits(program: Program, name: str, section: Section) -> None:
         return
     counts = np.array([program.prologue.num_instructions, program.body.num_instructions])
     legal = (
-        program.advance > 0
-        and bool(((late >= 0) & (late < section.num_instructions)).all())
+        bool(((late >= 0) & (late < section.num_instructions)).all())
         and bool(np.isin(section.late_section, (0, 1)).all())
         and bool(((section.late_awaited >= 0) & (section.late_awaited < counts[section.late_section])).all())
         and bool((section.late_lag >= 1).all())
@@ -275,5 +303,5 @@ def _check_late_waits(program: Program, name: str, section: Section) -> None:
     if not legal:
         raise ProgramError(
             f"The program's {name} is damaged: its late waits do not name instructions of the prologue or the body, 1 "
-            "or more repetitions earlier, of a program that never flushes. Build the program again from its plan."
+            "or more repetitions earlier. Build the program again from its plan."
         )

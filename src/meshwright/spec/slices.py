@@ -110,6 +110,14 @@ def check_bounds(graph: Graph, bounds: Sequence[tuple[int, int]]) -> None:
             f"The stages hold layers 0:{position}, but the graph has {len(graph.layers)} layers; "
             "every layer needs a stage."
         )
+    for stage, (layer, _) in enumerate(bounds):
+        cut = graph.layers[layer].start
+        for start, stop in graph.recompute:
+            if start < cut < stop:
+                raise PlanError(
+                    f"Stage {stage} begins with layer {layer}, amid the ops {start}:{stop}, which are to be computed "
+                    "again together. Cut elsewhere, or compute layers again one by one."
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,17 +53,37 @@ class Optimizer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """The input pipeline of each rank: seconds for a sample, and how many microbatches it may be ahead.
+
+    A microbatch counts as ahead until its forward is over.
+    """
+
+    seconds_per_sample: float
+    depth: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seconds_per_sample < float("inf") or self.depth < 1:
+            raise PlanError(
+                f"A loader with {self.seconds_per_sample} s per sample and a queue of {self.depth} microbatches was "
+                "given; expected 0 s or more, and 1 or more."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """One step over ``global_batch`` samples.
 
     ``precision`` "bfloat16" is mixed precision: two-byte parameters, gradients and activations, four-byte master
-    weights and optimizer states. Inference has neither gradients nor optimizer.
+    weights and optimizer states. Inference has neither gradients nor optimizer. ``loader``: what inputs come from; they
+    are always there if none is given.
     """
 
     kind: Literal["training", "inference"] = "training"
     global_batch: int
     precision: Precision = "float32"
     optimizer: Optimizer = Optimizer()
+    loader: Loader | None = None
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

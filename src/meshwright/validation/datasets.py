@@ -41,6 +41,11 @@ def load_steps(*, single_node: bool = False) -> list[StepRow]:
     return load_table("training_steps_single_node_vtrain" if single_node else "training_steps")
 
 
+def load_all_steps() -> list[StepRow]:
+    """Every measured training step that ships: those of `load_steps`, and Alpa's on V100."""
+    return [*load_steps(), *load_steps(single_node=True), *load_table("training_steps_alpa")]
+
+
 def read_table(path: Path | str) -> list[StepRow]:
     """The rows of a CSV file, which may be compressed. Raises DocumentError for a file that is none."""
     path = Path(path)

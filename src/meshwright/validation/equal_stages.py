@@ -3,8 +3,7 @@
     F, B, W    seconds of a rank for a microbatch: forward, gradients of inputs, gradients of weights
     C          seconds of a message between two ranks; every pair of ranks has a link of its own each way
 
-With v chunks on a rank each has a v-th of F, B and W, and its messages take as long. Program and simulator are those
-of every plan; only the graph (a chain) and the prices are made here.
+With v chunks on a rank each has a v-th of F, B and W, and its messages take as long (`pipeline_programs`).
 
 The cost of a schedule is the longest time of a rank from the beginning of its first computation to the end of its last
 one (Qi et al., ICLR 2024, section 5.4): a rank that begins later also synchronises later. It has
@@ -15,31 +14,19 @@ one (Qi et al., ICLR 2024, section 5.4): a rank that begins later also synchroni
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshwright.cost.steps import StageSeconds
-from meshwright.program import StageTimes, build_program, find_orders
-from meshwright.simulator import Prices, SectionPrices, simulate_program
-from meshwright.spec import (
-    Extent,
-    Graph,
-    Layer,
-    Op,
-    Opcode,
-    Plan,
-    Program,
-    Section,
-    StagePlan,
-    Tensor,
-    Workload,
-    to_picoseconds,
-    to_seconds,
-)
+from meshwright.program import StageTimes, find_orders
+from meshwright.simulator import simulate_program
+from meshwright.spec import Opcode, Program, Section, to_picoseconds, to_seconds
 from meshwright.spec.instructions import COMPUTATIONS
+from meshwright.validation.pipeline_programs import build_pipeline, lay_out, price_pipeline
 
-_SENDS = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT)
+if TYPE_CHECKING:
+    from meshwright.simulator import Prices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,93 +82,18 @@ def found_share(pipeline: EqualStages, most_kept: int) -> float:
         kept_bytes=one,
         limit_bytes=one * most_kept,
     )
-    plan, _ = _lay_out(pipeline, "1f1b")
+    plan, _ = lay_out(pipeline.num_positions, pipeline.num_microbatches, "1f1b")
     return pipeline.work_s / to_seconds(find_orders(plan, times).length_ps)
 
 
 def _build(pipeline: EqualStages, schedule: str) -> Program:
-    return build_program(*_lay_out(pipeline, schedule))
-
-
-def _lay_out(pipeline: EqualStages, schedule: str) -> tuple[Plan, Graph]:
-    """One stage on a rank, or v, dealt out in turn."""
-    size, chunks = pipeline.num_positions, pipeline.num_chunks if schedule == "interleaved" else 1
-    graph = _chain(size * chunks)
-    stages = tuple(StagePlan(start=i, stop=i + 1, ranks=(i % size,)) for i in range(size * chunks))
-    plan = Plan(
-        model=graph.name,
-        graph_hash=graph.content_hash,
-        cluster=f"{size} equal devices",
-        workload=Workload(global_batch=pipeline.num_microbatches),
-        stages=stages,
-        num_microbatches=pipeline.num_microbatches,
-        schedule=schedule,
-    )
-    return plan, graph
-
-
-@cache
-def _chain(length: int) -> Graph:
-    """A layer per stage: one op that reads what the layer before it made. Nothing of it is priced."""
-    tensors = [
-        Tensor(
-            name=f"y{i}",
-            shape=(Extent(0, 1),),
-            dtype="float32",
-            role="activation" if i else "input",
-            storage=i,
-            requires_grad=i > 0,
-        )
-        for i in range(length + 1)
-    ]
-    return Graph(
-        name="chain",
-        tensors=tuple(tensors),
-        ops=tuple(Op(name=f"layer{i}", kind="stage", inputs=(i,), outputs=(i + 1,)) for i in range(length)),
-        layers=tuple(Layer(name=f"layer{i}", start=i, stop=i + 1) for i in range(length)),
-        inputs=(0,),
-        outputs=(length,),
-        has_loss=True,
-    )
+    chunks = pipeline.num_chunks if schedule == "interleaved" else 1
+    return build_pipeline(pipeline.num_positions, pipeline.num_microbatches, schedule, chunks)
 
 
 def _price(program: Program, pipeline: EqualStages, *, blocking: bool) -> Prices:
-    """Every opcode is a cost class; a message holds the link of its pair of ranks."""
-    stage, chunks = pipeline.stage, len(np.unique(program.body.stage)) // pipeline.num_positions
-    whole_s = stage.input_gradient_s + stage.weight_gradient_s
-    seconds = {
-        Opcode.FORWARD: stage.forward_s / chunks,
-        Opcode.BACKWARD: whole_s / chunks,
-        Opcode.BACKWARD_INPUT: stage.input_gradient_s / chunks,
-        Opcode.BACKWARD_WEIGHT: stage.weight_gradient_s / chunks,
-        **dict.fromkeys(_SENDS, stage.transfer_s),
-    }
-    duration_ps = np.array([to_picoseconds(seconds.get(opcode, 0.0)) for opcode in Opcode], np.int64)
-    nothing = np.zeros((len(Opcode), 1), np.int64)
-    sections = {name: _price_section(section) for name, section in program.sections()}
-    return Prices(
-        duration_ps=duration_ps,
-        host_ps=np.where(np.isin(list(Opcode), _SENDS), duration_ps, 0) * blocking,
-        allocate_bytes=nothing,
-        free_bytes=nothing,
-        memory_parts=("all",),
-        resident_bytes=np.zeros((program.num_ranks, 1), np.int64),
-        route_offsets=np.arange(len(program.groups) + 1, dtype=np.int64),
-        route_links=np.arange(len(program.groups), dtype=np.int32),
-        num_links=len(program.groups),
-        prologue=sections["prologue"],
-        body=sections["body"],
-        epilogue=sections["epilogue"],
-    )
-
-
-def _price_section(section: Section) -> SectionPrices:
-    sends = np.isin(section.opcode, _SENDS)
-    return SectionPrices(
-        cost_class=section.opcode.astype(np.int32),
-        route=np.where(sends, section.group, -1).astype(np.int32),
-        mark_offset_ps=np.zeros(len(section.mark_instruction), np.int64),
-    )
+    stages = [pipeline.stage] * pipeline.num_positions
+    return price_pipeline(program, stages, pipeline.stage.transfer_s, blocking=blocking)
 
 
 def _wait_by_rounds(section: Section, size: int) -> Section:

@@ -33,14 +33,21 @@ import numpy as np
 from meshwright.cost.memory import (
     find_peak,
     predict_device_peak,
-    recompute_layers,
     saved_bytes,
     trace_step,
 )
 from meshwright.cost.prediction import Predictions, fit_interval
 from meshwright.cost.transformer import TrainingSetup, TransformerShape
 from meshwright.simulator import simulate_plan
-from meshwright.spec import MeasurementError, Optimizer, Workload, load_cluster, load_shipped_graph
+from meshwright.spec import (
+    MeasurementError,
+    Optimizer,
+    Workload,
+    load_cluster,
+    load_shipped_graph,
+    recompute_layers,
+    with_recompute,
+)
 from meshwright.validation.datasets import load_steps, load_table
 from meshwright.validation.pipelines import even_plan, pipeline_plan
 from meshwright.validation.scores import Score, score_rows
@@ -87,7 +94,7 @@ def predict_row(row: StepRow) -> float:
     graph = load_shipped_graph(row["model"])
     again = [i for i, layer in enumerate(graph.layers) if "." in layer.name]
     workload = Workload(global_batch=size, optimizer=optimizer)
-    return find_peak(trace_step(graph, workload, recompute=recompute_layers(graph, again))).num_bytes
+    return find_peak(trace_step(with_recompute(graph, recompute_layers(graph, again)), workload)).num_bytes
 
 
 def score_pipelines() -> tuple[Score, ...]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshwright.validation.scores import Score
     from meshwright.validation.sets import DataSet
 
-SCORE_HEADINGS = ("part · arm", "n", "MAPE", "median", "p90", "worst", "inside", "width", "target")
+SCORE_HEADINGS = ("part · arm", "n", "MAPE", "median", "p90", "worst", "inside", "width", "tau", "regret", "target")
 PART_HEADINGS = ("part", *SCORE_HEADINGS[1:], "best baseline")
 TARGET_HEADINGS = ("set", "part", "arm", "figure", "reached", "target", "")
 _NAMES = {"mape": "MAPE"}
@@ -29,8 +29,9 @@ _HEAD = """# Accuracy
 **How far are predictions from measurements?** Every set below was measured by others or beforehand, and nothing that is
 fitted saw a row that it is scored on: [how](commands/validate.md). Where a form was chosen with a view of rows that are
 scored, a number in brackets leads to a note that says so. Errors are in per cent of the measured value;
-"inside" is the share of rows inside the 80 % interval, "width" the median width of the interval. A missed target stays
-in the table; the pages under Concepts say why. Beside ours stands the best of the baselines on the same rows, by the
+"inside" is the share of rows inside the 80 % interval, "width" the median width of the interval; "tau" (Kendall's, from
+-1 to 1) and "regret" (of the one predicted best) tell how runs of one job were put in order. A missed target stays in
+the table; the pages under Concepts say why. Beside ours stands the best of the baselines on the same rows, by the
 figure of the target (else MAPE); `meshwright validate SET` prints them all.
 
 Made on {date} by `{command}` with Python {python}, {packages}.
@@ -91,7 +92,8 @@ def _figures(row: dict[str, Any]) -> list[str]:
         for (judged, target), met in zip(row["targets"].items(), row["met"], strict=True)
     ]
     errors = [_number(row[name]) for name in ("mape", "median", "p90", "worst", "coverage", "width")]
-    return [f"{row['rows']:,}", *errors, ", ".join(targets)]
+    order = [_NOTHING if row["tau"] is None else f"{row['tau']:.2f}", _number(row["regret"])]
+    return [f"{row['rows']:,}", *errors, *order, ", ".join(targets)]
 
 
 def target_cells(scored: Sequence[tuple[DataSet, tuple[Score, ...]]]) -> list[list[str]]:

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.spec import MeasurementError
+from meshwright.validation.ranking import rank_runs
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
     from meshwright.cost.prediction import Floats, Predictions
 
 
@@ -23,7 +26,8 @@ class Score:
 
     ``arm``: ours or the baseline's name. ``target``: the figure that ``judged`` ("mape", "median" or "worst") is to
     reach; None for baselines and for parts that are only reported. ``note``: what a reader of the figure has to know of
-    the rows (how many are not in it, whether the form was chosen with them in view); shown below the table.
+    the rows (how many are not in it, whether the form was chosen with them in view); shown below the table. ``tau``
+    (from -1 to 1) and ``regret``: how well the order of runs of one job is predicted (`ranking`).
     """
 
     dataset: str
@@ -39,6 +43,8 @@ class Score:
     judged: str = "mape"
     target: float | None = None
     note: str = ""
+    tau: float | None = None
+    regret: float | None = None
 
     @property
     def met(self) -> bool | None:
@@ -56,8 +62,11 @@ def score_rows(
     judged: str = "mape",
     target: float | None = None,
     note: str = "",
+    jobs: Sequence[Hashable] = (),
 ) -> Score:
     """Score predictions of n rows (shape (n,), all positive) that the arm was not fitted on.
+
+    ``jobs``: of each row, what it is a run of, where the order within jobs is to be scored, too.
 
     Raises MeasurementError for no rows, and for figures that are not positive and finite.
     """
@@ -68,6 +77,7 @@ def score_rows(
             "both sides. Leave rows out that say nothing."
         )
     errors = 100.0 * np.abs(seconds - measured) / measured
+    ranking = rank_runs(jobs, measured, seconds) if jobs else None
     coverage = width = None
     if not isinstance(predicted, np.ndarray):
         inside = (predicted.low_s <= measured) & (measured <= predicted.high_s)
@@ -87,6 +97,8 @@ def score_rows(
         judged=judged,
         target=target,
         note=note,
+        tau=ranking.tau if ranking else None,
+        regret=ranking.regret if ranking else None,
     )
 
 

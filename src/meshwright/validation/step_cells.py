@@ -60,6 +60,8 @@ SHARDINGS: dict[str, ZeroStage] = {
     "zero-3": 3,
     "full_shard": 3,
     "fsdp2 (zero-3)": 3,
+    # Alpa reduces gradients once per step, and its passes put reduce-scatter and all-gather for all-reduce.
+    "auto-sharding": 1,
 }
 # Nothing: whatever the number of chunks implies.
 SCHEDULES: dict[str, Schedule | None] = {

@@ -67,6 +67,8 @@ _DEEPSEEK = {
 # Memory bandwidth of variants of a shipped kind, bytes/s: NVIDIA A100 datasheet (40 GB SXM); the cluster column of
 # torchtitan's rows (96 GB of HBM2e).
 _VARIANTS = {("A100", 40): 1555e9, ("H100", 96): 2.4e12}
+# Power limits of shipped kinds (NVIDIA H100 datasheet, SXM); a device cell may name a lower one, "500W".
+_WATTS = {"H100": 700}
 # A kind, its memory and its socket in either order, and a remark: "A100-80GB-SXM (rented)". Cards (PCIe, NVL) are
 # slower than the modules that are shipped, and no variant of them.
 _DEVICE = re.compile(r"(?P<kind>\w+)(?:-SXM[0-9]?|-(?P<memory>[0-9]{1,4})GB){0,2}(?: \(.*\))?")
@@ -90,14 +92,23 @@ class StepCase:
     @property
     def origin(self) -> str:
         """Who measured it: the paper or the repository that the source names, whatever table of it."""
-        named = re.search(r"arXiv \d{4}\.\d{4,5}", self.source) or re.match(r"[\w.-]+/[\w.-]+", self.source)
+        known = r"arXiv \d{4}\.\d{4,5}|Alpa \(OSDI 2022\)"
+        named = re.search(known, self.source) or re.match(r"[\w.-]+/[\w.-]+", self.source)
         return named[0] if named else self.source
+
+    @property
+    def job(self) -> tuple[object, ...]:
+        """What a planner would be asked for: the model, the devices, the batch; layouts of one job compare."""
+        batch = self.setup.microbatch_size * self.setup.num_microbatches * self.setup.dp
+        shape, setup = self.shape, self.setup
+        sizes = (shape.layers, shape.hidden, shape.heads, setup.seq, setup.precision)
+        return (self.origin, self.kind.name, setup.num_devices, batch, *sizes)
 
 
 def read_step(row: Row) -> StepCase:
     """One row. Raises CellError or TransformerError if it does not say enough, or what cannot be."""
     kind, node = _hardware(row)
-    software = find_software(row.get("framework", ""), row["source"])
+    software = _software(row)
     shape = _shape(row)
     setup = replace(_setup(row), fused_attention=software.fused_attention)
     if setup.num_devices != read_number(row, "n_devices"):
@@ -147,6 +158,18 @@ def _known(row: Row, column: str, meanings: Mapping[str, Meaning]) -> Meaning | 
         return read_word(row, column, meanings)
     except CellError as error:
         return error.found
+
+
+def _software(row: Row) -> Software:
+    software = find_software(row.get("framework", ""), row["source"], row.get("notes", ""))
+    # Scales of rows cannot be gathered with the values (torchtitan, asynctp_llama3_h100_2025-06: rowwise has no float8
+    # gather).
+    per_tensor = "rowwise" not in row.get("precision", "").lower()
+    return replace(
+        software,
+        gathers_in_8_bits=software.gathers_in_8_bits and per_tensor,
+        compiled=software.compiled or read_word(row, "compile", SWITCHES),
+    )
 
 
 def _shape(row: Row) -> TransformerShape:
@@ -215,6 +238,9 @@ def _hardware(row: Row) -> tuple[DeviceKind, Node]:
     if said is None or name not in shipped_kinds():
         raise CellError("device", device, f"one of {', '.join(shipped_kinds())}, with or without -80GB and -SXM")
     kind, node = _shipped(name, _number_to(_MAX_PER_NODE, row, "devices_per_node", 8))
+    watts = re.search(r"([0-9]{2,4})W", device)
+    if watts and name in _WATTS:
+        kind = _limited(kind, int(watts[1]) / _WATTS[name])
     memory_gb = int(said["memory"] or 0)
     if (name, memory_gb) in _VARIANTS:
         kind = replace(kind, memory_bandwidth_bytes_per_s=_VARIANTS[name, memory_gb])
@@ -229,6 +255,13 @@ def _hardware(row: Row) -> tuple[DeviceKind, Node]:
         link = replace(node.nic, bandwidth_bytes_per_s=int(stated[1]) * 1e9 / 8 / node.num_nics)
         node = replace(node, nic=link)
     return kind, node
+
+
+def _limited(kind: DeviceKind, share: float) -> DeviceKind:
+    """A kind with a share of its power: dynamic power grows with f·V², and the voltage with the clock f."""
+    slower = share ** (1 / 3)
+    rates = {dtype: rate * slower for dtype, rate in kind.peak_flops_per_s.items()}
+    return replace(kind, peak_flops_per_s=rates, clock_hz=kind.clock_hz * slower)
 
 
 @cache

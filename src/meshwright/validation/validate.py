@@ -80,7 +80,10 @@ def score_step_table(rows: Sequence[StepRow], lines: Sequence[int] = ()) -> tupl
     for source, group in groupby(sorted(cases, key=lambda case: case.source), key=lambda case: case.source):
         mine = list(group)
         measured = np.array([case.measured_s for case in mine], np.float64)
-        scores.append(score_rows("steps", source, "op list and pipeline", measured, predict_cases(mine, model)))
+        jobs = [case.job for case in mine]
+        scores.append(
+            score_rows("steps", source, "op list and pipeline", measured, predict_cases(mine, model), jobs=jobs)
+        )
     return tuple(scores), left_out
 
 
@@ -103,6 +106,8 @@ def tabulate_scores(scores: Sequence[Score]) -> list[dict[str, Any]]:
                 "worst": first.worst,
                 "coverage": first.coverage,
                 "width": first.width,
+                "tau": first.tau,
+                "regret": first.regret,
                 "targets": {score.judged: score.target for score in aimed},
                 "met": [bool(score.met) for score in aimed],
                 "note": first.note,

@@ -32,7 +32,7 @@ from meshwright.cost.collectives.protocols import PLAIN, load_nccl
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from meshwright.cost.collectives.algorithms import CollectiveOp
+    from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
     from meshwright.cost.collectives.protocols import Protocol
     from meshwright.cost.prediction import Floats
     from meshwright.spec import Cluster, Node
@@ -84,8 +84,13 @@ class Tariff:
         return fastest
 
 
-def quote_collective(cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: Group) -> Tariff:
-    """The tariff of an op among ``ranks``, placed as ``group``; a single rank takes no time."""
+def quote_collective(
+    cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], group: Group, algorithm: Algorithm | None = None
+) -> Tariff:
+    """The tariff of an op among ``ranks``, placed as ``group``, by one algorithm or all that its devices have.
+
+    A single rank takes no time.
+    """
     by_nccl = all(cluster.device_kind(rank).compute_capability for rank in ranks)
     if group.num_ranks == 1:
         return Tariff(latency_s=np.zeros(1), s_per_byte=np.zeros(1), by_nccl=by_nccl)
@@ -98,10 +103,10 @@ def quote_collective(cluster: Cluster, op: CollectiveOp, ranks: Sequence[int], g
         found = [
             (protocol.base_s + latency_s, s_per_byte)
             for protocol in load_nccl().protocols
-            for latency_s, s_per_byte in _list_ways(op, group, counts, ways.through(protocol))
+            for latency_s, s_per_byte in _list_ways(op, group, counts, ways.through(protocol), algorithm)
         ]
     else:
-        found = [quote_ring(op, group, counts, ways.through(PLAIN))]
+        found = _list_ways(op, group, counts, ways.through(PLAIN), algorithm or "ring")
     latencies, rates = np.array(found, np.float64).T
     return Tariff(latency_s=latencies, s_per_byte=rates, by_nccl=by_nccl)
 
@@ -169,16 +174,23 @@ def quote_ring(op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways
     return latency_s, _busiest(ways, within, outward)
 
 
-def _list_ways(op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways) -> list[tuple[float, float]]:
-    """(latency, seconds per byte) of every algorithm that the op and the place allow."""
+def _list_ways(
+    op: CollectiveOp, group: Group, counts: Sequence[int], ways: Ways, algorithm: Algorithm | None
+) -> list[tuple[float, float]]:
+    """(latency, seconds per byte) of every algorithm that the op and the place allow, or of one of them."""
     inside = Group(num_ranks=max(counts))
     across = Group(num_ranks=group.num_nodes, num_nodes=group.num_nodes)
     found = [quote_ring(op, group, counts, ways)]
+    if algorithm == "ring":
+        return found
     if op in ("all_reduce", "broadcast"):
         times = 2 if op == "all_reduce" else 1
         hops = (inside.num_ranks - 1) * ways.inside_s + ceil(log2(group.num_nodes)) * ways.across_s
         outward = port_share(op, across, algorithm="tree")
-        found.append((times * hops, _busiest(ways, port_share(op, inside, algorithm="tree"), outward)))
+        tree = times * hops, _busiest(ways, port_share(op, inside, algorithm="tree"), outward)
+        if algorithm == "tree":
+            return [tree]
+        found.append(tree)
     even = min(counts) == inside.num_ranks
     if even and min(inside.num_ranks, group.num_nodes) > 1 and op in _PARTS_INSIDE:
         latency = sum(count_steps(part, inside) for part in _PARTS_INSIDE[op]) * ways.inside_s

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from meshwright.cost.collectives.algorithms import CollectiveOp, check_messages
+from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp, check_messages
 from meshwright.cost.collectives.datasheet import quote_collective
 from meshwright.cost.collectives.errors import bound_price, datasheet_scale
 from meshwright.cost.collectives.groups import place_group
@@ -57,13 +57,21 @@ class CollectivePrices:
     _kept: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
 
     def predict(
-        self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Groups = ()
+        self,
+        op: CollectiveOp,
+        ranks: Sequence[int],
+        num_bytes: Floats,
+        concurrent: Groups = (),
+        algorithm: Algorithm | None = None,
     ) -> Predictions:
         """Seconds for each size (shape (n,), bytes of the full tensor), while the ``concurrent`` groups run the same.
 
+        Of one ``algorithm`` the datasheet alone knows something: tables do not say which one was measured.
         Raises MeasurementError for what is no collective or no size, ClusterError for ranks that cannot be a group.
         """
         check_messages(op, num_bytes)
+        if algorithm is not None:
+            return self._by_datasheet(op, tuple(ranks), num_bytes, concurrent, algorithm)
         found = self._ask(self.own, op, tuple(ranks), num_bytes, concurrent)
         if found is None and len(ranks) > 1:
             found = self._ask_shipped(op, tuple(ranks), num_bytes, concurrent)
@@ -104,13 +112,20 @@ class CollectivePrices:
         return None if found is None else shipped.widen(found)
 
     def _by_datasheet(
-        self, op: CollectiveOp, ranks: tuple[int, ...], num_bytes: Floats, concurrent: Groups
+        self,
+        op: CollectiveOp,
+        ranks: tuple[int, ...],
+        num_bytes: Floats,
+        concurrent: Groups,
+        algorithm: Algorithm | None = None,
     ) -> Predictions:
-        group, tariff = self._quote(self.cluster, op, ranks, concurrent)
+        group, tariff = self._quote(self.cluster, op, ranks, concurrent, algorithm)
         scale = datasheet_scale(op, by_nccl=tariff.by_nccl, across=group.num_nodes > 1)
         latency_s, seconds = float(tariff.latency_s.min()), tariff.price(num_bytes)
         low_s, high_s = bound_price(seconds, latency_s, scale)
         found = Predictions(seconds=seconds, low_s=low_s, high_s=high_s, basis=_ROOFLINE * len(num_bytes))
+        if algorithm is not None:
+            return found
         if group.num_nodes == 1:
             # A slower link than a measured one is not faster than that, whatever its datasheet says.
             shipped = load_shipped()
@@ -145,12 +160,17 @@ class CollectivePrices:
         return _not_below(found, self.predict(op, inside, num_bytes))
 
     def _quote(
-        self, cluster: Cluster, op: CollectiveOp, ranks: tuple[int, ...], concurrent: Groups
+        self,
+        cluster: Cluster,
+        op: CollectiveOp,
+        ranks: tuple[int, ...],
+        concurrent: Groups,
+        algorithm: Algorithm | None = None,
     ) -> tuple[Group, Tariff]:
         """The place of a group, and what it pays by the datasheet of a cluster that differs in links alone."""
         group = self._keep(("group", ranks, concurrent), lambda: place_group(self.cluster, ranks, concurrent))
-        key = ("tariff", cluster is self.changed, op, ranks, concurrent)
-        return group, self._keep(key, lambda: quote_collective(cluster, op, ranks, group))
+        key = ("tariff", cluster is self.changed, op, ranks, concurrent, algorithm)
+        return group, self._keep(key, lambda: quote_collective(cluster, op, ranks, group, algorithm))
 
     def _keep(self, key: Hashable, compute: Callable[[], T]) -> T:
         if key not in self._kept:

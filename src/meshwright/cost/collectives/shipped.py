@@ -57,8 +57,16 @@ class ShippedCollectives:
     def find(self, cluster: Cluster, ranks: Sequence[int]) -> CollectiveModel | None:
         """The model of the ranks' devices, if all are on one node of a kind and link that was measured."""
         for kind, link in self._measured(cluster, ranks):
+            return self.find_inside(kind.model.device, link)
+        return None
+
+    def find_inside(self, device: str, link: Link) -> CollectiveModel | None:
+        """The model of devices of a kind that a link joins inside a node, if such a link was measured."""
+        for kind in self.kinds:
+            if kind.model.device != device:
+                continue
             if abs(link.bandwidth_bytes_per_s / kind.link_bytes_per_s - 1.0) <= _SAME_LINK:
-                usual = load_cluster(f"2x{kind.model.device}").nodes[0].device_link.latency_s
+                usual = load_cluster(f"2x{device}").nodes[0].device_link.latency_s
                 return kind.model if usual / _SLOWER <= link.latency_s <= usual * _SLOWER else None
         return None
 

@@ -4,8 +4,7 @@ from meshwright.cost.memory.alike import likeness
 from meshwright.cost.memory.allocator import DevicePeaks, follow_allocator
 from meshwright.cost.memory.frameworks import DevicePeak, predict_device_peak
 from meshwright.cost.memory.ledger import MemoryEvents, Peak, find_peak
-from meshwright.cost.memory.lifetimes import recompute_layers, recompute_runs
-from meshwright.cost.memory.options import MemoryOptions, RankMemory, weigh_rank
+from meshwright.cost.memory.options import LAYERS_AT_HAND, MemoryOptions, RankMemory, weigh_rank
 from meshwright.cost.memory.phases import FIRST, LAST, Phase, StagePhases, count_phases
 from meshwright.cost.memory.stage import StageMemory, backend_of, weigh_stage
 from meshwright.cost.memory.step import trace_stage, trace_step
@@ -14,6 +13,7 @@ from meshwright.cost.memory.transformer import saved_bytes
 __all__ = [
     "FIRST",
     "LAST",
+    "LAYERS_AT_HAND",
     "DevicePeak",
     "DevicePeaks",
     "MemoryEvents",
@@ -29,8 +29,6 @@ __all__ = [
     "follow_allocator",
     "likeness",
     "predict_device_peak",
-    "recompute_layers",
-    "recompute_runs",
     "saved_bytes",
     "trace_stage",
     "trace_step",

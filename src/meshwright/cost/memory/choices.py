@@ -9,31 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cost.memory.lifetimes import recompute_layers, recompute_runs
 from meshwright.cost.memory.options import MemoryOptions, weigh_rank
 from meshwright.cost.memory.stage import backend_of, weigh_stage
-from meshwright.spec import GraphError, slice_graph
+from meshwright.spec import GraphError, recompute_choices, slice_graph, with_recompute
 
 if TYPE_CHECKING:
-    from meshwright.cost.memory.lifetimes import Ranges
     from meshwright.spec import Cluster, Graph, Workload
+    from meshwright.spec.recompute import RecomputeName
 
 Row = dict[str, Any]
-# Korthikanti et al. (MLSys 2023), section 5: from the scores of attention on. Fused attention keeps none, and a dropout
-# alone keeps less in its mask than its input has.
-_SCORES = ("aten.softmax", "aten._softmax")
-_AFTER_SCORES = ("aten.dropout",)
-
-
-def recompute_choices(graph: Graph) -> dict[str, Ranges]:
-    """Ranges of ops by the word for them; blocks are layers that stand in a list of the model's."""
-    blocks = [index for index, layer in enumerate(graph.layers) if "." in layer.name]
-    runs = recompute_runs(graph, (*_SCORES, *_AFTER_SCORES))
-    return {
-        "none": (),
-        "selective": tuple((start, stop) for start, stop in runs if graph.ops[start].kind.startswith(_SCORES)),
-        "full": recompute_layers(graph, blocks),
-    }
 
 
 def layer_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Cluster) -> list[Row]:
@@ -43,14 +27,12 @@ def layer_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Clust
     """
     _check_trains(graph)
     device = backend_of(cluster.device_kind(0))
-    choices = recompute_choices(graph)
+    choices = {name: with_recompute(graph, ranges) for name, ranges in recompute_choices(graph).items()}
     rows = []
     for layer in slice_graph(graph, [(index, index + 1) for index in range(len(graph.layers))]):
         kept = {
-            f"{name}_bytes": weigh_stage(
-                graph, layer, batch_size, workload, device=device, recompute=ranges
-            ).phases.forward.after_bytes
-            for name, ranges in choices.items()
+            f"{name}_bytes": weigh_stage(chosen, layer, batch_size, workload, device=device).phases.forward.after_bytes
+            for name, chosen in choices.items()
         }
         weights = sum(graph.tensors[i].num_bytes(0, workload.float_bytes) for i in layer.parameters)
         rows.append({"layer": graph.layers[layer.index].name, "parameters_bytes": weights, **kept})
@@ -68,18 +50,18 @@ def choice_rows(graph: Graph, batch_size: int, workload: Workload, cluster: Clus
     _check_trains(graph)
     kind, pcie = cluster.device_kind(0), cluster.nodes[0].pcie
     (stage,) = slice_graph(graph, [(0, len(graph.layers))])
-    ways = [(zero, name, "") for name in recompute_choices(graph) for zero in range(4)]
+    choices = {name: with_recompute(graph, ranges) for name, ranges in recompute_choices(graph).items()}
+    ways: list[tuple[int, RecomputeName, str]] = [(zero, name, "") for name in choices for zero in range(4)]
     ways += [(2, "full", "states"), (3, "full", "both")]
     rows = []
     for zero, name, offload in ways:
         options = MemoryOptions(
             num_ranks=cluster.num_ranks,
             zero=zero,  # type: ignore[arg-type]
-            recompute=recompute_choices(graph)[name],
             states_on="host" if offload else "device",
             activations_on="host" if offload == "both" else "device",
         )
-        found = weigh_rank(graph, stage, batch_size, workload, options, device=backend_of(kind))
+        found = weigh_rank(choices[name], stage, batch_size, workload, options, device=backend_of(kind))
         rows.append(
             {
                 "zero": zero,

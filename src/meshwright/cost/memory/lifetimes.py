@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
-from meshwright.spec import GraphError
+from meshwright.spec import read_from_outside
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from meshwright.spec import Graph, StageSlice
-
-Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,27 +36,13 @@ class Lifetimes:
     recomputed: frozenset[int]
 
 
-def recompute_layers(graph: Graph, layers: Iterable[int]) -> Ranges:
-    """The ranges of ops that computing these layers again means, each layer on its own."""
-    return tuple((graph.layers[i].start, graph.layers[i].stop) for i in layers)
-
-
-def recompute_runs(graph: Graph, kinds: tuple[str, ...]) -> Ranges:
-    """The longest runs of ops whose kinds begin so: ``("aten.softmax", "aten.dropout")`` is selective recompute."""
-    runs = groupby(range(len(graph.ops)), key=lambda op: graph.ops[op].kind.startswith(kinds))
-    chosen = (list(ops) for is_chosen, ops in runs if is_chosen)
-    return tuple((ops[0], ops[-1] + 1) for ops in chosen)
-
-
-def find_lifetimes(graph: Graph, ranges: Ranges, stage: StageSlice, *, trains: bool = True) -> Lifetimes:
+def find_lifetimes(graph: Graph, stage: StageSlice, *, trains: bool = True) -> Lifetimes:
     """Lifetimes in a stage: what it sends is kept, what it received stays until its backward is done.
 
-    Nothing is saved unless it ``trains``. Ranges of other stages are not its own. Raises GraphError for ranges that
-    overlap or leave the graph.
+    Nothing is saved unless it ``trains``.
     """
-    _check_ranges(graph, ranges)
     mine = set(stage.ops)
-    ranges = tuple(item for item in ranges if item[0] in mine)
+    ranges = [item for item in graph.recompute if item[0] in mine]
     tensors = graph.tensors
     range_of = {op: start for start, stop in ranges for op in range(start, stop)}
     makers = _makers(graph) if ranges else {}
@@ -79,7 +62,7 @@ def find_lifetimes(graph: Graph, ranges: Ranges, stage: StageSlice, *, trains: b
             if index not in range_of:
                 kept.add(storage)
     for start, stop in ranges:
-        for storage in _read_by(graph, start, stop):
+        for storage in read_from_outside(graph, start, stop):
             needed[storage] = min(needed.get(storage, start), start)
             kept.add(storage)
     return Lifetimes(
@@ -108,20 +91,3 @@ def _by_op(ops: dict[int, int]) -> dict[int, list[int]]:
     for storage, op in ops.items():
         storages[op].append(storage)
     return dict(storages)
-
-
-def _read_by(graph: Graph, start: int, stop: int) -> set[int]:
-    """Storages of values that a range reads and does not make."""
-    ops = graph.ops[start:stop]
-    made = {i for op in ops for i in op.outputs}
-    read = {i for op in ops for i in op.inputs} - made
-    return {graph.tensors[i].storage for i in read if graph.tensors[i].role == "activation"}
-
-
-def _check_ranges(graph: Graph, ranges: Ranges) -> None:
-    inside = all(0 <= start < stop <= len(graph.ops) for start, stop in ranges)
-    if not inside or any(before[1] > after[0] for before, after in pairwise(sorted(ranges))):
-        raise GraphError(
-            f"Ranges of ops to compute again were given as {list(ranges)}; expected ranges within 0:{len(graph.ops)} "
-            "that do not overlap. Take them from `recompute_layers`."
-        )

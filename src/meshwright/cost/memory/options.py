@@ -28,26 +28,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meshwright.cost.memory.backward import Backend
-    from meshwright.cost.memory.lifetimes import Ranges
     from meshwright.cost.transformer import ZeroStage
     from meshwright.spec import Graph, Link, StageSlice, Workload
 
 # Layers whose parameters or activations are on the device at once: the one that computes and the next.
-_LAYERS_AT_HAND = 2
+LAYERS_AT_HAND = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
     """How a stage is kept. ``states_on`` and ``activations_on`` say where they are between uses.
 
-    ``recompute``: ranges of ops that are computed again, from `recompute_layers`. ``num_expert_ranks`` divides
-    ``num_ranks``. Raises PlanError otherwise.
+    ``num_expert_ranks`` divides ``num_ranks``. Raises PlanError otherwise.
     """
 
     num_ranks: int = 1
     num_expert_ranks: int = 1
     zero: ZeroStage = 0
-    recompute: Ranges = ()
     states_on: Literal["device", "host", "nvme"] = "device"
     activations_on: Literal["device", "host"] = "device"
 
@@ -113,10 +110,10 @@ def weigh_rank(
     """Memory of a rank of a stage for microbatches of ``batch_size`` samples, in training.
 
     ``num_in_flight`` of a step's ``num_microbatches`` at a time. ``device``: whose libraries compute.
-    Raises GraphError for a batch or for ranges that the graph does not have.
+    Raises GraphError for a batch that the graph does not have.
     """
     num_microbatches = max(num_microbatches, num_in_flight)
-    plain = weigh_stage(graph, stage, batch_size, workload, device=device, recompute=options.recompute)
+    plain = weigh_stage(graph, stage, batch_size, workload, device=device)
     width, states = workload.float_bytes, state_bytes(workload.optimizer, workload.precision)
     shards = _Shards(graph, stage, options)
     all_elements, trainable = shards.held(stage.parameters), shards.held(_trainable(graph, stage.parameters))
@@ -131,11 +128,11 @@ def weigh_rank(
     if options.zero >= 2:
         gradients = width * (shards.sharded(_trainable(graph, stage.parameters)) + layer)
     if options.zero == 3:
-        parameters = width * (shards.sharded(stage.parameters) + _LAYERS_AT_HAND * layer)
+        parameters = width * (shards.sharded(stage.parameters) + LAYERS_AT_HAND * layer)
     activations_moved, activations_away = 0, 0
     if options.activations_on == "host":
         kept = plain.microbatch_bytes - plain.received_bytes - plain.sent_bytes
-        at_hand = min(num_in_flight * kept, _LAYERS_AT_HAND * _largest_saved(graph, stage, batch_size, width))
+        at_hand = min(num_in_flight * kept, LAYERS_AT_HAND * _largest_saved(graph, stage, batch_size, width))
         activations_away = num_in_flight * kept - at_hand
         activations_moved = 2 * num_microbatches * kept
     away = kept_states if options.states_on != "device" else 0

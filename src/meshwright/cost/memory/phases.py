@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from meshwright.cost.memory.backward import Backend
     from meshwright.cost.memory.ledger import MemoryEvents
-    from meshwright.cost.memory.lifetimes import Ranges
     from meshwright.cost.memory.walk import OptimizerLoop
     from meshwright.spec import Graph, StageSlice, Workload
 
@@ -68,13 +67,12 @@ def trace_phases(
     workload: Workload,
     batch_size: int,
     *,
-    recompute: Ranges,
     device: Backend,
     loop: OptimizerLoop,
     bucketed: Set[int],
 ) -> StagePhases:
     """Follow a stage for microbatches of ``batch_size`` samples. Raises as `trace_stage` does."""
-    walk = StageWalk(graph, stage, workload, batch_size, recompute, device, loop, bucketed)
+    walk = StageWalk(graph, stage, workload, batch_size, device, loop, bucketed)
     ends = [0]
 
     def end() -> None:

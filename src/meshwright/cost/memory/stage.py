@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.cost.memory.backward import Backend
-    from meshwright.cost.memory.lifetimes import Ranges
     from meshwright.spec import DeviceKind, Graph, StageSlice, Workload
 
 
@@ -108,12 +107,11 @@ def weigh_stage(
     *,
     device: Backend = "cpu",
     bucketed: Set[int] = frozenset(),
-    recompute: Ranges = (),
 ) -> StageMemory:
     """Memory of one stage for microbatches of ``batch_size`` samples.
 
     ``device``: whose libraries compute. ``bucketed``: parameters whose gradients are exchanged in buckets.
-    ``recompute``: ranges of ops that are computed again; ``phases`` know of them, ``saved_bytes`` does not.
+    Of what the graph computes again ``phases`` know, ``saved_bytes`` does not.
     Raises GraphError for a batch size that the graph does not describe.
     """
     graph.check_batch_size(batch_size)
@@ -150,7 +148,6 @@ def weigh_stage(
             stage_slice,
             workload,
             batch_size,
-            recompute=recompute,
             device=device,
             loop=default_loop(device),
             bucketed=bucketed,

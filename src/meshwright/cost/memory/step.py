@@ -39,7 +39,6 @@ def trace_step(
     workload: Workload,
     *,
     num_microbatches: int = 1,
-    recompute: Sequence[tuple[int, int]] = (),
     device: Backend = "cpu",
     loop: OptimizerLoop | None = None,
 ) -> MemoryEvents:
@@ -49,12 +48,11 @@ def trace_step(
         graph: A graph for training, with its loss.
         workload: Optimizer, precision and the samples of a step, which the microbatches share.
         num_microbatches: How many the step is made of; gradients gather.
-        recompute: Ranges of ops ``start:stop`` that are computed again in the backward; see `recompute_layers`.
         device: Whose libraries compute, and so what they take meanwhile.
         loop: How the optimizer goes over the parameters; by default one by one on CPUs, as torch does, else fused.
 
-    Raises GraphError for a graph without loss or with a backward of its own, for a batch that it does not describe, for
-    microbatches of unequal size, and for ranges that overlap or leave the graph.
+    Raises GraphError for a graph without loss or with a backward of its own, for a batch that it does not describe,
+    and for microbatches of unequal size.
     """
     if workload.global_batch % num_microbatches:
         raise GraphError(
@@ -64,7 +62,7 @@ def trace_step(
     order = [(is_backward, index) for index in range(num_microbatches) for is_backward in (False, True)]
     stage = slice_graph(graph, [(0, len(graph.layers))])[0]
     size = workload.global_batch // num_microbatches
-    return trace_stage(graph, stage, workload, size, order, recompute=recompute, device=device, loop=loop)
+    return trace_stage(graph, stage, workload, size, order, device=device, loop=loop)
 
 
 def trace_stage(
@@ -74,7 +72,6 @@ def trace_stage(
     batch_size: int,
     order: Sequence[tuple[bool, int]],
     *,
-    recompute: Sequence[tuple[int, int]] = (),
     device: Backend = "cpu",
     loop: OptimizerLoop | None = None,
     bucket_bytes: int = 0,
@@ -89,7 +86,6 @@ def trace_stage(
         workload: Optimizer and precision.
         batch_size: Samples of a microbatch.
         order: What the rank computes in a step: (is it a backward, of which microbatch).
-        recompute: As for `trace_step`; ranges outside the stage are not its own.
         device: As for `trace_step`.
         loop: As for `trace_step`.
         bucket_bytes: Buffers in which gradients are exchanged.
@@ -103,9 +99,7 @@ def trace_stage(
             f"Graph {graph.name!r} has no loss, is for inference, or holds its own backward; expected a forward that "
             "ends in a loss. Capture the model with its loss, for training."
         )
-    walk = StageWalk(
-        graph, stage, workload, batch_size, tuple(recompute), device, loop or default_loop(device), bucketed
-    )
+    walk = StageWalk(graph, stage, workload, batch_size, device, loop or default_loop(device), bucketed)
     walk.build(bucket_bytes, num_inputs or len({microbatch for _, microbatch in order}))
     last = max((place for place, (is_backward, _) in enumerate(order) if is_backward), default=-1)
     for index in range(_NUM_STEPS):

@@ -16,7 +16,7 @@ from meshwright.cost.memory.backward import (
 from meshwright.cost.memory.ledger import Ledger
 from meshwright.cost.memory.lifetimes import find_lifetimes
 from meshwright.cost.optimizers import MASTER_BYTES, STEP_COUNTER_BYTES
-from meshwright.spec import GraphError
+from meshwright.spec import GraphError, computed_again
 from meshwright.spec.memory import (
     BUCKETS,
     BUFFERS,
@@ -33,7 +33,6 @@ from meshwright.spec.memory import (
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
-    from meshwright.cost.memory.lifetimes import Ranges
     from meshwright.spec import Channel, Graph, Op, StageSlice, Workload
 
 # How torch goes over the parameters in an optimizer's step: one by one, all at once, or in one kernel.
@@ -66,7 +65,6 @@ class StageWalk:
         stage: StageSlice,
         workload: Workload,
         batch_size: int,
-        ranges: Ranges,
         device: Backend,
         loop: OptimizerLoop,
         bucketed: Set[int] = frozenset(),
@@ -76,7 +74,7 @@ class StageWalk:
         self._device, self._loop = device, loop
         self._sizes, self._elements = _measures(graph, batch_size, workload.float_bytes, device)
         self.trains = stage.has_backward and workload.kind == "training"
-        self._lives = find_lifetimes(graph, ranges, stage, trains=self.trains)
+        self._lives = find_lifetimes(graph, stage, trains=self.trains)
         self._bucketed = frozenset(bucketed)
         self._first_use: dict[int, int] = {}
         for index in stage.ops if bucketed else ():
@@ -196,13 +194,8 @@ class StageWalk:
         """Compute a range again, up to the last value that its backward reads."""
         tensors = self._graph.tensors
         needed = {tensors[i].storage for op in self._graph.ops[start:stop] for i in op.saved}
-        savers = [index for index in range(start, stop) if self._graph.ops[index].saved]
-        for index in range(start, savers[-1] + 1 if savers else start):
+        for index in computed_again(self._graph, start, stop):
             op = self._graph.ops[index]
-            made = {tensors[i].storage for i in (*op.outputs, *op.saved) if tensors[i].role in ("activation", "saved")}
-            made &= {*op.outputs, *(i for i in op.saved if tensors[i].role == "saved")}
-            if index == savers[-1] and not made & {tensors[i].storage for i in op.saved}:
-                break
             self.ledger.begin(f"forward of {op.name} again")
             self._compute(index, op, self._again, needed, keeps_internals=True)
         for storage in [storage for storage in self._again if storage not in needed]:

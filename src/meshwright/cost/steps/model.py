@@ -1,7 +1,7 @@
-"""The shipped figures of step predictions: one set of efficiencies, where it comes from, and how wrong it was.
+"""The shipped figures of step predictions: one set of efficiencies per kind of device, whence, and how wrong they were.
 
-The document ``cost/models/steps.json`` names the rows that the set was fitted on by hash, so that `validate` can refuse
-to score them. Devices of other kinds take the same shares of their own datasheets.
+The document ``cost/models/steps.json`` names the rows that the sets were fitted on by hash, so that `validate` can
+refuse to score them. A kind of device without rows takes the set of another, which the document names.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from meshwright.cost.steps.prices import Efficiencies
 from meshwright.spec import decode_document
 from meshwright.spec.parsing import read_data
 
-# What a step's interval depends on: kernels large enough to fill the device, on the fitted kind of device; the same on
-# another kind; kernels so small that starting them sets the pace.
+# What a step's interval depends on: paced by the device, of the kind that most rows were fitted on; the same on another
+# kind; paced by the host.
 Regime = Literal["fitted", "elsewhere", "small"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """Efficiencies of one kind of device, the intervals of each regime, and the hashes of the fitted rows (hex).
+    """Efficiencies by kind of device, the intervals of each regime, and the hashes of the fitted rows (hex).
 
-    ``product_shares``: by kind of device and dtype, the share of the peak that large products alone were measured to
-    reach. What products reach in training on another device, or in another dtype, is taken to differ as they do.
+    ``device``: the kind that most rows were fitted on; the others were held near its set. ``stand_ins``: by kind
+    without a set, the kind whose set it takes; any other takes that of ``device``.
     """
 
     device: str
     rule: str
-    efficiencies: Efficiencies
-    product_shares: dict[str, dict[str, float]]
+    efficiencies: dict[str, Efficiencies]
+    stand_ins: dict[str, str]
     intervals: dict[Regime, Interval]
     fitted_rows: tuple[str, ...]
 
-    SCHEMA_VERSION: ClassVar[int] = 1
+    SCHEMA_VERSION: ClassVar[int] = 2
 
-    def product_scales(self, device: str) -> dict[str, float]:
-        """By dtype, what products reach on a kind of device over what 16-bit ones reach on the fitted kind."""
-        here = self.product_shares[self.device]["bfloat16"]
-        return {dtype: share / here for dtype, share in self.product_shares.get(device, {}).items()}
+    def efficiencies_of(self, device: str) -> Efficiencies:
+        """The set of a kind of device."""
+        kind = device if device in self.efficiencies else self.stand_ins.get(device, self.device)
+        return self.efficiencies[kind]
 
 
 @cache

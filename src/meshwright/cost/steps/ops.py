@@ -33,6 +33,9 @@ Group = Literal["", "tensor", "context", "expert"]
 # Matrix products of attention's backward without stored scores: scores again, and gradients of values, probabilities,
 # queries and keys (Dao, FlashAttention-2, 2023, section 3.1).
 _ATTENTION_BACKWARD_PRODUCTS = 5
+# Megatron-LM's fused softmax takes sequences times heads of a device four at a time; other numbers go through torch's,
+# in single precision (megatron/model/fused_softmax.py: attn_batches % 4).
+_SOFTMAX_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,13 +164,30 @@ def _attention(shape: TransformerShape, setup: TrainingSetup) -> list[CountedOp]
         return [*ops, _fused(setup, heads, kv_heads, shape.head_dim, queries)]
     batch = setup.microbatch_size * heads
     scores = batch * queries * setup.seq
-    # Softmax reads and writes the scores (backward: reads two, writes one); dropout reads, writes, and has its mask.
-    dropout = (2 * HALF + 1) * scores if shape.dropout else 0
+    # Dropout reads, writes, and has its mask.
+    dropout = (2 * HALF + 1) * scores
     return [
         *ops,
         _bmm("scores", batch, queries, setup.seq, shape.head_dim),
-        _memory("softmax", 2 * HALF * scores + dropout, gradient_bytes=3 * HALF * scores + dropout, in_core=True),
+        *_softmax(scores, fused=batch % _SOFTMAX_BATCHES == 0),
+        *([_memory("attention dropout", dropout, gradient_bytes=dropout, in_core=True)] if shape.dropout else []),
         _bmm("values", batch, queries, shape.head_dim, setup.seq),
+    ]
+
+
+def _softmax(scores: int, *, fused: bool) -> list[CountedOp]:
+    """Reads and writes the scores (backward: reads two, writes one), or as many kernels in single precision."""
+    if fused:
+        return [_memory("softmax", 2 * HALF * scores, gradient_bytes=3 * HALF * scores, in_core=True)]
+    widened = (HALF + SINGLE) * scores
+    whole = 2 * SINGLE * scores
+    return [
+        _memory("scores widened", widened, in_core=True),
+        _memory("scores scaled", whole, in_core=True),
+        _memory("mask", HALF // 2 * scores, in_core=True),
+        _memory("scores masked", whole, in_core=True),
+        _memory("softmax", whole, gradient_bytes=3 * SINGLE * scores, in_core=True),
+        _memory("probabilities narrowed", widened, in_core=True),
     ]
 
 

@@ -19,9 +19,16 @@ class Software:
     """Habits of one kind of training software.
 
     ``fused_accumulation``: weight gradients are added by the product that makes them. ``hidden_tensor_parallel``: the
-    backward's reduction among the tensor group runs beside the weight gradients. ``hidden_gradients``: when gradients
-    are reduced beside the backward. ``attention_share``: of the peak, by kind of device, that attention without stored
-    scores reaches.
+    backward's reduction among the tensor group runs beside the weight gradients. ``async_tensor_parallel``: gathers and
+    scatters of the tensor group are cut up and run beside the products that need or make them. ``regathers_inputs``:
+    inputs of split products are gathered again for the weight gradients, not kept. ``gathers_in_8_bits``: what products
+    in 8 bits need is gathered in 8 bits. ``stops_early``: recomputing a layer ends with what the backward needs, so its
+    last product is not run again. ``sends_single``: parameters and gradients travel in single precision, whatever
+    products run in. ``compiled``: kernels are started by a compiled program, which keeps no device waiting.
+    ``hidden_gradients``: when gradients are reduced beside the backward. ``attention_share``: of the peak, by kind of
+    device, that attention without stored scores reaches.
+
+    ``framework``, ``source`` and ``notes``: parts of a row's columns that pick the entry, case and blanks apart.
     """
 
     name: str
@@ -30,8 +37,16 @@ class Software:
     fused_accumulation: bool
     hidden_tensor_parallel: bool
     hidden_gradients: Literal["never", "without pipeline", "always"]
+    async_tensor_parallel: bool = False
+    regathers_inputs: bool = True
+    gathers_in_8_bits: bool = False
+    stops_early: bool = False
+    blocking_messages: bool = False
+    sends_single: bool = False
+    compiled: bool = False
     framework: str = ""
     source: str = ""
+    notes: str = ""
     attention_share: dict[str, float] = field(default_factory=dict)
 
     def hides_gradients(self, num_stages: int) -> bool:
@@ -48,10 +63,15 @@ class SoftwareList:
     SCHEMA_VERSION: ClassVar[int] = 1
 
 
-def find_software(framework: str = "", source: str = "") -> Software:
-    """The first entry whose parts stand in the framework and the source; the last one if none does."""
+def find_software(framework: str = "", source: str = "", notes: str = "") -> Software:
+    """The first entry whose parts stand in the framework, the source and the notes; the last one if none does."""
     *entries, other = known_software()
-    found = (entry for entry in entries if entry.framework in framework.lower() and entry.source in source.lower())
+    said = framework.lower(), source.lower(), notes.lower().replace(" ", "")
+    found = (
+        entry
+        for entry in entries
+        if all(part in text for part, text in zip((entry.framework, entry.source, entry.notes), said, strict=True))
+    )
     return next(found, other)
 
 

@@ -11,18 +11,21 @@ What the software hides is said by `software`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from meshwright.cost.parameters import count_parameters, layer_parameters
-from meshwright.cost.steps.ops import CountedOp, embedding_ops, head_ops, layer_ops, recomputed_ops
+from meshwright.cost.steps.ops import embedding_ops, head_ops, layer_ops, recomputed_ops
+from meshwright.cost.steps.pacing import count_kernels, paced
 from meshwright.cost.steps.pipeline import StageSeconds, pipeline_seconds
 from meshwright.cost.transformer import HALF, SINGLE, layers_of_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from meshwright.cost.collectives import CollectiveOp
+    from meshwright.cost.steps.ops import CountedOp
     from meshwright.cost.steps.prices import StepPrices
     from meshwright.cost.steps.software import Software
     from meshwright.cost.transformer import TransformerShape
@@ -41,8 +44,12 @@ _COPY_BYTES = {"fp16": 6 + 16, "bf16": 6 + 4, "fp8": 6 + 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """A step and its parts, s: the pipeline with its bubble, gradients reduced after it, and the optimizer."""
+    """A step and its parts, s: the pipeline with its bubble, gradients reduced after it, and the optimizer.
 
+    ``stages``: what the pipeline consists of.
+    """
+
+    stages: tuple[StageSeconds, ...]
     pipeline_s: float
     bubble_s: float
     gradients_s: float
@@ -51,20 +58,26 @@ class StepSeconds:
     @property
     def seconds(self) -> float:
         """The whole step."""
-        return self.pipeline_s + self.gradients_s + self.optimizer_s
+        return self.pipeline_s + self.rest_s
+
+    @property
+    def rest_s(self) -> float:
+        """What follows the pipeline."""
+        return self.gradients_s + self.optimizer_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSeconds:
     """One layer for one microbatch, s; recomputing stands with the input gradients, which wait for it.
 
-    ``num_ops`` of the forward, collectives left out.
+    ``host_s`` and ``device_s``: for how long it keeps the host and the device busy; the other three are paced by both.
     """
 
     forward_s: float
     input_gradient_s: float
     weight_gradient_s: float
-    num_ops: float
+    host_s: float
+    device_s: float
 
 
 def predict_step(shape: TransformerShape, prices: StepPrices, software: Software) -> StepSeconds:
@@ -74,10 +87,11 @@ def predict_step(shape: TransformerShape, prices: StepPrices, software: Software
     """
     setup = prices.setup
     layers = {kind: predict_layer(shape, prices, software, kind) for kind in _kinds(shape)}
-    stages = [_stage(shape, prices, layers, stage) for stage in range(setup.pp)]
+    stages = tuple(_stage(shape, prices, software, layers, stage) for stage in range(setup.pp))
     pipeline = pipeline_seconds(stages, setup.num_microbatches, setup.schedule, setup.chunks)
     parameters = max(_stage_parameters(shape, prices, stage) for stage in range(setup.pp))
     return StepSeconds(
+        stages=stages,
         pipeline_s=pipeline,
         bubble_s=pipeline - setup.num_microbatches * max(stage.seconds for stage in stages),
         gradients_s=_reduce_gradients(shape, prices, software, parameters, max(s.input_gradient_s for s in stages)),
@@ -89,34 +103,79 @@ def predict_layer(shape: TransformerShape, prices: StepPrices, software: Softwar
     """Seconds of one layer for one microbatch, collectives of its groups included."""
     setup = prices.setup
     ops = _ops_of(shape, prices, layer)
-    forward = _part(ops, "forward", prices, software)
-    again = forward if setup.recompute == "full" else prices.total(recomputed_ops(ops, setup.recompute))
+    again = _computed_again(ops, setup.recompute, software)
+    recomputed = _part(again, "forward", prices, software)
     parameters = layer_parameters(shape, setup, layer)
-    width = _gradient_bytes(prices)
+    width = _gradient_bytes(prices, software)
     accumulated = 0.0 if setup.zero >= 2 else parameters * width * (1 if software.fused_accumulation else 3)
     adding = prices.pass_seconds(accumulated) if accumulated else 0.0
-    return LayerSeconds(
-        forward_s=forward,
-        input_gradient_s=again + _part(ops, "input_gradient", prices, software),
-        weight_gradient_s=adding + _part(ops, "weight_gradient", prices, software),
-        num_ops=sum(op.count for op in ops if op.part == "forward" and not op.group),
+    return _pace(
+        _part(ops, "forward", prices, software),
+        recomputed + _part(ops, "input_gradient", prices, software),
+        adding + _part(ops, "weight_gradient", prices, software),
+        [op for op in ops if op.part == "forward"],
+        [*(op for op in again if op.part == "forward"), *(op for op in ops if op.part != "forward")],
+        _host_seconds(prices, software),
     )
 
 
-def _stage(shape: TransformerShape, prices: StepPrices, layers: Mapping[int, LayerSeconds], stage: int) -> StageSeconds:
+def _host_seconds(prices: StepPrices, software: Software) -> float:
+    return 0.0 if software.compiled else prices.efficiencies.host_s
+
+
+def _computed_again(ops: tuple[CountedOp, ...], recompute: str, software: Software) -> tuple[CountedOp, ...]:
+    """What of a layer runs again in the backward; with all of it, the collectives of its forward, too."""
+    if recompute != "full":
+        return recomputed_ops(ops, recompute)
+    if not software.stops_early:
+        return ops
+    halved = {"reduce_scatter", "all_reduce"}
+    return tuple(
+        replace(op, count=op.count / 2) if op.group == "tensor" and op.op in halved else op
+        for op in ops
+        if op.name != "down"
+    )
+
+
+def _pace(
+    forward_s: float,
+    input_gradient_s: float,
+    weight_gradient_s: float,
+    forward_ops: Sequence[CountedOp],
+    backward_ops: Sequence[CountedOp],
+    host_s: float,
+) -> LayerSeconds:
+    """Device seconds of the parts as a host paces them that starts these kernels; both gradients by one factor."""
+    forward_host_s, backward_host_s = (host_s * count_kernels(ops) for ops in (forward_ops, backward_ops))
+    backward_s = input_gradient_s + weight_gradient_s
+    stretch = paced(backward_s, backward_host_s) / backward_s if backward_s else 1.0
+    return LayerSeconds(
+        forward_s=paced(forward_s, forward_host_s),
+        input_gradient_s=input_gradient_s * stretch,
+        weight_gradient_s=weight_gradient_s * stretch,
+        host_s=forward_host_s + backward_host_s,
+        device_s=forward_s + backward_s,
+    )
+
+
+def _stage(
+    shape: TransformerShape, prices: StepPrices, software: Software, layers: Mapping[int, LayerSeconds], stage: int
+) -> StageSeconds:
     setup = prices.setup
     mine = [layers[_kind_of(shape, layer)] for layer in layers_of_stage(shape, setup, stage)]
-    edges: tuple[CountedOp, ...] = ()
+    num_layers = len(mine)
     if stage == 0:
-        edges += embedding_ops(shape, setup)
+        mine.append(_edge(embedding_ops(shape, setup), prices, software))
     if stage == setup.pp - 1:
-        edges += head_ops(shape, setup)
+        mine.append(_edge(head_ops(shape, setup), prices, software))
     parts = {
-        part: sum(getattr(layer, f"{part}_s") for layer in mine) + prices.total(op for op in edges if op.part == part)
+        part: sum(getattr(layer, f"{part}_s") for layer in mine)
         for part in ("forward", "input_gradient", "weight_gradient")
     }
     if setup.zero >= 2:
-        _add_sharding(parts, prices, _stage_parameters(shape, prices, stage), len(mine))
+        hidden = software.hides_gradients(setup.pp)
+        moved = _parameter_bytes(software) * _stage_parameters(shape, prices, stage)
+        _add_sharding(parts, prices, moved, num_layers, hidden=hidden)
     transfers = 0.0
     if setup.pp > 1:
         # Each of the tensor group's devices sends its share (scatter/gather; sequence parallelism).
@@ -130,12 +189,24 @@ def _stage(shape: TransformerShape, prices: StepPrices, layers: Mapping[int, Lay
     )
 
 
-def _add_sharding(parts: dict[str, float], prices: StepPrices, parameters: float, num_layers: int) -> None:
-    """Gathers of parameters and scatters of gradients, per microbatch, as far as they outlast the work beside them."""
-    moved = HALF * parameters
+def _edge(ops: tuple[CountedOp, ...], prices: StepPrices, software: Software) -> LayerSeconds:
+    """The embedding or the head, whose collectives are not counted."""
+    forward, inputs, weights = (
+        [op for op in ops if op.part == part] for part in ("forward", "input_gradient", "weight_gradient")
+    )
+    totals = (prices.total(forward), prices.total(inputs), prices.total(weights))
+    return _pace(*totals, forward, [*inputs, *weights], _host_seconds(prices, software))
+
+
+def _add_sharding(parts: dict[str, float], prices: StepPrices, moved: float, num_layers: int, *, hidden: bool) -> None:
+    """Gathers and scatters of ``moved`` bytes, per microbatch, as far as they outlast the work beside them."""
     gather = prices.collective_seconds("data", "all_gather", moved)
     scatter = prices.collective_seconds("data", "reduce_scatter", moved)
     backward = scatter + (gather if prices.setup.zero == 3 else 0.0)
+    if not hidden:
+        parts["forward"] += gather
+        parts["weight_gradient"] += backward
+        return
     # The first layer's gather and the last one's scatter have nothing to hide behind.
     parts["forward"] = max(parts["forward"], gather) + gather / num_layers
     beside = parts["input_gradient"] + parts["weight_gradient"]
@@ -146,7 +217,7 @@ def _reduce_gradients(
     shape: TransformerShape, prices: StepPrices, software: Software, parameters: float, backward_s: float
 ) -> float:
     setup = prices.setup
-    width = _gradient_bytes(prices)
+    width = _gradient_bytes(prices, software)
     tied = 0.0
     if setup.pp > 1 and shape.tied:
         table = shape.vocab * shape.hidden / setup.tp
@@ -155,7 +226,7 @@ def _reduce_gradients(
         return tied
     if setup.zero == 1:
         scatter = prices.collective_seconds("data", "reduce_scatter", width * parameters)
-        reduction = scatter + prices.collective_seconds("data", "all_gather", HALF * parameters)
+        reduction = scatter + prices.collective_seconds("data", "all_gather", _parameter_bytes(software) * parameters)
     else:
         reduction = prices.collective_seconds("data", "all_reduce", width * parameters)
     if software.hides_gradients(setup.pp):
@@ -172,13 +243,13 @@ def _optimizer(prices: StepPrices, parameters: float) -> float:
 
 def _part(ops: tuple[CountedOp, ...], part: str, prices: StepPrices, software: Software) -> float:
     """Seconds of one part of a layer; collectives that run beside products only as far as they outlast them."""
-    seconds = prices.total(op for op in ops if op.part == part and op.hidden_by is None)
+    seconds = sum(op.count * _message(op, prices, software) for op in ops if op.part == part and op.hidden_by is None)
     hidden: dict[tuple[str, str], float] = {}
     for op in ops:
         if op.part != part or op.hidden_by is None:
             continue
         if op.group == "tensor" and not software.hidden_tensor_parallel:
-            seconds += op.count * prices.seconds(op)
+            seconds += op.count * _message(op, prices, software)
         else:
             key = (op.group, op.hidden_by)
             hidden[key] = hidden.get(key, 0.0) + op.count * prices.seconds(op)
@@ -188,15 +259,31 @@ def _part(ops: tuple[CountedOp, ...], part: str, prices: StepPrices, software: S
     return seconds
 
 
+def _message(op: CountedOp, prices: StepPrices, software: Software) -> float:
+    """Seconds of an op, of a collective of the tensor group as the software sends it; any other op as it is."""
+    if op.group != "tensor":
+        return prices.seconds(op)
+    if op.hidden_by == "input_gradient" and not software.regathers_inputs:
+        return 0.0
+    eight_bits = prices.setup.precision == "fp8" and software.gathers_in_8_bits and op.op == "all_gather"
+    needed = prices.collective_seconds("tensor", cast("CollectiveOp", op.op), op.num_bytes / (2 if eight_bits else 1))
+    # Cut into as many pieces as there are ranks, all but one overlap with products, which take longer.
+    return needed / prices.setup.tp if software.async_tensor_parallel else needed
+
+
 def _stage_parameters(shape: TransformerShape, prices: StepPrices, stage: int) -> int:
     """Parameters of a stage on one device, its experts' included."""
     held = count_parameters(shape, prices.setup, stage)
     return held.dense + held.experts
 
 
-def _gradient_bytes(prices: StepPrices) -> int:
+def _gradient_bytes(prices: StepPrices, software: Software) -> int:
     # Megatron-LM keeps fp16 gradients in 16 bits and adds bf16 ones in single precision (arguments.py).
-    return HALF if prices.setup.precision == "fp16" else SINGLE
+    return HALF if prices.setup.precision == "fp16" and not software.sends_single else SINGLE
+
+
+def _parameter_bytes(software: Software) -> int:
+    return SINGLE if software.sends_single else HALF
 
 
 def _kinds(shape: TransformerShape) -> tuple[int, ...]:

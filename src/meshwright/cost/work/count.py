@@ -25,7 +25,7 @@ from meshwright.cost.work.calls import parameter_places, read_call
 from meshwright.cost.work.operators import find_operator
 from meshwright.cost.work.outputs import outputs_of
 from meshwright.cost.work.products import attention, drops, product, recurrent
-from meshwright.spec.graph import MAX_GRAPH_BYTES, MAX_GRAPH_FLOPS
+from meshwright.spec.graph_checks import MAX_GRAPH_BYTES, MAX_GRAPH_FLOPS
 from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
 
 if TYPE_CHECKING:

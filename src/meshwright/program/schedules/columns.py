@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -52,6 +52,12 @@ class RankOrders:
     def split(self) -> tuple[OrderColumns, ...]:
         """The order of each rank."""
         return tuple(self.columns.select(slice(*ends)) for ends in pairwise(self.offsets.tolist()))
+
+    def later(self, shift: int) -> RankOrders:
+        """The same with microbatches numbered from ``shift`` on."""
+        if not shift:
+            return self
+        return replace(self, columns=replace(self.columns, microbatch=self.columns.microbatch + np.int32(shift)))
 
     def select(self, kept: NDArray[np.bool_]) -> RankOrders:
         """The computations where a mask is true."""

@@ -47,8 +47,9 @@ from numpy.typing import NDArray
 from meshwright.program.schedules.columns import OrderColumns, make_columns
 from meshwright.program.schedules.layouts import num_active, sit_alone
 from meshwright.spec.errors import PlanError
+from meshwright.spec.exchange import WAVES
 from meshwright.spec.instructions import COMPUTATIONS, Opcode
-from meshwright.spec.plan import WAVES, AsynchronousName, Plan
+from meshwright.spec.plan import AsynchronousName, Plan
 
 Ids = NDArray[np.int64]
 # (plan, stage, replica, local minibatches) → the version of the weights that each of them uses.

@@ -12,6 +12,7 @@ import numpy as np
 
 from meshwright.report.rows import plan_rows
 from meshwright.spec import Cluster, Graph, Link, Opcode, Plan, Timeline
+from meshwright.spec.instructions import COLLECTIVES
 
 Row = dict[str, Any]
 
@@ -84,9 +85,9 @@ def _link_row(link: Link) -> Row:
 
 def _flow_rows(plan: Plan, cluster: Cluster | None, timeline: Timeline) -> list[Row]:
     """One row per pair of stages and payload, and one per stage whose replicas sum their gradients; first step."""
-    moves = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT, Opcode.ALL_REDUCE)
+    moves = (Opcode.SEND_ACTIVATION, Opcode.SEND_GRADIENT, *COLLECTIVES)
     chosen = np.flatnonzero(np.isin(timeline.opcode, moves) & (timeline.step == timeline.step.min(initial=0)))
-    reduces = timeline.opcode[chosen] == Opcode.ALL_REDUCE
+    reduces = np.isin(timeline.opcode[chosen], COLLECTIVES)
     # The peer of a sum is its bucket: a stage's buckets are one flow.
     ends = np.where(reduces, timeline.stage[chosen], timeline.peer[chosen])
     keys = np.stack([timeline.opcode[chosen].astype(np.int64), timeline.stage[chosen], ends], axis=1)
@@ -95,7 +96,7 @@ def _flow_rows(plan: Plan, cluster: Cluster | None, timeline: Timeline) -> list[
     rows = []
     for (opcode, stage, peer), num_bytes in zip(known.tolist(), totals.tolist(), strict=True):
         # Every member of a sum has a span of its own.
-        members = len(plan.stages[stage].ranks) if opcode == Opcode.ALL_REDUCE and stage < len(plan.stages) else 1
+        members = len(plan.stages[stage].ranks) if opcode in COLLECTIVES and stage < len(plan.stages) else 1
         rows.append(
             {
                 "payload": Opcode(opcode).name.lower().replace("send_", "").replace("_", " "),

@@ -89,8 +89,8 @@ def gather_facts(plan: Plan, cluster: Cluster, layer_names: Sequence[str] = ()) 
         raise PlanError("The plan is for inference; settings are written for systems that train. Plan for training.")
     if not plan.is_runnable:
         raise PlanError(
-            f"The plan follows the schedule {plan.schedule}; settings are written for {', '.join(BASIC_SCHEDULES)} and "
-            "your own schedules, with one stage on every rank. Plan with one of these."
+            f"The plan {plan.only_simulated}; settings are written for {', '.join(BASIC_SCHEDULES)} and your own "
+            "schedules, with one stage of whole ops on every rank. Plan so."
         )
     if len(set(replicas)) > 1:
         raise PlanError(

@@ -26,7 +26,7 @@ def price_per_hour(plan: Plan | Placement, cluster: Cluster, scenario: Scenario)
         raise ScenarioError(
             f"price: currencies {', '.join(sorted(currencies))} were given; expected one. Convert them."
         )
-    used = [(cluster.device_kind(rank).usual_name, cluster.node_index(rank)) for rank in range(plan.num_ranks)]
+    used = [(cluster.device_kind(rank).usual_name, cluster.node_index(rank)) for rank in range(plan.num_devices)]
     kinds = {kind.usual_name for kind in cluster.device_kinds}
     for price in prices:
         if price.device and price.device not in kinds:

@@ -110,8 +110,8 @@ def forecast_run(
     Raises ScenarioError for a run that has no end, for devices that the cluster has not, and for a plan that should be
     made anew where nobody can (``replan_at``).
     """
-    nodes = {usual.cluster.node_index(rank) for rank in range(plan.num_ranks)}
-    counts = plan.num_ranks, len(nodes)
+    nodes = {usual.cluster.node_index(rank) for rank in range(plan.num_devices)}
+    counts = plan.num_devices, len(nodes)
     stretches = _stretches(plan, usual, scenario, step_at, replan_at)
     finite = [stretch.step_s for stretch in stretches if math.isfinite(stretch.step_s)]
     step_s = finite[0] if finite else step_at(0.0)
@@ -188,7 +188,7 @@ def _stretches(
     before: frozenset[int] = frozenset()
     for moment in sorted(moments):
         away = [(effect, ranks) for effect, ranks in losses if _is_on(effect, moment)]
-        lost = frozenset(rank for _, ranks in away for rank in ranks if rank < plan.num_ranks)
+        lost = frozenset(rank for _, ranks in away for rank in ranks if rank < plan.num_devices)
         every = tuple(sorted({rank for _, ranks in away for rank in ranks}))
         step_s = step_at(moment)
         if lost:

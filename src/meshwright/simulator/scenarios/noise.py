@@ -12,6 +12,7 @@ rank, for all members take the same time. Receives take no time of their own. Th
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +37,16 @@ def has_jitter(scenario: Scenario) -> bool:
     )
 
 
-def with_jitter(program: Program, unrolled: Unrolled, scenario: Scenario, cluster: Cluster, seed: int) -> Unrolled:
-    """The unrolled program with the times that a seed gives its instructions; rank r is device r of the cluster."""
+def with_jitter(
+    program: Program, unrolled: Unrolled, scenario: Scenario, cluster: Cluster, seed: int, width: int = 1
+) -> Unrolled:
+    """The unrolled program with the times that a seed gives its instructions.
+
+    Rank r is device r of the cluster, or a team of ``width`` devices (`spec.teams`), which is as slow as its slowest.
+    """
     network = unrolled.network
-    factor = jitter_factors(program, unrolled, scenario, cluster, seed)
+    members = (jitter_factors(program, unrolled, scenario, cluster, seed, (width, place)) for place in range(width))
+    factor = reduce(np.maximum, members)
     _share_in_collectives(network, factor)
     usual_ps = durations(network)
     duration_ps = np.rint(usual_ps * factor).astype(np.int64)
@@ -50,10 +57,20 @@ def with_jitter(program: Program, unrolled: Unrolled, scenario: Scenario, cluste
     return replace(unrolled, network=with_durations(network, duration_ps, shift_ps))
 
 
-def jitter_factors(program: Program, unrolled: Unrolled, scenario: Scenario, cluster: Cluster, seed: int) -> Floats:
-    """The factor of each instruction, shape (n,), before members of a sum of gradients share one."""
+def jitter_factors(
+    program: Program,
+    unrolled: Unrolled,
+    scenario: Scenario,
+    cluster: Cluster,
+    seed: int,
+    member: tuple[int, int] = (1, 0),
+) -> Floats:
+    """The factor of each instruction, shape (n,), before members of a sum of gradients share one.
+
+    ``member``: devices of a team, and which of them is meant.
+    """
     columns = instruction_columns(program, unrolled)
-    rank = rank_of_streams(program)[columns["track"]]
+    rank = rank_of_streams(program)[columns["track"]] * member[0] + member[1]
     computed = np.isin(columns["opcode"], _COMPUTED)
     factor = np.ones(len(rank))
     for place, effect in enumerate(scenario.effects):

@@ -19,6 +19,7 @@ from meshwright.simulator.prices import Prices
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.scenarios.noise import with_jitter
 from meshwright.simulator.simulate import MAX_UNROLLED, Run, record_run, run_unrolled
+from meshwright.simulator.teams import form_teams
 from meshwright.simulator.unroll import Unrolled, unroll
 from meshwright.spec import Graph, Placement, Plan, Program, ProgramError, Timeline, to_seconds
 from meshwright.spec.scenario import Scenario
@@ -62,9 +63,13 @@ class JitteredSteps:
         *,
         contention: Contention = "queued",
     ) -> None:
+        self._cluster, self._scenario, self._contention = cost.cluster, scenario, contention
+        self._width = 1
+        if isinstance(plan, Plan):
+            self._width = plan.sharding.width
+            plan, graph, _, cost = form_teams(plan, graph, cost.cluster, cost)
         self._program: Program = program_of(plan, graph, cost.cluster)
         self._prices: Prices = price_program(self._program, plan, graph, cost)
-        self._cluster, self._scenario, self._contention = cost.cluster, scenario, contention
 
     def time_steps(self, num_steps: int = NUM_STEPS, num_seeds: int = NUM_SEEDS) -> StepTimes:
         """Seconds of so many steps for each seed, the scenario's own being the first.
@@ -99,6 +104,6 @@ class JitteredSteps:
         return np.maximum.accumulate(ends)
 
     def _run(self, unrolled: Unrolled, seed: int) -> Run:
-        noisy = with_jitter(self._program, unrolled, self._scenario, self._cluster, seed)
+        noisy = with_jitter(self._program, unrolled, self._scenario, self._cluster, seed, self._width)
         network, start_ps, end_ps = run_unrolled(self._program, noisy, self._prices.host_ps, self._contention)
         return Run(unrolled=replace(noisy, network=network), network=network, start_ps=start_ps, end_ps=end_ps)

@@ -1,0 +1,235 @@
+"""Predicted against measured step time of split models on this machine: two pinned ranks, one thread each, gloo.
+
+    tensor    ops are split over both ranks (tensor parallelism); embedding and head stay whole. Measured: the local
+              graph of `program.sharding`, run op by op by torch, with its exchanges
+    fsdp      parameters are shared out (ZeRO-3). Measured: torch's fully_shard on every block and on the model
+    data      replicas with gradients summed once per step. Measured: `meshwright run`'s own launcher
+
+First the links are timed, then the ops of every share of a model with the neighbouring core busy; nothing is fitted to
+steps. A step is forward, backward and AdamW. The figure is |predicted - measured| / measured, measured being the median
+over the steps after the warm-up. The configurations were written down before the first run of this file.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from harness import make_row, parse_options, publish
+from torch.distributed.fsdp import fully_shard
+
+from meshwright.capture import rebuild
+from meshwright.cost import CostModel
+from meshwright.cost.collectives.fitting import fit_measured
+from meshwright.measurement import measure_links, measure_machine
+from meshwright.measurement.processes import run_ranks
+from meshwright.program import lower_graph
+from meshwright.program.sharding import MESH
+from meshwright.simulator import simulate_plan
+from meshwright.spec import (
+    GradientExchange,
+    Graph,
+    Optimizer,
+    Plan,
+    StagePlan,
+    Workload,
+    load_cluster,
+    load_shipped_graph,
+    slice_graph,
+    write_document,
+)
+from meshwright.spec.sharding import UNSHARDED, OpPlacement, Sharding
+from meshwright.training import Job, measure_here, run_plan
+from meshwright.training.shares import share_source
+from meshwright.zoo import load_model
+
+NUM_STEPS, QUICK_STEPS, WARM_UP = 40, 12, 5
+TARGET = 0.10
+WHOLE = tuple(OpPlacement(op=name) for name in ("embedding*", "head", "position*"))
+TENSOR = Sharding(tensor=2, placements=WHOLE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    model: str
+    kind: str
+    microbatch: int
+    num_microbatches: int = 2
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.kind}, {self.num_microbatches} x {self.microbatch}"
+
+
+CONFIGURATIONS = [
+    Configuration(model=model, kind=kind, microbatch=size)
+    for model, size in (("gpt-tiny", 8), ("llama-tiny", 8), ("bert-tiny", 8))
+    for kind in ("tensor", "fsdp", "data")
+]
+
+
+def make_plan(configuration: Configuration, graph: Graph) -> Plan:
+    """One stage on both ranks, as one team or as two replicas of whole ops."""
+    is_split = configuration.kind == "tensor"
+    ranks = (0,) if is_split else (0, 1)
+    count = configuration.num_microbatches * len(ranks)
+    return Plan(
+        model=configuration.model,
+        graph_hash=graph.content_hash,
+        cluster="2xcpu",
+        workload=Workload(global_batch=configuration.microbatch * count, optimizer=Optimizer(kind="adamw")),
+        stages=(StagePlan(start=0, stop=len(graph.layers), ranks=ranks),),
+        num_microbatches=count,
+        sharding=TENSOR if is_split else UNSHARDED,
+        exchange=GradientExchange(zero=3 if configuration.kind == "fsdp" else 0),
+    )
+
+
+def source_of(model: str, sharding: Sharding, batch_size: int):
+    """Picklable: what every measuring process times."""
+    return share_source(lower_graph(load_shipped_graph(model), sharding, ()), batch_size)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(_, value):
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(_, value):
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(_, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+def _shard(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    for dim, size in enumerate(shape):
+        if value.shape[dim] > size:
+            value = value.narrow(dim, dist.get_rank() * size, size)
+    return value
+
+
+EXCHANGES = {
+    f"{MESH}all_reduce.default": lambda value, _: _AllReduce.apply(value),
+    f"{MESH}copy.default": lambda value, _: _Copy.apply(value),
+    f"{MESH}shard.default": _shard,
+}
+
+
+def run_tensor(_, configuration: Configuration, num_steps: int) -> list[float]:
+    """Steps of the local graph on this rank."""
+    size = configuration.microbatch
+    local = lower_graph(load_shipped_graph(configuration.model), TENSOR, ())
+    (stage,) = slice_graph(local, [(0, len(local.layers))])
+    module = rebuild(local, stage.inputs, stage.outputs, stage.ops, batch_size=size, converters=EXCHANGES)
+    torch.manual_seed(0)
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.02)
+    batch = share_source(local, size).batch
+    feeds = [dict(zip(local.inputs, batch(size), strict=True))[i] for i in stage.inputs]
+    return _time_steps(lambda: module(*feeds)[0], module.parameters(), configuration, num_steps)
+
+
+def run_fsdp(_, configuration: Configuration, num_steps: int) -> list[float]:
+    """Steps of the model itself under fully_shard."""
+    source = load_model(configuration.model, batch_size=configuration.microbatch)
+    model = source.model
+    torch.manual_seed(0)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return _time_steps(
+        lambda: source.loss(model(*source.inputs), *source.targets), model.parameters(), configuration, num_steps
+    )
+
+
+def _time_steps(forward, parameters, configuration: Configuration, num_steps: int) -> list[float]:
+    held = list(parameters)
+    optimizer = torch.optim.AdamW(held, lr=1e-5, foreach=False)
+    seconds = []
+    for _ in range(num_steps):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(configuration.num_microbatches):
+            forward().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def measure(configuration: Configuration, plan: Plan, num_steps: int) -> list[float]:
+    if configuration.kind == "data":
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_document(plan, Path(folder) / "plan.json")
+            return list(run_plan(Job(plan=str(path), num_steps=num_steps), folder).step_seconds)
+    run = run_tensor if configuration.kind == "tensor" else run_fsdp
+    return max(run_ranks(run, configuration, num_steps, num_ranks=2, timeout_s=600), key=np.median)
+
+
+def main() -> int:
+    options = parse_options(__doc__)
+    steps = QUICK_STEPS if options.quick else NUM_STEPS
+    cluster = load_cluster("2xcpu")
+    own, host = fit_measured(measure_links(num_ranks=2))
+    rows, errors = [], []
+    for configuration in CONFIGURATIONS:
+        graph = load_shipped_graph(configuration.model)
+        plan = make_plan(configuration, graph)
+        if configuration.kind == "tensor":
+            source = partial(source_of, configuration.model, plan.sharding)
+            table = measure_machine(source, [configuration.microbatch], num_ranks=2, transfer_sizes=())
+        else:
+            table = measure_here(configuration.model, [configuration.microbatch], num_ranks=2)
+            if configuration.kind == "fsdp":
+                table = replace(table, overhead_s=0.0)
+        cost = CostModel(cluster=cluster, measurements=table, collectives=own, collective_hosts=host)
+        predicted = simulate_plan(plan, graph, cluster, cost=cost, num_steps=3).step_time_s
+        seconds = np.array(measure(configuration, plan, steps)[WARM_UP:])
+        low, measured, high = np.quantile(seconds, [0.1, 0.5, 0.9])
+        errors.append(abs(predicted - measured) / measured)
+        rows.append(
+            make_row(
+                configuration.name, predicted, "s", baseline=measured, ratio=predicted / measured,
+                spread=float(high - low) / 2 / measured,
+            )
+        )  # fmt: skip
+        print(f"{configuration.name}: predicted {predicted:.4f} s, measured {measured:.4f} s", file=sys.stderr)
+    low, high = np.quantile(errors, [0.1, 0.9])
+    rows.append(
+        make_row("median relative error", float(np.median(errors)), "", spread=float(high - low) / 2, target=TARGET)
+    )
+    notes = (
+        "value = predicted, baseline = measured (median), spread of the measured steps; the last row scores the errors."
+    )
+    return publish("sharded_steps", rows, options, notes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

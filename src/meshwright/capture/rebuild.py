@@ -1,0 +1,182 @@
+"""A runnable module of a graph alone: its operators, attributes and shapes, without the model that it came from.
+
+The local graph of a sharding has no module that computes it; to time its ops, one is made. Parameters and buffers are
+left unallocated (on device "meta"); whoever runs the module gives them values.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from meshwright.spec import DTYPE_BYTES, Extent, Graph, GraphError, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_NUMBER = re.compile(r"-?\d+")
+_LIST = re.compile(r"\[(.*)\]")
+
+
+def rebuild(
+    graph: Graph,
+    feeds: Sequence[int],
+    fetches: Sequence[int],
+    ops: Sequence[int],
+    *,
+    batch_size: int,
+    converters: Mapping[str, Callable[..., torch.Tensor]],
+) -> fx.GraphModule:
+    """The module that computes ``fetches`` from ``feeds`` (tensor ids) by some ops of the graph.
+
+    Args:
+        graph: ops of kinds ``aten.*``, and others for which there are converters.
+        feeds: tensors that are given, in the order of the module's arguments.
+        fetches: tensors that are returned, as a tuple in this order.
+        ops: ids of the ops to run, ascending; nodes are named like them.
+        batch_size: samples per call.
+        converters: by kind, what computes an op that torch does not have, from its input and its output's shape.
+
+    Raises GraphError for an op that cannot be called by its kind, attributes and inputs.
+    """
+    graph.check_batch_size(batch_size)
+    builder = _Builder(graph, batch_size, converters)
+    for i in feeds:
+        builder.feed(i)
+    for index in ops:
+        builder.run(graph.ops[index])
+    return builder.module(fetches)
+
+
+class _Builder:
+    def __init__(self, graph: Graph, batch_size: int, converters: Mapping[str, Callable[..., torch.Tensor]]) -> None:
+        self._given, self._batch_size, self._converters = graph, batch_size, converters
+        self._graph = fx.Graph()
+        self._made: dict[int, fx.Node] = {}
+        self._root = nn.Module()
+
+    def feed(self, tensor: int) -> None:
+        self._made[tensor] = self._graph.placeholder(f"feed_{tensor}")
+
+    def run(self, op: Op) -> None:
+        inputs = [self._value(i) for i in op.inputs]
+        if op.kind in self._converters:
+            shape = self._shape(op.outputs[0])
+            target: Callable[..., Any] = self._converters[op.kind]
+            node = self._graph.create_node("call_function", target, (inputs[0], shape), {}, name=op.name)
+            self._made[op.outputs[0]] = node
+            return
+        function = _operator(op)
+        arguments = self._arguments(op, function, inputs)
+        node = self._graph.create_node("call_function", function, (), arguments, name=op.name)
+        is_single = len(function._schema.returns) == 1 and "List" not in str(function._schema.returns[0].type)
+        for position, tensor in enumerate(op.outputs):
+            item = node if is_single else self._graph.call_function(operator.getitem, (node, position))
+            self._made[tensor] = item
+
+    def module(self, fetches: Sequence[int]) -> fx.GraphModule:
+        self._graph.output(tuple(self._value(i) for i in fetches))
+        return fx.GraphModule(self._root, self._graph, class_name="Rebuilt")
+
+    def _value(self, tensor: int) -> fx.Node:
+        if tensor not in self._made:
+            self._made[tensor] = self._state(tensor)
+        return self._made[tensor]
+
+    def _state(self, tensor: int) -> fx.Node:
+        held, name = self._given.tensors[tensor], f"state_{tensor}"
+        if held.role not in ("parameter", "buffer", "constant"):
+            raise GraphError(
+                f"The ops need tensor {tensor} ({held.name!r}), which is neither among the feeds nor computed by them. "
+                "Feed it, or take feeds and ops from `slice_graph`."
+            )
+        value = torch.empty(self._shape(tensor), dtype=getattr(torch, held.dtype), device="meta")
+        if held.role == "parameter":
+            self._root.register_parameter(name, nn.Parameter(value, requires_grad=held.requires_grad))
+        else:
+            self._root.register_buffer(name, value)
+        return self._graph.create_node("get_attr", name, name=name)
+
+    def _shape(self, tensor: int) -> tuple[int, ...]:
+        return tuple(extent.at(self._batch_size) for extent in self._given.tensors[tensor].shape)
+
+    def _arguments(self, op: Op, function: Any, inputs: list[fx.Node]) -> dict[str, Any]:
+        """Inputs go to the arguments that are tensors, in order; those that must be given come first."""
+        attributes, given = dict(op.attributes), list(inputs)
+        tensors = [item for item in function._schema.arguments if _is_tensor(item) and item.name not in attributes]
+        needed = sum(not item.has_default_value() for item in tensors)
+        found: dict[str, Any] = {}
+        for item in function._schema.arguments:
+            kind = str(item.type)
+            if item.name in attributes:
+                found[item.name] = _parse(attributes.pop(item.name), self._batch_size)
+            elif kind == "List[Optional[Tensor]]":
+                found[item.name], given = [*[None] * self._first_indexed(op), *given], []
+            elif kind == "List[Tensor]":
+                found[item.name], given = given, []
+            elif _is_tensor(item):
+                must = not item.has_default_value()
+                if must or len(given) > needed:
+                    if not given:
+                        raise _cannot_call(op, f"its argument {item.name} has no input")
+                    found[item.name] = given.pop(0)
+                needed -= must
+        if given or attributes:
+            raise _cannot_call(op, f"{len(given)} inputs and the attributes {sorted(attributes)} have no argument")
+        return found
+
+    def _first_indexed(self, op: Op) -> int:
+        """The first dim of the indexed tensor that has an index; what others have is told by the output's shape."""
+        whole, made = list(self._shape(op.inputs[0])), list(self._shape(op.outputs[0]))
+        indices = [self._shape(i) for i in op.inputs[1:]]
+        chosen = list(torch.broadcast_shapes(*indices))
+        places = range(len(whole) - len(indices) + 1)
+        fitting = [k for k in places if whole[:k] + chosen + whole[k + len(indices) :] == made]
+        if not fitting:
+            raise _cannot_call(op, "it is not told which dims its indices are of")
+        return fitting[0]
+
+
+def _is_tensor(argument: Any) -> bool:
+    return str(argument.type) in ("Tensor", "Optional[Tensor]")
+
+
+def _operator(op: Op) -> Any:
+    space, _, rest = op.kind.partition(".")
+    name, _, overload = rest.partition(".")
+    found = getattr(getattr(getattr(torch.ops, space), name, None), overload or "default", None)
+    if found is None:
+        raise _cannot_call(op, "torch has no such operator")
+    return found
+
+
+def _cannot_call(op: Op, why: str) -> GraphError:
+    return GraphError(
+        f"Op {op.name!r} of kind {op.kind!r} cannot be called by what the graph says of it: {why}; expected an "
+        "operator of torch with all of its arguments. Time the model itself instead (`meshwright measure MODEL`)."
+    )
+
+
+def _parse(text: str, batch_size: int) -> Any:
+    """An attribute's value: a number, a size that may grow with the batch, a truth value, a dtype, a list, a word."""
+    found = _LIST.fullmatch(text)
+    if found:
+        return [_parse(item.strip(), batch_size) for item in found[1].split(",") if item.strip()]
+    if text in ("True", "False"):
+        return text == "True"
+    if _NUMBER.fullmatch(text):
+        return int(text)
+    if text in DTYPE_BYTES:
+        return getattr(torch, text)
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return Extent.decode_scalar(text).at(batch_size)
+    except ValueError:
+        return text

@@ -1,0 +1,73 @@
+"""The option of `simulate` that compares ways of exchanging gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.spec.errors import ScheduleReferenceError
+from meshwright.spec.own_code import importable, load_function, reported, split_reference
+from meshwright.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from meshwright.cost import CostModel
+    from meshwright.program import ReadyPart
+    from meshwright.simulator import Contention, OwnOrder
+    from meshwright.spec import Cluster, Graph
+
+_EXPECTED = "returns the order in which parts of gradients leave: function(parts)"
+
+ExchangeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Compare with another way of exchanging gradients: whole, priorities, sharded, hierarchical, servers, "
+        "all, or your own order: file.py:function; repeat.",
+    ),
+]
+
+
+def compare_ways(
+    plan: Plan,
+    graph: Graph,
+    machine: Cluster,
+    cost: CostModel,
+    asked: Sequence[str] | None,
+    contention: Contention,
+) -> tuple[dict[str, Any], list[Any]]:
+    """What JSON says of the comparison, and renderables for people; nothing if none was asked for."""
+    from meshwright.planner import EXCHANGE_NAMES, compare_exchanges
+    from meshwright.report import exchanges_table
+
+    if not asked:
+        return {}, []
+    own = [(reference, _load(reference)) for reference in asked if split_reference(reference) is not None]
+    named = [name for name in asked if split_reference(name) is None]
+    names = EXCHANGE_NAMES if "all" in named else tuple(dict.fromkeys(named))
+    found = compare_exchanges(plan, graph, machine, names, own_orders=own, cost=cost, contention=contention)
+    facts = {
+        "bound_s": found.bound_s,
+        "computation_s": found.computation_s,
+        "communication_s": found.communication_s,
+        "gain_share": found.gain,
+        "best": found.best.name,
+        "is_worth_it": found.is_worth_it,
+        "ways": found.rows(),
+    }
+    return facts, ["", exchanges_table(found.rows()), found.explain()]
+
+
+def _load(reference: str) -> OwnOrder:
+    """The function of a reference; what it raises is told with its line."""
+    parts = split_reference(reference)
+    assert parts is not None, "only references are loaded"
+    path, name = parts
+    function = load_function(path, name, expected=_EXPECTED, error=ScheduleReferenceError)
+
+    def order(parts: Sequence[ReadyPart]) -> list[int]:
+        with importable(path.parent), reported(path, f"{reference} raised", ScheduleReferenceError):
+            answer = function(parts)
+            return list(answer) if isinstance(answer, Iterable) else answer
+
+    return order

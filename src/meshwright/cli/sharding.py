@@ -1,0 +1,37 @@
+"""Options that say how ops are split over devices, and what of a model runs again."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+TensorOption = Annotated[
+    int,
+    typer.Option(
+        help="Split every op over so many devices side by side (tensor parallelism), as far as it can be.", min=1
+    ),
+]
+SequenceParallelOption = Annotated[
+    bool, typer.Option("--sequence-parallel", help="With --tensor: between the split products, split the tokens.")
+]
+ContextOption = Annotated[
+    int, typer.Option(help="Split the tokens of every sequence over so many devices (context parallelism).", min=1)
+]
+RecomputeOption = Annotated[
+    str,
+    typer.Option(
+        metavar="WHAT",
+        help="What runs again in the backward instead of being kept: none, selective (attention's scores), full (every "
+        "repeated block), or layers, as 0:12.",
+    ),
+]
+ZeroOption = Annotated[
+    int,
+    typer.Option(
+        help="What replicas share out instead of keeping it alike: nothing (0), optimizer states (1), gradients too "
+        "(2), parameters too (3, as FSDP).",
+        min=0,
+        max=3,
+    ),
+]

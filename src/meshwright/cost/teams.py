@@ -1,0 +1,164 @@
+"""What the devices of teams exchange (`spec.teams`), inside of a team and between teams, and how long it takes.
+
+    messages        w pairs (r·w + i, s·w + i), one for each place i in a team, all at once
+    gradients       as many groups as the tensor axis has ranks, each with the devices at one place of that axis
+    inside          the ranks of a mesh axis, of stride 1 (tensor) or tensor (context, expert), beside all its groups
+                    that touch the nodes of the first one; where nodes differ, the slowest
+
+Rings of attention: with c ranks a rank computes c parts of its attention one after the other, while the keys and
+values of the next part come from its neighbour: t/c + (c - 1)·max(t/c, send) (Liu et al., Ring Attention, 2023).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from meshwright.spec import MeasurementError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshwright.cost.collectives import CollectiveOp
+    from meshwright.cost.collectives.prices import CollectivePrices
+    from meshwright.cost.prediction import Floats
+    from meshwright.cost.prices import End
+    from meshwright.spec import Cluster, Graph
+    from meshwright.spec.collective import Axis
+    from meshwright.spec.sharding import Sharding
+
+Group = tuple[int, ...]
+_FORWARD, _BACKWARD = 0, 1
+
+
+class OpExchange(NamedTuple):
+    """Seconds that op ``at`` of a local graph spends in an exchange of its forward or backward, with their interval.
+
+    ``ring``: among so many ranks, while the op computes; 0 for what comes on top.
+    """
+
+    at: int
+    in_backward: bool
+    seconds: float
+    low_s: float
+    high_s: float
+    ring: int = 0
+
+
+def add_exchanges(table: Floats, exchanges: Sequence[OpExchange], seconds: Floats) -> None:
+    """Add to the seconds of ops, columns forward and backward, what the exchanges take, shape (exchanges,)."""
+    for item, taken_s in zip(exchanges, seconds.tolist(), strict=True):
+        column = _BACKWARD if item.in_backward else _FORWARD
+        own_s = table[item.at, column]
+        table[item.at, column] = ring_seconds(own_s, taken_s, item.ring) if item.ring else own_s + taken_s
+
+
+def ring_seconds(alone_s: float, send_s: float, num_ranks: int) -> float:
+    """Seconds of an op whose parts are computed while the next part's operands travel round a ring."""
+    part_s = alone_s / num_ranks
+    return part_s + (num_ranks - 1) * max(part_s, send_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TeamPrices:
+    """Seconds of what teams of a sharding exchange; ``prices`` are those of their devices."""
+
+    prices: CollectivePrices
+    sharding: Sharding
+    float_bytes: int
+    end: End | None = None
+    _kept: dict[tuple[str, str, int], tuple[float, float, float]] = field(init=False, repr=False, default_factory=dict)
+
+    def groups(
+        self, op: CollectiveOp, teams: Sequence[int], concurrent: Sequence[Sequence[int]]
+    ) -> tuple[Group, tuple[Group, ...]]:
+        """The devices in one of the groups in which teams exchange, and the groups that do beside it."""
+        first, *others = [group for item in (teams, *concurrent) for group in spread_teams(item, self.sharding, op)]
+        return first, tuple(others)
+
+    def op_exchanges(self, graph: Graph, batch_size: int) -> list[OpExchange]:
+        """What the ranks of the mesh axes exchange inside of the ops of a local graph."""
+        found = []
+        for item in graph.collectives:
+            if item.phase == "step":
+                continue
+            num_bytes = item.num_bytes(graph, batch_size, self.float_bytes)
+            each = self._inside(item.kind, item.axis, num_bytes, graph.name)
+            ring, count = (self.sharding.size(item.axis), 1) if item.kind == "send" else (0, item.count)
+            seconds, low_s, high_s = (count * value for value in each)
+            found.append(OpExchange(item.at, item.phase == "backward", seconds, low_s, high_s, ring=ring))
+        return found
+
+    def step_seconds(self, graph: Graph, parameter_ids: Sequence[int], *, alone: bool) -> float:
+        """Seconds of a step in which a team sums gradients of which each of its devices has a part.
+
+        Over the ranks that split tokens these are summed together with the replicas', unless the team is ``alone``.
+        """
+        held = set(parameter_ids)
+        sizes: Counter[Axis] = Counter()
+        for item in graph.collectives:
+            if item.phase == "step" and item.tensor in held and (alone or item.axis != "context"):
+                sizes[item.axis] += item.num_bytes(graph, 1, self.float_bytes)
+        at = {None: 0, "low": 1, "high": 2}[self.end]
+        return sum(self._inside("all_reduce", axis, size, graph.name)[at] for axis, size in sizes.items())
+
+    def _inside(self, kind: CollectiveOp, axis: Axis, num_bytes: int, graph_name: str) -> tuple[float, float, float]:
+        """Seconds of an exchange of an axis and their interval, where the nodes are slowest."""
+        if self.sharding.size(axis) == 1:
+            raise MeasurementError(
+                f"Graph {graph_name!r} is the share of one rank of the {axis} axis, but prices are those of whole "
+                "graphs. Ask `CostModel.for_teams` for the prices of its sharding."
+            )
+        key = (kind, axis, num_bytes)
+        if key not in self._kept:
+            rows = []
+            for groups in axis_groups(self.prices.cluster, self.sharding, axis):
+                first, *others = [group[:2] for group in groups] if kind == "send" else groups
+                told = self.prices.predict(kind, first, np.array([num_bytes], np.float64), tuple(others))
+                rows.append((float(told.seconds[0]), float(told.low_s[0]), float(told.high_s[0])))
+            self._kept[key] = max(rows)
+        return self._kept[key]
+
+
+def spread_teams(teams: Sequence[int], sharding: Sharding, op: CollectiveOp) -> list[Group]:
+    """The groups of devices in which teams exchange: a message place by place; a collective with all that split tokens.
+
+    These have other tokens and the same parameters, of which gradients are summed over both.
+    """
+    tensor, width = sharding.tensor, sharding.width
+    if op == "send":
+        return [tuple(team * width + place for team in teams) for place in range(width)]
+    return [
+        tuple(team * width + row * tensor + place for team in teams for row in range(sharding.context))
+        for place in range(tensor)
+    ]
+
+
+def axis_groups(cluster: Cluster, sharding: Sharding, axis: Axis) -> list[list[Group]]:
+    """The groups of an axis that talk at once, for each kind of node that their first one may lie on.
+
+    Of each list the first group is the one to price.
+    """
+    size, stride = sharding.size(axis), 1 if axis == "tensor" else sharding.tensor
+    block = size * stride
+    columns = cluster.columns()
+    found: dict[tuple[int, ...], list[Group]] = {}
+    for start in range(0, cluster.num_ranks - block + 1, block):
+        first = tuple(range(start, start + block, stride))
+        kinds = tuple(columns.node_kind[list(first)].tolist())
+        if kinds not in found:
+            touched = set(columns.node[list(first)].tolist())
+            found[kinds] = [first, *(group for group in _others(cluster, block, stride, touched) if group != first)]
+    return list(found.values())
+
+
+def _others(cluster: Cluster, block: int, stride: int, nodes: set[int]) -> list[Group]:
+    """All groups of the axis that touch one of these nodes."""
+    columns = cluster.columns()
+    mine = np.flatnonzero(np.isin(columns.node, list(nodes))).tolist()
+    starts = dict.fromkeys((rank // block) * block + rank % stride for rank in mine)
+    groups = (tuple(range(start, start + block, stride)) for start in starts)
+    return [group for group in groups if group[-1] < cluster.num_ranks]

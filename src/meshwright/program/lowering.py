@@ -1,0 +1,71 @@
+"""What one rank computes under a plan: its share of the graph, what runs again in it, and the plan of that.
+
+A plan may split ops over teams of devices and let parts of the graph run again. Lowered, its graph is the local graph
+of one device of a team, with what that exchanges and what it computes again; its plan says of this graph what the plan
+says of the whole one, and splits nothing further. All that builds, prices and simulates programs works on these two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from meshwright.program.sharding import ShardedGraph, shard_graph
+from meshwright.spec.collective import Collective
+from meshwright.spec.graph import Graph
+from meshwright.spec.plan import Plan, check_plan
+from meshwright.spec.recompute import Ranges, with_recompute
+from meshwright.spec.sharding import UNSHARDED, Sharding
+
+
+def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
+    """The plan of the local graph, and that graph; a plan that neither splits nor recomputes stays itself.
+
+    Raises PlanError for a plan that does not fit the graph, or a sharding that its ops cannot take.
+    """
+    if plan.sharding.is_whole and not plan.recompute:
+        return plan, graph
+    check_plan(plan, graph)
+    local = lower_graph(graph, plan.sharding, plan.recompute)
+    return replace(plan, graph_hash=local.content_hash, sharding=UNSHARDED, recompute=()), local
+
+
+def unlower_plan(plan: Plan, whole: Plan) -> Plan:
+    """What a plan of a local graph is for the whole one, of which ``whole`` is a plan with the same sharding."""
+    return replace(plan, graph_hash=whole.graph_hash, sharding=whole.sharding, recompute=whole.recompute)
+
+
+@lru_cache(maxsize=16)
+def lower_graph(graph: Graph, sharding: Sharding, recompute: Ranges) -> Graph:
+    """The local graph of one device: its share of every op, what it exchanges, and what it computes again.
+
+    Raises PlanError for a sharding that the ops cannot take.
+    """
+    if sharding.is_whole:
+        return with_recompute(graph, recompute)
+    sharded = shard_graph(graph, sharding)
+    local = replace(sharded.graph, collectives=(*sharded.collectives, *_sums_of_gradients(sharded)))
+    return with_recompute(local, _move_ranges(graph, local, recompute))
+
+
+def _sums_of_gradients(sharded: ShardedGraph) -> Iterator[Collective]:
+    """What is summed once per step: gradients of parameters of which each rank of an axis has a part."""
+    reader: dict[int, int] = {}
+    for index, op in enumerate(sharded.graph.ops):
+        for tensor in op.inputs:
+            reader.setdefault(tensor, index)
+    for axis, parameters in sharded.reduced_parameters.items():
+        for tensor in parameters:
+            yield Collective(kind="all_reduce", axis=axis, phase="step", at=reader[tensor], tensor=tensor)
+
+
+def _move_ranges(graph: Graph, local: Graph, ranges: Ranges) -> Ranges:
+    """The same parts of the local graph: layers with the conversions that they got, other ranges from op to op."""
+    starts = {old.start: new.start for old, new in zip(graph.layers, local.layers, strict=True)}
+    stops = {old.stop: new.stop for old, new in zip(graph.layers, local.layers, strict=True)}
+    place = {op.name: index for index, op in enumerate(local.ops)}
+    return tuple(
+        (starts.get(start, place[graph.ops[start].name]), stops.get(stop, place[graph.ops[stop - 1].name] + 1))
+        for start, stop in ranges
+    )

@@ -1,0 +1,107 @@
+"""What is exchanged, and in which order: buckets whole or in parts, as they become ready or in a given sequence.
+
+A bucket of b bytes is cut into ⌈b / s⌉ parts of nearly equal size, where s is the plan's ``partition_bytes``. Parts are
+numbered in the order of the buckets. They leave in the plan's ``sequence``, by default in the order of their numbers;
+every rank skips those that it does not hold, so that all meet the collectives in one order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.program.buckets import Bucket
+from meshwright.program.builder import ProgramBuilder
+from meshwright.spec.errors import PlanError
+from meshwright.spec.exchange import GradientExchange
+from meshwright.spec.instructions import Opcode
+from meshwright.spec.program import StreamName
+
+Ids = NDArray[np.int64]
+
+
+class Parts(NamedTuple):
+    """Columns of shape (parts,): the bucket of each part, its bytes, and its place in the sequence.
+
+    Bucket b has the parts ``offsets[b]:offsets[b + 1]``.
+    """
+
+    bucket: Ids
+    num_bytes: Ids
+    place: Ids
+    offsets: Ids
+
+
+class PartRows(NamedTuple):
+    """Every part on every rank that holds it: columns of shape (rows,).
+
+    ``ready`` is the handle, of an instruction or a mark, at which the rank has its gradients; ``group`` the number of
+    all ranks that hold it.
+    """
+
+    part: Ids
+    bucket: Ids
+    place: Ids
+    num_bytes: Ids
+    rank: Ids
+    stage: Ids
+    ready: Ids
+    group: Ids
+
+
+def append_rows(
+    builder: ProgramBuilder,
+    rows: PartRows,
+    order: Ids,
+    opcode: Opcode,
+    num_bytes: Ids,
+    group: Ids,
+    *,
+    stream: StreamName = "exchange",
+    lane: int = 0,
+) -> Ids:
+    """Append one instruction per row to the stream of its rank, in an order in which ranks ascend; their handles."""
+    handles = np.empty(len(order), np.int64)
+    handles[order] = builder.extend(
+        np.searchsorted(rows.rank[order], np.arange(int(rows.rank.max(initial=-1)) + 2)),
+        stream,
+        lane=lane,
+        opcode=opcode,
+        stage=rows.stage[order],
+        version=-1,
+        peer=rows.part[order],
+        num_bytes=num_bytes[order],
+        group=group[order],
+    )
+    return handles
+
+
+def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:
+    """The parts of a plan's buckets. Raises PlanError if the plan's sequence is not one of them."""
+    whole = np.array([bucket.num_bytes for bucket in buckets], np.int64)
+    most = exchange.partition_bytes
+    counts = np.maximum(-(-whole // most), 1) if most else np.ones(len(whole), np.int64)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    bucket = np.repeat(np.arange(len(whole)), counts)
+    number = np.arange(offsets[-1]) - offsets[bucket]
+    share, rest = np.divmod(whole[bucket], counts[bucket])
+    place = np.arange(offsets[-1])
+    if exchange.sequence:
+        given = np.array(exchange.sequence, np.int64)
+        if not np.array_equal(np.sort(given), place):
+            raise PlanError(
+                f"The exchange has a sequence of {len(given)} parts, {list(given[:8])} ...; expected each of the parts "
+                f"0 to {len(place) - 1} once. Leave the sequence out, or let `schedule_exchange` write it."
+            )
+        place[given] = np.arange(len(given))
+    return Parts(bucket=bucket, num_bytes=share + (number < rest), place=place, offsets=offsets)
+
+
+def parts_of(parts: Parts, buckets: Ids) -> tuple[Ids, Ids]:
+    """For buckets of shape (n,): all of their parts one behind the other, and the row among the n of each."""
+    counts = np.diff(parts.offsets)[buckets]
+    row = np.repeat(np.arange(len(buckets)), counts)
+    first = np.cumsum(counts) - counts
+    return parts.offsets[buckets][row] + np.arange(len(row)) - first[row], row

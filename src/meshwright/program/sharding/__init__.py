@@ -1,0 +1,28 @@
+"""Sharding: a graph and a `Sharding` → the local graph of one rank and the collectives between the ranks.
+
+table       `placements.toml`: what can be split of each operator, what conversions exchange (`table`, `views`, `dims`)
+propagate   `rules` choose along which label each op is split; so every tensor lies some way (`facts`, `absorb`)
+local       `convert` brings tensors to lie as they are read, `local` writes the local graph, `shard` does it per axis
+data        `zero` says what replicas gather and scatter that share their parameters
+"""
+
+from meshwright.program.sharding.shard import shard_graph
+from meshwright.program.sharding.sharded import MESH, ShardedGraph
+from meshwright.program.sharding.zero import (
+    GroupCollective,
+    ParameterGroup,
+    fsdp_collectives,
+    padded_bytes,
+    parameter_groups,
+)
+
+__all__ = [
+    "MESH",
+    "GroupCollective",
+    "ParameterGroup",
+    "ShardedGraph",
+    "fsdp_collectives",
+    "padded_bytes",
+    "parameter_groups",
+    "shard_graph",
+]

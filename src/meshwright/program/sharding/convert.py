@@ -1,0 +1,228 @@
+"""Conversions: the ops that bring tensors to lie as they are read, and what they exchange (table: ``conversions``).
+
+A tensor that several ops read alike is converted once, before the first of them; the gradients of its readers are
+summed before they are exchanged. Readers that give whole gradients and others that give parts of a sum are not alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.program.sharding.sharded import MESH
+from meshwright.program.sharding.table import find_conversion
+from meshwright.spec.graph import Extent, Op, Tensor
+from meshwright.spec.sharding import Partial, Replicate, Shard
+
+if TYPE_CHECKING:
+    from meshwright.program.sharding.propagate import Place, State
+    from meshwright.program.sharding.table import Conversion
+    from meshwright.spec.collective import Axis, CollectiveKind
+    from meshwright.spec.graph import Role
+    from meshwright.spec.sharding import Layout, Sharding
+
+_ATTENTION = "aten.scaled_dot_product_attention"
+_KEYS_AND_VALUES = (1, 2)
+# Conversions that make a view of what they convert.
+_VIEWS = ("copy", "ring")
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A `Collective` of an op whose position is not known yet."""
+
+    kind: CollectiveKind
+    backward: bool
+    tensor: int
+    copies: int = 1
+    count: int = 1
+
+
+class _Reader(NamedTuple):
+    """An op that reads a tensor in another way than it lies."""
+
+    op: int
+    position: int
+
+
+@dataclass(slots=True)
+class Conversions:
+    """What becomes of a propagated graph's ``tensors``, which have local shapes, to which new ones are appended.
+
+    ``before`` and ``behind``: ops to insert at an op of the whole graph. ``read``: what an op reads at a position
+    instead of its tensor; ``kept``: what it keeps for its backward instead of one. ``summed``: what an op makes instead
+    of a tensor, as a sum over the ranks. ``layouts`` and ``sources``: how a new tensor lies, and what it is made from.
+    ``exchanges``: what an inserted op exchanges, by the tensor that it makes; ``inside``: what ops of the whole graph
+    do. ``reduced``: parameters whose gradients are sums over the ranks.
+    """
+
+    state: State
+    axis: Axis
+    sharding: Sharding
+    tensors: list[Tensor]
+    before: dict[int, list[Op]] = field(default_factory=dict)
+    behind: dict[int, list[Op]] = field(default_factory=dict)
+    read: dict[tuple[int, int], int] = field(default_factory=dict)
+    kept: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    summed: dict[int, int] = field(default_factory=dict)
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    sources: dict[int, int] = field(default_factory=dict)
+    exchanges: dict[int, list[Exchange]] = field(default_factory=dict)
+    inside: dict[int, list[Exchange]] = field(default_factory=dict)
+    reduced: dict[int, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for index in range(len(self.state.splits)):
+            self._complete_sums(index)
+            self._exchange_inside(index)
+        for (tensor, want, partial), readers in self._readers().items():
+            self._convert(tensor, want, readers, partial=partial)
+
+    def layout_of(self, tensor: int) -> Layout:
+        """How a tensor of the whole graph lies."""
+        if tensor in self.state.partial and self._stays_partial(tensor):
+            return Partial()
+        return self._layout(self.state.places.get(tensor))
+
+    def _layout(self, place: Place) -> Layout:
+        if place is None:
+            return Replicate()
+        dim, parts = place
+        batched, rest = divmod(parts, self.state.facts.samples)
+        symbolic = self.state.facts.graph.batch_size is None and not rest
+        return Shard(dim, Extent(0, batched) if symbolic else Extent(parts))
+
+    def _stays_partial(self, tensor: int) -> bool:
+        """Numbers are not completed."""
+        return not self.state.facts.shapes[tensor]
+
+    def _readers(self) -> dict[tuple[int, Place, bool], list[_Reader]]:
+        """Readers of each tensor that must be converted, by what they want; True: they give parts of its gradient."""
+        state, facts = self.state, self.state.facts
+        found: dict[tuple[int, Place, bool], list[_Reader]] = {}
+        for index, op in enumerate(facts.graph.ops):
+            for position, (tensor, want) in enumerate(zip(op.inputs, state.wanted(index), strict=True)):
+                have, partial = state.places.get(tensor), state.sums_gradient(index, position)
+                if have == want and facts.is_parameter(tensor):
+                    self.reduced |= {tensor: None} if partial else {}
+                elif have != want or (have is None and partial):
+                    found.setdefault((tensor, want, partial), []).append(_Reader(index, position))
+        return found
+
+    def _convert(self, tensor: int, want: Place, readers: list[_Reader], *, partial: bool) -> None:
+        facts = self.state.facts
+        have = self._layout(self.state.places.get(tensor))
+        conversion = find_conversion(have, self._layout(want), partial_gradient=partial)
+        if conversion is None:
+            return
+        kind = "ring" if self._goes_round(conversion, readers) else conversion.kind
+        new, first, size = len(self.tensors), readers[0].op, facts.size
+        old = self.tensors[tensor]
+        shape = split_shape(facts.graph.tensors[tensor].shape, want, size)
+        storage = old.storage if kind in _VIEWS else new
+        self.tensors.append(_derived(old, kind, shape=shape, storage=storage))
+        self.layouts[new], self.sources[new] = self._layout(want), tensor
+        self.before.setdefault(first, []).append(self._op(kind, tensor, new, first))
+        self.exchanges[new] = self._exchanges(kind, conversion, tensor, new)
+        for reader in readers:
+            self.read[reader] = new
+        self._keep(tensor, new, [reader.op for reader in readers], regathers=conversion.backward == "reduce_scatter")
+
+    def _keep(self, tensor: int, new: int, readers: list[int], *, regathers: bool) -> None:
+        """For their backward, ops keep what they read; or what that was gathered from, to gather it once more."""
+        ops = self.state.facts.graph.ops
+        keepers = [index for index in dict.fromkeys(readers) if tensor in ops[index].saved]
+        if self.sharding.regather and self.axis == "tensor" and regathers and keepers:
+            again = Exchange("all_gather", backward=True, tensor=new)
+            self.inside.setdefault(keepers[-1], []).append(again)
+            return
+        for index in keepers:
+            positions = [at for at, i in enumerate(ops[index].inputs) if i == tensor]
+            self.kept[index, tensor] = tuple(dict.fromkeys(self.read.get((index, at), tensor) for at in positions))
+
+    def _goes_round(self, conversion: Conversion, readers: list[_Reader]) -> bool:
+        """Whether keys and values travel round the ranks instead of being gathered."""
+        ops = self.state.facts.graph.ops
+        attention = all(
+            ops[reader.op].kind.startswith(_ATTENTION) and reader.position in _KEYS_AND_VALUES for reader in readers
+        )
+        ring = self.axis == "context" and self.sharding.context_method == "ring"
+        return ring and attention and conversion.kind == "all_gather"
+
+    def _exchanges(self, kind: str, conversion: Conversion, source: int, new: int) -> list[Exchange]:
+        facts, size = self.state.facts, self.state.facts.size
+        gradient = facts.requires_gradient(source)
+        if kind == "ring":
+            # Forward every rank sees the parts of all others; backward once more, and the gradients go all the way home
+            # (torch, _templated_ring_attention_backward).
+            back = [Exchange("send", backward=True, tensor=source, count=2 * size - 1)]
+            return [Exchange("send", backward=False, tensor=source, count=size - 1), *(back if gradient else ())]
+        full, copies = (new if kind == "all_gather" else source), (size if kind == "all_to_all" else 1)
+        found = []
+        if conversion.forward:
+            found.append(Exchange(conversion.forward, backward=False, tensor=full, copies=copies))
+        if conversion.backward and gradient:
+            found.append(Exchange(conversion.backward, backward=True, tensor=full, copies=copies))
+        return found
+
+    def _complete_sums(self, index: int) -> None:
+        """Behind an op whose outputs are sums over the ranks: what makes them whole, or scatters them."""
+        facts = self.state.facts
+        for tensor in facts.graph.ops[index].outputs:
+            if tensor not in self.state.partial or self._stays_partial(tensor):
+                continue
+            new = len(self.tensors)
+            shape = facts.graph.tensors[tensor].shape
+            self.tensors.append(_derived(self.tensors[tensor], "partial", shape=shape, storage=new))
+            conversion = find_conversion(Partial(), self.layout_of(tensor), partial_gradient=False)
+            assert conversion is not None
+            self.summed[tensor], self.layouts[new], self.sources[new] = new, Partial(), tensor
+            self.behind.setdefault(index, []).append(self._op(conversion.kind, new, tensor, index))
+            self.exchanges[tensor] = [
+                replace(exchange, tensor=new)
+                for exchange in self._exchanges(conversion.kind, conversion, tensor, tensor)
+            ]
+
+    def _exchange_inside(self, index: int) -> None:
+        """What an op exchanges itself, a number per place of its second input."""
+        facts, split = self.state.facts, self.state.splits[index]
+        row, op = facts.rows[index], facts.graph.ops[index]
+        if row is None or split is None or split.label not in facts.dims[index].inner:
+            return
+        new = len(self.tensors)
+        targets = self.tensors[op.inputs[1]]
+        number = replace(self.tensors[op.inputs[0]], role="saved", requires_grad=False, aliases=())
+        self.tensors.append(_derived(number, "statistic", shape=targets.shape, storage=new))
+        self.layouts[new], self.sources[new] = Replicate(), op.inputs[1]
+        self.inside[index] = [Exchange(kind, backward=False, tensor=new) for kind in row.exchanges]
+
+    def _op(self, kind: str, source: int, new: int, index: int) -> Op:
+        graph = self.state.facts.graph
+        made = self.state.facts.producer.get(source)
+        return Op(
+            name=f"{self.tensors[min(source, new)].name}_{kind}",
+            kind=f"{MESH}{kind}.default",
+            inputs=(source,),
+            outputs=(new,),
+            module=graph.ops[index].module,
+            replicable=made is not None and graph.ops[made].replicable,
+        )
+
+
+def _derived(tensor: Tensor, what: str, *, shape: tuple[Extent, ...], storage: int) -> Tensor:
+    """A new tensor that an existing one is converted to."""
+    role: Role = "activation" if tensor.role != "saved" else "saved"
+    return replace(tensor, name=f"{tensor.name}_{what}", shape=shape, storage=storage, role=role, aliases=())
+
+
+def split_extent(extent: Extent, size: int) -> Extent:
+    """The largest of ``size`` parts."""
+    return Extent(-(-extent.fixed // size), -(-extent.per_sample // size))
+
+
+def split_shape(shape: tuple[Extent, ...], place: Place, size: int) -> tuple[Extent, ...]:
+    """A shape that is split at a place."""
+    if place is None:
+        return shape
+    dim = place[0]
+    return (*shape[:dim], split_extent(shape[dim], size), *shape[dim + 1 :])

@@ -1,0 +1,128 @@
+"""The dims of an op's inputs and outputs by name: which of them are the same, and which cannot be split.
+
+A dim is written as factors, major to minor, each with a label: 768 columns that are 12 heads of 64 are (h, k). An op
+can be split along a label; every tensor that has it is split there. Where the label stands behind others in its dim,
+each of their parts is split (`Shard.parts`). Sizes are whole numbers: those of the batch are written for a batch of a
+prime number of samples, `SAMPLES`, which nothing divides by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.program.sharding import computed, views
+from meshwright.program.sharding.calls import Call, one, unknown
+from meshwright.program.sharding.table import operator_name, operator_rows
+
+if TYPE_CHECKING:
+    from meshwright.program.sharding.calls import Dims, Found, Shape
+
+_FUNCTIONS = {**computed.FUNCTIONS, **views.FUNCTIONS}
+# A prime; tokens times this many samples stay within 63 bits.
+SAMPLES = 1_000_003
+
+
+class Split(NamedTuple):
+    """An op split along a label, each of ``parts`` equal parts of it by itself."""
+
+    label: str
+    parts: int = 1
+
+
+class OpDims(NamedTuple):
+    """The labelled dims of one op; ``fixed`` labels cannot be split, ``inner`` ones only with an exchange in the op."""
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    fixed: frozenset[str] = frozenset()
+    inner: frozenset[str] = frozenset()
+
+    def in_outputs(self, label: str) -> bool:
+        """Whether some output is split along it; else their values are sums over the ranks."""
+        return any(find_label(dims, label) for dims in self.outputs)
+
+    def split_at(self, dims: Dims, place: tuple[int, int]) -> Split | None:
+        """The split of the op that splits a tensor of it, with dims ``dims``, at (dim, parts); None if none does."""
+        dim, parts = place
+        before = 1
+        found: Split | None = None
+        for label, size in dims[dim]:
+            if parts % before == 0 and size % (parts // before) == 0:
+                found = Split(label, parts // before)
+            before *= size
+        return None if found is None or found.label in self.fixed else found
+
+    def place_in(self, dims: Dims, split: Split | None) -> tuple[int, int] | None:
+        """Where a split of the op splits one of its tensors: (dim, parts); None if that is whole."""
+        found = find_label(dims, split.label) if split else None
+        return (found[0], found[1] * split.parts) if found and split else None
+
+
+def gradient_is_sum(dims: OpDims, position: int, split: Split | None, *, product: bool) -> bool:
+    """Whether each rank has only a part of the gradient of an input: it is whole, and what it is used for is split.
+
+    Where a product sums over the ranks, an input without the summed dim is a bias, which is added once.
+    """
+    if split is None or find_label(dims.inputs[position], split.label):
+        return False
+    return dims.in_outputs(split.label) or split.label in dims.inner or not product
+
+
+def find_label(dims: Dims, label: str) -> tuple[int, int, int] | None:
+    """Dim, parts before it and size of a label in a tensor; None if it has none such."""
+    for dim, factors in enumerate(dims):
+        parts = 1
+        for name, size in factors:
+            if name == label:
+                return dim, parts, size
+            parts *= size
+    return None
+
+
+@lru_cache(maxsize=65536)
+def op_dims(
+    kind: str, attributes: tuple[tuple[str, str], ...], inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]
+) -> OpDims:
+    """The dims of an op of these shapes; of an operator that the table does not know, none can be split."""
+    row = operator_rows().get(operator_name(kind))
+    call = Call(operator_name(kind), dict(attributes), inputs, outputs)
+    if row is None:
+        found = None
+    elif row.dims:
+        found = _FUNCTIONS[row.dims](call)
+    else:
+        readings = (_read_equation(call, equation) for equation in row.equation.split(";"))
+        found = next((reading for reading in readings if reading is not None), None)
+    if found is None or [_sizes(dims) for dims in (*found[0], *found[1])] != [*inputs, *outputs]:
+        found = unknown(call)
+    labels = {label for dims in (*found[0], *found[1]) for factors in dims for label, _ in factors}
+    fixed = frozenset(label for label in labels if label[0].isupper())
+    inner = frozenset(row.equation.partition("|")[2].split()) if row is not None else frozenset()
+    return OpDims(tuple(found[0]), tuple(found[1]), fixed, inner & labels)
+
+
+def _sizes(dims: Dims) -> Shape:
+    return tuple(math.prod(size for _, size in factors) for factors in dims)
+
+
+def _read_equation(call: Call, equation: str) -> Found | None:
+    given, _, made = equation.partition("|")[0].partition("->")
+    terms, results = given.split(","), made.split(",")
+    if len(call.inputs) > len(terms) or len(call.outputs) != len(results):
+        return None
+    inputs = [_name(term.strip(), shape) for term, shape in zip(terms, call.inputs, strict=False)]
+    outputs = [_name(term.strip(), shape) for term, shape in zip(results, call.outputs, strict=True)]
+    if None in inputs or None in outputs:
+        return None
+    return [dims for dims in inputs if dims is not None], [dims for dims in outputs if dims is not None]
+
+
+def _name(term: str, shape: Shape) -> Dims | None:
+    front, dots, back = term.partition("...")
+    rest = len(shape) - len(front) - len(back)
+    if rest < 0 or (rest and not dots):
+        return None
+    letters = [*front, *(f"...{rest - i}" for i in range(rest)), *back]
+    return tuple(one(letter, size) for letter, size in zip(letters, shape, strict=True))

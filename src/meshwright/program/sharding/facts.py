@@ -1,0 +1,114 @@
+"""What propagation asks of a graph: labelled dims of every op, who makes and reads a tensor, what depends on what."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from meshwright.program.sharding.dims import SAMPLES, OpDims, Split, find_label, op_dims
+from meshwright.program.sharding.table import operator_name, operator_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meshwright.program.sharding.calls import Dim
+    from meshwright.spec.graph import Extent, Graph
+
+# A dim of a parameter may be split unevenly where each rank has that many of it: vocabularies are padded or cut off by
+# their size (Megatron-LM pads to multiples of 128 per rank), everything smaller would be lopsided.
+UNEVEN_FROM = 128
+
+
+class Facts:
+    """A graph for one axis of ``size`` ranks."""
+
+    def __init__(self, graph: Graph, size: int) -> None:
+        self.graph, self.size = graph, size
+        self.samples = samples = graph.batch_size or SAMPLES
+        self.shapes = [tuple(extent.at(samples) for extent in tensor.shape) for tensor in graph.tensors]
+        self.producer = {tensor: i for i, op in enumerate(graph.ops) for tensor in op.outputs}
+        self.dims = [self._op_dims(i) for i in range(len(graph.ops))]
+        self.rows = [operator_rows().get(operator_name(op.kind)) for op in graph.ops]
+
+    def _op_dims(self, index: int) -> OpDims:
+        op = self.graph.ops[index]
+        inputs, outputs = (tuple(self.shapes[i] for i in ids) for ids in (op.inputs, op.outputs))
+        return op_dims(op.kind, op.attributes, inputs, outputs)
+
+    def is_parameter(self, tensor: int) -> bool:
+        """Whether the tensor is a parameter, which may be laid out as its first reader wants it."""
+        return self.graph.tensors[tensor].role == "parameter"
+
+    def requires_gradient(self, tensor: int) -> bool:
+        """Whether a gradient of the tensor is made."""
+        return self.graph.mode == "training" and self.graph.tensors[tensor].requires_grad
+
+    def depends_on_batch(self, tensor: int) -> bool:
+        """Whether some dim grows with the batch."""
+        return any(extent.per_sample for extent in self.graph.tensors[tensor].shape)
+
+    def elements(self, tensor: int) -> int:
+        """Elements of a tensor, for comparison with others."""
+        return math.prod(self.shapes[tensor])
+
+    @cached_property
+    def readers(self) -> dict[int, list[tuple[int, int]]]:
+        """Ops that read a tensor, with the position among their inputs."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for index, op in enumerate(self.graph.ops):
+            for position, tensor in enumerate(op.inputs):
+                found.setdefault(tensor, []).append((index, position))
+        return found
+
+    @cached_property
+    def ancestors(self) -> list[int]:
+        """Per op, the ops whose values it depends on, as bits of a number."""
+        found: list[int] = []
+        for op in self.graph.ops:
+            above = 0
+            for tensor in op.inputs:
+                if (made := self.producer.get(tensor)) is not None:
+                    above |= found[made] | 1 << made
+            found.append(above)
+        return found
+
+    @cached_property
+    def input_free(self) -> list[bool]:
+        """Per tensor, whether it depends on no input of the graph."""
+        free = [tensor.role != "input" for tensor in self.graph.tensors]
+        for op in self.graph.ops:
+            for tensor in op.outputs:
+                free[tensor] = all(free[i] for i in op.inputs)
+        return free
+
+    def can_split(self, index: int, split: Split) -> bool:
+        """Whether every tensor of the op that has the label can be split along it."""
+        dims = self.dims[index]
+        if split.label in dims.fixed:
+            return False
+        op = self.graph.ops[index]
+        tensors = zip((*op.inputs, *op.outputs), (*dims.inputs, *dims.outputs), strict=True)
+        return all(self._divides(tensor, item, split) for tensor, item in tensors)
+
+    def _divides(self, tensor: int, dims: tuple[Dim, ...], split: Split) -> bool:
+        found = find_label(dims, split.label)
+        if found is None:
+            return True
+        dim, _, size = found
+        extent = self.graph.tensors[tensor].shape[dim]
+        if size % (split.parts * self.size) == 0:
+            return divides(extent, self.size)
+        return split.parts == 1 and len(dims[dim]) == 1 and not extent.per_sample and size >= UNEVEN_FROM * self.size
+
+    def operands(self, index: int) -> Iterator[tuple[int, int, tuple[Dim, ...]]]:
+        """Position, tensor and dims of each input of an op."""
+        for position, (tensor, dims) in enumerate(
+            zip(self.graph.ops[index].inputs, self.dims[index].inputs, strict=True)
+        ):
+            yield position, tensor, dims
+
+
+def divides(extent: Extent, size: int) -> bool:
+    """Whether so many ranks get equal parts at every batch size."""
+    return extent.fixed % size == 0 and extent.per_sample % size == 0

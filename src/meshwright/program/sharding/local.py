@@ -1,0 +1,135 @@
+"""Local graph: what one rank of an axis computes, once it is known how every op and tensor is split.
+
+Tensors keep their ids and get local shapes; ops keep their order and get local FLOPs. Where an op reads a tensor that
+lies another way, an op of kind ``mesh.*`` stands before the first that reads it so; its output is a new tensor. A sum
+over the ranks is a new tensor, too, from which the op behind it makes the old one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from meshwright.program.sharding.convert import Conversions, split_shape
+from meshwright.program.sharding.dims import find_label
+from meshwright.spec.graph import Extent
+
+if TYPE_CHECKING:
+    from meshwright.program.sharding.dims import Split
+    from meshwright.program.sharding.propagate import State
+    from meshwright.spec.collective import Axis
+    from meshwright.spec.graph import Graph, Op, Tensor
+    from meshwright.spec.sharding import Sharding
+
+
+def localise(state: State, axis: Axis, sharding: Sharding) -> tuple[Graph, Conversions, tuple[int, ...]]:
+    """The local graph, its conversions, and the new position of each op of the whole graph."""
+    graph = state.facts.graph
+    tensors = [_local_tensor(state, i) for i in range(len(graph.tensors))]
+    for index in range(len(graph.ops)):
+        for i in graph.ops[index].saved:
+            if graph.tensors[i].role == "saved":
+                tensors[i] = _local_saved(state, index, i)
+    made = Conversions(state, axis, sharding, tensors)
+    moved: list[int] = []
+    ops: list[Op] = []
+    for index in range(len(graph.ops)):
+        ops += made.before.get(index, ())
+        moved.append(len(ops))
+        ops.append(_local_op(state, index, made, tensors))
+        ops += made.behind.get(index, ())
+    _share_storages(graph, made)
+    starts = [*(moved[layer.start] - len(made.before.get(layer.start, ())) for layer in graph.layers), len(ops)]
+    layers = (replace(x, start=a, stop=b) for x, a, b in zip(graph.layers, starts, starts[1:], strict=False))
+    local = replace(graph, tensors=tuple(tensors), ops=tuple(ops), layers=tuple(layers))
+    return local, made, tuple(moved)
+
+
+def _share_storages(graph: Graph, made: Conversions) -> None:
+    """Views share the memory of what they are made from, which may be a converted tensor by now."""
+    tensors = made.tensors
+    for index, op in enumerate(graph.ops):
+        for output in op.outputs:
+            root = graph.tensors[output].storage
+            if root == output:
+                continue
+            sources = [at for at, i in enumerate(op.inputs) if graph.tensors[i].storage == root]
+            if sources:
+                storage = tensors[made.read.get((index, sources[0]), op.inputs[sources[0]])].storage
+                tensors[output] = replace(tensors[output], storage=storage)
+
+
+def _local_tensor(state: State, i: int) -> Tensor:
+    tensor = state.facts.graph.tensors[i]
+    place = state.places.get(i)
+    return replace(tensor, shape=split_shape(tensor.shape, place, state.facts.size)) if place else tensor
+
+
+def _local_saved(state: State, index: int, i: int) -> Tensor:
+    """What an op keeps for its backward lies as the first of its tensors whose leading dims it has."""
+    facts, tensor = state.facts, state.facts.graph.tensors[i]
+    op, dims, split = facts.graph.ops[index], facts.dims[index], state.splits[index]
+    for other, item in (*zip(op.outputs, dims.outputs, strict=True), *zip(op.inputs, dims.inputs, strict=True)):
+        shape = facts.graph.tensors[other].shape
+        place = dims.place_in(item, split)
+        alike = len(tensor.shape) <= len(shape) and all(
+            a in (b, Extent(1)) for a, b in zip(tensor.shape, shape, strict=False)
+        )
+        if alike and tensor.shape and place:
+            kept = place[0] < len(tensor.shape) and tensor.shape[place[0]] == shape[place[0]]
+            return replace(tensor, shape=split_shape(tensor.shape, place if kept else None, facts.size))
+    return tensor
+
+
+def _local_op(state: State, index: int, made: Conversions, tensors: list[Tensor]) -> Op:
+    facts, split = state.facts, state.splits[index]
+    op = facts.graph.ops[index]
+    inputs = tuple(made.read.get((index, at), i) for at, i in enumerate(op.inputs))
+    outputs = tuple(made.summed.get(i, i) for i in op.outputs)
+    saved = tuple(kept for i in op.saved for kept in made.kept.get((index, i), (i,)))
+    changed = replace(op, inputs=inputs, outputs=outputs, saved=saved)
+    if split is None:
+        return changed
+    return replace(
+        changed,
+        flops=_share(op.flops, state, index, split),
+        backward_flops=_share(op.backward_flops, state, index, split),
+        attributes=_local_attributes(state, index, tensors),
+    )
+
+
+def _share(flops: Extent, state: State, index: int, split: Split) -> Extent:
+    """The FLOPs of the largest part."""
+    dims, size = state.facts.dims[index], state.facts.size
+    found = next(f for item in (*dims.inputs, *dims.outputs) if (f := find_label(item, split.label)))
+    whole, part = found[2], -(-found[2] // size)
+    return Extent(-(-flops.fixed * part // whole), -(-flops.per_sample * part // whole))
+
+
+def _local_attributes(state: State, index: int, tensors: list[Tensor]) -> tuple[tuple[str, str], ...]:
+    op, facts = state.facts.graph.ops[index], state.facts
+    old, new = facts.graph.tensors[op.outputs[0]].shape, tensors[op.outputs[0]].shape
+    if old == new:
+        return op.attributes
+
+    def local(name: str, text: str) -> str:
+        if name in ("size", "shape"):
+            return _local_sizes(text, old, new)
+        if name == "sizes":
+            first = int(dict(op.attributes)["dim"]) % len(facts.shapes[op.inputs[0]])
+            return _local_sizes(text, old[first:], new[first:])
+        if name == "num_groups" and old[1] != new[1]:
+            return str(int(text) // facts.size)
+        return str(new[0]) if name == "end" and not op.inputs and text == str(old[0]) else text
+
+    return tuple((name, local(name, text)) for name, text in op.attributes)
+
+
+def _local_sizes(text: str, old: tuple[Extent, ...], new: tuple[Extent, ...]) -> str:
+    """``[12, -1]`` of what has six of the twelve."""
+    words = re.findall(r"[^\[\], ]+", text)
+    if len(words) > len(old):
+        return text
+    local = [str(b) if word == str(a) else word for word, a, b in zip(words, old, new, strict=False)]
+    return f"[{', '.join(local)}]"

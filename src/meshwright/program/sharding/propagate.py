@@ -1,0 +1,157 @@
+"""Propagate: along which label each op of a graph is split on one axis, and so how every tensor lies on it.
+
+Ops are taken in the graph's order. A rule (`rules.Rule`) chooses an op's label from how its inputs lie; what the table
+says of the op then gives how its inputs must lie and its outputs come. Parameters lie as their first reader wants them.
+A sum over the ranks is completed where it is made: summed whole on every rank, or scattered over a dim.
+
+A value that is wanted in parts and depends on parameters alone, as a table of positions does, or on nothing that has a
+gradient, as rows looked up by tokens, is made in parts; a value that was repeated or cut out of another, and that all
+readers want whole, is made whole. Its op is told so, and everything is propagated once more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from meshwright.program.sharding.dims import gradient_is_sum
+from meshwright.program.sharding.facts import Facts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from meshwright.program.sharding.calls import Dim
+    from meshwright.program.sharding.dims import OpDims, Split
+
+# (dim, parts) along which a tensor is split, None where it is whole.
+Place = tuple[int, int] | None
+# Each round tells at least one op more what it must make; chains of views over a table of positions are short.
+_ROUNDS = 32
+# Functions of `views` whose results are cheaper made from something whole than gathered.
+_REPEATS = ("expanded", "repeated", "part")
+
+
+class Rule(Protocol):
+    """What decides on one axis."""
+
+    def start(self, facts: Facts) -> dict[int, Place]:
+        """How the inputs of the graph lie; those not named are whole."""
+
+    def choose(self, state: State, index: int) -> Split | None:
+        """The label along which an op is split, None if it stays whole."""
+
+    def scatter(self, state: State, tensor: int) -> Place:
+        """How a sum over the ranks is to lie once it is completed."""
+
+
+class State(NamedTuple):
+    """How tensors lie, as far as propagation has come: ``places`` of tensors that have a place, ``splits`` of ops."""
+
+    facts: Facts
+    places: dict[int, Place]
+    splits: list[Split | None]
+    partial: set[int]
+
+    def wanted(self, index: int) -> list[Place]:
+        """How the inputs of an op must lie for it to be split as chosen."""
+        dims, row = self.facts.dims[index], self.facts.rows[index]
+        reads = len(dims.inputs) if row is None else row.reads
+        unread = (self.places.get(tensor) for tensor in self.facts.graph.ops[index].inputs[reads:])
+        return [*(dims.place_in(item, self.splits[index]) for item in dims.inputs[:reads]), *unread]
+
+    def sums_gradient(self, index: int, position: int) -> bool:
+        """Whether each rank has only a part of the gradient of this input of the op."""
+        facts, row = self.facts, self.facts.rows[index]
+        product = row is not None and row.product
+        return facts.requires_gradient(facts.graph.ops[index].inputs[position]) and gradient_is_sum(
+            facts.dims[index], position, self.splits[index], product=product
+        )
+
+
+def propagate(facts: Facts, rule: Rule) -> State:
+    """The places of all tensors and the splits of all ops."""
+    told: dict[int, Split | None] = {}
+    for _ in range(_ROUNDS):
+        state = _propagate(facts, rule, told)
+        more = _tell(state, told)
+        if not more:
+            break
+        told |= more
+    return state
+
+
+def _propagate(facts: Facts, rule: Rule, told: Mapping[int, Split | None]) -> State:
+    state = State(facts, dict(rule.start(facts)), [], set())
+    for index, op in enumerate(facts.graph.ops):
+        split = told[index] if index in told else rule.choose(state, index)
+        state.splits.append(split)
+        for tensor, place in zip(op.inputs, state.wanted(index), strict=True):
+            state.places.setdefault(tensor, place if facts.is_parameter(tensor) else None)
+        _place_outputs(state, rule, index, split)
+    return state
+
+
+def _place_outputs(state: State, rule: Rule, index: int, split: Split | None) -> None:
+    facts, dims = state.facts, state.facts.dims[index]
+    op = facts.graph.ops[index]
+    summed = split is not None and not dims.in_outputs(split.label) and split.label not in dims.inner
+    for tensor, item in zip(op.outputs, dims.outputs, strict=True):
+        # A loss is summed over the ranks for people to see, not for any gradient: it stays as each rank has it, as in
+        # torch, and so does what is made from it.
+        numbers = not facts.shapes[tensor] and any(i in state.partial and not facts.shapes[i] for i in op.inputs)
+        if summed or numbers:
+            state.partial.add(tensor)
+        state.places[tensor] = rule.scatter(state, tensor) if summed else dims.place_in(item, split)
+
+
+def _tell(state: State, told: Mapping[int, Split | None]) -> dict[int, Split | None]:
+    """Ops that are to make in parts what is wanted in parts, or whole what is wanted whole."""
+    facts = state.facts
+    found: dict[int, Split | None] = {}
+    for index, op in enumerate(facts.graph.ops):
+        for tensor, want in zip(op.inputs, state.wanted(index), strict=True):
+            made, have = facts.producer.get(tensor), state.places.get(tensor)
+            if made is None or made in told or (have is None) == (want is None):
+                continue
+            if want is None:
+                row = facts.rows[made]
+                if row is not None and row.dims in _REPEATS and _is_read_whole(state, tensor):
+                    found[made] = None
+            elif _is_free(facts, tensor, made) and (split := _split_of(facts, made, tensor, want)):
+                found[made] = split
+    return found
+
+
+def _is_read_whole(state: State, tensor: int) -> bool:
+    return all(state.wanted(index)[position] is None for index, position in state.facts.readers[tensor])
+
+
+def _is_free(facts: Facts, tensor: int, made: int) -> bool:
+    row = facts.rows[made]
+    if facts.requires_gradient(tensor):
+        read = (i for i in facts.graph.ops[made].inputs if not facts.is_parameter(i))
+        return facts.input_free[tensor] or not any(map(facts.requires_gradient, read))
+    return row is not None and row.dims == "made" and facts.depends_on_batch(tensor)
+
+
+def _split_of(facts: Facts, index: int, tensor: int, place: tuple[int, int]) -> Split | None:
+    """The split of an op that lays one of its outputs out so."""
+    dims: OpDims = facts.dims[index]
+    item: tuple[Dim, ...] = dims.outputs[facts.graph.ops[index].outputs.index(tensor)]
+    split = dims.split_at(item, place)
+    return split if split and facts.can_split(index, split) else None
+
+
+def follow(state: State, index: int) -> Split | None:
+    """The split that most of an op's inputs come with, by elements; None if they come whole or it cannot be kept."""
+    weights = arriving(state, index)
+    return max(weights, key=lambda split: weights[split], default=None)
+
+
+def arriving(state: State, index: int) -> dict[Split, int]:
+    """The splits that an op's inputs come with and that it can keep, with the elements that come so."""
+    facts = state.facts
+    weights: dict[Split, int] = {}
+    for _, tensor, dims in facts.operands(index):
+        if (place := state.places.get(tensor)) and (split := facts.dims[index].split_at(dims, place)):
+            weights[split] = weights.get(split, 0) + facts.elements(tensor)
+    return {split: weight for split, weight in weights.items() if facts.can_split(index, split)}

@@ -1,0 +1,278 @@
+"""The rules by which ops are split on each axis, for any captured graph: no rule knows the name of a module.
+
+tensor     a product with a parameter is split by rows where its other input comes split along the summed dim; by
+           columns where every reader can take what it makes, down to another product, attention or loss; a table of
+           many rows by rows; anything else follows its inputs. Sums are completed whole, or over tokens (sequence
+           parallelism)
+context    tokens of all inputs are split, and everything follows; attention's keys and values come whole
+expert     every rank has samples of its own; products with a matrix per expert are split over the experts, and tables
+           as the user says; sums are scattered over the samples
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from meshwright.program.sharding.absorb import is_absorbed
+from meshwright.program.sharding.dims import Split, find_label
+from meshwright.program.sharding.facts import UNEVEN_FROM, divides
+from meshwright.program.sharding.propagate import arriving, follow
+from meshwright.program.sharding.sharded import MESH
+from meshwright.spec.errors import PlanError
+from meshwright.spec.units import FLOAT_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from meshwright.program.sharding.facts import Facts
+    from meshwright.program.sharding.propagate import Place, Rule, State
+    from meshwright.spec.collective import Axis
+    from meshwright.spec.graph import Op
+    from meshwright.spec.sharding import OpPlacement, Sharding
+
+_ATTENTION = "aten.scaled_dot_product_attention"
+# Products that make queries, keys and values at once, or gate and value, are split in each of their parts.
+_FUSED = (1, 3, 2)
+
+
+def rule_for(axis: Axis, sharding: Sharding) -> Rule:
+    """The rule of an axis, the user's own placements before it."""
+    own = tuple(placement for placement in sharding.placements if placement.axis == axis)
+    if axis == "tensor":
+        return TensorRule(own, sequence_parallel=sharding.sequence_parallel)
+    return ContextRule(own) if axis == "context" else ExpertRule(own)
+
+
+def is_meant(placement: OpPlacement, op: Op) -> bool:
+    """Whether a placement is for this op, which no axis has added."""
+    named = fnmatchcase(op.name, placement.op) or fnmatchcase(op.module, placement.op)
+    return named and not op.kind.startswith(MESH)
+
+
+@dataclass(frozen=True)
+class _OwnFirst:
+    """Placements of the user's before the axis' own rule."""
+
+    own: Sequence[OpPlacement]
+
+    def start(self, facts: Facts) -> dict[int, Place]:  # noqa: ARG002 - nothing is split
+        """How the inputs of the graph lie."""
+        return {}
+
+    def scatter(self, state: State, tensor: int) -> Place:  # noqa: ARG002 - whole
+        """How a completed sum lies."""
+        return None
+
+    def choose(self, state: State, index: int) -> Split | None:
+        """The split of an op."""
+        for placement in reversed(self.own):
+            if is_meant(placement, state.facts.graph.ops[index]):
+                return _own_split(state.facts, index, placement)
+        return self.choose_by_rule(state, index)
+
+    def choose_by_rule(self, state: State, index: int) -> Split | None:
+        """The split where the user says nothing."""
+        return follow(state, index)
+
+
+@dataclass(frozen=True)
+class TensorRule(_OwnFirst):
+    """Megatron's layout, found from the shapes of the products."""
+
+    sequence_parallel: bool = False
+
+    def choose_by_rule(self, state: State, index: int) -> Split | None:
+        """Rows, columns, or what the inputs come with."""
+        facts = state.facts
+        row = facts.rows[index]
+        if row is None or not row.product:
+            _check_heads(facts, index)
+            return follow(state, index)
+        return _rows(state, index) or _table_rows(facts, index) or _columns(state, index) or follow(state, index)
+
+    def scatter(self, state: State, tensor: int) -> Place:
+        """Over the dim before the last, if it holds tokens: neither samples nor too few of them."""
+        shape = state.facts.graph.tensors[tensor].shape
+        if not self.sequence_parallel or len(shape) < 2 or shape[-2].per_sample:
+            return None
+        return (len(shape) - 2, 1) if divides(shape[-2], state.facts.size) and shape[-2].fixed > 1 else None
+
+
+@dataclass(frozen=True)
+class ContextRule(_OwnFirst):
+    """Tokens of all inputs are split."""
+
+    def start(self, facts: Facts) -> dict[int, Place]:
+        """Inputs of whole numbers (samples, tokens) are split over tokens; raise PlanError if there are none."""
+        graph = facts.graph
+        if not any(op.kind.startswith(_ATTENTION) for op in graph.ops):
+            raise PlanError(
+                f"Graph {graph.name!r} has no attention, so it has no context to split; expected context = 1. Give the "
+                "ranks to the tensor axis, or to more replicas."
+            )
+        texts = [i for i in graph.inputs if graph.tensors[i].dtype not in FLOAT_DTYPES and len(facts.shapes[i]) == 2]
+        split = [i for i in texts if divides(graph.tensors[i].shape[1], facts.size)]
+        if not split:
+            shapes = ", ".join(
+                f"{graph.tensors[i].name} {list(map(str, graph.tensors[i].shape))}" for i in graph.inputs
+            )
+            raise PlanError(
+                f"context = {facts.size} splits the tokens of the inputs, but none of {shapes} holds tokens that it "
+                "divides. Choose a divisor of the number of tokens."
+            )
+        return dict.fromkeys(split, (1, 1))
+
+
+@dataclass(frozen=True)
+class ExpertRule(_OwnFirst):
+    """Samples are split, as over replicas, but for products with a matrix per expert."""
+
+    def start(self, facts: Facts) -> dict[int, Place]:
+        """All inputs are split over samples; raise PlanError where the graph has nothing that the ranks divide."""
+        graph = facts.graph
+        counts = {size for index in range(len(graph.ops)) for _, size in _expert_labels(facts, index)}
+        if not (counts or self.own) or any(count % facts.size for count in counts):
+            found = f"{sorted(counts)} experts" if counts else "no batched product with a matrix per expert"
+            raise PlanError(
+                f"expert = {facts.size} lays experts out over ranks, but graph {graph.name!r} has {found}; expected "
+                "numbers that it divides. Choose a divisor of them; for a model without experts 1, or placements of "
+                "its tables."
+            )
+        batched = [i for i in graph.inputs if graph.tensors[i].shape and graph.tensors[i].shape[0].per_sample]
+        return dict.fromkeys(batched, (0, 1))
+
+    def scatter(self, state: State, tensor: int) -> Place:
+        """Over the samples."""
+        shape = state.facts.graph.tensors[tensor].shape
+        return (0, 1) if shape and shape[0].per_sample and divides(shape[0], state.facts.size) else None
+
+    def choose_by_rule(self, state: State, index: int) -> Split | None:
+        """Over the experts, or what the inputs come with."""
+        for label, _ in _expert_labels(state.facts, index):
+            return Split(label)
+        weights = arriving(state, index)
+        return max(
+            weights, key=lambda split: (_is_over_samples(state.facts, index, split), weights[split]), default=None
+        )
+
+
+def _is_over_samples(facts: Facts, index: int, split: Split) -> bool:
+    op, dims = facts.graph.ops[index], facts.dims[index]
+    places = ((tensor, dims.place_in(item, split)) for tensor, item in zip(op.outputs, dims.outputs, strict=True))
+    return any(place and facts.graph.tensors[tensor].shape[place[0]].per_sample for tensor, place in places)
+
+
+def _own_split(facts: Facts, index: int, placement: OpPlacement) -> Split | None:
+    op, dims = facts.graph.ops[index], facts.dims[index]
+    split: Split | None = None
+    for where, given, tensors in (
+        ("output", placement.output_dim, dims.outputs),
+        ("input", placement.input_dim, dims.inputs),
+    ):
+        if given is None:
+            continue
+        if tensors and -len(tensors[0]) <= given < len(tensors[0]):
+            split = dims.split_at(tensors[0], (given % len(tensors[0]), 1))
+        if split is None or not facts.can_split(index, split) or dims.in_outputs(split.label) != (where == "output"):
+            raise PlanError(
+                f"Op {op.name!r} ({op.kind}) cannot take the placement {placement.op!r}: split along {where}_dim "
+                f"{given} over {facts.size} ranks. {_splittable(facts, index)}"
+            )
+    return split
+
+
+def _splittable(facts: Facts, index: int) -> str:
+    """Which dims of an op could be split, for messages."""
+    dims, found = facts.dims[index], []
+    for where, tensors in (("output", dims.outputs[:1]), ("input", dims.inputs[:1])):
+        for dim in range(len(tensors[0]) if tensors else 0):
+            split = dims.split_at(tensors[0], (dim, 1))
+            if split and facts.can_split(index, split) and dims.in_outputs(split.label) == (where == "output"):
+                found.append(f"{where}_dim {dim}")
+    return f"It can be split along {' or '.join(found)}." if found else "It stays whole: leave the placement out."
+
+
+def _check_heads(facts: Facts, index: int) -> None:
+    """Raise PlanError for attention whose heads the ranks of the tensor axis do not divide."""
+    op = facts.graph.ops[index]
+    if not op.kind.startswith(_ATTENTION):
+        return
+    for tensor, what in zip(op.inputs, ("heads", "heads of keys", "heads of values"), strict=False):
+        heads = facts.shapes[tensor][-3] if len(facts.shapes[tensor]) > 3 else 1
+        if heads > 1 and heads % facts.size:
+            raise PlanError(
+                f"tensor = {facts.size} cannot split attention {op.name!r} ({op.module}), which has {heads} {what}; "
+                f"expected a divisor of {heads}. Choose one."
+            )
+
+
+def _parameters(facts: Facts, index: int) -> Iterator[tuple[int, tuple[int, tuple[tuple[tuple[str, int], ...], ...]]]]:
+    """Position, and tensor with dims, of the matrices among an op's inputs that are parameters."""
+    for position, tensor, dims in facts.operands(index):
+        if facts.is_parameter(tensor) and len(dims) > 1:
+            yield position, (tensor, dims)
+
+
+def _labels_of(facts: Facts, index: int) -> Iterator[tuple[str, int, bool, bool]]:
+    """Labels of an op's parameters: label, size, whether another input has it, whether an output has it."""
+    others = [dims for _, tensor, dims in facts.operands(index) if not facts.is_parameter(tensor)]
+    for _, (_, dims) in _parameters(facts, index):
+        for factors in dims:
+            for label, size in factors:
+                shared = any(find_label(other, label) for other in others)
+                yield label, size, shared, facts.dims[index].in_outputs(label)
+
+
+def _rows(state: State, index: int) -> Split | None:
+    """A summed dim of the other input, if that comes split along it."""
+    facts = state.facts
+    for label, _, shared, made in _labels_of(facts, index):
+        if not shared or made:
+            continue
+        for _, tensor, dims in facts.operands(index):
+            place = state.places.get(tensor)
+            if facts.is_parameter(tensor) or place is None:
+                continue
+            split = facts.dims[index].split_at(dims, place)
+            if split and split.label == label and facts.can_split(index, split):
+                return split
+    return None
+
+
+def _table_rows(facts: Facts, index: int) -> Split | None:
+    """Rows of a table that is looked up by values of the batch."""
+    for label, size, shared, made in _labels_of(facts, index):
+        big = not shared and not made and size >= UNEVEN_FROM
+        if big and facts.can_split(index, Split(label)) and facts.depends_on_batch(facts.graph.ops[index].outputs[0]):
+            return Split(label)
+    return None
+
+
+def _columns(state: State, index: int) -> Split | None:
+    """Columns, if all that reads the output can go on with a part of it."""
+    facts = state.facts
+    if not facts.depends_on_batch(facts.graph.ops[index].outputs[0]):
+        return None
+    for label, _, shared, made in _labels_of(facts, index):
+        if shared or not made:
+            continue
+        for parts in _FUSED:
+            split = Split(label, parts)
+            if facts.can_split(index, split) and is_absorbed(state, index, split):
+                return split
+    return None
+
+
+def _expert_labels(facts: Facts, index: int) -> Iterator[tuple[str, int]]:
+    """Labels of products that an input, a parameter and the output share: one matrix per expert."""
+    row, op = facts.rows[index], facts.graph.ops[index]
+    if row is not None and row.product and _is_batched(op):
+        for label, size, shared, made in _labels_of(facts, index):
+            if shared and made:
+                yield label, size
+
+
+def _is_batched(op: Op) -> bool:
+    return op.kind.startswith(("aten.bmm", "aten.baddbmm", "aten.matmul"))

@@ -1,0 +1,122 @@
+"""`shard_graph`: one axis after the other, each makes the local graph of the one before still more local."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from meshwright.program.sharding.facts import Facts
+from meshwright.program.sharding.local import localise
+from meshwright.program.sharding.propagate import propagate
+from meshwright.program.sharding.rules import is_meant, rule_for
+from meshwright.program.sharding.sharded import ShardedGraph
+from meshwright.spec.collective import Axis, Collective
+from meshwright.spec.errors import PlanError, suggest
+from meshwright.spec.graph import Extent, Graph
+from meshwright.spec.sharding import Layout, Sharding
+
+if TYPE_CHECKING:
+    from meshwright.program.sharding.convert import Conversions
+
+# The tensor axis comes last: what it splits may be split by the others before, tokens for instance.
+_ORDER: tuple[Axis, ...] = ("expert", "context", "tensor")
+
+
+@lru_cache(maxsize=32)
+def shard_graph(graph: Graph, sharding: Sharding) -> ShardedGraph:
+    """The local graph of one rank under a sharding, and what it exchanges.
+
+    Raises PlanError for what an op cannot take: heads, tokens or experts that do not divide, a placement along a dim
+    that cannot be split, an axis for which the graph has nothing to split.
+    """
+    if any(op.phase == "backward" for op in graph.ops):
+        raise PlanError(
+            f"Graph {graph.name!r} holds its own backward, whose ops cannot be split; give the graph of the model "
+            "alone."
+        )
+    for placement in sharding.placements:
+        if not any(is_meant(placement, op) for op in graph.ops):
+            known = {name for op in graph.ops for name in (op.module, op.name) if name}
+            raise PlanError(
+                f"A placement is given for {placement.op!r}, but no op of graph {graph.name!r} is named or stands in a "
+                f"module named so{suggest(placement.op, known)}. Correct it, or leave it out."
+            )
+    sharded = ShardedGraph(graph=graph, layouts={}, collectives=(), reduced_parameters={})
+    for axis in _ORDER:
+        if sharding.size(axis) > 1:
+            sharded = _shard_axis(sharded, axis, sharding)
+    return sharded
+
+
+def _shard_axis(sharded: ShardedGraph, axis: Axis, sharding: Sharding) -> ShardedGraph:
+    size = sharding.size(axis)
+    graph = _with_samples(sharded.graph, size) if axis == "expert" else sharded.graph
+    facts = Facts(graph, size)
+    local, made, moved = localise(propagate(facts, rule_for(axis, sharding)), axis, sharding)
+    old = range(len(graph.tensors))
+    layouts = {name: _extended(given, made.sources, len(local.tensors)) for name, given in sharded.layouts.items()}
+    layouts[axis] = tuple(made.layouts[i] if i not in old else made.layout_of(i) for i in range(len(local.tensors)))
+    earlier = [replace(collective, at=moved[collective.at]) for collective in sharded.collectives]
+    collectives = [*earlier, *_collectives(local, axis, made, moved)]
+    reduced = {**sharded.reduced_parameters, axis: tuple(made.reduced)}
+    return ShardedGraph(
+        graph=local,
+        layouts=layouts,
+        collectives=tuple(sorted(collectives, key=_issued)),
+        reduced_parameters=reduced,
+    )
+
+
+def _with_samples(graph: Graph, factor: int) -> Graph:
+    """The graph of ``factor`` times as many samples, those of all ranks of the axis."""
+    if graph.batch_size is not None:
+        raise PlanError(
+            f"Graph {graph.name!r} was captured for batches of {graph.batch_size} samples only, so experts cannot take "
+            "the samples of several ranks. Capture it with a symbolic batch, or give expert = 1."
+        )
+
+    def scaled(extent: Extent) -> Extent:
+        return Extent(extent.fixed, extent.per_sample * factor)
+
+    tensors = tuple(replace(tensor, shape=tuple(map(scaled, tensor.shape))) for tensor in graph.tensors)
+    ops = tuple(
+        replace(op, flops=scaled(op.flops), backward_flops=scaled(op.backward_flops))
+        if op.flops.per_sample or op.backward_flops.per_sample
+        else op
+        for op in graph.ops
+    )
+    return replace(graph, tensors=tensors, ops=ops)
+
+
+def _extended(layouts: tuple[Layout, ...], sources: dict[int, int], count: int) -> tuple[Layout, ...]:
+    """Layouts on an earlier axis, with those of new tensors, which lie there as what they are made from."""
+    found = list(layouts)
+    for new in range(len(layouts), count):
+        found.append(found[sources[new]])
+    return tuple(found)
+
+
+def _collectives(local: Graph, axis: Axis, made: Conversions, moved: tuple[int, ...]) -> list[Collective]:
+    """The exchanges of inserted ops and of those of the whole graph."""
+    found = [(moved[index], exchange) for index, exchanges in made.inside.items() for exchange in exchanges]
+    for at, op in enumerate(local.ops):
+        found += [(at, exchange) for output in op.outputs for exchange in made.exchanges.get(output, ())]
+    return [
+        Collective(
+            kind=exchange.kind,
+            axis=axis,
+            phase="backward" if exchange.backward else "forward",
+            at=at,
+            tensor=exchange.tensor,
+            copies=exchange.copies,
+            count=exchange.count,
+        )
+        for at, exchange in found
+    ]
+
+
+def _issued(collective: Collective) -> tuple[bool, int]:
+    """Where a collective stands in the order of the step: ops ascending, then their backwards descending."""
+    backward = collective.phase == "backward"
+    return backward, -collective.at if backward else collective.at

@@ -1,0 +1,183 @@
+"""Dims of operators that put elements elsewhere: views, parts, joins, repetitions, and what is picked by an index."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.program.sharding.calls import aligned, one, plain, unknown, whole, with_fixed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from meshwright.program.sharding.calls import Call, Dim, Dims, Found, Shape
+
+
+def permuted(call: Call) -> Found:
+    """The dims in another order."""
+    rank = len(call.inputs[0])
+    order = list(range(rank))
+    if call.operator == "permute":
+        order = [d % rank for d in call.numbers("dims")]
+    elif rank > 1:
+        names = ("axis0", "axis1") if call.operator == "swapaxes" else ("dim0", "dim1")
+        first, second = (call.number(name, i) % rank for i, name in enumerate(names))
+        order[first], order[second] = second, first
+    dims = plain(call.inputs[0])
+    return [dims], [tuple(dims[d] for d in order)]
+
+
+def reshaped(call: Call) -> Found:
+    """Dims are merged and divided: common factors, from the front."""
+    left: list[list[tuple[str, int]]] = [[] for _ in call.inputs[0]]
+    right: list[list[tuple[str, int]]] = [[] for _ in call.outputs[0]]
+    ours, theirs = _Side(call.inputs[0], left), _Side(call.outputs[0], right)
+    number = 0
+    while ours.more() and theirs.more():
+        small, large = (ours, theirs) if ours.rest <= theirs.rest else (theirs, ours)
+        if small.rest == 0 or large.rest % small.rest:
+            return unknown(call)
+        size, label = small.rest, f"d{number}"
+        small.take(label, size)
+        large.take(label, size)
+        number += 1
+    return [tuple(map(tuple, left))], [tuple(map(tuple, right))]
+
+
+class _Side:
+    """What is left of a shape whose factors are taken from the front."""
+
+    def __init__(self, shape: Shape, dims: list[list[tuple[str, int]]]) -> None:
+        self.shape, self.dims, self.place, self.rest = shape, dims, -1, 1
+
+    def more(self) -> bool:
+        while self.rest == 1 and self.place + 1 < len(self.shape):
+            self.place += 1
+            self.rest = self.shape[self.place]
+        return self.rest != 1
+
+    def take(self, label: str, size: int) -> None:
+        self.dims[self.place].append((label, size))
+        self.rest //= size
+
+
+def divided(call: Call) -> Found:
+    """One dim is cut into parts: equal ones are split each by itself."""
+    dim = call.dim()
+    size, dims = call.inputs[0][dim], plain(call.inputs[0])
+    if call.operator == "unbind":
+        return [with_fixed(dims, (dim,))], [dims[:dim] + dims[dim + 1 :] for _ in call.outputs]
+    count, part = len(call.outputs), call.outputs[0][dim]
+    if any(s[dim] != part for s in call.outputs) or part * count != size:
+        return [with_fixed(dims, (dim,))], [_put(dims, dim, one(f"Xp{i}", s[dim])) for i, s in enumerate(call.outputs)]
+    inner = one("w", part)
+    return [_put(dims, dim, (*one("Xn", count), *inner))], [_put(dims, dim, inner) for _ in call.outputs]
+
+
+def joined(call: Call) -> Found:
+    """Inputs beside each other along a dim; equal ones are split each by itself."""
+    count, rank = len(call.inputs), len(call.outputs[0])
+    dim = call.number("dim", 0) % rank
+    if call.operator == "stack":
+        dims = plain(call.inputs[0])
+        return [dims] * count, [(*dims[:dim], one("Xn", count), *dims[dim:])]
+    sizes, dims = {s[dim] for s in call.inputs}, plain(call.inputs[0])
+    if len(sizes) > 1:
+        parts = [_put(dims, dim, one(f"Xp{i}", s[dim])) for i, s in enumerate(call.inputs)]
+        return parts, [_put(dims, dim, one("Xall", call.outputs[0][dim]))]
+    inner = one("w", sizes.pop())
+    return [_put(dims, dim, inner)] * count, [_put(dims, dim, (*one("Xn", count), *inner))]
+
+
+def _put(dims: Dims, dim: int, factors: Dim) -> Dims:
+    return (*dims[:dim], factors, *dims[dim + 1 :])
+
+
+def part(call: Call) -> Found:
+    """A part along ``dim``, which stays whole unless it is all of it."""
+    dim, shape = call.dim(), call.inputs[0]
+    dims = plain(shape)
+    if call.operator == "select":
+        return [with_fixed(dims, (dim,))], [dims[:dim] + dims[dim + 1 :]]
+    if shape == call.outputs[0]:
+        return [dims], [dims]
+    return [with_fixed(dims, (dim,))], [_put(dims, dim, one("Xpart", call.outputs[0][dim]))]
+
+
+def expanded(call: Call) -> Found:
+    """Dims of size one are repeated."""
+    rank = len(call.outputs[0])
+    return [aligned(call.inputs[0], rank)], [plain(call.outputs[0])]
+
+
+def repeated(call: Call) -> Found:
+    """Each element along ``dim`` several times."""
+    dim, times = call.dim(default=-1), call.number("repeats", 1)
+    dims = plain(call.inputs[0])
+    return [dims], [_put(dims, dim, (*dims[dim], *one("Xr", times)))]
+
+
+def picked(call: Call) -> Found:
+    """Elements at an index along ``dim``; the other dims run beside each other."""
+    dim = call.dim()
+    dims = [_put(plain(s), dim, one(f"Xs{i}", s[dim])) for i, s in enumerate(call.inputs)]
+    if call.operator == "gather":
+        index = _put(plain(call.inputs[1]), dim, one("w", call.inputs[1][dim]))
+        dims = [dims[0], index]
+        same = [a == b for a, b in zip(call.inputs[0], call.inputs[1], strict=True)]
+        dims[0] = with_fixed(dims[0], [i for i, equal in enumerate(same) if not equal])
+        return dims, [index]
+    return dims, [dims[0]]
+
+
+def selected(call: Call) -> Found:
+    """Rows at an index along ``dim``."""
+    dim = call.dim()
+    dims = plain(call.inputs[0])
+    index = one("w", call.inputs[1][0] if call.inputs[1] else 1)
+    return [with_fixed(dims, (dim,)), (index,) if call.inputs[1] else ()], [_put(dims, dim, index)]
+
+
+def indexed(call: Call) -> Found | None:
+    """Elements at several indices of one shape, in dims next to each other: the last ones that fit."""
+    (source, *indices), (result,) = call.inputs, call.outputs
+    shape, left = indices[0], len(source) - len(indices)
+    if any(index != shape for index in indices) or len(result) != left + len(shape):
+        return None
+    for first in range(left, -1, -1):
+        behind = len(source) - left + first
+        if result == (*source[:first], *shape, *source[behind:]):
+            dims = plain(source)
+            chosen = tuple(one(f"w{i}", size) for i, size in enumerate(shape))
+            given = with_fixed(dims, range(first, behind))
+            return [given, *(chosen for _ in indices)], [(*dims[:first], *chosen, *dims[behind:])]
+    return None
+
+
+def changed(call: Call) -> Found:
+    """Dims that change their size stay whole."""
+    grown = [i for i, (a, b) in enumerate(zip(call.inputs[0], call.outputs[0], strict=True)) if a != b]
+    return [with_fixed(plain(call.inputs[0]), grown)], [with_fixed(plain(call.outputs[0]), grown)]
+
+
+def made(call: Call) -> Found:
+    """Values that no input has: each rank makes its own."""
+    return [whole(s, i) for i, s in enumerate(call.inputs)], [plain(s) for s in call.outputs]
+
+
+FUNCTIONS: dict[str, Callable[[Call], Found | None]] = {
+    function.__name__: function
+    for function in (
+        changed,
+        divided,
+        expanded,
+        indexed,
+        joined,
+        made,
+        part,
+        permuted,
+        picked,
+        repeated,
+        reshaped,
+        selected,
+    )
+}

@@ -1,0 +1,124 @@
+"""What fully sharded data parallelism exchanges (ZeRO stage 3; torch's FSDP2): groups of parameters, in order.
+
+Of every parameter each of the data ranks holds a part of dim 0, padded to equal parts; the parameters of a group travel
+together in one flat buffer. The root group has what no other holds.
+
+    forward    a group is gathered before its first op; the root group before everything, and it stays
+    backward   before the last op of a group goes backward it is gathered again, if it was let go, and then, ahead of
+               time, the group that comes next; behind its first op its gradients are reduced and scattered, those of
+               the root at the end
+
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard (`pre_backward`, `_backward_prefetch`, `_root_post_backward`);
+tests/program compares it with what torch issues.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from meshwright.spec.collective import Phase
+    from meshwright.spec.graph import Graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters (ids) that are gathered together for ops ``start:stop``; ``frozen`` ones have no gradients."""
+
+    name: str
+    start: int
+    stop: int
+    parameters: tuple[int, ...]
+    frozen: tuple[int, ...] = ()
+    is_root: bool = False
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Parameters whose gradients are scattered."""
+        return tuple(i for i in self.parameters if i not in self.frozen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCollective:
+    """An all-gather of group ``group`` just before op ``at`` runs in a phase, or a reduce-scatter just behind it."""
+
+    kind: Literal["all_gather", "reduce_scatter"]
+    phase: Phase
+    at: int
+    group: int
+
+
+def parameter_groups(graph: Graph) -> tuple[ParameterGroup, ...]:
+    """The root group, and one per layer that the model repeats: what wrapping every block, then the model, makes.
+
+    A parameter that several layers read belongs to the root, as do layers that occur once. ``graph`` may be the local
+    graph of a sharding.
+    """
+    repeated = Counter(layer.block for layer in graph.layers)
+    homes: dict[int, set[int]] = {}
+    for home, layer in enumerate(graph.layers):
+        for op in graph.ops[layer.start : layer.stop]:
+            for i in op.inputs:
+                if graph.tensors[i].role == "parameter":
+                    homes.setdefault(i, set()).add(home)
+    blocks = [home for home, layer in enumerate(graph.layers) if layer.block and repeated[layer.block] > 1]
+    held = {home: tuple(i for i in graph.parameters if homes.get(i) == {home}) for home in blocks}
+    rest = tuple(i for i in graph.parameters if not any(i in ids for ids in held.values()))
+    readers = [at for at, op in enumerate(graph.ops) if set(op.inputs) & set(rest)]
+    root = _group(graph, "", 0, max(readers, default=len(graph.ops) - 1) + 1, rest, is_root=True)
+    layers = (_group(graph, graph.layers[h].name, graph.layers[h].start, graph.layers[h].stop, held[h]) for h in blocks)
+    return (root, *(group for group in layers if group.parameters))
+
+
+def _group(
+    graph: Graph, name: str, start: int, stop: int, parameters: tuple[int, ...], *, is_root: bool = False
+) -> ParameterGroup:
+    frozen = tuple(i for i in parameters if not graph.tensors[i].requires_grad)
+    return ParameterGroup(name=name, start=start, stop=stop, parameters=parameters, frozen=frozen, is_root=is_root)
+
+
+def fsdp_collectives(groups: tuple[ParameterGroup, ...], *, reshard: bool = True) -> tuple[GroupCollective, ...]:
+    """All gathers and scatters of one forward and backward, in the order in which they are issued.
+
+    ``groups`` as of `parameter_groups`. ``reshard``: groups but the root are let go behind their forward.
+    """
+    order = [index for index, group in enumerate(groups) if group.parameters]
+    forward = sorted(order, key=lambda i: (groups[i].start, not groups[i].is_root))
+    # The root's forward ends last, so its backward comes first.
+    ended = sorted(order, key=lambda i: (groups[i].is_root, groups[i].stop))
+    found = [GroupCollective(kind="all_gather", phase="forward", at=groups[i].start, group=i) for i in forward]
+    gathered = {i for i in order if groups[i].is_root or not reshard}
+    events: list[tuple[int, GroupCollective]] = []
+    for place, i in reversed(list(enumerate(ended))):
+        group = groups[i]
+        for wanted in (i, *ended[max(place - 1, 0) : place]):
+            if wanted not in gathered:
+                gathered.add(wanted)
+                gather = GroupCollective(kind="all_gather", phase="backward", at=group.stop - 1, group=wanted)
+                events.append((2 * gather.at + 1, gather))
+        if group.trained:
+            scatter = GroupCollective(kind="reduce_scatter", phase="backward", at=group.start, group=i)
+            events.append((2 * scatter.at - group.is_root, scatter))
+    events.sort(key=lambda event: -event[0])
+    return (*found, *(collective for _, collective in events))
+
+
+def padded_bytes(graph: Graph, parameters: Iterable[int], num_ranks: int, float_bytes: int | None = None) -> int:
+    """Bytes of the flat buffer of parameters, or of their gradients, in which every rank has an equal part.
+
+    ``float_bytes``: bytes of a floating element in the precision in which they travel.
+    """
+    total = 0
+    for i in parameters:
+        tensor = graph.tensors[i]
+        rows = tensor.shape[0].at(0) if tensor.shape else 1
+        width = float_bytes if float_bytes is not None and tensor.dtype in FLOAT_DTYPES else DTYPE_BYTES[tensor.dtype]
+        per_row = tensor.num_elements(0) // max(rows, 1)
+        total += -(-rows // num_ranks) * num_ranks * per_row * width
+    return total

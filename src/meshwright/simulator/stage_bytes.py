@@ -1,0 +1,184 @@
+"""What the instructions of one stage take and free on one kind of device, in bytes.
+
+Memory, by part, as the walk through the stage's ops has it (`cost.memory.phases`): a computation takes at its start
+what it has at its fullest, and gives back at its end what it does not leave behind. Gradients that are sent go when
+their sending ends. Inputs of all microbatches are there all the time, buckets have buffers of their own, and what
+messages take besides is told rank by rank (`buffers`). Between the two parts of a backward stays what the second one
+reads: what ops with parameters saved, and the gradients of their outputs. What a stage hands to another one on its rank
+is kept by its maker, and its gradient is there until the maker's backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost import CostModel
+from meshwright.cost.memory import LAYERS_AT_HAND, Phase, StagePhases, backend_of
+from meshwright.program import Bucket, num_bucket_copies, stays_on_rank
+from meshwright.simulator.stage_costs import weights_shares
+from meshwright.simulator.state_shards import ALONE, StateShards, largest_unit_bytes
+from meshwright.spec import DeviceKind, Graph, Opcode, Placement, Plan, StageSlice
+from meshwright.spec.memory import (
+    BUCKETS,
+    BUFFERS,
+    GRADIENTS,
+    INPUTS,
+    MEMORY_PARTS,
+    OPTIMIZER,
+    PARAMETERS,
+    RECEIVED,
+    SAVED,
+    SENT,
+    STASHED,
+    WORKSPACE,
+)
+
+Bytes = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageBytes:
+    """Bytes by part: always there, and (taken at the start, freed at the end) of each computation.
+
+    ``microbatch_bytes`` is what stays of a forward until the backward.
+
+    A part may grow until the end: then what is freed of it is negative. ``backwards``, and their part for ``weights``,
+    by place, as in `StagePhases`; ``inputs`` is their other part. ``stash`` is a copy of the trained weights.
+    """
+
+    resident: Bytes
+    microbatch_bytes: int
+    forward: tuple[Bytes, Bytes]
+    backwards: tuple[tuple[Bytes, Bytes], ...]
+    inputs: tuple[Bytes, Bytes]
+    weights: tuple[tuple[Bytes, Bytes], ...]
+    optimizer: tuple[Bytes, Bytes]
+    stash: Bytes
+
+
+def stage_bytes(
+    graph: Graph,
+    plan: Plan | Placement,
+    stage: StageSlice,
+    buckets: tuple[Bucket, ...],
+    kind: DeviceKind,
+    cost: CostModel,
+    shards: StateShards = ALONE,
+) -> StageBytes:
+    """Weigh a stage for the plan's microbatches on one kind of device; arguments as of `stage_costs`."""
+    bucketed = frozenset(stage.parameters).intersection(i for bucket in buckets for i in bucket.parameters)
+    memory = cost.stage_memory(
+        graph, stage, plan.microbatch_size, plan.workload, device=backend_of(kind), bucketed=bucketed
+    )
+    size, width = plan.microbatch_size, plan.workload.float_bytes
+    made, used = (
+        sum(
+            channel.backward_bytes(graph, size, width)
+            for channel in channels
+            if stays_on_rank(plan, channel.source, channel.target)
+        )
+        for channels in (stage.incoming, stage.outgoing)
+    )
+    num_inputs = -(-plan.num_microbatches // len(plan.stages[stage.index].ranks))
+    phases, gathered = memory.phases, 0
+    kept_bytes = 0
+    if shards.zero >= 2 and len(shards.ranks) > 1:
+        largest = largest_unit_bytes(graph, stage, bucketed, width)
+        kept_bytes = sum(graph.tensors[i].num_bytes(0, width) for i in bucketed)
+        gathered = LAYERS_AT_HAND * largest if shards.zero == 3 else 0
+        phases = _shared_gradients(phases, shards.gradients, largest)
+    # A gradient that goes to another stage of the rank changes hands instead of leaving.
+    gone = by_part({SENT: made, RECEIVED: used - made})
+    waiting = _kept_for_weights(graph, plan, stage)
+    return StageBytes(
+        resident=by_part(
+            {
+                PARAMETERS: -(-(memory.parameter_bytes - kept_bytes) // shards.parameters) + kept_bytes + gathered,
+                BUFFERS: memory.buffer_bytes,
+                OPTIMIZER: -(-memory.optimizer_bytes // shards.states),
+                BUCKETS: num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in buckets),
+                INPUTS: num_inputs * memory.input_bytes,
+            }
+        ),
+        microbatch_bytes=memory.phases.forward.after_bytes,
+        forward=_takes_and_frees(phases.forward),
+        backwards=tuple(_takes_and_frees(phase, gone) for phase in phases.backwards),
+        inputs=_takes_and_frees(_without(phases.backwards[0], GRADIENTS), gone - waiting),
+        weights=tuple(_takes_and_frees(_only(phase, GRADIENTS, WORKSPACE), waiting) for phase in phases.backwards),
+        optimizer=_takes_and_frees(_shared_workspace(phases.optimizer, shards.states)),
+        stash=by_part({STASHED: _trained_bytes(graph, stage, width)}),
+    )
+
+
+def _trained_bytes(graph: Graph, stage: StageSlice, width: int) -> int:
+    """Bytes of the weights of a stage that change."""
+    return sum(graph.tensors[i].num_bytes(0, width) for i in stage.parameters if graph.tensors[i].requires_grad)
+
+
+def _takes_and_frees(phase: Phase, gone: Bytes | int = 0) -> tuple[Bytes, Bytes]:
+    """``gone`` are the bytes by part that go at the end besides."""
+    most = np.array(phase.most, np.int64)
+    return most, most - np.array(phase.after, np.int64) + gone
+
+
+def _only(phase: Phase, *parts: int) -> Phase:
+    """What a phase does to some parts of memory."""
+    most, after = (tuple(n if part in parts else 0 for part, n in enumerate(row)) for row in (phase.most, phase.after))
+    return Phase(most=most, after=after)
+
+
+def _shared_workspace(phase: Phase, shards: int) -> Phase:
+    """The optimizer's step over one of some equal parts of the parameters."""
+    most = tuple(-(-n // shards) if part == WORKSPACE else n for part, n in enumerate(phase.most))
+    return Phase(most=most, after=phase.after)
+
+
+def _shared_gradients(phases: StagePhases, parts: int, largest_bytes: int) -> StagePhases:
+    """Of gradients each rank keeps a part; those of one unit are there in full until they are scattered."""
+
+    def share(phase: Phase, extra: int) -> Phase:
+        most, after = (
+            tuple(-(-n // parts) if part == GRADIENTS else n for part, n in enumerate(row))
+            for row in (phase.most, phase.after)
+        )
+        return Phase(most=tuple(n + extra * (part == WORKSPACE) for part, n in enumerate(most)), after=after)
+
+    return StagePhases(
+        forward=phases.forward,
+        backwards=tuple(share(phase, largest_bytes) for phase in phases.backwards),  # type: ignore[arg-type]
+        optimizer=share(phases.optimizer, 0),
+    )
+
+
+def _without(phase: Phase, *parts: int) -> Phase:
+    return _only(phase, *(part for part in range(len(MEMORY_PARTS)) if part not in parts))
+
+
+def _kept_for_weights(graph: Graph, plan: Plan | Placement, stage: StageSlice) -> Bytes:
+    """What stays after a backward's part for inputs until that for weights is done, by part."""
+    size, width = plan.microbatch_size, plan.workload.float_bytes
+    shares = weights_shares(graph)
+    later = [graph.ops[op] for op in stage.ops if shares[op] > 0]
+    received = {graph.tensors[i].storage for channel in stage.incoming for i in channel.tensors}
+    state = ("parameter", "buffer", "constant", "input")
+    read = {graph.tensors[i].storage for op in later for i in op.saved} - received
+    made = (i for op in later for i in op.outputs if graph.tensors[i].requires_grad)
+    kept = [*(i for i in read if graph.tensors[i].role not in state), *made]
+    return by_part({SAVED: sum(graph.tensors[i].num_bytes(size, width) for i in kept)})
+
+
+def transfer_bytes(opcode: int, num_bytes: int) -> tuple[Bytes, Bytes]:
+    """Bytes by part that a transfer takes at its start and frees at its end; the stage's own are in `stage_bytes`."""
+    return by_part({}), by_part({SENT: num_bytes} if opcode == Opcode.SEND_GRADIENT else {})
+
+
+def by_part(parts: dict[int, int]) -> Bytes:
+    """A column entry: bytes of each part, shape (parts,)."""
+    entry = np.zeros(len(MEMORY_PARTS), np.int64)
+    for part, num_bytes in parts.items():
+        entry[part] += num_bytes
+    return entry

@@ -1,0 +1,31 @@
+"""A plan on its cluster as teams see it: one rank per team, the local graph, and prices that know of both."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.cost import CostModel
+from meshwright.program import lower_plan
+from meshwright.spec import Cluster, Graph, Plan, check_plan
+
+
+class Teams(NamedTuple):
+    """A plan of a local graph on a cluster of teams, and their prices."""
+
+    plan: Plan
+    graph: Graph
+    cluster: Cluster
+    cost: CostModel
+
+
+def form_teams(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> Teams:
+    """What is simulated of a plan that splits ops over teams, or computes again; another one stays as it is.
+
+    Raises PlanError for a plan that fits graph or cluster not, ClusterError for teams that do not fit the nodes.
+    """
+    if plan.sharding.is_whole and not plan.recompute:
+        return Teams(plan, graph, cluster, cost)
+    check_plan(plan, graph, cluster)
+    local_plan, local_graph = lower_plan(plan, graph)
+    prices = cost.for_teams(plan.sharding)
+    return Teams(local_plan, local_graph, prices.cluster if prices.devices else cluster, prices)

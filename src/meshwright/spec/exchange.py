@@ -1,0 +1,141 @@
+"""GradientExchange: how replicas make one gradient of theirs, and parameters of it. A part of a plan.
+
+What is said here becomes instructions in `program.exchange`, `program.parts`, `program.servers` and
+`program.across_steps`; the sequence of parts comes from `simulator.schedule_exchange`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from meshwright.spec.errors import PlanError, suggest
+
+# The schedule whose replicas sum up their updates wave by wave, and how far they may run ahead: a wave more costs each
+# rank another copy of its gradients.
+WAVES: Literal["hetpipe"] = "hetpipe"
+MAX_STALENESS = 64
+# DDP's default bucket (torch.nn.parallel.DistributedDataParallel): large enough for bandwidth, small enough to start
+# early.
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+
+
+ZeroStage = Literal[0, 1, 2, 3]
+AllReduceAlgorithm = Literal["auto", "ring", "tree", "hierarchical"]
+ALGORITHMS: tuple[AllReduceAlgorithm, ...] = get_args(AllReduceAlgorithm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientExchange:
+    """How replicas sum their gradients: all-reduce in buckets, ``overlap`` with the last backward or after it.
+
+    ``zero``: what replicas share out among each other instead of keeping it alike (Rajbhandari et al., SC 2020). 1:
+    optimizer states, so that sums are scattered, and parameters gathered before the next step's forward; 2: gradients,
+    too; 3: parameters, too. With 2 and 3 this happens inside of passes, layer by layer, instead of in buckets.
+    ``staleness``: by how many waves of minibatches replicas may run ahead of each other, under ``hetpipe``.
+
+    ``partition_bytes``: buckets are cut into parts of at most so many bytes (0: left whole). ``sequence``: the order in
+    which the parts leave, by number; that of readiness if not given. ``across_steps``: the exchange goes on in the next
+    step, where each stage's forward waits for the update of that stage alone.
+
+    ``servers``: ranks that sum the parts instead, each rank pushing to them and pulling from them; ranks beyond those
+    that train are machines of their own. ``credit_bytes``: what a rank may have pushed and not yet pulled (0: all).
+
+    ``algorithm`` of all-reduces: ``auto`` is the fastest known for each size, ``hierarchical`` scatters sums in each
+    node of ``node_size`` ranks, sums across nodes what each rank has then, and gathers in the node.
+
+    ``every_steps``: replicas update by themselves and average their parameters after so many steps (local SGD).
+    ``clip_norm`` and ``loss_scale``: before every update all ranks agree on one number, the norm of all gradients or
+    whether one is infinite.
+    """
+
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    overlap: bool = True
+    zero: ZeroStage = 0
+    staleness: int = 0
+    partition_bytes: int = 0
+    sequence: tuple[int, ...] = ()
+    across_steps: bool = False
+    servers: tuple[int, ...] = ()
+    credit_bytes: int = 0
+    algorithm: AllReduceAlgorithm = "auto"
+    node_size: int = 0
+    every_steps: int = 1
+    clip_norm: bool = False
+    loss_scale: bool = False
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        _check_ways(self)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all-reduces of buckets are all there is, which is what the runtime executes."""
+        return self == GradientExchange(bucket_bytes=self.bucket_bytes, overlap=self.overlap, staleness=self.staleness)
+
+    @property
+    def shard_optimizer(self) -> bool:
+        """Whether sums of buckets are scattered, and parameters gathered, once per step."""
+        return self.zero == 1
+
+    def suited_to(self, schedule: str) -> GradientExchange:
+        """The same for another schedule: without staleness, unless it knows waves."""
+        return self if schedule == WAVES else replace(self, staleness=0)
+
+
+def _check_numbers(exchange: GradientExchange) -> None:
+    if exchange.bucket_bytes < 1:
+        raise PlanError(f"Buckets of {exchange.bucket_bytes} bytes were given; expected at least 1 byte.")
+    if not 0 <= exchange.staleness <= MAX_STALENESS:
+        raise PlanError(f"A staleness of {exchange.staleness} waves was given; expected 0 to {MAX_STALENESS}.")
+    if exchange.partition_bytes < 0:
+        raise PlanError(
+            f"Parts of {exchange.partition_bytes} bytes were given; expected 0, for whole buckets, or more."
+        )
+    if exchange.credit_bytes < 0:
+        raise PlanError(f"A credit of {exchange.credit_bytes} bytes was given; expected 0, for no bound, or more.")
+    if len(set(exchange.servers)) < len(exchange.servers) or min(exchange.servers, default=0) < 0:
+        raise PlanError(f"The servers are ranks {list(exchange.servers)}; expected ranks from 0 on, none twice.")
+    if exchange.every_steps < 1:
+        raise PlanError(f"An exchange every {exchange.every_steps} steps was given; expected 1 or more.")
+    if exchange.algorithm not in ALGORITHMS:
+        raise PlanError(
+            f"The algorithm {exchange.algorithm!r} was given{suggest(exchange.algorithm, ALGORITHMS)}; expected "
+            f"{', '.join(ALGORITHMS)}."
+        )
+    if (exchange.node_size > 0) != (exchange.algorithm == "hierarchical") or exchange.node_size < 0:
+        raise PlanError(
+            f"Nodes of {exchange.node_size} ranks were given for the algorithm {exchange.algorithm}; expected 1 or "
+            "more for hierarchical, and none for others. Give `node_size` with hierarchical, and leave it out else."
+        )
+
+
+def _check_ways(exchange: GradientExchange) -> None:
+    """Some ways of exchanging exclude each other."""
+    chosen = {
+        "zero": exchange.zero > 0,
+        "servers": bool(exchange.servers),
+        "every_steps": exchange.every_steps > 1,
+    }
+    ways = [name for name, is_chosen in chosen.items() if is_chosen]
+    if len(ways) > 1:
+        raise PlanError(
+            f"An exchange was given with {' and '.join(ways)}, which are different ways. Choose one, and leave "
+            "the others out."
+        )
+    if exchange.algorithm != "auto" and (exchange.servers or exchange.zero):
+        raise PlanError(
+            f"The algorithm {exchange.algorithm} of all-reduces was given for an exchange without them. Leave it out, "
+            "or leave out `servers` and `zero`."
+        )
+    if exchange.every_steps > 1 and exchange.algorithm == "hierarchical":
+        raise PlanError("Parameters are averaged by plain all-reduces. Leave out `algorithm`, or `every_steps`.")
+    if exchange.across_steps and (exchange.zero or exchange.every_steps > 1):
+        raise PlanError(
+            f"{ways[0]} was given together with `across_steps`; parameters come back across steps anyway. Leave "
+            "`across_steps` out."
+        )
+
+
+# All-reduces of buckets within the last backward.
+DEFAULT_EXCHANGE = GradientExchange()

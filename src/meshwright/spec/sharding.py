@@ -1,0 +1,145 @@
+"""Sharding: how the ops of a stage are split over the ranks of its mesh axes, in the words of DTensor.
+
+    tensor    products by columns, then by rows; heads of attention; the vocabulary (Shoeybi et al., Megatron-LM, 2019)
+    context   the tokens of every sequence; attention exchanges keys and values (Liu et al., Ring Attention, 2023)
+    expert    the experts; their tokens travel to them and back (Lepikhin et al., GShard, 2020). Tables of embeddings,
+              too, by placements of their own: rows, whose sums are scattered, or columns (Naumov et al., DLRM, 2019)
+
+One replica of a stage is tensor · context ranks. Experts and tables are laid out over ranks that hold different data:
+``expert`` divides the number of replicas times context, and no rank is added for it. What sums gradients of replicas
+("data") is no axis here.
+
+A `Layout` says how one tensor lies on one axis. What the ranks of an axis exchange stands in `collective`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from meshwright.spec.collective import Axis
+from meshwright.spec.errors import PlanError
+from meshwright.spec.graph import Extent
+
+AXES: tuple[Axis, ...] = get_args(Axis)
+ONE = Extent(1)
+ContextMethod = Literal["ring", "all_gather"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Each rank has a part of dim ``dim``, in the order of the ranks.
+
+    ``parts`` other than 1: the dim is cut into so many equal parts first, and each rank has its share of every part, as
+    the columns of a product that makes queries, keys and values at once, or tokens beside the samples in one dim
+    (DTensor's ``_StridedShard``).
+    """
+
+    dim: int
+    parts: Extent = ONE
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank has the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank has a tensor of full size; the value is their sum."""
+
+
+Layout = Shard | Replicate | Partial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpPlacement:
+    """A choice of one's own for the ops whose name or module matches ``op`` (``*`` and ``?`` as in file names).
+
+    On ``axis`` they are split along dim ``output_dim`` of their first output, or along dim ``input_dim`` of their first
+    input, which is summed over; whole if neither is given.
+    """
+
+    op: str
+    axis: Axis = "tensor"
+    output_dim: int | None = None
+    input_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.output_dim is not None and self.input_dim is not None:
+            raise PlanError(
+                f"The placement of {self.op!r} gives output_dim {self.output_dim} and input_dim {self.input_dim}; "
+                "expected one of them, or none for whole ops. Leave one out."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """Sizes of the mesh axes of a plan's stages, and what they split.
+
+    ``sequence_parallel``: between the split products, tokens are split over the tensor axis (Korthikanti et al., MLSys
+    2023). ``regather``: what such a product reads is kept split and gathered again in the backward, as Megatron-LM
+    does; torch keeps it whole. ``context_method``: keys and values travel round the ranks, or are gathered.
+    ``placements``: choices that go before the rules; of several that match an op, the last one counts.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+    regather: bool = False
+    context_method: ContextMethod = "ring"
+    placements: tuple[OpPlacement, ...] = ()
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if self.size(axis) < 1:
+                raise PlanError(
+                    f"The {axis} axis has size {self.size(axis)}; expected at least 1. Give 1 to not split."
+                )
+        if self.sequence_parallel and self.tensor == 1:
+            raise PlanError(
+                "Sequence parallelism splits tokens over the tensor axis, which has size 1; expected tensor > 1. "
+                "Give the axis a size, or leave out sequence_parallel."
+            )
+        if self.regather and not self.sequence_parallel:
+            raise PlanError(
+                "regather = true gathers again what sequence parallelism split, but sequence_parallel is false. "
+                "Give both, or neither."
+            )
+        for placement in self.placements:
+            if self.size(placement.axis) == 1:
+                raise PlanError(
+                    f"A placement of {placement.op!r} is given for the {placement.axis} axis, which has size 1; "
+                    "expected a size above 1. Give the axis a size, or leave the placement out."
+                )
+
+    @property
+    def width(self) -> int:
+        """Ranks of one replica of a stage."""
+        return self.tensor * self.context
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is split."""
+        return self.tensor == self.context == self.expert == 1
+
+    def describe(self) -> str:
+        """For people: ``tensor 8 with sequence parallelism, context 2``."""
+        sizes = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
+        if self.sequence_parallel:
+            sizes[0] += " with sequence parallelism"
+        return ", ".join(sizes)
+
+    def describe_teams(self) -> str:
+        """One sentence on what ranks of plans and timelines stand for; nothing where each is one device."""
+        if self.width == 1:
+            return ""
+        return f"Every rank stands for {self.width} devices side by side, which share each op out: {self.describe()}."
+
+    def size(self, axis: Axis) -> int:
+        """The size of an axis."""
+        return {"tensor": self.tensor, "context": self.context, "expert": self.expert}[axis]
+
+
+UNSHARDED = Sharding()

@@ -1,0 +1,133 @@
+"""Teams: devices side by side that hold one replica of a stage together, seen as the ranks of a smaller cluster.
+
+Where ops are split over w devices (tensor · context), these compute as one: each has its share of every op, and they
+wait for each other wherever they exchange. So a plan, its program and its timeline number teams: rank r stands for the
+devices r·w ... r·w + w - 1. The cluster of teams tells of each rank what is so of one of its devices:
+
+    device       the slowest of the team, with the least memory
+    device link  the node's own: the w messages between two teams of a node have links of their own
+    NICs         the w messages of a team share what the team has of them, so each goes at a part of their bandwidth;
+                 uplinks of racks and paths between nodes likewise
+
+A team lies within a node, or covers whole nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from meshwright.spec.cluster import Cluster, DeviceGroup, DeviceKind, Link, Node, NodePath, Racks
+from meshwright.spec.errors import ClusterError
+from meshwright.spec.units import format_bytes
+
+
+def team_cluster(cluster: Cluster, width: int) -> Cluster:
+    """The cluster whose ranks are teams of ``width`` devices. Raises ClusterError where teams and nodes do not fit."""
+    if width == 1:
+        return cluster
+    known = {kind.name: kind for kind in cluster.device_kinds}
+    found: dict[str, DeviceKind] = {}
+    nodes, gathered = [], list[Node]()
+    for node in cluster.nodes:
+        gathered.append(node)
+        count = sum(item.num_devices for item in gathered)
+        if count < width:
+            continue
+        if count % width or (count > width and len(gathered) > 1):
+            break
+        nodes.append(_team_node(gathered, width, known, found))
+        gathered = []
+    if gathered:
+        sizes = sorted({node.num_devices for node in cluster.nodes})
+        raise ClusterError(
+            f"Teams of {width} devices (tensor times context) were asked for on nodes of {', '.join(map(str, sizes))}; "
+            "expected teams that divide a node, or cover whole nodes. Choose other sizes of the axes."
+        )
+    return replace(
+        cluster,
+        device_kinds=tuple(found.values()),
+        nodes=tuple(nodes),
+        racks=_team_racks(cluster, width),
+        paths=tuple(_team_path(cluster, path, width) for path in cluster.paths),
+    )
+
+
+def _nodes_of_team(cluster: Cluster, width: int) -> int:
+    return max(width // cluster.nodes[0].num_devices, 1)
+
+
+def _team_racks(cluster: Cluster, width: int) -> Racks | None:
+    if cluster.racks is None:
+        return None
+    racks, covered = cluster.racks, _nodes_of_team(cluster, width)
+    if racks.nodes_per_rack % covered:
+        raise ClusterError(
+            f"Teams of {width} devices cover {covered} nodes, of which racks have {racks.nodes_per_rack}; expected "
+            "teams within a rack. Choose smaller axes, or other racks."
+        )
+    num_devices = racks.nodes_per_rack * cluster.nodes[0].num_devices
+    ways = max(racks.num_uplinks * width / num_devices, 1.0)
+    return Racks(
+        nodes_per_rack=racks.nodes_per_rack // covered,
+        num_uplinks=max(min(racks.num_uplinks, num_devices // width), 1),
+        uplink=_slower([racks.uplink], share=min(ways / width, 1.0)),
+    )
+
+
+def _team_path(cluster: Cluster, path: NodePath, width: int) -> NodePath:
+    """The w messages of a team share the one path; teams that cover nodes meet the path of any of them."""
+    covered = _nodes_of_team(cluster, width)
+    ends = path.nodes[0] // covered, path.nodes[1] // covered
+    if ends[0] == ends[1]:
+        raise ClusterError(
+            f"Teams of {width} devices cover nodes {path.nodes[0]} and {path.nodes[1]}, between which there is a path "
+            "of its own; expected teams on one side of it. Choose smaller axes."
+        )
+    return NodePath(nodes=ends, link=_slower([path.link], share=1.0 / width))
+
+
+def _team_node(nodes: Sequence[Node], width: int, known: dict[str, DeviceKind], found: dict[str, DeviceKind]) -> Node:
+    """One node of teams, or the node of the one team that covers some nodes; ``found`` gathers the kinds of teams."""
+    devices = [known[group.kind] for node in nodes for group in node.devices for _ in range(group.count)]
+    kinds = [_slowest(devices[start : start + width]) for start in range(0, len(devices), width)]
+    found.update((kind.name, kind) for kind in kinds)
+    num_devices = max(node.num_devices for node in nodes)
+    messages = min(width, num_devices)
+    num_nics = min(node.num_nics for node in nodes)
+    ways = max(num_nics * messages / num_devices, 1.0)
+    first = nodes[0]
+    return replace(
+        first,
+        name=first.name if len(nodes) == 1 else f"{first.name} to {nodes[-1].name}",
+        devices=tuple(DeviceGroup(kind=name, count=len(list(group))) for name, group in groupby(k.name for k in kinds)),
+        host_memory_bytes=sum(node.host_memory_bytes for node in nodes),
+        num_cores=sum(node.num_cores for node in nodes),
+        device_link=_slower(node.device_link for node in nodes),
+        pcie=_slower(node.pcie for node in nodes),
+        nic=_slower((node.nic for node in nodes), share=min(ways / messages, 1.0)),
+        num_nics=max(min(num_nics, num_devices // messages), 1),
+    )
+
+
+def _slowest(team: Sequence[DeviceKind]) -> DeviceKind:
+    """What a team of devices is as one: as slow as its slowest, with the least memory."""
+    slowest = min(team, key=_speed)
+    memory_bytes = min(kind.memory_bytes for kind in team)
+    if memory_bytes == slowest.memory_bytes:
+        return slowest
+    return replace(slowest, name=f"{slowest.name} with {format_bytes(memory_bytes)}", memory_bytes=memory_bytes)
+
+
+def _speed(kind: DeviceKind) -> tuple[float, float]:
+    return max(kind.peak_flops_per_s.values()) / kind.slowdown, kind.memory_bandwidth_bytes_per_s / kind.slowdown
+
+
+def _slower(links: Iterable[Link], share: float = 1.0) -> Link:
+    """The slowest of some links, of whose bandwidth there is a share."""
+    given = list(links)
+    return Link(
+        latency_s=max(link.latency_s for link in given),
+        bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s for link in given) * share,
+    )

@@ -1,0 +1,72 @@
+"""Plans that split ops, share states out or compute again, from the command line: planned, simulated, refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshwright.spec import Plan, read_document
+
+PLAN = ["plan", "gpt-tiny", "--cluster", "2x4xA100", "--batch", "16", "--precision", "bfloat16", "--json"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--tensor", 2],
+        ["--tensor", 4, "--sequence-parallel", "--recompute", "full"],
+        ["--context", 2, "--zero", 1],
+        ["--zero", 2, "--recompute", "selective"],
+        ["--tensor", 2, "--zero", 3, "--recompute", "1:3"],
+    ],
+)
+def test_a_split_plan_is_simulated_as_it_was_planned(run, options, tmp_path):
+    path = tmp_path / "plan.json"
+    code, out, _ = run(*PLAN, *options, "--out", path)
+    assert code == 0
+    planned = json.loads(out)["plans"][0]
+    plan = read_document(Plan, path)
+    given = dict(zip(options[::2], options[1::2], strict=False)) if "--sequence-parallel" not in options else {}
+    if given:
+        assert plan.sharding.tensor == given.get("--tensor", 1)
+        assert plan.exchange.zero == given.get("--zero", 0)
+    assert plan.num_devices == 8
+    code, out, _ = run("simulate", path, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["steady"]["step_time_s"] == pytest.approx(planned["step_time_s"], rel=1e-9)
+    assert ("teams" in found) == (plan.sharding.width > 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sequence-parallel"], "tensor > 1"),
+        (["--tensor", 3], "divide a node, or cover whole nodes"),
+        (["--tensor", 8], "which has 4 heads; expected a divisor of 4"),
+        (["--tensor", 2, "--ranks", 3], "expected a multiple"),
+        (["--recompute", "ful"], "did you mean 'full'"),
+        (["--recompute", "3:9"], "the graph has layers 0 to"),
+        (["--recompute", "2:2"], "start below stop"),
+        (["--method", "place", "--tensor", 2], "--tensor"),
+        (["--schedule", "pipedream", "--zero", 1], "never flushes"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(run, options, message):
+    code, _, error = run(*PLAN, *options)
+    assert code != 0
+    assert message in error
+
+
+def test_a_split_plan_is_not_run_and_not_said_in_other_words(run, tmp_path):
+    path = tmp_path / "layout"
+    code, out, _ = run(*PLAN[:-1], "--tensor", 2, "--out", path)
+    assert code == 0
+    assert "no script: the plan splits ops over devices (tensor 2)" in " ".join(out.split())
+    code, _, error = run("run", path / "plan.json")
+    assert code != 0
+    assert "splits ops over devices (tensor 2), which can only be simulated" in error
+    code, _, error = run("show", path / "plan.json", "--as", "megatron")
+    assert code != 0
+    assert "splits ops over devices" in error

@@ -1,0 +1,111 @@
+"""Sharded parameters inside of passes: waits against streams played step by step, memory against shares by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.simulator import simulate_plan
+from meshwright.simulator.state_shards import StateShards, find_units, gather_waits
+from meshwright.spec import GradientExchange, load_cluster, load_shipped_graph, slice_graph
+from tests.graphs import chain_graph, make_plan
+from tests.simulator.plans import FixedCost, small_cluster
+
+GPT = load_shipped_graph("gpt-tiny")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCost(FixedCost):
+    """Collectives take what is given for the layer of their (single) parameter, by its number of bytes."""
+
+    gathers: dict[int, float] = field(default_factory=dict)
+    scatters: dict[int, float] = field(default_factory=dict)
+
+    def collective_seconds(self, op, ranks, num_bytes, concurrent=()):
+        return (self.gathers if op == "all_gather" else self.scatters)[num_bytes]
+
+
+def play(order, compute, gather, scatter):
+    """Streams played one event after the other: a gather may begin when the unit before it does."""
+    streams = {"gather": 0.0, "compute": 0.0, "scatter": 0.0}
+    allowed = 0.0
+    for unit in order:
+        streams["gather"] = max(streams["gather"], allowed) + gather[unit]
+        begin = max(streams["compute"], streams["gather"])
+        allowed, streams["compute"] = begin, begin + compute[unit]
+        if scatter is not None:
+            streams["scatter"] = max(streams["scatter"], streams["compute"]) + scatter[unit]
+    return max(streams["compute"], streams["scatter"])
+
+
+SECONDS = st.lists(st.floats(0, 1), min_size=5, max_size=5)
+
+
+@settings(max_examples=200)
+@given(SECONDS, SECONDS, SECONDS, SECONDS, st.sampled_from([2, 3]))
+def test_passes_take_what_their_streams_take(forward, backward, gathers, scatters, zero):
+    graph = wide_chain()
+    (stage,) = slice_graph(graph, [(0, 5)])
+    sizes = [graph.tensors[i].num_bytes(0) for i in graph.parameters]
+    cost = UnitCost(gathers=dict(zip(sizes, gathers, strict=True)), scatters=dict(zip(sizes, scatters, strict=True)))
+    kind = small_cluster().device_kind(0)
+    shards = StateShards(zero, (0, 1), ())
+    waits = gather_waits(graph, stage, np.array(forward), np.array(backward), shards, kind, cost)
+    expected = (
+        play(range(5), forward, gathers, None),
+        play(range(4, -1, -1), backward, gathers if zero == 3 else [0.0] * 5, scatters),
+    )
+    for found, own, total in zip(waits, (forward, backward), expected, strict=True):
+        assert (found >= -1e-12).all()
+        assert sum(own) + found.sum() == pytest.approx(total, abs=1e-9)
+
+
+def wide_chain():
+    """Five layers, each with a weight of another size."""
+    graph = chain_graph(5)
+    tensors = list(graph.tensors)
+    for width, i in enumerate(graph.parameters, 1):
+        tensors[i] = replace(tensors[i], shape=(*tensors[i].shape, type(tensors[i].shape[0])(width)))
+    return replace(graph, tensors=tuple(tensors))
+
+
+def test_parameters_of_several_layers_are_the_root_unit():
+    graph = chain_graph(4, tied=True)
+    (stage,) = slice_graph(graph, [(0, 4)])
+    root, units = find_units(graph, stage, frozenset())
+    assert len(root.parameters) == 1
+    assert [(unit.first, unit.last, len(unit.parameters)) for unit in units] == [(1, 1, 1), (2, 2, 1)]
+    kept = find_units(graph, stage, frozenset(root.parameters))[0]
+    assert kept.parameters == ()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_replicas_keep_their_shares(zero):
+    cluster = load_cluster("4xA100")
+    plan = replace(make_plan(GPT, [(0, len(GPT.layers))], [4], 8), exchange=GradientExchange(zero=zero))
+    found = simulate_plan(plan, GPT, cluster).memory[0].parts
+    alone = simulate_plan(replace(plan, exchange=GradientExchange()), GPT, cluster).memory[0].parts
+    states = alone["optimizer states"]
+    assert found["optimizer states"] == pytest.approx(states / (4 if zero else 1), abs=4)
+    whole = alone["parameters"]
+    if zero < 3:
+        assert found["parameters"] == whole
+    else:
+        layers = [
+            sum(GPT.tensors[i].num_bytes(0, 4) for i in stage.parameters)
+            for stage in slice_graph(GPT, [(k, k + 1) for k in range(len(GPT.layers))])
+        ]
+        assert whole / 4 < found["parameters"] < whole / 4 + 2 * sum(sorted(layers)[-2:])
+    assert (found["gradient buckets"] == 0) == (zero >= 2)
+
+
+def test_a_gather_that_takes_no_time_is_not_waited_for():
+    graph = chain_graph(3)
+    plans = [replace(make_plan(graph, [(0, 3)], [2], 2), exchange=GradientExchange(zero=zero)) for zero in (0, 2, 3)]
+    times = [simulate_plan(plan, graph, small_cluster(), cost=FixedCost()).step_time_s for plan in plans]
+    # An all-reduce takes a picosecond at least.
+    assert times[0] - 1e-11 <= times[1] == times[2] <= times[0]
