@@ -88,6 +88,12 @@ LINES: dict[str, tuple[str, ...]] = {
         "simulate plan.json --graph graph.json --cluster {} --html page.html",
         "show {} --html page.html",
     ),
+    "scenario": (
+        "simulate plan.json --graph graph.json --scenario {}",
+        "simulate plan.json --graph graph.json --cluster 2x2xA100 --scenario {} --seeds 2 --json",
+        "simulate plan.json --graph graph.json --scenario {} --run-steps 1000 --seeds 2",
+        "simulate plan.json --graph graph.json --scenario {} --sweep slow-device.factor=1,2 --seeds 1 --out cases.csv",
+    ),
     "measurements": (
         "show {}",
         "show {} --json",
@@ -107,7 +113,7 @@ _OPTIONS = (
     "--stages", "--ranks", "--memory-limit", "--precision", "--optimizer", "--graph", "--steps", "--trace", "--program",
     "--as", "--batch-size", "--sequence-length", "--image-size", "--inference", "--repeats", "--force", "--bogus", "--",
     "--against", "--method", "--fix", "--launch", "--slurm", "--html", "--from", "--device", "--list", "-", "-x",
-    "--find-orders",
+    "--find-orders", "--scenario", "--sweep", "--plot", "--figure", "--seeds", "--run-steps",
 )  # fmt: skip
 _SOUND = (
     "graph.json",
@@ -139,6 +145,10 @@ _TEMPLATES = (
     "simulate plan.json --graph graph.json --schedule {}",
     "simulate plan.json --graph graph.json --against {}",
     "simulate {} --graph graph.json",
+    "simulate plan.json --graph graph.json --scenario {}",
+    "simulate plan.json --graph graph.json --scenario scenario.toml --sweep {} --seeds 1",
+    "simulate plan.json --graph graph.json --scenario scenario.toml --sweep slow-device.factor={} --seeds 1",
+    "simulate plan.json --graph graph.json --scenario scenario.toml --run-steps {} --seeds 1",
     "show {}",
     "show graph.json --batch-size {}",
     "show plan.json --as {}",

@@ -65,6 +65,7 @@ def make_corpus(folder: Path) -> dict[str, Document]:
         os.chdir(previous)
     shutil.copy(ROOT / "examples" / "cluster.toml", folder)
     shutil.copy(ROOT / "src" / "meshwright" / "zoo" / "shapes" / "gpt-tiny.toml", folder / "shape.toml")
+    shutil.copy(ROOT / "tests" / "fuzz" / "scenario.toml", folder)
     shutil.copy(ROOT / "tests" / "zoo" / "configs" / "gpt2.json", folder / "config.json")
     made = [_read(path) for path in sorted(folder.iterdir())]
     for document in made:

@@ -120,6 +120,22 @@ def test_devices_and_work_that_are_not_named_take_their_usual_time():
         assert ((factor != 1) == (changed & (rank == 1))).all()
 
 
+def test_members_of_a_sum_take_the_time_of_the_lowest_rank():
+    plan, effect = plan_on(1, 4), Jitter(spread=0.5, of="transfers")
+    usual = simulate_plan(plan, GRAPH, COST.cluster, cost=COST).timeline
+    timeline = JitteredSteps(plan, GRAPH, COST, Scenario(effects=(effect,))).timeline(1)
+    sums = {}
+    for which in (usual, timeline):
+        rows = np.flatnonzero(which.opcode == Opcode.ALL_REDUCE)
+        rank = np.array([stream.rank for stream in which.tracks])[which.track[rows]]
+        took = which.end_ps[rows] - which.start_ps[rows]
+        sums[which is timeline] = dict(zip(rank.tolist(), took.tolist(), strict=True))
+        numbers = [getattr(which, name)[rows[:1]] for name in ("step", "opcode", "stage", "microbatch", "num_bytes")]
+    assert len(set(sums[True].values())) == 1
+    factor = draw_factors(effect, (0, 0), [np.zeros(1, np.int64), *numbers])
+    assert sums[True][0] == round(sums[False][0] * float(factor[0]))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream"])
 @pytest.mark.parametrize("contention", ["queued", "fair"])
 def test_jitter_of_nothing_is_a_run_without_it(schedule, contention):

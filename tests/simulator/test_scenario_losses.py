@@ -72,6 +72,13 @@ def test_devices_that_a_plan_does_not_use_are_not_missed():
     assert run.wall_s == pytest.approx(1000 * run.step_time_s)
 
 
+def test_a_slow_time_interrupts_nothing():
+    slow = SlowDevice(devices=Devices("rank 1"), factor=2.0, since=Seconds(50 * STEP_S), until=Seconds(90 * STEP_S))
+    times = run_of(slow, saved(interval=1e9))
+    assert (times.restarting_s, times.saving_s, times.lost_s) == (0, 0, 0)
+    assert times.computing_s > 1000 * STEP_S
+
+
 @pytest.mark.parametrize(
     ("effect", "words"), [(lost(until=None), "it has no end"), (lost(then="replan"), "nobody can plan anew here")]
 )

@@ -18,6 +18,7 @@ from meshwright.spec import (
     shipped_kinds,
     write_document,
 )
+from meshwright.spec.cluster import NodePath, Racks
 from tests.spec.examples import CLUSTER
 from tests.strategies import clusters
 
@@ -202,3 +203,27 @@ def test_columns_say_of_each_device_what_its_node_says():
     assert columns.node_kind.tolist() == [0] * 4 + [1] * 3 + [0] * 4
     assert columns.nic.tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1]
     assert cluster.columns() is columns
+
+
+@pytest.mark.parametrize("num_nics", [0, -1, 10**20])
+def test_a_node_has_nics(num_nics):
+    with pytest.raises(ClusterError, match=f"has {num_nics} NICs; expected 1 to"):
+        replace(CLUSTER.nodes[0], num_nics=num_nics)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"racks": Racks(nodes_per_rack=1, num_uplinks=1, uplink=CLUSTER.nodes[0].nic)}, ""),
+        ({"paths": (NodePath(nodes=(0, 0), link=CLUSTER.nodes[0].nic),)}, "A path between nodes 0 and 0"),
+        ({"paths": (NodePath(nodes=(0, 2), link=CLUSTER.nodes[0].nic),)}, "has nodes 0 to 1"),
+    ],
+)
+def test_paths_are_between_two_nodes_that_there_are(facts, words):
+    if not words:
+        assert replace(CLUSTER, **facts).rack_of(1) == 1
+        return
+    with pytest.raises(ClusterError, match=words):
+        replace(CLUSTER, **facts)
+    with pytest.raises(ClusterError, match="Racks of 0 nodes"):
+        Racks(nodes_per_rack=0, num_uplinks=1, uplink=CLUSTER.nodes[0].nic)

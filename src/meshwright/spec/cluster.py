@@ -123,6 +123,10 @@ class Node:
     num_nics: int = 1
     source: str = ""
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_nics <= MAX_RANKS:
+            raise ClusterError(f"Node {self.name!r} has {self.num_nics} NICs; expected 1 to {MAX_RANKS}.")
+
     @property
     def num_devices(self) -> int:
         """Devices in this node."""
@@ -142,9 +146,10 @@ class Racks:
     uplink: Link
 
     def __post_init__(self) -> None:
-        if self.nodes_per_rack < 1 or self.num_uplinks < 1:
+        if not (1 <= self.nodes_per_rack <= MAX_RANKS and 1 <= self.num_uplinks <= MAX_RANKS):
             raise ClusterError(
-                f"Racks of {self.nodes_per_rack} nodes with {self.num_uplinks} uplinks; expected at least one of each."
+                f"Racks of {self.nodes_per_rack} nodes with {self.num_uplinks} uplinks; expected 1 to {MAX_RANKS} of "
+                "each."
             )
 
 
