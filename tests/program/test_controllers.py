@@ -121,27 +121,38 @@ def clocks_by_rounds(num_workers, max_delay, num_clocks, backwards):
     return done[1:]
 
 
-def clocks_by_events(num_workers, max_delay, num_clocks, backwards, update, latency):
-    """When each push was applied by a server that applies, and sends parameters, one by one: events in a heap."""
-    events = [(backwards[w] + latency, 0, w) for w in range(num_workers)]
+def clocks_by_events(num_workers, max_delay, num_clocks, backwards, update, latency, num_servers=1):
+    """When each push was applied by servers that apply, and send parameters, one by one: events in a heap.
+
+    Of several servers each has a part of every push, and workers send one part after the other.
+    """
+    servers = range(num_servers)
+    events = [(backwards[w] + latency * (s + 1), 0, w, s) for w in range(num_workers) for s in servers]
     heapq.heapify(events)
-    clocks, waiting, free, sending, applied = [0] * num_workers, [], 0, 0, []
+    clocks, waiting, parts, applied = [0] * num_workers, [], [0] * num_workers, []
+    free, sending = [0] * num_servers, [0] * num_servers
     while events:
-        now, is_applied, worker = heapq.heappop(events)
+        now, is_applied, worker, server = heapq.heappop(events)
         if not is_applied:
-            free = max(free, now) + update
-            heapq.heappush(events, (free, 1, worker))
+            free[server] = max(free[server], now) + update
+            heapq.heappush(events, (free[server], 1, worker, server))
             continue
         applied.append(now)
+        parts[worker] += 1
+        if parts[worker] < num_servers:
+            continue
+        parts[worker] = 0
         clocks[worker] += 1
         candidates, waiting = sorted([*waiting, worker]), []
         for other in candidates:
             if clocks[other] - min(clocks) > max_delay:
                 waiting.append(other)
             elif clocks[other] < num_clocks:
-                sending = max(sending, now) + latency
-                duration = backwards[clocks[other] * num_workers + other]
-                heapq.heappush(events, (sending + duration + latency, 0, other))
+                for s in servers:
+                    sending[s] = max(sending[s], now) + latency
+                computed = max(sending) + backwards[clocks[other] * num_workers + other]
+                for s in servers:
+                    heapq.heappush(events, (computed + latency * (s + 1), 0, other, s))
     return applied
 
 
@@ -153,13 +164,18 @@ def clocks_by_events(num_workers, max_delay, num_clocks, backwards, update, late
     num_clocks=st.integers(1, 12),
     update=st.sampled_from([0, 99_991]),
     latency=st.sampled_from([0, 12_347]),
+    num_servers=st.integers(1, 3),
 )
-def test_bounded_delay_does_what_closed_simulations_do(seed, num_workers, max_delay, num_clocks, update, latency):
-    controller = BoundedDelay(num_workers=num_workers, max_delay=max_delay, num_clocks=num_clocks)
+def test_bounded_delay_does_what_closed_simulations_do(
+    seed, num_workers, max_delay, num_clocks, update, latency, num_servers
+):
+    controller = BoundedDelay(
+        num_workers=num_workers, max_delay=max_delay, num_clocks=num_clocks, num_servers=num_servers
+    )
     backwards = straggling(num_workers * num_clocks, seed)
     result, _ = run(controller, backwards, update=update, latency=latency)
     applied = ends(result, Opcode.OPTIMIZER_STEP)[1]
-    assert applied == clocks_by_events(num_workers, max_delay, num_clocks, backwards, update, latency)
+    assert applied == clocks_by_events(num_workers, max_delay, num_clocks, backwards, update, latency, num_servers)
     if not update and not latency:
         rounds = clocks_by_rounds(num_workers, max_delay, num_clocks, backwards)
         microbatches, times = ends(result, Opcode.BACKWARD)
@@ -289,6 +305,11 @@ def test_backup_workers_are_worth_most_between_two_and_four():
         (BackupWorkers, {"num_workers": 4, "num_backups": 4, "num_versions": 1}, r"num_backups is 4; .*, 0 to 3\."),
         (BackupWorkers, {"num_workers": 0, "num_backups": 0, "num_versions": 1}, r"num_workers is 0; .*, 1 or more\."),
         (BoundedDelay, {"num_workers": 4, "max_delay": -1, "num_clocks": 1}, r"max_delay is -1; .*, 0 or more\."),
+        (
+            BoundedDelay,
+            {"num_workers": 4, "max_delay": 0, "num_clocks": 1, "num_servers": 0},
+            r"num_servers is 0; .*, 1 or more\.",
+        ),
         (PartialReduce, {"num_workers": 4, "group_size": 5, "num_iterations": 1}, r"group_size is 5; .*, 1 to 4\."),
         (
             PartialReduce,

@@ -70,6 +70,10 @@ def test_all_ranks_agree_before_any_update(clip, scale, way):
     numbers = np.flatnonzero((body.opcode == Opcode.ALL_REDUCE) & (body.num_bytes == 4))
     assert len(numbers) == 2 * (clip + scale)
     assert all(program.groups[group] == (0, 1) for group in body.group[numbers].tolist())
+    # What comes back from servers is there before; sums of a rank's own stream are, for they stand before the number.
+    pulls = np.flatnonzero(body.opcode == Opcode.PULL)
+    awaited = {rank: set(body.waits_of(i).tolist()) for rank, i in enumerate(numbers[:: clip + scale].tolist())}
+    assert all(any(pull in found for found in awaited.values()) for pull in pulls.tolist())
     updates = np.flatnonzero(body.opcode == Opcode.OPTIMIZER_STEP)
     waits = {i: set(body.waits_of(i).tolist()) for i in updates.tolist()}
     for waiting, awaited, section in zip(

@@ -84,7 +84,7 @@ class BackupWorkers:
         for worker in sorted(workers):
             microbatch = version * self.num_workers + worker
             issues += iteration(
-                server,
+                (server,),
                 worker,
                 microbatch,
                 version,

@@ -1,39 +1,49 @@
-"""A parameter server with bounded delay: workers go on without each other, but not too far.
+"""Parameter servers with bounded delay: workers go on without each other, but not too far.
 
-A worker's clock is the number of its gradients that the server has applied. It begins an iteration when its clock is at
-most S ahead of the slowest, computes on the version that the server has then, and pushes the gradient; the server
-applies pushes one by one as they arrive. S = 0 is synchronous, and without a bound nobody waits. Sources: Ho et al.,
-"More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013); Li et al., "Scaling
-Distributed Machine Learning with the Parameter Server" (2014), section 3.4.
+A worker's clock is the number of its gradients that are applied. It begins an iteration when its clock is at most S
+ahead of the slowest, computes on what the servers have then, and pushes the gradient; each of the k servers holds an
+equal part of all parameters and applies pushes of that part one by one as they arrive. A gradient is applied when all
+servers have its part. S = 0 is synchronous, and without a bound nobody waits. Sources: Ho et al., "More Effective
+Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013); Li et al., "Scaling Distributed Machine
+Learning with the Parameter Server" (2014), section 3.4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from meshwright.program.controllers.iterations import SERVER, arrival, check_counts, iteration
 from meshwright.spec.control import NOTHING, Decision, Ended, Event, Issue, Started
 from meshwright.spec.instructions import OptimizerStep, Send
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocks:
-    """The clock of each worker, who waits for the slowest, and whose pushes the server has, in order of arrival."""
+    """The clock of each worker, who waits for the slowest, and by how many servers its last gradient is applied.
+
+    Of each server: whose pushes it has, in order of arrival, and how many it has applied.
+    """
 
     clocks: tuple[int, ...]
     waiting: tuple[int, ...] = ()
-    pushed: tuple[int, ...] = ()
+    parts: tuple[int, ...]
+    pushed: tuple[tuple[int, ...], ...]
+    applied: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedDelay:
-    """Ranks 0 to ``num_workers`` - 1 compute, the last is the server; ``num_bytes`` are those of all parameters."""
+    """Ranks 0 to ``num_workers`` - 1 compute, the others are servers; ``num_bytes`` are those of all parameters."""
 
     num_workers: int
     max_delay: int
     num_clocks: int
     num_bytes: int = 0
+    num_servers: int = 1
 
     def __post_init__(self) -> None:
         check_counts(
@@ -41,47 +51,66 @@ class BoundedDelay:
             max_delay=(0, self.max_delay, None),
             num_clocks=(1, self.num_clocks, None),
             num_bytes=(0, self.num_bytes, None),
+            num_servers=(1, self.num_servers, None),
         )
 
     @property
     def num_ranks(self) -> int:
-        """The workers and the server."""
-        return self.num_workers + 1
+        """The workers and the servers."""
+        return self.num_workers + self.num_servers
 
     @property
     def initial(self) -> Clocks:
         """Nobody has computed anything."""
-        return Clocks(clocks=(0,) * self.num_workers)
+        nobody, nothing = (0,) * self.num_workers, (0,) * self.num_servers
+        return Clocks(clocks=nobody, parts=nobody, pushed=((),) * self.num_servers, applied=nothing)
 
     def decide(self, state: Clocks, event: Event, now_ps: int) -> tuple[Clocks, Decision]:  # noqa: ARG002
-        """A gradient has arrived, or was applied."""
+        """A part of a gradient has arrived, or was applied."""
         match event:
             case Started():
                 return self._begin(state, range(self.num_workers), event.next_handle)
             case Ended(instruction=Send() as send, rank=worker):
-                version = sum(state.clocks) + len(state.pushed)
-                update = OptimizerStep(stage=SERVER, version=version)
-                received = arrival(self.num_workers, worker, send)
+                place = send.peer - SERVER
+                version = state.applied[place] + len(state.pushed[place])
+                rank = self.num_workers + place
+                received = arrival(rank, worker, send)
                 applied = Issue(
-                    rank=self.num_workers,
+                    rank=rank,
                     stream="compute",
-                    instruction=update,
+                    instruction=OptimizerStep(stage=send.peer, version=version),
                     waits=(event.next_handle,),
                     watched=True,
                 )
-                pushed = (*state.pushed, worker)
+                pushed = _changed(state.pushed, place, (*state.pushed[place], worker))
                 return replace(state, pushed=pushed), Decision(issues=(received, applied))
-            case Ended(instruction=OptimizerStep()):
-                worker, pushed = state.pushed[0], state.pushed[1:]
-                clocks = tuple(clock + (other == worker) for other, clock in enumerate(state.clocks))
-                ready = replace(state, clocks=clocks, pushed=pushed)
-                return self._begin(ready, sorted((*state.waiting, worker)), event.next_handle)
+            case Ended(instruction=OptimizerStep(stage=stage)):
+                return self._apply(state, stage - SERVER, event.next_handle)
             case _:
                 return state, NOTHING
+
+    def _apply(self, state: Clocks, place: int, first: int) -> tuple[Clocks, Decision]:
+        """A server has applied the first part that it had; with the last part of a gradient, workers may go on."""
+        worker, rest = state.pushed[place][0], state.pushed[place][1:]
+        found = replace(
+            state,
+            pushed=_changed(state.pushed, place, rest),
+            applied=_changed(state.applied, place, state.applied[place] + 1),
+            parts=_changed(state.parts, worker, state.parts[worker] + 1),
+        )
+        if found.parts[worker] < self.num_servers:
+            return found, NOTHING
+        ready = replace(
+            found,
+            clocks=_changed(found.clocks, worker, found.clocks[worker] + 1),
+            parts=_changed(found.parts, worker, 0),
+        )
+        return self._begin(ready, sorted((*state.waiting, worker)), first)
 
     def _begin(self, state: Clocks, workers: Iterable[int], first: int) -> tuple[Clocks, Decision]:
         """Let those begin that are not too far ahead, if they have not done all; the others wait."""
         slowest, version = min(state.clocks), sum(state.clocks)
+        servers = range(self.num_workers, self.num_ranks)
         issues, waiting = list[Issue](), list[int]()
         for worker in workers:
             clock = state.clocks[worker]
@@ -89,7 +118,7 @@ class BoundedDelay:
                 waiting.append(worker)
             elif clock < self.num_clocks:
                 issues += iteration(
-                    self.num_workers,
+                    servers,
                     worker,
                     clock * self.num_workers + worker,
                     version,
@@ -98,3 +127,7 @@ class BoundedDelay:
                     pulls=clock > 0,
                 )
         return replace(state, waiting=tuple(waiting)), Decision(issues=tuple(issues))
+
+
+def _changed(items: tuple[T, ...], place: int, item: T) -> tuple[T, ...]:
+    return (*items[:place], item, *items[place + 1 :])

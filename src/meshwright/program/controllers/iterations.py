@@ -1,11 +1,12 @@
 """One iteration of a worker: parameters come, a microbatch is computed, the gradient leaves.
 
-Workers are ranks 0 to n - 1 and hold stage `WORKER`; a server is rank n and holds stage `SERVER`. Iteration c of worker
-w computes microbatch c n + w, so that a message says whose it is.
+Workers are ranks 0 to n - 1 and hold stage `WORKER`; servers are ranks n and up and hold stages from `SERVER` on.
+Iteration c of worker w computes microbatch c n + w, so that a message says whose it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from meshwright.spec.control import Issue
@@ -27,11 +28,11 @@ def computation(
     ]
 
 
-def pull(server: int, rank: int, microbatch: int, num_bytes: int) -> list[Issue]:
-    """The server sends its parameters, the worker receives them."""
+def pull(server: int, place: int, rank: int, microbatch: int, num_bytes: int) -> list[Issue]:
+    """The server at a place among all sends its parameters, the worker receives them."""
     facts = {"microbatch": microbatch, "num_bytes": num_bytes}
-    send = Send(stage=SERVER, peer=WORKER, payload="activation", **facts)
-    receive = Receive(stage=WORKER, peer=SERVER, payload="activation", **facts)
+    send = Send(stage=SERVER + place, peer=WORKER, payload="activation", **facts)
+    receive = Receive(stage=WORKER, peer=SERVER + place, payload="activation", **facts)
     group = server, rank
     return [
         Issue(rank=server, stream="send", instruction=send, group=group),
@@ -39,29 +40,36 @@ def pull(server: int, rank: int, microbatch: int, num_bytes: int) -> list[Issue]
     ]
 
 
-def push(server: int, rank: int, microbatch: int, num_bytes: int, *, backward: int) -> Issue:
+def push(server: int, place: int, rank: int, microbatch: int, num_bytes: int, *, backward: int) -> Issue:
     """The worker sends its gradient after its backward; the controller is told when it has arrived."""
-    send = Send(stage=WORKER, peer=SERVER, microbatch=microbatch, payload="gradient", num_bytes=num_bytes)
+    send = Send(stage=WORKER, peer=SERVER + place, microbatch=microbatch, payload="gradient", num_bytes=num_bytes)
     return Issue(rank=rank, stream="send", instruction=send, group=(rank, server), waits=(backward,), watched=True)
 
 
 def arrival(server: int, rank: int, send: Send) -> Issue:
     """The receive of a gradient; issued on arrival, since the receives of a rank end in the order of issue."""
     receive = Receive(
-        stage=SERVER, peer=WORKER, microbatch=send.microbatch, payload="gradient", num_bytes=send.num_bytes
+        stage=send.peer, peer=WORKER, microbatch=send.microbatch, payload="gradient", num_bytes=send.num_bytes
     )
     return Issue(rank=server, stream="receive", instruction=receive, group=(rank, server))
 
 
 def iteration(
-    server: int, rank: int, microbatch: int, version: int, num_bytes: int, *, first: int, pulls: bool
+    servers: Sequence[int], rank: int, microbatch: int, version: int, num_bytes: int, *, first: int, pulls: bool
 ) -> list[Issue]:
-    """All of an iteration with a server; ``first`` is the handle of the first instruction, the push is the last."""
-    issues = pull(server, rank, microbatch, num_bytes) if pulls else []
-    received = (first + len(issues) - 1,) if pulls else ()
-    issues += computation(rank, microbatch, version, waits=received, watched=False)
-    issues.append(push(server, rank, microbatch, num_bytes, backward=first + len(issues) - 1))
-    return issues
+    """All of an iteration with servers, which have equal parts of all bytes.
+
+    ``first`` is the handle of the first instruction; the last ones are the pushes, one to each server.
+    """
+    share, rest = divmod(num_bytes, len(servers))
+    parts = [(server, place, share + (place < rest)) for place, server in enumerate(servers)]
+    issues, received = list[Issue](), list[int]()
+    for server, place, size in parts if pulls else ():
+        issues += pull(server, place, rank, microbatch, size)
+        received.append(first + len(issues) - 1)
+    issues += computation(rank, microbatch, version, waits=tuple(received), watched=False)
+    backward = first + len(issues) - 1
+    return issues + [push(server, place, rank, microbatch, size, backward=backward) for server, place, size in parts]
 
 
 def check_counts(**bounds_of: tuple[int, Any, int | None]) -> None:
