@@ -160,7 +160,6 @@ PLAN = Plan(
     sharding=Sharding(
         tensor=2,
         context=2,
-        expert=2,
         sequence_parallel=True,
         regather=True,
         context_method="all_gather",

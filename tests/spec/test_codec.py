@@ -135,10 +135,11 @@ def test_examples_fill_every_field(kind):
                 if getattr(value, field.name) != field.default:
                     filled.add((type(value).__name__, field.name))
     # An op that is replicable or backward would not fit into the small graph, which is whole and for inference; nor
-    # staleness to an own schedule, nor sharded states or an algorithm of all-reduces to servers.
+    # staleness to an own schedule, nor sharded states or an algorithm of all-reduces to servers; and no plan splits
+    # experts.
     lacking = seen - filled - {("Op", "replicable"), ("Op", "phase"), ("Graph", "recompute"), ("Graph", "collectives")}
     ways = ("staleness", "zero", "algorithm", "node_size", "every_steps")
-    lacking -= {("GradientExchange", name) for name in ways} | {("OpPlacement", "input_dim")}
+    lacking -= {("GradientExchange", name) for name in ways} | {("OpPlacement", "input_dim"), ("Sharding", "expert")}
     assert not lacking, f"give {lacking} a value in tests/spec/examples.py"
 
 

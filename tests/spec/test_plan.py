@@ -40,7 +40,7 @@ def test_every_rank_has_a_stage_and_every_microbatch_one_rank(plan):
 
 def test_the_line_for_people():
     line = "2 stages [0:1 ×2, 1:2 ×1], 4 microbatches of 3, mine.py:waves"
-    split = ", tensor 2 with sequence parallelism, context 2, expert 2"
+    split = ", tensor 2 with sequence parallelism, context 2"
     assert PLAN.describe() == f"{line}{split}, 1 part computed again"
     assert replace(PLAN, sharding=UNSHARDED, recompute=()).describe() == line
 

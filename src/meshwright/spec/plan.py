@@ -288,6 +288,12 @@ def _check_schedule(plan: Plan) -> None:
 
 def _check_plan(plan: Plan) -> None:
     _check_schedule(plan)
+    if plan.sharding.expert > 1:
+        raise PlanError(
+            f"The plan splits experts over {plan.sharding.expert} ranks, but would sum their gradients over all "
+            "replicas; expected whole experts in a plan. Leave out `expert`; `program.shard_graph` says what such ranks "
+            "exchange."
+        )
     if not plan.stages:
         raise PlanError("The plan has no stages; expected at least one.")
     ranks = {rank for stage in plan.stages for rank in stage.ranks}

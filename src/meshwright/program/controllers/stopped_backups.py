@@ -63,7 +63,7 @@ class StoppedBackups:
                 if backward.version < state.version:
                     return state, NOTHING
                 computing = tuple(item for item in state.computing if item[0] != worker)
-                sent = push(self.num_workers, worker, backward.microbatch, self.num_bytes, backward=event.handle)
+                sent = push(self.num_workers, 0, worker, backward.microbatch, self.num_bytes, backward=event.handle)
                 return replace(state, computing=computing), Decision(issues=(sent,))
             case Ended(instruction=Send() as send, rank=worker):
                 return self._arrive(state, worker, send, event.next_handle)
@@ -93,7 +93,7 @@ class StoppedBackups:
             microbatch = state.version * self.num_workers + worker
             waits: tuple[int, ...] = ()
             if state.version:
-                issues += pull(self.num_workers, worker, microbatch, self.num_bytes)
+                issues += pull(self.num_workers, 0, worker, microbatch, self.num_bytes)
                 waits = (first + len(issues) - 1,)
             forward = first + len(issues)
             issues += computation(worker, microbatch, state.version, waits=waits, watched=True, abandonable=True)
