@@ -355,9 +355,9 @@ def test_software_is_found_by_framework_and_source():
 
 def test_fitting_finds_the_efficiencies_that_made_the_steps():
     true = Efficiencies(product=0.9, memory=0.8, host_s=4e-5)
-    setups = [replace(SETUP, tp=tp, microbatch_size=size) for tp in (1, 2, 4, 8, 16) for size in (1, 2, 8)] * 20
+    setups = [replace(SETUP, tp=tp, microbatch_size=size) for tp in (1, 2, 4, 8, 16) for size in (1, 2, 8)]
     predict = lambda tried: np.array([step(setup, tried) for setup in setups])
-    found = fit_efficiencies(predict, predict(true))
+    found = fit_efficiencies(predict, predict(true), shares=np.full(len(setups), 20.0))
     assert found.product == pytest.approx(true.product, rel=0.02)
     assert found.memory == pytest.approx(true.memory, rel=0.02)
     assert found.host_s == pytest.approx(true.host_s, rel=0.02)
@@ -452,6 +452,35 @@ def test_software_that_sends_single_precision_sends_twice_as_much():
         for when in ("always", "never")
     )
     assert shown > hidden
+
+
+def test_messages_slow_down_the_work_that_they_run_beside():
+    software = find_software("PyTorch FSDP")
+    setup = replace(SETUP, dp=8, zero=3, microbatch_size=16)
+    at = prices(setup)
+    moved = count_parameters(GPT, setup, 0).dense
+    gather = at.collective_seconds("data", "all_gather", 2 * moved)
+    scatter = at.collective_seconds("data", "reduce_scatter", 4 * moved)
+    alone = predict_step(GPT, prices(replace(setup, dp=1)), software)
+    # All of it is shorter than the work; of an A100's 108 multiprocessors NCCL has 24.
+    added = (24 / 108) * (2 * gather + scatter) + (gather + scatter) / GPT.layers
+    assert predict_step(GPT, at, software).pipeline_s - alone.pipeline_s == pytest.approx(8 * added)
+    once = replace(setup, pp=2)
+    often, seldom = (
+        predict_step(GPT, prices(once), replace(software, gathers_once_in_pipelines=keeps)).pipeline_s
+        for keeps in (False, True)
+    )
+    assert seldom < often
+
+
+def test_messages_that_are_gathered_take_longer():
+    setup = replace(SETUP, tp=8, pp=2)
+    sent, gathered = (
+        predict_step(GPT, prices(setup), replace(MEGATRON, gathers_messages=gathers)).stages[0].transfer_s
+        for gathers in (False, True)
+    )
+    gather = prices(setup).collective_seconds("tensor", "all_gather", 2 * setup.tokens * GPT.hidden)
+    assert gathered - sent == pytest.approx(2 * gather)
 
 
 def step(setup, efficiencies=WHOLE):

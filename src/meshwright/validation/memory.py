@@ -15,9 +15,8 @@ and how a batch is split; SimuMax's notes on Transformer Engine explained its ow
 
 Assumptions, the same for all rows of a set. SimuMax leaves schedule and recompute empty: 1F1B, none, as its launchers
 have it (MooreThreads/SimuMax, simu_tools/megatron_scripts/scripts), with a fused loss where the case is marked "cef".
-torchtitan: a step has as many microbatches as stages (config_manager.py, pipeline_parallel_microbatches), the loss is
-compiled in the rows of 2025 only (train.py, December 2024: "compiling loss function causes CUDA errors, turning off for
-now"), float8 keeps what 16 bits keep, and what is reserved is compared, for that is what is printed.
+torchtitan: the loss is compiled in the rows of 2025 only (train.py, December 2024: "compiling loss function causes CUDA
+errors, turning off for now"), float8 keeps what 16 bits keep, and what is reserved is compared, as that is printed.
 The rows of Zero Bubble say neither how attention was computed nor what of memory was read: both ways are shown, without
 a target. They were looked at last, when the model stood, but for how layers that do not divide evenly are shared out.
 """
@@ -157,9 +156,6 @@ def predict_published(row: StepRow, *, keeps_scores: bool = False) -> float:
     if not row["framework"].startswith("torchtitan"):
         fused = "cef" in row["locator"]
         return predict_device_peak(case.shape, setup, "megatron", fused_loss=fused).allocated_bytes
-    if setup.pp > 1:
-        samples = setup.microbatch_size * setup.num_microbatches
-        setup = replace(setup, num_microbatches=setup.pp, microbatch_size=samples // setup.pp)
     fused = "202506" in row["source"]
     return predict_device_peak(case.shape, setup, "fsdp2", fused_loss=fused).reserved_bytes
 

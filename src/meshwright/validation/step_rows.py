@@ -2,9 +2,10 @@
 
 A row is a mapping of text by the columns of ``data/training_steps.csv``. What a row leaves out is filled by one rule
 for all rows, never by its time: an unstated vocabulary is GPT-2's, an unstated recompute is none, an unstated kv_heads
-is heads, microbatches follow from the batch, and a pipeline whose microbatches are not stated runs them one sequence at
-a time (torchtitan's default), an interleaved schedule whose chunks are not stated has two (torchtitan's, too). A row
-that lacks more, or whose words or model are not known, is an error that names column, cell, and what is expected.
+is heads, microbatches follow from the batch, and a pipeline whose microbatches are not stated has as many as stages
+(torchtitan, config_manager.py, pipeline_parallel_microbatches), an interleaved schedule whose chunks are not stated has
+two (torchtitan's, too). A row that lacks more, or whose words or model are not known, is an error that names column,
+cell, and what is expected.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ _DEEPSEEK = {
     "deepseekv2": Experts(num_experts=160, top_k=6, ffn=1536, num_shared=2, num_dense_layers=1),
     "deepseekv3": Experts(num_experts=256, top_k=8, ffn=2048, num_shared=1, num_dense_layers=1),
 }
+# A model whose layers were recalled wrongly (64) by those who wrote the rows down; its stated parameters say 80, and so
+# does mosaicml/llm-foundry, scripts/train/yamls/pretrain/mpt-70b.yaml.
+_LAYERS = {"MPT-70b": 80}
 # Memory bandwidth of variants of a shipped kind, bytes/s: NVIDIA A100 datasheet (40 GB SXM); the cluster column of
 # torchtitan's rows (96 GB of HBM2e).
 _VARIANTS = {("A100", 40): 1555e9, ("H100", 96): 2.4e12}
@@ -169,6 +173,7 @@ def _software(row: Row) -> Software:
         software,
         gathers_in_8_bits=software.gathers_in_8_bits and per_tensor,
         compiled=software.compiled or read_word(row, "compile", SWITCHES),
+        reduces_single=software.reduces_single and "pure" not in row.get("precision", "").lower(),
     )
 
 
@@ -180,7 +185,7 @@ def _shape(row: Row) -> TransformerShape:
         raise CellError("model", row.get("model", ""), f"a mixture of experts that is known: {', '.join(_DEEPSEEK)}")
     is_llama = family in ("llama", "moe")
     return TransformerShape(
-        layers=_number_to(_MAX_LAYERS, row, "layers"),
+        layers=_LAYERS.get(row.get("model", ""), _number_to(_MAX_LAYERS, row, "layers")),
         hidden=hidden,
         heads=heads,
         kv_heads=read_number(row, "kv_heads", heads),
@@ -201,10 +206,11 @@ def _shape(row: Row) -> TransformerShape:
 def _setup(row: Row) -> TrainingSetup:
     pp, dp, batch = _number_to(_MAX_STAGES, row, "pp"), read_number(row, "dp"), read_number(row, "gbs_seq")
     microbatch, microbatches = read_number(row, "mbs", 0), read_number(row, "n_microbatches", 0)
+    if not microbatches and pp > 1:
+        microbatch, microbatches = max(batch // (dp * pp), 1), pp
     if not microbatch:
         microbatch = 1 if not microbatches else batch // (dp * microbatches)
     if not microbatches:
-        microbatch = 1 if pp > 1 else microbatch
         microbatches = batch // (dp * microbatch)
     if microbatch * microbatches * dp != batch:
         raise CellError("gbs_seq", row["gbs_seq"], "mbs · n_microbatches · dp")

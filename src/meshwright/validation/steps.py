@@ -78,10 +78,13 @@ _ALL = f"{_VIEW}: what the cache holds, and that origins count alike in the fit"
 _SUSTAINED = f"{_ALL}; products sustain a published rate at most"
 _BUBBLE = f"{_VIEW}: attention keeps its scores, as these rows' peaks of memory say"
 _TITAN = (
-    f"{_VIEW}: one sequence per microbatch of a pipeline where they do not say, recompute that stops early, gathers in "
-    "8 bits, asynchronous tensor parallelism, and a clock that follows the stated power"
+    f"{_VIEW}: as many microbatches as stages where they do not say, recompute that stops early, gathers in 8 bits, "
+    "asynchronous tensor parallelism, a clock that follows the stated power, and what NCCL's kernels take from others"
 )
-_FOUNDRY = f"{_VIEW}: FlashAttention's first version gains on H100 what the second one does"
+_FOUNDRY = (
+    f"{_VIEW}: FlashAttention's first version gains on H100 what the second one does; layers of MPT-70b by its "
+    "parameters; what NCCL's kernels take from others"
+)
 _SIMUMAX = "nothing fitted on B200: it takes the set of H100; the rows leave schedule and recompute empty"
 _ALPA = f"{_VIEW}: parameters and gradients travel in single precision"
 _ZERO = "under-specified: which version of DeepSpeed gathered what beside what is not said"
@@ -96,8 +99,8 @@ PARTS = (
     Part(name="Korthikanti, section 6.3", ids=("korth-s63",)),
     Part(name="Zero Bubble, Table 4", ids=("zb-",), target=6.0, note=_BUBBLE),
     Part(name="FSDP: llm-foundry and torchtitan", ids=("mpt-", "tt-"), target=9.0, note=_TITAN),
-    Part(name="llm-foundry, A100 80 GB", ids=("mpt-",), device="A100", bandwidth_bytes_per_s=2039e9),
-    Part(name="llm-foundry, A100 40 GB", ids=("mpt-",), device="A100", bandwidth_bytes_per_s=1555e9),
+    Part(name="llm-foundry, A100 80 GB", ids=("mpt-",), device="A100", bandwidth_bytes_per_s=2039e9, note=_FOUNDRY),
+    Part(name="llm-foundry, A100 40 GB", ids=("mpt-",), device="A100", bandwidth_bytes_per_s=1555e9, note=_FOUNDRY),
     Part(name="llm-foundry, H100", ids=("mpt-",), device="H100", note=_FOUNDRY),
     Part(name="torchtitan, H100", ids=("tt-",), device="H100", note=_TITAN),
     Part(name="torchtitan, H200", ids=("tt-",), device="H200", note=_TITAN),

@@ -23,10 +23,13 @@ class Software:
     scatters of the tensor group are cut up and run beside the products that need or make them. ``regathers_inputs``:
     inputs of split products are gathered again for the weight gradients, not kept. ``gathers_in_8_bits``: what products
     in 8 bits need is gathered in 8 bits. ``stops_early``: recomputing a layer ends with what the backward needs, so its
-    last product is not run again. ``sends_single``: parameters and gradients travel in single precision, whatever
-    products run in. ``compiled``: kernels are started by a compiled program, which keeps no device waiting.
-    ``hidden_gradients``: when gradients are reduced beside the backward. ``attention_share``: of the peak, by kind of
-    device, that attention without stored scores reaches.
+    last product is not run again. ``reduces_single``: sharded gradients are reduced in single precision.
+    ``gathers_once_in_pipelines``: stages keep what they gathered for all microbatches, and scatter gradients once.
+    ``sends_single``: parameters and gradients travel in single precision, whatever products run in.
+    ``blocking_messages``: stages wait for their messages. ``gathers_messages``: each rank of a tensor group sends its
+    share of an activation, and the receivers gather it. ``compiled``: kernels are started by a compiled program, which
+    keeps no device waiting. ``hidden_gradients``: when gradients are reduced beside the backward. ``attention_share``:
+    of the peak, by kind of device, that attention without stored scores reaches.
 
     ``framework``, ``source`` and ``notes``: parts of a row's columns that pick the entry, case and blanks apart.
     """
@@ -42,6 +45,9 @@ class Software:
     gathers_in_8_bits: bool = False
     stops_early: bool = False
     blocking_messages: bool = False
+    gathers_messages: bool = False
+    reduces_single: bool = False
+    gathers_once_in_pipelines: bool = False
     sends_single: bool = False
     compiled: bool = False
     framework: str = ""

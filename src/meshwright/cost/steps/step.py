@@ -40,6 +40,9 @@ _BESIDE = {
 # bf16: 4), and fp16 ones copied to single precision (6) and unscaled in place (8).
 _ADAM_BYTES = 40
 _COPY_BYTES = {"fp16": 6 + 16, "bf16": 6 + 4, "fp8": 6 + 4}
+# Multiprocessors that NCCL's kernels occupy in a node of eight devices on a switch: a channel each, of which NCCL opens
+# 24 on a DGX A100 (its log: "24 coll channels").
+_NCCL_CHANNELS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,14 +176,15 @@ def _stage(
         for part in ("forward", "input_gradient", "weight_gradient")
     }
     if setup.zero >= 2:
-        hidden = software.hides_gradients(setup.pp)
-        moved = _parameter_bytes(software) * _stage_parameters(shape, prices, stage)
-        _add_sharding(parts, prices, moved, num_layers, hidden=hidden)
+        _add_sharding(parts, prices, software, _stage_parameters(shape, prices, stage), num_layers)
     transfers = 0.0
     if setup.pp > 1:
         # Each of the tensor group's devices sends its share (scatter/gather; sequence parallelism).
-        shared = HALF * setup.tokens * shape.hidden / setup.tp
-        transfers = 2 * setup.chunks * prices.collective_seconds("pipeline", "send", shared)
+        whole = HALF * setup.tokens * shape.hidden
+        message = prices.collective_seconds("pipeline", "send", whole / setup.tp)
+        if software.gathers_messages and not setup.sequence_parallel:
+            message += prices.collective_seconds("tensor", "all_gather", whole)
+        transfers = 2 * setup.chunks * message
     return StageSeconds(
         forward_s=parts["forward"],
         input_gradient_s=parts["input_gradient"],
@@ -198,19 +202,34 @@ def _edge(ops: tuple[CountedOp, ...], prices: StepPrices, software: Software) ->
     return _pace(*totals, forward, [*inputs, *weights], _host_seconds(prices, software))
 
 
-def _add_sharding(parts: dict[str, float], prices: StepPrices, moved: float, num_layers: int, *, hidden: bool) -> None:
-    """Gathers and scatters of ``moved`` bytes, per microbatch, as far as they outlast the work beside them."""
-    gather = prices.collective_seconds("data", "all_gather", moved)
-    scatter = prices.collective_seconds("data", "reduce_scatter", moved)
-    backward = scatter + (gather if prices.setup.zero == 3 else 0.0)
-    if not hidden:
+def _add_sharding(
+    parts: dict[str, float], prices: StepPrices, software: Software, parameters: float, num_layers: int
+) -> None:
+    """Gathers of parameters and scatters of gradients, per microbatch, as far as they outlast the work beside them.
+
+    While they run beside it, NCCL's kernels keep some multiprocessors from the work.
+    """
+    setup, width = prices.setup, _parameter_bytes(software)
+    gather = prices.collective_seconds("data", "all_gather", width * parameters)
+    reduced = SINGLE if software.reduces_single else width
+    scatter = prices.collective_seconds("data", "reduce_scatter", reduced * parameters)
+    backward = scatter + (gather if setup.zero == 3 else 0.0)
+    if not software.hides_gradients(setup.pp):
         parts["forward"] += gather
         parts["weight_gradient"] += backward
         return
+    if setup.pp > 1 and software.gathers_once_in_pipelines:
+        gather, scatter, backward = (seconds / setup.num_microbatches for seconds in (gather, scatter, scatter))
+    taken = min(_NCCL_CHANNELS / (prices.kind.num_multiprocessors or _NCCL_CHANNELS), 1.0)
     # The first layer's gather and the last one's scatter have nothing to hide behind.
-    parts["forward"] = max(parts["forward"], gather) + gather / num_layers
     beside = parts["input_gradient"] + parts["weight_gradient"]
-    parts["weight_gradient"] += max(backward - beside, 0.0) + scatter / num_layers
+    parts["weight_gradient"] += _outlasting(backward, beside, taken) + scatter / num_layers
+    parts["forward"] += _outlasting(gather, parts["forward"], taken) + gather / num_layers
+
+
+def _outlasting(messages_s: float, work_s: float, taken: float) -> float:
+    """What messages add to the work that they run beside, which they slow down meanwhile."""
+    return max(messages_s - work_s, 0.0) + taken * min(messages_s, work_s)
 
 
 def _reduce_gradients(
