@@ -59,12 +59,12 @@ def compute_orders(program: Program) -> list[Ints]:
 
 def served_bytes(program: Program) -> list[int]:
     """What each rank keeps as a server: the sum of every part that it adds up."""
-    held = [0] * program.num_ranks
-    for index, stream in enumerate(program.streams):
-        rows = np.array(program.body.stream_range(index), np.int64)
-        sums = rows[program.body.opcode[rows] == Opcode.SUM]
-        held[stream.rank] += int(program.body.num_bytes[sums].sum())
-    return held
+    sums = np.flatnonzero(program.body.opcode == Opcode.SUM)
+    streams = np.searchsorted(program.body.stream_offsets, sums, side="right") - 1
+    ranks = np.array([stream.rank for stream in program.streams], np.int64)[streams]
+    held = np.zeros(program.num_ranks, np.int64)
+    np.add.at(held, ranks, program.body.num_bytes[sums])
+    return [int(num_bytes) for num_bytes in held]
 
 
 def receive_buffer_bytes(graph: Graph, plan: Plan | Placement, stage: StageSlice, order: Ints) -> int:

@@ -291,8 +291,8 @@ def _check_plan(plan: Plan) -> None:
     if plan.sharding.expert > 1:
         raise PlanError(
             f"The plan splits experts over {plan.sharding.expert} ranks, but would sum their gradients over all "
-            "replicas; expected whole experts in a plan. Leave out `expert`; `program.shard_graph` says what such ranks "
-            "exchange."
+            "replicas; expected whole experts in a plan. Leave `expert` out; `program.shard_graph` says what ranks "
+            "that share experts exchange."
         )
     if not plan.stages:
         raise PlanError("The plan has no stages; expected at least one.")
