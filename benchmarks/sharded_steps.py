@@ -3,7 +3,9 @@
     tensor    ops are split over both ranks (tensor parallelism); embedding and head stay whole. Measured: the local
               graph of `program.sharding`, run op by op by torch, with its exchanges
     fsdp      parameters are shared out (ZeRO-3). Measured: torch's fully_shard on every block and on the model
-    data      replicas with gradients summed once per step. Measured: `meshwright run`'s own launcher
+    data      replicas with gradients summed once per step. Measured, like the two below, by `meshwright run`'s launcher
+    gpipe     two stages of nearly equal numbers of layers, four microbatches
+    1f1b      the same
 
 First the links are timed, then the ops of every share of a model with the neighbouring core busy; nothing is fitted to
 steps. A step is forward, backward and AdamW. The figure is |predicted - measured| / measured, measured being the median
@@ -53,6 +55,7 @@ from meshwright.zoo import load_model
 NUM_STEPS, QUICK_STEPS, WARM_UP = 40, 12, 5
 TARGET = 0.10
 WHOLE = tuple(OpPlacement(op=name) for name in ("embedding*", "head", "position*"))
+PIPELINES = ("gpipe", "1f1b")
 TENSOR = Sharding(tensor=2, placements=WHOLE)
 
 
@@ -71,22 +74,27 @@ class Configuration:
 CONFIGURATIONS = [
     Configuration(model=model, kind=kind, microbatch=size)
     for model, size in (("gpt-tiny", 8), ("llama-tiny", 8), ("bert-tiny", 8))
-    for kind in ("tensor", "fsdp", "data")
+    for kind in ("tensor", "fsdp", "data", "gpipe", "1f1b")
 ]
 
 
 def make_plan(configuration: Configuration, graph: Graph) -> Plan:
-    """One stage on both ranks, as one team or as two replicas of whole ops."""
-    is_split = configuration.kind == "tensor"
-    ranks = (0,) if is_split else (0, 1)
-    count = configuration.num_microbatches * len(ranks)
+    """One stage on both ranks, as one team or as two replicas of whole ops; or two stages."""
+    is_split, is_piped = configuration.kind == "tensor", configuration.kind in PIPELINES
+    layers, middle = len(graph.layers), len(graph.layers) // 2
+    if is_piped:
+        stages = (StagePlan(start=0, stop=middle, ranks=(0,)), StagePlan(start=middle, stop=layers, ranks=(1,)))
+    else:
+        stages = (StagePlan(start=0, stop=layers, ranks=(0,) if is_split else (0, 1)),)
+    count = configuration.num_microbatches * (1 if is_split else 2)
     return Plan(
         model=configuration.model,
         graph_hash=graph.content_hash,
         cluster="2xcpu",
         workload=Workload(global_batch=configuration.microbatch * count, optimizer=Optimizer(kind="adamw")),
-        stages=(StagePlan(start=0, stop=len(graph.layers), ranks=ranks),),
+        stages=stages,
         num_microbatches=count,
+        schedule=configuration.kind if is_piped else "1f1b",
         sharding=TENSOR if is_split else UNSHARDED,
         exchange=GradientExchange(zero=3 if configuration.kind == "fsdp" else 0),
     )
@@ -185,7 +193,7 @@ def _time_steps(forward, parameters, configuration: Configuration, num_steps: in
 
 
 def measure(configuration: Configuration, plan: Plan, num_steps: int) -> list[float]:
-    if configuration.kind == "data":
+    if configuration.kind in ("data", *PIPELINES):
         with tempfile.TemporaryDirectory() as folder:
             path = write_document(plan, Path(folder) / "plan.json")
             return list(run_plan(Job(plan=str(path), num_steps=num_steps), folder).step_seconds)
