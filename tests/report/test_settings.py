@@ -173,7 +173,7 @@ def test_what_has_no_setting_is_listed_with_its_reason():
         (plan_of([(0, 34)], [[0, 1]], kind="inference"), "for inference"),
         (plan_of([(0, 34)], [[0, 1]], cluster="H100"), "uses 2 ranks"),
         (plan_of([(0, 17), (17, 34)], [[0], [1]], schedule="zb-h1"), "follows the schedule zb-h1"),
-        (plan_of([(0, 17), (17, 34)], [[0], [0]], schedule="zb-v"), "one stage on every rank"),
+        (plan_of([(0, 17), (17, 34)], [[0], [0]], schedule="zb-v"), "one stage of whole ops on every rank"),
     ],
 )
 def test_what_cannot_be_expressed_at_all_is_an_error(system, plan, words):
