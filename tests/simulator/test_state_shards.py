@@ -48,13 +48,7 @@ SECONDS = st.lists(st.floats(0, 1), min_size=5, max_size=5)
 @settings(max_examples=200)
 @given(SECONDS, SECONDS, SECONDS, SECONDS, st.sampled_from([2, 3]))
 def test_passes_take_what_their_streams_take(forward, backward, gathers, scatters, zero):
-    graph = wide_chain()
-    (stage,) = slice_graph(graph, [(0, 5)])
-    sizes = [graph.tensors[i].num_bytes(0) for i in graph.parameters]
-    cost = UnitCost(gathers=dict(zip(sizes, gathers, strict=True)), scatters=dict(zip(sizes, scatters, strict=True)))
-    kind = small_cluster().device_kind(0)
-    shards = StateShards(zero, (0, 1), ())
-    waits = gather_waits(graph, stage, np.array(forward), np.array(backward), shards, kind, cost)
+    waits = wait(forward, backward, gathers, scatters, zero, load_cluster("A100"))
     expected = (
         play(range(5), forward, gathers, None),
         play(range(4, -1, -1), backward, gathers if zero == 3 else [0.0] * 5, scatters),
@@ -62,6 +56,24 @@ def test_passes_take_what_their_streams_take(forward, backward, gathers, scatter
     for found, own, total in zip(waits, (forward, backward), expected, strict=True):
         assert (found >= -1e-12).all()
         assert sum(own) + found.sum() == pytest.approx(total, abs=1e-9)
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS, st.sampled_from([2, 3]))
+def test_processors_wait_for_every_gather_and_scatter(forward, backward, gathers, scatters, zero):
+    waits = wait(forward, backward, gathers, scatters, zero, load_cluster("2xcpu"))
+    assert waits[0] == pytest.approx(gathers)
+    again = gathers if zero == 3 else [0.0] * 5
+    assert waits[1] == pytest.approx([a + b for a, b in zip(again, scatters, strict=True)])
+
+
+def wait(forward, backward, gathers, scatters, zero, cluster):
+    """Waits of a stage with one op and one parameter in every unit."""
+    graph = wide_chain()
+    (stage,) = slice_graph(graph, [(0, 5)])
+    sizes = [graph.tensors[i].num_bytes(0) for i in graph.parameters]
+    cost = UnitCost(gathers=dict(zip(sizes, gathers, strict=True)), scatters=dict(zip(sizes, scatters, strict=True)))
+    kind, shards = cluster.device_kind(0), StateShards(zero, (0, 1), ())
+    return gather_waits(graph, stage, np.array(forward), np.array(backward), shards, kind, cost)
 
 
 def wide_chain():

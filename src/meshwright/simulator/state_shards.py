@@ -12,7 +12,9 @@ gather their parameters in g_u and scatter their gradients in r_u seconds on str
     backward     the same from the last unit to the first; a unit's scatter starts when its backward is done, one after
                  the other, and the pass ends with the last one
 
-so that a pass is longer by what outlasts the units beside it. What is gathered is copied to where the ops read it, and
+so that a pass is longer by what outlasts the units beside it. Processors have no streams: there torch waits for each
+gather and scatter where it is asked for (`torch.distributed.fsdp`, whose collectives are not asynchronous but for the
+stream that they are issued on). What is gathered is copied to where the ops read it, and
 gradients to where they are scattered from, on the stream of the ops. The root unit is gathered before the first
 one, stays for the backward, and is scattered last. Parameters that several stages share are not cut; their gradients
 are summed in buckets.
@@ -28,6 +30,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.cost.collectives import CollectiveOp
+from meshwright.cost.memory import backend_of
 from meshwright.program import padded_bytes, parameter_groups
 from meshwright.spec import DTYPE_BYTES, DeviceKind, Graph, Placement, Plan, StageSlice
 
@@ -101,7 +104,8 @@ def gather_waits(
 ) -> tuple[Floats, Floats]:
     """What comes on top of a stage's ops for parameters and gradients on the way, each of shape (ops,); 0 below zero 2.
 
-    A forward waits before the first op of a unit, a backward before its last one, and for the scatters at the end.
+    A forward waits before the first op of a unit, a backward before its last one, and for the scatters at the end; on
+    processors for each scatter at the first op of its unit.
     """
     waits, copies = np.zeros((2, len(stage.ops))), np.zeros((2, len(stage.ops)))
     if shards.zero < 2 or len(shards.ranks) == 1 or not len(stage.ops):
@@ -122,6 +126,12 @@ def gather_waits(
 
     gathers = [seconds("all_gather", unit) for unit in units]
     root_s = seconds("all_gather", root)
+    if backend_of(kind) == "cpu":
+        for unit, gather_s in zip((root, *units), (root_s, *gathers), strict=True):
+            waits[0, unit.first] += gather_s
+            waits[1, unit.last] += gather_s * (shards.zero == 3 and unit is not root)
+            waits[1, unit.first] += seconds("reduce_scatter", unit)
+        return waits[0] + copies[0], waits[1] + copies[1]
     _wait_in_order(waits[0], forward_s, [(unit.first, unit.last) for unit in units], gathers, root_s)
     order, final = range(len(units) - 1, -1, -1), len(stage.ops) - 1
     again = [gathers[u] if shards.zero == 3 else 0.0 for u in order]
