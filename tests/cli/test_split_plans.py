@@ -17,7 +17,7 @@ PLAN = ["plan", "gpt-tiny", "--cluster", "2x4xA100", "--batch", "16", "--precisi
         ["--tensor", 2],
         ["--tensor", 4, "--sequence-parallel", "--recompute", "full"],
         ["--context", 2, "--zero", 1],
-        ["--zero", 2, "--recompute", "selective"],
+        ["--zero", 2, "--recompute", "0:2"],
         ["--tensor", 2, "--zero", 3, "--recompute", "1:3"],
     ],
 )
@@ -47,6 +47,7 @@ def test_a_split_plan_is_simulated_as_it_was_planned(run, options, tmp_path):
         (["--tensor", 8], "which has 4 heads; expected a divisor of 4"),
         (["--tensor", 2, "--ranks", 3], "expected a multiple"),
         (["--recompute", "ful"], "did you mean 'full'"),
+        (["--recompute", "selective"], "has no scores of attention"),
         (["--recompute", "3:9"], "the graph has layers 0 to"),
         (["--recompute", "2:2"], "start below stop"),
         (["--method", "place", "--tensor", 2], "--tensor"),

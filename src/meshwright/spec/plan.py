@@ -191,7 +191,11 @@ class Plan:
         waves = f" with staleness {ahead}" if ahead else ""
         split = f", {self.sharding.describe()}" if not self.sharding.is_whole else ""
         again = f", {format_count(len(self.recompute), 'part')} computed again" if self.recompute else ""
-        return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}{waves}{split}{again}"
+        shared = f", ZeRO {self.exchange.zero}" if self.exchange.zero else ""
+        return (
+            f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}"
+            f"{waves}{split}{shared}{again}"
+        )
 
 
 def name_stages(plan: Plan, rank: int) -> str:

@@ -57,9 +57,19 @@ def recompute_choices(graph: Graph) -> dict[RecomputeName, Ranges]:
 
 
 def read_recompute(graph: Graph, text: str) -> Ranges:
-    """What ``none``, ``selective``, ``full`` or layers (``0:12,20:24``) mean for a graph; PlanError for other words."""
+    """What ``none``, ``selective``, ``full`` or layers (``0:12,20:24``) mean for a graph.
+
+    Raises PlanError for other words, and for a word that means nothing in this graph.
+    """
     if text in RECOMPUTE_NAMES:
-        return recompute_choices(graph)[text]
+        ranges = recompute_choices(graph)[text]
+        if not ranges and text != "none":
+            lacking = "scores of attention that it keeps" if text == "selective" else "repeated blocks"
+            raise PlanError(
+                f"Computing again was asked for with {text!r}, but graph {graph.name!r} has no {lacking}. "
+                "Name layers, as 0:12, or give none."
+            )
+        return ranges
     chosen: list[int] = []
     for part in text.split(","):
         first, colon, last = part.partition(":")
