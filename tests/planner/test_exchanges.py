@@ -110,6 +110,9 @@ def test_what_exchanges_nothing_is_refused():
     plan = make_plan(graph, [(0, 1), (1, 2)], [1, 1], 2, schedule="pipedream")
     with pytest.raises(PlanError, match="never flushes"):
         compare_exchanges(plan, graph, cluster)
+    shared = replace(make_plan(graph, [(0, 2)], [2], 2), exchange=GradientExchange(zero=3))
+    with pytest.raises(PlanError, match="zero = 3, whose gradients are scattered inside"):
+        compare_exchanges(shared, graph, cluster)
     with pytest.raises(PlanError, match="did you mean 'servers'"):
         compare_exchanges(alone, graph, cluster, ("server",))
     assert replace(alone, exchange=GradientExchange()) == alone

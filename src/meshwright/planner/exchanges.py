@@ -173,6 +173,11 @@ def _check_exchanges(plan: Plan, graph: Graph) -> None:
             f"Exchanges were to be compared under the schedule {plan.schedule}, which never flushes; expected one that "
             "does, such as 1f1b."
         )
+    if plan.exchange.zero >= 2:
+        raise PlanError(
+            f"Exchanges were to be compared for a plan with zero = {plan.exchange.zero}, whose gradients are scattered "
+            "inside of backwards; expected zero 0 or 1. Plan with --zero 1, or without."
+        )
     if graph.mode != "training" or not gradient_buckets(graph, plan):
         raise PlanError(
             "Exchanges were to be compared for a plan that exchanges no gradients; expected a stage with several "
