@@ -32,6 +32,7 @@ from meshwright.cost.steps.pacing import count_kernels, paced
 from meshwright.cost.steps.prices import NETWORK_SHARE
 from meshwright.cost.transformer import Experts, TrainingSetup, TransformerError, TransformerShape, layers_of_stage
 from meshwright.spec import load_cluster
+from tests.cost.pipelines import follow_1f1b
 
 GPT = TransformerShape(
     layers=24, hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=8192, vocab=51200, max_positions=1024
@@ -95,35 +96,6 @@ def test_experts_compute_what_their_tokens_take():
     assert not any(op.op == "all_to_all" for op in layer_ops(shape, spread, 0))
 
 
-def simulate_1f1b(stages, num_microbatches):
-    """Seconds of 1F1B by following every forward and backward; transfers take no time."""
-    last = len(stages) - 1
-    orders = []
-    for rank in range(len(stages)):
-        warm_up = min(last - rank, num_microbatches)
-        order = [("f", i) for i in range(warm_up)]
-        for i in range(num_microbatches - warm_up):
-            order += [("f", warm_up + i), ("b", i)]
-        orders.append(order + [("b", i) for i in range(num_microbatches - warm_up, num_microbatches)])
-    done, clock = {}, [0.0] * len(stages)
-    while any(orders):
-        for rank, order in enumerate(orders):
-            if not order:
-                continue
-            what, i = order[0]
-            if what == "f":
-                needed = done.get((rank - 1, "f", i)) if rank else 0.0
-            else:
-                needed = done.get((rank + 1, "b", i)) if rank < last else done.get((rank, "f", i))
-            if needed is None:
-                continue
-            seconds = stages[rank].forward_s if what == "f" else stages[rank].input_gradient_s
-            clock[rank] = max(clock[rank], needed) + seconds
-            done[rank, what, i] = clock[rank]
-            order.pop(0)
-    return max(clock)
-
-
 @given(
     num_stages=st.integers(1, 6),
     num_microbatches=st.integers(1, 12),
@@ -132,14 +104,14 @@ def simulate_1f1b(stages, num_microbatches):
 )
 def test_closed_form_is_1f1b_of_equal_stages(num_stages, num_microbatches, forward, backward):
     stage = StageSeconds(forward_s=forward, input_gradient_s=backward, weight_gradient_s=0.0)
-    expected = simulate_1f1b([stage] * num_stages, num_microbatches)
+    expected = follow_1f1b([stage] * num_stages, num_microbatches)
     assert pipeline_seconds([stage] * num_stages, num_microbatches) == pytest.approx(expected, rel=1e-9)
 
 
 @given(seconds=st.lists(st.floats(0.5, 2), min_size=1, max_size=5), num_microbatches=st.integers(1, 12))
 def test_closed_form_is_near_1f1b_of_unequal_stages(seconds, num_microbatches):
     stages = [StageSeconds(forward_s=s, input_gradient_s=2 * s, weight_gradient_s=0.0) for s in seconds]
-    expected = simulate_1f1b(stages, num_microbatches)
+    expected = follow_1f1b(stages, num_microbatches)
     closed = pipeline_seconds(stages, num_microbatches)
     # The slowest stage's work, and every other stage once, can only be shortened by what overlaps at the ends.
     assert closed == pytest.approx(expected, rel=0.25)

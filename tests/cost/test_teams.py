@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.cost.teams import axis_groups, ring_seconds, spread_teams
+from meshwright.cost.teams import axis_groups, ring_attention_seconds, spread_teams
 from meshwright.program import lower_graph
 from meshwright.spec import MeasurementError, load_cluster, load_shipped_graph
 from meshwright.spec.sharding import Sharding
@@ -80,7 +80,7 @@ def test_attention_waits_for_all_that_goes_round():
         (found.forward_s[at], silent.forward_s[at], 2 * (size - 1)),
         (found.backward_s[at], silent.backward_s[at], 2 * (2 * size - 1)),
     ):
-        assert mine == pytest.approx(ring_seconds(alone, parts * send_s / (size - 1), size), rel=1e-12)
+        assert mine == pytest.approx(ring_attention_seconds(alone, parts * send_s / (size - 1), size), rel=1e-12)
         assert mine >= alone * (1 - 1e-12)
 
 
@@ -98,4 +98,4 @@ def test_a_ring_hides_its_messages_behind_the_parts_that_it_computes(alone_s, se
         begin = max(there, done)
         done = begin + part
         there = begin + send_s if step == 0 else max(there, begin) + send_s
-    assert ring_seconds(alone_s, send_s, num_ranks) == pytest.approx(done, abs=1e-12)
+    assert ring_attention_seconds(alone_s, send_s, num_ranks) == pytest.approx(done, abs=1e-12)

@@ -117,7 +117,8 @@ def simulate(
         plot,
         figure,
         {"--trace": trace is not None, "--html": html is not None, "--open": open_browser, "--explain": explain}
-        | {"--against": bool(against), "--schedule": schedule is not None, "--find-orders": find_orders is not None},
+        | {"--against": bool(against), "--schedule": schedule is not None, "--find-orders": find_orders is not None}
+        | {"--exchange": bool(exchange), "--steps": steps != 2},
     )
     page = page_path(html, open_browser, "simulation")
     chosen = traced_ranks(trace, trace_ranks)

@@ -58,10 +58,10 @@ def add_exchanges(table: Floats, exchanges: Sequence[OpExchange], seconds: Float
         else:
             table[item.at, column] += taken_s
     for (at, column, num_ranks), taken_s in sent.items():
-        table[at, column] = ring_seconds(table[at, column], taken_s / (num_ranks - 1), num_ranks)
+        table[at, column] = ring_attention_seconds(table[at, column], taken_s / (num_ranks - 1), num_ranks)
 
 
-def ring_seconds(alone_s: float, send_s: float, num_ranks: int) -> float:
+def ring_attention_seconds(alone_s: float, send_s: float, num_ranks: int) -> float:
     """Seconds of an op whose parts are computed while the next part's operands travel round a ring."""
     part_s = alone_s / num_ranks
     return part_s + (num_ranks - 1) * max(part_s, send_s)

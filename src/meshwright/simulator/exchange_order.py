@@ -21,7 +21,8 @@ from meshwright.program.parts import cut_parts
 from meshwright.program.priorities import ReadyPart, order_parts
 from meshwright.simulator.pricing import price_program
 from meshwright.simulator.simulate import Run, run_program
-from meshwright.spec import Cluster, Graph, Opcode, Plan, PlanError, Program
+from meshwright.spec import Cluster, Graph, Plan, PlanError, Program
+from meshwright.spec.instructions import SUMS
 
 # What a user writes: parts of one group → their indices in the order in which they are to leave.
 OwnOrder = Callable[[Sequence[ReadyPart]], Iterable[int]]
@@ -85,7 +86,7 @@ def ready_parts(plan: Plan, graph: Graph, cluster: Cluster, *, cost: CostModel |
     prices = price_program(program, first, graph, cost)
     run = run_program(program, prices, 1)
     body = program.body
-    sums = np.flatnonzero(np.isin(body.opcode, (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER)))
+    sums = np.flatnonzero(np.isin(body.opcode, SUMS))
     ready = _ready_ps(program, run, sums)
     buckets = gradient_buckets(graph, first)
     parts = cut_parts(buckets, first.exchange)

@@ -28,7 +28,6 @@ from meshwright.program import Bucket
 from meshwright.simulator.state_shards import ALONE, StateShards, gather_waits
 from meshwright.spec import DeviceKind, Graph, Op, Placement, Plan, StageSlice
 
-Bytes = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 

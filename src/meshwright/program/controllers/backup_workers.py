@@ -31,14 +31,13 @@ class Versions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackupWorkers:
+class Backups:
     """Ranks 0 to ``num_workers`` - 1 compute, the last is the server; ``num_bytes`` are those of all parameters."""
 
     num_workers: int
     num_backups: int
     num_versions: int
     num_bytes: int = 0
-    initial: Versions = field(default=Versions())
 
     def __post_init__(self) -> None:
         check_counts(
@@ -52,6 +51,13 @@ class BackupWorkers:
     def num_ranks(self) -> int:
         """The workers and the server."""
         return self.num_workers + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackupWorkers(Backups):
+    """Who is late ends what it computes, in vain."""
+
+    initial: Versions = field(default=Versions())
 
     def decide(self, state: Versions, event: Event, now_ps: int) -> tuple[Versions, Decision]:  # noqa: ARG002
         """A gradient has arrived, or an update is over."""

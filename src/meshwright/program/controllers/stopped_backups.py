@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from meshwright.program.controllers.iterations import SERVER, arrival, check_counts, computation, pull, push
+from meshwright.program.controllers.backup_workers import Backups
+from meshwright.program.controllers.iterations import SERVER, arrival, computation, pull, push
 from meshwright.spec.control import NOTHING, Decision, Ended, Event, Issue, Started
 from meshwright.spec.instructions import Backward, OptimizerStep, Send
 
@@ -32,27 +33,10 @@ class Race:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoppedBackups:
-    """Ranks 0 to ``num_workers`` - 1 compute, the last is the server; ``num_bytes`` are those of all parameters."""
+class StoppedBackups(Backups):
+    """Who is late gives up what it computes."""
 
-    num_workers: int
-    num_backups: int
-    num_versions: int
-    num_bytes: int = 0
     initial: Race = field(default=Race())
-
-    def __post_init__(self) -> None:
-        check_counts(
-            num_workers=(1, self.num_workers, None),
-            num_backups=(0, self.num_backups, self.num_workers - 1),
-            num_versions=(1, self.num_versions, None),
-            num_bytes=(0, self.num_bytes, None),
-        )
-
-    @property
-    def num_ranks(self) -> int:
-        """The workers and the server."""
-        return self.num_workers + 1
 
     def decide(self, state: Race, event: Event, now_ps: int) -> tuple[Race, Decision]:  # noqa: ARG002
         """A gradient was computed or has arrived, or an update is over."""
