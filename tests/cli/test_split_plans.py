@@ -71,3 +71,9 @@ def test_a_split_plan_is_not_run_and_not_said_in_other_words(run, tmp_path):
     code, _, error = run("show", path / "plan.json", "--as", "megatron")
     assert code != 0
     assert "splits ops over devices" in error
+
+
+def test_a_team_that_the_cluster_has_not_is_refused(run):
+    code, _, error = run("plan", "gpt-tiny", "--cluster", "8xA100", "--tensor", 16)
+    assert code != 0
+    assert "Teams of 16 devices" in error

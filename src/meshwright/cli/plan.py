@@ -180,10 +180,9 @@ def plan(
     place_of_orders(find_orders, whole_backwards)
     machine = load_cluster(cluster)
     sharding = Sharding(tensor=tensor, context=context, sequence_parallel=sequence_parallel)
-    num_ranks = (ranks or machine.num_ranks) // sharding.width
     chosen = precision or default_precision(machine.device_kind(0).peak_flops_per_s)
     workload = Workload(
-        global_batch=batch or default_batch(num_ranks),
+        global_batch=batch or default_batch(max((ranks or machine.num_ranks) // sharding.width, 1)),
         precision=chosen,
         optimizer=Optimizer.named(optimizer),
     )
