@@ -40,8 +40,36 @@ def test_a_split_plan_is_simulated_as_it_was_planned(run, options, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("model", "options"),
+    [("mixtral-tiny", []), ("dlrm-tiny", ["--placement", "embeddings.*=expert:output1", "--schedule", "gpipe"])],
+)
+def test_experts_and_tables_are_laid_out(run, model, options, tmp_path):
+    path, page = tmp_path / "plan.json", tmp_path / "page.html"
+    command = ["plan", model, *PLAN[2:], "--expert", 2, *options]
+    code, out, _ = run(*command, "--out", path, "--html", page)
+    assert code == 0
+    planned = json.loads(out)["plans"][0]
+    plan = read_document(Plan, path)
+    assert (plan.sharding.expert, plan.num_devices, plan.workload.global_batch) == (2, 8, 16)
+    assert planned["microbatch_size"] == plan.microbatch_size == 16 // 2 // plan.num_microbatches
+    assert planned["samples_per_s"] == pytest.approx(16 / planned["step_time_s"])
+    assert "16 samples per step" in page.read_text()
+    code, out, _ = run("simulate", path, "--json", "--html", page)
+    assert code == 0
+    found = json.loads(out)["steady"]
+    assert found["step_time_s"] == pytest.approx(planned["step_time_s"], rel=1e-9)
+    assert found["samples_per_s"] == pytest.approx(planned["samples_per_s"], rel=1e-9)
+    assert plan.graph_hash in page.read_text()
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--expert", 2], "has no batched product with a matrix per expert"),
+        (["--placement", "head=expert:output1"], "axis, which has size 1"),
+        (["--tensor", 2, "--placement", "head"], "expected OP=AXIS:inputN"),
+        (["--tensor", 2, "--placement", "hed=tensor"], "did you mean 'head'"),
+        (["--expert", 3, "--ranks", 6], "for 3 expert ranks, which have samples of their own"),
         (["--sequence-parallel"], "tensor > 1"),
         (["--tensor", 3], "divide a node, or cover whole nodes"),
         (["--tensor", 8], "which has 4 heads; expected a divisor of 4"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.cost.teams import axis_groups, ring_attention_seconds, spread_teams
+from meshwright.cost.teams import REPLICATING, axis_groups, ring_attention_seconds, spread_teams
 from meshwright.program import lower_graph
 from meshwright.spec import MeasurementError, load_cluster, load_shipped_graph
 from meshwright.spec.sharding import Sharding
@@ -19,29 +19,40 @@ GPT = load_shipped_graph("gpt-tiny")
 CLUSTER = load_cluster("2x8xA100")
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
-def test_devices_of_teams_talk_in_groups_that_hold_each_once(tensor, context, teams):
-    sharding = Sharding(tensor=tensor, context=context)
-    width = tensor * context
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True),
+)
+def test_devices_of_teams_talk_in_groups_that_hold_each_once(tensor, context, expert, teams):
+    sharding = Sharding(tensor=tensor, context=context, expert=expert)
+    width = tensor * context * expert
     members = {team * width + place for team in teams for place in range(width)}
-    sends, sums = (spread_teams(teams, sharding, op) for op in ("send", "all_reduce"))
-    for groups, count, size in ((sends, width, len(teams)), (sums, tensor, len(teams) * context)):
-        assert len(groups) == count
-        assert {len(group) for group in groups} == {size}
+    sends, experts, sums = (spread_teams(teams, sharding, axes) for axes in ((), ("context",), REPLICATING))
+    for groups, size in ((sends, 1), (experts, context), (sums, context * expert)):
+        assert len(groups) == width // size
+        assert {len(group) for group in groups} == {len(teams) * size}
         assert {rank for group in groups for rank in group} == members
-    # Gradients are summed by those who hold the same part of the parameters: the same place on the tensor axis.
+    # Gradients are summed by those who hold the same part of the parameters: the same place on the tensor axis, and of
+    # experts on theirs.
     assert all(len({rank % tensor for rank in group}) == 1 for group in sums)
+    assert all(len({(rank % tensor, rank % width // (tensor * context)) for rank in group}) == 1 for group in experts)
 
 
 def test_groups_of_an_axis_lie_beside_each_other():
     both = Sharding(tensor=2, context=4)
-    (tensor,) = axis_groups(CLUSTER, both, "tensor")
-    (context,) = axis_groups(CLUSTER, both, "context")
+    (tensor,) = axis_groups(CLUSTER, both, ("tensor",))
+    (context,) = axis_groups(CLUSTER, both, ("context",))
     assert tensor[0] == (0, 1)
     assert sorted(tensor) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert sorted(context) == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    (wide,) = axis_groups(CLUSTER, Sharding(context=16), "context")
+    (wide,) = axis_groups(CLUSTER, Sharding(context=16), ("context",))
     assert wide == [tuple(range(16))]
+    (experts,) = axis_groups(CLUSTER, Sharding(tensor=2, context=2, expert=2), ("expert",))
+    assert sorted(experts) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    (joint,) = axis_groups(CLUSTER, Sharding(tensor=2, context=2, expert=4), REPLICATING)
+    assert joint == [tuple(range(0, 16, 2)), tuple(range(1, 16, 2))]
 
 
 def test_an_op_takes_its_own_time_and_that_of_its_exchanges():
@@ -74,7 +85,7 @@ def test_attention_waits_for_all_that_goes_round():
     silent = cost.price_ops(replace(local, collectives=()), batch, kind)
     at = next(i for i, op in enumerate(local.ops) if op.kind.startswith("aten.scaled_dot_product"))
     part_bytes = local.tensors[local.ops[at].inputs[0]].num_bytes(batch, 2)
-    (first, *beside) = axis_groups(CLUSTER, sharding, "context")[0]
+    (first, *beside) = axis_groups(CLUSTER, sharding, ("context",))[0]
     send_s = cost.collective_seconds("send", first[:2], part_bytes, [group[:2] for group in beside])
     for mine, alone, parts in (
         (found.forward_s[at], silent.forward_s[at], 2 * (size - 1)),

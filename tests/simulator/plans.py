@@ -71,10 +71,10 @@ class FixedCost(CostModel):
         ones = np.ones(len(graph.ops))
         return exact_prices(self.forward * ones, self.backward * ones, self.accumulate * ones)
 
-    def collective_seconds(self, op, ranks, num_bytes, concurrent=()):
+    def collective_seconds(self, op, ranks, num_bytes, concurrent=(), algorithm=None, axes=()):
         return self.send if op == "send" else self.all_reduce
 
-    def collective_host_seconds(self, op, ranks, num_bytes, concurrent=()):
+    def collective_host_seconds(self, op, ranks, num_bytes, axes=()):
         return self.host
 
     def optimizer_seconds(self, graph, parameter_ids, optimizer, device_kind, num_shards=1):

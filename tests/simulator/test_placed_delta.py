@@ -27,10 +27,10 @@ class UnequalCost(FixedCost):
         forward = self.forward * (1 + np.arange(len(graph.ops)) % 5)
         return exact_prices(forward, 2 * forward[::-1], forward / 4)
 
-    def collective_seconds(self, op, ranks, num_bytes, concurrent=()):
+    def collective_seconds(self, op, ranks, num_bytes, concurrent=(), algorithm=None, axes=()):
         return self.send * (1 + ranks[0] + 2 * ranks[1]) + 1e-8 * num_bytes
 
-    def collective_host_seconds(self, op, ranks, num_bytes, concurrent=()):
+    def collective_host_seconds(self, op, ranks, num_bytes, axes=()):
         return self.host * (ranks == (1, 0))
 
     def optimizer_seconds(self, graph, parameter_ids, optimizer, device_kind, num_shards=1):

@@ -25,7 +25,7 @@ class UnitCost(FixedCost):
     gathers: dict[int, float] = field(default_factory=dict)
     scatters: dict[int, float] = field(default_factory=dict)
 
-    def collective_seconds(self, op, ranks, num_bytes, concurrent=()):
+    def collective_seconds(self, op, ranks, num_bytes, concurrent=(), algorithm=None, axes=()):
         return (self.gathers if op == "all_gather" else self.scatters)[num_bytes]
 
 

@@ -10,10 +10,13 @@ from meshwright.cost import CostModel
 from meshwright.program import lower_graph
 from meshwright.simulator import form_teams, simulate_plan
 from meshwright.spec import PlanError, computed_again, load_cluster, load_shipped_graph, read_recompute
+from meshwright.spec.exchange import GradientExchange
+from meshwright.spec.memory import MEMORY_PARTS, PARAMETERS
 from meshwright.spec.sharding import Sharding
 from tests.graphs import make_plan
 
 GPT = load_shipped_graph("gpt-tiny")
+MIXTRAL = load_shipped_graph("mixtral-tiny")
 LAYERS = len(GPT.layers)
 CLUSTER = load_cluster("2x8xA100")
 
@@ -40,6 +43,63 @@ def test_a_step_of_one_team_is_the_sum_of_its_ops(sharding):
     expected = prices.forward_s.sum() + prices.backward_s.sum() + optimizer_s + exchange_s
     assert found.step_time_s == pytest.approx(expected, rel=1e-9)
     assert len(found.ranks) == 1
+
+
+@pytest.mark.parametrize(("sharding", "replicas"), [(Sharding(expert=4), 1), (Sharding(expert=2), 4)])
+def test_experts_are_summed_where_they_are_held_alike(sharding, replicas):
+    """By hand, nothing overlapped: what teams share goes over all devices, experts over one device of each team."""
+    exchange = GradientExchange(overlap=False, bucket_bytes=1 << 30)
+    plan = make_plan(MIXTRAL, [(0, len(MIXTRAL.layers))], [replicas], replicas)
+    plan = replace(
+        plan, sharding=sharding, exchange=exchange, workload=replace(plan.workload, global_batch=replicas * 8)
+    )
+    cost = CostModel(cluster=CLUSTER, precision=plan.workload.precision)
+    local, teams, kind = lower_graph(MIXTRAL, sharding, ()), cost.for_teams(sharding), CLUSTER.device_kind(0)
+    width, trained = plan.workload.float_bytes, {i for i in local.parameters if local.tensors[i].requires_grad}
+    experts = {i for i in trained if local.tensors[i].shape != MIXTRAL.tensors[i].shape}
+    assert {MIXTRAL.tensors[i].name.rsplit(".")[-1] for i in experts} == {"gate", "up", "down"}
+    shared_bytes, expert_bytes = (
+        sum(local.tensors[i].num_bytes(0, width) for i in ids) for ids in (trained - experts, experts)
+    )
+    prices = teams.price_ops(local, 8 // sharding.expert, kind)
+    own = prices.forward_s.sum() + prices.backward_s.sum()
+    own += teams.optimizer_seconds(local, local.parameters, plan.workload.optimizer, kind)
+    num_devices = replicas * sharding.expert
+    sums = cost.collective_seconds("all_reduce", tuple(range(num_devices)), shared_bytes)
+    if replicas > 1:
+        own += teams.bucket_seconds(local, local.parameters, kind)
+        places = [tuple(range(place, num_devices, sharding.expert)) for place in range(sharding.expert)]
+        sums += cost.collective_seconds("all_reduce", places[0], expert_bytes, places[1:])
+    found = simulate_plan(plan, MIXTRAL, CLUSTER, cost=cost)
+    assert found.step_time_s == pytest.approx(own + sums, rel=1e-9)
+    assert found.samples_per_s == pytest.approx(replicas * 8 / found.step_time_s)
+    flops = replicas * sharding.expert * MIXTRAL.flops(plan.microbatch_size)
+    peak = num_devices * kind.peak_flops_per_s[plan.workload.precision]
+    assert found.mfu == pytest.approx(flops / (found.step_time_s * peak))
+
+
+def test_experts_that_are_laid_out_take_the_room_of_their_part():
+    plan = make_plan(MIXTRAL, [(0, len(MIXTRAL.layers))], [1], 1)
+    held = []
+    for size in (1, 2, 4):
+        workload = replace(plan.workload, global_batch=4 * size)
+        split = replace(plan, sharding=Sharding(expert=size), workload=workload)
+        found = simulate_plan(split, MIXTRAL, CLUSTER)
+        held.append(found.memory[0].parts[MEMORY_PARTS[PARAMETERS]])
+    experts = sum(
+        MIXTRAL.tensors[i].num_bytes(0, 4)
+        for i in MIXTRAL.parameters
+        if MIXTRAL.tensors[i].name.rsplit(".")[-1] in ("gate", "up", "down")
+    )
+    assert held[0] - held[1] == experts // 2
+    assert held[0] - held[2] == experts * 3 // 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_samples_that_expert_ranks_do_not_divide_are_refused(size):
+    plan = make_plan(MIXTRAL, [(0, len(MIXTRAL.layers))], [1], 1)
+    with pytest.raises(PlanError, match=f"microbatches of each of {size} expert ranks"):
+        replace(plan, sharding=Sharding(expert=size), workload=replace(plan.workload, global_batch=7))
 
 
 def test_what_is_computed_again_takes_its_forward_once_more_and_leaves_memory():

@@ -23,12 +23,19 @@ from meshwright.cli.output import print_json, print_tables, terminal_sink
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.cli.plan_files import files_to_write, no_files, write_plan_files
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_orders
-from meshwright.cli.sharding import ContextOption, RecomputeOption, SequenceParallelOption, TensorOption, ZeroOption
+from meshwright.cli.sharding import (
+    ContextOption,
+    ExpertOption,
+    PlacementOption,
+    RecomputeOption,
+    SequenceParallelOption,
+    TensorOption,
+    ZeroOption,
+)
 from meshwright.spec.cluster import MAX_RANKS, load_cluster
-from meshwright.spec.codec import encode_document
 from meshwright.spec.exchange import MAX_STALENESS, GradientExchange, ZeroStage
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
-from meshwright.spec.sharding import Sharding
+from meshwright.spec.sharding import Sharding, read_placement
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
 
 if TYPE_CHECKING:
@@ -79,6 +86,8 @@ def plan(
     tensor: TensorOption = 1,
     sequence_parallel: SequenceParallelOption = False,
     context: ContextOption = 1,
+    expert: ExpertOption = 1,
+    placement: PlacementOption = None,
     zero: ZeroOption = 0,
     recompute: RecomputeOption = "none",
     measurements: MeasurementsOption = None,
@@ -147,6 +156,8 @@ def plan(
                 "--tensor": tensor != 1,
                 "--sequence-parallel": sequence_parallel,
                 "--context": context != 1,
+                "--expert": expert != 1,
+                "--placement": bool(placement),
                 "--zero": zero != 0,
                 "--recompute": recompute != "none",
                 "--launch": launch is not None,
@@ -179,10 +190,16 @@ def plan(
     page = page_path(html, open_browser, "plan")
     place_of_orders(find_orders, whole_backwards)
     machine = load_cluster(cluster)
-    sharding = Sharding(tensor=tensor, context=context, sequence_parallel=sequence_parallel)
+    sharding = Sharding(
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        sequence_parallel=sequence_parallel,
+        placements=tuple(map(read_placement, placement or ())),
+    )
     chosen = precision or default_precision(machine.device_kind(0).peak_flops_per_s)
     workload = Workload(
-        global_batch=batch or default_batch(max((ranks or machine.num_ranks) // sharding.width, 1)),
+        global_batch=batch or default_batch(max((ranks or machine.num_ranks) // sharding.width, 1) * expert),
         precision=chosen,
         optimizer=Optimizer.named(optimizer),
     )
@@ -190,6 +207,7 @@ def plan(
     lowering, num_teams = lower_search(
         graphs_of(model, model_sizes(sequence_length, image_size)),
         machine,
+        workload,
         load_cost_model(machine, measurements, chosen),
         sharding=sharding,
         recompute=recompute,
@@ -201,7 +219,7 @@ def plan(
             plans = search_plans(
                 graph_for,
                 machine,
-                workload,
+                lowering.own_workload,
                 cost=cost,
                 model=model,
                 model_sizes=model_sizes(sequence_length, image_size),
@@ -239,10 +257,16 @@ def plan(
     held = allocation.explain() if allocation else ""
     if allocation is not None and allocation.exceeds(plans.best.memory_limit_bytes[allocation.rank]):
         held += " That is more than the rank has: leave it more room, or expect it to run out of memory."
+    teams = [sharding.describe_teams()] if sharding.width > 1 else []
     if page is not None:
-        documents = {"plan.json": encode_document(lowering.whole(best))}
         document = plans_document(
-            plans, graph_for, machine, cost, remark=held, provenance=provenance(), documents=documents
+            plans,
+            graph_for,
+            machine,
+            cost,
+            remark="\n".join((*teams, held)),
+            provenance=provenance(),
+            whole=lambda found: replace(lowering.whole(found), cluster=cluster),
         )
         written = [*written, put_page(document, page, open_browser)]
     basis = cost.explain_basis(graph_for(size), size)
@@ -257,13 +281,12 @@ def plan(
                 "basis": basis,
                 "step_interval_s": [interval.low_s, interval.high_s],
                 "step_interval_measured": interval.measured,
-                **({"teams": sharding.describe_teams()} if sharding.width > 1 else {}),
+                **({"teams": teams[0]} if teams else {}),
                 **{name: str(path) if path else None for name, path in places.items()},
             }
         )
         return
     sure = (basis, explain_step_interval(interval))
-    teams = [sharding.describe_teams()] if sharding.width > 1 else []
     print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *teams, *found, *sure, "")
     # Names of files may hold square brackets, which rich would read as markup.
     print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(model)]))

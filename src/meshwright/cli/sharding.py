@@ -18,6 +18,23 @@ SequenceParallelOption = Annotated[
 ContextOption = Annotated[
     int, typer.Option(help="Split the tokens of every sequence over so many devices (context parallelism).", min=1)
 ]
+ExpertOption = Annotated[
+    int,
+    typer.Option(
+        help="Lay the experts of every layer out over so many devices, each with samples of its own (expert "
+        "parallelism).",
+        min=1,
+    ),
+]
+PlacementOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="OP=AXIS:DIM",
+        help="Split ops by your own choice: the name of an op or module (* and ? as in file names), an axis, and a dim "
+        "of the first output or input, as in 'embeddings.*=expert:output1'; without a dim the ops stay whole. Repeat "
+        "for several.",
+    ),
+]
 RecomputeOption = Annotated[
     str,
     typer.Option(

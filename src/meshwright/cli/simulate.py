@@ -192,9 +192,16 @@ def simulate(
     if page is not None:
         ranked = rank_simulation(result, document, machine)
         allocation = allocate_rank(document, captured, machine, ranked.fullest_rank)
-        remark = allocation.explain() if allocation else ""
+        remark = "\n".join(filter(None, (split, allocation.explain() if allocation else "")))
         drawn = simulation_document(
-            ranked, result.timeline, captured, machine, cost, remark=remark, provenance=provenance()
+            ranked,
+            result.timeline,
+            captured,
+            machine,
+            cost,
+            remark=remark,
+            provenance=provenance(),
+            whole=lambda found: unlower_plan(found, given),
         )
         put_page(drawn, page, open_browser)
     written = {"orders": find_orders, "timeline": out, "trace": trace, "page": page}

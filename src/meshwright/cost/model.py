@@ -35,7 +35,7 @@ from meshwright.cost.optimizers import (
 )
 from meshwright.cost.prices import End, OpPrices, explain_bases, gather_prices
 from meshwright.cost.table import OpTable, price_op, roofline_interval
-from meshwright.cost.teams import TeamPrices
+from meshwright.cost.teams import REPLICATING, Axes, TeamPrices
 from meshwright.cost.work import key_in
 from meshwright.records import from_measurements
 from meshwright.spec import Cluster, ClusterError, DeviceKind, Graph, MeasurementError, Measurements
@@ -74,6 +74,7 @@ class CostModel:
     ``traced``: ops of traces of this kind of device (`collect_traced`); asked only where there are ``measurements``.
     ``end``: all prices as low or as high as their 80 % intervals allow; see `at_end`.
     ``sharding`` with ``devices``: ranks are teams of those devices, which share every op out so; see `for_teams`.
+    ``teams`` has what these exchange among themselves.
     ``usual_links``: the cluster with the links as they were measured, where a scenario changes them; what is said of
     collectives there is scaled by what datasheets say of the change. A slowed device takes its multiple of the usual.
     """
@@ -91,7 +92,7 @@ class CostModel:
     usual_links: Cluster | None = None
     _ops: OpTable | None = field(init=False, repr=False, default=None)
     _collectives: CollectivePrices = field(init=False, repr=False)
-    _teams: TeamPrices = field(init=False, repr=False)
+    teams: TeamPrices = field(init=False, repr=False)
     _optimizers: dict[str, Curve] = field(init=False, repr=False, default_factory=dict)
     _kept: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
     _graphs: dict[int, Graph] = field(init=False, repr=False, default_factory=dict)
@@ -119,7 +120,7 @@ class CostModel:
         object.__setattr__(self, "_collectives", prices)
         width = DTYPE_BYTES[self.precision]
         teams = TeamPrices(prices=prices, sharding=self.sharding, float_bytes=width, end=self.end)
-        object.__setattr__(self, "_teams", teams)
+        object.__setattr__(self, "teams", teams)
 
     @property
     def overhead_s(self) -> float:
@@ -177,12 +178,13 @@ class CostModel:
         num_bytes: float,
         concurrent: Sequence[Sequence[int]] = (),
         algorithm: Algorithm | None = None,
+        axes: Axes = REPLICATING,
     ) -> float:
         """Seconds of a collective or a send, from the moment all are ready; `predict_collective` for one size.
 
-        By one ``algorithm`` as the datasheet has it, or by the fastest way that is known.
+        By one ``algorithm`` as the datasheet has it, or by the fastest way that is known; of teams, over these axes.
         """
-        ranks, beside = self._teams.groups(op, ranks, concurrent)
+        ranks, beside = self.teams.groups(op, ranks, concurrent, axes)
         key = ("collective", op, ranks, num_bytes, beside, algorithm)
         return self._keep(
             key, lambda: self._chosen(self._collectives.predict(op, ranks, _alone(num_bytes), beside, algorithm))
@@ -196,14 +198,14 @@ class CostModel:
         ``num_bytes`` are those of the full tensor: what an all-gather yields, what a reduce-scatter takes in. The ranks
         come in any order; the ``concurrent`` groups run the same at the same time.
         """
-        ranks, beside = self._teams.groups(op, ranks, concurrent)
+        ranks, beside = self.teams.groups(op, ranks, concurrent)
         return self._collectives.predict(op, ranks, num_bytes, beside)
 
     def collective_host_seconds(
-        self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, concurrent: Sequence[Sequence[int]] = ()
+        self, op: CollectiveOp, ranks: Sequence[int], num_bytes: float, axes: Axes = REPLICATING
     ) -> float:
         """Seconds of processor time that a collective takes from each rank meanwhile; 0 where not measured."""
-        ranks, beside = self._teams.groups(op, ranks, concurrent)
+        ranks, beside = self.teams.groups(op, ranks, (), axes)
         key = ("host", op, ranks, num_bytes, beside)
         found = self._keep(key, lambda: self._collectives.predict_host(op, ranks, _alone(num_bytes), beside))
         return 0.0 if found is None else self._chosen(found)
@@ -236,13 +238,6 @@ class CostModel:
         loop = loop or default_loop(optimizer, on_gpu=backend_of(device_kind) == "cuda")
         key = ("optimizer", self._known(graph), tuple(parameter_ids), optimizer, device_kind.name, loop, num_shards)
         return self._keep(key, lambda: self._step(graph, parameter_ids, optimizer, device_kind, loop, num_shards))
-
-    def step_exchange_seconds(self, graph: Graph, parameter_ids: Sequence[int], *, alone: bool) -> float:
-        """Seconds of a step in which a team sums gradients of which each of its devices has a part.
-
-        Over the ranks that split tokens these are summed together with the replicas', unless the team is ``alone``.
-        """
-        return self._teams.step_seconds(graph, parameter_ids, alone=alone)
 
     def bucket_seconds(self, graph: Graph, parameter_ids: Sequence[int], device_kind: DeviceKind) -> float:
         """Seconds to copy the gradients of trainable parameters into the buffers that are summed over ranks."""
@@ -302,7 +297,7 @@ class CostModel:
             prices = price_kernels(
                 kernels, bounds, graph, ops, keys, batch_size, kind, self.precision, roofline_interval(kind)
             )
-        exchanges = self._teams.op_exchanges(graph, batch_size)
+        exchanges = self.teams.op_exchanges(graph, batch_size)
         gathered = gather_prices(prices, classes.class_of, graph, exchanges, slowdown)
         return gathered if self.end is None else gathered.at_end(self.end)
 

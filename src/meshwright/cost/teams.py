@@ -1,9 +1,10 @@
 """What the devices of teams exchange (`spec.teams`), inside of a team and between teams, and how long it takes.
 
     messages        w pairs (r·w + i, s·w + i), one for each place i in a team, all at once
-    gradients       as many groups as the tensor axis has ranks, each with the devices at one place of that axis
-    inside          the ranks of a mesh axis, of stride 1 (tensor) or tensor (context, expert), beside all its groups
-                    that touch the nodes of the first one; where nodes differ, the slowest
+    gradients       those of the places that differ in the axes over which they are summed (`summing_axes`) alone, all
+                    groups at once: of most parameters context and expert, of experts context
+    inside          the ranks of a mesh axis, beside all its groups that touch the nodes of the first one; where nodes
+                    differ, the slowest
 
 Rings of attention: with c ranks a rank computes c parts of its attention one after the other, while the keys and
 values of the next part come from its neighbour: t/c + (c - 1)·max(t/c, send) (Liu et al., Ring Attention, 2023).
@@ -11,6 +12,7 @@ values of the next part come from its neighbour: t/c + (c - 1)·max(t/c, send) (
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,19 +20,23 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshwright.spec import MeasurementError
+from meshwright.spec.collective import Axis, summing_axes
+from meshwright.spec.sharding import AXES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
 
     from meshwright.cost.collectives import CollectiveOp
     from meshwright.cost.collectives.prices import CollectivePrices
     from meshwright.cost.prediction import Floats
     from meshwright.cost.prices import End
     from meshwright.spec import Cluster, Graph
-    from meshwright.spec.collective import Axis
     from meshwright.spec.sharding import Sharding
 
 Group = tuple[int, ...]
+Axes = tuple[Axis, ...]
+# Those whose ranks hold most parameters alike, and sum their gradients.
+REPLICATING: Axes = ("context", "expert")
 _FORWARD, _BACKWARD = 0, 1
 
 
@@ -75,13 +81,17 @@ class TeamPrices:
     sharding: Sharding
     float_bytes: int
     end: End | None = None
-    _kept: dict[tuple[str, str, int], tuple[float, float, float]] = field(init=False, repr=False, default_factory=dict)
+    _kept: dict[tuple[str, Axes, int], tuple[float, float, float]] = field(init=False, repr=False, default_factory=dict)
 
     def groups(
-        self, op: CollectiveOp, teams: Sequence[int], concurrent: Sequence[Sequence[int]]
+        self, op: CollectiveOp, teams: Sequence[int], concurrent: Sequence[Sequence[int]], axes: Axes = REPLICATING
     ) -> tuple[Group, tuple[Group, ...]]:
-        """The devices in one of the groups in which teams exchange, and the groups that do beside it."""
-        first, *others = [group for item in (teams, *concurrent) for group in spread_teams(item, self.sharding, op)]
+        """The devices in one of the groups in which teams exchange, and the groups that do beside it.
+
+        ``axes``: those over which a collective goes inside of teams.
+        """
+        over = () if op == "send" else axes
+        first, *others = [group for item in (teams, *concurrent) for group in spread_teams(item, self.sharding, over)]
         return first, tuple(others)
 
     def op_exchanges(self, graph: Graph, batch_size: int) -> list[OpExchange]:
@@ -91,36 +101,39 @@ class TeamPrices:
             if item.phase == "step":
                 continue
             num_bytes = item.num_bytes(graph, batch_size, self.float_bytes)
-            each = self._inside(item.kind, item.axis, num_bytes, graph.name)
+            each = self._inside(item.kind, (item.axis,), num_bytes, graph.name)
             ring = self.sharding.size(item.axis) if item.kind == "send" else 0
             seconds, low_s, high_s = (item.count * value for value in each)
             found.append(OpExchange(item.at, item.phase == "backward", seconds, low_s, high_s, ring=ring))
         return found
 
-    def step_seconds(self, graph: Graph, parameter_ids: Sequence[int], *, alone: bool) -> float:
+    def step_seconds(self, graph: Graph, parameter_ids: Sequence[int], elsewhere: Set[int]) -> float:
         """Seconds of a step in which a team sums gradients of which each of its devices has a part.
 
-        Over the ranks that split tokens these are summed together with the replicas', unless the team is ``alone``.
+        Those of the parameters ``elsewhere`` are summed with the replicas', but for what the tensor axis sums.
         """
         held = set(parameter_ids)
-        sizes: Counter[Axis] = Counter()
+        sizes: Counter[Axes] = Counter()
         for item in graph.collectives:
-            if item.phase == "step" and item.tensor in held and (alone or item.axis != "context"):
-                sizes[item.axis] += item.num_bytes(graph, 1, self.float_bytes)
+            if item.phase == "step" and item.tensor in held and item.axis == "tensor":
+                sizes["tensor",] += item.num_bytes(graph, 1, self.float_bytes)
+        for tensor, axes in summing_axes(graph).items():
+            if tensor in held and tensor not in elsewhere:
+                sizes[axes] += graph.tensors[tensor].num_bytes(1, self.float_bytes)
         at = {None: 0, "low": 1, "high": 2}[self.end]
-        return sum(self._inside("all_reduce", axis, size, graph.name)[at] for axis, size in sizes.items())
+        return sum(self._inside("all_reduce", axes, size, graph.name)[at] for axes, size in sizes.items())
 
-    def _inside(self, kind: CollectiveOp, axis: Axis, num_bytes: int, graph_name: str) -> tuple[float, float, float]:
-        """Seconds of an exchange of an axis and their interval, where the nodes are slowest."""
-        if self.sharding.size(axis) == 1:
+    def _inside(self, kind: CollectiveOp, axes: Axes, num_bytes: int, graph_name: str) -> tuple[float, float, float]:
+        """Seconds of an exchange over axes and their interval, where the nodes are slowest."""
+        if math.prod(map(self.sharding.size, axes)) == 1:
             raise MeasurementError(
-                f"Graph {graph_name!r} is the share of one rank of the {axis} axis, but prices are those of whole "
+                f"Graph {graph_name!r} is the share of one rank of the {axes[0]} axis, but prices are those of whole "
                 "graphs. Ask `CostModel.for_teams` for the prices of its sharding."
             )
-        key = (kind, axis, num_bytes)
+        key = (kind, axes, num_bytes)
         if key not in self._kept:
             rows = []
-            for groups in axis_groups(self.prices.cluster, self.sharding, axis):
+            for groups in axis_groups(self.prices.cluster, self.sharding, axes):
                 first, *others = [group[:2] for group in groups] if kind == "send" else groups
                 told = self.prices.predict(kind, first, np.array([num_bytes], np.float64), tuple(others))
                 rows.append((float(told.seconds[0]), float(told.low_s[0]), float(told.high_s[0])))
@@ -128,42 +141,40 @@ class TeamPrices:
         return self._kept[key]
 
 
-def spread_teams(teams: Sequence[int], sharding: Sharding, op: CollectiveOp) -> list[Group]:
-    """The groups of devices in which teams exchange: a message place by place; a collective with all that split tokens.
-
-    These have other tokens and the same parameters, of which gradients are summed over both.
-    """
-    tensor, width = sharding.tensor, sharding.width
-    if op == "send":
-        return [tuple(team * width + place for team in teams) for place in range(width)]
+def spread_teams(teams: Sequence[int], sharding: Sharding, axes: Axes) -> list[Group]:
+    """The groups of devices in which teams exchange: those of all teams whose places differ in ``axes`` alone."""
     return [
-        tuple(team * width + row * tensor + place for team in teams for row in range(sharding.context))
-        for place in range(tensor)
+        tuple(team * sharding.width + place for team in teams for place in places) for places in _places(sharding, axes)
     ]
 
 
-def axis_groups(cluster: Cluster, sharding: Sharding, axis: Axis) -> list[list[Group]]:
-    """The groups of an axis that talk at once, for each kind of node that their first one may lie on.
+def axis_groups(cluster: Cluster, sharding: Sharding, axes: Axes) -> list[list[Group]]:
+    """The groups over axes that talk at once, for each kind of node that their first one may lie on.
 
     Of each list the first group is the one to price.
     """
-    size, stride = sharding.size(axis), 1 if axis == "tensor" else sharding.tensor
-    block = size * stride
-    columns = cluster.columns()
+    columns, places = cluster.columns(), _places(sharding, axes)
+
+    def groups_of(team: int) -> list[Group]:
+        return [tuple(team * sharding.width + place for place in group) for group in places]
+
     found: dict[tuple[int, ...], list[Group]] = {}
-    for start in range(0, cluster.num_ranks - block + 1, block):
-        first = tuple(range(start, start + block, stride))
-        kinds = tuple(columns.node_kind[list(first)].tolist())
-        if kinds not in found:
-            touched = set(columns.node[list(first)].tolist())
-            found[kinds] = [first, *(group for group in _others(cluster, block, stride, touched) if group != first)]
+    for team in range(cluster.num_ranks // sharding.width):
+        for first in groups_of(team):
+            kinds = tuple(columns.node_kind[list(first)].tolist())
+            if kinds in found:
+                continue
+            nodes = set(columns.node[list(first)].tolist())
+            near = np.flatnonzero(np.isin(columns.node, list(nodes))) // sharding.width
+            beside = (group for other in np.unique(near).tolist() for group in groups_of(other) if group != first)
+            found[kinds] = [first, *(group for group in beside if nodes.intersection(columns.node[list(group)]))]
     return list(found.values())
 
 
-def _others(cluster: Cluster, block: int, stride: int, nodes: set[int]) -> list[Group]:
-    """All groups of the axis that touch one of these nodes."""
-    columns = cluster.columns()
-    mine = np.flatnonzero(np.isin(columns.node, list(nodes))).tolist()
-    starts = dict.fromkeys((rank // block) * block + rank % stride for rank in mine)
-    groups = (tuple(range(start, start + block, stride)) for start in starts)
-    return [group for group in groups if group[-1] < cluster.num_ranks]
+def _places(sharding: Sharding, axes: Axes) -> list[Group]:
+    """The places in a team, in groups that differ in ``axes`` alone."""
+    found: dict[Group, list[int]] = {}
+    for place in range(sharding.width):
+        others = (place // sharding.stride(axis) % sharding.size(axis) for axis in AXES if axis not in axes)
+        found.setdefault(tuple(others), []).append(place)
+    return [tuple(group) for group in found.values()]

@@ -15,12 +15,16 @@ from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.plans import Plans, explain_prediction, summarise
 from meshwright.report.page import cluster_part, page_document, plans_part, result_part
 from meshwright.simulator import simulate_plan
-from meshwright.spec import Cluster, Graph, Timeline, encode_document
+from meshwright.spec import Cluster, Graph, Plan, Timeline, encode_document
 
 Row = dict[str, Any]
 
 # About half a megabyte of page (benchmarks/report_page.py).
 MAX_PAGE_SPANS = 100_000
+
+
+def _itself(plan: Plan) -> Plan:
+    return plan
 
 
 def plans_document(
@@ -31,7 +35,7 @@ def plans_document(
     *,
     remark: str = "",
     provenance: Mapping[str, str] | None = None,
-    documents: Mapping[str, Any] | None = None,
+    whole: Callable[[Plan], Plan] = _itself,
 ) -> Row:
     """The page document of ranked plans, best first; `report.page.write_page` makes the file.
 
@@ -42,7 +46,7 @@ def plans_document(
         cost: The cost model of the search.
         remark: A line below the explanation of the best plan.
         provenance: What the page says about its origin.
-        documents: What can be saved from the page; by default the best plan.
+        whole: What a plan of a local graph is for the whole one: it is shown, and can be saved.
     """
     results: list[Row] = []
     num_spans = 0
@@ -55,15 +59,15 @@ def plans_document(
                 timelines.append(timeline)
             num_spans += timeline.num_spans
         words = "\n".join(filter(None, (plans.explain(item.plan), "" if results else remark)))
-        results.append(_predicted_part(item, timelines, graph, cluster, cost, explanation=words))
+        results.append(_predicted_part(item, timelines, graph, cluster, cost, explanation=words, whole=whole))
     best = plans.best
     return page_document(
         f"{best.plan.model} on {best.plan.cluster}",
         results=results,
         cluster=cluster_part(cluster),
         plans=plans_part(plans.rows(), limit_bytes=min(best.memory_limit_bytes)),
-        provenance={**_origin(best, cluster), **(provenance or {})},
-        documents={"plan.json": encode_document(best.plan)} if documents is None else documents,
+        provenance={**_origin(whole(best.plan), cluster), **(provenance or {})},
+        documents={"plan.json": encode_document(whole(best.plan))},
     )
 
 
@@ -77,6 +81,7 @@ def simulation_document(
     remark: str = "",
     provenance: Mapping[str, str] | None = None,
     deflate: bool = True,
+    whole: Callable[[Plan], Plan] = _itself,
 ) -> Row:
     """The page document of one simulated plan.
 
@@ -89,15 +94,18 @@ def simulation_document(
         remark: A line below the words of the prediction.
         provenance: What the page says about its origin.
         deflate: False packs faster and larger, for pages served on this machine.
+        whole: As of `plans_document`.
     """
     explanation = "\n".join(filter(None, (explain_prediction(item), remark)))
-    part = _predicted_part(item, [timeline], graph, cluster, cost, explanation=explanation, deflate=deflate)
+    part = _predicted_part(
+        item, [timeline], graph, cluster, cost, explanation=explanation, whole=whole, deflate=deflate
+    )
     return page_document(
         f"{item.plan.model} on {cluster.name}",
         results=[part],
         cluster=cluster_part(cluster),
-        provenance={**_origin(item, cluster), **(provenance or {})},
-        documents={"plan.json": encode_document(item.plan)},
+        provenance={**_origin(whole(item.plan), cluster), **(provenance or {})},
+        documents={"plan.json": encode_document(whole(item.plan))},
     )
 
 
@@ -109,11 +117,12 @@ def _predicted_part(
     cost: CostModel,
     *,
     explanation: str,
+    whole: Callable[[Plan], Plan],
     deflate: bool = True,
 ) -> Row:
     return result_part(
         summarise(item.plan),
-        plan=item.plan,
+        plan=whole(item.plan),
         graph=graph,
         cluster=cluster,
         timelines=timelines,
@@ -126,8 +135,8 @@ def _predicted_part(
     )
 
 
-def _origin(item: RankedPlan, cluster: Cluster) -> dict[str, str]:
-    return {"graph": item.plan.graph_hash, "cluster": cluster.name}
+def _origin(plan: Plan, cluster: Cluster) -> dict[str, str]:
+    return {"graph": plan.graph_hash, "cluster": cluster.name}
 
 
 def headline_facts(item: RankedPlan) -> Row:

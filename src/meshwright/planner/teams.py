@@ -10,18 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshwright.cost import CostModel
-from meshwright.program import lower_graph
-from meshwright.spec import Cluster, Graph, Plan, PlanError, read_recompute
+from meshwright.program import lower_graph, own_workload
+from meshwright.spec import Cluster, Graph, Plan, PlanError, Workload, read_recompute
 from meshwright.spec.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowering:
-    """``recompute`` in words or layers, as `spec.read_recompute` reads it."""
+    """``recompute`` in words or layers, as `spec.read_recompute` reads it; ``workload`` is that of the whole plan."""
 
     whole_graph_for: Callable[[int], Graph]
     sharding: Sharding
     recompute: str
+    workload: Workload
     cluster: Cluster
     cost: CostModel
 
@@ -30,16 +31,28 @@ class Lowering:
         graph = self.whole_graph_for(microbatch_size)
         return lower_graph(graph, self.sharding, read_recompute(graph, self.recompute))
 
+    @property
+    def own_workload(self) -> Workload:
+        """What the search plans for: the samples of one device of each team."""
+        return own_workload(self.workload, self.sharding)
+
     def whole(self, plan: Plan) -> Plan:
         """A plan that was found for local graphs, of the whole one."""
         graph = self.whole_graph_for(plan.microbatch_size)
         ranges = read_recompute(graph, self.recompute)
-        return replace(plan, graph_hash=graph.content_hash, sharding=self.sharding, recompute=ranges)
+        return replace(
+            plan,
+            graph_hash=graph.content_hash,
+            workload=self.workload,
+            sharding=self.sharding,
+            recompute=ranges,
+        )
 
 
 def lower_search(
     graph_for: Callable[[int], Graph],
     cluster: Cluster,
+    workload: Workload,
     cost: CostModel,
     *,
     sharding: Sharding,
@@ -48,14 +61,23 @@ def lower_search(
 ) -> tuple[Lowering, int | None]:
     """What a search sees of the problem, and the number of teams in ``num_devices`` devices.
 
-    Raises PlanError for devices that are no whole number of teams, ClusterError for teams that do not fit the nodes.
+    Raises PlanError for devices that are no whole number of teams and samples that expert ranks do not divide,
+    ClusterError for teams that do not fit the nodes.
     """
+    own_workload(workload, sharding)
     prices = cost.for_teams(sharding)
     if num_devices is not None and num_devices % sharding.width:
         raise PlanError(
-            f"{num_devices} devices were to be used in teams of {sharding.width} (tensor times context); expected a "
-            "multiple. Choose another number of devices, or other sizes of the axes."
+            f"{num_devices} devices were to be used in teams of {sharding.width} (tensor times context times "
+            "expert); expected a multiple. Choose another number of devices, or other sizes of the axes."
         )
     seen = prices.cluster if prices.devices else cluster
-    lowering = Lowering(whole_graph_for=graph_for, sharding=sharding, recompute=recompute, cluster=seen, cost=prices)
+    lowering = Lowering(
+        whole_graph_for=graph_for,
+        sharding=sharding,
+        recompute=recompute,
+        workload=workload,
+        cluster=seen,
+        cost=prices,
+    )
     return lowering, None if num_devices is None else num_devices // sharding.width

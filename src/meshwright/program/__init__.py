@@ -19,7 +19,7 @@ from meshwright.program.check import check_program
 from meshwright.program.decided import decided_program
 from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
-from meshwright.program.lowering import lower_graph, lower_plan, unlower_plan
+from meshwright.program.lowering import lower_graph, lower_plan, own_workload, unlower_plan
 from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile, WrittenOrders, write_orders
 from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
@@ -83,6 +83,7 @@ __all__ = [
     "num_active",
     "num_bucket_copies",
     "order_parts",
+    "own_workload",
     "padded_bytes",
     "parameter_groups",
     "picture_schedule",

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.spec.collective import Axis, summing_axes
 from meshwright.spec.exchange import WAVES
 from meshwright.spec.graph import Graph
 from meshwright.spec.placement import Placement
@@ -21,13 +22,17 @@ from meshwright.spec.slices import slice_graph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Gradients that are summed in one all-reduce. ``parameters`` are tensor ids in the order of readiness."""
+    """Gradients that are summed in one all-reduce. ``parameters`` are tensor ids in the order of readiness.
+
+    ``axes``: where ranks are teams, those over which the devices of each sum them, too (`spec.collective`).
+    """
 
     index: int
     parameters: tuple[int, ...]
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
     num_bytes: int
+    axes: tuple[Axis, ...] = ()
 
 
 @lru_cache(maxsize=64)
@@ -41,23 +46,29 @@ def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
         for parameter in stage.parameters:
             if graph.tensors[parameter].requires_grad:
                 holders.setdefault(parameter, []).append(stage.index)
-    by_stages: dict[tuple[int, ...], list[int]] = {}
+    by_holders: dict[tuple[tuple[int, ...], tuple[Axis, ...]], list[int]] = {}
+    inside = summing_axes(graph)
     for parameter, holding in holders.items():
-        by_stages.setdefault(tuple(holding), []).append(parameter)
-    if plan.exchange.zero >= 2:
-        by_stages = {stages: held for stages, held in by_stages.items() if len(stages) > 1}
+        if plan.exchange.zero < 2 or len(holding) > 1:
+            by_holders.setdefault((tuple(holding), inside.get(parameter, ())), []).append(parameter)
     first_use = _first_use(graph)
     buckets: list[Bucket] = []
-    for stages, parameters in sorted(by_stages.items(), key=lambda item: (len(item[0]) > 1, [-i for i in item[0]])):
+    for (stages, axes), parameters in sorted(by_holders.items(), key=_order):
         ranks = tuple(sorted({rank for stage in stages for rank in plan.stages[stage].ranks}))
         if len(ranks) == 1:
             continue
         ready_order = sorted(parameters, key=lambda parameter: (-first_use[parameter], parameter))
         for chosen, num_bytes in _fill(graph, ready_order, plan):
-            buckets.append(
-                Bucket(index=len(buckets), parameters=chosen, stages=stages, ranks=ranks, num_bytes=num_bytes)
+            bucket = Bucket(
+                index=len(buckets), parameters=chosen, stages=stages, ranks=ranks, num_bytes=num_bytes, axes=axes
             )
+            buckets.append(bucket)
     return tuple(buckets)
+
+
+def _order(item: tuple[tuple[tuple[int, ...], tuple[Axis, ...]], list[int]]) -> tuple[bool, list[int], list[Axis]]:
+    (stages, axes), _ = item
+    return len(stages) > 1, [-stage for stage in stages], list(axes)
 
 
 def _first_use(graph: Graph) -> dict[int, int]:

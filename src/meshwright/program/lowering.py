@@ -13,10 +13,12 @@ from functools import lru_cache
 
 from meshwright.program.sharding import ShardedGraph, shard_graph
 from meshwright.spec.collective import Collective
+from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
 from meshwright.spec.plan import Plan, check_plan
 from meshwright.spec.recompute import Ranges, with_recompute
 from meshwright.spec.sharding import UNSHARDED, Sharding
+from meshwright.spec.workload import Workload
 
 
 def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
@@ -28,12 +30,33 @@ def lower_plan(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
         return plan, graph
     check_plan(plan, graph)
     local = lower_graph(graph, plan.sharding, plan.recompute)
-    return replace(plan, graph_hash=local.content_hash, sharding=UNSHARDED, recompute=()), local
+    workload = own_workload(plan.workload, plan.sharding)
+    return replace(plan, graph_hash=local.content_hash, workload=workload, sharding=UNSHARDED, recompute=()), local
+
+
+def own_workload(workload: Workload, sharding: Sharding) -> Workload:
+    """What one device of each team does of a workload: ranks of the expert axis have samples of their own.
+
+    Raises PlanError for samples that they do not divide.
+    """
+    share, rest = divmod(workload.global_batch, sharding.expert)
+    if rest:
+        raise PlanError(
+            f"A global batch of {workload.global_batch} samples was given for {sharding.expert} expert ranks, which "
+            "have samples of their own; expected a multiple. Choose another batch, or another size of the axis."
+        )
+    return replace(workload, global_batch=share)
 
 
 def unlower_plan(plan: Plan, whole: Plan) -> Plan:
     """What a plan of a local graph is for the whole one, of which ``whole`` is a plan with the same sharding."""
-    return replace(plan, graph_hash=whole.graph_hash, sharding=whole.sharding, recompute=whole.recompute)
+    return replace(
+        plan,
+        graph_hash=whole.graph_hash,
+        workload=whole.workload,
+        sharding=whole.sharding,
+        recompute=whole.recompute,
+    )
 
 
 @lru_cache(maxsize=16)

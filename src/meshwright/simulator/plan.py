@@ -89,8 +89,8 @@ def simulate_plan(
     _check(plan, graph, cluster)
     model_flops: float = graph.flops(plan.microbatch_size)
     if isinstance(plan, Plan):
-        # What of it falls to each device of a team.
-        model_flops /= plan.sharding.width
+        # What of it falls to each device of a team, of which the expert ranks have samples of their own.
+        model_flops *= plan.sharding.expert / plan.sharding.width
         plan, graph, cluster, cost = form_teams(plan, graph, cluster, cost)
     fold = None if isinstance(plan, Placement) else find_fold(plan, graph, cost.cluster)
     outcome, simulated = None, plan
@@ -108,7 +108,8 @@ def simulate_plan(
         prices = price_program(program, plan, graph, cost)
         outcome = _simulate(program, prices, num_steps, contention, folded=False)
     ops = expand_ops(program, prices, outcome.run, simulated, graph, cost, fold=fold) if detail == "ops" else None
-    return _sum_up(outcome, ops, fold, plan, graph, cluster, model_flops)
+    num_samples = plan.workload.global_batch * cost.sharding.expert
+    return _sum_up(outcome, ops, fold, plan, graph, cluster, model_flops, num_samples)
 
 
 def check_detail(detail: str) -> None:
@@ -188,6 +189,7 @@ def _sum_up(
     graph: Graph,
     cluster: Cluster,
     model_flops: float,
+    num_samples: int,
 ) -> Simulation:
     step_time_s = outcome.step_time_s
     stands = fold.representatives().tolist() if fold else range(plan.num_ranks)
@@ -198,7 +200,7 @@ def _sum_up(
         simulated_ops=ops,
         fold=fold,
         step_time_s=step_time_s,
-        samples_per_s=plan.workload.global_batch / step_time_s if step_time_s else 0.0,
+        samples_per_s=num_samples / step_time_s if step_time_s else 0.0,
         ranks=ranks,
         memory=tuple(outcome.memory[rank] for rank in stands),
         bubble_fraction=sum(item.idle_s for item in ranks) / (len(ranks) * step_time_s) if step_time_s else 0.0,

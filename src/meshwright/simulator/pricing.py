@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
 from meshwright.cost.memory import FIRST, LAST
+from meshwright.cost.teams import REPLICATING, Axes
 from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets
+from meshwright.program.parts import cut_parts
 from meshwright.simulator.alike import find_distinct, mark_backwards
 from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes, served_bytes
 from meshwright.simulator.matching import RECEIVES, rank_of_streams
@@ -107,6 +109,7 @@ class _Pricer:
             for stage in item.stages:
                 held[stage].append(item)
         self._algorithm = _named_algorithm(plan)
+        self._known_axes, self._part_axes = _axes_of_parts(plan, graph, fold)
         self._device_of = fold.ranks if fold else tuple(range(program.num_ranks))
         self._members = fold.members() if fold else tuple((rank,) for rank in range(program.num_ranks))
         self._collected: dict[int, tuple[int, ...]] = {}
@@ -157,7 +160,7 @@ class _Pricer:
         computing = (section.stage, kind, place, section.opcode)
         cost_class[compute] = _per_distinct([column[compute] for column in computing], self._computation)[0]
         adding = np.where(section.opcode == Opcode.SUM, kind, -1)
-        moving = (section.group, section.opcode, section.num_bytes, adding)
+        moving = (section.group, section.opcode, section.num_bytes, adding, self._axes_of(section))
         cost_class[transfers], route[transfers] = _per_distinct(
             [column[transfers] for column in moving], self._transfer
         )
@@ -193,7 +196,12 @@ class _Pricer:
                 takes, frees = zip(*(self._bytes[index][kind].optimizer for index in stages), strict=True)
                 return self._add(seconds, 0.0, (np.sum(takes, axis=0), np.sum(frees, axis=0))), -1
 
-    def _transfer(self, group: int, opcode: int, num_bytes: int, kind: int) -> tuple[int, int]:
+    def _axes_of(self, section: Section) -> NDArray[np.int64]:
+        """The number of the axes over which teams sum what each instruction sums; the last for all others."""
+        summed = np.isin(section.opcode, COLLECTIVES) & (section.peer < len(self._part_axes))
+        return np.where(summed, np.append(self._part_axes, -1)[np.where(summed, section.peer, -1)], -1)
+
+    def _transfer(self, group: int, opcode: int, num_bytes: int, kind: int, axes: int) -> tuple[int, int]:
         in_use = transfer_bytes(opcode, num_bytes)
         if opcode in RECEIVES:
             return self._add(0.0, 0.0, in_use), -1
@@ -204,13 +212,10 @@ class _Pricer:
             accesses = _ACCESSES_PER_SUM * (len(self._program.groups[group]) - 1)
             return self._add(accesses * num_bytes / self._kinds[kind].memory_bandwidth_bytes_per_s, 0.0, in_use), -1
         if opcode in COLLECTIVES:
-            ranks, op = self._all_members(group), _COLLECTIVE_OPS[Opcode(opcode)]
-            host_s = self._cost.collective_host_seconds(op, ranks, num_bytes)
+            ranks, op, over = self._all_members(group), _COLLECTIVE_OPS[Opcode(opcode)], self._known_axes[axes]
+            host_s = self._cost.collective_host_seconds(op, ranks, num_bytes, axes=over)
             way = self._algorithm if opcode == Opcode.ALL_REDUCE else None
-            if way is None:
-                seconds = self._cost.collective_seconds(op, ranks, num_bytes)
-            else:
-                seconds = self._cost.collective_seconds(op, ranks, num_bytes, algorithm=way)
+            seconds = self._cost.collective_seconds(op, ranks, num_bytes, algorithm=way, axes=over)
             route = self.routes.tree(ranks) if way == "tree" else self.routes.ring(ranks)
             return self._add(max(seconds, SHORTEST_S), host_s, in_use), route
         ranks = tuple(self._device_of[rank] for rank in self._program.groups[group])
@@ -235,6 +240,16 @@ class _Pricer:
     def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes]) -> int:
         self.classes.append((to_picoseconds(seconds), to_picoseconds(host_s), *in_use))
         return len(self.classes) - 1
+
+
+def _axes_of_parts(plan: Plan | Placement, graph: Graph, fold: Fold | None) -> tuple[list[Axes], NDArray[np.int64]]:
+    """The axes over which teams sum something, and their number for each part of an exchange."""
+    if isinstance(plan, Placement) or not graph.collectives:
+        return [REPLICATING], np.zeros(0, np.int64)
+    buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
+    known = list(dict.fromkeys(bucket.axes for bucket in buckets))
+    numbers = np.array([known.index(bucket.axes) for bucket in buckets], np.int64)
+    return [*known, REPLICATING], numbers[cut_parts(buckets, plan.exchange).bucket]
 
 
 def _named_algorithm(plan: Plan | Placement) -> Algorithm | None:

@@ -123,7 +123,7 @@ def stage_costs(
     """
     seconds = op_seconds(graph, plan, stage, buckets, kind, cost, shards)
     step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind, num_shards=shards.states)
-    inside_s = cost.step_exchange_seconds(graph, stage.parameters, alone=not buckets)
+    inside_s = cost.teams.step_seconds(graph, stage.parameters, _summed_with_replicas(stage, buckets, shards))
     copy_s = cost.bucket_seconds(graph, stage.parameters, kind)
     checked_s = _passes_over_gradients(plan) * copy_s / shards.states
     forward_host_s, host_s, weights_host_s = seconds.host_s
@@ -148,6 +148,13 @@ def stage_costs(
         merge_s=2 * copy_s + cost.overhead_s,
         fill_s=sum(seconds.fill_s.values()),
     )
+
+
+def _summed_with_replicas(stage: StageSlice, buckets: tuple[Bucket, ...], shards: StateShards) -> set[int]:
+    """The parameters whose gradients meet those of other replicas: in buckets, or scattered inside of backwards."""
+    if shards.zero >= 2 and len(shards.ranks) > 1:
+        return set(stage.parameters)
+    return {i for bucket in buckets for i in bucket.parameters}
 
 
 def _passes_over_gradients(plan: Plan | Placement) -> float:

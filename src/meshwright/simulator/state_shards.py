@@ -33,6 +33,7 @@ from meshwright.cost.collectives import CollectiveOp
 from meshwright.cost.memory import backend_of
 from meshwright.program import padded_bytes, parameter_groups
 from meshwright.spec import DTYPE_BYTES, DeviceKind, Graph, Placement, Plan, StageSlice
+from meshwright.spec.collective import summing_axes
 
 Floats = NDArray[np.float64]
 
@@ -112,6 +113,7 @@ def gather_waits(
         return waits[0], waits[1]
     root, units = find_units(graph, stage, kept)
     units = tuple(unit for unit in units if unit.parameters)
+    summed = summing_axes(graph)
     for unit in (root, *units):
         copy_s = cost.bucket_seconds(graph, unit.parameters, kind)
         copies[0, unit.first] += copy_s
@@ -121,8 +123,12 @@ def gather_waits(
 
     def seconds(op: CollectiveOp, unit: Unit) -> float:
         exchanged = [i for i in unit.parameters if graph.tensors[i].requires_grad or op == "all_gather"]
-        num_bytes = padded_bytes(graph, exchanged, len(shards.ranks), DTYPE_BYTES[cost.precision])
-        return cost.collective_seconds(op, shards.ranks, num_bytes, shards.beside) if num_bytes else 0.0
+        total = 0.0
+        for axes in dict.fromkeys(summed.get(i, ()) for i in exchanged):
+            alike = [i for i in exchanged if summed.get(i, ()) == axes]
+            num_bytes = padded_bytes(graph, alike, len(shards.ranks), DTYPE_BYTES[cost.precision])
+            total += cost.collective_seconds(op, shards.ranks, num_bytes, shards.beside, axes=axes)
+        return total
 
     gathers = [seconds("all_gather", unit) for unit in units]
     root_s = seconds("all_gather", root)

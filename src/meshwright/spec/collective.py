@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from meshwright.spec.graph import Graph
 
 Axis = Literal["tensor", "context", "expert"]
@@ -38,3 +41,17 @@ class Collective:
     def num_bytes(self, graph: Graph, batch_size: int, float_bytes: int | None = None) -> int:
         """Bytes of the full tensor, of one of ``count`` (``float_bytes``: see `Tensor.num_bytes`)."""
         return self.copies * graph.tensors[self.tensor].num_bytes(batch_size, float_bytes)
+
+
+@lru_cache(maxsize=16)
+def summing_axes(graph: Graph) -> Mapping[int, tuple[Axis, ...]]:
+    """By parameter, the axes whose ranks hold it alike and have gradients of other samples or tokens; none: ().
+
+    Their gradients are summed together with those of replicas; not so where ranks of the tensor axis have parts of the
+    same tokens' gradients.
+    """
+    found: dict[int, tuple[Axis, ...]] = {}
+    for item in graph.collectives:
+        if item.phase == "step" and item.axis != "tensor":
+            found[item.tensor] = tuple(sorted({*found.get(item.tensor, ()), item.axis}))
+    return found

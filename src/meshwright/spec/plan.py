@@ -95,8 +95,8 @@ class Plan:
 
     @property
     def microbatch_size(self) -> int:
-        """Samples in one microbatch."""
-        return self.workload.global_batch // self.num_microbatches
+        """Samples in one microbatch, of each of the ranks of an expert axis."""
+        return self.workload.global_batch // (self.num_microbatches * self.sharding.expert)
 
     @property
     def has_own_schedule(self) -> bool:
@@ -292,12 +292,6 @@ def _check_schedule(plan: Plan) -> None:
 
 def _check_plan(plan: Plan) -> None:
     _check_schedule(plan)
-    if plan.sharding.expert > 1:
-        raise PlanError(
-            f"The plan splits experts over {plan.sharding.expert} ranks, but would sum their gradients over all "
-            "replicas; expected whole experts in a plan. Leave `expert` out; `program.shard_graph` says what ranks "
-            "that share experts exchange."
-        )
     if not plan.stages:
         raise PlanError("The plan has no stages; expected at least one.")
     ranks = {rank for stage in plan.stages for rank in stage.ranks}
@@ -318,10 +312,12 @@ def _check_plan(plan: Plan) -> None:
             f"{count} microbatches in {len(plan.stages)} stages were given; programs are limited to "
             f"{MAX_MICROBATCH_STAGES} (microbatches times stages). Choose larger microbatches."
         )
-    if count < 1 or batch % count:
+    each = count * plan.sharding.expert
+    if count < 1 or batch % each:
+        of_each = f" of each of {plan.sharding.expert} expert ranks" if plan.sharding.expert > 1 else ""
         raise PlanError(
-            f"A global batch of {batch} samples does not divide into {count} microbatches. "
-            f"Choose a number of microbatches that divides {batch}."
+            f"A global batch of {batch} samples does not divide into {count} microbatches{of_each}. "
+            f"Choose a number of microbatches that divides {batch // plan.sharding.expert if of_each else batch}."
         )
     for index, stage in enumerate(plan.stages):
         if count < len(stage.ranks):

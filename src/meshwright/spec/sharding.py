@@ -5,17 +5,19 @@
     expert    the experts; their tokens travel to them and back (Lepikhin et al., GShard, 2020). Tables of embeddings,
               too, by placements of their own: rows, whose sums are scattered, or columns (Naumov et al., DLRM, 2019)
 
-One replica of a stage is tensor · context ranks. Experts and tables are laid out over ranks that hold different data:
-``expert`` divides the number of replicas times context, and no rank is added for it. What sums gradients of replicas
-("data") is no axis here.
+One replica of a stage is a team of tensor · context · expert ranks, which lie side by side in this order. Those of the
+expert axis hold samples of their own, as replicas do (others count them as such: tensor · context · expert · replicas
+devices are tensor · context · data ones where data = expert · replicas); they are of one team because they wait for
+each other in every exchange of tokens. What sums gradients of replicas ("data") is no axis here.
 
 A `Layout` says how one tensor lies on one axis. What the ranks of an axis exchange stands in `collective`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from meshwright.spec.collective import Axis
 from meshwright.spec.errors import PlanError
@@ -73,6 +75,25 @@ class OpPlacement:
             )
 
 
+_PLACEMENT = re.compile(r"(?P<op>.+)=(?P<axis>\w+)(:(?P<side>input|output)(?P<dim>-?\d+))?")
+
+
+def read_placement(text: str) -> OpPlacement:
+    """A placement in words: ``embeddings.*=expert:output1``, or ``head=tensor`` for whole ops.
+
+    Raises PlanError for other words.
+    """
+    found = _PLACEMENT.fullmatch(text)
+    if found is None or found["axis"] not in AXES:
+        raise PlanError(
+            f"The placement {text!r} was given; expected OP=AXIS:inputN or OP=AXIS:outputN, or OP=AXIS for whole ops, "
+            f"with the name of an op or module, one of the axes {', '.join(AXES)}, and the dim of its first input or "
+            "output, as in 'embeddings.*=expert:output1'."
+        )
+    dims = {f"{found['side']}_dim": int(found["dim"])} if found["side"] else {}
+    return OpPlacement(op=found["op"], axis=cast("Axis", found["axis"]), **dims)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
     """Sizes of the mesh axes of a plan's stages, and what they split.
@@ -117,7 +138,7 @@ class Sharding:
     @property
     def width(self) -> int:
         """Ranks of one replica of a stage."""
-        return self.tensor * self.context
+        return self.tensor * self.context * self.expert
 
     @property
     def is_whole(self) -> bool:
@@ -135,7 +156,14 @@ class Sharding:
         """One sentence on what ranks of plans and timelines stand for; nothing where each is one device."""
         if self.width == 1:
             return ""
-        return f"Every rank stands for {self.width} devices side by side, which share each op out: {self.describe()}."
+        own = ", each expert rank with samples of its own" if self.expert > 1 else ""
+        return (
+            f"Every rank stands for {self.width} devices side by side, which share each op out: {self.describe()}{own}."
+        )
+
+    def stride(self, axis: Axis) -> int:
+        """How far apart neighbours on an axis are among the ranks of a team."""
+        return {"tensor": 1, "context": self.tensor, "expert": self.tensor * self.context}[axis]
 
     def size(self, axis: Axis) -> int:
         """The size of an axis."""

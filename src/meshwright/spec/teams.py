@@ -1,8 +1,8 @@
 """Teams: devices side by side that hold one replica of a stage together, seen as the ranks of a smaller cluster.
 
-Where ops are split over w devices (tensor · context), these compute as one: each has its share of every op, and they
-wait for each other wherever they exchange. So a plan, its program and its timeline number teams: rank r stands for the
-devices r·w ... r·w + w - 1. The cluster of teams tells of each rank what is so of one of its devices:
+Where ops are split over w devices (tensor · context · expert), these compute as one: each has its share of every op,
+and they wait for each other wherever they exchange. So a plan, its program and its timeline number teams: rank r stands
+for the devices r·w ... r·w + w - 1. The cluster of teams tells of each rank what is so of one of its devices:
 
     device       the slowest of the team, with the least memory
     device link  the node's own: the w messages between two teams of a node have links of their own
@@ -42,8 +42,9 @@ def team_cluster(cluster: Cluster, width: int) -> Cluster:
     if gathered:
         sizes = sorted({node.num_devices for node in cluster.nodes})
         raise ClusterError(
-            f"Teams of {width} devices (tensor times context) were asked for on nodes of {', '.join(map(str, sizes))}; "
-            "expected teams that divide a node, or cover whole nodes. Choose other sizes of the axes."
+            f"Teams of {width} devices (tensor times context times expert) were asked for on nodes of "
+            f"{', '.join(map(str, sizes))}; expected teams that divide a node, or cover whole nodes. Choose other "
+            "sizes of the axes."
         )
     return replace(
         cluster,

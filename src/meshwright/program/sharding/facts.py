@@ -53,6 +53,11 @@ class Facts:
         return math.prod(self.shapes[tensor])
 
     @cached_property
+    def read_parameters(self) -> list[int]:
+        """The parameters that some op reads and that have gradients."""
+        return [i for i in self.graph.parameters if i in self.readers and self.requires_gradient(i)]
+
+    @cached_property
     def readers(self) -> dict[int, list[tuple[int, int]]]:
         """Ops that read a tensor, with the position among their inputs."""
         found: dict[int, list[tuple[int, int]]] = {}

@@ -14,7 +14,7 @@ from meshwright.program.sharding.sharded import ShardedGraph
 from meshwright.spec.collective import Axis, Collective
 from meshwright.spec.errors import PlanError, suggest
 from meshwright.spec.graph import Extent, Graph
-from meshwright.spec.sharding import Layout, Sharding
+from meshwright.spec.sharding import Layout, Replicate, Sharding
 
 if TYPE_CHECKING:
     from meshwright.program.sharding.convert import Conversions
@@ -59,8 +59,11 @@ def _shard_axis(sharded: ShardedGraph, axis: Axis, sharding: Sharding) -> Sharde
     layouts[axis] = tuple(made.layouts[i] if i not in old else made.layout_of(i) for i in range(len(local.tensors)))
     earlier = [replace(collective, at=moved[collective.at]) for collective in sharded.collectives]
     collectives = [*earlier, *_collectives(local, axis, made, moved)]
-    # Ranks of the expert axis are replicas to each other, which sum all gradients of what they share.
-    reduced = {**sharded.reduced_parameters, axis: () if axis == "expert" else tuple(made.reduced)}
+    parts = list(made.reduced)
+    if axis == "expert":
+        # Its ranks are replicas to each other: of what they share each has the gradient of its samples.
+        parts = [i for i in facts.read_parameters if isinstance(layouts[axis][i], Replicate)]
+    reduced = {**sharded.reduced_parameters, axis: tuple(parts)}
     return ShardedGraph(
         graph=local,
         layouts=layouts,

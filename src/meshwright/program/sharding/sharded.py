@@ -24,9 +24,8 @@ class ShardedGraph:
     under their ids with local shapes, then those that conversions make; its ops in the same order, with local FLOPs,
     and the conversions among them as ops of kind ``mesh.*``; the same layers. ``layouts`` has, per axis of a size above
     1, how each of its tensors lies on it. ``reduced_parameters``: per axis, the parameters whose gradients each rank
-    has in part; they are summed once per step before the optimizer. None on the expert axis, whose ranks are replicas
-    to each other: what they share is summed with the gradients of all replicas, what is split over them (`layouts`)
-    with those of the replicas that hold the same part.
+    has in part; they are summed once per step before the optimizer. On the expert axis, whose ranks are replicas to
+    each other, all but those that are split over it (`layouts`).
     """
 
     graph: Graph
