@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright import capture_model
 from meshwright.cost.steps.ops import layer_ops
 from meshwright.cost.transformer import TrainingSetup, TransformerShape
 from meshwright.program import shard_graph
@@ -21,8 +22,10 @@ from meshwright.spec import (
     encode_document,
     load_shipped_graph,
     slice_graph,
+    write_document,
 )
 from meshwright.spec.graph import Extent
+from meshwright.zoo import load_model, load_shape
 from tests.graphs import even_bounds
 
 PLACEMENTS = st.builds(
@@ -165,6 +168,21 @@ def test_axes_take_shares_of_each_other(name, method):
         assert Counter({(kind, phase, 2 * num_bytes): n for (kind, phase, num_bytes), n in shared.items()}) == whole
     assert 4 * both.graph.flops(2) == 2 * tensor.graph.flops(2) == 2 * context.graph.flops(2) == graph.flops(2)
     assert both.graph.num_parameters() == tensor.graph.num_parameters()
+
+
+def test_what_travels_to_experts_and_what_they_compute_grow_with_their_capacity(tmp_path):
+    found = {}
+    for factor in (1.0, 2.0):
+        path = write_document(replace(load_shape("mixtral-tiny"), capacity_factor=factor), tmp_path / "busy.toml")
+        source = load_model(str(path), fake=True)
+        graph = capture_model(source.model, source.inputs, targets=source.targets, loss=source.loss, verify=False).graph
+        local = shard_graph(graph, Sharding(expert=4))
+        products = [op for op in local.graph.ops if op.module.endswith("experts")]
+        found[factor] = (
+            sum(item.num_bytes(local.graph, 1) for item in local.collectives),
+            sum(op.flops.at(1) for op in products),
+        )
+    assert found[2.0] == tuple(2 * value for value in found[1.0])
 
 
 @pytest.mark.parametrize("size", [2, 4])

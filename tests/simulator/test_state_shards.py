@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.simulator import simulate_plan
 from meshwright.simulator.state_shards import StateShards, find_units, gather_waits
-from meshwright.spec import GradientExchange, load_cluster, load_shipped_graph, slice_graph
+from meshwright.spec import GradientExchange, Opcode, load_cluster, load_shipped_graph, slice_graph
 from tests.graphs import chain_graph, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 
@@ -121,3 +121,15 @@ def test_a_gather_that_takes_no_time_is_not_waited_for():
     times = [simulate_plan(plan, graph, small_cluster(), cost=FixedCost()).step_time_s for plan in plans]
     # An all-reduce takes a picosecond at least.
     assert times[0] - 1e-11 <= times[1] == times[2] <= times[0]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_replicas_step_together_even_if_one_has_more_to_do(zero):
+    """Of three microbatches one replica has two: the other cannot have scattered its gradients before it is there."""
+    graph = chain_graph(3)
+    plan = replace(make_plan(graph, [(0, 1), (1, 3)], [2, 1], 3), exchange=GradientExchange(zero=zero))
+    timeline = simulate_plan(plan, graph, small_cluster(), cost=FixedCost(all_reduce=1e-9)).timeline
+    stepping = np.flatnonzero((timeline.opcode == Opcode.OPTIMIZER_STEP) & (timeline.stage == 0))
+    backwards = np.flatnonzero((timeline.opcode == Opcode.BACKWARD) & (timeline.stage == 0))
+    assert len(stepping) == 2
+    assert min(timeline.start_ps[stepping]) >= max(timeline.end_ps[backwards])

@@ -39,7 +39,8 @@ class Bucket:
 def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
     """All buckets of a plan, in the order in which every rank exchanges those it holds; none if nothing is shared.
 
-    Where gradients are scattered inside of backwards (zero 2 and 3), only those of parameters that stages share.
+    Where gradients are scattered inside of backwards (zero 2 and 3), only those of parameters that stages share; the
+    replicas of a stage then meet in a bucket without parameters, for no scatter ends before all have come to it.
     """
     holders: dict[int, list[int]] = {}
     for stage in slice_graph(graph, plan.bounds):
@@ -49,8 +50,9 @@ def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
     by_holders: dict[tuple[tuple[int, ...], tuple[Axis, ...]], list[int]] = {}
     inside = summing_axes(graph)
     for parameter, holding in holders.items():
-        if plan.exchange.zero < 2 or len(holding) > 1:
-            by_holders.setdefault((tuple(holding), inside.get(parameter, ())), []).append(parameter)
+        is_scattered = plan.exchange.zero >= 2 and len(holding) == 1
+        held = by_holders.setdefault((tuple(holding), () if is_scattered else inside.get(parameter, ())), [])
+        held += [] if is_scattered else [parameter]
     first_use = _first_use(graph)
     buckets: list[Bucket] = []
     for (stages, axes), parameters in sorted(by_holders.items(), key=_order):
@@ -93,7 +95,7 @@ def _fill(graph: Graph, parameters: list[int], plan: Plan) -> list[tuple[tuple[i
         chosen.append(parameter)
         total += num_bytes
         dtype = tensor.dtype
-    return [*filled, (tuple(chosen), total)] if chosen else filled
+    return [*filled, (tuple(chosen), total)]
 
 
 def num_bucket_copies(plan: Plan | Placement) -> int:

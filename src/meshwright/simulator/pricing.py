@@ -213,6 +213,9 @@ class _Pricer:
             return self._add(accesses * num_bytes / self._kinds[kind].memory_bandwidth_bytes_per_s, 0.0, in_use), -1
         if opcode in COLLECTIVES:
             ranks, op, over = self._all_members(group), _COLLECTIVE_OPS[Opcode(opcode)], self._known_axes[axes]
+            if not num_bytes:
+                # Its ranks meet, and nothing else.
+                return self._add(SHORTEST_S, 0.0, in_use), -1
             host_s = self._cost.collective_host_seconds(op, ranks, num_bytes, axes=over)
             way = self._algorithm if opcode == Opcode.ALL_REDUCE else None
             seconds = self._cost.collective_seconds(op, ranks, num_bytes, algorithm=way, axes=over)

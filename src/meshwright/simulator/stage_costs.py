@@ -188,9 +188,9 @@ def weights_shares(graph: Graph) -> Floats:
 
 
 def _first_uses(graph: Graph, stage: StageSlice, buckets: tuple[Bucket, ...]) -> dict[int, int]:
-    """By bucket, the first of the stage's ops that uses one of its parameters."""
+    """By bucket, the first of the stage's ops that uses one of its parameters; of one without any, the first op."""
     bucket_of = {parameter: bucket.index for bucket in buckets for parameter in bucket.parameters}
-    first: dict[int, int] = {}
+    first = {bucket.index: 0 for bucket in buckets if not bucket.parameters}
     for place, op in enumerate(stage.ops):
         for tensor in graph.ops[op].inputs:
             if tensor in bucket_of:
