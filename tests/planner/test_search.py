@@ -29,6 +29,8 @@ from meshwright.spec import (
     StagePlan,
     Workload,
     check_plan,
+    load_cluster,
+    load_shipped_graph,
 )
 from tests.graphs import chain_graph
 
@@ -368,3 +370,23 @@ def test_evaluate_agrees_with_the_simulator():
     assert set(item.memory_limit_bytes) == {12345}
     assert item.excess_bytes == max(result.peak_memory_bytes) - 12345
     assert not item.fits
+
+
+def test_gathers_of_passes_count_when_plans_are_ranked():
+    """With zero 3, every microbatch gathers all parameters: few large ones win, which no table of ops alone shows."""
+    graph, cluster = load_shipped_graph("gpt-tiny"), load_cluster("2x4xV100")
+    workload = Workload(global_batch=32, precision="bfloat16")
+
+    def best(sizes):
+        found = search_plans(
+            lambda _: graph,
+            cluster,
+            workload,
+            exchange=GradientExchange(zero=3),
+            num_stages=2,
+            microbatch_sizes=sizes,
+            max_plans=1,
+        )
+        return found.best.step_time_s
+
+    assert best(None) <= min(best((size,)) for size in (1, 2, 4, 8))

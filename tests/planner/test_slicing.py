@@ -42,7 +42,9 @@ def chain(costs, num_ranks, num_microbatches, **changes):
         backward_s=seconds * (2 / 3),
         optimizer_s=seconds * 0,
         zero=0,
-        shared_bytes=np.zeros((1, 1)),
+        passes_wait=False,
+        pass_bytes=nothing,
+        shared_bytes=nothing,
         static_bytes=nothing,
         flight_bytes=nothing,
         leaving_bytes=nothing,
@@ -107,7 +109,9 @@ def cost_of(p, lengths, takes):
             if p.overlap:
                 exchange = max(exchange - p.backward_s[k, i, j], last)
         total += (t + x) * p.num_fills
-        busiest = max(busiest, (n - p.num_fills) * max(t, x) + exchange + p.optimizer_s[k, i, j])
+        passing = p.pass_bytes[i, j] / p.bucket_bytes * p.bucket_s[a, r] if r > 1 else 0.0
+        period = max(t + passing if p.passes_wait else max(t, passing), x)
+        busiest = max(busiest, (n - p.num_fills) * period + exchange + p.optimizer_s[k, i, j])
         i, a = j, a + r
     return total + busiest
 
@@ -152,7 +156,9 @@ def problems(draw):
         backward_s=backward,
         optimizer_s=np.stack([interval_sums(numbers(num_layers)) for _ in range(num_kinds)]),
         zero=0,
-        shared_bytes=np.zeros((1, 1)),
+        passes_wait=draw(st.booleans()),
+        pass_bytes=interval_sums(numbers(num_layers)) * draw(st.sampled_from([0.0, 1.0])),
+        shared_bytes=np.zeros((num_layers, num_layers + 1)),
         static_bytes=interval_sums(numbers(num_layers)),
         flight_bytes=interval_sums(numbers(num_layers)),
         leaving_bytes=numbers(num_layers, num_layers + 1),

@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.cost import CostModel
+from meshwright.program import parameter_groups
 from meshwright.simulator import simulate_plan
+from meshwright.simulator.stage_bytes import stage_bytes
 from meshwright.simulator.state_shards import StateShards, find_units, gather_waits
 from meshwright.spec import GradientExchange, Opcode, load_cluster, load_shipped_graph, slice_graph
+from meshwright.spec.memory import GRADIENTS, WORKSPACE
 from tests.graphs import chain_graph, make_plan
 from tests.simulator.plans import FixedCost, small_cluster
 
@@ -24,6 +28,10 @@ class UnitCost(FixedCost):
 
     gathers: dict[int, float] = field(default_factory=dict)
     scatters: dict[int, float] = field(default_factory=dict)
+    copies: dict[int, float] = field(default_factory=dict)
+
+    def bucket_seconds(self, graph, parameter_ids, device_kind):
+        return sum(self.copies.get(i, 0.0) for i in parameter_ids)
 
     def collective_seconds(self, op, ranks, num_bytes, concurrent=(), algorithm=None, axes=()):
         return (self.gathers if op == "all_gather" else self.scatters)[num_bytes]
@@ -66,6 +74,40 @@ def test_processors_wait_for_every_gather_and_scatter(forward, backward, gathers
     assert waits[1] == pytest.approx([a + b for a, b in zip(again, scatters, strict=True)])
 
 
+@settings(max_examples=200)
+@given(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, st.sampled_from([2, 3]), st.sampled_from(["A100", "2xcpu"]))
+def test_the_root_unit_comes_first_and_goes_last(forward, backward, gathers, scatters, copies, zero, cluster):
+    """Layers 0 and 4 share the table, which is the root unit. Copies go to the ops' stream, the root's twice."""
+    graph = wide_chain(tied=True)
+    (stage,) = slice_graph(graph, [(0, 5)])
+    (root, *units), kind = graph.parameters, load_cluster(cluster).device_kind(0)
+    sizes = [graph.tensors[i].num_bytes(0) for i in (root, *units)]
+    cost = UnitCost(
+        gathers=dict(zip(sizes, gathers, strict=False)),
+        scatters=dict(zip(sizes, scatters, strict=False)),
+        copies=dict(zip((root, *units), copies, strict=False)),
+    )
+    waits = gather_waits(graph, stage, np.array(forward), np.array(backward), StateShards(zero, (0, 1), ()), kind, cost)
+    root_s, again = gathers[0], [gathers[u] if zero == 3 else 0.0 for u in range(4)]
+    twice = 2 if zero == 3 else 1
+    ahead = [forward[0] + copies[0], *(forward[u] + copies[u] for u in (1, 2, 3)), forward[4]]
+    back = [backward[0] + copies[0], *(backward[u] + twice * copies[u] for u in (1, 2, 3)), backward[4]]
+    if cluster == "2xcpu":
+        expected = (
+            sum(ahead) + root_s + sum(gathers[1:4]),
+            sum(back) + sum(again[1:]) + sum(scatters[:4]),
+        )
+    else:
+        expected = (
+            root_s + play([0, 1, 2, 3, 4], ahead, [0.0, *gathers[1:4], 0.0], None),
+            play([4, 3, 2, 1, 0], back, [0.0, *again[1:], 0.0], [0.0, *scatters[1:4], 0.0]),
+        )
+        last_scatter = play([4, 3, 2, 1], back, [0.0, *again[1:], 0.0], [0.0, *scatters[1:4], 0.0])
+        expected = (expected[0], max(expected[1], last_scatter) + scatters[0])
+    for found, own, total in zip(waits, (forward, backward), expected, strict=True):
+        assert found.sum() + sum(own) == pytest.approx(total, abs=1e-9)
+
+
 def wait(forward, backward, gathers, scatters, zero, cluster):
     """Waits of a stage with one op and one parameter in every unit."""
     graph = wide_chain()
@@ -76,9 +118,9 @@ def wait(forward, backward, gathers, scatters, zero, cluster):
     return gather_waits(graph, stage, np.array(forward), np.array(backward), shards, kind, cost)
 
 
-def wide_chain():
-    """Five layers, each with a weight of another size."""
-    graph = chain_graph(5)
+def wide_chain(*, tied=False):
+    """Five layers, each with a weight of another size; ``tied``: but for the last, which has the first one's."""
+    graph = chain_graph(5, tied=tied)
     tensors = list(graph.tensors)
     for width, i in enumerate(graph.parameters, 1):
         tensors[i] = replace(tensors[i], shape=(*tensors[i].shape, type(tensors[i].shape[0])(width)))
@@ -107,12 +149,36 @@ def test_replicas_keep_their_shares(zero):
     if zero < 3:
         assert found["parameters"] == whole
     else:
-        layers = [
-            sum(GPT.tensors[i].num_bytes(0, 4) for i in stage.parameters)
-            for stage in slice_graph(GPT, [(k, k + 1) for k in range(len(GPT.layers))])
-        ]
-        assert whole / 4 < found["parameters"] < whole / 4 + 2 * sum(sorted(layers)[-2:])
+        root, *layers = (
+            sum(GPT.tensors[i].num_bytes(0, 4) for i in group.parameters) for group in parameter_groups(GPT)
+        )
+        assert found["parameters"] == whole / 4 + root + 2 * max(layers)
     assert (found["gradient buckets"] == 0) == (zero >= 2)
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-lora-tiny", "dlrm-tiny"])
+def test_gradients_of_a_unit_are_there_until_they_are_scattered(model):
+    """Of what is trained alone: all of the root, which is scattered last, and one repeated layer."""
+    graph, cluster = load_shipped_graph(model), load_cluster("4xA100")
+    plan = make_plan(graph, [(0, len(graph.layers))], [4], 8)
+    (stage,) = slice_graph(graph, plan.bounds)
+    cost, kind = CostModel(cluster=cluster), cluster.device_kind(0)
+    alone, parted = (
+        stage_bytes(graph, plan, stage, (), kind, cost, StateShards(zero, (0, 1, 2, 3), ())) for zero in (0, 2)
+    )
+    trained = [sum(graph.tensors[i].num_bytes(0, 4) for i in group.trained) for group in parameter_groups(graph)]
+    whole, parts = alone.backwards[0][0], parted.backwards[0][0]
+    assert parts[WORKSPACE] - whole[WORKSPACE] == trained[0] + max(trained[1:], default=0)
+    assert parts[GRADIENTS] == -(-whole[GRADIENTS] // 4)
+
+
+@pytest.mark.parametrize("model", ["vgg-tiny", "resnet-tiny", "unet-tiny", "dlrm-tiny", "gpt-tiny"])
+def test_no_more_than_all_parameters_are_gathered(model):
+    graph = load_shipped_graph(model)
+    plan = replace(make_plan(graph, [(0, len(graph.layers))], [4], 8), exchange=GradientExchange(zero=3))
+    found = simulate_plan(plan, graph, load_cluster("4xA100")).memory[0].parts["parameters"]
+    whole = sum(graph.tensors[i].num_bytes(0, 4) for i in graph.parameters)
+    assert found <= -(-whole // 4) + whole
 
 
 def test_a_gather_that_takes_no_time_is_not_waited_for():

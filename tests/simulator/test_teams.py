@@ -9,7 +9,7 @@ import pytest
 from meshwright.cost import CostModel
 from meshwright.program import lower_graph
 from meshwright.simulator import form_teams, simulate_plan
-from meshwright.spec import PlanError, computed_again, load_cluster, load_shipped_graph, read_recompute
+from meshwright.spec import PlanError, computed_again, load_cluster, load_shipped_graph, read_recompute, slice_graph
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.memory import MEMORY_PARTS, PARAMETERS
 from meshwright.spec.sharding import Sharding
@@ -76,6 +76,32 @@ def test_experts_are_summed_where_they_are_held_alike(sharding, replicas):
     flops = replicas * sharding.expert * MIXTRAL.flops(plan.microbatch_size)
     peak = num_devices * kind.peak_flops_per_s[plan.workload.precision]
     assert found.mfu == pytest.approx(flops / (found.step_time_s * peak))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_gradients_of_tokens_are_summed_once(zero):
+    """Where replicas sum them, inside of passes or in buckets, the optimizer has nothing to sum before it."""
+    spent = []
+    for context in (1, 2):
+        plan = one_stage(2, sharding=Sharding(context=context), exchange=GradientExchange(zero=zero))
+        spent.append(simulate_plan(plan, GPT, CLUSTER).ranks[0].optimizer_s)
+    assert spent[1] == pytest.approx(spent[0], rel=1e-9)
+
+
+def test_a_team_sums_what_it_shares_with_no_other_stage_alone():
+    """Two stages of one team each with a tied table: that is summed by both, everything else by each for itself."""
+    plan = replace(make_plan(GPT, [(0, 3), (3, LAYERS)], [1, 1], 2), sharding=Sharding(context=2))
+    cost = CostModel(cluster=CLUSTER, precision=plan.workload.precision)
+    local, kind = lower_graph(GPT, plan.sharding, ()), CLUSTER.device_kind(0)
+    teams, stages = cost.for_teams(plan.sharding), slice_graph(local, plan.bounds)
+    (tied,) = set(stages[0].parameters) & set(stages[1].parameters)
+    beside = [(k, k + 1) for k in range(2, 8, 2)]
+    found = simulate_plan(plan, GPT, CLUSTER, cost=cost)
+    for stage, rank in zip(stages, found.ranks, strict=True):
+        own_bytes = sum(local.tensors[i].num_bytes(0, 4) for i in stage.parameters if i != tied)
+        expected = teams.optimizer_seconds(local, stage.parameters, plan.workload.optimizer, kind)
+        expected += cost.collective_seconds("all_reduce", (0, 1), own_bytes, beside)
+        assert rank.optimizer_s == pytest.approx(expected, rel=1e-6)
 
 
 def test_experts_that_are_laid_out_take_the_room_of_their_part():

@@ -27,10 +27,11 @@ class SlicingProblem(NamedTuple):
     Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1); ``*_bytes`` (L, L + 1), but for
     ``most_bytes`` (2, L, L + 1, 6), without and with an exchange of gradients (`cost.memory.fullest`); ``transfer_s``
     (links, L), zero for layer 0; ``in_flight``, ``kind_of``, ``link_of``, ``memory_limit``, ``latency_s``, ``bucket_s``
-    (D, D + 1), entry [a, r]. Of ``static_bytes`` replicas share out ``shared_bytes``, as ``zero`` says. Entries with
-    j <= i or a + r > D are not read. Of the tables over stages ``most_bytes``, ``leaving_bytes``, ``beside_bytes`` and
-    ``backward_s`` alone may decrease with j; ``in_flight`` of the best place must not grow with r, if there is more
-    than one r.
+    (D, D + 1), entry [a, r]. Of ``static_bytes`` replicas share out ``shared_bytes``, as ``zero`` says; what they
+    gather and scatter in the passes of a microbatch takes as long as the sum of ``pass_bytes``, beside the ops or,
+    where ``passes_wait``, before them. Entries with j <= i or a + r > D are not read. Of the tables over stages
+    ``most_bytes``, ``leaving_bytes``, ``beside_bytes`` and ``backward_s`` alone may decrease with j; ``in_flight`` of
+    the best place must not grow with r, if there is more than one r.
     """
 
     num_microbatches: int
@@ -42,6 +43,8 @@ class SlicingProblem(NamedTuple):
     backward_s: Floats
     optimizer_s: Floats
     zero: int
+    passes_wait: bool
+    pass_bytes: Floats
     static_bytes: Floats
     shared_bytes: Floats
     flight_bytes: Floats
@@ -116,7 +119,9 @@ def _least_in_flight(problem: SlicingProblem) -> Integers:
 def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
     """(n - f) max(t, x) + e + o of stage i:j on ranks a..a+r-1."""
     kind = p.kind_of[a, r]
-    period = max(p.seconds[kind, i, j], p.transfer_s[p.link_of[a, r], i])
+    passing = p.bucket_s[a, r] * (p.pass_bytes[i, j] / p.bucket_bytes) if r > 1 else 0.0
+    passes = p.seconds[kind, i, j] + passing if p.passes_wait else max(p.seconds[kind, i, j], passing)
+    period = max(passes, p.transfer_s[p.link_of[a, r], i])
     rounds = (p.num_microbatches + r - 1) // r
     exchange = 0.0
     num_bytes = p.exchange_bytes[i, j]

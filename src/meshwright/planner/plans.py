@@ -143,7 +143,8 @@ def summarise(plan: Plan) -> str:
     span = _span(len(stage.ranks) for stage in plan.stages)
     replicas = f"{span} replica{'' if span == '1' else 's'}"
     microbatches = format_count(plan.num_microbatches, "microbatch", "microbatches")
-    return f"{len(plan.stages)} stages × {replicas}, {microbatches} of {plan.microbatch_size}, {plan.schedule}"
+    stages = f"{len(plan.stages)} stages × {replicas}"
+    return f"{stages}, {microbatches} of {plan.microbatch_size}, {plan.schedule}{plan.describe_extras()}"
 
 
 def _large(number: float) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
+from meshwright.cost.memory import backend_of
 from meshwright.planner.dynamic_program import SlicingProblem
 from meshwright.planner.placement import Places
 from meshwright.planner.stage_bytes import StageBytes, stage_bytes, weigh_alone
@@ -80,6 +81,8 @@ def make_problem(
         backward_s=np.stack([np.minimum.reduce([kind.backward for kind in kinds]) for kinds in mixed]),
         optimizer_s=np.stack([np.maximum.reduce([kind.optimizer for kind in kinds]) for kinds in mixed]),
         zero=exchange.zero,
+        passes_wait=all(backend_of(kind) == "cpu" for kind in cost.cluster.device_kinds),
+        pass_bytes=_pass_bytes(tables.bytes, exchange.zero),
         static_bytes=tables.bytes.static,
         shared_bytes=_shared_bytes(tables.bytes, exchange.zero),
         flight_bytes=tables.bytes.flight,
@@ -95,6 +98,12 @@ def make_problem(
         latency_s=places.latency_s,
         bucket_s=places.bucket_s,
     )
+
+
+def _pass_bytes(stages: StageBytes, zero: int) -> NDArray[np.float64]:
+    """The gradients whose sum takes as long as the gathers and scatters of a microbatch: each is half of a sum."""
+    gathers = max(zero - 1, 0)
+    return (gathers * stages.parameters + stages.exchange * (gathers > 0)) / 2
 
 
 def _shared_bytes(stages: StageBytes, zero: int) -> NDArray[np.float64]:

@@ -19,7 +19,7 @@ from meshwright.cost import CostModel
 from meshwright.cost.memory import LAYERS_AT_HAND, Phase, StagePhases, backend_of
 from meshwright.program import Bucket, num_bucket_copies, stays_on_rank
 from meshwright.simulator.stage_costs import weights_shares
-from meshwright.simulator.state_shards import ALONE, StateShards, largest_unit_bytes
+from meshwright.simulator.state_shards import ALONE, StateShards, unit_bytes
 from meshwright.spec import DeviceKind, Graph, Opcode, Placement, Plan, StageSlice
 from meshwright.spec.memory import (
     BUCKETS,
@@ -87,10 +87,12 @@ def stage_bytes(
     phases, gathered = memory.phases, 0
     kept_bytes = 0
     if shards.zero >= 2 and len(shards.ranks) > 1:
-        largest = largest_unit_bytes(graph, stage, bucketed, width)
         kept_bytes = sum(graph.tensors[i].num_bytes(0, width) for i in bucketed)
-        gathered = LAYERS_AT_HAND * largest if shards.zero == 3 else 0
-        phases = _shared_gradients(phases, shards.gradients, largest)
+        if shards.zero == 3:
+            root, largest = unit_bytes(graph, stage, bucketed, width, gradients=False)
+            gathered = min(root + LAYERS_AT_HAND * largest, memory.parameter_bytes - kept_bytes)
+        whole = sum(unit_bytes(graph, stage, bucketed, width, gradients=True))
+        phases = _shared_gradients(phases, shards.gradients, whole)
     # A gradient that goes to another stage of the rank changes hands instead of leaving.
     gone = by_part({SENT: made, RECEIVED: used - made})
     waiting = _kept_for_weights(graph, plan, stage)
@@ -137,8 +139,8 @@ def _shared_workspace(phase: Phase, shards: int) -> Phase:
     return Phase(most=most, after=phase.after)
 
 
-def _shared_gradients(phases: StagePhases, parts: int, largest_bytes: int) -> StagePhases:
-    """Of gradients each rank keeps a part; those of one unit are there in full until they are scattered."""
+def _shared_gradients(phases: StagePhases, parts: int, whole_bytes: int) -> StagePhases:
+    """Of gradients each rank keeps a part; those of the root and one unit are there whole until they are scattered."""
 
     def share(phase: Phase, extra: int) -> Phase:
         most, after = (
@@ -149,7 +151,7 @@ def _shared_gradients(phases: StagePhases, parts: int, largest_bytes: int) -> St
 
     return StagePhases(
         forward=phases.forward,
-        backwards=tuple(share(phase, largest_bytes) for phase in phases.backwards),  # type: ignore[arg-type]
+        backwards=tuple(share(phase, whole_bytes) for phase in phases.backwards),  # type: ignore[arg-type]
         optimizer=share(phases.optimizer, 0),
     )
 

@@ -153,11 +153,20 @@ def gather_waits(
     return waits[0], waits[1]
 
 
-def largest_unit_bytes(graph: Graph, stage: StageSlice, kept: Set[int], float_bytes: int) -> int:
-    """Bytes of the parameters of the largest unit of a stage, beside which those of the root unit are there."""
+def unit_bytes(
+    graph: Graph, stage: StageSlice, kept: Set[int], float_bytes: int, *, gradients: bool
+) -> tuple[int, int]:
+    """Bytes of the parameters of the root unit, and of the largest other one; of their ``gradients``, those trained."""
     root, units = find_units(graph, stage, kept)
-    sizes = [sum(graph.tensors[i].num_bytes(0, float_bytes) for i in unit.parameters) for unit in (root, *units)]
-    return max(sizes[1:], default=0) + sizes[0]
+    root_bytes, *others = (
+        sum(
+            graph.tensors[i].num_bytes(0, float_bytes)
+            for i in unit.parameters
+            if graph.tensors[i].requires_grad or not gradients
+        )
+        for unit in (root, *units)
+    )
+    return root_bytes, max(others, default=0)
 
 
 def _wait_in_order(
@@ -169,8 +178,9 @@ def _wait_in_order(
     """
     reached = np.concatenate([[0.0], np.cumsum(op_s)])
     ends: list[float] = []
-    waited = began = 0.0
-    gathered = root_s
+    # What the root unit has is there before the first op.
+    waits[0] += root_s
+    waited = began = gathered = root_s
     for (first, last), gather_s in zip(spans, gathers, strict=True):
         # A gather begins with the unit before, but after that unit's own gather.
         gathered = max(gathered, began) + gather_s

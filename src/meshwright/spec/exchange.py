@@ -6,7 +6,7 @@ What is said here becomes instructions in `program.exchange`, `program.parts`, `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from meshwright.spec.errors import PlanError, suggest
@@ -72,6 +72,11 @@ class GradientExchange:
     def is_plain(self) -> bool:
         """Whether all-reduces of buckets are all there is, which is what the runtime executes."""
         return self == GradientExchange(bucket_bytes=self.bucket_bytes, overlap=self.overlap, staleness=self.staleness)
+
+    def describe_changes(self) -> str:
+        """What is not as by default, for messages: ``zero = 3, clip_norm = True``."""
+        values = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
+        return ", ".join(f"{name} = {value}" for name, value, default in values if value != default)
 
     @property
     def shard_optimizer(self) -> bool:

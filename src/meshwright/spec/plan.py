@@ -187,15 +187,16 @@ class Plan:
         parts = ", ".join(f"{stage.start}:{stage.stop} ×{len(stage.ranks)}" for stage in self.stages)
         stages = format_count(len(self.stages), "stage")
         microbatches = format_count(self.num_microbatches, "microbatch", "microbatches")
+        return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}{self.describe_extras()}"
+
+    def describe_extras(self) -> str:
+        """What follows behind the schedule: ``, tensor 4, ZeRO 1``; nothing of a plan without such."""
         ahead = self.exchange.staleness
         waves = f" with staleness {ahead}" if ahead else ""
         split = f", {self.sharding.describe()}" if not self.sharding.is_whole else ""
-        again = f", {format_count(len(self.recompute), 'part')} computed again" if self.recompute else ""
         shared = f", ZeRO {self.exchange.zero}" if self.exchange.zero else ""
-        return (
-            f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}"
-            f"{waves}{split}{shared}{again}"
-        )
+        again = f", {format_count(len(self.recompute), 'part')} computed again" if self.recompute else ""
+        return f"{waves}{split}{shared}{again}"
 
 
 def name_stages(plan: Plan, rank: int) -> str:
@@ -271,8 +272,15 @@ def _check_schedule(plan: Plan) -> None:
         )
     if plan.is_asynchronous and not plan.exchange.is_plain:
         raise PlanError(
-            f"The exchange {plan.exchange} was given for the schedule {plan.schedule}, which never flushes; expected "
-            "all-reduces of whole buckets there. Choose a schedule that flushes, or another exchange."
+            f"An exchange with {plan.exchange.describe_changes()} was given for the schedule {plan.schedule}, which "
+            "never flushes; expected all-reduces of whole buckets there. Choose a schedule that flushes, as 1f1b, or "
+            "leave that out."
+        )
+    if plan.sharding.expert > 1 and (plan.exchange.servers or plan.exchange.algorithm == "hierarchical"):
+        raise PlanError(
+            f"An exchange with {plan.exchange.describe_changes()} was given for a plan that lays experts out, whose "
+            "gradients are summed over other devices than the rest; expected sums of buckets. Leave it out, or "
+            "`expert`."
         )
     if not plan.has_own_schedule:
         if plan.schedule_hash:
