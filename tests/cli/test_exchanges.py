@@ -39,7 +39,7 @@ def test_people_read_a_table_and_a_verdict(planned):
         "priorities",
         "sharded",
         "servers",
-        "No order beats",
+        "None of these ways beats",
     ):
         assert words in out
     assert "mine.py:small_first" in out
@@ -53,7 +53,8 @@ def test_programs_read_json(planned):
     found = json.loads(out)
     exchanges = found["exchanges"]
     assert [row["exchange"] for row in exchanges["ways"]] == ["as planned", "whole"]
-    assert exchanges["bound_s"] == max(exchanges["computation_s"], exchanges["communication_s"])
+    assert exchanges["bound_s"] <= max(exchanges["computation_s"], exchanges["communication_s"])
+    assert exchanges["bound_s"] <= min(row["step_time_s"] for row in exchanges["ways"])
     assert exchanges["ways"][0]["step_time_s"] == found["step_time_s"]
     assert exchanges["is_worth_it"] is (exchanges["gain_share"] >= 0.03)
     assert "exchanges" not in json.loads(planned("simulate", "plan.json", "--json")[1])

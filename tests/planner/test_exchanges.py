@@ -42,12 +42,32 @@ def test_vgg_on_two_nodes_gains_from_priorities():
     assert by_name["sharded"]["gain_share"] > 0.03
     # Every node's eight ranks push all they have through its cards: servers need sums inside the node first.
     assert by_name["servers"]["gain_share"] < -0.5
-    # No order of the same sums beats the bound.
-    for name in ("as planned", "whole", "priorities"):
-        assert by_name[name]["step_time_s"] >= found.bound_s
+    assert min(row["step_time_s"] for row in by_name.values()) >= found.bound_s > 0.9 * found.best.step_time_s
     # What is recommended is a plan, and is what it says.
     again = simulate_plan(found.best.plan, graph, cluster)
     assert again.step_time_s == found.best.step_time_s
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        GradientExchange(algorithm="ring"),
+        GradientExchange(bucket_bytes=1),
+        GradientExchange(zero=1),
+        GradientExchange(algorithm="hierarchical", node_size=4),
+    ],
+)
+def test_no_way_beats_the_bound_whatever_the_plan_does(exchange):
+    cluster = load_cluster("2x4xV100")
+    graph, plan = data_parallel("gpt-tiny", cluster, 2)
+    found = compare_exchanges(replace(plan, exchange=exchange), graph, cluster)
+    assert found.bound_s > 0
+    for item in (found.own, *found.others):
+        assert item.step_time_s >= found.bound_s
+        if item.name != "servers":
+            # Replicas have nothing else to wait for.
+            (rank, *_) = item.simulation.ranks
+            assert rank.exposed_exchange_s == pytest.approx(item.step_time_s - rank.busy_s, rel=1e-3)
 
 
 def test_resnet_in_one_node_stays_as_it_is():

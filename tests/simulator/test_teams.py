@@ -151,6 +151,20 @@ def test_utilisation_counts_the_model_once_and_the_work_as_often_as_it_is_done()
         assert found.hfu >= found.mfu * 0.999
 
 
+def test_what_every_rank_computes_alike_is_no_use_of_the_model():
+    """Most of a ResNet stays whole on the tensor axis: the hardware is used for it, the model is not."""
+    graph = load_shipped_graph("resnet50")
+    plan = replace(make_plan(graph, [(0, len(graph.layers))], [2], 2), sharding=Sharding(tensor=4))
+    cost = CostModel(cluster=CLUSTER, precision=plan.workload.precision)
+    whole = simulate_plan(plan, graph, CLUSTER, cost=cost)
+    teams = form_teams(plan, graph, CLUSTER, cost)
+    lowered = simulate_plan(teams.plan, teams.graph, teams.cluster, cost=teams.cost)
+    peak = CLUSTER.device_kind(0).peak_flops_per_s[plan.workload.precision]
+    flops = plan.num_microbatches * graph.flops(plan.microbatch_size)
+    assert whole.mfu == lowered.mfu == pytest.approx(flops / (whole.step_time_s * 8 * peak))
+    assert lowered.hfu > 1.2 * lowered.mfu
+
+
 def test_simulating_teams_is_simulating_what_they_are_lowered_to():
     plan = replace(
         make_plan(GPT, [(0, 2), (2, LAYERS)], [2, 2], 8),

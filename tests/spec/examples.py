@@ -98,6 +98,7 @@ WORKLOAD = Workload(
 _B = Extent(0, 1)
 GRAPH = Graph(
     name="two layers",
+    model_flops=Extent(3, 64),
     tensors=(
         Tensor(name="x", shape=(_B, Extent(4)), dtype="float32", role="input", storage=0),
         Tensor(

@@ -68,7 +68,11 @@ def lower_graph(graph: Graph, sharding: Sharding, recompute: Ranges) -> Graph:
     if sharding.is_whole:
         return with_recompute(graph, recompute)
     sharded = shard_graph(graph, sharding)
-    local = replace(sharded.graph, collectives=(*sharded.collectives, *_sums_of_gradients(sharded)))
+    local = replace(
+        sharded.graph,
+        collectives=(*sharded.collectives, *_sums_of_gradients(sharded)),
+        model_flops=graph.total_flops,
+    )
     return with_recompute(local, _move_ranges(graph, local, recompute))
 
 

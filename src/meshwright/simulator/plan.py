@@ -39,6 +39,7 @@ from meshwright.spec import (
     suggest,
     to_seconds,
 )
+from meshwright.spec.sharding import Sharding
 
 Detail = Literal["instructions", "ops"]
 DETAILS: tuple[Detail, ...] = get_args(Detail)
@@ -87,10 +88,7 @@ def simulate_plan(
     check_detail(detail)
     cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
     _check(plan, graph, cluster)
-    model_flops: float = graph.flops(plan.microbatch_size)
     if isinstance(plan, Plan):
-        # What of it falls to each device of a team, of which the expert ranks have samples of their own.
-        model_flops *= plan.sharding.expert / plan.sharding.width
         plan, graph, cluster, cost = form_teams(plan, graph, cluster, cost)
     fold = None if isinstance(plan, Placement) else find_fold(plan, graph, cost.cluster)
     outcome, simulated = None, plan
@@ -108,8 +106,7 @@ def simulate_plan(
         prices = price_program(program, plan, graph, cost)
         outcome = _simulate(program, prices, num_steps, contention, folded=False)
     ops = expand_ops(program, prices, outcome.run, simulated, graph, cost, fold=fold) if detail == "ops" else None
-    num_samples = plan.workload.global_batch * cost.sharding.expert
-    return _sum_up(outcome, ops, fold, plan, graph, cluster, model_flops, num_samples)
+    return _sum_up(outcome, ops, fold, plan, graph, cluster, cost.sharding)
 
 
 def check_detail(detail: str) -> None:
@@ -188,13 +185,13 @@ def _sum_up(
     plan: Plan | Placement,
     graph: Graph,
     cluster: Cluster,
-    model_flops: float,
-    num_samples: int,
+    sharding: Sharding,
 ) -> Simulation:
     step_time_s = outcome.step_time_s
     stands = fold.representatives().tolist() if fold else range(plan.num_ranks)
     ranks = tuple(outcome.seconds[rank] for rank in stands)
-    mfu, hfu = _utilisation(plan, graph, cluster, step_time_s, model_flops)
+    mfu, hfu = _utilisation(plan, graph, cluster, step_time_s, sharding)
+    num_samples = plan.workload.global_batch * sharding.expert
     return Simulation(
         simulated=outcome.timeline,
         simulated_ops=ops,
@@ -223,7 +220,7 @@ def _check(plan: Plan | Placement, graph: Graph, cluster: Cluster) -> None:
 
 
 def _utilisation(
-    plan: Plan | Placement, graph: Graph, cluster: Cluster, step_time_s: float, model_flops: float
+    plan: Plan | Placement, graph: Graph, cluster: Cluster, step_time_s: float, sharding: Sharding
 ) -> tuple[float | None, float | None]:
     num_devices = np.bincount(cluster.columns().kind[: plan.num_ranks], minlength=len(cluster.device_kinds)).tolist()
     rates = [kind.peak_flops_per_s.get(plan.workload.precision) for kind in cluster.device_kinds]
@@ -239,4 +236,6 @@ def _utilisation(
     )
     again = (op for start, stop in graph.recompute for op in computed_again(graph, start, stop))
     executed += sum(graph.ops[op].flops.at(size) for op in again)
+    # What of the model falls to each device of a team, of which the expert ranks have samples of their own.
+    model_flops = (graph.model_flops or graph.total_flops).at(size) * sharding.expert / sharding.width
     return count * model_flops / available, count * executed / available

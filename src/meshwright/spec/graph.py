@@ -149,8 +149,8 @@ class Graph:
     ``inputs`` and ``outputs`` are tensor ids in the model's own order; ``has_loss`` says that ``outputs[0]`` is the
     scalar loss. ``batch_size`` is None if every extent is affine in the batch, else the only size the graph is valid
     for. ``recompute`` are ranges of ops that are computed again in the backward (`recompute`). ``collectives`` are
-    what a rank exchanges at its ops, of a graph that is one rank's share. Raises GraphError when the parts contradict
-    each other.
+    what a rank exchanges at its ops, of a graph that is one rank's share; ``model_flops`` is then what the model that
+    it is a share of has in all. Raises GraphError when the parts contradict each other.
     """
 
     name: str
@@ -164,6 +164,7 @@ class Graph:
     batch_size: int | None = None
     recompute: Ranges = ()
     collectives: tuple[Collective, ...] = ()
+    model_flops: Extent | None = None
     _hash: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
     _small: set[int] = field(init=False, repr=False, compare=False, default_factory=set)
 
@@ -203,7 +204,12 @@ class Graph:
 
     def flops(self, batch_size: int) -> int:
         """Floating-point operations of one forward (and, in training, backward) pass over ``batch_size`` samples."""
-        return sum(op.flops.at(batch_size) + op.backward_flops.at(batch_size) for op in self.ops)
+        return self.total_flops.at(batch_size)
+
+    @property
+    def total_flops(self) -> Extent:
+        """The same by samples."""
+        return sum((op.flops + op.backward_flops for op in self.ops), Extent())
 
     def bytes_read(self, op: Op, batch_size: int) -> int:
         """Bytes of the op's distinct input tensors."""
