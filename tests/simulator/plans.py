@@ -44,6 +44,7 @@ def exact_prices(forward_s, backward_s, accumulate_s):
         high_s=columns,
         group=np.arange(len(columns)),
         basis=("measured",) * len(columns),
+        exchanged_s=np.zeros((len(columns), 2)),
     )
 
 

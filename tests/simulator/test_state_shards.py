@@ -137,6 +137,19 @@ def test_parameters_of_several_layers_are_the_root_unit():
     assert kept.parameters == ()
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_passes_wait_for_is_told_apart_from_computing(zero):
+    plan = replace(make_plan(GPT, [(0, len(GPT.layers))], [4], 8), exchange=GradientExchange(zero=zero))
+    # A replica alone has as many microbatches and exchanges nothing.
+    single = make_plan(GPT, [(0, len(GPT.layers))], [1], 2)
+    single = replace(single, workload=replace(single.workload, global_batch=2 * plan.microbatch_size))
+    whole, alone = (simulate_plan(item, GPT, load_cluster("4xA100")).ranks[0] for item in (plan, single))
+    inside = whole.forward_s + whole.backward_s - alone.forward_s - alone.backward_s
+    assert (whole.exchanged_inside_s > 0) == (zero >= 2)
+    if zero >= 2:
+        assert whole.exchanged_inside_s == pytest.approx(inside, rel=1e-6)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_replicas_keep_their_shares(zero):
     cluster = load_cluster("4xA100")

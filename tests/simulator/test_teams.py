@@ -43,6 +43,10 @@ def test_a_step_of_one_team_is_the_sum_of_its_ops(sharding):
     expected = prices.forward_s.sum() + prices.backward_s.sum() + optimizer_s + exchange_s
     assert found.step_time_s == pytest.approx(expected, rel=1e-9)
     assert len(found.ranks) == 1
+    silent = cost.price_ops(replace(local, collectives=()), plan.microbatch_size, CLUSTER.device_kind(0))
+    computing = silent.forward_s.sum() + silent.backward_s.sum()
+    inside = prices.forward_s.sum() + prices.backward_s.sum() - computing
+    assert found.ranks[0].exchanged_inside_s == pytest.approx(inside, rel=1e-6)
 
 
 @pytest.mark.parametrize(("sharding", "replicas"), [(Sharding(expert=4), 1), (Sharding(expert=2), 4)])

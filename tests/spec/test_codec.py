@@ -215,7 +215,13 @@ def test_wrong_types_are_refused_everywhere(kind):
         if isinstance(value, str):
             wrong.append(3)
         for item in wrong:
-            if item is None and path[-1:] in (("batch_size",), ("output_dim",), ("racks",), ("loader",), ("model_flops",)):
+            if item is None and path[-1:] in (
+                ("batch_size",),
+                ("output_dim",),
+                ("racks",),
+                ("loader",),
+                ("model_flops",),
+            ):
                 continue  # these may be none
             if item == 3 and {"shape", "flops", "backward_flops", "model_flops"} & set(path):
                 continue  # sizes are numbers or text

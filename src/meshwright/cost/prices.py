@@ -81,6 +81,8 @@ class OpPrices:
     takes on top (every later microbatch of a step). ``again_s`` is the part of ``backward_s`` in which ops run again
     whose results were not kept; it stands with the last op of their range. ``low_s`` and ``high_s`` are the ends of
     the 80 % intervals, of shape (ops, 3): forward, backward, accumulate. Ops of one ``group`` err together.
+    ``exchanged_s``, of shape (ops, 2), is the part of forward and backward in which the op's ranks exchange something
+    and do not compute.
     """
 
     forward_s: NDArray[np.float64]
@@ -91,6 +93,7 @@ class OpPrices:
     high_s: NDArray[np.float64]
     group: NDArray[np.int64]
     basis: tuple[Basis, ...]
+    exchanged_s: NDArray[np.float64]
 
     def total(self, ops: Sequence[int] | NDArray[np.int64] | None = None) -> TotalSeconds:
         """Forward and backward of some ops (default: all), each counted once."""
@@ -104,11 +107,17 @@ class OpPrices:
         whole = self.total()
         factor = (whole.low_s if end == "low" else whole.high_s) / whole.seconds if whole.seconds else 1.0
         columns = self._columns() * factor
-        return self._with(columns, columns, columns, self.again_s * factor)
+        return self._with(columns, columns, columns, self.again_s * factor, self.exchanged_s * factor)
 
     def slowed(self, factor: float) -> OpPrices:
         """The prices on a device where everything takes ``factor`` times as long."""
-        return self._with(self._columns() * factor, self.low_s * factor, self.high_s * factor, self.again_s * factor)
+        return self._with(
+            self._columns() * factor,
+            self.low_s * factor,
+            self.high_s * factor,
+            self.again_s * factor,
+            self.exchanged_s * factor,
+        )
 
     def _columns(self) -> NDArray[np.float64]:
         return np.stack([self.forward_s, self.backward_s, self.accumulate_s], axis=1)
@@ -119,8 +128,9 @@ class OpPrices:
         low_s: NDArray[np.float64],
         high_s: NDArray[np.float64],
         again_s: NDArray[np.float64],
+        exchanged_s: NDArray[np.float64],
     ) -> OpPrices:
-        for each in (columns, low_s, high_s, again_s):
+        for each in (columns, low_s, high_s, again_s, exchanged_s):
             each.setflags(write=False)
         return replace(
             self,
@@ -130,6 +140,7 @@ class OpPrices:
             again_s=again_s,
             low_s=low_s,
             high_s=high_s,
+            exchanged_s=exchanged_s,
         )
 
 
@@ -173,17 +184,21 @@ def gather_prices(
     runs_backward = np.array([op.phase == "backward" for op in graph.ops], bool)
     again = [(stop - 1, computed_again(graph, start, stop)) for start, stop in graph.recompute]
 
-    def columns(parts: Sequence[OpSeconds], exchanged_s: Sequence[float]) -> NDArray[np.float64]:
+    def columns(parts: Sequence[OpSeconds], exchanged_s: Sequence[float] | None) -> NDArray[np.float64]:
         rows = [(part.forward_s, part.backward_s, part.accumulate_s) for part in parts]
         table = np.array(rows, np.float64).reshape(-1, 3)[class_of] * slowdown
         table[runs_backward, 1], table[runs_backward, 0] = table[runs_backward, 0], 0.0
-        add_exchanges(table, exchanges, np.array(exchanged_s, np.float64))
+        if exchanged_s is not None:
+            add_exchanges(table, exchanges, np.array(exchanged_s, np.float64))
         for last, ops in again:
             table[last, 1] += table[ops.start : ops.stop, 0].sum()
         table.setflags(write=False)
         return table
 
-    seconds = columns([price.seconds for price in prices], [item.seconds for item in exchanges])
+    own = [price.seconds for price in prices]
+    seconds = columns(own, [item.seconds for item in exchanges])
+    exchanged = (seconds - columns(own, None))[:, :2] if exchanges else np.zeros((len(seconds), 2))
+    exchanged.setflags(write=False)
     again_s = np.zeros(len(seconds))
     for last, ops in again:
         again_s[last] = seconds[ops.start : ops.stop, 0].sum()
@@ -200,6 +215,7 @@ def gather_prices(
         high_s=columns([price.high for price in prices], [item.high_s for item in exchanges]),
         group=groups[class_of],
         basis=tuple(prices[index].basis for index in class_of),
+        exchanged_s=exchanged,
     )
 
 

@@ -24,6 +24,7 @@ class Breakdown:
     """Seconds of one step of the busiest rank; they add up to the step time."""
 
     compute_s: float
+    inside_s: float
     bubble_s: float
     communication_s: float
     exchange_s: float
@@ -33,6 +34,7 @@ class Breakdown:
         """Seconds by the names that people read."""
         return {
             "compute": self.compute_s,
+            "exchange inside of passes": self.inside_s,
             "bubble": self.bubble_s,
             "exposed communication": self.communication_s,
             "exposed exchange": self.exchange_s,
@@ -163,7 +165,8 @@ def rank_simulation(
 def _break_down(simulation: Simulation, rank: int) -> Breakdown:
     seconds = simulation.ranks[rank]
     return Breakdown(
-        compute_s=seconds.forward_s + seconds.backward_s,
+        compute_s=seconds.forward_s + seconds.backward_s - seconds.exchanged_inside_s,
+        inside_s=seconds.exchanged_inside_s,
         bubble_s=seconds.idle_s - seconds.exposed_communication_s,
         communication_s=seconds.exposed_communication_s - seconds.exposed_exchange_s,
         exchange_s=seconds.exposed_exchange_s,

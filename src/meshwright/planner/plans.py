@@ -15,6 +15,8 @@ from meshwright.spec.plan import name_stages
 # Step times whose difference is below this share are called equal in words: the simulator's clock ticks in ps, people
 # do not.
 _EQUAL_SHARE = 1e-6
+# What only keeps events apart (`simulator.pricing`) is nothing to people.
+_SHORTEST_TOLD_S = 1e-9
 # Plans with more stages are described by ranges instead of stage by stage.
 MAX_STAGES_IN_WORDS = 6
 
@@ -49,7 +51,7 @@ class Plans:
         Keys: ``place``, ``plan`` (in words), ``num_stages``, ``replicas`` (per stage), ``num_microbatches``,
         ``microbatch_size``, ``schedule``, ``step_time_s``, ``samples_per_s``, ``peak_memory_bytes`` (of the fullest
         rank), ``bubble_share``, ``mfu_share``, ``estimate_s``, and the terms of the breakdown: ``compute_s``,
-        ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``.
+        ``inside_s`` (exchanges inside of passes), ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``.
         """
         return [_row(place, item) for place, item in enumerate(self.ranked, 1)]
 
@@ -188,7 +190,7 @@ def _step_line(item: RankedPlan) -> str:
     parts = ", ".join(
         f"{name} {format_seconds(seconds)} ({format_percent(seconds / item.step_time_s, 0)})"
         for name, seconds in item.breakdown.terms().items()
-        if seconds > 0
+        if seconds >= _SHORTEST_TOLD_S
     )
     return f"Step of rank {item.busiest_rank}, the busiest: {parts}."
 

@@ -250,6 +250,7 @@ def _with_abandoned(
             prices,
             duration_ps=np.append(prices.duration_ps, list(took_ps.values())),
             host_ps=np.append(prices.host_ps, prices.host_ps[usual]),
+            exchanged_ps=None,
             allocate_bytes=np.concatenate([prices.allocate_bytes, prices.allocate_bytes[usual]]),
             free_bytes=np.concatenate([prices.free_bytes, prices.free_bytes[usual]]),
         ),

@@ -6,6 +6,7 @@ Pipelines that are alike are simulated once (`folding`). The steady step is the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -14,6 +15,7 @@ from meshwright.cost import CostModel
 from meshwright.program import Fold, build_folded_program, build_placed_program, build_program
 from meshwright.simulator.engine import Contention, check_contention
 from meshwright.simulator.folding import breaks_symmetry, find_fold
+from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.op_spans import expand_ops
 from meshwright.simulator.prices import Prices
 from meshwright.simulator.pricing import price_program
@@ -40,6 +42,7 @@ from meshwright.spec import (
     to_seconds,
 )
 from meshwright.spec.sharding import Sharding
+from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 Detail = Literal["instructions", "ops"]
 DETAILS: tuple[Detail, ...] = get_args(Detail)
@@ -152,16 +155,31 @@ def _simulate(program: Program, prices: Prices, num_steps: int, contention: Cont
         steady = timeline if num_steps >= needed else record_spans(program, run(needed))
         window = step_window(steady.step, steady.end_ps, averaged, drains=drains)
     parts = (dict(zip(prices.memory_parts, row, strict=True)) for row in memory.peak_parts_bytes.tolist())
+    inside_s = _exchanged_inside(program, prices)
     return _Outcome(
         run=shown,
         timeline=timeline,
         memory=tuple(PeakMemory(parts=item) for item in parts),
         step_time_s=to_seconds(window[1] - window[0]) / averaged / program.body_steps,
         seconds=tuple(
-            item.per_step(program.body_steps)
-            for item in rank_seconds(steady, window[1] - window[0], _window_steps(steady, averaged, drains))
+            replace(item.per_step(program.body_steps), exchanged_inside_s=each)
+            for item, each in zip(
+                rank_seconds(steady, window[1] - window[0], _window_steps(steady, averaged, drains)),
+                inside_s,
+                strict=True,
+            )
         ),
     )
+
+
+def _exchanged_inside(program: Program, prices: Prices) -> list[float]:
+    """Seconds of a step in which the computations of each rank wait for what they exchange."""
+    if prices.exchanged_ps is None:
+        return [0.0] * program.num_ranks
+    ranks = np.repeat(rank_of_streams(program), np.diff(program.body.stream_offsets))
+    total_ps = np.bincount(ranks, prices.exchanged_ps[prices.body.cost_class], program.num_ranks)
+    found: list[float] = (total_ps / (PICOSECONDS_PER_SECOND * program.body_steps)).tolist()
+    return found
 
 
 def _window_steps(timeline: Timeline, count: int, drains: bool) -> range:

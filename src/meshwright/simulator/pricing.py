@@ -69,11 +69,12 @@ def price_program(
         )
     pricer = _Pricer(program, plan, graph, cost, fold)
     sections = {name: pricer.price_section(section) for name, section in program.sections()}
-    durations, host, takes, frees = zip(*pricer.classes, strict=True)
+    durations, host, exchanged, takes, frees = zip(*pricer.classes, strict=True)
     route_offsets, route_links, num_links = pricer.routes.table()
     return Prices(
         duration_ps=np.array(durations, np.int64),
         host_ps=np.array(host, np.int64),
+        exchanged_ps=np.array(exchanged, np.int64),
         allocate_bytes=np.stack(takes),
         free_bytes=np.stack(frees),
         memory_parts=MEMORY_PARTS,
@@ -131,8 +132,8 @@ class _Pricer:
         self._served_bytes = served_bytes(program)
         self._placed = PlacedRanks(plan, graph, stages) if isinstance(plan, Placement) else None
         self.routes = Routes(cost.cluster)
-        # Per class: duration and host time in ps, bytes taken and freed.
-        self.classes: list[tuple[int, int, Bytes, Bytes]] = []
+        # Per class: duration, host time and what is exchanged within in ps, bytes taken and freed.
+        self.classes: list[tuple[int, int, int, Bytes, Bytes]] = []
 
     def resident_bytes(self, rank: int, order: NDArray[np.int64]) -> Bytes:
         """What a rank holds all the time; ``order`` as of `compute_orders`."""
@@ -174,15 +175,17 @@ class _Pricer:
         match Opcode(opcode):
             case Opcode.FORWARD:
                 in_forward = placed.keep_handed_on(stage, in_use.forward) if placed else in_use.forward
-                return self._add(costs.forward_s, 0.0, in_forward), -1
+                return self._add(costs.forward_s, 0.0, in_forward, costs.exchanged_s[0]), -1
             case Opcode.BACKWARD_INPUT:
-                return self._add(costs.inputs_s, 0.0, in_use.inputs), -1
+                exchanged_s = costs.exchanged_s[1] - costs.exchanged_s[2]
+                return self._add(costs.inputs_s, 0.0, in_use.inputs, exchanged_s), -1
             case Opcode.BACKWARD | Opcode.BACKWARD_WEIGHT:
                 is_whole = opcode == Opcode.BACKWARD
                 part = costs.backward if is_whole else costs.weights
                 seconds = part.seconds if place & FIRST else part.later_s
                 bytes_in_use = (in_use.backwards if is_whole else in_use.weights)[place]
-                return self._add(seconds + costs.fill_s * bool(place & LAST), 0.0, bytes_in_use), -1
+                seconds += costs.fill_s * bool(place & LAST)
+                return self._add(seconds, 0.0, bytes_in_use, costs.exchanged_s[1 if is_whole else 2]), -1
             case Opcode.STASH:
                 return self._add(costs.stash_s, 0.0, (in_use.stash, by_part({}))), -1
             case Opcode.DROP:
@@ -240,8 +243,8 @@ class _Pricer:
         ready, whole = (part.ready_s, part.seconds) if place & FIRST else (part.later_ready_s, part.later_s)
         return min(to_picoseconds(ready[bucket]), to_picoseconds(whole + costs.fill_s)), 0
 
-    def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes]) -> int:
-        self.classes.append((to_picoseconds(seconds), to_picoseconds(host_s), *in_use))
+    def _add(self, seconds: float, host_s: float, in_use: tuple[Bytes, Bytes], exchanged_s: float = 0.0) -> int:
+        self.classes.append((to_picoseconds(seconds), to_picoseconds(host_s), to_picoseconds(exchanged_s), *in_use))
         return len(self.classes) - 1
 
 

@@ -33,7 +33,10 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeconds:
-    """Seconds of one rank within a steady step."""
+    """Seconds of one rank within a steady step.
+
+    ``exchanged_inside_s``: of forwards and backwards, what is waiting for exchanges of split ops and shared states.
+    """
 
     forward_s: float
     backward_s: float
@@ -43,6 +46,7 @@ class RankSeconds:
     exchange_s: float
     exposed_exchange_s: float
     idle_s: float
+    exchanged_inside_s: float = 0.0
 
     def per_step(self, num_steps: int) -> RankSeconds:
         """Those of one of so many steps, of which these are the seconds."""
@@ -116,7 +120,7 @@ class Simulation:
         return tuple(item.total_bytes for item in self.memory)
 
 
-_COLUMNS = tuple(field.name for field in fields(RankSeconds))
+_COLUMNS = tuple(field.name for field in fields(RankSeconds) if field.name != "exchanged_inside_s")
 # The column of what computes, by opcode; then what moves, and of that the collectives.
 _MOVES, _EXCHANGES = 3, 4
 _COLUMN_OF_OPCODE = np.full(len(Opcode), _MOVES, np.int8)

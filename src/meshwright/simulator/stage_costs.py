@@ -49,7 +49,8 @@ class BackwardSeconds:
 class StageCosts:
     """Seconds of a stage's instructions on one device kind: whole backwards, or gradients of inputs and of weights.
 
-    ``stash_s`` copies the trained weights, ``merge_s`` adds the updates of other replicas to them.
+    ``stash_s`` copies the trained weights, ``merge_s`` adds the updates of other replicas to them. ``exchanged_s`` are
+    the parts of a forward, a backward and its part for weights in which the rank waits for what it exchanges in them.
     """
 
     forward_s: float
@@ -60,6 +61,7 @@ class StageCosts:
     stash_s: float
     merge_s: float
     fill_s: float
+    exchanged_s: tuple[float, float, float]
 
 
 class OpSeconds(NamedTuple):
@@ -67,7 +69,8 @@ class OpSeconds(NamedTuple):
 
     ``weights`` is the part of ``backward`` that may wait, ``accumulate`` comes on top from the second microbatch on.
     ``host_s`` is the host's time for a forward, for a backward or its part for inputs, and for that for weights; it
-    comes before the ops. ``fill_s`` by bucket; ``first_uses`` as in `_first_uses`.
+    comes before the ops. ``fill_s`` by bucket; ``first_uses`` as in `_first_uses`. ``exchanged``, of shape (ops, 2), is
+    what of forward and backward is waiting for other ranks.
     """
 
     forward: Floats
@@ -77,6 +80,7 @@ class OpSeconds(NamedTuple):
     host_s: tuple[float, float, float]
     fill_s: dict[int, float]
     first_uses: dict[int, int]
+    exchanged: Floats
 
 
 def op_seconds(
@@ -105,6 +109,7 @@ def op_seconds(
         host_s=(cost.overhead_s * issued[0], cost.overhead_s * issued[1], cost.overhead_s * issued[2]),
         fill_s={bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets},
         first_uses=_first_uses(graph, stage, buckets),
+        exchanged=prices.exchanged_s[ops] + np.stack([waits_forward_s, waits_backward_s], axis=1),
     )
 
 
@@ -147,7 +152,13 @@ def stage_costs(
         # Two passes, each as long as a copy: the own updates out of the sum, and the rest into the weights.
         merge_s=2 * copy_s + cost.overhead_s,
         fill_s=sum(seconds.fill_s.values()),
+        exchanged_s=_exchanged_seconds(graph, stage, seconds.exchanged),
     )
+
+
+def _exchanged_seconds(graph: Graph, stage: StageSlice, exchanged: Floats) -> tuple[float, float, float]:
+    forward_s, backward_s = exchanged.sum(axis=0).tolist()
+    return forward_s, backward_s, float(exchanged[:, 1] @ weights_shares(graph)[np.array(stage.ops, np.int64)])
 
 
 def _summed_with_replicas(stage: StageSlice, buckets: tuple[Bucket, ...], shards: StateShards) -> set[int]:
