@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from meshwright.report.settings import SYSTEMS, export_orders, split
-from meshwright.spec import GradientExchange, OpPlacement, Optimizer, Plan, PlanError, Sharding
+from meshwright.report.settings import SYSTEMS, export_orders, ranks_per_node, split
+from meshwright.spec import GradientExchange, OpPlacement, Optimizer, Plan, PlanError, Sharding, load_cluster
 from tests.report.plans import PLANS, SPLITS, plan_of, split_of
 from tests.report.test_settings import check_documented, export, export_or_none, flat
 
@@ -240,6 +240,12 @@ def test_a_vocabulary_that_the_ranks_do_not_divide():
     assert "pads" not in " ".join(item.reason for item in export("megatron", SPLITS["tensor"]).unsaid)
 
 
+def test_teams_fill_their_nodes():
+    plan = split_of(WIDE, tensor=8)
+    assert ranks_per_node(plan, load_cluster("2x8xH100")) == (8, 8)
+    assert export("accelerate", plan).values["num_machines"] == 2
+
+
 def test_zero_of_a_single_replica_shares_nothing():
     alone = plan_of([(0, 34)], [[0]])
     for system in SYSTEMS:
@@ -317,6 +323,7 @@ def test_split_plans_on_processors():
         (replace(DATA, exchange=GradientExchange(clip_norm=True)), "another way"),
         (replace(STAGES, stages=(replace(STAGES.stages[0], feeds=(1,)), STAGES.stages[1])), "stages.feeds = "),
         (split_of(WIDE, tensor=2, placements=(OpPlacement(op="head"),)), "sharding.placements = "),
+        (split_of(WIDE, expert=2), "sharding.expert = 2"),
     ],
 )
 def test_what_no_export_says_is_refused(system, plan, words):
@@ -423,6 +430,8 @@ def check_axes(plan):
         assert tensor * stages * replicas == plan.num_devices
         samples = values["train_micro_batch_size_per_gpu"] * values["gradient_accumulation_steps"] * replicas
         assert samples == plan.workload.global_batch == values.get("train_batch_size", samples)
+        # DeepSpeed checks the total against all devices where AutoTP splits ops, and takes none there.
+        assert ("train_batch_size" in values) == ("tensor_parallel" not in values)
     if (accelerate := export_or_none("accelerate", plan)) is not None:
         values = accelerate.values
         assert values["num_processes"] == plan.num_devices
