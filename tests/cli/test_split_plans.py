@@ -88,7 +88,7 @@ def test_what_cannot_be_split_is_refused(run, options, message):
     assert message in error
 
 
-def test_a_split_plan_is_not_run_and_not_said_in_other_words(run, tmp_path):
+def test_a_split_plan_is_not_run(run, tmp_path):
     path = tmp_path / "layout"
     code, out, _ = run(*PLAN[:-1], "--tensor", 2, "--out", path)
     assert code == 0
@@ -96,9 +96,33 @@ def test_a_split_plan_is_not_run_and_not_said_in_other_words(run, tmp_path):
     code, _, error = run("run", path / "plan.json")
     assert code != 0
     assert "splits ops over devices (tensor 2), which can only be simulated" in error
-    code, _, error = run("show", path / "plan.json", "--as", "megatron")
-    assert code != 0
-    assert "splits ops over devices" in error
+
+
+def test_a_split_plan_is_said_in_other_words_or_refused(run, tmp_path):
+    path = tmp_path / "plan.json"
+    options = ["--stages", 1, "--tensor", 2, "--context", 2, "--zero", 1, "--recompute", "full"]
+    assert run(*PLAN, *options, "--out", path)[0] == 0
+    code, out, _ = run("show", path, "--as", "megatron")
+    assert code == 0
+    for line in (
+        "--tensor-model-parallel-size 2",
+        "--context-parallel-size 2",
+        "--use-distributed-optimizer",
+        "--recompute-granularity full",
+    ):
+        assert line in out
+    # What runs again is in the graph, which this system needs for nothing else.
+    code, out, _ = run("show", path, "--as", "accelerate", "--json")
+    assert code == 0
+    found = json.loads(out)["values"]
+    assert found["num_processes"] == 8
+    assert found["megatron_lm_config"]["megatron_lm_recompute_granularity"] == "full"
+    code, _, error = run("show", path, "--as", "deepspeed")
+    assert code == 1
+    assert "Plan without --context" in error
+    code, _, error = run("show", path, "--as", "torch-csv")
+    assert code == 0
+    assert "tensor 2, context 2 (keys and values in a ring)" in error
 
 
 def test_a_team_that_the_cluster_has_not_is_refused(run):

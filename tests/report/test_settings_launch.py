@@ -173,5 +173,5 @@ def test_slurm_refuses_nodes_that_differ(folder):
 
 
 def test_a_plan_larger_than_its_cluster_is_refused():
-    with pytest.raises(PlanError, match="uses 3 ranks"):
+    with pytest.raises(PlanError, match="uses 3 devices"):
         ranks_per_node(plan_of(3), load_cluster("2xcpu"))

@@ -26,11 +26,10 @@ def show_settings(value: Any, document: str, graph_file: Path | None, system: Sy
     if system == "torch-csv":
         _show(_orders(value), as_json)
         return
-    # Only a cut needs the layers' names, and Megatron-LM the number of blocks.
-    named = len(value.stages) > 1 or system == "megatron" or graph_file is not None
-    graph = graph_to_show(value, document, graph_file, f"--as {system}") if named else None
-    names = [layer.name for layer in graph.layers] if graph is not None else []
-    _show(export_settings(system, value, load_cluster(value.cluster), names), as_json)
+    # Only a cut and what runs again need the layers, and Megatron-LM the number of blocks.
+    needed = len(value.stages) > 1 or bool(value.recompute) or system == "megatron" or graph_file is not None
+    graph = graph_to_show(value, document, graph_file, f"--as {system}") if needed else None
+    _show(export_settings(system, value, load_cluster(value.cluster), graph), as_json)
 
 
 def _orders(plan: Plan) -> Settings:

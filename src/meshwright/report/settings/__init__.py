@@ -4,7 +4,7 @@
 system, with what that system cannot express; `export_orders` the orders of its ranks in those of torch's pipelining.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from meshwright.report.settings.accelerate import export_accelerate
 from meshwright.report.settings.deepspeed import export_deepspeed
@@ -14,7 +14,7 @@ from meshwright.report.settings.megatron import export_megatron
 from meshwright.report.settings.orders import export_orders
 from meshwright.report.settings.settings import Settings, Unsaid, notes
 from meshwright.report.settings.torchtitan import export_torchtitan
-from meshwright.spec import Cluster, Plan, PlanError, suggest
+from meshwright.spec import Cluster, Graph, Plan, PlanError, suggest
 
 SYSTEMS: dict[str, Callable[[Facts], Settings]] = {
     "accelerate": export_accelerate,
@@ -24,14 +24,14 @@ SYSTEMS: dict[str, Callable[[Facts], Settings]] = {
 }
 
 
-def export_settings(system: str, plan: Plan, cluster: Cluster, layer_names: Sequence[str] = ()) -> Settings:
-    """A plan as settings of another system (a key of `SYSTEMS`); ``layer_names`` are those of the plan's graph.
+def export_settings(system: str, plan: Plan, cluster: Cluster, graph: Graph | None = None) -> Settings:
+    """A plan as settings of another system (a key of `SYSTEMS`); its graph is needed as in `gather_facts`.
 
     Raises PlanError for a system that is not known and for a plan that it cannot express at all.
     """
     if system not in SYSTEMS:
         raise PlanError(f"No settings are written for {system!r}{suggest(system, SYSTEMS)}.")
-    return SYSTEMS[system](gather_facts(plan, cluster, layer_names))
+    return SYSTEMS[system](gather_facts(plan, cluster, graph))
 
 
 __all__ = [

@@ -1,21 +1,29 @@
 """accelerate: a configuration file for ``accelerate launch --config_file``.
 
-One stage is plain data parallelism (MULTI_GPU, MULTI_CPU, or NO for one rank). A pipeline is only to be had through its
-Megatron-LM plugin. Names and meanings: accelerate 1.15, accelerate/commands/config/config_args.py (ClusterConfig) and
-the arguments of ``accelerate launch``; models with a plugin: accelerate/utils/dataclasses.py (MegatronLMPlugin).
+    plain       one stage of whole ops: MULTI_GPU, MULTI_CPU, or NO for one process
+    FSDP        one stage under ZeRO 2 and 3, by FSDP2; with a parallelism_config where ops are split, too
+    Megatron    everything else: pipelines, split ops, ZeRO 1, only to be had through the Megatron-LM plugin
+
+Names and meanings: accelerate 1.15, accelerate/commands/config/config_args.py (ClusterConfig) and the arguments of
+``accelerate launch``; models with a plugin and what it does unasked: accelerate/utils/dataclasses.py
+(MegatronLMPlugin); meshes: accelerate/parallelism_config.py.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.report.settings.facts import Facts, StageParts, describe_stages, require_blocks, require_transformer
 from meshwright.report.settings.launch import DEFAULT_PORT
+from meshwright.report.settings.megatron import recompute_words, require_adam, unsaid_split
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
+from meshwright.report.settings.split import require_even_tokens, unsaid_states_of_context
 from meshwright.spec import PlanError
 
 SYSTEM, VERSION = "accelerate", "1.15"
+PLUGIN = "accelerate, through Megatron-LM,"
+COMM_STRATEGIES = {"ring": "alltoall", "all_gather": "allgather"}
 
 
 def export_accelerate(facts: Facts) -> Settings:
@@ -27,7 +35,7 @@ def export_accelerate(facts: Facts) -> Settings:
         "mixed_precision": "bf16" if plan.workload.precision == "bfloat16" else "no",
         "use_cpu": facts.is_cpu,
         "debug": False,
-        "num_processes": plan.num_ranks,
+        "num_processes": plan.num_devices,
         "num_machines": facts.num_nodes,
         "machine_rank": 0,
         "rdzv_backend": "static",
@@ -36,8 +44,11 @@ def export_accelerate(facts: Facts) -> Settings:
     }
     if facts.num_nodes > 1:
         values |= {"main_process_ip": "NODE0", "main_process_port": DEFAULT_PORT}
-    if facts.num_stages > 1:
-        values["megatron_lm_config"] = _pipeline(facts)
+    way = _way(facts)
+    if way == "megatron":
+        values["megatron_lm_config"] = _megatron(facts)
+    elif way == "fsdp":
+        values |= _fsdp(facts)
     fill_in, unsaid = _fill_in(facts), _unsaid(facts)
     start = "accelerate launch --config_file accelerate.yaml your_script.py"
     return Settings(
@@ -52,33 +63,83 @@ def export_accelerate(facts: Facts) -> Settings:
     )
 
 
+def _way(facts: Facts) -> Literal["plain", "fsdp", "megatron"]:
+    if facts.num_stages == 1 and facts.zero >= 2:
+        return "fsdp"
+    is_plain = facts.num_stages == 1 and facts.zero == 0 and facts.plan.sharding.width == 1
+    return "plain" if is_plain else "megatron"
+
+
 def _distributed_type(facts: Facts) -> str:
-    if facts.num_stages > 1:
-        if facts.is_cpu:
-            raise PlanError(
-                "accelerate makes pipelines only through Megatron-LM, which trains on GPUs; this plan of "
-                f"{facts.num_stages} stages is for {facts.plan.cluster!r}. A plan of one stage can be expressed "
-                "(`meshwright plan --stages 1`)."
-            )
-        return "MEGATRON_LM"
+    way = _way(facts)
+    if way != "plain" and facts.is_cpu:
+        what = "pipelines, split ops and shared states only through Megatron-LM, which trains on GPUs"
+        if way == "fsdp":
+            what = "shared gradients only through FSDP, which it starts on GPUs"
+        raise PlanError(
+            f"accelerate makes {what}; this plan is for {facts.plan.cluster!r}. A plan of one stage of whole ops with "
+            "nothing shared can be expressed (`meshwright plan --stages 1`)."
+        )
+    if way != "plain":
+        return {"fsdp": "FSDP", "megatron": "MEGATRON_LM"}[way]
     if facts.plan.num_ranks == 1:
         return "NO"
     return "MULTI_CPU" if facts.is_cpu else "MULTI_GPU"
 
 
-def _pipeline(facts: Facts) -> dict[str, Any]:
-    require_transformer(facts, "Megatron-LM, through which accelerate makes pipelines,")
-    stages = require_blocks(facts, "accelerate, through Megatron-LM,")
+def _fsdp(facts: Facts) -> dict[str, Any]:
+    sharding = facts.plan.sharding
+    if sharding.sequence_parallel:
+        raise PlanError(
+            "accelerate splits tokens between split products only through Megatron-LM, which has no setting for ZeRO 2 "
+            "and 3 there. Plan with --zero 1, or without --sequence-parallel."
+        )
+    require_even_tokens(facts, SYSTEM)
     values: dict[str, Any] = {
-        "megatron_lm_tp_degree": 1,
-        "megatron_lm_pp_degree": facts.num_stages,
-        "megatron_lm_num_micro_batches": facts.microbatches_per_replica,
-        "megatron_lm_sequence_parallelism": False,
-        "megatron_lm_recompute_activations": False,
-        "megatron_lm_use_distributed_optimizer": False,
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": facts.zero == 3,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_activation_checkpointing": facts.again.is_full,
+        }
     }
-    if not facts.is_even and _last_stage_differs_alone(stages):
-        values["megatron_lm_decoder_last_pipeline_num_layers"] = stages[-1].num_blocks
+    if sharding.width > 1:
+        values["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": 1,
+            "parallelism_config_dp_shard_size": facts.num_replicas,
+            "parallelism_config_tp_size": sharding.tensor,
+            "parallelism_config_cp_size": sharding.context,
+            "parallelism_config_cp_comm_strategy": COMM_STRATEGIES[sharding.context_method],
+        }
+    return values
+
+
+def _megatron(facts: Facts) -> dict[str, Any]:
+    require_transformer(facts, "Megatron-LM, through which accelerate makes pipelines, split ops and ZeRO 1,")
+    if facts.zero >= 2:
+        raise PlanError(
+            f"The plan shares gradients out by ZeRO {facts.zero} in {facts.num_stages} stages; accelerate has FSDP for "
+            "one stage, and Megatron-LM's pipelines with ZeRO 1. Plan with --zero 1, or --stages 1."
+        )
+    require_even_tokens(facts, PLUGIN)
+    require_adam(facts, PLUGIN)
+    sharding = facts.plan.sharding
+    # The plugin's own default of the context axis is 2.
+    values: dict[str, Any] = {
+        "megatron_lm_tp_degree": sharding.tensor,
+        "megatron_lm_pp_degree": facts.num_stages,
+        "megatron_lm_context_parallel_size": sharding.context,
+        "megatron_lm_num_micro_batches": facts.microbatches_per_replica,
+        "megatron_lm_sequence_parallelism": sharding.sequence_parallel,
+        "megatron_lm_use_distributed_optimizer": facts.zero == 1,
+    }
+    again = recompute_words(facts, PLUGIN)
+    if again is not None and again["granularity"] == "full":
+        values |= {f"megatron_lm_recompute_{name.replace('-', '_')}": value for name, value in again.items()}
+    if facts.num_stages > 1:
+        stages = require_blocks(facts, PLUGIN)
+        if not facts.is_even and _last_stage_differs_alone(stages):
+            values["megatron_lm_decoder_last_pipeline_num_layers"] = stages[-1].num_blocks
     return values
 
 
@@ -90,13 +151,42 @@ def _fill_in(facts: Facts) -> tuple[str, ...]:
     items = []
     if facts.num_nodes > 1:
         items.append("main_process_ip: name or address of node 0; machine_rank: 0, 1, ... on the nodes")
-    count = facts.microbatches_per_replica
-    if facts.num_stages == 1 and count > 1:
+    way, count = _way(facts), facts.microbatches_per_replica
+    if way != "megatron" and count > 1:
         items.append(f"in the script: Accelerator(gradient_accumulation_steps={count})")
     items.append(f"in the script: batches of {facts.plan.microbatch_size} per process, the optimizer, the model")
-    if facts.num_stages > 1:
-        items.append("a model of transformers that the plugin knows (gpt2, llama, megatron-bert, t5)")
+    if way == "megatron":
+        items += _fill_in_megatron(facts)
+    elif facts.again.kind != "nothing" and not (way == "fsdp" and facts.again.is_full):
+        items.append(f"in the script: torch.utils.checkpoint around {facts.again.describe()}")
+    if way == "fsdp":
+        items += _fill_in_fsdp(facts)
     return tuple(items)
+
+
+def _fill_in_megatron(facts: Facts) -> list[str]:
+    items = ["a model of transformers that the plugin knows (gpt2, llama, megatron-bert, t5)"]
+    again = recompute_words(facts, PLUGIN)
+    if again is None or again["granularity"] == "selective":
+        granularity = None if again is None else "selective"
+        words = {"recompute_granularity": granularity, "recompute_method": None, "recompute_num_layers": None}
+        items.append(
+            f"in the script: Accelerator(megatron_lm_plugin=MegatronLMPlugin(other_megatron_args={words})), for the "
+            "plugin computes every block again by default, and no value of the file says otherwise"
+        )
+    if facts.plan.sharding.width > 1:
+        items.append("the environment: CUDA_DEVICE_MAX_CONNECTIONS=1, required on GPUs before Blackwell")
+    return items
+
+
+def _fill_in_fsdp(facts: Facts) -> list[str]:
+    sharding = facts.plan.sharding
+    items = ["fsdp_transformer_layer_cls_to_wrap: the class of a block, for a model that is not of transformers"]
+    if sharding.tensor > 1:
+        items.append("in the script: from_pretrained(..., tp_plan='auto') on the mesh of the Accelerator")
+    if sharding.context > 1:
+        items.append("in the script: every forward within accelerator.maybe_context_parallel(...)")
+    return items
 
 
 def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
@@ -114,9 +204,10 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
             )
         if plan.schedule != "1f1b":
             items.append(Unsaid(what=f"schedule {plan.schedule}", reason="Megatron-LM flushes with 1F1B only"))
+    items += _unsaid_split(facts)
     if facts.num_stages > 1 and facts.rank_order != "stage-major":
         items.append(Unsaid(what="order of the ranks", reason="replicas of a stage are neighbours"))
-    if facts.num_replicas > 1:
+    if facts.num_replicas > 1 and facts.zero < 2:
         items.append(_unsaid_exchange(facts))
     items += [
         Unsaid(
@@ -128,9 +219,9 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
         items.append(
             Unsaid(
                 what="parameters and gradients of two bytes",
-                reason="autocast keeps both in float32"
-                if facts.num_stages == 1
-                else "Megatron-LM sums gradients in float32",
+                reason="Megatron-LM sums gradients in float32"
+                if _way(facts) == "megatron"
+                else "autocast and FSDP keep both in float32",
             )
         )
     if plan.workload.precision == "float64":
@@ -138,10 +229,29 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
     return tuple(items)
 
 
+def _unsaid_split(facts: Facts) -> list[Unsaid]:
+    sharding, way = facts.plan.sharding, _way(facts)
+    if way == "megatron":
+        items = unsaid_split(facts)
+        if sharding.context > 1 and sharding.context_method == "all_gather":
+            items.append(
+                Unsaid(what="keys and values gathered", reason="the plugin's Megatron-LM sends them round a ring")
+            )
+        return items
+    if way == "plain":
+        return []
+    items = unsaid_states_of_context(facts, SYSTEM)
+    if sharding.tensor > 1:
+        items.append(
+            Unsaid(what="which products are split, and how", reason="it is the tp_plan of the model, in transformers")
+        )
+    return items
+
+
 def _unsaid_exchange(facts: Facts) -> Unsaid:
     exchange = facts.plan.exchange
     what = f"gradient buckets of {exchange.bucket_bytes:,} bytes" + ("" if exchange.overlap else " after backward")
-    if facts.num_stages > 1:
+    if _way(facts) == "megatron":
         return Unsaid(what=what, reason="the plugin has no setting for Megatron-LM's buckets")
     hint = f"DistributedDataParallelKwargs(bucket_cap_mb={max(exchange.bucket_bytes // 2**20, 1)})"
     reason = f"pass {hint} to Accelerator" if exchange.overlap else "DDP always overlaps them with backward"

@@ -2,9 +2,11 @@
 
     train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x replicas
 
-With a pipeline, gradient_accumulation_steps is the number of microbatches of a pipeline. Names and meanings: DeepSpeed
-0.19.8, deepspeed/runtime/config.py, runtime/pipe/module.py (partition_method), runtime/pipe/topology.py (order of the
-ranks), runtime/engine.py (allreduce_gradients; get_data_types: with bf16, gradients are
+With a pipeline, gradient_accumulation_steps is the number of microbatches of a pipeline. Ops are split by AutoTP
+(tensor_parallel.autotp_size); stages are too, by the layers of the script. Names and meanings: DeepSpeed
+0.19.8, deepspeed/runtime/config.py, runtime/zero/config.py, runtime/tensor_parallel/config.py, runtime/pipe/module.py
+(partition_method, checkpointable_layers), runtime/pipe/topology.py (order of the ranks), runtime/pipe/engine.py (no
+ZeRO 2 and 3), runtime/engine.py (allreduce_gradients; overlap of a pipeline; get_data_types: with bf16, gradients are
 summed and reduced in two bytes), runtime/bf16_optimizer.py (states shared among replicas).
 """
 
@@ -15,6 +17,7 @@ from typing import Any
 
 from meshwright.report.settings.facts import Facts, describe_stages
 from meshwright.report.settings.settings import Settings, Unsaid
+from meshwright.report.settings.split import describe_axes, unsaid_early_stop
 from meshwright.spec import PlanError
 
 SYSTEM, VERSION = "DeepSpeed", "0.19.8"
@@ -27,14 +30,24 @@ def export_deepspeed(facts: Facts) -> Settings:
         raise PlanError(
             "DeepSpeed trains in float32, float16 or bfloat16, not in float64. Plan with another precision."
         )
+    _refuse(facts)
     values: dict[str, Any] = {
         "train_batch_size": plan.workload.global_batch,
         "train_micro_batch_size_per_gpu": plan.microbatch_size,
         "gradient_accumulation_steps": facts.microbatches_per_replica,
         "optimizer": _optimizer(facts),
         "bf16": {"enabled": plan.workload.precision == "bfloat16"},
-        "zero_optimization": {"stage": 0},
+        "zero_optimization": _zero(facts),
     }
+    if facts.zero and plan.workload.optimizer.kind != "adamw":
+        # Of the optimizers of plans it has tested AdamW only, and refuses others unless told so.
+        values["zero_allow_untested_optimizer"] = True
+    if uses_autotp(facts):
+        # AutoTP's devices count as replicas here, and a total that disagrees is an error.
+        del values["train_batch_size"]
+        values["tensor_parallel"] = {"autotp_size": plan.sharding.tensor}
+    if facts.num_stages > 1 and facts.again.is_full:
+        values["pipeline"] = {"activation_checkpoint_interval": 1}
     if plan.workload.precision == "bfloat16":
         # The default too, and without ZeRO the only one that it takes (engine.py, _do_optimizer_sanity_check).
         values["data_types"] = {"grad_accum_dtype": "bf16"}
@@ -44,11 +57,46 @@ def export_deepspeed(facts: Facts) -> Settings:
         file_name="ds_config.json",
         values=values,
         text=json.dumps(values, indent=2) + "\n",
-        start=f"deepspeed your_script.py --deepspeed_config ds_config.json   (world size {plan.num_ranks})",
+        start=f"deepspeed your_script.py --deepspeed_config ds_config.json   (world size {plan.num_devices})",
         fill_in=_fill_in(facts),
         unsaid=_unsaid(facts),
         has_comments=False,
     )
+
+
+def _refuse(facts: Facts) -> None:
+    """Raise PlanError for what neither a key nor the usual script of DeepSpeed can say."""
+    sharding = facts.plan.sharding
+    if sharding.context > 1:
+        raise PlanError(
+            "DeepSpeed splits sequences by exchanging heads of attention (Ulysses), and has no rings of keys and "
+            "values. Plan without --context; --as megatron and --as torchtitan can say it."
+        )
+    if uses_autotp(facts) and sharding.sequence_parallel:
+        raise PlanError(
+            "DeepSpeed's AutoTP keeps tokens whole between split products. Plan without --sequence-parallel; --as "
+            "megatron and --as torchtitan can say it."
+        )
+    if facts.num_stages > 1 and facts.zero >= 2:
+        raise PlanError(
+            f"The plan shares gradients out by ZeRO {facts.zero} in {facts.num_stages} stages; DeepSpeed's pipeline "
+            "refuses ZeRO 2 and 3. Plan with --zero 1, or --stages 1."
+        )
+
+
+def uses_autotp(facts: Facts) -> bool:
+    """Whether a key of the configuration splits ops; in a pipeline the script's layers do."""
+    return facts.plan.sharding.tensor > 1 and facts.num_stages == 1
+
+
+def _zero(facts: Facts) -> dict[str, Any]:
+    exchange = facts.plan.exchange
+    if facts.zero == 0:
+        return {"stage": 0}
+    if facts.zero >= 2:
+        return {"stage": facts.zero, "overlap_comm": True}
+    overlap = {"overlap_comm": exchange.overlap} if facts.num_stages == 1 else {}
+    return {"stage": 1, "reduce_bucket_size": facts.bucket_elements, **overlap}
 
 
 def _optimizer(facts: Facts) -> dict[str, Any]:
@@ -61,13 +109,40 @@ def _optimizer(facts: Facts) -> dict[str, Any]:
 def _fill_in(facts: Facts) -> tuple[str, ...]:
     items = ["the learning rate: optimizer.params.lr"]
     if facts.num_stages > 1:
-        method = "'uniform'" if is_uniform(facts) else "..."
+        items += _fill_in_pipeline(facts)
+    elif facts.again.kind != "nothing":
+        items.append(f"in the script: deepspeed.checkpointing.checkpoint around {facts.again.describe()}")
+    if uses_autotp(facts):
         items.append(
-            f"in the script: PipelineModule(layers, num_stages={facts.num_stages}, partition_method={method}) with "
-            f"the {facts.plan.stages[-1].stop} layers of `meshwright show` as its list; no key of the configuration "
-            "makes a pipeline"
+            "a model that AutoTP knows how to split, of transformers or by tensor_parallel.partition_config; the same "
+            f"samples on all {facts.plan.sharding.tensor} devices of a replica"
         )
     return tuple(items)
+
+
+def _fill_in_pipeline(facts: Facts) -> list[str]:
+    sharding = facts.plan.sharding
+    method = "'uniform'" if is_uniform(facts) else "..."
+    mesh = f"num_stages={facts.num_stages}"
+    if sharding.tensor > 1:
+        mesh = (
+            f"topology=PipeModelDataParallelTopology(num_pp={facts.num_stages}, num_mp={sharding.tensor}, "
+            f"num_dp={facts.num_replicas})"
+        )
+    again = ", checkpointable_layers=[name of the block's class]" if facts.again.is_full else ""
+    items = [
+        f"in the script: PipelineModule(layers, {mesh}, partition_method={method}{again}) with the "
+        f"{facts.plan.stages[-1].stop} layers of `meshwright show` as its list; no key of the configuration makes a "
+        "pipeline"
+    ]
+    if sharding.tensor > 1:
+        items.append(
+            f"layers that split their ops over the ranks of the model axis: {describe_axes(sharding)}; no key of the "
+            "configuration splits those of a pipeline"
+        )
+    if facts.again.kind != "nothing" and not facts.again.is_full:
+        items.append(f"in the layers: deepspeed.checkpointing.checkpoint around {facts.again.describe()}")
+    return items
 
 
 def is_uniform(facts: Facts) -> bool:
@@ -91,7 +166,8 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
             items.append(Unsaid(what=f"schedule {plan.schedule}", reason="DeepSpeed's pipeline runs 1F1B only"))
     if facts.rank_order != "stage-major":
         items.append(Unsaid(what="order of the ranks", reason="replicas of a stage are neighbours in DeepSpeed"))
-    if facts.num_replicas > 1:
+    items += _unsaid_split(facts)
+    if facts.num_replicas > 1 and facts.zero == 0:
         overlap = ", overlapping with backward" if plan.exchange.overlap else ""
         items.append(
             Unsaid(
@@ -99,7 +175,8 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
                 reason="without ZeRO gradients are reduced after backward in buckets of a fixed 500,000,000 elements",
             )
         )
-    if plan.workload.precision == "bfloat16" and facts.num_stages > 1 and facts.num_replicas > 1:
+    is_copied = facts.num_stages > 1 and facts.num_replicas > 1 and facts.zero == 0
+    if plan.workload.precision == "bfloat16" and is_copied:
         items.append(
             Unsaid(
                 what="master weights and optimizer states whole on every replica",
@@ -107,3 +184,35 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
             )
         )
     return tuple(items)
+
+
+def _unsaid_split(facts: Facts) -> list[Unsaid]:
+    plan, items = facts.plan, []
+    if facts.zero == 1 and facts.num_stages > 1 and plan.exchange.overlap:
+        items.append(Unsaid(what="sums that overlap with backward", reason="DeepSpeed's pipeline sums after it"))
+    if facts.zero >= 2:
+        way = (
+            "keeps parameters whole and gathers them once per step"
+            if facts.zero == 2
+            else "gathers module by module, ahead by stage3_prefetch_bucket_size elements"
+        )
+        items.append(
+            Unsaid(
+                what="parameters gathered and gradients scattered block by block",
+                reason=f"DeepSpeed {way}, and scatters gradients in buckets of reduce_bucket_size elements",
+            )
+        )
+    if uses_autotp(facts):
+        items += [
+            Unsaid(
+                what=f"a total of {plan.workload.global_batch} samples",
+                reason="with AutoTP DeepSpeed counts every device as a replica in train_batch_size, which is left out",
+            ),
+            Unsaid(
+                what="an embedding and a loss that are split over the vocabulary",
+                reason="AutoTP splits the products of blocks, and others only where the model's own plan says so",
+            ),
+        ]
+    if facts.again.kind == "layers":
+        items.append(unsaid_early_stop(SYSTEM))
+    return items

@@ -1,23 +1,23 @@
 """What every other system is told about a plan: a regular grid of pipelines, blocks of the stages, sizes of the model.
 
 Other systems lay a plan out as ``stages x replicas`` with the same replicas in every stage, each replica computing the
-same number of microbatches; a plan that is no such grid cannot be said in their words at all.
+same number of microbatches; a plan that is no such grid cannot be said in their words at all. A replica of a stage is
+a device, or the team of devices that a rank of a split plan stands for.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.report.settings.launch import ranks_per_node, uses_cpus
-from meshwright.spec import Cluster, Plan, PlanError, format_count
+from meshwright.report.settings.split import Again, find_again, refuse_unknown
+from meshwright.spec import Cluster, Graph, Plan, PlanError, format_count
 from meshwright.spec.codec import document_kind
 from meshwright.spec.parsing import read_data
-from meshwright.spec.plan import BASIC_SCHEDULES
 
 RankOrder = Literal["stage-major", "replica-major", "other"]
 # Families whose sizes are exported, and all that are built of transformer blocks.
@@ -41,8 +41,9 @@ class Facts:
     """A regular plan.
 
     ``stages`` are its blocks, or None where the layers are no row of blocks with one layer before and one after it (or
-    nobody named the layers). ``family`` is that of a shipped model or a shape file (``gpt``, ``resnet``), None for any
-    other model; ``shape`` are the sizes of a decoder, under the file's own names.
+    nobody gave the graph). ``again`` is what runs again in the backward. ``family`` is that of a shipped model or a
+    shape file (``gpt``, ``resnet``), None for any other model; ``shape`` are the sizes of a decoder, under the file's
+    own names.
     """
 
     plan: Plan
@@ -52,6 +53,7 @@ class Facts:
     rank_order: RankOrder
     layer_names: tuple[str, ...]
     stages: tuple[StageParts, ...] | None
+    again: Again
     family: str | None
     shape: dict[str, Any] | None
     is_cpu: bool
@@ -60,6 +62,11 @@ class Facts:
     def microbatches_per_replica(self) -> int:
         """Microbatches that one pipeline computes in a step."""
         return self.plan.num_microbatches // self.num_replicas
+
+    @property
+    def zero(self) -> int:
+        """What replicas share out (`GradientExchange.zero`); a single one shares nothing."""
+        return self.plan.exchange.zero if self.num_replicas > 1 else 0
 
     @property
     def bucket_elements(self) -> int:
@@ -79,19 +86,16 @@ class Facts:
         return self.shape["num_layers"] if self.shape else None
 
 
-def gather_facts(plan: Plan, cluster: Cluster, layer_names: Sequence[str] = ()) -> Facts:
-    """Collect the facts; ``layer_names`` are those of the plan's graph, needed for more than one stage.
+def gather_facts(plan: Plan, cluster: Cluster, graph: Graph | None = None) -> Facts:
+    """Collect the facts; the plan's graph is needed for more than one stage, and where something runs again.
 
-    Raises PlanError for a plan that is no regular grid, not for training, or larger than its cluster.
+    Raises PlanError for a plan that is no regular grid, not for training, or larger than its cluster, and for one that
+    decides what no export says.
     """
     replicas = [len(stage.ranks) for stage in plan.stages]
     if plan.workload.kind != "training":
         raise PlanError("The plan is for inference; settings are written for systems that train. Plan for training.")
-    if not plan.is_runnable:
-        raise PlanError(
-            f"The plan {plan.only_simulated}; settings are written for {', '.join(BASIC_SCHEDULES)} and your own "
-            "schedules, with one stage of whole ops on every rank. Plan so."
-        )
+    refuse_unknown(plan)
     if len(set(replicas)) > 1:
         raise PlanError(
             f"The stages have {', '.join(map(str, replicas))} replicas; other systems know only pipelines with the "
@@ -105,14 +109,16 @@ def gather_facts(plan: Plan, cluster: Cluster, layer_names: Sequence[str] = ()) 
             f"microbatches that {replicas[0]} divides (`meshwright plan -m`)."
         )
     family, sizes = read_shape(plan.model)
+    layer_names = () if graph is None else tuple(layer.name for layer in graph.layers)
     return Facts(
         plan=plan,
         num_nodes=len(ranks_per_node(plan, cluster)),
         num_stages=len(plan.stages),
         num_replicas=replicas[0],
         rank_order=_rank_order(plan),
-        layer_names=tuple(layer_names),
+        layer_names=layer_names,
         stages=_stage_parts(plan, layer_names),
+        again=find_again(plan, graph),
         family=family,
         shape={**sizes, **dict(plan.model_sizes)} if family in DECODERS else None,
         is_cpu=uses_cpus(plan, cluster),
@@ -173,7 +179,7 @@ def _rank_order(plan: Plan) -> RankOrder:
     return "other"
 
 
-def _stage_parts(plan: Plan, layer_names: Sequence[str]) -> tuple[StageParts, ...] | None:
+def _stage_parts(plan: Plan, layer_names: tuple[str, ...]) -> tuple[StageParts, ...] | None:
     """Stages in blocks, for layers ``entry, stem.0, ..., stem.n-1, exit``."""
     found = [_NUMBERED.fullmatch(name) for name in layer_names[1:-1]]
     blocks = [match for match in found if match is not None]

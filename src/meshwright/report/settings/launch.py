@@ -22,21 +22,24 @@ DEFAULT_PORT = 29500
 
 
 def ranks_per_node(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
-    """Ranks that each node starts; nodes without any are left out. Raises PlanError if the cluster is too small."""
-    if plan.num_ranks > cluster.num_ranks:
+    """Ranks that each node starts, one per device of the plan; nodes without any are left out.
+
+    Raises PlanError if the cluster is too small.
+    """
+    if plan.num_devices > cluster.num_ranks:
         raise PlanError(
-            f"The plan uses {plan.num_ranks} ranks, but cluster {cluster.name!r} has {cluster.num_ranks} devices. "
+            f"The plan uses {plan.num_devices} devices, but cluster {cluster.name!r} has {cluster.num_ranks}. "
             "Give a larger cluster or plan again for this one."
         )
     counts = [0] * len(cluster.nodes)
-    for rank in range(plan.num_ranks):
+    for rank in range(plan.num_devices):
         counts[cluster.node_index(rank)] += 1
     return tuple(count for count in counts if count)
 
 
 def uses_cpus(plan: Plan, cluster: Cluster) -> bool:
     """Whether all ranks compute on CPUs."""
-    return all("cpu" in cluster.device_kind(rank).name.lower() for rank in range(plan.num_ranks))
+    return all("cpu" in cluster.device_kind(rank).name.lower() for rank in range(plan.num_devices))
 
 
 def launch_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path) -> str:

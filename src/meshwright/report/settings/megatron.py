@@ -2,9 +2,13 @@
 
     --pipeline-model-parallel-size    stages           --micro-batch-size     samples of a microbatch
     --global-batch-size               samples a step   --pipeline-model-parallel-layout   the cut, where it is uneven
+    --tensor-model-parallel-size, --sequence-parallel, --context-parallel-size            axes of the split
+    --use-distributed-optimizer       ZeRO 1           --data-parallel-sharding-strategy  ZeRO 2 and 3, by Megatron-FSDP
+    --recompute-granularity           what runs again  --recompute-num-layers             blocks of each stage that do
 
 Replicas are what is left of the world size. Names and meanings: Megatron-LM, megatron/training/arguments.py of the
-release with megatron-core 0.16; rank orders: megatron/core/parallel_state.py (order "tp-cp-ep-dp-pp").
+release with megatron-core 0.16; rank orders: megatron/core/parallel_state.py (order "tp-cp-ep-dp-pp"); what goes with
+Megatron-FSDP: its user guide, docs.nvidia.com/megatron-core/developer-guide.
 """
 
 from __future__ import annotations
@@ -14,9 +18,17 @@ from typing import Any
 
 from meshwright.report.settings.facts import Facts, StageParts, require_blocks, require_transformer
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
+from meshwright.report.settings.split import (
+    leading_blocks,
+    require_even_tokens,
+    unsaid_early_stop,
+    unsaid_states_of_context,
+)
 from meshwright.spec import PlanError
 
 SYSTEM, VERSION = "Megatron-LM", "core 0.16"
+COMM_TYPES = {"ring": "p2p", "all_gather": "all_gather"}
+SHARDING_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
 def export_megatron(facts: Facts) -> Settings:
@@ -27,21 +39,24 @@ def export_megatron(facts: Facts) -> Settings:
             "Megatron-LM computes in float32, float16 or bfloat16, not in float64. Plan with --precision float32."
         )
     require_transformer(facts, SYSTEM)
-    values: dict[str, Any] = {"--tensor-model-parallel-size": 1, "--pipeline-model-parallel-size": facts.num_stages}
+    require_even_tokens(facts, SYSTEM)
+    require_adam(facts, SYSTEM)
+    values: dict[str, Any] = _axes(facts)
     if facts.num_stages > 1 and (layout := _layout(require_blocks(facts, SYSTEM))) is not None:
         values["--pipeline-model-parallel-layout"] = layout
     if facts.rank_order == "replica-major":
         values["--use-tp-pp-dp-mapping"] = True
     values |= {"--micro-batch-size": plan.microbatch_size, "--global-batch-size": plan.workload.global_batch}
     values |= _precision_and_optimizer(facts)
-    if facts.num_replicas > 1 and plan.exchange.overlap:
-        values |= {"--overlap-grad-reduce": True, "--ddp-bucket-size": facts.bucket_elements}
+    values |= _exchange(facts)
+    if (again := recompute_words(facts, SYSTEM)) is not None:
+        values |= {f"--recompute-{name}": value for name, value in again.items()}
     values |= _sizes(facts)
     fill_in = _fill_in(facts)
     unsaid = _unsaid(facts)
     start = (
         f"source megatron_args.sh; torchrun --nproc-per-node ... pretrain_gpt.py "
-        f'"${{MEGATRON_ARGS[@]}}" ...   (world size {plan.num_ranks})'
+        f'"${{MEGATRON_ARGS[@]}}" ...   (world size {plan.num_devices})'
     )
     text = comment([f"{SYSTEM} ({VERSION}): {plan.model}", *notes(start, fill_in, unsaid)])
     text += "MEGATRON_ARGS=(\n" + "".join(f"  {line}\n" for line in _lines(values)) + ")\n"
@@ -55,6 +70,77 @@ def export_megatron(facts: Facts) -> Settings:
         fill_in=fill_in,
         unsaid=unsaid,
     )
+
+
+def _axes(facts: Facts) -> dict[str, Any]:
+    sharding = facts.plan.sharding
+    values: dict[str, Any] = {
+        "--tensor-model-parallel-size": sharding.tensor,
+        "--pipeline-model-parallel-size": facts.num_stages,
+    }
+    if sharding.sequence_parallel:
+        values["--sequence-parallel"] = True
+    if sharding.context > 1:
+        values |= {
+            "--context-parallel-size": sharding.context,
+            "--cp-comm-type": COMM_TYPES[sharding.context_method],
+        }
+    return values
+
+
+def _exchange(facts: Facts) -> dict[str, Any]:
+    """Sums of gradients, and what replicas share out. Raises PlanError for ZeRO 2 and 3 in a pipeline."""
+    exchange = facts.plan.exchange
+    if facts.zero >= 2:
+        if facts.num_stages > 1:
+            raise PlanError(
+                f"The plan shares gradients out by ZeRO {facts.zero} in {facts.num_stages} stages; Megatron-FSDP is "
+                "documented with the tensor and context axes, not with pipelines. Plan with --zero 1, or --stages 1."
+            )
+        # The first five go together, says the user guide; the others let exchanges overlap, as the plan's do.
+        return {
+            "--use-megatron-fsdp": True,
+            "--data-parallel-sharding-strategy": SHARDING_STRATEGIES[facts.zero],
+            "--no-gradient-accumulation-fusion": True,
+            "--use-distributed-optimizer": True,
+            "--ckpt-format": "fsdp_dtensor",
+            "--overlap-grad-reduce": True,
+            "--overlap-param-gather": True,
+        }
+    values: dict[str, Any] = {}
+    if facts.num_replicas > 1 and exchange.overlap:
+        values |= {"--overlap-grad-reduce": True, "--ddp-bucket-size": facts.bucket_elements}
+    if facts.zero == 1:
+        values["--use-distributed-optimizer"] = True
+    return values
+
+
+def require_adam(facts: Facts, system: str) -> None:
+    """Raise PlanError for shared states of another optimizer (megatron/core/optimizer/distrib_optimizer.py)."""
+    optimizer = facts.plan.workload.optimizer
+    if facts.zero and optimizer.kind != "adamw":
+        raise PlanError(
+            f"The plan shares states out by ZeRO {facts.zero}; {system} can do so for Adam only, and the plan is for "
+            f"{optimizer.name}. Plan with --optimizer adamw, or --zero 0."
+        )
+
+
+def recompute_words(facts: Facts, system: str) -> dict[str, Any] | None:
+    """What runs again as granularity, method and num-layers; None for nothing. Raises PlanError for other choices."""
+    again = facts.again
+    if again.kind == "nothing":
+        return None
+    if again.kind == "scores":
+        return {"granularity": "selective"}
+    if again.is_full:
+        return {"granularity": "full", "method": "uniform", "num-layers": 1}
+    count = leading_blocks(facts)
+    if count is None:
+        raise PlanError(
+            f"The plan computes {again.describe()} again; {system} can compute every block again, or the first blocks "
+            "of every stage, equally many, or attention's scores. Plan with --recompute full, or name such layers."
+        )
+    return {"granularity": "full", "method": "block", "num-layers": count}
 
 
 def _layout(stages: tuple[StageParts, ...]) -> str | None:
@@ -113,6 +199,10 @@ def _sizes(facts: Facts) -> dict[str, Any]:
 
 def _fill_in(facts: Facts) -> tuple[str, ...]:
     items = ["data, tokenizer, --lr and --train-iters"]
+    if facts.zero >= 2:
+        items.append("the environment: CUDA_DEVICE_MAX_CONNECTIONS unset, as Megatron-FSDP asks for")
+    elif facts.plan.sharding.width > 1:
+        items.append("the environment: CUDA_DEVICE_MAX_CONNECTIONS=1, required on GPUs before Blackwell")
     if facts.shape is None:
         items.append(
             "the model: a transformer that Megatron-LM builds, by its sizes (--hidden-size, --num-attention-heads, "
@@ -127,7 +217,15 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
         items.append(Unsaid(what=f"schedule {plan.schedule}", reason="Megatron-LM flushes with 1F1B only"))
     if facts.rank_order == "other":
         items.append(Unsaid(what="order of the ranks", reason="replicas of a stage, or of a pipeline, are neighbours"))
-    if facts.num_replicas > 1 and not plan.exchange.overlap:
+    items += unsaid_split(facts)
+    if facts.zero == 2:
+        items.append(
+            Unsaid(
+                what="parameters gathered beside every forward",
+                reason="with optim_grads Megatron-FSDP keeps them whole and gathers them once per step",
+            )
+        )
+    if facts.num_replicas > 1 and facts.zero < 2 and not plan.exchange.overlap:
         items.append(
             Unsaid(
                 what=f"gradient buckets of {plan.exchange.bucket_bytes:,} bytes after backward",
@@ -144,6 +242,29 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
     if facts.is_cpu:
         items.append(Unsaid(what=f"devices of {plan.cluster}", reason="Megatron-LM trains on GPUs"))
     return tuple(items)
+
+
+def unsaid_split(facts: Facts) -> list[Unsaid]:
+    """What Megatron-LM does in its own way where ops are split, states are shared out or blocks run again."""
+    sharding, shape = facts.plan.sharding, facts.shape
+    items = unsaid_states_of_context(facts, "Megatron-LM")
+    if sharding.sequence_parallel and not sharding.regather:
+        items.append(
+            Unsaid(
+                what="inputs of split products kept whole",
+                reason="Megatron-LM keeps them split and gathers them again in backward: less memory, more traffic",
+            )
+        )
+    if shape is not None and (rest := shape["vocabulary"] % sharding.tensor):
+        items.append(
+            Unsaid(
+                what=f"a vocabulary of {shape['vocabulary']:,} in unequal parts",
+                reason=f"Megatron-LM pads it to {shape['vocabulary'] + sharding.tensor - rest:,}",
+            )
+        )
+    if facts.again.kind == "layers":
+        items.append(unsaid_early_stop("Megatron-LM"))
+    return items
 
 
 def _lines(values: dict[str, Any]) -> list[str]:

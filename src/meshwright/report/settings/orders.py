@@ -7,6 +7,7 @@ its default format "compute_only").
 from __future__ import annotations
 
 from meshwright.report.settings.settings import Settings, Unsaid
+from meshwright.report.settings.split import describe_axes, unknown_choices
 from meshwright.spec import Plan, format_count
 
 VERSION = "2.13"
@@ -35,6 +36,7 @@ def export_orders(plan: Plan, text: str, *, num_lines: int, num_pipelines: int, 
                 "reads it",
             )
         )
+    unsaid += _unsaid_split(plan)
     if plan.workload.kind == "inference":
         unsaid.append(Unsaid(what="inference", reason="the backwards stand in the file; torch leaves them out in eval"))
     count = plan.num_microbatches // num_pipelines
@@ -52,3 +54,28 @@ def export_orders(plan: Plan, text: str, *, num_lines: int, num_pipelines: int, 
         unsaid=tuple(unsaid),
         has_comments=False,
     )
+
+
+def _unsaid_split(plan: Plan) -> list[Unsaid]:
+    """What the modules of the stages have to be made for: an order says when they compute, not how."""
+    items = []
+    if not plan.sharding.is_whole:
+        items.append(
+            Unsaid(
+                what=describe_axes(plan.sharding),
+                reason=f"a line is what each of {plan.sharding.width} devices does; split the modules of the stages "
+                "(parallelize_module, context_parallel), and let a pipeline's ranks be those at one place of the mesh",
+            )
+        )
+    if plan.exchange.zero:
+        how = "ZeroRedundancyOptimizer" if plan.exchange.zero == 1 else "fully_shard, of which torch adds the gathers"
+        items.append(Unsaid(what=f"ZeRO {plan.exchange.zero}", reason=f"prepare the stages for it ({how})"))
+    if plan.recompute:
+        items.append(
+            Unsaid(
+                what=f"{format_count(len(plan.recompute), 'part')} of the model computed again",
+                reason="wrap the modules of the stages (torch.utils.checkpoint)",
+            )
+        )
+    items += [Unsaid(what=what, reason="a file says the order, and nothing else") for what in unknown_choices(plan)]
+    return items

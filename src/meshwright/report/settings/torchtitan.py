@@ -3,9 +3,12 @@
     parallelism.pipeline_parallel_degree            stages      parallelism.pipeline_parallel_microbatch_size
     parallelism.data_parallel_replicate_degree      replicas    parallelism.module_fqns_per_model_part   the cut
     training.local_batch_size, global_batch_size    samples of a replica (of one accumulation without stages), of all
+    parallelism.data_parallel_shard_degree          replicas that share by ZeRO 2 or 3 (fsdp_reshard_after_forward)
+    parallelism.tensor_parallel_degree, enable_sequence_parallel, context_parallel_degree      axes of the split
+    activation_checkpoint                           every block runs again, or nothing
 
-Names and meanings: torchtitan 0.3.0, torchtitan/config/configs.py and trainer.py; the mesh's order (stages outermost):
-torchtitan/distributed/parallel_dims.py.
+Names and meanings: torchtitan 0.3.0, torchtitan/config/configs.py and trainer.py; the mesh's order (stages outermost,
+tensor innermost): torchtitan/distributed/parallel_dims.py; units that are gathered: torchtitan/distributed/fsdp.py.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 from meshwright.report.settings.facts import Facts, StageParts, require_blocks
 from meshwright.report.settings.settings import Settings, Unsaid, comment, notes
+from meshwright.report.settings.split import require_even_tokens, unsaid_early_stop, unsaid_states_of_context
 from meshwright.spec import PlanError
 
 SYSTEM, VERSION = "torchtitan", "0.3.0"
@@ -21,6 +25,13 @@ FILE_NAME = "torchtitan_plan.py"
 # Models that both sides have: zoo name → config function in torchtitan.models.llama3.config_registry.
 SAME_MODELS = {"llama3-8b": "llama3_8b", "llama3-70b": "llama3_70b"}
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+RESHARD = {2: "never", 3: "always"}
+# The policy's name, and what makes it.
+FULL, FULL_IMPORT, FULL_CONFIG = (
+    "full",
+    "from torchtitan.distributed.activation_checkpoint import FullAC\n",
+    "FullAC.Config()",
+)
 
 
 def export_torchtitan(facts: Facts) -> Settings:
@@ -33,13 +44,25 @@ def export_torchtitan(facts: Facts) -> Settings:
             f"torchtitan has Adam, AdamW and Muon, but the plan is for {plan.workload.optimizer.name}. "
             "Plan with --optimizer adamw."
         )
-    values = {**_parallelism(facts), **_training(facts), "activation_checkpoint": None}
+    if facts.zero == 1:
+        raise PlanError(
+            "The plan shares optimizer states out by ZeRO 1; torchtitan's FSDP2 shares gradients, too. "
+            "Plan with --zero 2, or --zero 0."
+        )
+    if facts.again.kind != "nothing" and not facts.again.is_full:
+        raise PlanError(
+            f"The plan computes {facts.again.describe()} again; torchtitan can compute every block again, or choose "
+            "ops by rules of its own. Plan with --recompute full, or none."
+        )
+    require_even_tokens(facts, SYSTEM)
+    again = FULL if facts.again.is_full else None
+    values = {**_parallelism(facts), **_training(facts), "activation_checkpoint": again}
     base = SAME_MODELS.get(plan.model)
     fill_in = _fill_in(facts, base)
     unsaid = _unsaid(facts)
     start = (
         f"PYTHONPATH=. torchrun --nproc-per-node ... -m torchtitan.train --module {FILE_NAME.removesuffix('.py')} "
-        f"--config plan   (world size {plan.num_ranks})"
+        f"--config plan   (world size {plan.num_devices})"
     )
     return Settings(
         system=SYSTEM,
@@ -54,12 +77,21 @@ def export_torchtitan(facts: Facts) -> Settings:
 
 
 def _parallelism(facts: Facts) -> dict[str, Any]:
+    sharding, is_shared = facts.plan.sharding, facts.zero >= 2
     values: dict[str, Any] = {
-        "parallelism.data_parallel_replicate_degree": facts.num_replicas,
-        "parallelism.data_parallel_shard_degree": 1,
-        "parallelism.tensor_parallel_degree": 1,
+        "parallelism.data_parallel_replicate_degree": 1 if is_shared else facts.num_replicas,
+        "parallelism.data_parallel_shard_degree": facts.num_replicas if is_shared else 1,
+        "parallelism.tensor_parallel_degree": sharding.tensor,
+        "parallelism.context_parallel_degree": sharding.context,
         "parallelism.pipeline_parallel_degree": facts.num_stages,
     }
+    if sharding.tensor > 1:
+        values["parallelism.enable_sequence_parallel"] = sharding.sequence_parallel
+    if sharding.context > 1:
+        # The one for FlexAttention, which torchtitan's models have unless told otherwise.
+        values["parallelism.context_parallel_load_balancer"] = "ptrr"
+    if is_shared or sharding.context > 1:
+        values["parallelism.fsdp_reshard_after_forward"] = RESHARD.get(facts.zero, "never")
     if facts.num_stages > 1:
         values["parallelism.pipeline_parallel_schedule"] = SCHEDULES.get(facts.plan.schedule, "1F1B")
         values["parallelism.pipeline_parallel_microbatch_size"] = facts.plan.microbatch_size
@@ -105,6 +137,8 @@ def _fill_in(facts: Facts, base: str | None) -> tuple[str, ...]:
         )
         if facts.num_stages > 1:
             items.insert(1, "module names in module_fqns_per_model_part, if that model's differ from a decoder's")
+        if facts.plan.sharding.context > 1:
+            items.insert(1, "context_parallel_load_balancer 'headtail', if that model has no FlexAttention")
     return tuple(items)
 
 
@@ -114,7 +148,8 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
         items.append(Unsaid(what=f"schedule {plan.schedule}", reason="torchtitan has no such schedule; 1F1B is set"))
     if facts.rank_order != "stage-major":
         items.append(Unsaid(what="order of the ranks", reason="replicas of a stage are neighbours in torchtitan"))
-    if facts.num_replicas > 1:
+    items += _unsaid_split(facts)
+    if facts.num_replicas > 1 and facts.zero == 0:
         items.append(
             Unsaid(
                 what=f"gradient buckets of {plan.exchange.bucket_bytes:,} bytes"
@@ -132,15 +167,51 @@ def _unsaid(facts: Facts) -> tuple[Unsaid, ...]:
     return tuple(items)
 
 
+def _unsaid_split(facts: Facts) -> list[Unsaid]:
+    sharding, items = facts.plan.sharding, []
+    if facts.zero:
+        items.append(
+            Unsaid(
+                what="embedding and head gathered together",
+                reason="each is a unit of its own in torchtitan, with the last norm at the head",
+            )
+        )
+        items += unsaid_states_of_context(facts, SYSTEM)
+    elif sharding.context > 1:
+        items.append(
+            Unsaid(
+                what="parameters and states whole on every rank of the context axis",
+                reason="torchtitan always shares them out by FSDP2 there: less memory, more traffic",
+            )
+        )
+    if sharding.context > 1 and sharding.context_method == "ring":
+        items.append(Unsaid(what="keys and values sent round a ring", reason="torchtitan gathers them"))
+    if sharding.regather:
+        items.append(
+            Unsaid(
+                what="inputs of split products gathered again in backward",
+                reason="torchtitan keeps them whole: more memory, less traffic",
+            )
+        )
+    if facts.again.is_full:
+        items.append(unsaid_early_stop(SYSTEM))
+    return items
+
+
 def _module(model: str, base: str | None, values: dict[str, Any], lines: list[str]) -> str:
     source = (
         f"torchtitan.models.llama3.config_registry import {base}"
         if base
         else ("your_model.config_registry import your_config")
     )
-    assignments = "".join(f"    config.{name} = {value!r}\n" for name, value in values.items())
+    is_full = values["activation_checkpoint"] == FULL
+    written = {name: repr(value) for name, value in values.items()}
+    if is_full:
+        written["activation_checkpoint"] = FULL_CONFIG
+    assignments = "".join(f"    config.{name} = {value}\n" for name, value in written.items())
     return (
         comment([f"{SYSTEM} {VERSION}: {model}", *lines])
+        + (FULL_IMPORT if is_full else "")
         + f"from {source} as base\n\n\ndef plan():\n    config = base()\n"
         + assignments
         + "    return config\n"

@@ -1,0 +1,161 @@
+"""What other systems are told of how a plan splits ops, shares states out and computes again; what nobody is told of.
+
+Exports name what they say (`SAID`). A plan that decides anything else, by a field that is not what it is by default, is
+refused instead of said without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshwright.report.settings.settings import Unsaid
+from meshwright.spec import Graph, Plan, PlanError
+from meshwright.spec.exchange import GradientExchange
+from meshwright.spec.plan import BASIC_SCHEDULES, StagePlan
+from meshwright.spec.recompute import recompute_choices
+from meshwright.spec.sharding import UNSHARDED, Sharding
+from meshwright.spec.workload import Optimizer, Workload
+
+if TYPE_CHECKING:
+    from meshwright.report.settings.facts import Facts
+
+# Fields of a plan that every export says, lists as not expressed, or refuses by itself. Those without a default
+# are said by all.
+SAID: dict[type, frozenset[str]] = {
+    Plan: frozenset({"workload", "schedule", "schedule_hash", "exchange", "sharding", "recompute", "model_sizes"}),
+    StagePlan: frozenset(),
+    Workload: frozenset({"kind", "precision", "optimizer"}),
+    Optimizer: frozenset({"kind", "momentum"}),
+    GradientExchange: frozenset({"bucket_bytes", "overlap", "zero"}),
+    Sharding: frozenset({"tensor", "context", "sequence_parallel", "regather", "context_method"}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """What runs again in the backward: nothing, attention's scores, whole layers (``is_full``: every block), or ops."""
+
+    kind: Literal["nothing", "scores", "layers", "ops"] = "nothing"
+    layers: tuple[int, ...] = ()
+    is_full: bool = False
+
+    def describe(self) -> str:
+        """For people: ``every block``, ``layers 1, 2, 3``."""
+        if self.is_full:
+            return "every block"
+        words = {"nothing": "nothing", "scores": "attention's scores", "ops": "parts of layers"}
+        return words.get(self.kind) or f"layers {', '.join(map(str, self.layers))}"
+
+
+def unknown_choices(plan: Plan) -> tuple[str, ...]:
+    """What a plan decides that no export knows, as ``sharding.expert = 2``."""
+    return tuple(dict.fromkeys(_unknown(plan, "")))
+
+
+def _unknown(part: Any, place: str) -> Iterator[str]:
+    for item in fields(part):
+        value = getattr(part, item.name)
+        for inner in value if isinstance(value, tuple) else (value,):
+            if type(inner) in SAID:
+                yield from _unknown(inner, f"{item.name}.")
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        if default is not MISSING and value != default and item.name not in SAID[type(part)]:
+            yield f"{place}{item.name}" if is_dataclass(value) else f"{place}{item.name} = {value!r}"
+
+
+def refuse_unknown(plan: Plan) -> None:
+    """Raise PlanError for a plan that decides what no export says."""
+    plain = replace(plan, sharding=UNSHARDED, recompute=(), exchange=replace(plan.exchange, zero=0))
+    if plain.only_simulated:
+        raise PlanError(
+            f"The plan {plain.only_simulated}; settings are written for {', '.join(BASIC_SCHEDULES)} and your own "
+            "schedules, with one stage on every rank. Plan so."
+        )
+    if unknown := unknown_choices(plan):
+        raise PlanError(
+            f"The plan decides {', '.join(unknown)}, which settings of other systems do not say; without it they would "
+            "be those of another plan. Plan without it."
+        )
+
+
+def find_again(plan: Plan, graph: Graph | None) -> Again:
+    """What the plan's ranges of ops mean in its graph. Raises PlanError if there are some, but no graph."""
+    if not plan.recompute:
+        return Again()
+    if graph is None:
+        raise PlanError(
+            "The plan computes parts of its model again, as ranges of ops, which only its graph tells the meaning of. "
+            "Give the graph."
+        )
+    chosen = tuple(sorted(plan.recompute))
+    choices = recompute_choices(graph)
+    if chosen == choices["selective"]:
+        return Again(kind="scores")
+    place = {(layer.start, layer.stop): index for index, layer in enumerate(graph.layers)}
+    if not set(chosen) <= set(place):
+        return Again(kind="ops")
+    return Again(kind="layers", layers=tuple(place[item] for item in chosen), is_full=chosen == choices["full"])
+
+
+def describe_axes(sharding: Sharding) -> str:
+    """The axes with their details, for somebody who has to make them: ``context 2 (keys and values in a ring)``."""
+    details = []
+    if sharding.sequence_parallel:
+        details.append(f"inputs of products {'gathered again in backward' if sharding.regather else 'kept whole'}")
+    if sharding.context > 1:
+        details.append(f"keys and values {'in a ring' if sharding.context_method == 'ring' else 'gathered'}")
+    return sharding.describe() + (f" ({', '.join(details)})" if details else "")
+
+
+def leading_blocks(facts: Facts) -> int | None:
+    """N if exactly the first N blocks of every stage run again (all of a stage that has fewer), else None."""
+    if facts.again.kind != "layers" or facts.stages is None:
+        return None
+    counts = []
+    for (start, stop), parts in zip(facts.plan.bounds, facts.stages, strict=True):
+        chosen = [layer for layer in facts.again.layers if start <= layer < stop]
+        # The layer before the first block is layer 0.
+        if chosen != list(range(parts.first_block + 1, parts.first_block + 1 + len(chosen))):
+            return None
+        if len(chosen) > parts.num_blocks:
+            return None
+        counts.append((len(chosen), parts.num_blocks))
+    most = max(count for count, _ in counts)
+    return most if all(count == min(most, blocks) for count, blocks in counts) else None
+
+
+def require_even_tokens(facts: Facts, system: str) -> None:
+    """Raise PlanError for sequences that the ranks of the axes cannot share evenly, where their length is known."""
+    sharding = facts.plan.sharding
+    parts = (sharding.tensor if sharding.sequence_parallel else 1) * (
+        2 * sharding.context if sharding.context > 1 else 1
+    )
+    length = facts.shape["sequence_length"] if facts.shape is not None else parts
+    if length % parts:
+        raise PlanError(
+            f"{system} splits sequences into {parts} equal parts ({sharding.describe()}; two for each rank of the "
+            f"context axis), and {length} tokens are no multiple of that. Choose another --sequence-length, or other "
+            "sizes of the axes."
+        )
+
+
+def unsaid_states_of_context(facts: Facts, system: str, zero_from: int = 1) -> list[Unsaid]:
+    """Ranks that have other tokens of the same samples share states in systems, but not in plans."""
+    if facts.plan.sharding.context == 1 or facts.zero < zero_from:
+        return []
+    return [
+        Unsaid(
+            what="states whole on every rank of the context axis",
+            reason=f"{system} shares them among the ranks of this axis, too, which takes less memory",
+        )
+    ]
+
+
+def unsaid_early_stop(system: str) -> Unsaid:
+    """Systems that run all of a block again, of which plans leave out the end that no backward reads."""
+    return Unsaid(
+        what="the end of a block that no backward reads, left out when it runs again",
+        reason=f"{system} runs all of it again",
+    )
