@@ -103,6 +103,13 @@ def test_a_run_is_that_of_an_oracle_second_by_second(num_steps, slow, failures, 
     assert times.waiting_s == 0
 
 
+def test_a_billion_intervals_without_failures_go_by_at_once():
+    saving = Saving(interval_s=1e-3, save_s=1e-4)
+    times = follow_run(1e6, [Stretch(begin_s=0.0, step_s=1.0)], iter(()), saving)
+    assert times.num_saves == 999_999_999
+    assert times.wall_s == pytest.approx(1e6 + 999_999_999 * 1e-4)
+
+
 @pytest.mark.parametrize(("save", "restart", "mttf"), [(60, 300, 7200), (5, 0, 1000), (300, 600, 3600)])
 def test_runs_take_the_expected_time(save, restart, mttf):
     interval = young_interval(save, mttf)
