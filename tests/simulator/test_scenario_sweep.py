@@ -46,6 +46,21 @@ def test_each_case_is_that_plan_in_that_scenario(num_processes):
     assert sweep.figures[-1] == "error"
 
 
+def test_parts_of_lists_go_by_their_number():
+    changed, _ = change_case(PLAN, SCENARIO, {"plan.stages.0.stop": 3, "plan.stages.1.start": 3})
+    assert [(stage.start, stage.stop) for stage in changed.stages] == [(0, 3), (3, PLAN.stages[1].stop)]
+    assert change_case(PLAN, SCENARIO, {"slow-link.2.factor": 3})[1].effects[2].factor == 3
+
+
+def test_a_plan_of_another_precision_has_its_prices():
+    rows = sweep_cases([read_parameter("plan.workload.precision=float32,bfloat16")], PLAN, GRAPH, COST, Scenario()).rows
+    for row in rows:
+        precision = row["plan.workload.precision"]
+        plan = replace(PLAN, workload=replace(PLAN.workload, precision=precision))
+        cost = CostModel(cluster=COST.cluster, precision=precision)
+        assert row["step_time_s"] == simulate_scenario(plan, GRAPH, cost, Scenario()).simulation.step_time_s
+
+
 def test_seeds_and_units_are_parameters_too():
     jitter = Scenario(effects=(Jitter(spread=0.1), SCENARIO.effects[1]))
     parameters = [read_parameter("seed=0..2"), read_parameter("slow-link.bandwidth=1..4:2log GB/s")]
@@ -85,6 +100,19 @@ def test_values_are_read_as_in_documents():
         ("slow-link.3.factor=2", "slow-link.1.FIELD to slow-link.2.FIELD"),
         ("slow-link.2.bandwidth=2", "2 has no unit"),
         ("slow-device=2", "expected slow-device.FIELD"),
+        ("slow-device.².factor=2", "expected slow-device.FIELD"),
+        ("slow-device." + 5000 * "9" + ".factor=2", "expected slow-device.FIELD"),
+        ("plan=1", "expected plan.FIELD"),
+        ("plan.cluster=8xH100", "'plan.cluster' cannot be swept. All cases are about one cluster: give --cluster"),
+        ("plan.model=vgg16", "plan the other model"),
+        ("plan.model.x=1", "plan the other model"),
+        ("plan.model_sizes.0=1", "plan with other sizes"),
+        ("plan.graph_hash=0123456789abcdef", "plan the other graph"),
+        ("plan.schedule_hash=0123456789abcdef", "sweep plan.schedule"),
+        ("plan.num_microbatches.x=1", "4 has no parts"),
+        ("plan.stages.x.stop=4", "'x' stands where a number from 0 to 1 is expected"),
+        ("plan.stages.2.stop=4", "'2' stands where a number from 0 to 1 is expected"),
+        ("plan.stages.0.end=4", "unknown key 'end'"),
         ("seed=-1", "seed is -1"),
         ("factor", "names no values"),
         ("seed=", "names no values"),
