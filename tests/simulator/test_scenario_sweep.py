@@ -85,6 +85,8 @@ def test_ranges_are_the_numbers_between_their_ends(first, length, count):
 def test_values_are_read_as_in_documents():
     assert read_parameter("x=1,2.5,true,gpipe,8 h").values == (1, 2.5, True, "gpipe", "8 h")
     assert read_parameter("x=1..100:3log").values == (1, 10, 100)
+    assert read_parameter("x=1000000..1000002 h").values == ("1000000 h", "1000001 h", "1000002 h")
+    assert read_parameter("x=0..2.5:2 h").values == ("0 h", "2.5 h")
 
 
 @pytest.mark.parametrize(
@@ -119,12 +121,36 @@ def test_values_are_read_as_in_documents():
         ("seed=5..1", "are no range"),
         ("seed=0..9:0", "are no range"),
         ("seed=0..9:3log", "are no range"),
+        ("seed=0.." + 400 * "9", "are no range"),
+        ("seed=0.." + 400 * "9" + ":3", "are no range"),
+        ("slow-device.since=0..2.5 h", "expected 0..9 for whole numbers"),
+        ("slow-device.since=0.5..2.5 h", "expected 0..9 for whole numbers"),
+        ("slow-device.factor=2,3,2.0", "the value 2.0 was given more than once"),
+        ("slow-device.factor=1..1:3", "the value 1 was given more than once"),
+        ("slow-device.factor=inf", "factor: expected float, found 'inf'"),
+        ("slow-device.factor=" + 5000 * "9", "factor: expected float, found '999"),
         ("seed=0..1000000", "are no range|expected 1 to"),
     ],
 )
 def test_parameters_that_are_none_are_refused(text, words):
     with pytest.raises(MeshwrightError, match=words):
         sweep_cases([read_parameter(text)], PLAN, GRAPH, COST, SCENARIO)
+
+
+def test_values_that_cannot_be_are_cases_with_their_reason():
+    rows = sweep_cases([read_parameter("slow-device.factor=0,2,many,-1")], PLAN, GRAPH, COST, SCENARIO).rows
+    errors = [row.get("error") for row in rows]
+    assert errors[0].startswith("slow-device.factor=0: ")
+    assert errors[1] is None
+    assert errors[2].endswith("(slow-device).factor: expected float, found 'many'.")
+    assert errors[3].startswith("slow-device.factor=-1: ")
+
+
+def test_links_as_fast_as_usual_change_nothing():
+    scenario = Scenario(effects=(SlowLink(links=Links("inside nodes"), factor=4.0),))
+    rows = sweep_cases([read_parameter("slow-link.factor=0.5,1,2")], PLAN, GRAPH, COST, scenario).rows
+    assert rows[1]["step_time_s"] == simulate_scenario(PLAN, GRAPH, COST, Scenario()).simulation.step_time_s
+    assert rows[0]["step_time_s"] < rows[1]["step_time_s"] < rows[2]["step_time_s"]
 
 
 def test_a_parameter_is_swept_once():

@@ -1,6 +1,6 @@
 """The parameters of a sweep: their names, the values that they take, and plan and scenario with some of them set.
 
-    plan.num_microbatches=4,8,16        a field of the plan; of parts of it plan.exchange.bucket_bytes, plan.stages.0.stop
+    plan.num_microbatches=4,8,16        a field of the plan; of its parts plan.exchange.bucket_bytes, plan.stages.0.stop
     slow-device.factor=1..3:5           a field of the scenario's effect of that kind: five values from 1 to 3
     slow-link.2.bandwidth=1..16:5log GB/s   of the second effect of that kind, each so many times the one before
     seed=0..9                           whole numbers
@@ -10,8 +10,10 @@ A value is read as in a document, so it has its unit there.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +153,7 @@ def _values(text: str) -> list[Value]:
     try:
         first, last = float(match["first"]), float(match["last"])
         whole = match["count"] is None
-        if last < first or (whole and not (first.is_integer() and last.is_integer())):
+        if not first <= last < math.inf or (whole and not (first.is_integer() and last.is_integer())):
             raise ValueError
         count = int(last - first) + 1 if whole else int(match["count"])
         if count < 1 or count > MAX_CASES or (match["log"] and first <= 0):
@@ -171,9 +173,9 @@ def _values(text: str) -> list[Value]:
 def _value(text: str) -> Value:
     if text in ("true", "false"):
         return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
+    with suppress(ValueError):
+        return int(text)
+    with suppress(ValueError):
+        number = float(text)
+        return number if math.isfinite(number) else text
     return text

@@ -5,8 +5,7 @@ What parameters and values there are stands in `parameters`. A case that cannot 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -18,7 +17,7 @@ from meshwright.simulator.engine import Contention
 from meshwright.simulator.many import run_places
 from meshwright.simulator.plan import simulate_plan
 from meshwright.simulator.scenarios.outcome import Replan, simulate_scenario
-from meshwright.simulator.scenarios.parameters import MAX_CASES, Parameter, change_case
+from meshwright.simulator.scenarios.parameters import MAX_CASES, Parameter, Value, change_case
 from meshwright.simulator.scenarios.steps import NUM_SEEDS
 from meshwright.spec import Graph, MeshwrightError, Placement, Plan, PlanError, ScenarioError
 from meshwright.spec.scenario import Scenario
@@ -54,8 +53,8 @@ def sweep_cases(
 ) -> Sweep:
     """Simulate every combination of the parameters' values, the last parameter changing fastest, on all cores.
 
-    Raises ScenarioError for a parameter that the scenario has not, DocumentError for one that the plan has not or for
-    a value of another type than it is; each names the key.
+    A case that cannot be has its reason as ``error``. Raises MeshwrightError for a parameter of which no value can be:
+    one that plan and scenario have not, or of which all values are of another type than it is.
     """
     count = int(np.prod([len(parameter.values) for parameter in parameters], dtype=object))
     if not 1 <= count <= MAX_CASES or len({parameter.name for parameter in parameters}) < len(parameters):
@@ -64,10 +63,7 @@ def sweep_cases(
             f"{MAX_CASES}, and each parameter once."
         )
     for parameter in parameters:
-        for value in parameter.values:
-            # A plan may be impossible with one value and possible with others.
-            with suppress(PlanError):
-                change_case(plan, scenario, {parameter.name: value})
+        _check_values(parameter, plan, scenario)
     combinations = list(product(*(parameter.values for parameter in parameters)))
     names = [parameter.name for parameter in parameters]
     # What kinds of devices cost is asked once, before processes begin.
@@ -88,10 +84,33 @@ def sweep_cases(
                 replan=replan,
             )
         except MeshwrightError as error:
-            return {**values, "error": str(error)}
+            return {**values, "error": f"{_words(values)}: {error}"}
         return {**values, **outcome.row()}
 
     return Sweep(parameters=tuple(parameters), rows=tuple(run_places(run, count, num_processes)))
+
+
+def _check_values(parameter: Parameter, plan: Plan | Placement, scenario: Scenario) -> None:
+    """Raise the first error of a parameter of which no value can be, nor is to be had; and for a value given twice."""
+    again = [value for place, value in enumerate(parameter.values) if value in parameter.values[:place]]
+    if again:
+        raise ScenarioError(f"{parameter.name}: the value {again[0]} was given more than once. Give each value once.")
+    errors = list[MeshwrightError]()
+    for value in parameter.values:
+        values = {parameter.name: value}
+        try:
+            change_case(plan, scenario, values)
+            return
+        except PlanError:
+            # A plan may be impossible with one value and possible with another parameter's.
+            return
+        except MeshwrightError as error:
+            errors.append(type(error)(f"{_words(values)}: {error}"))
+    raise errors[0]
+
+
+def _words(values: Mapping[str, Value]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def _prices_for(plan: Plan | Placement, usual: CostModel) -> CostModel:
