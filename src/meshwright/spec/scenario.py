@@ -146,7 +146,7 @@ class Jitter:
     def __post_init__(self) -> None:
         _check(
             self.KIND,
-            spread=(0, self.spread, 10),
+            spread=(0, self.spread, 2),
             straggler_probability=(0, self.straggler_probability, 1),
             straggler_factor=(1e-3, self.straggler_factor, 1e6),
         )
