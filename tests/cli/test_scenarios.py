@@ -96,8 +96,31 @@ def test_cases_that_cannot_be_are_told_with_their_reason(planned):
     assert code == 0
     assert "1 of 2 cases could not be simulated; plan.num_microbatches=3: A global batch of 16" in out
     rows = list(csv.DictReader(Path("cases.csv").read_text().splitlines()))
-    assert [bool(row["error"]) for row in rows] == [False, True]
+    assert rows[0]["error"] == ""
+    assert rows[1]["error"].startswith("plan.num_microbatches=3: A global batch of 16")
     assert rows[1]["step_time_s"] == ""
+
+
+@pytest.mark.parametrize("how", [(), ("--json",), ("--figure", "mfu")])
+def test_a_sweep_of_which_no_case_can_be_has_failed(planned, how):
+    options = ("--sweep", "plan.num_microbatches=3,5", "--out", "cases.csv", "--plot", "cases.svg")
+    code, out, err = planned("simulate", "plan.json", *options, *how)
+    assert (code, err) == (1, "")
+    assert "plan.num_microbatches=3: A global batch of 16" in out
+    assert [bool(row["error"]) for row in csv.DictReader(Path("cases.csv").read_text().splitlines())] == [True, True]
+    assert not Path("cases.svg").exists()
+
+
+def test_names_of_strangers_are_printed_as_they_are(planned):
+    price = '[[effects]]\nkind = "price"\nper_hour = 1.0\ncurrency = "[/z]"\n'
+    Path("odd.toml").write_text(HEAD + 'name = "[/x] [red]a"\n' + price)
+    code, out, err = planned("simulate", "plan.json", "--scenario", "odd.toml", "--run-steps", "10")
+    assert (code, err) == (0, "")
+    assert "Scenario [/x] [red]a: 1 [/z] per device and hour." in " ".join(out.split())
+    assert "At 4 [/z] per hour" in out
+    code, out, _ = planned("simulate", "plan.json", "--scenario", "odd.toml", "--sweep", "price.currency=EUR,[/y]")
+    assert code == 0
+    assert "[/y]" in out
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from meshwright.cost import CostModel
 from meshwright.simulator import simulate_plan
 from meshwright.simulator.plan import program_of
 from meshwright.simulator.pricing import price_program
-from meshwright.simulator.scenarios import JitteredSteps, has_jitter
+from meshwright.simulator.scenarios import JitteredSteps, apply_scenario, has_jitter
 from meshwright.simulator.scenarios.noise import draw_factors, jitter_factors
 from meshwright.simulator.unroll import unroll
-from meshwright.spec import Opcode, ProgramError, load_cluster
+from meshwright.spec import MeshwrightError, Opcode, ProgramError, load_cluster
 from meshwright.spec.quantities import BytesPerSecond, Seconds
-from meshwright.spec.scenario import Jitter, Scenario, SlowLink
+from meshwright.spec.scenario import Jitter, Scenario, SlowDevice, SlowLink
 from meshwright.spec.selectors import Devices, Links
 from tests.simulator.plans import small_cluster
 from tests.simulator.test_scenario_machines import GRAPH, plan_on
@@ -29,8 +29,6 @@ LATE = Jitter(spread=0.1, straggler_probability=0.05, straggler_factor=3.0, per=
 
 def instant_cost(devices):
     """Links that take no time worth telling."""
-    from meshwright.simulator.scenarios import apply_scenario
-
     free = SlowLink(links=Links("inside nodes"), bandwidth=BytesPerSecond(1e18), latency=Seconds(0))
     return apply_scenario(CostModel(cluster=small_cluster(devices=devices)), Scenario(effects=(free,)))
 
@@ -165,3 +163,21 @@ def test_only_what_is_random_is_jitter():
 def test_too_few_steps_or_seeds_are_refused(counts):
     with pytest.raises(ProgramError, match="expected one seed or more, and 5 to"):
         JitteredSteps(plan_on(2, 2), GRAPH, COST, Scenario(effects=(LATE,))).time_steps(*counts)
+
+
+@pytest.mark.parametrize("longest_s", [1e-3, 1e4, 3e5, 1e6, 1e8])
+@pytest.mark.parametrize("contention", ["queued", "fair"])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (4, 1)])
+def test_steps_longer_than_the_clock_can_tell_are_refused(shape, contention, longest_s):
+    """2^63 ps are 107 days: 100 steps of 1e4 s can be told, of 3e5 s they cannot."""
+    plan = plan_on(*shape)
+    usual = simulate_plan(plan, GRAPH, COST.cluster, cost=COST, contention=contention).step_time_s
+    slow = SlowDevice(devices=Devices("all"), factor=min(1e6, longest_s / usual))
+    cost = apply_scenario(COST, Scenario(effects=(slow,)))
+    late = Jitter(straggler_probability=1.0, straggler_factor=max(1.0, longest_s / usual / 1e6), per="step")
+    steps = JitteredSteps(plan, GRAPH, cost, Scenario(effects=(late,)), contention=contention)
+    if longest_s < 3e5:
+        assert steps.time_steps(num_seeds=1).rows()["mean_s"] == pytest.approx(longest_s, rel=0.9)
+        return
+    with pytest.raises(MeshwrightError, match=r"longer than 2.63 ps|more than a simulation can hold"):
+        steps.time_steps(num_seeds=1)

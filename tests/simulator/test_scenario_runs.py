@@ -103,6 +103,13 @@ def test_a_run_is_that_of_an_oracle_second_by_second(num_steps, slow, failures, 
     assert times.waiting_s == 0
 
 
+def test_a_billion_intervals_without_failures_go_by_at_once():
+    saving = Saving(interval_s=1e-3, save_s=1e-4)
+    times = follow_run(1e6, [Stretch(begin_s=0.0, step_s=1.0)], iter(()), saving)
+    assert times.num_saves == 999_999_999
+    assert times.wall_s == pytest.approx(1e6 + 999_999_999 * 1e-4)
+
+
 @pytest.mark.parametrize(("save", "restart", "mttf"), [(60, 300, 7200), (5, 0, 1000), (300, 600, 3600)])
 def test_runs_take_the_expected_time(save, restart, mttf):
     interval = young_interval(save, mttf)
@@ -114,6 +121,41 @@ def test_runs_take_the_expected_time(save, restart, mttf):
         for seed in range(60)
     ]
     assert np.mean(walls) == pytest.approx(expected_seconds(work, interval, save, restart, mttf), rel=0.01)
+
+
+def run_row(*effects, num_seeds=40, steps=1_000_000):
+    scenario = Scenario(effects=effects)
+    return simulate_scenario(PLAN, GRAPH, COST, scenario, run_steps=steps, num_seeds=num_seeds).run.row()
+
+
+def test_the_expected_time_that_is_told_is_that_of_the_runs():
+    """With repairs of several lengths, of which some are as long as the time between failures."""
+    save = Checkpoints(cost=Seconds(30 * STEP_S), restart=Seconds(100 * STEP_S), interval=Seconds(400 * STEP_S))
+    often = Failures(mttf=Seconds(12_000 * STEP_S), repair=Seconds(300 * STEP_S))
+    long = Failures(mttf=Seconds(8_000 * STEP_S), repair=Seconds(3000 * STEP_S), of="node")
+    for effects in ((often, save), (long, save), (often, long, save)):
+        row = run_row(*effects)
+        error = row["run_seed_spread_s"] / math.sqrt(40)
+        assert error < 0.01 * row["run_s"]
+        assert row["expected_run_s"] == pytest.approx(row["run_s"], abs=3 * error)
+
+
+@pytest.mark.parametrize(
+    "effects",
+    [
+        (Failures(mttf=Seconds(9000 * STEP_S), shape=0.8),),
+        (Failures(times=(Seconds(9000 * STEP_S),)), Failures(mttf=Seconds(9000 * STEP_S))),
+        (
+            Failures(mttf=Seconds(9000 * STEP_S)),
+            SlowDevice(devices=Devices("all"), factor=2.0, since=Seconds(100 * STEP_S)),
+        ),
+    ],
+)
+def test_no_time_is_expected_where_the_closed_form_does_not_hold(effects):
+    save = Checkpoints(cost=Seconds(STEP_S), interval=Seconds(100 * STEP_S))
+    row = run_row(*effects, save, num_seeds=1, steps=1000)
+    assert "young_interval_s" in row
+    assert "expected_run_s" not in row
 
 
 @given(st.floats(1e-4, 3), st.floats(1, 1e6))

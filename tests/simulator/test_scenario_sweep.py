@@ -46,6 +46,21 @@ def test_each_case_is_that_plan_in_that_scenario(num_processes):
     assert sweep.figures[-1] == "error"
 
 
+def test_parts_of_lists_go_by_their_number():
+    changed, _ = change_case(PLAN, SCENARIO, {"plan.stages.0.stop": 3, "plan.stages.1.start": 3})
+    assert [(stage.start, stage.stop) for stage in changed.stages] == [(0, 3), (3, PLAN.stages[1].stop)]
+    assert change_case(PLAN, SCENARIO, {"slow-link.2.factor": 3})[1].effects[2].factor == 3
+
+
+def test_a_plan_of_another_precision_has_its_prices():
+    rows = sweep_cases([read_parameter("plan.workload.precision=float32,bfloat16")], PLAN, GRAPH, COST, Scenario()).rows
+    for row in rows:
+        precision = row["plan.workload.precision"]
+        plan = replace(PLAN, workload=replace(PLAN.workload, precision=precision))
+        cost = CostModel(cluster=COST.cluster, precision=precision)
+        assert row["step_time_s"] == simulate_scenario(plan, GRAPH, cost, Scenario()).simulation.step_time_s
+
+
 def test_seeds_and_units_are_parameters_too():
     jitter = Scenario(effects=(Jitter(spread=0.1), SCENARIO.effects[1]))
     parameters = [read_parameter("seed=0..2"), read_parameter("slow-link.bandwidth=1..4:2log GB/s")]
@@ -70,6 +85,8 @@ def test_ranges_are_the_numbers_between_their_ends(first, length, count):
 def test_values_are_read_as_in_documents():
     assert read_parameter("x=1,2.5,true,gpipe,8 h").values == (1, 2.5, True, "gpipe", "8 h")
     assert read_parameter("x=1..100:3log").values == (1, 10, 100)
+    assert read_parameter("x=1000000..1000002 h").values == ("1000000 h", "1000001 h", "1000002 h")
+    assert read_parameter("x=0..2.5:2 h").values == ("0 h", "2.5 h")
 
 
 @pytest.mark.parametrize(
@@ -85,18 +102,55 @@ def test_values_are_read_as_in_documents():
         ("slow-link.3.factor=2", "slow-link.1.FIELD to slow-link.2.FIELD"),
         ("slow-link.2.bandwidth=2", "2 has no unit"),
         ("slow-device=2", "expected slow-device.FIELD"),
+        ("slow-device.².factor=2", "expected slow-device.FIELD"),
+        ("slow-device." + 5000 * "9" + ".factor=2", "expected slow-device.FIELD"),
+        ("plan=1", "expected plan.FIELD"),
+        ("plan.cluster=8xH100", "'plan.cluster' cannot be swept. All cases are about one cluster: give --cluster"),
+        ("plan.model=vgg16", "plan the other model"),
+        ("plan.model.x=1", "plan the other model"),
+        ("plan.model_sizes.0=1", "plan with other sizes"),
+        ("plan.graph_hash=0123456789abcdef", "plan the other graph"),
+        ("plan.schedule_hash=0123456789abcdef", "sweep plan.schedule"),
+        ("plan.num_microbatches.x=1", "4 has no parts"),
+        ("plan.stages.x.stop=4", "'x' stands where a number from 0 to 1 is expected"),
+        ("plan.stages.2.stop=4", "'2' stands where a number from 0 to 1 is expected"),
+        ("plan.stages.0.end=4", "unknown key 'end'"),
         ("seed=-1", "seed is -1"),
         ("factor", "names no values"),
         ("seed=", "names no values"),
         ("seed=5..1", "are no range"),
         ("seed=0..9:0", "are no range"),
         ("seed=0..9:3log", "are no range"),
+        ("seed=0.." + 400 * "9", "are no range"),
+        ("seed=0.." + 400 * "9" + ":3", "are no range"),
+        ("slow-device.since=0..2.5 h", "expected 0..9 for whole numbers"),
+        ("slow-device.since=0.5..2.5 h", "expected 0..9 for whole numbers"),
+        ("slow-device.factor=2,3,2.0", "the value 2.0 was given more than once"),
+        ("slow-device.factor=1..1:3", "the value 1 was given more than once"),
+        ("slow-device.factor=inf", "factor: expected float, found 'inf'"),
+        ("slow-device.factor=" + 5000 * "9", "factor: expected float, found '999"),
         ("seed=0..1000000", "are no range|expected 1 to"),
     ],
 )
 def test_parameters_that_are_none_are_refused(text, words):
     with pytest.raises(MeshwrightError, match=words):
         sweep_cases([read_parameter(text)], PLAN, GRAPH, COST, SCENARIO)
+
+
+def test_values_that_cannot_be_are_cases_with_their_reason():
+    rows = sweep_cases([read_parameter("slow-device.factor=0,2,many,-1")], PLAN, GRAPH, COST, SCENARIO).rows
+    errors = [row.get("error") for row in rows]
+    assert errors[0].startswith("slow-device.factor=0: ")
+    assert errors[1] is None
+    assert errors[2].endswith("(slow-device).factor: expected float, found 'many'.")
+    assert errors[3].startswith("slow-device.factor=-1: ")
+
+
+def test_links_as_fast_as_usual_change_nothing():
+    scenario = Scenario(effects=(SlowLink(links=Links("inside nodes"), factor=4.0),))
+    rows = sweep_cases([read_parameter("slow-link.factor=0.5,1,2")], PLAN, GRAPH, COST, scenario).rows
+    assert rows[1]["step_time_s"] == simulate_scenario(PLAN, GRAPH, COST, Scenario()).simulation.step_time_s
+    assert rows[0]["step_time_s"] < rows[1]["step_time_s"] < rows[2]["step_time_s"]
 
 
 def test_a_parameter_is_swept_once():

@@ -122,6 +122,7 @@ def test_a_quantity_without_its_unit_is_refused(text, words):
             '[[effects]]\nkind = "jitter"\nstraggler_probability = 1.5',
             "jitter: straggler_probability is 1.5; expected 0 to 1",
         ),
+        ('[[effects]]\nkind = "jitter"\nspread = 2.5', "jitter: spread is 2.5; expected 0 to 2"),
         ('[[effects]]\nkind = "slow-link"\nlinks = "inside nodes"', "slow-link: nothing is changed"),
         ('[[effects]]\nkind = "slow-link"\nlinks = "everywhere"', "links: 'everywhere' selects nothing"),
         (

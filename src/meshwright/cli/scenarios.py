@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.scenario import Scenario, compose, load_scenario
@@ -79,7 +80,7 @@ def follow_scenario(
         words = describe_scenario(scenario)
         before_s = simulate_plan(plan, graph, usual.cluster, cost=usual, contention=contention).step_time_s
         facts = {"name": scenario.name, "effects": words, "step_time_without_s": before_s}
-        printed.append(_compare(scenario.name, words, result.step_time_s, before_s))
+        printed.append(Text(_compare(scenario.name, words, result.step_time_s, before_s)))
     if outcome.steps is not None:
         if result.simulated_ops is not None:
             raise DocumentError("`--detail ops` shows ops at their typical times; leave it out under jitter.")
@@ -88,14 +89,14 @@ def follow_scenario(
         result = replace(result, simulated=noisy, fold=None)
         facts["steps"] = rows = outcome.steps.rows()
         seeds, steps = outcome.steps.seconds.shape
-        printed.append(f"Under jitter, {steps} steps for each of {format_count(seeds, 'seed')}:")
+        printed.append(Text(f"Under jitter, {steps} steps for each of {format_count(seeds, 'seed')}:"))
         printed.append(make_table([{key: value for key, value in rows.items() if not key.startswith("num")}]))
     if outcome.run is not None:
         facts["run"] = outcome.run.row()
-        printed.append(describe_run(facts["run"], len(outcome.run.runs)))
+        printed.append(Text(describe_run(facts["run"], len(outcome.run.runs))))
     if outcome.price:
         facts["price"] = outcome.price
-        printed.append(describe_price(outcome.price))
+        printed.append(Text(describe_price(outcome.price)))
     return result, facts, tuple(printed)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from meshwright.cli.output import print_json, print_tables
 from meshwright.cli.scenarios import planner_for
@@ -15,7 +16,7 @@ from meshwright.spec.errors import DocumentError, suggest
 from meshwright.spec.files import write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from meshwright.cost import CostModel
     from meshwright.simulator import Contention
@@ -70,11 +71,19 @@ def check_sweep(
 def put_sweep(
     sweep: Sweep, title: str, out: Path | None, plot: Path | None, figure: str | None, *, as_json: bool
 ) -> None:
-    """Write and print what a sweep has found. Raises DocumentError for a figure that it has not."""
-    from meshwright.report import draw_curves, make_table
+    """Write and print what a sweep has found.
+
+    Raises DocumentError for a figure that it has not. Where no case could be simulated, the reasons are written and
+    printed, nothing is drawn, and the exit code is 1.
+    """
+    from meshwright.report import draw_curves
 
     names, figures = [parameter.name for parameter in sweep.parameters], sweep.figures
     drawn = [name for name in figures if name not in _NO_COLUMN]
+    failed = [row for row in sweep.rows if "error" in row]
+    all_failed = len(failed) == len(sweep.rows)
+    if all_failed:
+        plot = figure = None
     if figure is not None and figure not in drawn:
         raise DocumentError(f"--figure {figure!r} is no column of this sweep{suggest(figure, drawn)}.")
     usual = next(([name for name in line if name in drawn] for line in _SHOWN if line[0] in drawn), [])
@@ -83,17 +92,31 @@ def put_sweep(
         write_text(draw_curves(sweep.rows, names, chosen, title=title), plot)
     if out is not None:
         write_text(write_csv(sweep), out)
-    written = {"out": out, "plot": plot}
+    written = {"cases": out, "plot": plot}
     if as_json:
-        print_json({"parameters": names, "cases": list(sweep.rows), **{k: str(v) for k, v in written.items() if v}})
-        return
+        files = {"out" if name == "cases" else name: str(path) for name, path in written.items() if path is not None}
+        print_json({"parameters": names, "cases": list(sweep.rows), **files})
+    else:
+        _print_cases(sweep, chosen, usual, failed, written)
+    if all_failed:
+        raise typer.Exit(1)
+
+
+def _print_cases(
+    sweep: Sweep,
+    chosen: str,
+    usual: Sequence[str],
+    failed: Sequence[dict[str, Any]],
+    written: Mapping[str, Path | None],
+) -> None:
+    from meshwright.report import make_table
+
+    names = [parameter.name for parameter in sweep.parameters]
     shown = [*names, *dict.fromkeys([*([chosen] if chosen else []), *usual])]
     print_tables(make_table([{name: row.get(name) for name in shown} for row in sweep.rows]))
-    failed = [row for row in sweep.rows if "error" in row]
     if failed:
-        which = ", ".join(f"{name}={failed[0][name]}" for name in names)
-        print_tables(f"{len(failed)} of {len(sweep.rows)} cases could not be simulated; {which}: {failed[0]['error']}")
-    print_tables(*(f"{name} written to {path}" for name, path in (("cases", out), ("plot", plot)) if path is not None))
+        print_tables(Text(f"{len(failed)} of {len(sweep.rows)} cases could not be simulated; {failed[0]['error']}"))
+    print_tables(*(Text(f"{name} written to {path}") for name, path in written.items() if path is not None))
 
 
 def write_csv(sweep: Sweep) -> str:

@@ -99,7 +99,7 @@ def _while(since: Seconds, until: Seconds | None) -> str:
 
 
 def _link_words(effect: SlowLink) -> str:
-    parts = [] if effect.factor == 1 else [describe_factor(effect.factor)]
+    parts = [] if effect.factor is None else [describe_factor(effect.factor)]
     if effect.bandwidth is not None:
         parts.append(f"of {effect.bandwidth / 1e9:.3g} GB/s")
     if effect.latency is not None:

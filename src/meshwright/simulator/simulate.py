@@ -22,7 +22,7 @@ from meshwright.simulator.memory import MemoryUse, follow_memory
 from meshwright.simulator.network import Network, durations
 from meshwright.simulator.prices import Prices, check_prices
 from meshwright.simulator.unroll import Unrolled, unroll
-from meshwright.spec import Program, ProgramError, Timeline
+from meshwright.spec import DeadlockError, Program, ProgramError, Timeline
 
 Ids = NDArray[np.int64]
 
@@ -140,8 +140,15 @@ def run_unrolled(
 
 def _run(program: Program, unrolled: Unrolled, network: Network, contention: Contention) -> tuple[Ids, Ids]:
     outcome = run_network(network, unrolled.num_links, contention)
-    raise_deadlock(program, unrolled, outcome.end_ps, outcome.position)
-    if outcome.end_ps.min(initial=0) < 0:
+    try:
+        raise_deadlock(program, unrolled, outcome.end_ps, outcome.position)
+        is_too_long = outcome.end_ps.min(initial=0) < 0
+    except DeadlockError:
+        # Times that wrap around let others wait for ever, too.
+        is_too_long = durations(network).sum(dtype=np.float64) >= 2.0**63
+        if not is_too_long:
+            raise
+    if is_too_long:
         raise ProgramError(
             "The program takes longer than 2^63 ps, 106 days, which the clock cannot count. Simulate fewer steps, or "
             "give shorter durations."

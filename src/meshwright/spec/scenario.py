@@ -89,17 +89,17 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowLink:
-    """Links have a bandwidth, a latency, or both ``factor`` times as slow as they were."""
+    """Links have a bandwidth, a latency, or both ``factor`` times as slow as they were, or several of these."""
 
     KIND: ClassVar = "slow-link"
     links: Links
-    factor: float = 1.0
+    factor: float | None = None
     bandwidth: BytesPerSecond | None = None
     latency: Seconds | None = None
 
     def __post_init__(self) -> None:
         _check(self.KIND, factor=(1e-6, self.factor, 1e6), bandwidth=(1, self.bandwidth, 1e18))
-        if self.factor == 1 and self.bandwidth is None and self.latency is None:
+        if self.factor is None and self.bandwidth is None and self.latency is None:
             raise ScenarioError(f"{self.KIND}: nothing is changed; give factor, bandwidth or latency.")
 
 
@@ -146,7 +146,7 @@ class Jitter:
     def __post_init__(self) -> None:
         _check(
             self.KIND,
-            spread=(0, self.spread, 10),
+            spread=(0, self.spread, 2),
             straggler_probability=(0, self.straggler_probability, 1),
             straggler_factor=(1e-3, self.straggler_factor, 1e6),
         )

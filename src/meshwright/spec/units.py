@@ -10,7 +10,7 @@ from meshwright.spec.errors import MeasurementError
 
 PICOSECONDS_PER_SECOND = 1_000_000_000_000
 # A quarter of int64, so that a few such times can be added up.
-_MOST_PICOSECONDS = 2**61
+MOST_PICOSECONDS = 2**61
 
 # Bytes of one element, by dtype name as torch prints it.
 DTYPE_BYTES: dict[str, int] = {
@@ -36,9 +36,9 @@ FLOAT_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e
 def to_picoseconds(seconds: float) -> int:
     """Round seconds to whole picoseconds; MeasurementError for a time that a simulation cannot hold."""
     picoseconds = seconds * PICOSECONDS_PER_SECOND
-    if not abs(picoseconds) < _MOST_PICOSECONDS:
+    if not abs(picoseconds) < MOST_PICOSECONDS:
         raise MeasurementError(
-            f"A time of {seconds:g} s is more than a simulation can hold ({to_seconds(_MOST_PICOSECONDS):.0f} s). "
+            f"A time of {seconds:g} s is more than a simulation can hold ({to_seconds(MOST_PICOSECONDS):.0f} s). "
             "Correct the rates and links of the cluster, or measure again."
         )
     return round(picoseconds)

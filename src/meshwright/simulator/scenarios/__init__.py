@@ -9,8 +9,9 @@
 from meshwright.simulator.scenarios.machines import apply_scenario, change_machines
 from meshwright.simulator.scenarios.noise import has_jitter
 from meshwright.simulator.scenarios.outcome import Outcome, Replan, simulate_scenario
+from meshwright.simulator.scenarios.parameters import Parameter, change_case, read_parameter
 from meshwright.simulator.scenarios.steps import JitteredSteps, StepTimes
-from meshwright.simulator.scenarios.sweep import Parameter, Sweep, change_case, read_parameter, sweep_cases
+from meshwright.simulator.scenarios.sweep import Sweep, sweep_cases
 
 __all__ = [
     "JitteredSteps",

@@ -7,8 +7,8 @@ Weibull's law with another shape each part has its own clock, which begins anew 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
-from math import gamma
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +44,24 @@ def mean_time_to_failure(scenario: Scenario, num_devices: int, num_nodes: int) -
     return 1 / sum(rates) if rates else None
 
 
+def effective_repair(scenario: Scenario, num_devices: int, num_nodes: int) -> float:
+    """The repair of one length with which runs are as long, in the mean, as with those of all kinds of failures.
+
+    Of failures without memory, which begin a repair anew: with shares w of repairs r it is -M ln Σ w e^(-r/M).
+    """
+    effects = [effect for effect in scenario.effects_of(Failures) if effect.mttf is not None]
+    if not effects:
+        return 0.0
+    mttf_s = mean_time_to_failure(scenario, num_devices, num_nodes) or math.inf
+    counts = [num_devices if effect.of == "device" else num_nodes for effect in effects]
+    shares = [mttf_s * count / float(effect.mttf or 1) for count, effect in zip(counts, effects, strict=True)]
+    shortest = min(float(effect.repair) for effect in effects)
+    hoped = sum(
+        share * math.exp((shortest - effect.repair) / mttf_s) for share, effect in zip(shares, effects, strict=True)
+    )
+    return shortest - mttf_s * math.log(hoped)
+
+
 def are_at_random(scenario: Scenario) -> bool:
     """Whether failures have no memory, so that closed forms hold."""
     return all(effect.mttf is not None and effect.shape == 1 for effect in scenario.effects_of(Failures))
@@ -62,7 +80,7 @@ def _moments(effect: Failures, count: int, random: np.random.Generator) -> Itera
         while True:
             at_s += float(random.exponential(effect.mttf / count))
             yield at_s
-    scale = effect.mttf / gamma(1 + 1 / effect.shape)
+    scale = effect.mttf / math.gamma(1 + 1 / effect.shape)
     clocks = (scale * random.weibull(effect.shape, count)).tolist()
     heapq.heapify(clocks)
     while True:

@@ -16,7 +16,12 @@ import numpy as np
 
 from meshwright.cost import CostModel
 from meshwright.cost.optimizers import state_bytes
-from meshwright.simulator.scenarios.failures import are_at_random, failures_of, mean_time_to_failure
+from meshwright.simulator.scenarios.failures import (
+    are_at_random,
+    effective_repair,
+    failures_of,
+    mean_time_to_failure,
+)
 from meshwright.simulator.scenarios.intervals import best_interval, daly_interval, expected_seconds, young_interval
 from meshwright.simulator.scenarios.run import Change, RunTimes, Saving, Stretch, follow_run
 from meshwright.spec import Graph, Placement, Plan, ScenarioError
@@ -46,7 +51,7 @@ class Forecast:
     """Runs of ``num_steps`` steps, one for each seed, that are saved as ``saving`` says.
 
     ``mttf_s``: the mean time between failures of all devices used, None where none is given; ``step_time_s`` at the
-    begin.
+    begin; ``expected_s`` by Daly's closed form, None where it does not hold.
     """
 
     num_steps: float
@@ -54,6 +59,7 @@ class Forecast:
     runs: tuple[RunTimes, ...]
     saving: Saving
     mttf_s: float | None
+    expected_s: float | None
 
     @property
     def wall_s(self) -> float:
@@ -82,16 +88,9 @@ class Forecast:
             if self.saving.save_s:
                 row["young_interval_s"] = young_interval(self.saving.save_s, self.mttf_s)
                 row["daly_interval_s"] = daly_interval(self.saving.save_s, self.mttf_s)
-                row["expected_run_s"] = self._expected_s()
+        if self.expected_s is not None:
+            row["expected_run_s"] = self.expected_s
         return row
-
-    def _expected_s(self) -> float | None:
-        """By Daly's closed form, for steps of one speed."""
-        work_s = self.num_steps * self.step_time_s
-        expected = expected_seconds(
-            work_s, self.saving.interval_s, self.saving.save_s, self.saving.restart_s, self.mttf_s or math.inf
-        )
-        return expected if math.isfinite(expected) else None
 
 
 def forecast_run(
@@ -122,12 +121,23 @@ def forecast_run(
     def follow(saving: Saving) -> tuple[RunTimes, ...]:
         return tuple(follow_run(steps, stretches, failures_of(scenario, *counts, seed), saving) for seed in seeds)
 
-    saving = _saving(plan, graph, scenario)
+    saving, at_random = _saving(plan, graph, scenario), are_at_random(scenario) and len(stretches) == 1
     if saving is None:
         saving = Saving()
     elif math.isnan(saving.interval_s):
-        saving = _best(saving, mttf_s, follow, at_random=are_at_random(scenario) and len(stretches) == 1)
-    return Forecast(num_steps=steps, step_time_s=step_s, runs=follow(saving), saving=saving, mttf_s=mttf_s)
+        saving = _best(saving, mttf_s, follow, at_random=at_random)
+    expected_s = math.inf
+    if at_random and mttf_s is not None:
+        restart_s = saving.restart_s + effective_repair(scenario, *counts)
+        expected_s = expected_seconds(steps * step_s, saving.interval_s, saving.save_s, restart_s, mttf_s)
+    return Forecast(
+        num_steps=steps,
+        step_time_s=step_s,
+        runs=follow(saving),
+        saving=saving,
+        mttf_s=mttf_s,
+        expected_s=expected_s if math.isfinite(expected_s) else None,
+    )
 
 
 def saved_bytes(plan: Plan | Placement, graph: Graph) -> int:

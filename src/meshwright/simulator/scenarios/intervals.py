@@ -9,7 +9,7 @@ Failures come at random with a mean of M seconds between them, and saving takes 
               the derivative of e^((τ + C)/M) / τ - 1 / τ is zero there
 
 The expected time of T seconds of work, saved every τ, with R seconds to go on after a failure, failures while saving
-and going on included (Daly):   M e^(R/M) (e^((τ + C)/M) - 1) T / τ
+and going on included (Daly):   M e^(R/M) (e^((τ + C)/M) - 1) T / τ. Repairs are part of R (`failures`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def best_interval(save_s: float, mttf_s: float) -> float:
 
 
 def expected_seconds(work_s: float, interval_s: float, save_s: float, restart_s: float, mttf_s: float) -> float:
-    """The expected time of a long run; infinite where no interval without a failure can be hoped for."""
+    """The expected time of a long run; infinite where no interval without a failure can be hoped for, or none is."""
+    if math.isinf(interval_s):
+        return math.inf
     try:
         growth = math.exp(restart_s / mttf_s) * math.expm1((interval_s + save_s) / mttf_s)
     except OverflowError:

@@ -157,7 +157,8 @@ def _shipped_kind(name: str) -> DeviceKind:
 def _slow(link: Link, effect: SlowLink) -> Link:
     bandwidth = effect.bandwidth or link.bandwidth_bytes_per_s
     latency = link.latency_s if effect.latency is None else effect.latency
-    return Link(latency_s=float(latency * effect.factor), bandwidth_bytes_per_s=float(bandwidth / effect.factor))
+    factor = 1.0 if effect.factor is None else effect.factor
+    return Link(latency_s=float(latency * factor), bandwidth_bytes_per_s=float(bandwidth / factor))
 
 
 def _with_links(cluster: Cluster, effect: SlowLink) -> Cluster:

@@ -21,9 +21,10 @@ from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.network import Network, collectives, durations, routes, with_durations
 from meshwright.simulator.simulate import instruction_columns
 from meshwright.simulator.unroll import Unrolled
-from meshwright.spec import Cluster, Program
+from meshwright.spec import Cluster, Program, ScenarioError, to_seconds
 from meshwright.spec.instructions import COMPUTATIONS, STASHING, UPDATES
 from meshwright.spec.scenario import Jitter, Scenario
+from meshwright.spec.units import MOST_PICOSECONDS, PICOSECONDS_PER_SECOND
 
 Floats = NDArray[np.float64]
 _COMPUTED = np.array([*COMPUTATIONS, *UPDATES, *STASHING])
@@ -43,13 +44,20 @@ def with_jitter(
     """The unrolled program with the times that a seed gives its instructions.
 
     Rank r is device r of the cluster, or a team of ``width`` devices (`spec.teams`), which is as slow as its slowest.
+    Raises ScenarioError for a time that the simulation cannot hold.
     """
     network = unrolled.network
     members = (jitter_factors(program, unrolled, scenario, cluster, seed, (width, place)) for place in range(width))
     factor = reduce(np.maximum, members)
     _share_in_collectives(network, factor)
     usual_ps = durations(network)
-    duration_ps = np.rint(usual_ps * factor).astype(np.int64)
+    drawn_ps = np.rint(usual_ps * factor)
+    if drawn_ps.max(initial=0) > MOST_PICOSECONDS:
+        raise ScenarioError(
+            f"jitter: an instruction takes {drawn_ps.max() / PICOSECONDS_PER_SECOND:.3g} s, more than a simulation can "
+            f"hold ({to_seconds(MOST_PICOSECONDS):.0f} s). Give a smaller spread or straggler_factor."
+        )
+    duration_ps = drawn_ps.astype(np.int64)
     # A link that is held is held for some time.
     np.maximum(duration_ps, (usual_ps > 0) & (routes(network) >= 0), out=duration_ps)
     scale = (duration_ps / np.maximum(usual_ps, 1))[network.mark_instruction]

@@ -113,8 +113,9 @@ class _Run:
             return
         left_s, interval_s, save_s = self.left * step_s, self._saving.interval_s, self._saving.save_s
         if not self._fresh and interval_s < left_s:
-            # Times may be so long that the whole number of intervals has no float.
-            whole = min(room_s // (interval_s + save_s), math.ceil(left_s / interval_s) - 1)
+            # Infinite times have no whole number of intervals.
+            most = math.inf if math.isinf(room_s) else room_s // (interval_s + save_s)
+            whole = min(most, math.ceil(left_s / interval_s) - 1)
             if whole > 0:
                 self._now += whole * (interval_s + save_s)
                 self._saved += whole * interval_s / step_s

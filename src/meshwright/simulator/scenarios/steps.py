@@ -74,7 +74,8 @@ class JitteredSteps:
     def time_steps(self, num_steps: int = NUM_STEPS, num_seeds: int = NUM_SEEDS) -> StepTimes:
         """Seconds of so many steps for each seed, the scenario's own being the first.
 
-        Raises ProgramError for a program of which too few steps can be simulated.
+        Raises ProgramError for a program of which too few steps can be simulated, or whose steps take longer than can
+        be told, and ScenarioError for such an instruction.
         """
         first, last = (SETTLED_STEPS, 1) if self._program.advance else (1, 0)
         most = MAX_UNROLLED // max(self._program.body.num_instructions, 1) - first - last

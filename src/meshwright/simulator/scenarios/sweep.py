@@ -1,19 +1,12 @@
 """A grid of cases: every combination of the values of some parameters of plan and scenario, all simulated.
 
-    plan.num_microbatches=4,8,16        a field of the plan; of parts of it plan.exchange.bucket_bytes
-    slow-device.factor=1..3:5           a field of the scenario's effect of that kind: five values from 1 to 3
-    slow-link.2.bandwidth=1..16:5log GB/s   of the second effect of that kind, each so many times the one before
-    seed=0..9                           whole numbers
-
-A value is read as in a document, so it has its unit there. A case that cannot be simulated has its error for a figure.
+What parameters and values there are stands in `parameters`. A case that cannot be simulated has its error for a figure.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -24,25 +17,10 @@ from meshwright.simulator.engine import Contention
 from meshwright.simulator.many import run_places
 from meshwright.simulator.plan import simulate_plan
 from meshwright.simulator.scenarios.outcome import Replan, simulate_scenario
+from meshwright.simulator.scenarios.parameters import MAX_CASES, Parameter, Value, change_case
 from meshwright.simulator.scenarios.steps import NUM_SEEDS
-from meshwright.spec import Graph, MeshwrightError, Placement, Plan, PlanError, ScenarioError, suggest
-from meshwright.spec.codec import decode, encode
+from meshwright.spec import Graph, MeshwrightError, Placement, Plan, PlanError, ScenarioError
 from meshwright.spec.scenario import Scenario
-
-MAX_CASES = 100_000
-_RANGE = re.compile(
-    r"(?P<first>[+-]?[0-9.]+?)\.\.(?P<last>[0-9.]+)(?::(?P<count>[0-9]+)(?P<log>log)?)?(?:\s*(?P<unit>[A-Za-zµ].*))?"
-)
-
-Value = bool | int | float | str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
-    """A name, ``plan.`` a field, an effect's kind and field, or ``seed``, and the values that it takes."""
-
-    name: str
-    values: tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,19 +38,6 @@ class Sweep:
         return tuple(sorted(names, key=lambda name: name == "error"))
 
 
-def read_parameter(text: str) -> Parameter:
-    """Read ``NAME=VALUES``. Raises ScenarioError for what is none."""
-    name, separator, values = text.partition("=")
-    if not separator or not name.strip() or not values.strip():
-        raise ScenarioError(
-            f"--sweep {text!r} names no values; expected PARAMETER=VALUES, as plan.num_microbatches=4,8,16 or "
-            "slow-device.factor=1..3:5."
-        )
-    return Parameter(
-        name=name.strip(), values=tuple(each for part in values.split(",") for each in _values(part.strip()))
-    )
-
-
 def sweep_cases(
     parameters: Sequence[Parameter],
     plan: Plan | Placement,
@@ -88,8 +53,8 @@ def sweep_cases(
 ) -> Sweep:
     """Simulate every combination of the parameters' values, the last parameter changing fastest, on all cores.
 
-    Raises ScenarioError for a parameter that the scenario has not, DocumentError for one that the plan has not or for
-    a value of another type than it is; each names the key.
+    A case that cannot be has its reason as ``error``. Raises MeshwrightError for a parameter of which no value can be:
+    one that plan and scenario have not, or of which all values are of another type than it is.
     """
     count = int(np.prod([len(parameter.values) for parameter in parameters], dtype=object))
     if not 1 <= count <= MAX_CASES or len({parameter.name for parameter in parameters}) < len(parameters):
@@ -98,10 +63,7 @@ def sweep_cases(
             f"{MAX_CASES}, and each parameter once."
         )
     for parameter in parameters:
-        for value in parameter.values:
-            # A plan may be impossible with one value and possible with others.
-            with suppress(PlanError):
-                change_case(plan, scenario, {parameter.name: value})
+        _check_values(parameter, plan, scenario)
     combinations = list(product(*(parameter.values for parameter in parameters)))
     names = [parameter.name for parameter in parameters]
     # What kinds of devices cost is asked once, before processes begin.
@@ -114,7 +76,7 @@ def sweep_cases(
             outcome = simulate_scenario(
                 changed,
                 graph,
-                usual,
+                _prices_for(changed, usual),
                 happens,
                 run_steps=run_steps,
                 num_seeds=num_seeds,
@@ -122,86 +84,35 @@ def sweep_cases(
                 replan=replan,
             )
         except MeshwrightError as error:
-            return {**values, "error": str(error)}
+            return {**values, "error": f"{_words(values)}: {error}"}
         return {**values, **outcome.row()}
 
     return Sweep(parameters=tuple(parameters), rows=tuple(run_places(run, count, num_processes)))
 
 
-def change_case(
-    plan: Plan | Placement, scenario: Scenario, values: Mapping[str, Value]
-) -> tuple[Plan | Placement, Scenario]:
-    """Plan and scenario with some parameters set. Raises as `sweep_cases`, and PlanError for an impossible plan."""
-    plan_data = encode(plan)
-    data: dict[str, Any] = {
-        "name": scenario.name,
-        "notes": scenario.notes,
-        "seed": scenario.seed,
-        "effects": [encode(effect) for effect in scenario.effects],
-    }
-    for name, value in values.items():
-        where: Any = plan_data if name.startswith("plan.") else data
-        path: list[Any] = name.split(".")[1:] if name.startswith("plan.") else _path_in_scenario(name, scenario)
-        for key in path[:-1]:
-            where = where[key] if isinstance(where, list) else where.setdefault(key, {})
-        where[path[-1]] = value
-    return decode(type(plan), plan_data, "plan"), decode(Scenario, data, "scenario")
-
-
-def _path_in_scenario(name: str, scenario: Scenario) -> list[Any]:
-    if name == "seed":
-        return ["seed"]
-    kind, *rest = name.split(".")
-    places = [place for place, effect in enumerate(scenario.effects) if kind == effect.KIND]
-    which = int(rest[0]) if len(rest) == 2 and rest[0].isdigit() else 1
-    if not places:
-        kinds = {str(effect.KIND) for effect in scenario.effects} | {"seed", "plan"}
-        raise ScenarioError(
-            f"The parameter {name!r} is of no effect of the scenario{suggest(kind, kinds)}. Give a --scenario that has "
-            "such an effect, or a parameter as plan.num_microbatches."
-        )
-    if len(rest) not in (1, 2) or (len(rest) == 2 and not rest[0].isdigit()) or not 1 <= which <= len(places):
-        raise ScenarioError(
-            f"The parameter {name!r} is none; expected {kind}.FIELD, or {kind}.1.FIELD to {kind}.{len(places)}.FIELD, "
-            f"for the scenario has {len(places)} of that kind."
-        )
-    if len(rest) == 1 and len(places) > 1:
-        raise ScenarioError(
-            f"The parameter {name!r} could be of {len(places)} effects; say which: {kind}.1.{rest[0]}, the first, to "
-            f"{kind}.{len(places)}.{rest[0]}."
-        )
-    return ["effects", places[which - 1], rest[-1]]
-
-
-def _values(text: str) -> list[Value]:
-    match = _RANGE.fullmatch(text)
-    if match is None:
-        return [_value(text)]
-    try:
-        first, last = float(match["first"]), float(match["last"])
-        count = int(match["count"]) if match["count"] else int(last - first) + 1
-        whole = match["count"] is None
-        if count < 1 or count > MAX_CASES or last < first or (whole and not first.is_integer()):
-            raise ValueError
-        if match["log"] and first <= 0:
-            raise ValueError
-    except ValueError:
-        raise ScenarioError(
-            f"The values {text!r} are no range; expected 0..9, or 1..3:5 for five numbers, or 1..16:5log for five of "
-            "which each is so many times the one before, then a unit if there is one."
-        ) from None
-    numbers = np.geomspace(first, last, count) if match["log"] else np.linspace(first, last, count)
-    unit = f" {match['unit']}" if match["unit"] else ""
-    written = [f"{number:.6g}{unit}" for number in numbers.tolist()]
-    return [int(first) + k if whole and not unit else _value(each) for k, each in enumerate(written)]
-
-
-def _value(text: str) -> Value:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
+def _check_values(parameter: Parameter, plan: Plan | Placement, scenario: Scenario) -> None:
+    """Raise the first error of a parameter of which no value can be, nor is to be had; and for a value given twice."""
+    again = [value for place, value in enumerate(parameter.values) if value in parameter.values[:place]]
+    if again:
+        raise ScenarioError(f"{parameter.name}: the value {again[0]} was given more than once. Give each value once.")
+    errors = list[MeshwrightError]()
+    for value in parameter.values:
+        values = {parameter.name: value}
         try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+            change_case(plan, scenario, values)
+            return
+        except PlanError:
+            # A plan may be impossible with one value and possible with another parameter's.
+            return
+        except MeshwrightError as error:
+            errors.append(type(error)(f"{_words(values)}: {error}"))
+    raise errors[0]
+
+
+def _words(values: Mapping[str, Value]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _prices_for(plan: Plan | Placement, usual: CostModel) -> CostModel:
+    precision = plan.workload.precision
+    return usual if precision == usual.precision else replace(usual, precision=precision)
