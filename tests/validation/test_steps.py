@@ -22,6 +22,7 @@ from meshwright.validation.step_rows import read_step, row_hash
 from meshwright.validation.step_split import calibration_rows
 from meshwright.validation.step_table import LeftOut, list_reasons, read_steps
 from meshwright.validation.steps import predict_steps, score_steps
+from meshwright.validation.validate import score_step_table
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,15 @@ def test_interleaving_that_a_table_leaves_out_is_known(rows):
         ("device", "H100-NVL", "device: expected one of A100"),
         ("device", "A100-16GB", "device: expected a variant that is known, such as A100 of 86 GB"),
         ("devices_per_node", "99999999", "devices_per_node: expected at most 1024"),
+        ("hidden", "99999999999", "hidden: expected at most 1000000; found '99999999999' \\(line 3\\)"),
+        ("seq", "100000000", "seq: expected at most 10000000"),
+        ("n_microbatches", "1000001", "n_microbatches: expected at most 1000000"),
+        ("device", "cpu", "device: expected one of A100, B200, H100, H200, L40S, V100, with"),
+        ("device", "H100 (00W)", "device: expected a power limit from 100W to 700W; found 'H100 \\(00W\\)' \\(line 3"),
+        ("device", "H100-SXM5 (0001W)", "device: expected a power limit from 100W to 700W"),
+        ("device", "H100 (99 W)", "device: expected a power limit from 100W to 700W"),
+        ("device", "H100 (701W)", "device: expected a power limit from 100W to 700W"),
+        ("device", f"H100 ({'7' * 5000}W)", "device: expected a power limit from 100W to 700W"),
     ],
 )
 def test_rows_that_say_too_little_are_named(rows, column, value, reason):
@@ -330,6 +340,20 @@ def test_rows_left_out_are_gathered_by_reason(rows):
 COLUMNS = tuple(load_steps()[0])
 ODD = ("", "0", "-1", "nan", "1e9", "1e-320", "9" * 12, "9" * 5000, "8", "64", "512", "A100", "cpu", "V100", "moe")
 CELLS = st.one_of(st.sampled_from([*ODD, "Interleaved", "1 Gb/s inter-node", "0 Gb/s inter-node"]), st.text(max_size=8))
+
+
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "mbs", "vpp")
+
+
+@pytest.mark.parametrize("start", ["korth-t5-175B-full", "mpt-1", "simumax"])
+@pytest.mark.parametrize("names", [*((name,) for name in SIZES), ("hidden", "seq", "ffn", "vocab")])
+def test_one_row_of_absurd_sizes_ends_no_table(rows, start, names):
+    good = named(rows, start)[0]
+    for size in ("960000", "9600000", "960000000000"):
+        odd = {**good, "id": "odd", **dict.fromkeys(names, size)}
+        scores, left_out = score_step_table([{**good, "id": "good"}, odd])
+        assert sum(score.num_rows for score in scores) + len(left_out) == 2
+        assert all(reason.lines == (3,) for reason in left_out)
 
 
 @given(changes=st.dictionaries(st.sampled_from(COLUMNS), CELLS, min_size=1, max_size=4))

@@ -6,13 +6,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.cost.transformer import TransformerError
-from meshwright.spec import MeasurementError
+from meshwright.spec import MeasurementError, MeshwrightError
 from meshwright.validation.step_cells import CellError, show
 from meshwright.validation.step_rows import NEEDED, read_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from meshwright.validation.step_cells import Row
     from meshwright.validation.step_rows import StepCase
@@ -54,21 +53,27 @@ def check_steps(rows: Sequence[Row]) -> None:
         raise MeasurementError(f"{len(rows)} rows of steps; expected at most {MAX_ROWS}. Split the table.")
 
 
-def read_steps(rows: Sequence[Row], lines: Sequence[int] = ()) -> tuple[list[StepCase], list[LeftOut]]:
+def read_steps(
+    rows: Sequence[Row], lines: Sequence[int] = (), predict: Callable[[StepCase], object] | None = None
+) -> tuple[list[StepCase], list[LeftOut]]:
     """The rows that can be predicted, in their order, and those that were left out, by reason.
 
-    ``lines``: where the rows stand in their file, shape (rows,); without them, one below the other from line 2 on. The
-    table is one that `check_steps` accepts.
+    ``lines``: where the rows stand in their file, shape (rows,); without them, one below the other from line 2 on.
+    ``predict``: called once for each of the former, and what it cannot predict is left out, too. The table is one that
+    `check_steps` accepts.
     """
     cases: list[StepCase] = []
     cells: dict[str, list[tuple[int, str]]] = defaultdict(list)
     wholes: dict[str, list[int]] = defaultdict(list)
     for line, row in zip(lines or range(2, len(rows) + 2), rows, strict=True):
         try:
-            cases.append(read_step(row))
+            case = read_step(row)
+            if predict is not None:
+                predict(case)
+            cases.append(case)
         except CellError as error:
             cells[f"{error.column}: expected {error.expected}"].append((line, error.found))
-        except TransformerError as error:
+        except MeshwrightError as error:
             wholes[str(error)].append(line)
     of_cells = [
         LeftOut(reason=reason, lines=tuple(line for line, _ in places), found=tuple(found for _, found in places))
