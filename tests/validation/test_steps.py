@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from meshwright.validation.splits import refuse_seen
 from meshwright.validation.step_cells import MEASURED, PRECISIONS, RECOMPUTES, SCHEDULES, SHARDINGS, SWITCHES
 from meshwright.validation.step_memory import judge_memory
 from meshwright.validation.step_model import Residuals, fit_kinds, predict_cases
-from meshwright.validation.step_rows import read_step, row_hash
+from meshwright.validation.step_rows import NEEDED, read_step, row_hash
 from meshwright.validation.step_split import calibration_rows
 from meshwright.validation.step_table import LeftOut, list_reasons, read_steps
 from meshwright.validation.steps import predict_steps, score_steps
@@ -199,8 +200,44 @@ def test_tables_without_rows_or_columns_are_refused(rows):
     with pytest.raises(MeasurementError, match="no rows"):
         predict_steps([])
     row = {key: value for key, value in rows[0].items() if key not in ("hidden", "tp")}
-    with pytest.raises(MeasurementError, match="lacks the columns hidden, tp"):
+    with pytest.raises(MeasurementError, match="lacks the columns hidden, tp; expected"):
         predict_steps([row])
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "told"),
+    [
+        ("recompute", "recomputation", "has columns that are not known: 'recomputation' (did you mean 'recompute'?);"),
+        ("vpp", "vp", "'vp' (did you mean 'vpp'?)"),
+        ("precision", "prec", "'prec' (did you mean 'precision'?)"),
+        ("zero_or_sharding", "zero", "'zero' (known are zero_or_sharding)"),
+        ("devices_per_node", "dpn", "'dpn' (known are devices_per_node)"),
+        ("notes", "NOTES", "'NOTES' (did you mean 'notes'?)"),
+        ("locator", "", "'' (known are locator)"),
+        ("gbs_seq", "batch", "lacks the columns gbs_seq (sequences of a step) and has columns that are not known: 'ba"),
+        ("iter_time_s", "iter_time_ms", "lacks the columns iter_time_s (seconds of a step) and has columns that are "),
+        ("iter_time_s", "iter_time_ms", "'iter_time_ms' (did you mean 'iter_time_s'?)"),
+    ],
+)
+def test_no_column_is_ignored(rows, name, written, told):
+    mine = [{written if key == name else key: value for key, value in row.items()} for row in rows[:2]]
+    for ask in (predict_steps, score_step_table):
+        with pytest.raises(MeasurementError, match=re.escape(told)):
+            ask(mine)
+
+
+def test_foreign_tables_get_a_message_that_can_be_read(rows):
+    foreign = dict.fromkeys(f"column {index}" * 20 for index in range(2000))
+    with pytest.raises(MeasurementError, match=", 1996 more; expected") as told:
+        predict_steps([rows[0] | foreign])
+    assert len(str(told.value)) < 1000
+
+
+def test_columns_that_need_not_be_there(rows):
+    (whole,) = read_steps(named(rows, "sc21-t1-1.7B"))[0]
+    row = {key: value for key, value in named(rows, "sc21-t1-1.7B")[0].items() if key in NEEDED}
+    predict_steps([row])
+    assert read_step(row).shape.layers == whole.shape.layers
 
 
 def test_rows_without_a_time_can_be_predicted(rows):

@@ -46,7 +46,11 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind, Node
     from meshwright.validation.step_cells import Meaning, Row
 
-NEEDED = ("id", "source", "family", "layers", "hidden", "heads", "seq", "device", "n_devices", "tp", "pp", "dp")
+# What every table has to have, though a cell of it may be empty.
+NEEDED = (
+    *("id", "source", "family", "layers", "hidden", "heads", "seq", "device", "n_devices"),
+    *("tp", "pp", "dp", "gbs_seq", "iter_time_s"),
+)
 # Columns whose numbers tell one run from another (`row_hash`).
 _RUN = ("layers", "hidden", "heads", "seq", "n_devices", "tp", "pp", "dp", "gbs_seq")
 # A vocabulary that a row does not state: GPT-2's (VIA-Research/vTrain, src/config.py has the same default).
