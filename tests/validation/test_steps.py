@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -18,10 +19,11 @@ from meshwright.validation.splits import refuse_seen
 from meshwright.validation.step_cells import MEASURED, PRECISIONS, RECOMPUTES, SCHEDULES, SHARDINGS, SWITCHES
 from meshwright.validation.step_memory import judge_memory
 from meshwright.validation.step_model import Residuals, fit_kinds, predict_cases
-from meshwright.validation.step_rows import read_step, row_hash
+from meshwright.validation.step_rows import NEEDED, read_step, row_hash
 from meshwright.validation.step_split import calibration_rows
 from meshwright.validation.step_table import LeftOut, list_reasons, read_steps
 from meshwright.validation.steps import predict_steps, score_steps
+from meshwright.validation.validate import score_step_table
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +176,15 @@ def test_interleaving_that_a_table_leaves_out_is_known(rows):
         ("device", "H100-NVL", "device: expected one of A100"),
         ("device", "A100-16GB", "device: expected a variant that is known, such as A100 of 86 GB"),
         ("devices_per_node", "99999999", "devices_per_node: expected at most 1024"),
+        ("hidden", "99999999999", "hidden: expected at most 1000000; found '99999999999' \\(line 3\\)"),
+        ("seq", "100000000", "seq: expected at most 10000000"),
+        ("n_microbatches", "1000001", "n_microbatches: expected at most 1000000"),
+        ("device", "cpu", "device: expected one of A100, B200, H100, H200, L40S, V100, with"),
+        ("device", "H100 (00W)", "device: expected a power limit from 100W to 700W; found 'H100 \\(00W\\)' \\(line 3"),
+        ("device", "H100-SXM5 (0001W)", "device: expected a power limit from 100W to 700W"),
+        ("device", "H100 (99 W)", "device: expected a power limit from 100W to 700W"),
+        ("device", "H100 (701W)", "device: expected a power limit from 100W to 700W"),
+        ("device", f"H100 ({'7' * 5000}W)", "device: expected a power limit from 100W to 700W"),
     ],
 )
 def test_rows_that_say_too_little_are_named(rows, column, value, reason):
@@ -189,8 +200,44 @@ def test_tables_without_rows_or_columns_are_refused(rows):
     with pytest.raises(MeasurementError, match="no rows"):
         predict_steps([])
     row = {key: value for key, value in rows[0].items() if key not in ("hidden", "tp")}
-    with pytest.raises(MeasurementError, match="lacks the columns hidden, tp"):
+    with pytest.raises(MeasurementError, match="lacks the columns hidden, tp; expected"):
         predict_steps([row])
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "told"),
+    [
+        ("recompute", "recomputation", "has columns that are not known: 'recomputation' (did you mean 'recompute'?);"),
+        ("vpp", "vp", "'vp' (did you mean 'vpp'?)"),
+        ("precision", "prec", "'prec' (did you mean 'precision'?)"),
+        ("zero_or_sharding", "zero", "'zero' (known are zero_or_sharding)"),
+        ("devices_per_node", "dpn", "'dpn' (known are devices_per_node)"),
+        ("notes", "NOTES", "'NOTES' (did you mean 'notes'?)"),
+        ("locator", "", "'' (known are locator)"),
+        ("gbs_seq", "batch", "lacks the columns gbs_seq (sequences of a step) and has columns that are not known: 'ba"),
+        ("iter_time_s", "iter_time_ms", "lacks the columns iter_time_s (seconds of a step) and has columns that are "),
+        ("iter_time_s", "iter_time_ms", "'iter_time_ms' (did you mean 'iter_time_s'?)"),
+    ],
+)
+def test_no_column_is_ignored(rows, name, written, told):
+    mine = [{written if key == name else key: value for key, value in row.items()} for row in rows[:2]]
+    for ask in (predict_steps, score_step_table):
+        with pytest.raises(MeasurementError, match=re.escape(told)):
+            ask(mine)
+
+
+def test_foreign_tables_get_a_message_that_can_be_read(rows):
+    foreign = dict.fromkeys(f"column {index}" * 20 for index in range(2000))
+    with pytest.raises(MeasurementError, match=", 1996 more; expected") as told:
+        predict_steps([rows[0] | foreign])
+    assert len(str(told.value)) < 1000
+
+
+def test_columns_that_need_not_be_there(rows):
+    (whole,) = read_steps(named(rows, "sc21-t1-1.7B"))[0]
+    row = {key: value for key, value in named(rows, "sc21-t1-1.7B")[0].items() if key in NEEDED}
+    predict_steps([row])
+    assert read_step(row).shape.layers == whole.shape.layers
 
 
 def test_rows_without_a_time_can_be_predicted(rows):
@@ -330,6 +377,20 @@ def test_rows_left_out_are_gathered_by_reason(rows):
 COLUMNS = tuple(load_steps()[0])
 ODD = ("", "0", "-1", "nan", "1e9", "1e-320", "9" * 12, "9" * 5000, "8", "64", "512", "A100", "cpu", "V100", "moe")
 CELLS = st.one_of(st.sampled_from([*ODD, "Interleaved", "1 Gb/s inter-node", "0 Gb/s inter-node"]), st.text(max_size=8))
+
+
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "mbs", "vpp")
+
+
+@pytest.mark.parametrize("start", ["korth-t5-175B-full", "mpt-1", "simumax"])
+@pytest.mark.parametrize("names", [*((name,) for name in SIZES), ("hidden", "seq", "ffn", "vocab")])
+def test_one_row_of_absurd_sizes_ends_no_table(rows, start, names):
+    good = named(rows, start)[0]
+    for size in ("960000", "9600000", "960000000000"):
+        odd = {**good, "id": "odd", **dict.fromkeys(names, size)}
+        scores, left_out = score_step_table([{**good, "id": "good"}, odd])
+        assert sum(score.num_rows for score in scores) + len(left_out) == 2
+        assert all(reason.lines == (3,) for reason in left_out)
 
 
 @given(changes=st.dictionaries(st.sampled_from(COLUMNS), CELLS, min_size=1, max_size=4))

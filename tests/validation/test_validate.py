@@ -122,6 +122,16 @@ def test_every_set_once(run):
     assert (name, len(rows), rows[0]["met"]) == ("long", 2, [True, False])
 
 
+def test_steps_without_a_table_are_the_public_ones(run, monkeypatch):
+    steps = DataSet(name="steps", about="public steps", score=made_up, quick=lambda: made_up()[2:])
+    monkeypatch.setattr(sets_module, "DATASETS", (*sets_module.DATASETS, steps))
+    for words in ([], ["--quick"]):
+        code, out, err = run("--steps", "--json", *words)
+        assert code == 0, err
+        assert json.loads(out) == json.loads(run("steps", "--json", *words)[1])
+        assert list(json.loads(out)["sets"]) == ["steps"]
+
+
 def test_sets_are_listed(run):
     code, out, _ = run("--list")
     assert code == 0
@@ -191,6 +201,9 @@ def test_every_set_has_its_functions():
         (["first", "--steps", "x.csv"], 2, "--steps scores your own table alone"),
         (["--quick", "--steps", "x.csv"], 2, "--steps scores your own table alone"),
         (["--steps", "x.csv"], 1, "x.csv: cannot be read"),
+        (["x.csv", "--steps"], 1, "x.csv: cannot be read"),
+        (["--steps", "--json", "x.csv"], 1, "x.csv: cannot be read"),
+        (["--steps", "x.csv", "y.csv"], 2, "--steps scores your own table alone"),
     ],
 )
 def test_what_cannot_be_meant(run, words, code, told):

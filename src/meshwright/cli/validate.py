@@ -21,14 +21,19 @@ if TYPE_CHECKING:
 
 def validate(
     sets: Annotated[
-        list[str] | None, typer.Argument(metavar="[SET]...", help="Data sets to score; all without one.")
+        list[str] | None,
+        typer.Argument(metavar="[SET]...", help="Data sets to score; all without one. After --steps: your table."),
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Name the data sets; score nothing.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Score only parts of the sets that take long.")] = False,
     steps: Annotated[
-        Path | None,
-        typer.Option(help="Score step predictions on your own table instead (.csv, columns of training_steps.csv)."),
-    ] = None,
+        bool,
+        typer.Option(
+            "--steps",
+            help="Score step predictions alone: on the public steps, or on your own table, '--steps FILE.csv' "
+            "(columns of training_steps.csv).",
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the scores as a page, too (.md), with date and versions.")
     ] = None,
@@ -40,12 +45,12 @@ def validate(
     """
     from meshwright.validation.sets import find_datasets
 
-    if steps is not None:
-        if sets or listed or quick or out is not None:
+    if steps and sets:
+        if len(sets) > 1 or listed or quick or out is not None:
             raise typer.BadParameter("--steps scores your own table alone; it takes no SET, --list, --quick or --out.")
-        _score_own_steps(steps, as_json)
+        _score_own_steps(Path(sets[0]), as_json)
         return
-    datasets = find_datasets(sets or [])
+    datasets = find_datasets(["steps"] if steps else sets or [])
     if listed:
         _list_datasets(datasets, as_json)
         return

@@ -82,6 +82,9 @@ MEASURED = {"": True, "measured": True}
 UNSTATED = ("", "not stated")
 
 _MAX_SHOWN = 40
+# More than any model, machine and batch has: a slip of the pen ends here, and not in memory or after minutes.
+_MOST = {"layers": 10_000, "pp": 1024, "vpp": 128, "devices_per_node": 1024, "ffn": 10**7, "vocab": 10**7, "seq": 10**7}
+_MOST_OTHERWISE = 10**6
 
 
 class CellError(MeasurementError):
@@ -107,12 +110,15 @@ def read_word(row: Row, column: str, meanings: Mapping[str, Meaning]) -> Meaning
 
 
 def read_number(row: Row, column: str, otherwise: int | None = None) -> int:
-    """A positive whole number of at most twelve digits; ``otherwise`` stands for an empty cell. Raises CellError."""
+    """A positive whole number that a column may hold; ``otherwise`` stands for an empty cell. Raises CellError."""
     text = row.get(column, "").strip()
     if not text and otherwise is not None:
         return otherwise
     if not re.fullmatch(r"[1-9][0-9]{0,11}", text):
         raise CellError(column, row.get(column, ""), "a positive whole number of at most 12 digits")
+    most = _MOST.get(column, _MOST_OTHERWISE)
+    if int(text) > most:
+        raise CellError(column, text, f"at most {most}")
     return int(text)
 
 

@@ -61,9 +61,14 @@ def predict_by_datasheet(case: StepCase) -> float:
     return _simulate(case, prices)
 
 
-def predict_cases(cases: Sequence[StepCase], model: StepModel, residuals: Residuals | None = None) -> Predictions:
-    """Seconds of each case's step, shape (cases,), with the interval of its regime: shipped, or from other origins."""
-    seconds = np.array([predict_case(case, model) for case in cases])
+def predict_cases(
+    cases: Sequence[StepCase], model: StepModel, residuals: Residuals | None = None, known_s: Sequence[float] = ()
+) -> Predictions:
+    """Seconds of each case's step, shape (cases,), with the interval of its regime: shipped, or from other origins.
+
+    ``known_s``: what `predict_case` said of each, shape (cases,), where it was asked before.
+    """
+    seconds = np.array(known_s or [predict_case(case, model) for case in cases])
     regimes = [regime_of(case, model) for case in cases]
     without = {} if residuals is None else {origin: residuals.intervals(origin) for origin in {c.origin for c in cases}}
     chosen = [without.get(case.origin, model.intervals)[regime] for case, regime in zip(cases, regimes, strict=True)]

@@ -46,13 +46,15 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind, Node
     from meshwright.validation.step_cells import Meaning, Row
 
-NEEDED = ("id", "source", "family", "layers", "hidden", "heads", "seq", "device", "n_devices", "tp", "pp", "dp")
+# What every table has to have, though a cell of it may be empty.
+NEEDED = (
+    *("id", "source", "family", "layers", "hidden", "heads", "seq", "device", "n_devices"),
+    *("tp", "pp", "dp", "gbs_seq", "iter_time_s"),
+)
 # Columns whose numbers tell one run from another (`row_hash`).
 _RUN = ("layers", "hidden", "heads", "seq", "n_devices", "tp", "pp", "dp", "gbs_seq")
 # A vocabulary that a row does not state: GPT-2's (VIA-Research/vTrain, src/config.py has the same default).
 _GPT2_VOCAB = 50257
-# More than any model, pipeline and node has; a table with a slip of the pen ends here and not in memory.
-_MAX_LAYERS, _MAX_STAGES, _MAX_PER_NODE = 10_000, 1024, 1024
 # The start of a single kernel takes microseconds; a shorter step is in another unit.
 _LEAST_STEP_S = 1e-6
 # Chunks per device of SC'21's interleaved runs, which its table leaves out: layers and stages of the model, and
@@ -71,8 +73,9 @@ _LAYERS = {"MPT-70b": 80}
 # Memory bandwidth of variants of a shipped kind, bytes/s: NVIDIA A100 datasheet (40 GB SXM); the cluster column of
 # torchtitan's rows (96 GB of HBM2e).
 _VARIANTS = {("A100", 40): 1555e9, ("H100", 96): 2.4e12}
-# Power limits of shipped kinds (NVIDIA H100 datasheet, SXM); a device cell may name a lower one, "500W".
-_WATTS = {"H100": 700}
+# Power limits of shipped kinds (NVIDIA H100 datasheet, SXM); a device cell may name a lower one, "500W", down to what a
+# device needs for more than its clock.
+_WATTS, _LEAST_WATTS = {"H100": 700}, 100
 # A kind, its memory and its socket in either order, and a remark: "A100-80GB-SXM (rented)". Cards (PCIe, NVL) are
 # slower than the modules that are shipped, and no variant of them.
 _DEVICE = re.compile(r"(?P<kind>\w+)(?:-SXM[0-9]?|-(?P<memory>[0-9]{1,4})GB){0,2}(?: \(.*\))?")
@@ -185,7 +188,7 @@ def _shape(row: Row) -> TransformerShape:
         raise CellError("model", row.get("model", ""), f"a mixture of experts that is known: {', '.join(_DEEPSEEK)}")
     is_llama = family in ("llama", "moe")
     return TransformerShape(
-        layers=_LAYERS.get(row.get("model", ""), _number_to(_MAX_LAYERS, row, "layers")),
+        layers=_LAYERS.get(row.get("model", ""), read_number(row, "layers")),
         hidden=hidden,
         heads=heads,
         kv_heads=read_number(row, "kv_heads", heads),
@@ -204,7 +207,7 @@ def _shape(row: Row) -> TransformerShape:
 
 
 def _setup(row: Row) -> TrainingSetup:
-    pp, dp, batch = _number_to(_MAX_STAGES, row, "pp"), read_number(row, "dp"), read_number(row, "gbs_seq")
+    pp, dp, batch = read_number(row, "pp"), read_number(row, "dp"), read_number(row, "gbs_seq")
     microbatch, microbatches = read_number(row, "mbs", 0), read_number(row, "n_microbatches", 0)
     if not microbatches and pp > 1:
         microbatch, microbatches = max(batch // (dp * pp), 1), pp
@@ -241,12 +244,12 @@ def _hardware(row: Row) -> tuple[DeviceKind, Node]:
     device = row["device"].strip()
     said = _DEVICE.fullmatch(device)
     name = said["kind"] if said else ""
-    if said is None or name not in shipped_kinds():
-        raise CellError("device", device, f"one of {', '.join(shipped_kinds())}, with or without -80GB and -SXM")
-    kind, node = _shipped(name, _number_to(_MAX_PER_NODE, row, "devices_per_node", 8))
-    watts = re.search(r"([0-9]{2,4})W", device)
-    if watts and name in _WATTS:
-        kind = _limited(kind, int(watts[1]) / _WATTS[name])
+    known = [each for each in shipped_kinds() if _shipped(each, 1)[0].num_multiprocessors]
+    if said is None or name not in known:
+        raise CellError("device", device, f"one of {', '.join(known)}, with or without -80GB and -SXM")
+    kind, node = _shipped(name, read_number(row, "devices_per_node", 8))
+    if name in _WATTS:
+        kind = _limited(kind, _watts(device, _WATTS[name]) / _WATTS[name])
     memory_gb = int(said["memory"] or 0)
     if (name, memory_gb) in _VARIANTS:
         kind = replace(kind, memory_bandwidth_bytes_per_s=_VARIANTS[name, memory_gb])
@@ -261,6 +264,16 @@ def _hardware(row: Row) -> tuple[DeviceKind, Node]:
         link = replace(node.nic, bandwidth_bytes_per_s=int(stated[1]) * 1e9 / 8 / node.num_nics)
         node = replace(node, nic=link)
     return kind, node
+
+
+def _watts(device: str, most: int) -> int:
+    """The power limit that a cell names, or the datasheet's. Raises CellError for one that cannot be."""
+    stated = re.search(r"([0-9]+) ?W\b", device)
+    if stated is None:
+        return most
+    if not re.fullmatch(r"[1-9][0-9]{2,3}", stated[1]) or not _LEAST_WATTS <= int(stated[1]) <= most:
+        raise CellError("device", device, f"a power limit from {_LEAST_WATTS}W to {most}W")
+    return int(stated[1])
 
 
 def _limited(kind: DeviceKind, share: float) -> DeviceKind:
@@ -281,10 +294,3 @@ def _seconds(row: Row) -> float | None:
     if seconds is not None:
         read_word(row, "status", MEASURED)
     return seconds
-
-
-def _number_to(most: int, row: Row, column: str, otherwise: int | None = None) -> int:
-    number = read_number(row, column, otherwise)
-    if number > most:
-        raise CellError(column, row[column], f"at most {most}")
-    return number

@@ -6,13 +6,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.cost.transformer import TransformerError
-from meshwright.spec import MeasurementError
+from meshwright.spec import MeasurementError, MeshwrightError, suggest
+from meshwright.validation.datasets import load_steps
 from meshwright.validation.step_cells import CellError, show
 from meshwright.validation.step_rows import NEEDED, read_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from meshwright.validation.step_cells import Row
     from meshwright.validation.step_rows import StepCase
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MAX_ROWS = 100_000
 # Lines and reasons that a message names; JSON has them all.
 _MAX_PLACES, _MAX_REASONS = 4, 12
+# What a message says of a column beside its name.
+_UNITS = {"iter_time_s": " (seconds of a step)", "gbs_seq": " (sequences of a step)"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,34 +43,58 @@ class LeftOut:
 
 
 def check_steps(rows: Sequence[Row]) -> None:
-    """Raise MeasurementError if there is no row, a column is missing altogether, or there are too many rows."""
+    """Raise MeasurementError if there is no row, a column is missing or not known, or there are too many rows."""
     if not rows:
         raise MeasurementError("The table of steps has no rows; expected at least one below the line of column names.")
-    missing = [name for name in NEEDED if name not in rows[0]]
-    if missing:
+    wrong = [*_name_missing(rows[0]), *_name_unknown(rows[0])]
+    if wrong:
         raise MeasurementError(
-            f"The table of steps lacks the columns {', '.join(missing)}; expected those of training_steps.csv. Add "
-            "them (empty cells are allowed where a row does not say)."
+            f"The table of steps {' and '.join(wrong)}; expected columns of training_steps.csv. Rename or add them "
+            "(empty cells are allowed where a row does not say); remarks belong into notes."
         )
     if len(rows) > MAX_ROWS:
         raise MeasurementError(f"{len(rows)} rows of steps; expected at most {MAX_ROWS}. Split the table.")
 
 
-def read_steps(rows: Sequence[Row], lines: Sequence[int] = ()) -> tuple[list[StepCase], list[LeftOut]]:
+def _name_missing(row: Row) -> list[str]:
+    missing = [name + _UNITS.get(name, "") for name in NEEDED if name not in row]
+    return [f"lacks the columns {', '.join(missing)}"] if missing else []
+
+
+def _name_unknown(row: Row) -> list[str]:
+    """Columns that would be ignored, each with the one that is not there and that it may have been meant to be."""
+    known = load_steps()[0]
+    free = [name for name in known if name not in row]
+    unknown = [name for name in row if name not in known]
+    hinted: dict[str, list[str]] = defaultdict(list)
+    for name in unknown[:_MAX_PLACES]:
+        hinted[suggest(name.lower(), free)].append(show(name))
+    named = [", ".join(names) + hint for hint, names in hinted.items()]
+    more = [f"{len(unknown) - _MAX_PLACES} more"] if len(unknown) > _MAX_PLACES else []
+    return [f"has columns that are not known: {', '.join(named + more)}"] if unknown else []
+
+
+def read_steps(
+    rows: Sequence[Row], lines: Sequence[int] = (), predict: Callable[[StepCase], object] | None = None
+) -> tuple[list[StepCase], list[LeftOut]]:
     """The rows that can be predicted, in their order, and those that were left out, by reason.
 
-    ``lines``: where the rows stand in their file, shape (rows,); without them, one below the other from line 2 on. The
-    table is one that `check_steps` accepts.
+    ``lines``: where the rows stand in their file, shape (rows,); without them, one below the other from line 2 on.
+    ``predict``: called once for each of the former, and what it cannot predict is left out, too. The table is one that
+    `check_steps` accepts.
     """
     cases: list[StepCase] = []
     cells: dict[str, list[tuple[int, str]]] = defaultdict(list)
     wholes: dict[str, list[int]] = defaultdict(list)
     for line, row in zip(lines or range(2, len(rows) + 2), rows, strict=True):
         try:
-            cases.append(read_step(row))
+            case = read_step(row)
+            if predict is not None:
+                predict(case)
+            cases.append(case)
         except CellError as error:
             cells[f"{error.column}: expected {error.expected}"].append((line, error.found))
-        except TransformerError as error:
+        except MeshwrightError as error:
             wholes[str(error)].append(line)
     of_cells = [
         LeftOut(reason=reason, lines=tuple(line for line, _ in places), found=tuple(found for _, found in places))

@@ -27,6 +27,7 @@ from meshwright.validation.step_model import (
     Residuals,
     count_alike,
     predict_by_datasheet,
+    predict_case,
     predict_cases,
     regime_of,
 )
@@ -120,14 +121,15 @@ def predict_steps(rows: Sequence[Mapping[str, str]]) -> Predictions:
     Raises MeasurementError if a row does not say enough; `step_table.read_steps` tells which ones do.
     """
     check_steps(rows)
-    cases, left_out = read_steps(rows)
+    model, seconds = load_step_model(), list[float]()
+    cases, left_out = read_steps(rows, predict=lambda case: seconds.append(predict_case(case, model)))
     if left_out:
         count = sum(len(reason.lines) for reason in left_out)
         raise MeasurementError(
             f"{count} of {len(rows)} rows cannot be predicted: {'; '.join(list_reasons(left_out))}. Complete them or "
             "leave them out."
         )
-    return predict_cases(cases, load_step_model())
+    return predict_cases(cases, model, known_s=seconds)
 
 
 def score_steps() -> tuple[Score, ...]:

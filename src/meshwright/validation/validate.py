@@ -15,7 +15,7 @@ from meshwright.cost.steps import load_step_model
 from meshwright.spec import MeasurementError
 from meshwright.validation.datasets import read_lines
 from meshwright.validation.scores import Score, score_rows
-from meshwright.validation.step_model import predict_cases
+from meshwright.validation.step_model import predict_case, predict_cases
 from meshwright.validation.step_rows import row_hash
 from meshwright.validation.step_table import LeftOut, check_steps, list_reasons, read_steps
 
@@ -72,18 +72,18 @@ def score_step_table(rows: Sequence[StepRow], lines: Sequence[int] = ()) -> tupl
         else:
             asked[line] = row
         known |= {row["id"]} - {""}
-    cases, odd = read_steps([*asked.values()], [*asked])
+    seconds: list[float] = []
+    cases, odd = read_steps([*asked.values()], [*asked], lambda case: seconds.append(predict_case(case, model)))
     left_out = [*(LeftOut(reason=reason, lines=tuple(where)) for reason, where in apart.items() if where), *odd]
     if not cases:
         raise MeasurementError(f"No row of the table can be scored: {'; '.join(list_reasons(left_out))}.")
     scores = []
-    for source, group in groupby(sorted(cases, key=lambda case: case.source), key=lambda case: case.source):
-        mine = list(group)
-        measured = np.array([case.measured_s for case in mine], np.float64)
-        jobs = [case.job for case in mine]
-        scores.append(
-            score_rows("steps", source, "op list and pipeline", measured, predict_cases(mine, model), jobs=jobs)
-        )
+    ordered = sorted(zip(cases, seconds, strict=True), key=lambda pair: pair[0].source)
+    for source, group in groupby(ordered, key=lambda pair: pair[0].source):
+        mine, mine_s = zip(*group, strict=True)
+        measured, jobs = np.array([case.measured_s for case in mine], np.float64), [case.job for case in mine]
+        predicted = predict_cases(mine, model, known_s=mine_s)
+        scores.append(score_rows("steps", source, "op list and pipeline", measured, predicted, jobs=jobs))
     return tuple(scores), left_out
 
 

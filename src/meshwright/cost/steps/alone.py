@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Operations per second that products of random numbers sustain in 16 bits at the power limit, however short bursts run:
 # 8192 x 8192 x 8192 on an A100 of 400 W (H. He, "Strangely, Matrix Multiplications on GPUs Run Faster When Given
-# Predictable Data", thonking.ai, 2024: 258 TFLOP/s, 295 with zeros); H100.
+# Predictable Data", thonking.ai, 2024: 258 TFLOP/s, 295 with zeros).
 _SUSTAINED = {"A100": 258e12}
 # Sizes are asked again for every layout of a model; so many are kept.
 _MOST_KEPT = 2**16

@@ -138,7 +138,7 @@ class StepPrices:
             return None
         model = load_shipped().find_inside(self.kind.name, self.node.device_link)
         group = Group(num_ranks=num_ranks, stride=stride)
-        found = model.predict(op, group, np.array([num_bytes])) if model else None
+        found = model.predict(op, group, np.array([float(num_bytes)])) if model else None
         return None if found is None else float(found.seconds[0])
 
     def place(self, num_ranks: int, stride: int) -> Group:

@@ -5,7 +5,7 @@ A data file, ``software.toml``, names each behaviour with its citation; a row's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import ClassVar, Literal
@@ -83,6 +83,8 @@ def find_software(framework: str = "", source: str = "", notes: str = "") -> Sof
 
 @cache
 def known_software() -> tuple[Software, ...]:
-    """All entries of the shipped file."""
+    """All entries of the shipped file, with the last one's shares of attention where they name none."""
     with resources.as_file(resources.files("meshwright.cost.steps") / "software.toml") as path:
-        return decode_document(SoftwareList, read_data(path), path.name).software
+        entries = decode_document(SoftwareList, read_data(path), path.name).software
+    other = entries[-1].attention_share
+    return tuple(replace(entry, attention_share=other | entry.attention_share) for entry in entries)
