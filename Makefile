@@ -5,8 +5,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := src tests scripts $(wildcard examples benchmarks)
-# A process per core; more than four wait for the longest group of tests.
-PARALLEL := -n logical --maxprocesses 4 --dist loadgroup
+# A process per core; more than four wait for the longest file of tests. tests/conftest.py says who gets which.
+PARALLEL := -n logical --maxprocesses 4
 
 export PYTHON TORCH
 

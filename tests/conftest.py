@@ -5,7 +5,9 @@ missing *program* is a failure instead: `.ci/run` installs programs, so there is
 hardware or rights (a GPU, root) are skipped everywhere.
 
 `make test` shares the tests out among processes (pytest-xdist): those of one file stay together, since they share what
-its fixtures make, unless they name a group of their own.
+its fixtures make; only pages of the documentation go one by one. Files that start processes of their own take longest
+and come first, so that short ones are left for the end. xdist's own ``--dist loadgroup`` does nothing here: xdist 3.8
+writes the group into a field that pytest 9.2 no longer reads.
 """
 
 import os
@@ -13,9 +15,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Beside each other, processes with several threads each wait more than they compute; torch reads this when loaded.
@@ -25,6 +29,9 @@ hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+# The file whose tests are long and share nothing.
+APART = "tests/docs/test_docs.py"
 
 # marker -> groups of programs; of each group one must be there
 PROGRAMS = {
@@ -55,11 +62,25 @@ def _missing_programs(marker: str) -> list[str]:
     return [" or ".join(names) for names in groups if not any(map(shutil.which, names))]
 
 
-@pytest.hookimpl(tryfirst=True)
+class ByFile(LoadScopeScheduling):
+    """Each file is a unit of work, and each test of `APART`, in the order in which they were collected."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path, _, _ = nodeid.partition("::")
+        return nodeid if path == APART else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    if config.getoption("dist") != "load":
+        return None
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(item.config.rootpath).as_posix()))
+    long = {item.path for item in items if item.get_closest_marker("distributed") or item.nodeid.startswith(APART)}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

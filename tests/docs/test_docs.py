@@ -11,11 +11,7 @@ from tests.docs.blocks import PAGES, ROOT, blocks_of, is_run, is_slow, run_page
 pytestmark = pytest.mark.timeout(300)
 
 
-RUN = [
-    pytest.param(page, id=page, marks=[pytest.mark.xdist_group(page), *([pytest.mark.slow] if is_slow(page) else [])])
-    for page in PAGES
-    if is_run(page)
-]
+RUN = [pytest.param(page, id=page, marks=[pytest.mark.slow] if is_slow(page) else []) for page in PAGES if is_run(page)]
 
 
 @pytest.mark.parametrize("page", RUN)
