@@ -68,3 +68,11 @@ def test_messages_between_stages_are_those_of_the_local_graph():
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(PlanError, match="heads"):
         lower_graph(GPT, Sharding(tensor=3), ())
+
+
+def test_a_router_has_no_scores_of_attention():
+    """Both have a softmax: the one weighs values, the other chooses experts."""
+    attending, routing = load_shipped_graph("gnmt-tiny"), load_shipped_graph("mixtral-tiny")
+    assert read_recompute(attending, "selective")
+    with pytest.raises(PlanError, match="no scores of attention"):
+        read_recompute(routing, "selective")

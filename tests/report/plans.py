@@ -20,9 +20,8 @@ OPS_PER_LAYER = 3
 def graph_of(names=LLAMA) -> Graph:
     """A graph of layers with these names, each a product, scores of attention, and a product."""
     chain = chain_graph(OPS_PER_LAYER * len(names))
-    ops = [
-        replace(op, kind="aten.softmax.int") if index % OPS_PER_LAYER == 1 else op for index, op in enumerate(chain.ops)
-    ]
+    kinds = ("aten.linear.default", "aten.softmax.int", "aten.matmul.default")
+    ops = [replace(op, kind=kinds[index % OPS_PER_LAYER]) for index, op in enumerate(chain.ops)]
     starts = range(0, len(ops), OPS_PER_LAYER)
     layers = [Layer(name=name, start=i, stop=i + OPS_PER_LAYER) for name, i in zip(names, starts, strict=True)]
     return replace(chain, ops=tuple(ops), layers=tuple(layers))

@@ -28,6 +28,8 @@ RECOMPUTE_NAMES: tuple[RecomputeName, ...] = get_args(RecomputeName)
 # has.
 _SCORES = ("aten.softmax", "aten._softmax")
 _AFTER_SCORES = ("aten.dropout",)
+_VIEWS = ("aten.view", "aten.reshape", "aten.expand", "aten._unsafe_view", "aten.clone", "aten._to_copy", "aten.to.")
+_PRODUCTS = ("aten.bmm", "aten.baddbmm", "aten.matmul")
 # Stands in the name of a block between its own and what of it is computed again.
 _AGAIN = "+again "
 
@@ -51,9 +53,23 @@ def recompute_choices(graph: Graph) -> dict[RecomputeName, Ranges]:
     runs = recompute_runs(graph, (*_SCORES, *_AFTER_SCORES))
     return {
         "none": (),
-        "selective": tuple((start, stop) for start, stop in runs if graph.ops[start].kind.startswith(_SCORES)),
+        "selective": tuple((start, stop) for start, stop in runs if _has_scores(graph, start)),
         "full": recompute_layers(graph, blocks),
     }
+
+
+def _has_scores(graph: Graph, op: int) -> bool:
+    """Whether an op is a softmax whose result weighs values in a product; that of a router, for one, is not."""
+    if not graph.ops[op].kind.startswith(_SCORES):
+        return False
+    weights = set(graph.ops[op].outputs)
+    for reader in graph.ops[op + 1 :]:
+        if weights.intersection(reader.inputs):
+            if reader.kind.startswith(_PRODUCTS):
+                return True
+            if reader.kind.startswith((*_AFTER_SCORES, *_VIEWS)):
+                weights.update(reader.outputs)
+    return False
 
 
 def read_recompute(graph: Graph, text: str) -> Ranges:
