@@ -41,14 +41,17 @@ SMALL = (
     "layer_times_korthikanti",
     "zero_bubble_rates_table5",
 )
-# Alpa's methods on one node: what of the training states each shards (alpa, OSDI'22 artifact, benchmark suites).
+# Alpa's methods on one node: what of the training states each shards (alpa, OSDI'22 artifact, benchmark suites). Its
+# "zero_2" puts reduce-scatter and all-gather for the all-reduce of a step's gradients. One device shards nothing.
 ALPA_METHODS = {
     "auto_sharding": "auto-sharding",
     "data_parallel": "none",
-    "zero_2": "ZeRO-2",
+    "zero_2": "ZeRO-2 (once per step)",
     "zero_3": "ZeRO-3",
     "heuristic": "largest dimension",
 }
+# Optimizers that are not AdamW (benchmark_2d_one_case_moe.py, benchmark_2d_one_case_wresnet.py).
+ALPA_OPTIMIZERS = {"moe": "Adafactor", "wresnet": "momentum"}
 
 
 def alpa_steps(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -65,6 +68,7 @@ def _alpa_one_node(index: int, row: dict[str, Any]) -> dict[str, Any]:
         "id": f"alpa-node-{row['model']}-{row['gpus']}-{row['method']}-{index}",
         "locator": "results_intra_ablation_ref.tsv",
         "family": row["model"],
+        "model": {"moe": "GShard"}.get(row["model"], ""),
         "layers": row.get("layers", row.get("depth")),
         "hidden": row.get("hidden", row.get("base_channels")),
         "heads": row.get("heads", ""),
@@ -76,13 +80,15 @@ def _alpa_one_node(index: int, row: dict[str, Any]) -> dict[str, Any]:
         "tp": model,
         "dp": data,
         "pp": 1,
-        "zero_or_sharding": ALPA_METHODS[row["method"]],
+        "zero_or_sharding": ALPA_METHODS[row["method"]] if row["gpus"] > 1 or not data else "none",
         "gbs_seq": row["batch"],
         "mbs": row["batch"] // data if data and row["batch"] % data == 0 else "",
         "n_microbatches": 1,
         "iter_time_s": "" if failed else statistics.median(row["latency_s"]),
         "peak_mem_gib": row["peak_mem_gb"] or "",
         "status": "out of memory or failed" if failed else "measured",
+        "recompute": "none" if row["model"] == "wresnet" else "full",
+        "notes": ALPA_OPTIMIZERS.get(row["model"], ""),
     }
 
 

@@ -104,9 +104,9 @@ def _products_of_layer(shape: TransformerShape, setup: TrainingSetup, layer: int
         shared[(shape.ffn // split, hidden)] += 1
     else:
         experts = shape.experts
-        routed[(hidden, 2 * experts.ffn // split)] += experts.num_experts // setup.ep
+        routed[(hidden, experts.columns // split)] += experts.num_experts // setup.ep
         routed[(experts.ffn // split, hidden)] += experts.num_experts // setup.ep
-        shared[(hidden, 2 * experts.ffn * experts.num_shared // split)] += min(experts.num_shared, 1)
+        shared[(hidden, experts.columns * experts.num_shared // split)] += min(experts.num_shared, 1)
         shared[(experts.ffn * experts.num_shared // split, hidden)] += min(experts.num_shared, 1)
         shared[(hidden, experts.num_experts)] += 1
     return shared, routed

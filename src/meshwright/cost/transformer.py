@@ -26,7 +26,8 @@ Recompute = Literal["none", "selective", "op", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-1p", "zb-2p"]
 # 0: nothing sharded; 1: optimizer states; 2: gradients too; 3: parameters too (Rajbhandari et al., SC 2020).
 ZeroStage = Literal[0, 1, 2, 3]
-
+# What products run in; weights and gradients are then kept as software does.
+Precision = Literal["fp16", "bf16", "fp8", "fp32"]
 
 # Bytes of an element in 16 bits, and of one in single precision.
 HALF, SINGLE = 2, 4
@@ -38,9 +39,12 @@ class TransformerError(MeshwrightError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Feed-forward layers of which each token takes ``top_k``; every expert is gated and ``ffn`` wide.
+    """Feed-forward layers of which each token takes ``top_k``; every expert is ``ffn`` wide.
 
-    ``num_shared`` experts are taken by all tokens; the first ``num_dense_layers`` layers have the plain feed-forward.
+    ``num_shared`` experts are taken by all tokens; the first ``num_dense_layers`` layers have the plain feed-forward,
+    and after them all but every ``period``-th. ``gated``: three matrices in an expert and not two. ``group``: tokens
+    among which products with masks deal out an equal number to each expert (Lepikhin et al., GShard, 2020, algorithm 1
+    and section 3.2); 0 where tokens are put in the experts' order.
     """
 
     num_experts: int
@@ -48,6 +52,14 @@ class Experts:
     ffn: int
     num_shared: int = 0
     num_dense_layers: int = 0
+    period: int = 1
+    gated: bool = True
+    group: int = 0
+
+    @property
+    def columns(self) -> int:
+        """Columns of the matrices into an expert: its width, and the gate's."""
+        return self.ffn * (2 if self.gated else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +115,9 @@ class TransformerShape:
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer (from 0) has the plain feed-forward."""
-        return self.experts is None or layer < self.experts.num_dense_layers
+        if self.experts is None or layer < self.experts.num_dense_layers:
+            return True
+        return (layer - self.experts.num_dense_layers) % self.experts.period > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +126,9 @@ class TrainingSetup:
 
     ``seq``: tokens of a whole sequence. ``chunks``: parts of the model per pipeline stage, more than one
     where ``schedule`` is "interleaved".
-    ``fused_attention``: no matrix of scores is kept (FlashAttention). ``precision`` as in the measured rows: "fp16",
-    "bf16", "fp8".
+    ``fused_attention``: no matrix of scores is kept (FlashAttention). ``fused_softmax``: where one is kept, one kernel
+    reads the scores and writes the probabilities. ``precision`` as in the measured rows: "fp16",
+    "bf16", "fp8", "fp32".
     """
 
     seq: int
@@ -130,7 +145,8 @@ class TrainingSetup:
     recompute: Recompute = "none"
     schedule: Schedule = "1f1b"
     fused_attention: bool = True
-    precision: Literal["fp16", "bf16", "fp8"] = "bf16"
+    fused_softmax: bool = True
+    precision: Precision = "bf16"
 
     def __post_init__(self) -> None:
         sizes = ("seq", "microbatch_size", "num_microbatches", "tp", "pp", "chunks", "dp", "cp", "ep")

@@ -23,7 +23,7 @@ from meshwright.program import StageTimes, find_orders
 from meshwright.simulator import simulate_program
 from meshwright.spec import Opcode, Program, Section, to_picoseconds, to_seconds
 from meshwright.spec.instructions import COMPUTATIONS
-from meshwright.validation.pipeline_programs import build_pipeline, lay_out, price_pipeline
+from meshwright.validation.pipeline_programs import build_pipeline, lay_out, longest_rank_ps, price_pipeline
 
 if TYPE_CHECKING:
     from meshwright.simulator import Prices
@@ -57,13 +57,7 @@ def busy_share(
     if rounds_wait_together:
         program = replace(program, body=_wait_by_rounds(program.body, pipeline.num_positions))
     timeline = simulate_program(program, _price(program, pipeline, blocking=blocking))
-    computes = np.isin(timeline.opcode, COMPUTATIONS)
-    rank = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track[computes]]
-    begin = np.full(timeline.num_ranks, np.iinfo(np.int64).max)
-    end = np.zeros(timeline.num_ranks, np.int64)
-    np.minimum.at(begin, rank, timeline.start_ps[computes])
-    np.maximum.at(end, rank, timeline.end_ps[computes])
-    return pipeline.work_s / to_seconds(int((end - begin).max()))
+    return pipeline.work_s / to_seconds(longest_rank_ps(timeline, COMPUTATIONS))
 
 
 def found_share(pipeline: EqualStages, most_kept: int) -> float:

@@ -152,12 +152,12 @@ def predict_published(row: StepRow, *, keeps_scores: bool = False) -> float:
     ``keeps_scores``: attention keeps the matrix of its scores, though the row's software could do without.
     """
     case = read_step(row)
-    setup = replace(case.setup, fused_attention=case.setup.fused_attention and not keeps_scores)
+    setup = replace(case.setup, fused_attention=not keeps_scores)
     if not row["framework"].startswith("torchtitan"):
         fused = "cef" in row["locator"]
-        return predict_device_peak(case.shape, setup, "megatron", fused_loss=fused).allocated_bytes
+        return predict_device_peak(case.transformer, setup, "megatron", fused_loss=fused).allocated_bytes
     fused = "202506" in row["source"]
-    return predict_device_peak(case.shape, setup, "fsdp2", fused_loss=fused).reserved_bytes
+    return predict_device_peak(case.transformer, setup, "fsdp2", fused_loss=fused).reserved_bytes
 
 
 def score_percentages() -> Score:

@@ -72,7 +72,7 @@ DATASETS = (
     ),
     DataSet(
         name="steps",
-        about="published training steps of transformers on V100, A100, H100, H200, B200",
+        about="published training steps on V100, A100, H100, H200, B200",
         score=Later(function="steps.score_steps"),
         quick=Later(function="steps.score_steps"),
     ),

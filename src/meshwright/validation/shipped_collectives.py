@@ -4,7 +4,8 @@ A table is what one source measured on one kind of device with one version of NC
 kind, dtypes and versions alike: what they are off by among themselves is less than what another machine is. How wide
 that is, is asked of tables: each is predicted from the other tables of its kind, at sizes that those span. The interval
 holds every kind of device alike, by percentiles of its measured / predicted; in `score_shipped` it is that of the other
-kinds. Only the A100 was measured by two parties; the other tables of a kind come from one.
+kinds. Only the A100 was measured by two parties; the other tables of a kind come from one. What Alpa's profile of V100
+nodes measured inside a node stands in for the ops that no table has of a kind.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.cost.collectives import fit_collectives
-from meshwright.cost.collectives.fitting import collective_rows
+from meshwright.cost.collectives.fitting import collective_rows, groups_of
 from meshwright.cost.collectives.shipped import ShippedCollectives, ShippedKind, widen
 from meshwright.cost.prediction import Interval, Predictions, join_predictions
-from meshwright.records import COLUMNS, Records
+from meshwright.records import COLUMNS, Records, concat_records
 from meshwright.spec import load_cluster
 from meshwright.validation.collective_errors import price_rows
 from meshwright.validation.collective_rows import digest_rows, fit_alike, predict_rows, table_of, topology_of
@@ -32,14 +33,17 @@ if TYPE_CHECKING:
     from meshwright.cost.collectives import CollectiveModel
 
 _DATASET = "nccl"
-_SOURCE = "NCCL tables of ai-dynamo/aiconfigurator and VIA-Research/vTrain, as in validation/data/nccl.parquet"
+_SOURCE = (
+    "NCCL tables of ai-dynamo/aiconfigurator and VIA-Research/vTrain, as in validation/data/nccl.parquet; ops that "
+    "these do not have of a kind from Alpa's profile, v100.parquet"
+)
 # Of a table that is predicted from the others, both with the model's own interval: an op's rows and what was said.
 LeftOut = dict[str, list[tuple[Records, Predictions]]]
 
 
 def fit_shipped() -> ShippedCollectives:
     """The models of all kinds of device that the NCCL tables have."""
-    usable = collective_rows(load_records(_DATASET))
+    usable = _with_profiled(collective_rows(load_records(_DATASET)))
     kinds = []
     for device in sorted(set(usable.device)):
         mine = usable.where(device=device)
@@ -97,6 +101,17 @@ def fit_elsewhere(left_out: Mapping[str, list[tuple[Records, Predictions]]]) -> 
     return fit_alike(
         np.concatenate([rows.seconds / said.seconds for rows, said in parts]) for parts in left_out.values()
     )
+
+
+def _with_profiled(tables: Records) -> Records:
+    """The tables, and what Alpa's profile says of groups inside a node where no table says it."""
+    profiled = collective_rows(load_records("v100"))
+    known = set(zip(tables.device, tables.op, strict=True))
+    new = [
+        group.num_nodes == 1 and (device, op) not in known
+        for group, device, op in zip(groups_of(profiled), profiled.device, profiled.op, strict=True)
+    ]
+    return concat_records([tables, profiled.select(np.array(new, bool))])
 
 
 def _fit(rows: Records) -> CollectiveModel:

@@ -7,20 +7,18 @@ public rows (``data/training_steps.csv``) and of the settings that these stand f
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from meshwright.spec import MeasurementError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meshwright.cost.transformer import Recompute, Schedule, ZeroStage
+    from meshwright.cost.transformer import Precision, Recompute, Schedule, ZeroStage
 
     Row = Mapping[str, str]
 
 Meaning = TypeVar("Meaning")
-Precision = Literal["fp16", "bf16", "fp8"]
-
 PRECISIONS: dict[str, Precision] = {
     "": "fp16",
     "fp16": "fp16",
@@ -36,6 +34,7 @@ PRECISIONS: dict[str, Precision] = {
     "float8": "fp8",
     "float8 tensorwise": "fp8",
     "float8 rowwise": "fp8",
+    "fp32": "fp32",
 }
 RECOMPUTES: dict[str, Recompute] = {
     "": "none",
@@ -55,6 +54,7 @@ SHARDINGS: dict[str, ZeroStage] = {
     "no_shard": 0,
     "zero-1": 1,
     "distributed optimizer (zero-1)": 1,
+    "zero-2 (once per step)": 1,
     "zero-2": 2,
     "shard_grad_op": 2,
     "zero-3": 3,

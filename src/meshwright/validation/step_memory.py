@@ -1,7 +1,7 @@
 """Which measured steps are said not to fit: runs that ran out of memory should be, runs that were timed should not.
 
 A row is refused if `cost.memory.predict_device_peak` is above the memory that its device states. Parameters are sharded
-with ZeRO-3 alone; a loss in 16 bits (llm-foundry's "PURE") and a fused one keep one copy of the logits.
+with ZeRO-3 alone; a fused loss keeps one copy of the logits. Software may take less than all of the memory.
 """
 
 from __future__ import annotations
@@ -65,12 +65,14 @@ def judge_memory(rows: Sequence[StepRow]) -> MemoryVerdicts:
 
 
 def needed_share(row: StepRow) -> float:
-    """The predicted peak over the memory of the row's device. Raises CellError or TransformerError as `read_step`."""
+    """The predicted peak over what the row's software takes of its device. Raises as `read_step`."""
     case = read_step({**row, "iter_time_s": "", "status": ""})
-    fused = "PURE" in row["precision"] or "cef" in row["locator"] or "202506" in row["source"]
+    fused = case.software.fused_loss or "cef" in row["locator"] or "202506" in row["source"]
     framework: Framework = "fsdp2" if case.setup.zero == 3 else "megatron"
-    peak = predict_device_peak(case.shape, case.setup, framework, fused_loss=fused)
+    if case.software.name.startswith("Alpa"):
+        framework = "alpa"
+    states = case.software.state_bytes
+    peak = predict_device_peak(case.transformer, case.setup, framework, fused_loss=fused, state_bytes=states)
     stated = re.search(r"-([0-9]+)GB", row["device"])
-    return max(peak.reserved_bytes, peak.allocated_bytes) / (
-        int(stated[1]) * _GIB if stated else case.kind.memory_bytes
-    )
+    available = case.software.memory_share * (int(stated[1]) * _GIB if stated else case.kind.memory_bytes)
+    return max(peak.reserved_bytes, peak.allocated_bytes) / available

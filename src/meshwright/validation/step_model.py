@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.cost.prediction import INTERVAL_SHARE, Basis, Interval, Predictions
+from meshwright.cost.residual import ResidualShape
 from meshwright.cost.steps import PRIOR, StepModel, StepPrices, fit_efficiencies, predict_layer, predict_step
 from meshwright.validation.pipeline_programs import simulated_seconds
 from meshwright.validation.step_rows import row_hash
@@ -44,14 +45,18 @@ _RESIDUALS_EACH = 21
 # Shares of pooled residuals that an interval may hold; more than 80 % because origins differ among themselves.
 _SHARES = (INTERVAL_SHARE, 0.85, 0.9, 0.95, 0.98, 1.0)
 # Rows whose source leaves out what decides their time are reported apart, and say nothing of other rows: ZeRO-3 of
-# 2021, of which it is not said what DeepSpeed gathered beside what.
-UNDERSPECIFIED = ("sc21-t2-ZeRO",)
+# 2021, of which it is not said what DeepSpeed gathered beside what; what Alpa's search made of models that are no GPT.
+UNDERSPECIFIED_ZERO = ("sc21-t2-ZeRO",)
+UNDERSPECIFIED_PLANS = tuple(
+    f"alpa-node-{model}-{count}-auto_sharding" for model in ("wresnet", "moe") for count in (2, 4, 8)
+)
+UNDERSPECIFIED = UNDERSPECIFIED_ZERO + UNDERSPECIFIED_PLANS
 # Where nobody else measured in the regime, a factor of two either way: what a roofline is worth at least.
 _NOBODY_ELSE = Interval(low=0.5, high=2.0)
 
 
 def predict_case(case: StepCase, model: StepModel) -> float:
-    """Seconds of one row's step, its pipeline simulated."""
+    """Seconds of one row's step, simulated as a Program."""
     return _simulate(case, _prices(case, model.efficiencies_of(case.kind.name)))
 
 
@@ -85,6 +90,8 @@ def predict_cases(
 
 def regime_of(case: StepCase, model: StepModel) -> Regime:
     """What the interval of a case depends on (`cost.steps.Regime`)."""
+    if isinstance(case.shape, ResidualShape):
+        return "convolutions"
     layer = predict_layer(case.shape, _prices(case, model.efficiencies_of(case.kind.name)), case.software)
     if layer.host_s > layer.device_s:
         return "small"
@@ -96,7 +103,7 @@ def fit_steps(cases: Sequence[StepCase], prior: Efficiencies, start: Efficiencie
     measured = np.array([case.measured_s for case in cases], np.float64)
 
     def predict(tried: Efficiencies) -> Floats:
-        return np.array([_predict(case, tried) for case in cases])
+        return np.array([_simulate(case, _prices(case, tried)) for case in cases])
 
     return fit_efficiencies(predict, measured, prior, shares=count_alike(cases), start=start)
 
@@ -161,6 +168,7 @@ def _ratios(cases: Sequence[StepCase], model: StepModel) -> dict[Regime, dict[st
         "fitted": defaultdict(list),
         "elsewhere": defaultdict(list),
         "small": defaultdict(list),
+        "convolutions": defaultdict(list),
     }
     for case in cases:
         if case.measured_s is not None and not case.row_id.startswith(UNDERSPECIFIED):
@@ -197,16 +205,8 @@ def _held(origin: Floats, ends: Floats) -> float:
 
 def _simulate(case: StepCase, prices: StepPrices) -> float:
     step, setup = predict_step(case.shape, prices, case.software), case.setup
-    if setup.pp == 1:
-        return step.seconds
     blocking = case.software.blocking_messages
-    pipeline_s = simulated_seconds(step.stages, setup.num_microbatches, setup.schedule, setup.chunks, blocking=blocking)
-    return pipeline_s + step.rest_s
-
-
-def _predict(case: StepCase, efficiencies: Efficiencies) -> float:
-    # The closed form, which is all that a fit can wait for; of calibration rows, all 1F1B, it is the same to 0.1 %.
-    return predict_step(case.shape, _prices(case, efficiencies), case.software).seconds
+    return simulated_seconds(step, setup.num_microbatches, setup.schedule, setup.chunks, blocking=blocking)
 
 
 def _prices(case: StepCase, efficiencies: Efficiencies) -> StepPrices:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+from meshwright.cost.residual import ResidualShape
 from meshwright.cost.steps import Software, find_software
 from meshwright.cost.transformer import (
-    Experts,
-    LatentAttention,
     TrainingSetup,
+    TransformerError,
     TransformerShape,
     check_layout,
 )
@@ -33,12 +33,12 @@ from meshwright.validation.step_cells import (
     SCHEDULES,
     SHARDINGS,
     SWITCHES,
-    UNSTATED,
     CellError,
     read_number,
     read_seconds,
     read_word,
 )
+from meshwright.validation.step_shapes import read_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,23 +53,14 @@ NEEDED = (
 )
 # Columns whose numbers tell one run from another (`row_hash`).
 _RUN = ("layers", "hidden", "heads", "seq", "n_devices", "tp", "pp", "dp", "gbs_seq")
-# A vocabulary that a row does not state: GPT-2's (VIA-Research/vTrain, src/config.py has the same default).
-_GPT2_VOCAB = 50257
+# A Program of more computations takes long to simulate, and a step of so many microbatches is a slip of the pen, too.
+_MAX_COMPUTATIONS = 400_000
 # The start of a single kernel takes microseconds; a shorter step is in another unit.
 _LEAST_STEP_S = 1e-6
 # Chunks per device of SC'21's interleaved runs, which its table leaves out: layers and stages of the model, and
 # layers per stage over --num-layers-per-virtual-pipeline-stage of NVIDIA/Megatron-LM, examples/sc21 (run_table_1.sh; 96
 # layers: run_figure_12.sh). The table says "interleaved" of two models that the script runs without: fewest chunks.
 _SC21, _SC21_CHUNKS = "2104.04473", {(60, 4): 3, (80, 8): 2, (96, 16): 2, (105, 35): 3, (96, 12): 4}
-# Models whose columns cannot hold their blocks (DeepSeek-AI, config.json of DeepSeek-V2 and DeepSeek-V3).
-_LATENT = LatentAttention(query_rank=1536, kv_rank=512, content_dim=128, rotary_dim=64, value_dim=128)
-_DEEPSEEK = {
-    "deepseekv2": Experts(num_experts=160, top_k=6, ffn=1536, num_shared=2, num_dense_layers=1),
-    "deepseekv3": Experts(num_experts=256, top_k=8, ffn=2048, num_shared=1, num_dense_layers=1),
-}
-# A model whose layers were recalled wrongly (64) by those who wrote the rows down; its stated parameters say 80, and so
-# does mosaicml/llm-foundry, scripts/train/yamls/pretrain/mpt-70b.yaml.
-_LAYERS = {"MPT-70b": 80}
 # Memory bandwidth of variants of a shipped kind, bytes/s: NVIDIA A100 datasheet (40 GB SXM); the cluster column of
 # torchtitan's rows (96 GB of HBM2e).
 _VARIANTS = {("A100", 40): 1555e9, ("H100", 96): 2.4e12}
@@ -89,12 +80,19 @@ class StepCase:
 
     row_id: str
     source: str
-    shape: TransformerShape
+    shape: TransformerShape | ResidualShape
     setup: TrainingSetup
     software: Software
     kind: DeviceKind
     node: Node
     measured_s: float | None
+
+    @property
+    def transformer(self) -> TransformerShape:
+        """The shape of a transformer. Raises TransformerError for another model."""
+        if isinstance(self.shape, TransformerShape):
+            return self.shape
+        raise TransformerError("Memory is predicted of transformers alone. Leave the row out.")
 
     @property
     def origin(self) -> str:
@@ -107,20 +105,22 @@ class StepCase:
     def job(self) -> tuple[object, ...]:
         """What a planner would be asked for: the model, the devices, the batch; layouts of one job compare."""
         batch = self.setup.microbatch_size * self.setup.num_microbatches * self.setup.dp
-        shape, setup = self.shape, self.setup
-        sizes = (shape.layers, shape.hidden, shape.heads, setup.seq, setup.precision)
-        return (self.origin, self.kind.name, setup.num_devices, batch, *sizes)
+        setup = self.setup
+        return (self.origin, self.kind.name, setup.num_devices, batch, self.shape, setup.seq, setup.precision)
 
 
 def read_step(row: Row) -> StepCase:
     """One row. Raises CellError or TransformerError if it does not say enough, or what cannot be."""
     kind, node = _hardware(row)
     software = _software(row)
-    shape = _shape(row)
-    setup = replace(_setup(row), fused_attention=software.fused_attention)
+    shape = read_shape(row, software)
+    setup = replace(
+        _setup(_completed(row)), fused_attention=software.fused_attention, fused_softmax=software.fused_softmax
+    )
     if setup.num_devices != read_number(row, "n_devices"):
         raise CellError("n_devices", row["n_devices"], "tp · cp · pp · dp")
-    check_layout(shape, setup)
+    if isinstance(shape, TransformerShape):
+        check_layout(shape, setup)
     return StepCase(
         row_id=row["id"],
         source=row["source"],
@@ -167,6 +167,19 @@ def _known(row: Row, column: str, meanings: Mapping[str, Meaning]) -> Meaning | 
         return error.found
 
 
+def _completed(row: Row) -> Row:
+    """A row with the plan that is taken for one of Alpa's that its source does not state: all devices split the batch.
+
+    Of a mixture of experts without a mesh they split the experts, too.
+    """
+    if "alpa" not in row.get("framework", "").lower() or row.get("id", "").startswith("alpa-e2e"):
+        return row
+    taken = {"tp": "1", "dp": row["n_devices"], "mbs": ""}
+    if row["family"] == "moe" and not row["tp"]:
+        return {**row, **taken, "ep": row["n_devices"]}
+    return {**row, **taken} if row["family"] == "wresnet" else row
+
+
 def _software(row: Row) -> Software:
     software = find_software(row.get("framework", ""), row["source"], row.get("notes", ""))
     # Scales of rows cannot be gathered with the values (torchtitan, asynctp_llama3_h100_2025-06: rowwise has no float8
@@ -177,32 +190,6 @@ def _software(row: Row) -> Software:
         gathers_in_8_bits=software.gathers_in_8_bits and per_tensor,
         compiled=software.compiled or read_word(row, "compile", SWITCHES),
         reduces_single=software.reduces_single and "pure" not in row.get("precision", "").lower(),
-    )
-
-
-def _shape(row: Row) -> TransformerShape:
-    hidden, heads = read_number(row, "hidden"), read_number(row, "heads")
-    family = read_word(row, "family", {name: name for name in ("gpt", "mpt", "llama", "moe")})
-    known = next((name for name in _DEEPSEEK if row.get("model", "").startswith(name)), None)
-    if family == "moe" and known is None:
-        raise CellError("model", row.get("model", ""), f"a mixture of experts that is known: {', '.join(_DEEPSEEK)}")
-    is_llama = family in ("llama", "moe")
-    return TransformerShape(
-        layers=_LAYERS.get(row.get("model", ""), read_number(row, "layers")),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=read_number(row, "kv_heads", heads),
-        head_dim=hidden // heads,
-        ffn=read_number(row, "ffn", 4 * hidden),
-        vocab=_GPT2_VOCAB if row.get("vocab", "") in UNSTATED else read_number(row, "vocab"),
-        gated=is_llama,
-        biased=family == "gpt",
-        root_norm=is_llama,
-        tied=not is_llama,
-        dropout=family == "gpt",
-        max_positions=0 if is_llama else read_number(row, "seq"),
-        experts=_DEEPSEEK[known] if known else None,
-        latent=_LATENT if known else None,
     )
 
 
@@ -217,13 +204,20 @@ def _setup(row: Row) -> TrainingSetup:
         microbatches = batch // (dp * microbatch)
     if microbatch * microbatches * dp != batch:
         raise CellError("gbs_seq", row["gbs_seq"], "mbs · n_microbatches · dp")
+    if pp * microbatches > _MAX_COMPUTATIONS:
+        raise CellError("gbs_seq", row["gbs_seq"], f"at most {_MAX_COMPUTATIONS} microbatches times stages")
     schedule = read_word(row, "schedule", SCHEDULES)
     unstated = 2 if schedule == "interleaved" else 1
     if _SC21 in row["source"]:
         unstated = _SC21_CHUNKS.get((read_number(row, "layers"), pp), min(pp, 2))
     chunks = read_number(row, "vpp", unstated)
+    rounds = max(microbatches // pp, 1)
+    if chunks > 1 and microbatches % rounds:
+        raise CellError("n_microbatches", str(microbatches), f"{rounds} equal rounds over pp = {pp} interleaved stages")
+    if pp * chunks * microbatches > _MAX_COMPUTATIONS:
+        raise CellError("vpp", str(chunks), f"at most {_MAX_COMPUTATIONS} microbatches times parts of stages")
     return TrainingSetup(
-        seq=read_number(row, "seq"),
+        seq=read_number(row, "seq", 1 if row["family"] == "wresnet" else None),
         microbatch_size=microbatch,
         num_microbatches=microbatches,
         tp=read_number(row, "tp"),

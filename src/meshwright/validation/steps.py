@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.cost.residual import ResidualShape
 from meshwright.cost.roofline import peak_flops
-from meshwright.cost.steps import StepPrices, head_ops, layer_ops, load_step_model, predict_layer
+from meshwright.cost.steps import StepPrices, head_ops, layer_ops, load_step_model, predict_layer, residual_ops
 from meshwright.spec import MeasurementError
 from meshwright.validation.datasets import load_all_steps, load_table
 from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.splits import refuse_seen
 from meshwright.validation.step_memory import judge_memory
 from meshwright.validation.step_model import (
-    UNDERSPECIFIED,
+    UNDERSPECIFIED_PLANS,
+    UNDERSPECIFIED_ZERO,
     Residuals,
     count_alike,
     predict_by_datasheet,
@@ -52,11 +54,13 @@ DATASHEET = "op list at the rates of the datasheet"
 class Part:
     """Rows that are scored together: their ids start so; their kind, bandwidth and regime are these, where given.
 
-    ``target``: the mean error to reach, in per cent. ``note``: what a reader of the figure has to know.
+    ``without``: how their ids do not start. ``target``: the mean error to reach, in per cent. ``note``: what a reader
+    of the figure has to know.
     """
 
     name: str
     ids: tuple[str, ...] = ("",)
+    without: tuple[str, ...] = ("-",)
     device: str = ""
     bandwidth_bytes_per_s: float | None = None
     regime: Regime | None = None
@@ -67,6 +71,7 @@ class Part:
         """Whether a case belongs here."""
         return (
             case.row_id.startswith(self.ids)
+            and not case.row_id.startswith(self.without)
             and case.kind.name.startswith(self.device)
             and self.bandwidth_bytes_per_s in (None, case.kind.memory_bandwidth_bytes_per_s)
             and self.regime in (None, regime)
@@ -77,7 +82,10 @@ class Part:
 _VIEW = "form chosen with these rows in view"
 _ALL = f"{_VIEW}: what the cache holds, and that origins count alike in the fit"
 _SUSTAINED = f"{_ALL}; products sustain a published rate at most"
-_BUBBLE = f"{_VIEW}: attention keeps its scores, as these rows' peaks of memory say"
+_BUBBLE = (
+    f"{_VIEW}: attention keeps its scores, as these rows' peaks of memory say; as many words as their parameters "
+    "leave; stages that go on without the norm of all gradients"
+)
 _TITAN = (
     f"{_VIEW}: as many microbatches as stages where they do not say, recompute that stops early, gathers in 8 bits, "
     "asynchronous tensor parallelism, a clock that follows the stated power, and what NCCL's kernels take from others"
@@ -87,7 +95,11 @@ _FOUNDRY = (
     "parameters; what NCCL's kernels take from others"
 )
 _SIMUMAX = "nothing fitted on B200: it takes the set of H100; the rows leave schedule and recompute empty"
-_ALPA = f"{_VIEW}: parameters and gradients travel in single precision"
+_ALPA = f"{_VIEW}: embeddings by products, softmax in three kernels and the optimizer in one, as its code and XLA's say"
+_PLANS = (
+    "under-specified: what Alpa's search made of these models; taken is that all devices split the batch, and experts "
+    "where no mesh is stated"
+)
 _ZERO = "under-specified: which version of DeepSpeed gathered what beside what is not said"
 PARTS = (
     Part(name="vTrain, one node", ids=("vtrain-single",), target=6.0, note=_ALL),
@@ -95,7 +107,7 @@ PARTS = (
     Part(name="vTrain, one node, paced by the device", ids=("vtrain-single",), regime="fitted"),
     Part(name="vTrain, many nodes", ids=("vtrain-multi",), target=8.0, note=_SUSTAINED),
     Part(name="SC'21", ids=("sc21-t1", "sc21-t2-PTD"), target=6.0, note=_SUSTAINED),
-    Part(name="SC'21, ZeRO-3", ids=UNDERSPECIFIED, note=_ZERO),
+    Part(name="SC'21, ZeRO-3", ids=UNDERSPECIFIED_ZERO, note=_ZERO),
     Part(name="Korthikanti, Table 5", ids=("korth-t5",), target=4.0, note=_SUSTAINED),
     Part(name="Korthikanti, section 6.3", ids=("korth-s63",)),
     Part(name="Zero Bubble, Table 4", ids=("zb-",), target=6.0, note=_BUBBLE),
@@ -106,7 +118,11 @@ PARTS = (
     Part(name="torchtitan, H100", ids=("tt-",), device="H100", note=_TITAN),
     Part(name="torchtitan, H200", ids=("tt-",), device="H200", note=_TITAN),
     Part(name="SimuMax, B200", ids=("simumax-",), target=8.0, note=_SIMUMAX),
-    Part(name="Alpa, GPT on one node", ids=("alpa-node",), target=10.0, note=_ALPA),
+    Part(name="Alpa, one node", ids=("alpa-node",), without=UNDERSPECIFIED_PLANS, target=10.0, note=_ALPA),
+    Part(name="Alpa, GPT on one node", ids=("alpa-node-gpt",), target=10.0, note=_ALPA),
+    Part(name="Alpa, mixture of experts on one node", ids=("alpa-node-moe",), without=UNDERSPECIFIED_PLANS, note=_ALPA),
+    Part(name="Alpa, Wide-ResNet on one node", ids=("alpa-node-wresnet",), without=UNDERSPECIFIED_PLANS, note=_ALPA),
+    Part(name="Alpa, plans not stated", ids=UNDERSPECIFIED_PLANS, note=_PLANS),
     Part(name="Alpa, GPT end to end", ids=("alpa-e2e",), target=10.0, note=_ALPA),
     Part(name="all on A100 paced by the device", regime="fitted"),
     Part(name="all on other devices paced by the device", regime="elsewhere"),
@@ -201,7 +217,9 @@ def _half(case: StepCase) -> str:
 
 
 def _flops(case: StepCase) -> float:
-    ops = (*layer_ops(case.shape, case.setup, case.shape.layers - 1),)
+    if isinstance(case.shape, ResidualShape):
+        return case.setup.num_microbatches * sum(op.count * op.flops for op in residual_ops(case.shape, case.setup))
+    ops = layer_ops(case.shape, case.setup, case.shape.layers - 1)
     layer = sum(op.count * op.flops for op in ops)
     again = sum(op.count * op.flops for op in ops if op.part == "forward") if case.setup.recompute == "full" else 0.0
     head = sum(op.count * op.flops for op in head_ops(case.shape, case.setup))

@@ -1,4 +1,4 @@
-"""The peak of a device when a training framework lays a transformer out: Megatron-LM, and PyTorch's FSDP2 (torchtitan).
+"""The peak of a device when a training framework lays a transformer out: Megatron-LM, PyTorch's FSDP2, Alpa.
 
 Allocated bytes are the largest of a few moments; reserved ones add what the caching allocator holds for other streams.
 
@@ -21,6 +21,10 @@ FSDP2 and torchtitan, parameters in 4 bytes:
                 sum more (torch, distributed/tensor/parallel/loss.py); compiled, logits and their gradient in 2 bytes
     reserved    blocks belong to the stream that took them (torch, c10/cuda/CUDACachingAllocator.cpp): those of the
                 largest gather (2 bytes) and of the largest reduction (4 bytes) are never used by computation
+Alpa, mixed precision (alpa-projects/alpa, model_util.py: TrainState, optax_adafactor):
+    resident    parameter 2 + gradient 2 bytes, with ZeRO-3 over dp, and master and states 12, with Adafactor 4, over dp
+    gathered    with ZeRO-3 one block and the next, in 2 bytes
+    loss        logits in 2 bytes, their logarithm of the softmax in 4
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from meshwright.cost.transformer import HALF, SINGLE, layers_of_stage
 if TYPE_CHECKING:
     from meshwright.cost.transformer import TrainingSetup, TransformerShape
 
-Framework = Literal["megatron", "fsdp2"]
+Framework = Literal["megatron", "fsdp2", "alpa"]
 
 # Master weight and Adam's two states in 4 bytes each.
 _MASTER_AND_STATES = 12
@@ -61,14 +65,23 @@ class DevicePeak:
 
 
 def predict_device_peak(
-    shape: TransformerShape, setup: TrainingSetup, framework: Framework, *, fused_loss: bool
+    shape: TransformerShape,
+    setup: TrainingSetup,
+    framework: Framework,
+    *,
+    fused_loss: bool,
+    state_bytes: int = _MASTER_AND_STATES,
 ) -> DevicePeak:
     """The fullest device of a step; parts add up to the allocated bytes.
 
-    Raises TransformerError for a setup in which the model cannot be laid out.
+    ``state_bytes``: of Alpa's optimizer, per parameter, the master weight's included. Raises TransformerError for a
+    setup in which the model cannot be laid out.
     """
-    predict = _megatron_peak if framework == "megatron" else _fsdp2_peak
-    peaks = [predict(shape, setup, stage, fused_loss=fused_loss) for stage in range(setup.pp)]
+    if framework == "alpa":
+        peaks = [_alpa_peak(shape, setup, stage, state_bytes) for stage in range(setup.pp)]
+    else:
+        predict = _megatron_peak if framework == "megatron" else _fsdp2_peak
+        peaks = [predict(shape, setup, stage, fused_loss=fused_loss) for stage in range(setup.pp)]
     return max(peaks, key=lambda peak: peak.allocated_bytes)
 
 
@@ -136,12 +149,33 @@ def _fsdp2_peak(shape: TransformerShape, setup: TrainingSetup, stage: int, *, fu
     return _fullest(stage, parts, moments, reserved=(HALF + SINGLE) * max(root, held.largest_layer))
 
 
+def _alpa_peak(shape: TransformerShape, setup: TrainingSetup, stage: int, state_bytes: int) -> DevicePeak:
+    held = count_parameters(shape, setup, stage)
+    count, ranks = held.dense + held.experts, setup.dp * setup.cp
+    kept = held.share(setup) if setup.zero == 3 else count
+    parts = {
+        "parameters": HALF * kept,
+        "gradients": HALF * kept,
+        "optimizer states": state_bytes * (held.share(setup) if setup.zero else count),
+        "gathered parameters": 2 * HALF * held.largest_layer if setup.zero == 3 and ranks > 1 else 0,
+        "activations": activation_bytes(shape, setup, stage),
+    }
+    again = sum(saved_bytes(shape, replace(setup, recompute="none"), layer=0).values())
+    moments = {"backward of a layer": {"workspace": _backward_bytes(shape, setup) + again}}
+    if stage == setup.pp - 1:
+        moments["loss"] = {
+            "activations": head_bytes(shape, setup),
+            "logits": (HALF + SINGLE) * logits(shape, setup),
+        }
+    return _fullest(stage, parts, moments, reserved=0)
+
+
 def _backward_bytes(shape: TransformerShape, setup: TrainingSetup) -> int:
     """Gradients while the widest product of a layer goes backward: of its input and of its wide output."""
     wide = gate_and_up(shape) // setup.tp
     if shape.experts is not None:
         experts = shape.experts
-        wide = max(wide, experts.top_k * (2 * experts.ffn + shape.hidden) // setup.tp)
+        wide = max(wide, experts.top_k * (experts.columns + shape.hidden) // setup.tp)
     return HALF * setup.tokens * (wide + shape.hidden)
 
 

@@ -94,9 +94,10 @@ def _saved_by_feed_forward(shape: TransformerShape, setup: TrainingSetup, layer:
         saved["inner of the feed-forward"] = HALF * tokens * (gate_and_up(shape) + shape.ffn) // setup.tp
     else:
         experts = shape.experts
-        # Of each of a token's experts: its input, the two halves before the gate, and their product.
-        saved["experts"] = HALF * tokens * experts.top_k * (shape.hidden + 3 * experts.ffn) // setup.tp
-        saved["shared experts"] = HALF * tokens * experts.num_shared * 3 * experts.ffn // setup.tp
+        # Of each of a token's experts: its input, what its matrices into it make, and what the activation does of that.
+        inner = experts.columns + experts.ffn
+        saved["experts"] = HALF * tokens * experts.top_k * (shape.hidden + inner) // setup.tp
+        saved["shared experts"] = HALF * tokens * experts.num_shared * inner // setup.tp
         saved["router"] = 2 * SINGLE * tokens * experts.num_experts
     if shape.dropout:
         saved["dropout mask after the feed-forward"] = local * shape.hidden

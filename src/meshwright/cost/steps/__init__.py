@@ -1,8 +1,10 @@
 """How long a training step of a transformer takes: its ops counted, priced and laid out in a pipeline."""
 
+from meshwright.cost.steps.convolutions import residual_ops
+from meshwright.cost.steps.counted import CountedOp
 from meshwright.cost.steps.fit import PRIOR, fit_efficiencies
 from meshwright.cost.steps.model import Regime, StepModel, load_step_model
-from meshwright.cost.steps.ops import CountedOp, embedding_ops, head_ops, layer_ops, recomputed_ops
+from meshwright.cost.steps.ops import embedding_ops, head_ops, layer_ops, recomputed_ops
 from meshwright.cost.steps.pipeline import StageSeconds, pipeline_seconds
 from meshwright.cost.steps.prices import Efficiencies, StepPrices
 from meshwright.cost.steps.software import Software, find_software
@@ -29,4 +31,5 @@ __all__ = [
     "predict_layer",
     "predict_step",
     "recomputed_ops",
+    "residual_ops",
 ]

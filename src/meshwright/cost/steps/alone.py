@@ -17,7 +17,7 @@ from meshwright.cost.roofline import LAUNCH_S, peak_flops
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from meshwright.cost.steps.ops import CountedOp
+    from meshwright.cost.steps.counted import CountedOp
     from meshwright.spec import DeviceKind
 
 # Operations per second that products of random numbers sustain in 16 bits at the power limit, however short bursts run:

@@ -17,8 +17,8 @@ from meshwright.spec import decode_document
 from meshwright.spec.parsing import read_data
 
 # What a step's interval depends on: paced by the device, of the kind that most rows were fitted on; the same on another
-# kind; paced by the host.
-Regime = Literal["fitted", "elsewhere", "small"]
+# kind; paced by the host; of a model made of convolutions, of whose kernels nothing was measured.
+Regime = Literal["fitted", "elsewhere", "small", "convolutions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

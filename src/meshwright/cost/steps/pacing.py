@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meshwright.cost.steps.ops import CountedOp
+    from meshwright.cost.steps.counted import CountedOp
 
 _POWER = 3.0
 _WEIGHT_GRADIENT, _PASS_BACKWARD, _NORM_BACKWARD = 4, 2, 4

@@ -25,16 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """Seconds of one stage for one microbatch: forward, gradients of inputs, gradients of weights, transfers."""
+    """Seconds of one stage for one microbatch: forward, gradients of inputs, gradients of weights, transfers.
+
+    Once per step: a sum of gradients over its replicas (``sum_s``) and a gather of parameters, each for one of the
+    messages in which that happens, and the optimizer.
+    """
 
     forward_s: float
     input_gradient_s: float
     weight_gradient_s: float
     transfer_s: float = 0.0
+    sum_s: float = 0.0
+    gather_s: float = 0.0
+    optimizer_s: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """All of a microbatch."""
         return self.forward_s + self.input_gradient_s + self.weight_gradient_s + self.transfer_s
 
 

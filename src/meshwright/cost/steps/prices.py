@@ -24,12 +24,13 @@ from meshwright.cost.collectives.protocols import PLAIN
 from meshwright.cost.collectives.shipped import load_shipped
 from meshwright.cost.roofline import LAUNCH_S, peak_flops
 from meshwright.cost.steps.alone import product_seconds
+from meshwright.cost.transformer import HALF, SINGLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meshwright.cost.collectives import CollectiveOp
-    from meshwright.cost.steps.ops import CountedOp
+    from meshwright.cost.steps.counted import CountedOp
     from meshwright.cost.transformer import TrainingSetup
     from meshwright.spec import DeviceKind, Node
 
@@ -79,6 +80,7 @@ class StepPrices:
         self._places["context"] = self.place(setup.cp, setup.tp)
         self._places["expert"] = self.place(setup.ep, setup.tp)
         self._places["data"] = self.place(setup.dp * setup.cp, setup.tp)
+        self._places["expert data"] = self.place(setup.dp * setup.cp // setup.ep, setup.tp * setup.ep)
         self._places["pipeline"] = self.place(min(setup.pp, 2), next_stage)
         # The first and the last stage share the embedding.
         self._places["embedding"] = self.place(min(setup.pp, 2), next_stage * max(setup.pp - 1, 1))
@@ -87,10 +89,10 @@ class StepPrices:
         """One run of an op; a collective of a single rank takes no time."""
         if op.group:
             return self.collective_seconds(op.group, cast("CollectiveOp", op.op), op.num_bytes)
-        moving = self.pass_seconds(op.num_bytes)
         if op.op == "memory":
-            return moving
+            return self.pass_seconds(op.num_bytes)
         dtype = self._dtype(op)
+        moving = self.pass_seconds(op.num_bytes * (SINGLE // HALF if dtype == "float32" else 1))
         if op.op == "attention":
             share = (self.attention_share or 1.0) * self.efficiencies.product
             return max(op.flops / (peak_flops(self.kind, dtype) * share) + LAUNCH_S, moving)
@@ -111,7 +113,7 @@ class StepPrices:
     def collective_seconds(self, group: str, op: CollectiveOp, num_bytes: float) -> float:
         """A collective over a full tensor of ``num_bytes``, or a send, in a group that a rank belongs to.
 
-        ``group``: "tensor", "context", "expert", "data", "pipeline" or "embedding".
+        ``group``: "tensor", "context", "expert", "data", "expert data", "pipeline" or "embedding".
         """
         key = (group, op, num_bytes)
         if key not in self._messages:
@@ -149,6 +151,8 @@ class StepPrices:
     def _dtype(self, op: CountedOp) -> str:
         # Only products with parameters run in 8 bits; attention's own stay in 16 (Transformer Engine, torchao). Both
         # 16-bit formats have one rate, where a device has both.
+        if self.setup.precision == "fp32":
+            return "float32"
         if self.setup.precision == "fp8" and op.weighted:
             return "float8_e4m3fn"
         return "bfloat16" if "bfloat16" in self.kind.peak_flops_per_s else "float16"

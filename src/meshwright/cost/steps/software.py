@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from meshwright.spec import decode_document
 from meshwright.spec.parsing import read_data
+
+if TYPE_CHECKING:
+    from meshwright.cost.transformer import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,14 @@ class Software:
     in 8 bits need is gathered in 8 bits. ``stops_early``: recomputing a layer ends with what the backward needs, so its
     last product is not run again. ``reduces_single``: sharded gradients are reduced in single precision.
     ``gathers_once_in_pipelines``: stages keep what they gathered for all microbatches, and scatter gradients once.
-    ``sends_single``: parameters and gradients travel in single precision, whatever products run in.
+    ``embeds_by_products``: rows of the embedding are taken by products with one-hot rows. ``adds_first``: gradients of
+    the first microbatch are added, too. ``optimizer_bytes``: what a step of the optimizer moves per parameter, where it
+    is not Adam after clipping by the global norm. ``drops_out``: activations are dropped at random.
+    ``fused_softmax``: as in `cost.transformer.TrainingSetup`. ``fused_loss``: the loss keeps no logits in single
+    precision. ``state_bytes``: master weight and the optimizer's states, per parameter. ``memory_share``: what it
+    takes of a device's memory. ``unties``: head and embedding have a matrix each.
+    ``validates_later``: in pipelines without bubbles stages update and go on before the norm of all gradients is known,
+    and roll back if they should not have.
     ``blocking_messages``: stages wait for their messages. ``gathers_messages``: each rank of a tensor group sends its
     share of an activation, and the receivers gather it. ``compiled``: kernels are started by a compiled program, which
     keeps no device waiting. ``hidden_gradients``: when gradients are reduced beside the backward. ``attention_share``:
@@ -48,12 +58,29 @@ class Software:
     gathers_messages: bool = False
     reduces_single: bool = False
     gathers_once_in_pipelines: bool = False
-    sends_single: bool = False
+    embeds_by_products: bool = False
+    adds_first: bool = True
+    optimizer_bytes: int = 0
+    state_bytes: int = 12
+    memory_share: float = 1.0
+    drops_out: bool = True
+    fused_softmax: bool = True
+    fused_loss: bool = False
+    unties: bool = False
+    validates_later: bool = False
     compiled: bool = False
     framework: str = ""
     source: str = ""
     notes: str = ""
     attention_share: dict[str, float] = field(default_factory=dict)
+
+    def clips(self, schedule: Schedule) -> bool:
+        """Whether the optimizer waits for the norm of all gradients."""
+        return not (self.optimizer_bytes or self.rolls(schedule))
+
+    def rolls(self, schedule: Schedule) -> bool:
+        """Whether a stage begins its next step when it is done, whatever others do."""
+        return self.validates_later and schedule in ("zb-1p", "zb-2p")
 
     def hides_gradients(self, num_stages: int) -> bool:
         """Whether gradients are reduced beside the backward of a pipeline of so many stages."""

@@ -1,12 +1,10 @@
-"""How long a training step of a transformer takes, in closed form from the prices of its ops.
+"""What a training step of a model consists of, from the prices of its ops: the times of its stages and of its exchange.
 
-    step      pipeline(stages) + gradients + tied embedding + optimizer
     stage     Σ layers (forward + recompute + input gradients + weight gradients) + embedding or head + transfers
-    hidden    a collective that runs beside work w takes max(0, its seconds - w)
+    hidden    a collective that runs beside work takes what outlasts that, and what it keeps from it meanwhile
 
-Gradients are reduced once per step (zero 0: all-reduce; 1: reduce-scatter, and parameters gathered) or per microbatch
-(zero 2 and 3: reduce-scatter beside the backward; parameters gathered beside forward, with 3 beside the backward too).
-What the software hides is said by `software`.
+How the stages, the exchange of gradients and the optimizer lie in time is for whoever simulates them to say
+(`meshwright.validation.pipeline_programs`). What the software hides is said by `software`.
 """
 
 from __future__ import annotations
@@ -15,58 +13,58 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
-from meshwright.cost.parameters import count_parameters, layer_parameters
+from meshwright.cost.parameters import layer_parameters
+from meshwright.cost.residual import ResidualShape
+from meshwright.cost.steps.convolutions import residual_ops
+from meshwright.cost.steps.gradients import (
+    add_sharding,
+    count_buckets,
+    gather_seconds,
+    gradient_bytes,
+    optimizer_seconds,
+    outlasting,
+    stage_parameters,
+    sum_seconds,
+    tied_seconds,
+)
 from meshwright.cost.steps.ops import embedding_ops, head_ops, layer_ops, recomputed_ops
 from meshwright.cost.steps.pacing import count_kernels, paced
-from meshwright.cost.steps.pipeline import StageSeconds, pipeline_seconds
-from meshwright.cost.transformer import HALF, SINGLE, layers_of_stage
+from meshwright.cost.steps.pipeline import StageSeconds
+from meshwright.cost.transformer import HALF, TransformerShape, layers_of_stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from meshwright.cost.collectives import CollectiveOp
-    from meshwright.cost.steps.ops import CountedOp
+    from meshwright.cost.steps.counted import CountedOp
+    from meshwright.cost.steps.gradients import Shape
     from meshwright.cost.steps.prices import StepPrices
     from meshwright.cost.steps.software import Software
-    from meshwright.cost.transformer import TransformerShape
 
 # Products beside which the collectives of a group run: those that split the columns of their matrix; attention.
 _BESIDE = {
     "tensor": frozenset({"qkv", "up", "query up", "kv up"}),
     "context": frozenset({"attention", "scores", "values"}),
 }
-# Bytes of the optimizer's step per parameter: Adam reads gradient, weight and two states and writes the last three
-# (28), the norm reads (4), clipping reads and writes (8). Copies: master to model (6); gradients set to zero (fp16: 2,
-# bf16: 4), and fp16 ones copied to single precision (6) and unscaled in place (8).
-_ADAM_BYTES = 40
-_COPY_BYTES = {"fp16": 6 + 16, "bf16": 6 + 4, "fp8": 6 + 4}
-# Multiprocessors that NCCL's kernels occupy in a node of eight devices on a switch: a channel each, of which NCCL opens
-# 24 on a DGX A100 (its log: "24 coll channels").
-_NCCL_CHANNELS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """A step and its parts, s: the pipeline with its bubble, gradients reduced after it, and the optimizer.
+    """What a step consists of: its stages, and how their replicas exchange gradients after the last microbatch.
 
-    ``stages``: what the pipeline consists of.
+    ``num_buckets``: messages in which the replicas of a stage sum its gradients, none where there is one replica or
+    passes do it; beside the last backward (``overlaps``) or after it. ``shards``: sums are scattered, and parameters
+    gathered. ``tied_s``: for how long the first and the last stage sum gradients of an embedding that they share.
+    ``clips``: all wait for the norm of all gradients. ``rolls``: each goes on with the next step when it is done.
     """
 
     stages: tuple[StageSeconds, ...]
-    pipeline_s: float
-    bubble_s: float
-    gradients_s: float
-    optimizer_s: float
-
-    @property
-    def seconds(self) -> float:
-        """The whole step."""
-        return self.pipeline_s + self.rest_s
-
-    @property
-    def rest_s(self) -> float:
-        """What follows the pipeline."""
-        return self.gradients_s + self.optimizer_s
+    num_buckets: int
+    overlaps: bool
+    shards: bool
+    tied_s: float
+    clips: bool
+    rolls: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,35 +81,54 @@ class LayerSeconds:
     device_s: float
 
 
-def predict_step(shape: TransformerShape, prices: StepPrices, software: Software) -> StepSeconds:
-    """Seconds of one optimizer step of the model, laid out as ``prices.setup`` says.
+def predict_step(shape: Shape, prices: StepPrices, software: Software) -> StepSeconds:
+    """What one optimizer step of the model consists of, laid out as ``prices.setup`` says.
 
     Raises TransformerError for a setup in which the model cannot be laid out.
     """
     setup = prices.setup
-    layers = {kind: predict_layer(shape, prices, software, kind) for kind in _kinds(shape)}
-    stages = tuple(_stage(shape, prices, software, layers, stage) for stage in range(setup.pp))
-    pipeline = pipeline_seconds(stages, setup.num_microbatches, setup.schedule, setup.chunks)
-    parameters = max(_stage_parameters(shape, prices, stage) for stage in range(setup.pp))
+    parameters = [stage_parameters(shape, setup, stage) for stage in range(setup.pp)]
+    num_buckets = count_buckets(prices, software, max(parameters, key=sum))
     return StepSeconds(
-        stages=stages,
-        pipeline_s=pipeline,
-        bubble_s=pipeline - setup.num_microbatches * max(stage.seconds for stage in stages),
-        gradients_s=_reduce_gradients(shape, prices, software, parameters, max(s.input_gradient_s for s in stages)),
-        optimizer_s=_optimizer(prices, parameters),
+        stages=tuple(
+            replace(
+                stage,
+                sum_s=sum_seconds(prices, held.part(num_buckets)) if num_buckets else 0.0,
+                gather_s=gather_seconds(prices, held.part(num_buckets)) if num_buckets else 0.0,
+                optimizer_s=optimizer_seconds(prices, software, held),
+            )
+            for stage, held in zip(_stages(shape, prices, software), parameters, strict=True)
+        ),
+        num_buckets=num_buckets,
+        overlaps=software.hides_gradients(setup.pp),
+        shards=setup.zero == 1,
+        tied_s=tied_seconds(shape, prices),
+        clips=software.clips(setup.schedule),
+        rolls=software.rolls(setup.schedule),
     )
 
 
-def predict_layer(shape: TransformerShape, prices: StepPrices, software: Software, layer: int = 0) -> LayerSeconds:
-    """Seconds of one layer for one microbatch, collectives of its groups included."""
+def _stages(shape: Shape, prices: StepPrices, software: Software) -> tuple[StageSeconds, ...]:
+    if isinstance(shape, ResidualShape):
+        return (_sum_up([predict_layer(shape, prices, software)], shape, prices, software, 0),)
+    layers = {kind: predict_layer(shape, prices, software, kind) for kind in _kinds(shape)}
+    return tuple(_stage(shape, prices, software, layers, stage) for stage in range(prices.setup.pp))
+
+
+def predict_layer(shape: Shape, prices: StepPrices, software: Software, layer: int = 0) -> LayerSeconds:
+    """Seconds of one layer for one microbatch, collectives of its groups included; a residual network is one layer."""
     setup = prices.setup
+    if isinstance(shape, ResidualShape):
+        return _edge(residual_ops(shape, setup), prices, software)
     ops = _ops_of(shape, prices, layer)
     again = _computed_again(ops, setup.recompute, software)
     recomputed = _part(again, "forward", prices, software)
     parameters = layer_parameters(shape, setup, layer)
-    width = _gradient_bytes(prices, software)
+    width = gradient_bytes(prices)
     accumulated = 0.0 if setup.zero >= 2 else parameters * width * (1 if software.fused_accumulation else 3)
     adding = prices.pass_seconds(accumulated) if accumulated else 0.0
+    if not software.adds_first:
+        adding *= 1.0 - 1.0 / setup.num_microbatches
     return _pace(
         _part(ops, "forward", prices, software),
         recomputed + _part(ops, "input_gradient", prices, software),
@@ -166,17 +183,10 @@ def _stage(
 ) -> StageSeconds:
     setup = prices.setup
     mine = [layers[_kind_of(shape, layer)] for layer in layers_of_stage(shape, setup, stage)]
-    num_layers = len(mine)
     if stage == 0:
-        mine.append(_edge(embedding_ops(shape, setup), prices, software))
+        mine.append(_edge(embedding_ops(shape, setup, by_products=software.embeds_by_products), prices, software))
     if stage == setup.pp - 1:
         mine.append(_edge(head_ops(shape, setup), prices, software))
-    parts = {
-        part: sum(getattr(layer, f"{part}_s") for layer in mine)
-        for part in ("forward", "input_gradient", "weight_gradient")
-    }
-    if setup.zero >= 2:
-        _add_sharding(parts, prices, software, _stage_parameters(shape, prices, stage), num_layers)
     transfers = 0.0
     if setup.pp > 1:
         # Each of the tensor group's devices sends its share (scatter/gather; sequence parallelism).
@@ -185,79 +195,31 @@ def _stage(
         if software.gathers_messages and not setup.sequence_parallel:
             message += prices.collective_seconds("tensor", "all_gather", whole)
         transfers = 2 * setup.chunks * message
-    return StageSeconds(
-        forward_s=parts["forward"],
-        input_gradient_s=parts["input_gradient"],
-        weight_gradient_s=parts["weight_gradient"],
-        transfer_s=transfers,
+    return replace(_sum_up(mine, shape, prices, software, stage), transfer_s=transfers)
+
+
+def _sum_up(
+    layers: Sequence[LayerSeconds], shape: Shape, prices: StepPrices, software: Software, stage: int
+) -> StageSeconds:
+    """The layers of a stage one after the other, with what passes do for shards of its parameters."""
+    found = StageSeconds(
+        forward_s=sum(layer.forward_s for layer in layers),
+        input_gradient_s=sum(layer.input_gradient_s for layer in layers),
+        weight_gradient_s=sum(layer.weight_gradient_s for layer in layers),
     )
+    if prices.setup.zero < 2:
+        return found
+    num_layers = len(layers_of_stage(shape, prices.setup, stage)) if isinstance(shape, TransformerShape) else 1
+    return add_sharding(found, prices, software, stage_parameters(shape, prices.setup, stage), num_layers)
 
 
 def _edge(ops: tuple[CountedOp, ...], prices: StepPrices, software: Software) -> LayerSeconds:
-    """The embedding or the head, whose collectives are not counted."""
+    """Ops one after the other, of an embedding, a head or a whole network."""
     forward, inputs, weights = (
         [op for op in ops if op.part == part] for part in ("forward", "input_gradient", "weight_gradient")
     )
     totals = (prices.total(forward), prices.total(inputs), prices.total(weights))
     return _pace(*totals, forward, [*inputs, *weights], _host_seconds(prices, software))
-
-
-def _add_sharding(
-    parts: dict[str, float], prices: StepPrices, software: Software, parameters: float, num_layers: int
-) -> None:
-    """Gathers of parameters and scatters of gradients, per microbatch, as far as they outlast the work beside them.
-
-    While they run beside it, NCCL's kernels keep some multiprocessors from the work.
-    """
-    setup, width = prices.setup, _parameter_bytes(software)
-    gather = prices.collective_seconds("data", "all_gather", width * parameters)
-    reduced = SINGLE if software.reduces_single else width
-    scatter = prices.collective_seconds("data", "reduce_scatter", reduced * parameters)
-    backward = scatter + (gather if setup.zero == 3 else 0.0)
-    if not software.hides_gradients(setup.pp):
-        parts["forward"] += gather
-        parts["weight_gradient"] += backward
-        return
-    if setup.pp > 1 and software.gathers_once_in_pipelines:
-        gather, scatter, backward = (seconds / setup.num_microbatches for seconds in (gather, scatter, scatter))
-    taken = min(_NCCL_CHANNELS / (prices.kind.num_multiprocessors or _NCCL_CHANNELS), 1.0)
-    # The first layer's gather and the last one's scatter have nothing to hide behind.
-    beside = parts["input_gradient"] + parts["weight_gradient"]
-    parts["weight_gradient"] += _outlasting(backward, beside, taken) + scatter / num_layers
-    parts["forward"] += _outlasting(gather, parts["forward"], taken) + gather / num_layers
-
-
-def _outlasting(messages_s: float, work_s: float, taken: float) -> float:
-    """What messages add to the work that they run beside, which they slow down meanwhile."""
-    return max(messages_s - work_s, 0.0) + taken * min(messages_s, work_s)
-
-
-def _reduce_gradients(
-    shape: TransformerShape, prices: StepPrices, software: Software, parameters: float, backward_s: float
-) -> float:
-    setup = prices.setup
-    width = _gradient_bytes(prices, software)
-    tied = 0.0
-    if setup.pp > 1 and shape.tied:
-        table = shape.vocab * shape.hidden / setup.tp
-        tied = prices.collective_seconds("embedding", "all_reduce", width * table)
-    if setup.zero >= 2:
-        return tied
-    if setup.zero == 1:
-        scatter = prices.collective_seconds("data", "reduce_scatter", width * parameters)
-        reduction = scatter + prices.collective_seconds("data", "all_gather", _parameter_bytes(software) * parameters)
-    else:
-        reduction = prices.collective_seconds("data", "all_reduce", width * parameters)
-    if software.hides_gradients(setup.pp):
-        reduction = max(reduction - backward_s, 0.0)
-    return tied + reduction
-
-
-def _optimizer(prices: StepPrices, parameters: float) -> float:
-    setup = prices.setup
-    copies = 0 if setup.zero >= 2 else _COPY_BYTES[setup.precision]
-    sharded = parameters / (setup.dp * setup.cp) if setup.zero else parameters
-    return prices.pass_seconds(sharded * (_ADAM_BYTES + copies))
 
 
 def _part(ops: tuple[CountedOp, ...], part: str, prices: StepPrices, software: Software) -> float:
@@ -274,7 +236,7 @@ def _part(ops: tuple[CountedOp, ...], part: str, prices: StepPrices, software: S
             hidden[key] = hidden.get(key, 0.0) + op.count * prices.seconds(op)
     for (group, beside), needed in hidden.items():
         work = prices.total(op for op in ops if op.part == beside and op.name in _BESIDE[group])
-        seconds += max(needed - work, 0.0)
+        seconds += outlasting(prices, needed, work)
     return seconds
 
 
@@ -290,30 +252,14 @@ def _message(op: CountedOp, prices: StepPrices, software: Software) -> float:
     return needed / prices.setup.tp if software.async_tensor_parallel else needed
 
 
-def _stage_parameters(shape: TransformerShape, prices: StepPrices, stage: int) -> int:
-    """Parameters of a stage on one device, its experts' included."""
-    held = count_parameters(shape, prices.setup, stage)
-    return held.dense + held.experts
-
-
-def _gradient_bytes(prices: StepPrices, software: Software) -> int:
-    # Megatron-LM keeps fp16 gradients in 16 bits and adds bf16 ones in single precision (arguments.py).
-    return HALF if prices.setup.precision == "fp16" and not software.sends_single else SINGLE
-
-
-def _parameter_bytes(software: Software) -> int:
-    return SINGLE if software.sends_single else HALF
-
-
 def _kinds(shape: TransformerShape) -> tuple[int, ...]:
-    return tuple(sorted({_kind_of(shape, 0), _kind_of(shape, shape.layers - 1)}))
+    return tuple(sorted({_kind_of(shape, layer) for layer in range(shape.layers)}))
 
 
 def _kind_of(shape: TransformerShape, layer: int) -> int:
     """The first layer that is like this one, so that equal layers are priced once."""
-    if shape.experts is None or layer < shape.experts.num_dense_layers:
-        return 0
-    return shape.experts.num_dense_layers
+    dense = shape.is_dense(layer)
+    return next(first for first in range(layer + 1) if shape.is_dense(first) == dense)
 
 
 @lru_cache(maxsize=4096)
