@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from meshwright import capture_model
 from meshwright.program.sharding import shard_graph
 from meshwright.spec import PlanError, load_shipped_graph
 from meshwright.spec.sharding import OpPlacement, Partial, Shard, Sharding
@@ -62,6 +65,36 @@ def assert_equal(graph, sharded, axis: str, size: int) -> None:
         for found in [join(gradients, layouts[i], samples)] if isinstance(layouts[i], Shard) else gradients:
             # What vanishes by itself (of a key's bias) is rounding on both sides.
             assert (found - wanted).norm() <= 1e-8 * wanted.norm() + 1e-13, (graph.tensors[i].name, layouts[i])
+
+
+class _Attending(torch.nn.Module):
+    """torch's own attention, which stands tokens before samples, in a residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
+        self.norm, self.attention = torch.nn.LayerNorm(16), torch.nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        y = self.norm(x)
+        return self.head(x + self.attention(y, y, y, need_weights=False)[0])
+
+
+def test_tokens_that_stand_before_samples_are_scattered_where_they_stand():
+    tokens = torch.randint(0, 32, (BATCH, 8))
+    graph = capture_model(
+        _Attending(),
+        tokens,
+        targets=tokens,
+        loss=lambda y, t: torch.nn.functional.cross_entropy(y.flatten(0, 1), t.flatten()),
+        verify=False,
+    ).graph
+    sharded = shard_graph(graph, Sharding(tensor=2, sequence_parallel=True))
+    assert_equal(graph, sharded, "tensor", 2)
+    # One gather before the attention, one before the head, and none where its scattered sum is added.
+    kinds = Counter(item.kind for item in sharded.collectives if item.phase == "forward")
+    assert (kinds["all_gather"], kinds["reduce_scatter"]) == (2, 1)
 
 
 @settings(max_examples=40)

@@ -93,13 +93,21 @@ class TensorRule(_OwnFirst):
         return _rows(state, index) or _table_rows(facts, index) or _columns(state, index) or follow(state, index)
 
     def scatter(self, state: State, tensor: int) -> Place:
-        """Over the tokens, the dim before the last; where samples stand in it too, over the tokens of each."""
+        """Over the tokens, the dim before the last.
+
+        Where samples stand in it too, over the tokens of each, or over all in a row if only that goes on in what reads
+        it, as where tokens stand before samples.
+        """
         facts, shape = state.facts, state.facts.graph.tensors[tensor].shape
         if not self.sequence_parallel or len(shape) < 2 or not divides(shape[-2], facts.size):
             return None
+        place = len(shape) - 2
         if not shape[-2].per_sample:
-            return (len(shape) - 2, 1) if shape[-2].fixed > 1 else None
-        return None if shape[-2].fixed else (len(shape) - 2, facts.samples)
+            return (place, 1) if shape[-2].fixed > 1 else None
+        if shape[-2].fixed:
+            return None
+        ways = [way for way in ((place, facts.samples), (place, 1)) if _goes_on(facts, tensor, way)]
+        return ways[0] if ways else (place, facts.samples)
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,16 @@ class ExpertRule(_OwnFirst):
         return max(
             weights, key=lambda split: (_is_over_samples(state.facts, index, split), weights[split]), default=None
         )
+
+
+def _goes_on(facts: Facts, tensor: int, place: tuple[int, int]) -> bool:
+    """Whether some op that reads a tensor can be split as the tensor is."""
+    for index, position in facts.readers.get(tensor, ()):
+        dims = facts.dims[index]
+        split = dims.split_at(dims.inputs[position], place)
+        if split and facts.can_split(index, split):
+            return True
+    return False
 
 
 def _is_over_samples(facts: Facts, index: int, split: Split) -> bool:
