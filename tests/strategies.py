@@ -23,6 +23,7 @@ from meshwright.spec import (
     Link,
     Measurements,
     Node,
+    Nvme,
     Op,
     Opcode,
     OpMeasurement,
@@ -90,6 +91,8 @@ def clusters(draw):
         pcie=links,
         nic=links,
         num_nics=counts,
+        host_memory_bandwidth_bytes_per_s=not_negative,
+        nvme=st.none() | st.builds(Nvme, capacity_bytes=sizes, read_bytes_per_s=positive, write_bytes_per_s=positive),
         source=names,
     )
     return Cluster(name=draw(names), device_kinds=tuple(kinds), nodes=draw(few(nodes, min_size=1)))

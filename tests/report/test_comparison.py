@@ -138,6 +138,11 @@ def _opcode_name(timeline, i):
         "sum",
         "pull",
         "load",
+        "copy_down",
+        "host_step",
+        "copy_up",
+        "read_states",
+        "write_states",
     )
     return names[timeline.opcode[i]]
 

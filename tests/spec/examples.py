@@ -14,6 +14,7 @@ from meshwright.spec import (
     Loader,
     Measurements,
     Node,
+    Nvme,
     Op,
     Opcode,
     OpMeasurement,
@@ -71,6 +72,8 @@ CLUSTER = Cluster(
             pcie=LINK,
             nic=Link(latency_s=5e-6, bandwidth_bytes_per_s=1e8),
             num_nics=2,
+            host_memory_bandwidth_bytes_per_s=1e11,
+            nvme=Nvme(capacity_bytes=2**40, read_bytes_per_s=5e9, write_bytes_per_s=2.5e9),
             source="made up",
         ),
         Node(

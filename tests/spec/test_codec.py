@@ -17,6 +17,7 @@ from meshwright.spec import (
     DocumentError,
     GradientExchange,
     MeshwrightError,
+    Offload,
     Plan,
     PlanError,
     Workload,
@@ -135,12 +136,26 @@ def test_examples_fill_every_field(kind):
                 if getattr(value, field.name) != field.default:
                     filled.add((type(value).__name__, field.name))
     # An op that is replicable or backward would not fit into the small graph, which is whole and for inference; nor
-    # staleness to an own schedule, nor sharded states or an algorithm of all-reduces to servers, nor servers to
-    # experts.
+    # staleness to an own schedule, nor sharded states, an algorithm of all-reduces or states on the host to servers,
+    # nor servers to experts.
     lacking = seen - filled - {("Op", "replicable"), ("Op", "phase"), ("Graph", "recompute"), ("Graph", "collectives")}
     ways = ("staleness", "zero", "algorithm", "node_size", "every_steps")
     lacking -= {("GradientExchange", name) for name in ways} | {("OpPlacement", "input_dim"), ("Sharding", "expert")}
+    lacking -= {("Plan", "offload"), ("Offload", "optimizer")}
     assert not lacking, f"give {lacking} a value in tests/spec/examples.py"
+
+
+def test_states_on_the_host_come_back():
+    workload = dataclasses.replace(EXAMPLES["plan"].workload, kind="training")
+    plan = dataclasses.replace(
+        EXAMPLES["plan"], workload=workload, exchange=GradientExchange(), offload=Offload(optimizer="nvme")
+    )
+    document = encode_document(plan)
+    assert document["offload"] == {"optimizer": "nvme"}
+    assert decode_document(Plan, document, "plan") == plan
+    document["offload"]["optimizer"] = "tape"
+    with pytest.raises(MeshwrightError, match="'tape'"):
+        decode_document(Plan, document, "plan")
 
 
 def test_the_staleness_of_waves_comes_back():
@@ -221,6 +236,7 @@ def test_wrong_types_are_refused_everywhere(kind):
                 ("racks",),
                 ("loader",),
                 ("model_flops",),
+                ("nvme",),
             ):
                 continue  # these may be none
             if item == 3 and {"shape", "flops", "backward_flops", "model_flops"} & set(path):

@@ -35,6 +35,7 @@ from meshwright.spec import (
     read_document,
     write_document,
 )
+from meshwright.spec.offloading import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
 from tests.spec.examples import PROGRAM, TIMELINE
 from tests.strategies import programs, timelines
 
@@ -64,6 +65,11 @@ ROWS = {
     Opcode.SUM: (Sum(stage=1, bucket=4, num_bytes=5), "sum 1 #4"),
     Opcode.PULL: (Pull(stage=1, bucket=4, num_bytes=5), "pull 1 #4"),
     Opcode.ALL_GATHER: (AllGather(stage=1, bucket=4, num_bytes=5), "all-gather 1 #4"),
+    Opcode.COPY_DOWN: (CopyDown(stage=1, piece=4, num_bytes=5), "copy down 1 #4"),
+    Opcode.HOST_STEP: (HostStep(stage=1, piece=4, num_bytes=5), "host step 1 #4"),
+    Opcode.COPY_UP: (CopyUp(stage=1, piece=4, num_bytes=5), "copy up 1 #4"),
+    Opcode.READ_STATES: (ReadStates(stage=1, piece=4, num_bytes=5), "read 1 #4"),
+    Opcode.WRITE_STATES: (WriteStates(stage=1, piece=4, num_bytes=5), "write 1 #4"),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -26,6 +26,7 @@ from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_ord
 from meshwright.cli.sharding import (
     ContextOption,
     ExpertOption,
+    OffloadOption,
     PlacementOption,
     RecomputeOption,
     SequenceParallelOption,
@@ -34,6 +35,7 @@ from meshwright.cli.sharding import (
 )
 from meshwright.spec.cluster import MAX_RANKS, load_cluster
 from meshwright.spec.exchange import MAX_STALENESS, GradientExchange, ZeroStage
+from meshwright.spec.offload import read_offload
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 from meshwright.spec.sharding import Sharding, read_placement
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
@@ -90,6 +92,7 @@ def plan(
     placement: PlacementOption = None,
     zero: ZeroOption = 0,
     recompute: RecomputeOption = "none",
+    offload: OffloadOption = None,
     measurements: MeasurementsOption = None,
     sequence_length: SequenceOption = None,
     image_size: ImageOption = None,
@@ -135,7 +138,7 @@ def plan(
         search_plans,
     )
     from meshwright.report import fit_table, plans_table
-    from meshwright.simulator import allocate_rank
+    from meshwright.simulator import allocate_rank, explain_nodes
 
     if memory_limit is not None and not 0 < memory_limit <= MAX_MEMORY_LIMIT_GIB:
         raise typer.BadParameter(
@@ -160,6 +163,7 @@ def plan(
                 "--placement": bool(placement),
                 "--zero": zero != 0,
                 "--recompute": recompute != "none",
+                "--offload": bool(offload),
                 "--launch": launch is not None,
                 "--slurm": slurm,
                 "--html": html is not None,
@@ -186,6 +190,7 @@ def plan(
             )
         )
         return
+    away = read_offload(offload or ())
     files = files_to_write(model, out, launch, slurm)
     page = page_path(html, open_browser, "plan")
     place_of_orders(find_orders, whole_backwards)
@@ -231,6 +236,7 @@ def plan(
                 schedules=schedule or BASIC_SCHEDULES,
                 num_chunks=virtual_stages,
                 exchange=GradientExchange(staleness=staleness, zero=cast("ZeroStage", zero)),
+                offload=away,
                 events=events,
             )
     except NothingFitsError as error:
@@ -282,12 +288,14 @@ def plan(
                 "step_interval_s": [interval.low_s, interval.high_s],
                 "step_interval_measured": interval.measured,
                 **({"teams": teams[0]} if teams else {}),
+                **({"nodes": [asdict(node) for node in plans.best.nodes]} if plans.best.nodes else {}),
                 **{name: str(path) if path else None for name, path in places.items()},
             }
         )
         return
     sure = (basis, explain_step_interval(interval))
-    print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *teams, *found, *sure, "")
+    hosts = explain_nodes(plans.best.nodes)
+    print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *teams, *hosts, *found, *sure, "")
     # Names of files may hold square brackets, which rich would read as markup.
     print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(model)]))
 

@@ -52,3 +52,11 @@ ZeroOption = Annotated[
         max=3,
     ),
 ]
+OffloadOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WHAT=WHERE",
+        help="What is kept away from the devices: optimizer=host or optimizer=nvme, whose states are there then while "
+        "the host makes the step; parameters=host, with --zero 3. Repeat for both, or put a comma between them.",
+    ),
+]

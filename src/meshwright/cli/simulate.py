@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -99,6 +100,7 @@ def simulate(
     from meshwright.simulator import (
         allocate_rank,
         describe_steady_step,
+        explain_nodes,
         explain_overflows,
         find_overflows,
         form_teams,
@@ -220,6 +222,7 @@ def simulate(
                 "steady": steady_rows(result),
                 **({"scenario": beside} if beside else {}),
                 **({"overflows": [item.row() for item in overflows]} if overflows else {}),
+                **({"nodes": [asdict(node) for node in result.nodes]} if result.nodes else {}),
                 **({"explanation": reasons} if explain else {}),
                 **({"schedules": rows} if rows else {}),
                 **({"exchanges": ways} if ways else {}),
@@ -234,6 +237,7 @@ def simulate(
         *((NEVER_FLUSHES,) if document.is_asynchronous else ()),
         *sentences,
         *explain_overflows(overflows),
+        *explain_nodes(result.nodes),
         basis,
         explain_step_interval(interval),
         draw_grid(result.timeline, width=grid_width(result.timeline.num_ranks)),

@@ -100,12 +100,17 @@ def price_step(
     """
     if curve is not None and loop == "tensors":
         return _price_measured(elements, curve)
-    mixed = dtype == "bfloat16"
-    width = MASTER_BYTES if mixed else DTYPE_BYTES[dtype]
-    per_element = width * _num_accesses(optimizer, loop) + 2 * mixed * (MASTER_BYTES + DTYPE_BYTES[dtype])
-    kernels = _num_kernels(elements, optimizer, loop) + 2 * mixed * len(elements)
+    per_element = bytes_per_element(optimizer, dtype, loop)
+    kernels = _num_kernels(elements, optimizer, loop) + 2 * (dtype == "bfloat16") * len(elements)
     seconds = float(elements.sum()) * per_element / kind.memory_bandwidth_bytes_per_s + kernels * LAUNCH_S
     return price_seconds(seconds, unsure, "roofline")
+
+
+def bytes_per_element(optimizer: Optimizer, dtype: str, loop: OptimizerLoop) -> int:
+    """Bytes of memory that a step reads and writes for each parameter element, conversions of mixed precision too."""
+    mixed = dtype == "bfloat16"
+    width = MASTER_BYTES if mixed else DTYPE_BYTES[dtype]
+    return width * _num_accesses(optimizer, loop) + 2 * mixed * (MASTER_BYTES + DTYPE_BYTES[dtype])
 
 
 def price_copy(

@@ -38,7 +38,18 @@ from meshwright.planner.problem import (
 from meshwright.planner.slicing import solve_slicing
 from meshwright.planner.structure import Structure, find_structure
 from meshwright.program import SCHEDULES, max_in_flight
-from meshwright.spec import Cluster, EventSink, GradientExchange, Graph, Plan, ScheduleError, Workload, slice_graph
+from meshwright.spec import (
+    Cluster,
+    EventSink,
+    GradientExchange,
+    Graph,
+    Offload,
+    Plan,
+    ScheduleError,
+    Workload,
+    slice_graph,
+)
+from meshwright.spec.offload import ON_DEVICE
 
 # Unequal replicas are searched with every number of replicas up to this many ranks; beyond, with the numbers that
 # divide the ranks or fill whole nodes (the dynamic program grows with the square of the ranks).
@@ -64,6 +75,7 @@ class Space:
     num_stages: int | None
     memory_limit_bytes: int | None
     exchange: GradientExchange = field(default_factory=GradientExchange)
+    offload: Offload = ON_DEVICE
     schedule_hashes: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -152,7 +164,7 @@ class CandidateSearch:
                 self._structures[id(graph)] = graph, find_structure(graph)
             structure = self._structures[id(graph)][1]
             self._tables[microbatch_size] = make_tables(
-                graph, structure, microbatch_size, space.cluster, space.workload, space.cost
+                graph, structure, microbatch_size, space.cluster, space.workload, space.cost, space.offload
             )
         return self._tables[microbatch_size]
 
@@ -242,6 +254,7 @@ class CandidateSearch:
             exchange=self._space.exchange,
             workload=self._space.workload,
             cost=self._space.cost,
+            offload=self._space.offload,
         )
 
     def next_best(self, candidate: Candidate, peak_bytes: Sequence[int]) -> Candidate | None:
@@ -308,6 +321,7 @@ class CandidateSearch:
             schedule=schedule,
             schedule_hash=self._space.schedule_hashes.get(schedule, ""),
             exchange=self._space.exchange,
+            offload=self._space.offload,
         )
 
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from meshwright.planner.candidates import Candidate, CandidateSearch, Space
 from meshwright.planner.evaluate import RankedPlan
-from meshwright.spec import NoFeasiblePlanError, NullSink, Plan, PlanError, format_bytes
+from meshwright.spec import NoFeasiblePlanError, NullSink, Offload, Plan, PlanError, format_bytes
 from meshwright.spec.plan import name_stages
 
 # The least memory limit under which a plan exists is found to this share: finer than any reserve people leave.
@@ -65,6 +65,9 @@ def raise_infeasible(
             f"No plan uses exactly {space.num_ranks} ranks with microbatches of {_words(space.microbatch_sizes)} "
             "samples: a stage would have more replicas than microbatches. Allow smaller microbatches or fewer ranks."
         )
+    on_devices = [item for item in items if item.excess_bytes <= 0]
+    if on_devices:
+        raise _no_room_on_hosts(min(on_devices, key=_fullest_share))
     item = min(items, key=lambda item: item.excess_bytes)
     rank = item.fullest_rank
     raise NothingFitsError(
@@ -72,6 +75,20 @@ def raise_infeasible(
         f"{format_bytes(item.peak_memory_bytes[rank])} on rank {rank} ({name_stages(item.plan, rank)}), which has "
         f"{format_bytes(item.memory_limit_bytes[rank])}: {format_bytes(item.excess_bytes)} too much; most of it are "
         f"{item.memory_owner}. {_relaxation(space, item, has_plan)}",
+        nearest=item,
+    )
+
+
+def _fullest_share(item: RankedPlan) -> float:
+    return max(node.share for node in item.nodes)
+
+
+def _no_room_on_hosts(item: RankedPlan) -> NothingFitsError:
+    fullest = max(item.nodes, key=lambda node: node.share)
+    return NothingFitsError(
+        f"Plans fit into the memory of the devices, but none into that of the nodes. With the smallest one found, "
+        f"{item.plan.describe()}, {fullest.describe()}. Share states out (zero 1 to 3), use more nodes, or keep them "
+        "on NVMe.",
         nearest=item,
     )
 
@@ -88,11 +105,19 @@ def _relaxation(space: Space, item: RankedPlan, has_plan: Callable[[Space], bool
         changes.append(("Allow any number of stages", replace(space, num_stages=None)))
     if space.num_ranks < everything:
         changes.append((f"Use all {everything} devices of the cluster", replace(space, num_ranks=everything)))
+    if space.offload.optimizer == "device" and _has_hosts(space):
+        away = replace(space, offload=Offload(optimizer="host"))
+        changes.append(("Keep optimizer states on the host (--offload optimizer=host)", away))
     for words, relaxed in changes:
         if _possible(relaxed) and has_plan(relaxed):
             return f"{words}: then there are plans that fit."
     needed = item.peak_memory_bytes[item.fullest_rank]
     return f"Give devices (or a memory limit) of at least {format_bytes(needed)}, more ranks, or a smaller model."
+
+
+def _has_hosts(space: Space) -> bool:
+    """Whether the nodes' hosts are described well enough to step there."""
+    return all(node.host_memory_bandwidth_bytes_per_s > 0 for node in space.cluster.nodes)
 
 
 def _possible(space: Space) -> bool:

@@ -2,7 +2,7 @@
 
 A step of the busiest rank (the one that computes longest; the first of them) splits without rest into
 
-    step = compute + optimizer + exposed exchange + exposed communication + bubble
+    step = compute + optimizer + exposed exchange + exposed offload + exposed communication + bubble
 
 where exposed means: nothing is computed meanwhile. Terms are seconds of a steady step, by the simulator.
 """
@@ -15,8 +15,11 @@ from typing import Any
 
 from meshwright.cost import CostModel
 from meshwright.planner.placement import memory_limit
-from meshwright.simulator import Contention, PeakMemory, Simulation, simulate_plan, simulate_plans
+from meshwright.simulator import Contention, NodeMemory, PeakMemory, Simulation, simulate_plan, simulate_plans
 from meshwright.spec import Cluster, Graph, MeshwrightError, Plan
+
+# Seconds are sums of whole picoseconds; what is less in their differences is rounding.
+_DECIMALS = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,7 @@ class Breakdown:
     bubble_s: float
     communication_s: float
     exchange_s: float
+    offload_s: float
     optimizer_s: float
 
     def terms(self) -> dict[str, float]:
@@ -38,6 +42,7 @@ class Breakdown:
             "bubble": self.bubble_s,
             "exposed communication": self.communication_s,
             "exposed exchange": self.exchange_s,
+            "exposed offload": self.offload_s,
             "optimizer": self.optimizer_s,
         }
 
@@ -47,7 +52,8 @@ class RankedPlan:
     """A plan with its prediction.
 
     ``busiest_rank`` is the rank of the breakdown. ``memory`` (the parts of the peak) and ``memory_limit_bytes`` have
-    one entry per rank. ``estimate_s`` is the closed form of `slicing`, for plans that the search made.
+    one entry per rank; ``nodes`` have what hosts and drives keep for them. ``estimate_s`` is the closed form of
+    `slicing`, for plans that the search made.
     """
 
     plan: Plan
@@ -60,6 +66,7 @@ class RankedPlan:
     memory_limit_bytes: tuple[int, ...]
     mfu: float | None = None
     estimate_s: float | None = None
+    nodes: tuple[NodeMemory, ...] = ()
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -85,8 +92,8 @@ class RankedPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's peak is within its memory."""
-        return self.excess_bytes <= 0
+        """Whether every rank's peak is within its memory, and what is not on devices within that of nodes."""
+        return self.excess_bytes <= 0 and all(node.fits for node in self.nodes)
 
     def memory_rows(self) -> list[dict[str, Any]]:
         """One plain row per rank: does it fit, and what does its peak consist of?
@@ -159,16 +166,21 @@ def rank_simulation(
         memory_limit_bytes=limits,
         mfu=simulation.mfu,
         estimate_s=estimate_s,
+        nodes=simulation.nodes,
     )
 
 
 def _break_down(simulation: Simulation, rank: int) -> Breakdown:
     seconds = simulation.ranks[rank]
+    communication_s = round(
+        seconds.exposed_communication_s - seconds.exposed_exchange_s - seconds.exposed_offload_s, _DECIMALS
+    )
     return Breakdown(
         compute_s=seconds.forward_s + seconds.backward_s - seconds.exchanged_inside_s,
         inside_s=seconds.exchanged_inside_s,
         bubble_s=seconds.idle_s - seconds.exposed_communication_s,
-        communication_s=seconds.exposed_communication_s - seconds.exposed_exchange_s,
+        communication_s=communication_s,
         exchange_s=seconds.exposed_exchange_s,
+        offload_s=seconds.exposed_offload_s,
         optimizer_s=seconds.optimizer_s,
     )

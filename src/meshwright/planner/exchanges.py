@@ -190,6 +190,11 @@ def _check_exchanges(plan: Plan, graph: Graph) -> None:
             f"Exchanges were to be compared for a plan with zero = {plan.exchange.zero}, whose gradients are scattered "
             "inside of backwards; expected zero 0 or 1. Plan with --zero 1, or without."
         )
+    if plan.offload.optimizer != "device":
+        raise PlanError(
+            f"Exchanges were to be compared for a plan that keeps {plan.offload.describe()}, which not all of them go "
+            "with; expected all states on the devices. Plan without --offload."
+        )
     if graph.mode != "training" or not gradient_buckets(graph, plan):
         raise PlanError(
             "Exchanges were to be compared for a plan that exchanges no gradients; expected a stage with several "

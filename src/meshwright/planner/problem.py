@@ -14,8 +14,10 @@ from meshwright.planner.placement import Places
 from meshwright.planner.stage_bytes import StageBytes, stage_bytes, weigh_alone
 from meshwright.planner.structure import Structure
 from meshwright.planner.tables import StageSeconds, stage_seconds
-from meshwright.spec import Cluster, GradientExchange, Graph, StageSlice, Workload
+from meshwright.spec import Cluster, GradientExchange, Graph, Offload, StageSlice, Workload
+from meshwright.spec.offload import ON_DEVICE
 
+Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 
@@ -31,7 +33,13 @@ class Tables:
 
 
 def make_tables(
-    graph: Graph, structure: Structure, microbatch_size: int, cluster: Cluster, workload: Workload, cost: CostModel
+    graph: Graph,
+    structure: Structure,
+    microbatch_size: int,
+    cluster: Cluster,
+    workload: Workload,
+    cost: CostModel,
+    offload: Offload = ON_DEVICE,
 ) -> Tables:
     """Price all stages of a graph for microbatches of this size. Raises GraphError if the graph excludes the size."""
     return Tables(
@@ -40,7 +48,7 @@ def make_tables(
         num_microbatches=workload.global_batch // microbatch_size,
         bytes=stage_bytes(graph, structure, microbatch_size, workload, cost),
         seconds={
-            kind.name: stage_seconds(graph, structure, microbatch_size, workload, cost, kind)
+            kind.name: stage_seconds(graph, structure, microbatch_size, workload, cost, kind, offload)
             for kind in cluster.device_kinds
         },
     )
@@ -64,12 +72,20 @@ def make_problem(
     exchange: GradientExchange,
     workload: Workload,
     cost: CostModel,
+    offload: Offload = ON_DEVICE,
 ) -> SlicingProblem:
     """The arrays of one slicing problem.
 
     ``in_flight`` are the microbatches that its schedule keeps, ``beside`` (L, L + 1) the bytes of a stage that only its
     simulation showed.
     """
+    on_device = offload.optimizer == "device"
+    states = tables.bytes.states if on_device else np.zeros_like(tables.bytes.states)
+    parameters, gradients, most = tables.bytes.parameters, tables.bytes.exchange, tables.bytes.most
+    if offload.parameters == "host":
+        # What is there of both is in passes alone: stages stand at a lower bound.
+        most = np.maximum(most - gradients[..., None], 0.0)
+        parameters, gradients = np.zeros_like(parameters), np.zeros_like(gradients)
     mixed = [[tables.seconds[name] for name in names] for names in places.kind_sets]
     return SlicingProblem(
         num_microbatches=tables.num_microbatches,
@@ -83,14 +99,14 @@ def make_problem(
         zero=exchange.zero,
         passes_wait=all(backend_of(kind) == "cpu" for kind in cost.cluster.device_kinds),
         pass_bytes=_pass_bytes(tables.bytes, exchange.zero),
-        static_bytes=tables.bytes.static,
-        shared_bytes=_shared_bytes(tables.bytes, exchange.zero),
+        static_bytes=tables.bytes.static - (tables.bytes.states - states) - (tables.bytes.parameters - parameters),
+        shared_bytes=_shared_bytes(parameters, states, exchange.zero),
         flight_bytes=tables.bytes.flight,
         leaving_bytes=tables.bytes.leaving,
         input_bytes=tables.bytes.inputs,
         beside_bytes=beside,
-        most_bytes=tables.bytes.most,
-        exchange_bytes=tables.bytes.exchange,
+        most_bytes=most,
+        exchange_bytes=gradients,
         transfer_s=np.stack([_transfer_seconds(tables.bytes, pair, cost) for pair in places.links]),
         kind_of=places.kind_of,
         link_of=places.link_of,
@@ -100,17 +116,17 @@ def make_problem(
     )
 
 
-def _pass_bytes(stages: StageBytes, zero: int) -> NDArray[np.float64]:
+def _pass_bytes(stages: StageBytes, zero: int) -> Floats:
     """The gradients whose sum takes as long as the gathers and scatters of a microbatch: each is half of a sum."""
     gathers = max(zero - 1, 0)
     return (gathers * stages.parameters + stages.exchange * (gathers > 0)) / 2
 
 
-def _shared_bytes(stages: StageBytes, zero: int) -> NDArray[np.float64]:
+def _shared_bytes(parameters: Floats, states: Floats, zero: int) -> Floats:
     """What replicas of stages share out of what is there all the time: states; with zero 3 parameters, too."""
     if zero == 0:
-        return np.zeros_like(stages.states)
-    return stages.states if zero < 3 else stages.states + stages.parameters
+        return np.zeros_like(states)
+    return states if zero < 3 else states + parameters
 
 
 def assume_in_flight(schedule: str, num_microbatches: int, num_ranks: int, kind: str) -> Integers:

@@ -27,6 +27,7 @@ def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
                 microbatch_sizes=None if graph.batch_size is None else (graph.batch_size,),
                 schedules=(plan.schedule,) if plan.schedule in BASIC_SCHEDULES else BASIC_SCHEDULES,
                 exchange=plan.exchange,
+                offload=plan.offload,
             )
         except PlanError:
             continue

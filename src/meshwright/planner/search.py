@@ -28,6 +28,7 @@ from meshwright.spec import (
     Graph,
     MeshwrightError,
     NullSink,
+    Offload,
     Plan,
     PlanError,
     ScheduleError,
@@ -35,6 +36,7 @@ from meshwright.spec import (
     with_branches,
 )
 from meshwright.spec.exchange import WAVES
+from meshwright.spec.offload import ON_DEVICE, check_offload
 from meshwright.spec.own_code import order_file
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 
@@ -65,6 +67,7 @@ def search_plans(
     num_chunks: int = DEFAULT_CHUNKS,
     memory_limit_bytes: int | None = None,
     exchange: GradientExchange | None = None,
+    offload: Offload = ON_DEVICE,
     events: EventSink | None = None,
 ) -> Plans:
     """The best plans for a model on a cluster, fastest predicted step first.
@@ -76,6 +79,7 @@ def search_plans(
     files of orders (``path/to/orders.csv``); plans that an own schedule cannot order are left out. Slicings are
     searched for gpipe, 1f1b and your functions; others take the plans found for these (for 1f1b, if none of them is
     asked for), with layers dealt out anew and ``num_chunks`` stages on a rank where they need that (`adopt_schedule`).
+    ``offload`` says what all plans keep away from devices.
     At most ``max_plans`` plans are returned, fewer if their simulation would take long. ``model``, ``model_sizes`` and
     the cluster's name are noted in the plans. The same input gives the same plans in the same order.
 
@@ -104,8 +108,10 @@ def search_plans(
         num_stages=num_stages,
         memory_limit_bytes=memory_limit_bytes,
         exchange=exchange.suited_to(""),
+        offload=offload,
     )
     require_possible(space)
+    check_offload(offload, cluster, space.num_ranks)
     search = CandidateSearch(space, events)
     candidates = search.run()
 
@@ -232,7 +238,8 @@ def _with_next_best(
             if candidate.plan not in tried:
                 yield candidate
             item = tried.get(candidate.plan)
-            if item is None or item.fits:
+            # Where devices have room and hosts have none, another slicing of the layers helps little.
+            if item is None or item.excess_bytes <= 0:
                 break
             candidate = search.next_best(candidate, item.peak_memory_bytes)
 

@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
+from meshwright.cost.offload import HostPrices
 from meshwright.planner.rectangles import Integers
 from meshwright.planner.structure import Structure
-from meshwright.spec import DeviceKind, Graph, Workload
+from meshwright.spec import DeviceKind, Graph, Offload, Workload
+from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 Floats = NDArray[np.float64]
@@ -34,9 +36,15 @@ class StageSeconds:
 
 
 def stage_seconds(
-    graph: Graph, structure: Structure, batch_size: int, workload: Workload, cost: CostModel, kind: DeviceKind
+    graph: Graph,
+    structure: Structure,
+    batch_size: int,
+    workload: Workload,
+    cost: CostModel,
+    kind: DeviceKind,
+    offload: Offload = ON_DEVICE,
 ) -> StageSeconds:
-    """Seconds of all stages on one kind of device."""
+    """Seconds of all stages on one kind of device; an optimizer elsewhere takes what all devices stepping allow."""
     prices = cost.price_ops(graph, batch_size, kind)
     backward = structure.ops.table(_picoseconds(prices.backward_s + prices.accumulate_s))
     num_instructions = np.full((structure.num_layers, 1), 2)
@@ -49,16 +57,24 @@ def stage_seconds(
     return StageSeconds(
         total=total / PICOSECONDS_PER_SECOND,
         backward=backward / PICOSECONDS_PER_SECOND,
-        optimizer=structure.parameters.table(_optimizer_picoseconds(graph, workload, cost, kind))
+        optimizer=structure.parameters.table(_optimizer_picoseconds(graph, workload, cost, kind, offload))
         / PICOSECONDS_PER_SECOND,
     )
 
 
-def _optimizer_picoseconds(graph: Graph, workload: Workload, cost: CostModel, kind: DeviceKind) -> Integers:
+def _optimizer_picoseconds(
+    graph: Graph, workload: Workload, cost: CostModel, kind: DeviceKind, offload: Offload
+) -> Integers:
     """The optimizer step over all parameters, shared out by what each would take alone."""
     seconds = np.zeros(len(graph.tensors))
     trainable = [i for i in graph.parameters if graph.tensors[i].requires_grad]
     if workload.kind == "inference" or not trainable:
+        return _picoseconds(seconds)
+    if offload.optimizer != "device":
+        hosts, optimizer = HostPrices(cost, cost.cluster.num_ranks), workload.optimizer
+        for i in trainable:
+            num_bytes = graph.tensors[i].num_bytes(0, workload.float_bytes)
+            seconds[i] = hosts.bound_step_seconds(0, num_bytes, optimizer, offload.optimizer)
         return _picoseconds(seconds)
     alone = np.array([cost.optimizer_seconds(graph, (i,), workload.optimizer, kind) for i in trainable])
     together = cost.optimizer_seconds(graph, tuple(trainable), workload.optimizer, kind)

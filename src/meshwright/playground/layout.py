@@ -18,6 +18,7 @@ from meshwright.planner.placement import Layout, LayoutName
 from meshwright.planner.search import num_instructions
 from meshwright.playground.state import State
 from meshwright.spec import Cluster, GradientExchange, Graph, Optimizer, Plan, PlanError, PlaygroundError
+from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.plan import BASIC_SCHEDULES, ScheduleName
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
@@ -128,6 +129,11 @@ def state_of_plan(plan: Plan, state: State) -> State:
     if plan.schedule not in BASIC_SCHEDULES:
         raise PlaygroundError(
             f"The plan follows the schedule {plan.schedule!r}; the playground knows {', '.join(BASIC_SCHEDULES)}. Use "
+            "`meshwright simulate` for this plan."
+        )
+    if plan.offload != ON_DEVICE:
+        raise PlaygroundError(
+            f"The plan keeps {plan.offload.describe()}; the playground knows states on devices. Use "
             "`meshwright simulate` for this plan."
         )
     return replace(

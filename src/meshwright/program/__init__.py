@@ -4,7 +4,8 @@ sharding    the local graph of one rank where ops are split over several, and wh
 orders      what each rank computes, in order: `schedules` by name, `own_schedules` by a user's function,
 `order_files` by a file as torch has them, `found` by a search
 program     `build_program` adds transfers (`crossings`, `transfers`), inputs (`loading`), sums of gradients and updates
-(`exchange`: of `buckets` in `parts`, by `servers` or a `hierarchy`, `across_steps`, in the order of `priorities`);
+(`exchange`: of `buckets` in `parts`, by `servers` or a `hierarchy`, `across_steps`, in the order of `priorities`; on
+the host: `offload`);
 `endless` does it for schedules that never flush, `placed` for placements, `folding` for one of many replicas that are
 alike
 meanwhile   `controllers` decide what to add while a program runs, `issuing` says what they may; `decided` is what they
@@ -20,6 +21,7 @@ from meshwright.program.decided import decided_program
 from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.found import FoundOrders, StageTimes, find_orders, measure_orders
 from meshwright.program.lowering import lower_graph, lower_plan, own_workload, unlower_plan
+from meshwright.program.offload import PIECES_AT_HAND, HostPiece, host_pieces
 from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile, WrittenOrders, write_orders
 from meshwright.program.orders import compute_orders, count_in_flight, max_in_flight
@@ -41,6 +43,7 @@ from meshwright.program.sharding import (
 from meshwright.spec.instructions import Backward, BackwardInput, BackwardWeight, Forward
 
 __all__ = [
+    "PIECES_AT_HAND",
     "PLACED",
     "SCHEDULES",
     "SCHEDULE_LAYOUTS",
@@ -52,6 +55,7 @@ __all__ = [
     "Forward",
     "FoundOrders",
     "GroupCollective",
+    "HostPiece",
     "Order",
     "OrderFile",
     "OwnSchedule",
@@ -74,6 +78,7 @@ __all__ = [
     "folded_buckets",
     "fsdp_collectives",
     "gradient_buckets",
+    "host_pieces",
     "local_microbatches",
     "lower_graph",
     "lower_plan",

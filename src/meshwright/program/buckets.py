@@ -53,14 +53,14 @@ def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
         is_scattered = plan.exchange.zero >= 2 and len(holding) == 1
         held = by_holders.setdefault((tuple(holding), () if is_scattered else inside.get(parameter, ())), [])
         held += [] if is_scattered else [parameter]
-    first_use = _first_use(graph)
+    first_use = first_uses(graph)
     buckets: list[Bucket] = []
     for (stages, axes), parameters in sorted(by_holders.items(), key=_order):
         ranks = tuple(sorted({rank for stage in stages for rank in plan.stages[stage].ranks}))
         if len(ranks) == 1:
             continue
         ready_order = sorted(parameters, key=lambda parameter: (-first_use[parameter], parameter))
-        for chosen, num_bytes in _fill(graph, ready_order, plan):
+        for chosen, num_bytes in fill_buckets(graph, ready_order, plan):
             bucket = Bucket(
                 index=len(buckets), parameters=chosen, stages=stages, ranks=ranks, num_bytes=num_bytes, axes=axes
             )
@@ -73,7 +73,8 @@ def _order(item: tuple[tuple[tuple[int, ...], tuple[Axis, ...]], list[int]]) -> 
     return len(stages) > 1, [-stage for stage in stages], list(axes)
 
 
-def _first_use(graph: Graph) -> dict[int, int]:
+def first_uses(graph: Graph) -> dict[int, int]:
+    """The first op that reads a tensor, by tensor."""
     first: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         for tensor in op.inputs:
@@ -81,7 +82,8 @@ def _first_use(graph: Graph) -> dict[int, int]:
     return first
 
 
-def _fill(graph: Graph, parameters: list[int], plan: Plan) -> list[tuple[tuple[int, ...], int]]:
+def fill_buckets(graph: Graph, parameters: list[int], plan: Plan) -> list[tuple[tuple[int, ...], int]]:
+    """Some parameters in their order, in buckets of the plan's size: those of each, and their bytes."""
     filled: list[tuple[tuple[int, ...], int]] = []
     chosen: list[int] = []
     total = 0

@@ -22,6 +22,7 @@ from meshwright.program.exchange import append_exchange, find_trained
 from meshwright.program.folding import Fold, folded_buckets
 from meshwright.program.loading import append_loads
 from meshwright.program.lowering import lower_plan
+from meshwright.program.offload import append_host_steps, host_pieces
 from meshwright.program.order import Order
 from meshwright.program.order_files import OrderFile
 from meshwright.program.orders import compute_orders, named_orders
@@ -77,7 +78,11 @@ def _build_program(
         if graph.mode == "training":
             buckets = folded_buckets(fold, graph) if fold else gradient_buckets(graph, plan)
             exchanged = buckets if step == num_steps - 1 else ()
-            append_exchange(builder, computations, find_trained(graph, stages), exchanged, plan.exchange, written[0])
+            trained = find_trained(graph, stages)
+            done = append_exchange(builder, computations, trained, exchanged, plan.exchange, written[0])
+            if plan.offload.optimizer != "device":
+                pieces = host_pieces(graph, plan, buckets)
+                append_host_steps(builder, computations, done, pieces, fold.whole if fold else plan, graph)
     if plan.workload.loader is not None:
         append_loads(builder, written, stages, plan.workload.loader.depth)
     program = builder.build(schedule=plan.schedule, plan_hash=content_hash(plan))

@@ -33,7 +33,7 @@ Ids = NDArray[np.int64]
 _NUMBER_BYTES = 4
 
 
-class _Seats(NamedTuple):
+class Seats(NamedTuple):
     """Stage, rank and place of the last backward of each seat, shape (seats,)."""
 
     stage: Ids
@@ -41,11 +41,25 @@ class _Seats(NamedTuple):
     last: Ids
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """``seat[h]`` holds what ``row[h]`` of the exchange is about."""
 
     seat: Ids
     row: Ids
+
+
+class Exchanged(NamedTuple):
+    """What an exchange wrote down: handles of the sums (rows,), of the steps (seats,; -1 for none), of what is agreed.
+
+    ``agreed`` has handles of shape (ranks,) for each number on which all ranks agree.
+    """
+
+    seats: Seats
+    rows: PartRows
+    held: Held
+    sums: Ids | None
+    agreed: list[Ids]
+    steps: Ids
 
 
 def find_trained(graph: Graph, stages: tuple[StageSlice, ...]) -> NDArray[np.bool_]:
@@ -60,13 +74,13 @@ def append_exchange(
     buckets: tuple[Bucket, ...],
     exchange: GradientExchange,
     first: Computations,
-) -> None:
+) -> Exchanged:
     """Write down the exchange of the buckets and the steps of the trained stages.
 
     ``first``: the computations of the first step of the body, which has several where exchanges are rare.
     """
     num_replicas = np.diff(computations.replica_offsets)
-    seats = _Seats(
+    seats = Seats(
         np.repeat(np.arange(len(trained)), num_replicas),
         computations.replicas.astype(np.int64),
         find_last_backwards(computations),
@@ -94,6 +108,7 @@ def append_exchange(
         builder.wait_each(back[held.row], steps[held.seat])
         forwards = first.handle[find_first_forwards(first)[held.seat]]
         builder.wait_late_each(forwards, back[held.row])
+    return Exchanged(seats, rows, held, sums, agreed, steps)
 
 
 def _append_sums(
@@ -116,7 +131,7 @@ def _append_sums(
 def _append_agreements(
     builder: ProgramBuilder,
     computations: Computations,
-    seats: _Seats,
+    seats: Seats,
     rows: PartRows,
     sums: Ids | None,
     exchange: GradientExchange,
@@ -148,10 +163,10 @@ def _append_agreements(
 def _lay_out(
     builder: ProgramBuilder,
     computations: Computations,
-    seats: _Seats,
+    seats: Seats,
     buckets: tuple[Bucket, ...],
     exchange: GradientExchange,
-) -> tuple[PartRows, _Held]:
+) -> tuple[PartRows, Held]:
     """Every part on every rank that holds it, and which seats hold it there.
 
     A parameter that several stages of a rank share is exchanged once, when all its gradients are there.
@@ -184,4 +199,4 @@ def _lay_out(
     begins, ends = (np.searchsorted(row, exchanged, side=side) for side in ("left", "right"))
     which = np.repeat(np.arange(len(seat)), ends - begins)
     before = np.cumsum(ends - begins) - (ends - begins)
-    return rows, _Held(seat[which], begins[which] + np.arange(len(which)) - before[which])
+    return rows, Held(seat[which], begins[which] + np.arange(len(which)) - before[which])

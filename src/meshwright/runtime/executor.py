@@ -41,6 +41,7 @@ from meshwright.spec.instructions import (
     Stash,
     Sum,
 )
+from meshwright.spec.offloading import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
 from meshwright.spec.slices import StageSlice
 
 # Gradient sends that may be under way before the oldest is waited for. The wait only bounds the memory that they
@@ -171,6 +172,8 @@ class Executor:
                 raise ProgramError(
                     f"{instruction} stands in a compute stream; communication belongs to its own streams."
                 )
+            case CopyDown() | HostStep() | CopyUp() | ReadStates() | WriteStates():
+                raise ProgramError(f"{instruction} stands in a compute stream; what the host does has its own streams.")
             case _:
                 assert_never(instruction)
 
@@ -192,6 +195,11 @@ class Executor:
                 raise ProgramError(
                     f"{instruction} belongs to an input pipeline; the runtime is given its inputs. Simulate this "
                     "program, or plan without a loader to run."
+                )
+            case CopyDown() | HostStep() | CopyUp() | ReadStates() | WriteStates():
+                raise ProgramError(
+                    f"{instruction} belongs to an optimizer on the host; the runtime steps on the device. Simulate "
+                    "this program, or plan without `offload` to run."
                 )
             case Push() | Sum() | Pull():
                 raise ProgramError(

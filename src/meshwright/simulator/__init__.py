@@ -17,6 +17,7 @@ from meshwright.simulator.critical_path import Bound
 from meshwright.simulator.engine import Contention
 from meshwright.simulator.exchange_order import OwnOrder, schedule_exchange
 from meshwright.simulator.explanation import StepExplanation, explain_program, explain_step
+from meshwright.simulator.host_memory import NodeMemory, explain_nodes
 from meshwright.simulator.levers import SHORTER, Lever
 from meshwright.simulator.many import simulate_plans
 from meshwright.simulator.overflow import Overflow, explain_overflows, find_overflows
@@ -37,6 +38,7 @@ __all__ = [
     "ControlledRun",
     "Detail",
     "Lever",
+    "NodeMemory",
     "Overflow",
     "OwnOrder",
     "PeakMemory",
@@ -51,6 +53,7 @@ __all__ = [
     "allocate_rank",
     "bare_prices",
     "describe_steady_step",
+    "explain_nodes",
     "explain_overflows",
     "explain_program",
     "explain_step",

@@ -65,14 +65,15 @@ class RankAllocation:
 def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> RankAllocation | None:
     """Follow the memory of a rank of a plan for training over two steps. Raises as `simulate_plan` does.
 
-    None for a rank of several stages or backwards in two parts, for states that replicas share out, for a graph without
-    a loss or with a backward of its own, and where more than `MAX_VISITS` ops are in flight.
+    None for a rank of several stages or backwards in two parts, for states that replicas share out or that are not on
+    the device, for a graph without a loss or with a backward of its own, and where more than `MAX_VISITS` ops are in
+    flight.
     """
     check_plan(plan, graph, cluster)
     if not graph.has_loss or graph.mode != "training" or any(op.phase == "backward" for op in graph.ops):
         return None
     stages = plan.stages_of(rank)
-    if len(stages) > 1 or plan.exchange.zero:
+    if len(stages) > 1 or plan.exchange.zero or plan.offload.optimizer != "device":
         return None
     stage = slice_graph(graph, plan.bounds)[stages[0]]
     computed = compute_orders(build_program(plan, graph))[rank]

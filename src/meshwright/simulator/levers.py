@@ -155,6 +155,18 @@ def _distinct(numbers: NDArray[Any]) -> list[int]:
     return [int(number) for number in np.unique(numbers) if number >= 0]
 
 
+_ELSEWHERE = {
+    Opcode.PUSH: "pushes to servers",
+    Opcode.SUM: "sums on servers",
+    Opcode.PULL: "pulls from servers",
+    Opcode.COPY_DOWN: "copies to the host",
+    Opcode.HOST_STEP: "optimizer on the host",
+    Opcode.COPY_UP: "copies from the host",
+    Opcode.READ_STATES: "reads of drives",
+    Opcode.WRITE_STATES: "writes to drives",
+}
+
+
 def _work(opcode: Opcode) -> str:
     match opcode:
         case Opcode.FORWARD:
@@ -177,7 +189,16 @@ def _work(opcode: Opcode) -> str:
             return "gathers of parameters" if opcode == Opcode.ALL_GATHER else "sums of gradients"
         case Opcode.LOAD:
             return "loading of inputs"
-        case Opcode.PUSH | Opcode.SUM | Opcode.PULL:
-            return {Opcode.PUSH: "pushes to servers", Opcode.SUM: "sums on servers"}.get(opcode, "pulls from servers")
+        case (
+            Opcode.PUSH
+            | Opcode.SUM
+            | Opcode.PULL
+            | Opcode.COPY_DOWN
+            | Opcode.HOST_STEP
+            | Opcode.COPY_UP
+            | Opcode.READ_STATES
+            | Opcode.WRITE_STATES
+        ):
+            return _ELSEWHERE[opcode]
         case _:
             assert_never(opcode)

@@ -15,6 +15,7 @@ from meshwright.cost import CostModel
 from meshwright.program import Fold, build_folded_program, build_placed_program, build_program
 from meshwright.simulator.engine import Contention, check_contention
 from meshwright.simulator.folding import breaks_symmetry, find_fold
+from meshwright.simulator.host_memory import NodeMemory, node_memory
 from meshwright.simulator.matching import rank_of_streams
 from meshwright.simulator.op_spans import expand_ops
 from meshwright.simulator.prices import Prices
@@ -109,7 +110,8 @@ def simulate_plan(
         prices = price_program(program, plan, graph, cost)
         outcome = _simulate(program, prices, num_steps, contention, folded=False)
     ops = expand_ops(program, prices, outcome.run, simulated, graph, cost, fold=fold) if detail == "ops" else None
-    return _sum_up(outcome, ops, fold, plan, graph, cluster, cost.sharding)
+    nodes = node_memory(plan, graph, cost)
+    return _sum_up(outcome, ops, fold, plan, graph, cluster, cost.sharding, nodes)
 
 
 def check_detail(detail: str) -> None:
@@ -204,6 +206,7 @@ def _sum_up(
     graph: Graph,
     cluster: Cluster,
     sharding: Sharding,
+    nodes: tuple[NodeMemory, ...],
 ) -> Simulation:
     step_time_s = outcome.step_time_s
     stands = fold.representatives().tolist() if fold else range(plan.num_ranks)
@@ -218,6 +221,7 @@ def _sum_up(
         samples_per_s=num_samples / step_time_s if step_time_s else 0.0,
         ranks=ranks,
         memory=tuple(outcome.memory[rank] for rank in stands),
+        nodes=nodes,
         bubble_fraction=sum(item.idle_s for item in ranks) / (len(ranks) * step_time_s) if step_time_s else 0.0,
         mfu=mfu,
         hfu=hfu,

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.collectives.algorithms import Algorithm, CollectiveOp
 from meshwright.cost.memory import FIRST, LAST
+from meshwright.cost.offload import HostPrices
 from meshwright.cost.teams import REPLICATING, Axes
-from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets
+from meshwright.program import Bucket, Fold, folded_buckets, gradient_buckets, host_pieces
 from meshwright.program.parts import cut_parts
 from meshwright.simulator.alike import find_distinct, mark_backwards
 from meshwright.simulator.buffers import compute_orders, receive_buffer_bytes, sent_gradient_bytes, served_bytes
@@ -25,7 +26,7 @@ from meshwright.simulator.placed import PlacedRanks
 from meshwright.simulator.prices import Prices, SectionPrices
 from meshwright.simulator.routes import Routes
 from meshwright.simulator.stage_bytes import Bytes, StageBytes, by_part, stage_bytes, transfer_bytes
-from meshwright.simulator.stage_costs import StageCosts, stage_costs
+from meshwright.simulator.stage_costs import StageCosts, stage_costs, steps_on_host
 from meshwright.simulator.state_shards import find_shards
 from meshwright.spec import (
     Graph,
@@ -39,7 +40,7 @@ from meshwright.spec import (
     slice_stages,
     to_picoseconds,
 )
-from meshwright.spec.instructions import COLLECTIVES, COMPUTATIONS, STASHING, UPDATES
+from meshwright.spec.instructions import COLLECTIVES, COMPUTATIONS, OFFLOADING, STASHING, UPDATES
 from meshwright.spec.memory import BUCKETS, MEMORY_PARTS, RECEIVED, SENT
 
 # Whether an opcode occupies the device, by opcode.
@@ -120,9 +121,16 @@ class _Pricer:
         self._kind_of_rank = np.array([names.index(kind.name) for kind in devices], np.int64)
         whole = fold.whole if fold else plan
         shards = [find_shards(whole, stage.index) for stage in stages]
+        pieces = host_pieces(graph, plan, all_buckets) if isinstance(plan, Plan) and steps_on_host(plan) else ()
         self._costs: list[list[StageCosts]] = [
-            [stage_costs(graph, plan, stage, tuple(buckets), kind, cost, shared) for kind in kinds]
-            for stage, buckets, shared in zip(stages, held, shards, strict=True)
+            [stage_costs(graph, plan, stage, tuple(buckets), kind, cost, shared, own) for kind in kinds]
+            for stage, buckets, shared, own in zip(
+                stages,
+                held,
+                shards,
+                [tuple(piece for piece in pieces if piece.stage == stage.index) for stage in stages],
+                strict=True,
+            )
         ]
         self._bytes: list[list[StageBytes]] = [
             [stage_bytes(graph, plan, stage, tuple(buckets), kind, cost, shared) for kind in kinds]
@@ -130,6 +138,7 @@ class _Pricer:
         ]
         self._plan, self._graph, self._stages = plan, graph, stages
         self._served_bytes = served_bytes(program)
+        self._hosts = HostPrices(cost, whole.num_ranks)
         self._placed = PlacedRanks(plan, graph, stages) if isinstance(plan, Placement) else None
         self.routes = Routes(cost.cluster)
         # Per class: duration, host time and what is exchanged within in ps, bytes taken and freed.
@@ -210,6 +219,9 @@ class _Pricer:
             return self._add(0.0, 0.0, in_use), -1
         if opcode == Opcode.LOAD:
             return self._add(_load_seconds(self._plan), 0.0, in_use), -1
+        if opcode in OFFLOADING:
+            device = self._device_of[self._program.groups[group][0]]
+            return self._add(self._host_seconds(device, opcode, num_bytes), 0.0, in_use), -1
         if opcode == Opcode.SUM:
             # Each rank's part but the first is read with the sum so far, which is written.
             accesses = _ACCESSES_PER_SUM * (len(self._program.groups[group]) - 1)
@@ -229,6 +241,19 @@ class _Pricer:
         seconds = self._cost.collective_seconds("send", ranks, num_bytes)
         host_s = self._cost.collective_host_seconds("send", ranks, num_bytes)
         return self._add(max(seconds, SHORTEST_S), host_s, in_use), self.routes.send(source, target)
+
+    def _host_seconds(self, device: int, opcode: int, num_bytes: int) -> float:
+        """What the host of a device, its drives, or a copy to or from it takes."""
+        match opcode:
+            case Opcode.HOST_STEP:
+                price = self._hosts.price_step(device, num_bytes, self._plan.workload.optimizer)
+            case Opcode.READ_STATES:
+                price = self._hosts.price_read(device, num_bytes)
+            case Opcode.WRITE_STATES:
+                price = self._hosts.price_write(device, num_bytes)
+            case _:
+                return self._cost.host_transfer_seconds(device, num_bytes)
+        return price.at(self._cost.end)
 
     def _all_members(self, group: int) -> tuple[int, ...]:
         """The devices that take part in the collectives of a group, ascending."""
@@ -300,7 +325,8 @@ def _check_groups(program: Program, section: Section, transfers: NDArray[np.int6
             "a transfer and all members for a collective. Give the group when the instruction is appended."
         )
     pairs = np.zeros(len(program.groups), np.bool_)
-    pairs[section.group[transfers[~np.isin(section.opcode[transfers], (*COLLECTIVES, Opcode.SUM, Opcode.LOAD))]]] = True
+    others = (*COLLECTIVES, *OFFLOADING, Opcode.SUM, Opcode.LOAD)
+    pairs[section.group[transfers[~np.isin(section.opcode[transfers], others)]]] = True
     for group in np.flatnonzero(pairs).tolist():
         if len(program.groups[group]) != 2:
             raise ProgramError(

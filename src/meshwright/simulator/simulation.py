@@ -8,6 +8,8 @@ counts what it does for that step, also where it does so before the window or af
     communication   the time in which at least one transfer or collective of the rank is under way
     exposed         the part of it in which the compute stream is idle
     exchange        the same two for collectives, and for what ranks and servers send each other
+    offload         what hosts do with states that are kept there, and copies to and from them; exposed where nothing
+                    is computed or exchanged meanwhile
     idle            step time - busy
 
 Bubble fraction = Σ idle / (ranks x step time). MFU = FLOPs of the model per step / (step time x Σ peak rate of the
@@ -23,9 +25,10 @@ from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.program import Fold
+from meshwright.simulator.host_memory import NodeMemory
 from meshwright.simulator.unfolding import unfold_ops, unfold_timeline
 from meshwright.spec import Opcode, OpSpans, Timeline
-from meshwright.spec.instructions import COLLECTIVES, SERVING, STASHING, UPDATES
+from meshwright.spec.instructions import COLLECTIVES, OFFLOADING, SERVING, STASHING, UPDATES
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 Ids = NDArray[np.int64]
@@ -45,6 +48,8 @@ class RankSeconds:
     exposed_communication_s: float
     exchange_s: float
     exposed_exchange_s: float
+    offload_s: float
+    exposed_offload_s: float
     idle_s: float
     exchanged_inside_s: float = 0.0
 
@@ -82,7 +87,8 @@ class Simulation:
     """The prediction for a plan. ``mfu`` and ``hfu`` are None where no peak rate is known for the precision.
 
     ``simulated`` is the timeline of what was simulated: of the ranks of ``fold.plan`` where some stand for others, else
-    of all; ``timeline`` is that of all ranks. ``simulated_ops`` and ``op_spans`` are the ops inside of their spans,
+    of all; ``timeline`` is that of all ranks. ``nodes`` have what is kept away from their devices, if anything is.
+    ``simulated_ops`` and ``op_spans`` are the ops inside of their spans,
     None unless they were asked for.
     """
 
@@ -96,6 +102,7 @@ class Simulation:
     bubble_fraction: float
     mfu: float | None
     hfu: float | None
+    nodes: tuple[NodeMemory, ...] = ()
     _unfolded: list[Timeline] = field(init=False, repr=False, compare=False, default_factory=list)
 
     @property
@@ -122,12 +129,13 @@ class Simulation:
 
 _COLUMNS = tuple(field.name for field in fields(RankSeconds) if field.name != "exchanged_inside_s")
 # The column of what computes, by opcode; then what moves, and of that the collectives.
-_MOVES, _EXCHANGES = 3, 4
+_MOVES, _EXCHANGES, _OFFLOADS = 3, 4, 5
 _COLUMN_OF_OPCODE = np.full(len(Opcode), _MOVES, np.int8)
 _COLUMN_OF_OPCODE[Opcode.FORWARD] = 0
 _COLUMN_OF_OPCODE[[Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT]] = 1
 _COLUMN_OF_OPCODE[[*UPDATES, *STASHING]] = 2
 _COLUMN_OF_OPCODE[[*COLLECTIVES, *SERVING]] = _EXCHANGES
+_COLUMN_OF_OPCODE[list(OFFLOADING)] = _OFFLOADS
 
 
 def step_window(
@@ -167,7 +175,7 @@ def rank_seconds(timeline: Timeline, length_ps: int, steps: range) -> tuple[Rank
         np.searchsorted(track[rows][order], np.arange(len(ranks) + 1)),
         np.searchsorted(ranks, np.arange(timeline.num_ranks + 1)),
         computes,
-        kind[rows][order] == _EXCHANGES,
+        kind[rows][order],
         start[order],
         end[order],
         length_ps,
@@ -185,23 +193,23 @@ def _sum_moves(
     offsets: Ids,
     first_stream: Ids,
     computes: NDArray[np.bool_],
-    exchanges: NDArray[np.bool_],
+    kind: NDArray[np.int8],
     start_ps: Ids,
     end_ps: Ids,
     length_ps: int,
 ) -> Ids:
-    """Per rank the ps in which something moves, in which nothing is computed meanwhile; the same of sums of gradients.
+    """Per rank the ps in which something moves, in which nothing is computed meanwhile; the same of two kinds of moves.
 
     Spans of a stream are in order of their start. A rank's streams are walked through together, from one moment at
     which a span begins or ends to the next.
     """
-    sums = np.zeros((len(first_stream) - 1, 4), np.int64)
+    sums = np.zeros((len(first_stream) - 1, 6), np.int64)
     place = offsets[:-1].copy()
     for rank in range(len(first_stream) - 1):
         streams = range(first_stream[rank], first_stream[rank + 1])
         now = 0
         while now < length_ps:
-            computing, moving, exchanging, then = False, False, False, length_ps
+            computing, moving, exchanging, offloading, then = False, False, False, False, length_ps
             for stream in streams:
                 while place[stream] < offsets[stream + 1] and end_ps[place[stream]] <= now:
                     place[stream] += 1
@@ -214,11 +222,14 @@ def _sum_moves(
                 then = min(then, end_ps[i])
                 computing = computing or computes[stream]
                 moving = moving or not computes[stream]
-                exchanging = exchanging or exchanges[i]
+                exchanging = exchanging or kind[i] == _EXCHANGES
+                offloading = offloading or kind[i] == _OFFLOADS
             passed = then - now
             sums[rank, 0] += passed * moving
             sums[rank, 1] += passed * (moving and not computing)
             sums[rank, 2] += passed * exchanging
             sums[rank, 3] += passed * (exchanging and not computing)
+            sums[rank, 4] += passed * offloading
+            sums[rank, 5] += passed * (offloading and not exchanging and not computing)
             now = then
     return sums

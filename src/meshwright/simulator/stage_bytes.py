@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.memory import LAYERS_AT_HAND, Phase, StagePhases, backend_of
 from meshwright.program import Bucket, num_bucket_copies, stays_on_rank
-from meshwright.simulator.stage_costs import weights_shares
+from meshwright.simulator.stage_costs import steps_on_host, weights_shares
 from meshwright.simulator.state_shards import ALONE, StateShards, unit_bytes
 from meshwright.spec import DeviceKind, Graph, Opcode, Placement, Plan, StageSlice
 from meshwright.spec.memory import (
@@ -86,22 +86,26 @@ def stage_bytes(
     num_inputs = -(-plan.num_microbatches // len(plan.stages[stage.index].ranks))
     phases, gathered = memory.phases, 0
     kept_bytes = 0
-    if shards.zero >= 2 and len(shards.ranks) > 1:
+    if shards.is_cut:
         kept_bytes = sum(graph.tensors[i].num_bytes(0, width) for i in bucketed)
         if shards.zero == 3:
             root, largest = unit_bytes(graph, stage, bucketed, width, gradients=False)
             gathered = min(root + LAYERS_AT_HAND * largest, memory.parameter_bytes - kept_bytes)
         whole = sum(unit_bytes(graph, stage, bucketed, width, gradients=True))
-        phases = _shared_gradients(phases, shards.gradients, whole)
+        phases = _shared_gradients(phases, 0 if shards.on_host else shards.gradients, whole)
     # A gradient that goes to another stage of the rank changes hands instead of leaving.
     gone = by_part({SENT: made, RECEIVED: used - made})
     waiting = _kept_for_weights(graph, plan, stage)
+    shared_bytes = 0 if shards.on_host else -(-(memory.parameter_bytes - kept_bytes) // shards.parameters)
+    states_bytes, step = -(-memory.optimizer_bytes // shards.states), _shared_workspace(phases.optimizer, shards.states)
+    if steps_on_host(plan):
+        states_bytes, step = 0, _without(phases.optimizer, WORKSPACE)
     return StageBytes(
         resident=by_part(
             {
-                PARAMETERS: -(-(memory.parameter_bytes - kept_bytes) // shards.parameters) + kept_bytes + gathered,
+                PARAMETERS: shared_bytes + kept_bytes + gathered,
                 BUFFERS: memory.buffer_bytes,
-                OPTIMIZER: -(-memory.optimizer_bytes // shards.states),
+                OPTIMIZER: states_bytes,
                 BUCKETS: num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in buckets),
                 INPUTS: num_inputs * memory.input_bytes,
             }
@@ -111,7 +115,7 @@ def stage_bytes(
         backwards=tuple(_takes_and_frees(phase, gone) for phase in phases.backwards),
         inputs=_takes_and_frees(_without(phases.backwards[0], GRADIENTS), gone - waiting),
         weights=tuple(_takes_and_frees(_only(phase, GRADIENTS, WORKSPACE), waiting) for phase in phases.backwards),
-        optimizer=_takes_and_frees(_shared_workspace(phases.optimizer, shards.states)),
+        optimizer=_takes_and_frees(step),
         stash=by_part({STASHED: _trained_bytes(graph, stage, width)}),
     )
 
@@ -140,11 +144,11 @@ def _shared_workspace(phase: Phase, shards: int) -> Phase:
 
 
 def _shared_gradients(phases: StagePhases, parts: int, whole_bytes: int) -> StagePhases:
-    """Of gradients each rank keeps a part; those of the root and one unit are there whole until they are scattered."""
+    """Of gradients each rank keeps a part, or none; those of the root and one unit are there whole until scattered."""
 
     def share(phase: Phase, extra: int) -> Phase:
         most, after = (
-            tuple(-(-n // parts) if part == GRADIENTS else n for part, n in enumerate(row))
+            tuple((-(-n // parts) if parts else 0) if part == GRADIENTS else n for part, n in enumerate(row))
             for row in (phase.most, phase.after)
         )
         return Phase(most=tuple(n + extra * (part == WORKSPACE) for part, n in enumerate(most)), after=after)

@@ -12,6 +12,8 @@
 - states that replicas share out: the optimizer's step, its states and what it needs meanwhile are those of one of n
   equal parts; `state_shards` says what passes wait for, and of gathered parameters two layers are there.
 - clipping and a scale of the loss: passes over all gradients before the step.
+- an optimizer on the host: the step on the device is what the runtime takes for it, and those passes. Pieces that go to
+  the host without being summed are ready as buckets are, but need no copy.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
-from meshwright.program import Bucket
+from meshwright.program import Bucket, HostPiece
 from meshwright.simulator.state_shards import ALONE, StateShards, gather_waits
 from meshwright.spec import DeviceKind, Graph, Op, Placement, Plan, StageSlice
 
@@ -91,6 +93,7 @@ def op_seconds(
     kind: DeviceKind,
     cost: CostModel,
     shards: StateShards = ALONE,
+    pieces: tuple[HostPiece, ...] = (),
 ) -> OpSeconds:
     """Price the ops of a stage; arguments as of `stage_costs`. What passes wait for gathers stands with their ops."""
     prices = cost.price_ops(graph, plan.microbatch_size, kind)
@@ -107,8 +110,10 @@ def op_seconds(
         weights=(prices.backward_s - prices.again_s)[ops] * weights_shares(graph)[ops],
         accumulate=prices.accumulate_s[ops],
         host_s=(cost.overhead_s * issued[0], cost.overhead_s * issued[1], cost.overhead_s * issued[2]),
-        fill_s={bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets},
-        first_uses=_first_uses(graph, stage, buckets),
+        # What goes to the host is copied from where it was made.
+        fill_s={bucket.index: cost.bucket_seconds(graph, bucket.parameters, kind) for bucket in buckets}
+        | {piece.index: 0.0 for piece in pieces},
+        first_uses=_first_uses(graph, stage, (*buckets, *pieces)),
         exchanged=prices.exchanged_s[ops] + np.stack([waits_forward_s, waits_backward_s], axis=1),
     )
 
@@ -121,13 +126,18 @@ def stage_costs(
     kind: DeviceKind,
     cost: CostModel,
     shards: StateShards = ALONE,
+    pieces: tuple[HostPiece, ...] = (),
 ) -> StageCosts:
     """Price a stage for the plan's microbatches on one kind of device.
 
-    ``buckets`` are those that the stage holds, ``shards`` says how replicas share its states out.
+    ``buckets`` are those that the stage holds, ``shards`` says how replicas share its states out, ``pieces`` are those
+    of it that go to the host without being summed.
     """
-    seconds = op_seconds(graph, plan, stage, buckets, kind, cost, shards)
-    step_s = cost.optimizer_seconds(graph, stage.parameters, plan.workload.optimizer, kind, num_shards=shards.states)
+    seconds = op_seconds(graph, plan, stage, buckets, kind, cost, shards, pieces)
+    step_s = 0.0
+    if not steps_on_host(plan):
+        optimizer = plan.workload.optimizer
+        step_s = cost.optimizer_seconds(graph, stage.parameters, optimizer, kind, num_shards=shards.states)
     inside_s = cost.teams.step_seconds(graph, stage.parameters, _summed_with_replicas(stage, buckets, shards))
     copy_s = cost.bucket_seconds(graph, stage.parameters, kind)
     checked_s = _passes_over_gradients(plan) * copy_s / shards.states
@@ -198,8 +208,13 @@ def weights_shares(graph: Graph) -> Floats:
     return np.array([weights_share(graph, op) for op in graph.ops])
 
 
-def _first_uses(graph: Graph, stage: StageSlice, buckets: tuple[Bucket, ...]) -> dict[int, int]:
-    """By bucket, the first of the stage's ops that uses one of its parameters; of one without any, the first op."""
+def steps_on_host(plan: Plan | Placement) -> bool:
+    """Whether the optimizer is not on the device."""
+    return isinstance(plan, Plan) and plan.offload.optimizer != "device"
+
+
+def _first_uses(graph: Graph, stage: StageSlice, buckets: tuple[Bucket | HostPiece, ...]) -> dict[int, int]:
+    """By bucket or piece, the first of the stage's ops that uses a parameter of it; of one without any, the first."""
     bucket_of = {parameter: bucket.index for bucket in buckets for parameter in bucket.parameters}
     first = {bucket.index: 0 for bucket in buckets if not bucket.parameters}
     for place, op in enumerate(stage.ops):

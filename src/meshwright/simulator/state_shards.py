@@ -18,6 +18,9 @@ stream that they are issued on). What is gathered is copied to where the ops rea
 gradients to where they are scattered from, on the stream of the ops. The root unit is gathered before the first
 one, stays for the backward, and is scattered last. Parameters that several stages share are not cut; their gradients
 are summed in buckets.
+
+Where parameters are on the host, a rank's part is copied from there before each gather, and its part of the gradients
+to there behind each scatter, on the same streams.
 """
 
 from __future__ import annotations
@@ -44,6 +47,12 @@ class StateShards(NamedTuple):
     zero: int
     ranks: tuple[int, ...]
     beside: tuple[tuple[int, ...], ...]
+    on_host: bool = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether parameters are gathered or gradients scattered inside of passes."""
+        return self.zero >= 2 and (len(self.ranks) > 1 or self.on_host)
 
     @property
     def states(self) -> int:
@@ -77,7 +86,8 @@ def find_shards(plan: Plan | Placement, stage: int) -> StateShards:
     if isinstance(plan, Placement):
         return ALONE
     beside = tuple(item.ranks for index, item in enumerate(plan.stages) if index != stage)
-    return StateShards(plan.exchange.zero, plan.stages[stage].ranks, beside)
+    on_host = plan.offload.parameters == "host"
+    return StateShards(plan.exchange.zero, plan.stages[stage].ranks, beside, on_host)
 
 
 def find_units(graph: Graph, stage: StageSlice, kept: Set[int]) -> tuple[Unit, tuple[Unit, ...]]:
@@ -109,7 +119,7 @@ def gather_waits(
     processors for each scatter at the first op of its unit.
     """
     waits, copies = np.zeros((2, len(stage.ops))), np.zeros((2, len(stage.ops)))
-    if shards.zero < 2 or len(shards.ranks) == 1 or not len(stage.ops):
+    if not shards.is_cut or not len(stage.ops):
         return waits[0], waits[1]
     root, units = find_units(graph, stage, kept)
     units = tuple(unit for unit in units if unit.parameters)
@@ -128,6 +138,7 @@ def gather_waits(
             alike = [i for i in exchanged if summed.get(i, ()) == axes]
             num_bytes = padded_bytes(graph, alike, len(shards.ranks), DTYPE_BYTES[cost.precision])
             total += cost.collective_seconds(op, shards.ranks, num_bytes, shards.beside, axes=axes)
+            total += _host_copy_seconds(shards, num_bytes / len(shards.ranks), cost)
         return total
 
     gathers = [seconds("all_gather", unit) for unit in units]
@@ -151,6 +162,15 @@ def gather_waits(
     waits[1][0] += max(scattered - total, 0.0)
     waits += copies
     return waits[0], waits[1]
+
+
+def _host_copy_seconds(shards: StateShards, num_bytes: float, cost: CostModel) -> float:
+    """What the rank with the slowest link to its host takes to copy its part from there, or to there."""
+    if not shards.on_host:
+        return 0.0
+    cluster = cost.cluster
+    ranks = {cluster.nodes[cluster.node_index(rank)].pcie: rank for rank in shards.ranks}
+    return max(cost.host_transfer_seconds(rank, num_bytes) for rank in ranks.values())
 
 
 def unit_bytes(

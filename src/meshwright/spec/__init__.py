@@ -8,6 +8,7 @@ from meshwright.spec.codec import (
     read_document,
     write_document,
 )
+from meshwright.spec.drives import Nvme
 from meshwright.spec.errors import (
     CaptureError,
     ClusterError,
@@ -63,6 +64,7 @@ from meshwright.spec.measurements import (
     TransferMeasurement,
     op_key,
 )
+from meshwright.spec.offload import Offload, read_offload
 from meshwright.spec.op_spans import OpSpans
 from meshwright.spec.placed_slices import slice_placement, slice_stages
 from meshwright.spec.placement import PlacedStage, Placement, check_placement
@@ -134,6 +136,8 @@ __all__ = [
     "NoFeasiblePlanError",
     "Node",
     "NullSink",
+    "Nvme",
+    "Offload",
     "Op",
     "OpMeasurement",
     "OpPlacement",
@@ -190,6 +194,7 @@ __all__ = [
     "op_key",
     "read_document",
     "read_from_outside",
+    "read_offload",
     "read_recompute",
     "recompute_choices",
     "recompute_layers",

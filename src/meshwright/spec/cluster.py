@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.spec.codec import decode_document
+from meshwright.spec.drives import Nvme
 from meshwright.spec.errors import ClusterError, suggest
 from meshwright.spec.parsing import read_data
 
@@ -110,7 +111,8 @@ class DeviceGroup:
 class Node:
     """A host: its devices, memory and cores, and its links.
 
-    ``device_link`` joins two devices, ``pcie`` a device and the host, ``nic`` (one of ``num_nics``) two nodes.
+    ``device_link`` joins two devices, ``pcie`` a device and the host, ``nic`` (one of ``num_nics``) two nodes. The
+    bandwidth of the host's memory is that of all its channels, read or written; 0 means: not stated.
     """
 
     name: str
@@ -121,11 +123,18 @@ class Node:
     pcie: Link
     nic: Link
     num_nics: int = 1
+    host_memory_bandwidth_bytes_per_s: float = 0.0
+    nvme: Nvme | None = None
     source: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_nics <= MAX_RANKS:
             raise ClusterError(f"Node {self.name!r} has {self.num_nics} NICs; expected 1 to {MAX_RANKS}.")
+        if not self.host_memory_bandwidth_bytes_per_s >= 0:
+            raise ClusterError(
+                f"Node {self.name!r}: a host memory bandwidth of {self.host_memory_bandwidth_bytes_per_s} B/s; "
+                "expected a positive number, or none where it is not known."
+            )
 
     @property
     def num_devices(self) -> int:

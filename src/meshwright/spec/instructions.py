@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, assert_never
 
+from meshwright.spec.offloading import CopyDown, CopyUp, HostStep, Offloading, ReadStates, WriteStates
+
 Payload = Literal["activation", "gradient"]
 
 
@@ -34,6 +36,11 @@ class Opcode(IntEnum):
     SUM = 16
     PULL = 17
     LOAD = 18
+    COPY_DOWN = 19
+    HOST_STEP = 20
+    COPY_UP = 21
+    READ_STATES = 22
+    WRITE_STATES = 23
 
 
 # What occupies a device and belongs to a microbatch.
@@ -46,6 +53,8 @@ COLLECTIVES = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER, Opcode.ALL_GATHER)
 SUMS = (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER)
 # Between ranks and parameter servers.
 SERVING = (Opcode.PUSH, Opcode.SUM, Opcode.PULL)
+# What a rank does beside its device where the optimizer's states are not on it.
+OFFLOADING = (Opcode.COPY_DOWN, Opcode.HOST_STEP, Opcode.COPY_UP, Opcode.READ_STATES, Opcode.WRITE_STATES)
 # What keeps and gives up copies of weights that were updated while microbatches that began with them are under way.
 STASHING = (Opcode.STASH, Opcode.DROP)
 
@@ -242,7 +251,7 @@ class Load:
 
 
 Exchange = Collective | Push | Sum | Pull
-Instruction = Computation | Send | Receive | Exchange | Load | OptimizerStep | Stash | Drop | Merge
+Instruction = Computation | Send | Receive | Exchange | Offloading | Load | OptimizerStep | Stash | Drop | Merge
 
 
 _OPCODES: dict[type[Instruction], Opcode] = {
@@ -256,6 +265,11 @@ _OPCODES: dict[type[Instruction], Opcode] = {
     Stash: Opcode.STASH,
     Drop: Opcode.DROP,
     Merge: Opcode.MERGE,
+    CopyDown: Opcode.COPY_DOWN,
+    HostStep: Opcode.HOST_STEP,
+    CopyUp: Opcode.COPY_UP,
+    ReadStates: Opcode.READ_STATES,
+    WriteStates: Opcode.WRITE_STATES,
 }
 
 
@@ -279,6 +293,8 @@ def instruction_row(instruction: Instruction) -> tuple[int, int, int, int, int, 
         case AllReduce() | ReduceScatter() | AllGather() | Push() | Sum() | Pull():
             opcode = _OPCODES[type(instruction)]
             return (opcode, instruction.stage, -1, -1, instruction.bucket, instruction.num_bytes)
+        case CopyDown() | HostStep() | CopyUp() | ReadStates() | WriteStates():
+            return (_OPCODES[type(instruction)], instruction.stage, -1, -1, instruction.piece, instruction.num_bytes)
         case Load():
             return (Opcode.LOAD, instruction.stage, instruction.microbatch, -1, -1, 0)
         case OptimizerStep() | Stash() | Drop() | Merge():
@@ -307,6 +323,11 @@ _NAMES: dict[Opcode, str] = {
     Opcode.STASH: "stash {stage}",
     Opcode.DROP: "drop {stage}",
     Opcode.MERGE: "merge {stage}",
+    Opcode.COPY_DOWN: "copy down {stage} #{peer}",
+    Opcode.HOST_STEP: "host step {stage} #{peer}",
+    Opcode.COPY_UP: "copy up {stage} #{peer}",
+    Opcode.READ_STATES: "read {stage} #{peer}",
+    Opcode.WRITE_STATES: "write {stage} #{peer}",
 }
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 from meshwright.spec.errors import GraphMismatchError, PlanError, suggest
 from meshwright.spec.exchange import DEFAULT_EXCHANGE, WAVES, GradientExchange
 from meshwright.spec.html import Printer, html_table
+from meshwright.spec.offload import ON_DEVICE, Offload, check_offload, check_offloaded_plan
 from meshwright.spec.own_code import order_file, split_reference
 from meshwright.spec.recompute import Ranges, with_recompute
 from meshwright.spec.sharding import UNSHARDED, Sharding
@@ -66,7 +67,8 @@ class Plan:
     own (for people and for `run`); ``graph_hash`` is what binds the plan. ``schedule`` is a name or the reference of
     the user's own, ``path/to/file.py:function`` or ``path/to/orders.csv``, which ``schedule_hash``, that of the file's
     content, binds. With a ``sharding`` that splits ops, every rank stands for a team of ``sharding.width`` devices
-    side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in the backward (`recompute`).
+    side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in the backward (`recompute`);
+    ``offload`` says what is kept away from devices (`offload`).
     """
 
     model: str
@@ -80,6 +82,7 @@ class Plan:
     exchange: GradientExchange = DEFAULT_EXCHANGE
     sharding: Sharding = UNSHARDED
     recompute: Ranges = ()
+    offload: Offload = ON_DEVICE
     model_sizes: tuple[tuple[str, int], ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -154,6 +157,8 @@ class Plan:
             return f"splits ops over devices ({self.sharding.describe()})"
         if self.recompute:
             return "computes parts of the model again"
+        if self.offload != ON_DEVICE:
+            return f"keeps {self.offload.describe()}"
         if self.has_virtual_stages or not (self.has_own_schedule or self.schedule in BASIC_SCHEDULES):
             several = " with several stages on a rank" if self.has_virtual_stages else ""
             return f"follows the schedule {self.schedule}{several}"
@@ -196,7 +201,8 @@ class Plan:
         split = f", {self.sharding.describe()}" if not self.sharding.is_whole else ""
         shared = f", ZeRO {self.exchange.zero}" if self.exchange.zero else ""
         again = f", {format_count(len(self.recompute), 'part')} computed again" if self.recompute else ""
-        return f"{waves}{split}{shared}{again}"
+        away = f", {self.offload.describe()}" if self.offload != ON_DEVICE else ""
+        return f"{waves}{split}{shared}{again}{away}"
 
 
 def name_stages(plan: Plan, rank: int) -> str:
@@ -254,6 +260,8 @@ def check_plan(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None
             f"The plan uses {plan.num_devices} devices, but cluster {cluster.name!r} has {cluster.num_ranks} devices. "
             "Give a larger cluster or plan again for this one."
         )
+    if cluster is not None:
+        check_offload(plan.offload, cluster, plan.num_devices)
 
 
 def unknown_schedule(name: str) -> PlanError:
@@ -300,6 +308,7 @@ def _check_schedule(plan: Plan) -> None:
 
 def _check_plan(plan: Plan) -> None:
     _check_schedule(plan)
+    check_offloaded_plan(plan)
     if not plan.stages:
         raise PlanError("The plan has no stages; expected at least one.")
     ranks = {rank for stage in plan.stages for rank in stage.ranks}

@@ -5,7 +5,8 @@ instructions, or for marks that they raise inside their span ("the gradients of 
 run stream by stream: stream s holds ids ``stream_offsets[s]:stream_offsets[s + 1]``. Columns, per instruction:
 
     opcode, stage, microbatch, version   what it does
-    peer                                 the other stage (send, receive) or the bucket (exchange); -1 elsewhere
+    peer                                 the other stage (send, receive), the bucket (exchange) or the piece (offload);
+                                         -1 elsewhere
     group                                index into ``groups``: the ranks that take part; -1 for work of one rank
     num_bytes                            bytes that move, 0 elsewhere
     wait_offsets, waits                  CSR: ids awaited; ``num_instructions + m`` stands for mark m
@@ -60,11 +61,12 @@ from meshwright.spec.instructions import (
     Stash,
     Sum,
 )
+from meshwright.spec.offloading import CopyDown, CopyUp, HostStep, Offloading, ReadStates, WriteStates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-StreamName = Literal["compute", "send", "receive", "exchange", "serve", "reply", "load"]
+StreamName = Literal["compute", "send", "receive", "exchange", "serve", "reply", "load", "down", "host", "up", "drives"]
 STREAM_NAMES: tuple[StreamName, ...] = get_args(StreamName)
 _EXCHANGES: dict[Opcode, type[Exchange]] = {
     Opcode.ALL_REDUCE: AllReduce,
@@ -73,6 +75,19 @@ _EXCHANGES: dict[Opcode, type[Exchange]] = {
     Opcode.PUSH: Push,
     Opcode.SUM: Sum,
     Opcode.PULL: Pull,
+}
+_OF_WEIGHTS: dict[Opcode, type[OptimizerStep | Stash | Drop | Merge]] = {
+    Opcode.OPTIMIZER_STEP: OptimizerStep,
+    Opcode.STASH: Stash,
+    Opcode.DROP: Drop,
+    Opcode.MERGE: Merge,
+}
+_OFFLOADING: dict[Opcode, type[Offloading]] = {
+    Opcode.COPY_DOWN: CopyDown,
+    Opcode.HOST_STEP: HostStep,
+    Opcode.COPY_UP: CopyUp,
+    Opcode.READ_STATES: ReadStates,
+    Opcode.WRITE_STATES: WriteStates,
 }
 # Ranks that may do nothing at all. More would let a small file ask for tables of any length.
 MAX_IDLE_RANKS = 1024
@@ -144,14 +159,12 @@ class Section:
                 return Receive(stage=stage, microbatch=microbatch, peer=peer, payload=payload, num_bytes=num_bytes)
             case Opcode.ALL_REDUCE | Opcode.REDUCE_SCATTER | Opcode.ALL_GATHER | Opcode.PUSH | Opcode.SUM | Opcode.PULL:
                 return _EXCHANGES[opcode](stage=stage, bucket=peer, num_bytes=num_bytes)
+            case Opcode.COPY_DOWN | Opcode.HOST_STEP | Opcode.COPY_UP | Opcode.READ_STATES | Opcode.WRITE_STATES:
+                return _OFFLOADING[opcode](stage=stage, piece=peer, num_bytes=num_bytes)
             case Opcode.LOAD:
                 return Load(stage=stage, microbatch=microbatch)
-            case Opcode.OPTIMIZER_STEP:
-                return OptimizerStep(stage=stage, version=version)
-            case Opcode.STASH | Opcode.DROP:
-                return (Stash if opcode is Opcode.STASH else Drop)(stage=stage, version=version)
-            case Opcode.MERGE:
-                return Merge(stage=stage, version=version)
+            case Opcode.OPTIMIZER_STEP | Opcode.STASH | Opcode.DROP | Opcode.MERGE:
+                return _OF_WEIGHTS[opcode](stage=stage, version=version)
 
     def waits_of(self, index: int) -> NDArray[np.int64]:
         """Ids (or marks, from ``num_instructions`` on) that one instruction waits for."""

@@ -8,6 +8,7 @@ for the devices r·w ... r·w + w - 1. The cluster of teams tells of each rank w
     device link  the node's own: the w messages between two teams of a node have links of their own
     NICs         the w messages of a team share what the team has of them, so each goes at a part of their bandwidth;
                  uplinks of racks and paths between nodes likewise
+    host         what falls to each of the w devices of its memory, of that memory's bandwidth and of its drives
 
 A team lies within a node, or covers whole nodes.
 """
@@ -19,6 +20,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from meshwright.spec.cluster import Cluster, DeviceGroup, DeviceKind, Link, Node, NodePath, Racks
+from meshwright.spec.drives import Nvme
 from meshwright.spec.errors import ClusterError
 from meshwright.spec.units import format_bytes
 
@@ -103,12 +105,27 @@ def _team_node(nodes: Sequence[Node], width: int, known: dict[str, DeviceKind], 
         first,
         name=first.name if len(nodes) == 1 else f"{first.name} to {nodes[-1].name}",
         devices=tuple(DeviceGroup(kind=name, count=len(list(group))) for name, group in groupby(k.name for k in kinds)),
-        host_memory_bytes=sum(node.host_memory_bytes for node in nodes),
+        host_memory_bytes=min(node.host_memory_bytes for node in nodes) // messages,
+        host_memory_bandwidth_bytes_per_s=min(node.host_memory_bandwidth_bytes_per_s for node in nodes) / messages,
+        nvme=_slowest_drives(nodes, messages),
         num_cores=sum(node.num_cores for node in nodes),
         device_link=_slower(node.device_link for node in nodes),
         pcie=_slower(node.pcie for node in nodes),
         nic=_slower((node.nic for node in nodes), share=min(ways / messages, 1.0)),
         num_nics=max(min(num_nics, num_devices // messages), 1),
+    )
+
+
+def _slowest_drives(nodes: Sequence[Node], parts: int) -> Nvme | None:
+    """An equal part of the drives of the node that has the worst; None where one has none."""
+    drives = [node.nvme for node in nodes]
+    found = [item for item in drives if item is not None]
+    if len(found) < len(drives):
+        return None
+    return Nvme(
+        capacity_bytes=max(min(item.capacity_bytes for item in found) // parts, 1),
+        read_bytes_per_s=min(item.read_bytes_per_s for item in found) / parts,
+        write_bytes_per_s=min(item.write_bytes_per_s for item in found) / parts,
     )
 
 

@@ -2,7 +2,7 @@
 
 The whole model is one stage, held by all ranks of a cluster (ZeRO's data parallelism), for one microbatch in flight.
 Computing again is "selective" (softmax of attention's scores and its dropout) or "full" (every repeated block). A
-`Plan` cannot say any of this yet.
+`Plan` says the same for what is simulated, but for activations, which stay on the device there.
 """
 
 from __future__ import annotations

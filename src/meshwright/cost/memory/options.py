@@ -11,7 +11,7 @@ of experts divided by e, and shared by N / e ranks only), width w and s bytes of
     NVMe          states, read and written once a step on top        (Rajbhandari et al., ZeRO-Infinity, SC 2021)
     activations on the host: each kept byte goes there and comes back; two layers' stay
 
-A `Plan` knows none of this yet: these functions answer for given options.
+What a `Plan` says of this is simulated; these functions answer for given options, without one.
 """
 
 from __future__ import annotations

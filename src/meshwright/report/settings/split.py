@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.report.settings.settings import Unsaid
 from meshwright.spec import Graph, Plan, PlanError
 from meshwright.spec.exchange import GradientExchange
+from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.plan import BASIC_SCHEDULES, StagePlan
 from meshwright.spec.recompute import recompute_choices
 from meshwright.spec.sharding import UNSHARDED, Sharding
@@ -67,7 +68,7 @@ def _unknown(part: Any, place: str) -> Iterator[str]:
 
 def refuse_unknown(plan: Plan) -> None:
     """Raise PlanError for a plan that decides what no export says."""
-    plain = replace(plan, sharding=UNSHARDED, recompute=(), exchange=replace(plan.exchange, zero=0))
+    plain = replace(plan, sharding=UNSHARDED, recompute=(), offload=ON_DEVICE, exchange=replace(plan.exchange, zero=0))
     if plain.only_simulated:
         raise PlanError(
             f"The plan {plain.only_simulated}; settings are written for {', '.join(BASIC_SCHEDULES)} and your own "

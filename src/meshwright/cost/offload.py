@@ -1,0 +1,85 @@
+"""How long the host and its drives take for an optimizer that is not on the device.
+
+    host step         elements · bytes per element / (bandwidth of the host's memory / devices of the node in use)
+    reads, writes     bytes / (rate of the node's drives / devices of the node in use)
+
+The devices of a node make their steps at the same time, so each has an equal part. Bytes per element are those of one
+fused pass with the gradient widened before and the parameter narrowed after it (`optimizers`), as torch's fused AdamW
+and Megatron-LM's `HybridDeviceOptimizer` go over them; a pass that does all at once, as DeepSpeed's CPUAdam, moves 28
+instead of 40 for AdamW in mixed precision, which is the lower end of the interval. Its upper end is that of steps on a
+processor as measured here. Drives are as sure as a copy to the host is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from meshwright.cost.host_copies import HOST_COPY
+from meshwright.cost.optimizers import MEASURED_STEP, bytes_per_element, state_bytes
+from meshwright.cost.prediction import Interval
+from meshwright.cost.prices import price_seconds
+from meshwright.spec.errors import ClusterError
+from meshwright.spec.units import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from meshwright.cost.model import CostModel
+    from meshwright.cost.prices import Price
+    from meshwright.spec import Node, Nvme, Optimizer
+    from meshwright.spec.offload import Place
+
+_HOST_STEP = Interval(low=28 / 40, high=MEASURED_STEP.high)
+
+
+class HostPrices:
+    """Prices of what hosts do for the first ``num_ranks`` ranks of a cost model's cluster."""
+
+    def __init__(self, cost: CostModel, num_ranks: int) -> None:
+        self._cost = cost
+        self._in_use = Counter(cost.cluster.node_index(rank) for rank in range(num_ranks))
+
+    def price_step(self, rank: int, gradient_bytes: int, optimizer: Optimizer) -> Price:
+        """A step over parameters whose gradients have so many bytes on the device."""
+        node, parts = self._node(rank)
+        if not node.host_memory_bandwidth_bytes_per_s:
+            raise ClusterError(
+                f"Node {node.name!r} does not say how fast its memory is, but an optimizer was to step there. Write "
+                "host_memory_bandwidth_bytes_per_s into the cluster file."
+            )
+        elements = gradient_bytes / DTYPE_BYTES[self._cost.precision]
+        moved = elements * bytes_per_element(optimizer, self._cost.precision, "fused")
+        seconds = moved * parts / node.host_memory_bandwidth_bytes_per_s
+        return price_seconds(seconds, _HOST_STEP, "roofline")
+
+    def price_read(self, rank: int, num_bytes: int) -> Price:
+        """Reading from the drives of the rank's node."""
+        drives, parts = self._drives(rank)
+        return price_seconds(num_bytes * parts / drives.read_bytes_per_s, HOST_COPY, "roofline")
+
+    def price_write(self, rank: int, num_bytes: int) -> Price:
+        """Writing to them."""
+        drives, parts = self._drives(rank)
+        return price_seconds(num_bytes * parts / drives.write_bytes_per_s, HOST_COPY, "roofline")
+
+    def bound_step_seconds(self, rank: int, gradient_bytes: int, optimizer: Optimizer, place: Place) -> float:
+        """The least that an update takes: the slowest of what overlaps in it, with gradients of so many bytes."""
+        seconds = [self._cost.host_transfer_seconds(rank, gradient_bytes)]
+        seconds.append(self.price_step(rank, gradient_bytes, optimizer).at(self._cost.end))
+        if place == "nvme":
+            elements = gradient_bytes // DTYPE_BYTES[self._cost.precision]
+            moved = elements * state_bytes(optimizer, self._cost.precision)
+            seconds += [price(rank, moved).at(self._cost.end) for price in (self.price_read, self.price_write)]
+        return max(seconds)
+
+    def _node(self, rank: int) -> tuple[Node, int]:
+        """The node of a rank, and how many devices of it are in use."""
+        index = self._cost.cluster.node_index(rank)
+        return self._cost.cluster.nodes[index], self._in_use[index]
+
+    def _drives(self, rank: int) -> tuple[Nvme, int]:
+        node, parts = self._node(rank)
+        if node.nvme is None:
+            raise ClusterError(
+                f"Node {node.name!r} has no drives, but states were to lie there. Write nvme into the cluster file."
+            )
+        return node.nvme, parts

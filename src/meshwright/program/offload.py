@@ -1,0 +1,236 @@
+"""Updates of a plan whose optimizer is not on the device: down, step on the host, up, piece by piece.
+
+A piece is a part of a bucket that is summed, or, of parameters that no bucket has, a bucket's worth of them. For each
+on every rank that holds it,
+
+    copy down   the gradients, or the rank's share of them: when they are summed, or, unsummed, when the last backward
+                has made them
+    read        the optimizer's states from the drives, where they are there: three pieces are on the host at most, one
+                that is read, one that steps and one that is written
+    host step   when the gradients are down and the states there, behind the last computation of the rank, as an
+                optimizer's step is called then, and behind what all ranks agree on
+    copy up     the new parameters
+    write       the new states to the drives
+
+Copies each way, steps, reads and writes have streams of their own, so that they overlap. The optimizer's step of a
+stage stands behind the pieces of all of its parameters: it makes the new version and clears the gradients. DeepSpeed's
+`PipelinedOptimizerSwapper` reads and writes one piece ahead and behind, Megatron-LM's `HybridDeviceOptimizer` copies
+both ways on streams of their own. Gradients that are scattered inside of backwards (zero 2 and 3) go down behind them,
+unless parameters are on the host, too: then both copies are made inside of passes (`simulator.state_shards`), and only
+states are read, stepped and written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.optimizers import state_bytes
+from meshwright.program.buckets import Bucket, fill_buckets, first_uses, gradient_buckets
+from meshwright.program.builder import ProgramBuilder
+from meshwright.program.exchange import Exchanged
+from meshwright.program.transfers import Computations
+from meshwright.spec.graph import Graph
+from meshwright.spec.instructions import Opcode
+from meshwright.spec.plan import Plan
+from meshwright.spec.program import StreamName
+from meshwright.spec.slices import slice_graph
+
+Ids = NDArray[np.int64]
+
+# Pieces whose states are on the host at a time, where they lie on drives.
+PIECES_AT_HAND = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPiece:
+    """Parameters of one stage that are in no bucket. ``index`` counts on from the buckets; bytes of all gradients."""
+
+    index: int
+    stage: int
+    parameters: tuple[int, ...]
+    num_bytes: int
+
+
+@lru_cache(maxsize=64)
+def host_pieces(graph: Graph, plan: Plan, buckets: tuple[Bucket, ...]) -> tuple[HostPiece, ...]:
+    """The trained parameters that are in none of the buckets, stage by stage from the last, in order of readiness.
+
+    What stages of one rank share belongs to the first of them, whose backward comes last.
+    """
+    taken = {parameter for bucket in buckets for parameter in bucket.parameters}
+    first_use = first_uses(graph)
+    own: dict[int, list[int]] = {}
+    for stage in slice_graph(graph, plan.bounds):
+        own[stage.index] = [i for i in stage.parameters if graph.tensors[i].requires_grad and i not in taken]
+        taken.update(own[stage.index])
+    pieces: list[HostPiece] = []
+    for index in sorted(own, reverse=True):
+        if not own[index]:
+            continue
+        ready_order = sorted(own[index], key=lambda parameter: (-first_use[parameter], parameter))
+        for chosen, num_bytes in fill_buckets(graph, ready_order, plan):
+            number = len(buckets) + len(pieces)
+            pieces.append(HostPiece(index=number, stage=index, parameters=chosen, num_bytes=num_bytes))
+    return tuple(pieces)
+
+
+class _Pieces(NamedTuple):
+    """Pieces on ranks, columns of shape (pieces,), and which of them the step of each seat needs, shape (needs,).
+
+    ``ready`` is the handle at which the gradients are there, of which the rank has ``num_bytes`` to step with. They are
+    ``copied``, as new parameters are, unless both are on the host.
+    """
+
+    rank: Ids
+    stage: Ids
+    number: Ids
+    num_bytes: Ids
+    ready: Ids
+    copied: NDArray[np.bool_]
+    needing_seat: Ids
+    needed: Ids
+
+
+def append_host_steps(
+    builder: ProgramBuilder,
+    computations: Computations,
+    done: Exchanged,
+    pieces: tuple[HostPiece, ...],
+    plan: Plan,
+    graph: Graph,
+) -> None:
+    """Write down the updates of a step on the host, behind what the exchange has ``done``; of a fold, its whole plan's.
+
+    Replicas share gradients and states out as that plan says.
+    """
+    rows = _join(_unsummed(builder, computations, done, pieces, plan), _summed(done, plan, graph))
+    last = computations.handle[computations.offsets[1:] - 1][rows.rank]
+    every, copied = np.arange(len(rows.rank)), np.flatnonzero(rows.copied)
+    step = _append(builder, rows, every, "host", Opcode.HOST_STEP, rows.num_bytes)
+    there, back = rows.ready.copy(), step.copy()
+    there[copied] = _append(builder, rows, copied, "down", Opcode.COPY_DOWN, rows.num_bytes)
+    back[copied] = _append(builder, rows, copied, "up", Opcode.COPY_UP, rows.num_bytes)
+    builder.wait_each(there[copied], rows.ready[copied])
+    for before in (there, last, *(numbers[rows.rank] for numbers in done.agreed)):
+        builder.wait_each(step, before)
+    builder.wait_each(back[copied], step[copied])
+    builder.wait_each(done.steps[rows.needing_seat], back[rows.needed])
+    if plan.offload.optimizer == "nvme":
+        width = plan.workload.float_bytes
+        moved = -(-rows.num_bytes // width) * state_bytes(plan.workload.optimizer, plan.workload.precision)
+        read = _append(builder, rows, every, "drives", Opcode.READ_STATES, moved)
+        write = _append(builder, rows, every, "drives", Opcode.WRITE_STATES, moved, lane=1)
+        builder.wait_each(read, last)
+        place = every - np.searchsorted(rows.rank, rows.rank)
+        later = np.flatnonzero(place >= PIECES_AT_HAND)
+        builder.wait_each(read[later], write[later - PIECES_AT_HAND])
+        builder.wait_each(step, read)
+        builder.wait_each(write, step)
+        builder.wait_each(done.steps[rows.needing_seat], write[rows.needed])
+
+
+def _append(
+    builder: ProgramBuilder,
+    rows: _Pieces,
+    chosen: Ids,
+    stream: StreamName,
+    opcode: Opcode,
+    num_bytes: Ids,
+    lane: int = 0,
+) -> Ids:
+    """One instruction per chosen piece on a stream of its rank; their handles."""
+    num_ranks = int(rows.rank.max(initial=-1)) + 1
+    groups = np.array([builder.group((rank,)) for rank in range(num_ranks)], np.int64)
+    return builder.extend(
+        np.searchsorted(rows.rank[chosen], np.arange(num_ranks + 1)),
+        stream,
+        lane=lane,
+        opcode=opcode,
+        stage=rows.stage[chosen],
+        version=-1,
+        peer=rows.number[chosen],
+        num_bytes=num_bytes[chosen],
+        group=groups[rows.rank[chosen]],
+    )
+
+
+def _join(first: _Pieces, second: _Pieces) -> _Pieces:
+    """The pieces of both, rank by rank, those of the first before those of the second."""
+    second = second._replace(needed=second.needed + len(first.rank))
+    rows = _Pieces(*(np.concatenate(columns) for columns in zip(first, second, strict=True)))
+    order = np.argsort(rows.rank, kind="stable")
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return _Pieces(
+        rank=rows.rank[order],
+        stage=rows.stage[order],
+        number=rows.number[order],
+        num_bytes=rows.num_bytes[order],
+        ready=rows.ready[order],
+        copied=rows.copied[order],
+        needing_seat=rows.needing_seat,
+        needed=place[rows.needed],
+    )
+
+
+def _summed(done: Exchanged, plan: Plan, graph: Graph) -> _Pieces:
+    """What is summed, or of that the rank's share; replicas may meet for nothing."""
+    rows, held = done.rows, done.held
+    assert done.sums is not None
+    kept = rows.num_bytes > 0
+    place = np.cumsum(kept) - 1
+    parts = np.ones(len(rows.rank), np.int64)
+    if plan.exchange.zero:
+        replicas = np.array([len(bucket.ranks) for bucket in gradient_buckets(graph, plan)], np.int64)
+        parts = replicas[rows.bucket] if len(replicas) else parts
+    needs = kept[held.row]
+    return _Pieces(
+        rank=rows.rank[kept],
+        stage=rows.stage[kept],
+        number=rows.part[kept],
+        num_bytes=-(-rows.num_bytes // parts)[kept],
+        ready=done.sums[kept],
+        copied=np.ones(int(kept.sum()), np.bool_),
+        needing_seat=held.seat[needs],
+        needed=place[held.row[needs]],
+    )
+
+
+def _unsummed(
+    builder: ProgramBuilder, computations: Computations, done: Exchanged, pieces: tuple[HostPiece, ...], plan: Plan
+) -> _Pieces:
+    """The pieces that no bucket has, on every rank that has their stage."""
+    seats, first = done.seats, int(done.rows.part.max(initial=-1)) + 1
+    ready = computations.handle[seats.last]
+    if plan.exchange.zero >= 2 and done.sums is not None:
+        # Where replicas meet behind the backwards in which they scatter, that is when all is scattered.
+        meeting = done.rows.num_bytes[done.held.row] == 0
+        ready[done.held.seat[meeting]] = done.sums[done.held.row[meeting]]
+    rows = [
+        (seats.rank[seat], piece.stage, first + place, _own_bytes(piece, plan), ready[seat], seat, piece.index)
+        for place, piece in enumerate(pieces)
+        for seat in np.flatnonzero(seats.stage == piece.stage).tolist()
+    ]
+    rank, stage, number, num_bytes, handles, seat, index = np.array(rows, np.int64).reshape(len(rows), 7).T
+    if plan.exchange.overlap and plan.exchange.zero < 2:
+        handles = builder.mark_each(handles, index)
+    return _Pieces(
+        rank=rank,
+        stage=stage,
+        number=number,
+        num_bytes=num_bytes,
+        ready=handles,
+        copied=np.full(len(rows), plan.offload.parameters == "device"),
+        needing_seat=seat,
+        needed=np.arange(len(rows)),
+    )
+
+
+def _own_bytes(piece: HostPiece, plan: Plan) -> int:
+    """Of the gradients of a piece those that a rank copies."""
+    return -(-piece.num_bytes // (len(plan.stages[piece.stage].ranks) if plan.exchange.zero else 1))

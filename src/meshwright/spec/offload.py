@@ -1,0 +1,128 @@
+"""Offload: what of a plan's ranks is kept away from their devices, in the memory of the host or on its drives.
+
+    optimizer   states and, in mixed precision, the master weights. Gradients go down, the host makes the step, and new
+                parameters come up (Ren et al., ZeRO-Offload, ATC 2021); on drives states are read and written beside
+                that, piece by piece (Rajbhandari et al., ZeRO-Infinity, SC 2021)
+    parameters  those that replicas share out (zero 3), with their gradients: a unit's come up for every pass through
+                it, its gradients go down behind its backward (torch's FSDP2 with a CPUOffloadPolicy; ZeRO-Infinity)
+
+What it means for a step stands in `program.offload`, what the host and its drives hold in `cost.offload`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal, get_args
+
+from meshwright.spec.errors import ClusterError, PlanError, suggest
+
+if TYPE_CHECKING:
+    from meshwright.spec.cluster import Cluster
+    from meshwright.spec.plan import Plan
+
+Place = Literal["device", "host", "nvme"]
+PLACES: tuple[Place, ...] = get_args(Place)
+_WORDS = {"host": "on the host", "nvme": "on NVMe"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """Where the optimizer's states are between steps, and parameters between passes."""
+
+    optimizer: Place = "device"
+    parameters: Literal["device", "host"] = "device"
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in PLACES:
+            raise PlanError(
+                f"The optimizer's states were to be kept on {self.optimizer!r}{suggest(self.optimizer, PLACES)}; "
+                f"expected {', '.join(PLACES)}."
+            )
+        if self.parameters not in PLACES[:2]:
+            raise PlanError(
+                f"Parameters were to be kept on {self.parameters!r}{suggest(self.parameters, PLACES[:2])}; expected "
+                f"{' or '.join(PLACES[:2])}."
+            )
+        if self.parameters == "host" and self.optimizer == "device":
+            raise PlanError(
+                "Parameters were to be kept on the host, but the optimizer that changes them on the device; expected "
+                "both away from it. Add optimizer=host, or optimizer=nvme."
+            )
+
+    def describe(self) -> str:
+        """For people: ``optimizer states on the host``; nothing where all is on the devices."""
+        if self.optimizer == "device":
+            return ""
+        if self.parameters == "device":
+            return f"optimizer states {_WORDS[self.optimizer]}"
+        if self.optimizer == "host":
+            return "parameters and optimizer states on the host"
+        return "parameters on the host, optimizer states on NVMe"
+
+
+ON_DEVICE = Offload()
+
+
+def read_offload(choices: Iterable[str]) -> Offload:
+    """What ``optimizer=host`` says, one choice or several with commas in each text. Raises PlanError for another."""
+    known = tuple(field.name for field in fields(Offload))
+    given: dict[str, str] = {}
+    for choice in ",".join(choices).split(",") if choices else ():
+        what, equals, where = choice.strip().partition("=")
+        if not equals or what not in known:
+            raise PlanError(
+                f"{choice.strip()!r} was to be kept away from the devices{suggest(what, known)}; expected "
+                f"WHAT=WHERE with {' or '.join(known)}, and host or nvme: optimizer=host."
+            )
+        if what in given:
+            raise PlanError(f"{what} was to be kept on {given[what]} and on {where}. Choose one of them.")
+        given[what] = where
+    return Offload(**given)  # type: ignore[arg-type]
+
+
+def check_offload(offload: Offload, cluster: Cluster, num_ranks: int) -> None:
+    """Raise ClusterError unless the nodes of the first ranks have what the offload needs, by their description."""
+    if offload.optimizer == "device":
+        return
+    for node in dict.fromkeys(cluster.nodes[cluster.node_index(rank)] for rank in range(num_ranks)):
+        if not node.host_memory_bandwidth_bytes_per_s:
+            raise ClusterError(
+                f"The optimizer was to step on the host, but node {node.name!r} of cluster {cluster.name!r} does not "
+                "say how fast its memory is; expected the sum over its channels. Write "
+                "host_memory_bandwidth_bytes_per_s = 400e9, or what it is, into the [[nodes]] of a cluster file."
+            )
+        if offload.optimizer == "nvme" and node.nvme is None:
+            raise ClusterError(
+                f"Optimizer states were to be kept on NVMe, but node {node.name!r} of cluster {cluster.name!r} has no "
+                "drives; expected their size and rates, all of a node together. Write nvme = { capacity_bytes = "
+                "15_000_000_000_000, read_bytes_per_s = 25e9, write_bytes_per_s = 15e9 }, or what they are, into the "
+                "[[nodes]] of a cluster file."
+            )
+
+
+def check_offloaded_plan(plan: Plan) -> None:
+    """Raise PlanError for a plan whose updates are no single steps of an optimizer at the end of a step."""
+    if plan.offload.optimizer == "device":
+        return
+    exchange = plan.exchange
+    ways = {
+        "a schedule that never flushes": plan.is_asynchronous,
+        "parameter servers": bool(exchange.servers),
+        "hierarchical all-reduces": exchange.algorithm == "hierarchical",
+        "replicas that step by themselves (every_steps)": exchange.every_steps > 1,
+        "an exchange that goes on in the next step (across_steps)": exchange.across_steps,
+    }
+    chosen = next((name for name, is_chosen in ways.items() if is_chosen), None)
+    if chosen:
+        raise PlanError(
+            f"The plan keeps {plan.offload.describe()}, and has {chosen}; expected one step of the optimizer behind "
+            "the sums of a step. Leave one of them out."
+        )
+    if plan.offload.parameters == "host" and exchange.zero < 3:
+        raise PlanError(
+            f"The plan keeps parameters on the host with zero = {exchange.zero}; expected zero 3, with which they are "
+            "brought together for every pass. Choose zero 3, or leave parameters on the devices."
+        )
+    if plan.workload.kind != "training":
+        raise PlanError(f"The plan is for inference, but keeps {plan.offload.describe()}. Leave `offload` out.")

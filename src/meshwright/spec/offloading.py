@@ -1,0 +1,57 @@
+"""What a rank does beside its device where the optimizer's states are not on it: instructions on pieces of a stage.
+
+A piece is some parameters of a stage, in the order in which a backward makes their gradients. Its ``num_bytes`` are
+those of its gradients, as wide as the device has them, but of what drives read and write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyDown:
+    """Copy the gradients of one piece of the stage's parameters from the device to its host."""
+
+    stage: int
+    piece: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostStep:
+    """On the host: update one piece of the stage's parameters from its gradients, of ``num_bytes``."""
+
+    stage: int
+    piece: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyUp:
+    """Copy the new parameters of one piece from the host to the device."""
+
+    stage: int
+    piece: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadStates:
+    """Read the optimizer's states of one piece from the drives of the host."""
+
+    stage: int
+    piece: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteStates:
+    """Write the new states of one piece back to the drives."""
+
+    stage: int
+    piece: int
+    num_bytes: int
+
+
+Offloading = CopyDown | HostStep | CopyUp | ReadStates | WriteStates

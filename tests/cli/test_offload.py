@@ -1,0 +1,124 @@
+"""Optimizers on the host, from the command line: planned, simulated, shown, refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from meshwright.spec import Cluster, Nvme, Offload, Plan, load_cluster, read_document, write_document
+
+PLAN = ["plan", "gpt-tiny", "--batch", "16", "--precision", "bfloat16"]
+
+
+@pytest.fixture
+def described(tmp_path):
+    """Writes a cluster of two A100 with drives, and hosts that have so much memory, as a file."""
+
+    def write(host_memory_bytes: int = 2**40, **changes: int) -> str:
+        cluster = load_cluster("2xA100")
+        drives = Nvme(capacity_bytes=2**40, read_bytes_per_s=20e9, write_bytes_per_s=10e9)
+        kind = replace(cluster.device_kinds[0], **changes)
+        node = replace(cluster.nodes[0], nvme=drives, host_memory_bytes=host_memory_bytes)
+        path = tmp_path / "cluster.json"
+        write_document(replace(cluster, device_kinds=(kind,), nodes=(node,)), path)
+        assert read_document(Cluster, path).nodes[0].nvme == drives
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_an_offloaded_plan_is_simulated_as_it_was_planned(run, described, place, tmp_path):
+    path = tmp_path / "plan.json"
+    options = ("--cluster", described(), "--zero", 1, "--offload", f"optimizer={place}")
+    code, out, _ = run(*PLAN, *options, "--json", "--out", path)
+    assert code == 0
+    planned = json.loads(out)
+    assert read_document(Plan, path).offload == Offload(optimizer=place)
+    assert planned["plans"][0]["offload_s"] > 0
+    assert all(row["parts_bytes"]["optimizer states"] == 0 for row in planned["ranks"])
+    (node,) = planned["nodes"]
+    assert (node["nvme_bytes"] > 0) == (place == "nvme")
+    code, out, _ = run("simulate", path, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["steady"]["step_time_s"] == pytest.approx(planned["plans"][0]["step_time_s"], rel=1e-9)
+    assert found["nodes"] == planned["nodes"]
+    kept, used = f"optimizer states {'on the host' if place == 'host' else 'on NVMe'}", "the host of node0 keeps"
+    for words, told in ((("show", path), kept), (("simulate", path), used), ((*PLAN, *options), kept)):
+        code, out, _ = run(*words)
+        assert code == 0
+        assert told in " ".join(out.split())
+
+
+def test_a_model_that_only_fits_without_its_states_is_told_so(run, described):
+    cluster = described(memory_bytes=8 * 2**20)
+    code, _, error = run(*PLAN, "--cluster", cluster, "-m", 1)
+    assert code == 3
+    assert "Keep optimizer states on the host (--offload optimizer=host): then there are plans that fit." in error
+    assert run(*PLAN, "--cluster", cluster, "-m", 1, "--offload", "optimizer=host")[0] == 0
+
+
+def test_a_model_of_which_two_units_fit_is_planned_with_its_parameters_on_the_host(run, described, tmp_path):
+    options = (
+        "--cluster",
+        described(memory_bytes=5 * 2**19),
+        "--ranks",
+        1,
+        "-m",
+        1,
+        "--recompute",
+        "full",
+        "--zero",
+        3,
+    )
+    assert run(*PLAN, *options, "--offload", "optimizer=host")[0] == 3
+    path = tmp_path / "plan.json"
+    code, out, _ = run(*PLAN, *options, "--offload", "optimizer=host,parameters=host", "--out", path)
+    assert code == 0
+    assert "parameters and optimizer states on the host" in " ".join(out.split())
+    assert read_document(Plan, path).offload == Offload(optimizer="host", parameters="host")
+    assert run("simulate", path)[0] == 0
+
+
+def test_hosts_without_room_are_named(run, described):
+    code, out, error = run(*PLAN, "--cluster", described(2**20), "--offload", "optimizer=host")
+    assert code == 3
+    assert "none into that of the nodes" in error
+    assert "of 1 MiB" in error
+    assert "Nearest plan" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cluster", "2xA100", "--offload", "optimizer=nvme"], "node 'node0' of cluster '2xA100' has no drives"),
+        (["--cluster", "2xL40S", "--offload", "optimizer=host"], "Write host_memory_bandwidth_bytes_per_s = 400e9"),
+        (["--cluster", "2xA100", "--offload", "weights=host"], "expected WHAT=WHERE"),
+        (["--cluster", "2xA100", "--offload", "optimizer=host,parameters=host"], "expected zero 3"),
+        (["--cluster", "2xA100", "--offload", "optimizer=host", "--schedule", "pipedream"], "never flushes"),
+        (["--cluster", "2xA100", "--offload", "optimizer=host", "--method", "place"], "--offload"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(run, options, message):
+    code, _, error = run(*PLAN, *options)
+    assert code != 0
+    assert message in error
+
+
+def test_an_offloaded_plan_is_neither_run_nor_compared_nor_said_in_other_words(run, tmp_path):
+    path = tmp_path / "layout"
+    code, out, _ = run(*PLAN, "--cluster", "2xA100", "--offload", "optimizer=host", "--out", path)
+    assert code == 0
+    assert "no script: the plan keeps optimizer states on the host" in " ".join(out.split())
+    code, _, error = run("run", path / "plan.json")
+    assert code != 0
+    assert "keeps optimizer states on the host" in error
+    code, _, error = run("show", path / "plan.json", "--as", "megatron")
+    assert code != 0
+    assert "The plan decides offload, which settings of other systems do not say" in error
+    code, _, error = run("simulate", path / "plan.json", "--exchange", "all")
+    assert code != 0
+    assert "expected all states on the devices" in error
