@@ -108,3 +108,14 @@ def run_fresh() -> Callable[[str], str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def warm_ranks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a test starts are forks of a process that has loaded torch, as are commands of the pages."""
+    from tests.warm import write_programs
+
+    folder = tmp_path_factory.mktemp("programs")
+    write_programs(folder)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PYTHON_EXEC", str(folder / "python"))  # what torchrun starts

@@ -29,7 +29,7 @@ def model(tmp_path, monkeypatch):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
-def test_a_configuration_is_planned_simulated_and_run(model, tmp_path, capsys):
+def test_a_configuration_is_planned_simulated_and_run(model, tmp_path, capsys, warm_ranks):
     plan = ["plan", model, "--cluster", "2xcpu", "--stages", "2", "--batch", "8", "--out", "plan.json", "--json"]
     assert invoke([*plan, "--sequence-length", "16"]) == 0
     written = read_document(Plan, tmp_path / "plan.json")

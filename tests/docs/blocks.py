@@ -15,12 +15,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.docs.warm import programs
+from tests.warm import write_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
@@ -113,11 +112,7 @@ def _environment(folder: Path) -> dict[str, str]:
     """The programs that pages name are those of this Python, wherever else there are some."""
     folder /= "programs"
     folder.mkdir()
-    torchrun = f'#!/bin/sh\nexec "{sys.executable}" -m torch.distributed.run "$@"\n'
-    for name, text in {**programs(), "torchrun": torchrun}.items():
-        path = folder / name
-        path.write_text(text)
-        path.chmod(0o755)
+    write_programs(folder, torchrun=f'#!/bin/sh\nexec "{folder}/python" -m torch.distributed.run "$@"\n')
     paths = os.pathsep.join((str(folder), os.environ.get("PATH", "")))
     return {**os.environ, "PATH": paths, "COLUMNS": str(COLUMNS), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path, monkeypatch, warm_ranks):
     monkeypatch.chdir(ROOT)  # where the reference of the schedule is found, by the ranks as well
     graph = load_shipped_graph("gpt-tiny")
 

@@ -73,7 +73,7 @@ class Collector:
             self.losses.append(value)
 
 
-def test_the_ready_job_learns_and_leaves_timeline_losses_and_weights(gpt_plan, tmp_path):
+def test_the_ready_job_learns_and_leaves_timeline_losses_and_weights(gpt_plan, tmp_path, warm_ranks):
     events = Collector()
     weights = tmp_path / "model.pt"
     job = Job(plan=str(gpt_plan), num_steps=12, num_recorded_steps=3, save_model=str(weights))
@@ -108,7 +108,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(gpt_plan, tmp_path):
     assert not (tmp_path / "out").exists(), "an ended run leaves no half-written result"
 
 
-def test_a_rank_that_fails_shows_its_own_error(tmp_path):
+def test_a_rank_that_fails_shows_its_own_error(tmp_path, warm_ranks):
     model = tmp_path / "breaks.py"
     model.write_text(
         "import os, torch\nfrom torch import nn\n"
@@ -126,7 +126,7 @@ def test_a_rank_that_fails_shows_its_own_error(tmp_path):
         run_plan(Job(plan=str(plan), num_steps=2), tmp_path / "out")
 
 
-def test_a_plan_for_another_model_is_refused_by_its_hash(gpt_plan, tmp_path):
+def test_a_plan_for_another_model_is_refused_by_its_hash(gpt_plan, tmp_path, warm_ranks):
     data = json.loads(gpt_plan.read_text())
     other = tmp_path / "other.json"
     other.write_text(json.dumps({**data, "graph_hash": "0" * 16}))
@@ -214,7 +214,7 @@ def _mark_own_runs(monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_RUN_OF", str(os.getpid()))
 
 
-def test_a_model_that_bakes_its_batch_size_in_is_captured_at_the_microbatch_size(tmp_path):
+def test_a_model_that_bakes_its_batch_size_in_is_captured_at_the_microbatch_size(tmp_path, warm_ranks):
     """Planned for microbatches of 2 although its example has 4 samples, and trained so."""
     model = tmp_path / "baked.py"
     model.write_text(

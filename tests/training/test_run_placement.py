@@ -22,7 +22,7 @@ def graph_of(**options):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-def test_two_processes_train_as_one(tmp_path):
+def test_two_processes_train_as_one(tmp_path, warm_ranks):
     graph = graph_of()
     constraints = Constraints(fixed={graph.layers[1].name: 1, graph.layers[-1].name: 0})
     placement = place(
