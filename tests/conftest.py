@@ -10,6 +10,7 @@ and come first, so that short ones are left for the end. xdist's own ``--dist lo
 writes the group into a field that pytest 9.2 no longer reads.
 """
 
+import multiprocessing.spawn
 import os
 import shutil
 import subprocess
@@ -118,4 +119,5 @@ def warm_ranks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     folder = tmp_path_factory.mktemp("programs")
     write_programs(folder)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(folder / "python"))
     monkeypatch.setenv("PYTHON_EXEC", str(folder / "python"))  # what torchrun starts

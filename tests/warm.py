@@ -3,8 +3,8 @@ hundreds, and most of what they take is the loading of torch and numba.
 
 `write_programs` writes what a page finds as ``meshwright`` and ``python``: clients that hand their arguments, folder,
 environment and standard streams to the server, which forks; the fork is the command from there on, and ends when its
-client does. Forks take ``python`` for their interpreter, so that the ranks that they start are forks, too. What is
-neither a program file nor one of the modules that are run as programs goes to Python itself.
+client does. Forks take ``python`` for their interpreter, so that the ranks that they start are forks, too, be it by
+torchrun's agent or by multiprocessing. What is neither of these nor a program file goes to Python itself.
 
     client  ── socket: JSON and file descriptors ──▶  server ── fork ──▶ command ── exit code ──▶ client
 """
@@ -12,9 +12,11 @@ neither a program file nor one of the modules that are run as programs goes to P
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import io
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -40,16 +42,23 @@ _MODULES = ("meshwright", "meshwright.training", "torch.distributed.run")
 # Small, without the site's packages: it starts in milliseconds.
 _CLIENT = """#!{python} -IS
 import json, os, socket, sys
-program, words = {program!r}, sys.argv[1:]
-if program == "python":
+def is_open(place):
+    try:
+        return bool(os.fstat(place))
+    except OSError:
+        return False
+program, words, streams = {program!r}, sys.argv[1:], [0, 1, 2]
+if words[-1:] == ["--multiprocessing-fork"]:
+    program, streams = "spawned", [place for place in range(64) if is_open(place)]
+elif program == "python":
     words = words[words[:1] == ["-u"]:]
     if not words or not (words[0].endswith(".py") or words[0] == "-m" and words[1] in {modules!r}):
         os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 interpreter = os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "python")
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
-    request = json.dumps([program, words, interpreter, os.getcwd(), dict(os.environ)]).encode()
-    socket.send_fds(server, [len(request).to_bytes(8, "little")], [0, 1, 2])
+    request = json.dumps([streams, program, words, interpreter, os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(server, [len(request).to_bytes(8, "little")], streams)
     server.sendall(request)
     answer = server.recv(1)
 sys.exit(answer[0] if answer else "the command was killed")
@@ -134,7 +143,7 @@ def _warm_up() -> None:
 
 def _attend(client: socket.socket) -> None:
     """Fork the command that a client asks for, end it when the client is killed, and answer with its exit code."""
-    head, streams, _, _ = socket.recv_fds(client, 8, 3)
+    head, streams, _, _ = socket.recv_fds(client, 8, 64)
     with client.makefile("rb") as sent:
         request = json.loads(sent.read(int.from_bytes(head, "little")))
     command = os.fork()
@@ -146,7 +155,8 @@ def _attend(client: socket.socket) -> None:
     threading.Thread(target=_end_with, args=(client, command), daemon=True).start()
     _, status = os.waitpid(command, 0)
     if (code := os.waitstatus_to_exitcode(status)) >= 0:
-        client.sendall(bytes([code]))
+        with suppress(BrokenPipeError):
+            client.sendall(bytes([code]))
     os._exit(0)
 
 
@@ -158,7 +168,13 @@ def _end_with(client: socket.socket, command: int) -> None:
 
 
 def _become(
-    streams: list[int], program: str, words: list[str], python: str, folder: str, environment: dict[str, str]
+    streams: list[int],
+    places: list[int],
+    program: str,
+    words: list[str],
+    python: str,
+    folder: str,
+    environment: dict[str, str],
 ) -> None:
     """Run a command in the place of this process; never returns."""
     code = 1
@@ -166,12 +182,13 @@ def _become(
     # Processes that the command spawns load its main module again, which is not this one.
     sys.modules["__main__"] = ModuleType("__main__")
     try:
-        for place, stream in enumerate(streams):
+        for place, stream in zip(places, [fcntl.fcntl(stream, fcntl.F_DUPFD, 100) for stream in streams], strict=True):
             os.dup2(stream, place)
             os.close(stream)
         sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         sys.executable = python
+        multiprocessing.set_executable(python)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
@@ -189,7 +206,10 @@ def _become(
 
 
 def _run_program(program: str, words: list[str]) -> int:
-    if program == "python" and words[0] == "-m":
+    if program == "spawned":
+        sys.argv = words[-2:]
+        exec(words[-2])  # ...; spawn_main(tracker_fd=5, pipe_handle=7)
+    elif program == "python" and words[0] == "-m":
         sys.argv, sys.path[0] = words[1:], str(Path.cwd())
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif program == "python":

@@ -143,7 +143,7 @@ def test_links_that_cannot_be_fitted_are_not_written(run, tmp_path, monkeypatch)
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-def test_links_become_rows_and_a_line_for_each_place(run, monkeypatch):
+def test_links_become_rows_and_a_line_for_each_place(run, monkeypatch, warm_ranks):
     import meshwright.measurement as measurement
 
     quick = partial(measurement.measure_links, sizes=(16, 4096), budget_s=1.0)

@@ -11,7 +11,7 @@ from meshwright.training.calibrate import Calibration
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-def test_the_command_corrects_the_table_by_real_steps(run):
+def test_the_command_corrects_the_table_by_real_steps(run, warm_ranks):
     code, _, error = run("measure", "gpt-tiny", "--calibrate", "-m", 1)
     assert code == 1
     assert "no table to correct" in error

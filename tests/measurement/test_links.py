@@ -33,7 +33,7 @@ def test_places_are_the_dimensions_of_all_meshes(num_ranks):
 
 
 @pytest.mark.distributed
-def test_every_collective_of_three_ranks_becomes_rows():
+def test_every_collective_of_three_ranks_becomes_rows(warm_ranks):
     found = measure_links(num_ranks=3, sizes=(8, 2**14), budget_s=30.0, timeout_s=100)
     walls = found.where(phase="")
     assert set(walls.op) == OPS
@@ -49,14 +49,14 @@ def test_every_collective_of_three_ranks_becomes_rows():
 
 
 @pytest.mark.distributed
-def test_a_series_ends_where_its_share_does():
+def test_a_series_ends_where_its_share_does(warm_ranks):
     found = measure_links(num_ranks=2, sizes=(16, 2**26), budget_s=0.4, timeout_s=100)
     sends = found.where(op="all_reduce", phase="")
     assert 2**26 not in sends.size("bytes")
 
 
 @pytest.mark.distributed
-def test_ranks_of_torchrun_on_two_machines(tmp_path):
+def test_ranks_of_torchrun_on_two_machines(tmp_path, warm_ranks):
     """Two agents of one rank each stand for two machines."""
     code = (
         "from meshwright.measurement.links import measure_links_here\n"
