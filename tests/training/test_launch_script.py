@@ -1,4 +1,7 @@
-"""The scripts that `plan` writes run it with real processes: on one node, on two, and under a stand-in for Slurm."""
+"""The scripts that `plan` writes run it with real processes: on one node, on two, and under a stand-in for Slurm.
+
+torchrun and its ranks are forks of a process that has loaded torch (tests/warm.py).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from meshwright.cli.main import invoke
 from meshwright.spec import Timeline, read_document
 from meshwright.training import RunResult
 from tests.processes import free_port
+from tests.warm import write_programs
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
@@ -42,11 +46,8 @@ def folder(tmp_path_factory):
     (path / "mine.py").write_text(MODEL)
     programs = path.parent / "programs"
     programs.mkdir()
-    run_module = f'#!/bin/sh\nexec "{sys.executable}" -m torch.distributed.run "$@"\n'
-    texts = {"torchrun": run_module, "srun": SRUN, "scontrol": "#!/bin/sh\necho 127.0.0.1\n"}
-    for name, text in texts.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
+    torchrun = f'#!/bin/sh\nexec "{programs}/python" -m torch.distributed.run "$@"\n'
+    write_programs(programs, torchrun=torchrun, srun=SRUN, scontrol="#!/bin/sh\necho 127.0.0.1\n")
     previous = Path.cwd()
     os.chdir(path)
     try:
@@ -54,7 +55,9 @@ def folder(tmp_path_factory):
         assert invoke([*command, "--cluster", "2xcpu", "--out", "here"]) == 0
         assert invoke([*command, "--cluster", "2x1xcpu", "--out", "two"]) == 0
         assert invoke([*command, "--cluster", "2x1xcpu", "--out", "two", "--slurm"]) == 0
-        assert invoke(["run", "here/plan.json", "--steps", "4", "--out", "reference"]) == 0
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys, "executable", str(programs / "python"))
+            assert invoke(["run", "here/plan.json", "--steps", "4", "--out", "reference"]) == 0
     finally:
         os.chdir(previous)
     return path
