@@ -146,6 +146,26 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(planned, options, word
     assert set(Path().iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("effect", "words"),
+    [
+        ('kind = "slow-device"\ndevices = "rank 8"\nfactor = 2', "(slow-device).devices: 'rank 8' was selected"),
+        ('kind = "jitter"\ndevices = "rank 8"\nspread = 1', "(jitter).devices: 'rank 8' was selected"),
+        ('kind = "lost-device"\ndevices = "rank 8"', "(lost-device).devices: 'rank 8' was selected"),
+        ('kind = "other-device"\ndevices = "all"\ndevice = "A10"', "(other-device).device: no device kind 'A10'"),
+        ('kind = "slow-link"\nlinks = "of node 3"\nfactor = 2', "(slow-link).links: 'of node 3' was selected"),
+        ('kind = "oversubscription"\nnodes_per_rack = 4\nratio = 2', "(oversubscription).nodes_per_rack: racks of 4"),
+        ('kind = "price"\nper_hour = 1.0\ndevice = "H100"', "(price).device: the cluster has no devices of kind"),
+    ],
+)
+def test_what_the_cluster_has_not_is_told_by_file_and_effect(planned, effect, words):
+    Path("two.toml").write_text(HEAD + '[[effects]]\nkind = "network-cards"\nnum_nics = 2\n[[effects]]\n' + effect)
+    for options in ((), ("--sweep", "plan.num_microbatches=4")):
+        code, out, err = planned("simulate", "plan.json", "--scenario", "slow.toml", "--scenario", "two.toml", *options)
+        assert code == 1
+        assert f"two.toml.effects[1] {words}" in " ".join((out if options else err).split())
+
+
 def test_an_interrupted_sweep_leaves_no_file(planned, monkeypatch):
     import meshwright.simulator.scenarios.sweep as module
 

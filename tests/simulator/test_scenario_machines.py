@@ -282,8 +282,10 @@ def test_network_cards_are_shared():
     ],
 )
 def test_what_the_cluster_has_not_is_refused(effect, words):
-    with pytest.raises(ScenarioError, match=words):
-        change_machines(load_cluster("2x2xA100"), scenario(effect))
+    field = {"other-device": "device", "slow-link": "links", "oversubscription": "nodes_per_rack"}
+    with pytest.raises(ScenarioError, match=words) as caught:
+        change_machines(load_cluster("2x2xA100"), scenario(Jitter(), effect))
+    assert str(caught.value).startswith(f"effects[1] ({effect.KIND}).{field.get(effect.KIND, 'devices')}: ")
 
 
 def test_links_between_nodes_of_one_node_are_refused():

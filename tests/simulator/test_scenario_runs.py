@@ -18,7 +18,7 @@ from meshwright.simulator.scenarios.intervals import best_interval, daly_interva
 from meshwright.simulator.scenarios.run import Saving, Stretch, follow_run
 from meshwright.spec import ScenarioError, load_cluster, load_shipped_graph
 from meshwright.spec.quantities import BytesPerSecond, Seconds
-from meshwright.spec.scenario import Checkpoints, Failures, Price, Scenario, SlowDevice
+from meshwright.spec.scenario import Checkpoints, Failures, LostDevice, Price, Scenario, SlowDevice
 from meshwright.spec.selectors import Devices
 from tests.simulator.test_scenario_machines import GRAPH, plan_on
 
@@ -292,8 +292,15 @@ def test_prices_are_paid_for_devices_nodes_and_the_time_that_is_lost():
 @pytest.mark.parametrize(
     ("effects", "words"),
     [
-        ((Price(per_hour=1.0, device="H100"),), "no devices of kind 'H100'"),
-        ((Price(per_hour=1.0), Price(per_hour=1.0, of="node", currency="EUR")), "EUR, USD were given"),
+        (
+            (Price(per_hour=1.0, device="H100"),),
+            r"effects.0. .price..device: the cluster has no devices of kind 'H100'",
+        ),
+        (
+            (Price(per_hour=1.0), Price(per_hour=1.0, of="node", currency="EUR")),
+            r"effects.1. .price..currency: EUR, USD were given",
+        ),
+        ((LostDevice(devices=Devices("rank 4")),), r"effects.0. .lost-device..devices: 'rank 4' was selected"),
         ((Failures(mttf=Seconds(1)), Checkpoints(cost=Seconds(0))), "saving takes no time"),
         ((Failures(mttf=Seconds(0.01)), Checkpoints(cost=Seconds(60), interval=Seconds(60))), "fails 100000 times"),
     ],

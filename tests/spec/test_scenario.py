@@ -112,7 +112,7 @@ def test_a_quantity_without_its_unit_is_refused(text, words):
         ),
         (
             '[[effects]]\nkind = "slow-device"\ndevices = "all"\nfactor = 0.0',
-            "x.toml: slow-device: factor is 0; expected",
+            r"x.toml.effects\[0\]: slow-device: factor is 0; expected",
         ),
         (
             '[[effects]]\nkind = "slow-device"\ndevices = "all"\nfactor = 2\nsince = "2 h"\nuntil = "1 h"',

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tomli_w
 
-from meshwright.spec.errors import DocumentError, suggest
+from meshwright.spec.errors import DocumentError, MeshwrightError, suggest
 from meshwright.spec.files import write_text
 from meshwright.spec.parsing import TOML_HEAD, TOML_TAIL, read_data
 
@@ -214,7 +214,13 @@ def _decode_kind(known: dict[str, type], data: Any, where: str) -> Any:
     if not isinstance(data["kind"], str) or data["kind"] not in known:
         raise DocumentError(f"{where}: kind {data['kind']!r} is not known{suggest(str(data['kind']), known)}.")
     kind = data["kind"]
-    return _decode_dataclass(known[kind], {key: data[key] for key in data if key != "kind"}, f"{where} ({kind})")
+    try:
+        return _decode_dataclass(known[kind], {key: data[key] for key in data if key != "kind"}, f"{where} ({kind})")
+    except DocumentError:
+        raise
+    except MeshwrightError as error:
+        # What contradicts itself does not know where it stands.
+        raise DocumentError(f"{where}: {error}") from None
 
 
 def _decode_tuple(arguments: tuple[Any, ...], data: Any, where: str) -> Any:

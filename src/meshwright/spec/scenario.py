@@ -18,8 +18,9 @@ links are selected by short texts (`spec.selectors`). Everything that is random 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
@@ -244,12 +245,16 @@ Effect = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Effects in the order in which they apply, and the seed of what is random."""
+    """Effects in the order in which they apply, and the seed of what is random.
+
+    ``origins``: the file of each effect and its number there, for messages; none of what was not read from files.
+    """
 
     name: str = ""
     seed: int | None = None
     effects: tuple[Effect, ...] = ()
     notes: str = ""
+    origins: tuple[str, ...] = field(default=(), init=False, compare=False, repr=False)
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -261,15 +266,35 @@ class Scenario:
         """The effects of some kinds, in order."""
         return tuple(effect for effect in self.effects if isinstance(effect, kinds))
 
+    def read_from(self, origins: Sequence[str]) -> Scenario:
+        """The scenario, whose effects were read from there."""
+        copy = replace(self)
+        object.__setattr__(copy, "origins", tuple(origins))
+        return copy
+
+    @contextmanager
+    def naming(self, place: int, key: str) -> Iterator[None]:
+        """Let a ScenarioError that is raised inside say which key of which effect it is about."""
+        try:
+            yield
+        except ScenarioError as error:
+            origin = self.origins[place] if self.origins else f"effects[{place}]"
+            raise ScenarioError(f"{origin} ({self.effects[place].KIND}).{key}: {error}") from None
+
 
 def compose(scenarios: Sequence[Scenario]) -> Scenario:
     """One scenario of several: their effects behind each other, and the seed of the last one that has one."""
     seeds = [scenario.seed for scenario in scenarios if scenario.seed is not None]
+    origins = [
+        scenario.origins[place] if scenario.origins else f"{scenario.name or 'scenario'}.effects[{place}]"
+        for scenario in scenarios
+        for place in range(len(scenario.effects))
+    ]
     return Scenario(
         name=" + ".join(scenario.name for scenario in scenarios if scenario.name),
         seed=seeds[-1] if seeds else None,
         effects=tuple(effect for scenario in scenarios for effect in scenario.effects),
-    )
+    ).read_from(origins)
 
 
 def load_scenario(reference: str | Path) -> Scenario:
@@ -300,4 +325,5 @@ def _read(path: Path, where: str) -> Scenario:
         scenario = decode_document(Scenario, read_data(path), where)
     except ScenarioError as error:
         raise ScenarioError(f"{where}: {error}") from None
-    return scenario if scenario.name else replace(scenario, name=path.stem)
+    named = scenario if scenario.name else replace(scenario, name=path.stem)
+    return named.read_from([f"{where}.effects[{place}]" for place in range(len(scenario.effects))])

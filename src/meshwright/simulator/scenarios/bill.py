@@ -22,17 +22,20 @@ def price_per_hour(plan: Plan | Placement, cluster: Cluster, scenario: Scenario)
     prices = scenario.effects_of(Price)
     if not prices:
         return None
-    if len(currencies := {price.currency for price in prices}) > 1:
-        raise ScenarioError(
-            f"price: currencies {', '.join(sorted(currencies))} were given; expected one. Convert them."
-        )
+    currencies = {price.currency for price in prices}
     used = [(cluster.device_kind(rank).usual_name, cluster.node_index(rank)) for rank in range(plan.num_devices)]
     kinds = {kind.usual_name for kind in cluster.device_kinds}
-    for price in prices:
+    for place, price in enumerate(scenario.effects):
+        if not isinstance(price, Price):
+            continue
+        if price.currency != prices[0].currency:
+            with scenario.naming(place, "currency"):
+                raise ScenarioError(f"{', '.join(sorted(currencies))} were given; expected one. Convert them.")
         if price.device and price.device not in kinds:
-            raise ScenarioError(
-                f"price: the cluster has no devices of kind {price.device!r}{suggest(price.device, kinds)}."
-            )
+            with scenario.naming(place, "device"):
+                raise ScenarioError(
+                    f"the cluster has no devices of kind {price.device!r}{suggest(price.device, kinds)}."
+                )
     devices: dict[int, float] = {}
     nodes: dict[int, float] = {}
     for price in prices:

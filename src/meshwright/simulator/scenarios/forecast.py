@@ -187,10 +187,11 @@ def _stretches(
     plan: Plan | Placement, usual: CostModel, scenario: Scenario, step_at: StepAt, replan_at: ReplanAt | None
 ) -> list[Stretch]:
     """The times between which steps have one speed."""
-    losses = [
-        (effect, set(effect.devices.select(usual.cluster, (scenario.seed or 0, scenario.effects.index(effect)))))
-        for effect in scenario.effects_of(LostDevice)
-    ]
+    losses = list[tuple[LostDevice, set[int]]]()
+    for place, effect in enumerate(scenario.effects):
+        if isinstance(effect, LostDevice):
+            with scenario.naming(place, "devices"):
+                losses.append((effect, set(effect.devices.select(usual.cluster, (scenario.seed or 0, place)))))
     timed: list[SlowDevice | LostDevice] = [*scenario.effects_of(SlowDevice), *(effect for effect, _ in losses)]
     moments = {0.0, *(float(effect.since) for effect in timed)}
     moments |= {float(effect.until) for effect in timed if effect.until is not None}

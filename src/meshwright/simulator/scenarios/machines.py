@@ -72,7 +72,7 @@ def _without(cluster: Cluster, ranks: Collection[int]) -> Cluster:
 
 def change_machines(cluster: Cluster, scenario: Scenario, at_s: float = 0.0) -> tuple[Cluster, Cluster]:
     """The cluster as the scenario makes it, and the same devices at their usual speed on the usual links."""
-    machines = _Machines(cluster=cluster, seed=scenario.seed or 0)
+    machines = _Machines(cluster=cluster, scenario=scenario)
     for place, effect in enumerate(scenario.effects):
         machines.apply(effect, place, at_s)
     return machines.changed(), machines.usual()
@@ -83,7 +83,7 @@ class _Machines:
     """A cluster while effects are applied, with the kind of each rank, how much slower it is, and its memory."""
 
     cluster: Cluster
-    seed: int
+    scenario: Scenario
     kinds: list[DeviceKind] = field(init=False)
     slowdowns: list[float] = field(init=False)
     memory_bytes: list[int] = field(init=False)
@@ -113,24 +113,28 @@ class _Machines:
                 for rank in self._select(effect.devices, place):
                     self.slowdowns[rank] *= effect.factor if is_on else 1.0
             case OtherDevice():
-                other = _shipped_kind(effect.device)
+                with self.scenario.naming(place, "device"):
+                    other = _shipped_kind(effect.device)
                 for rank in self._select(effect.devices, place):
                     self.kinds[rank], self.memory_bytes[rank] = other, other.memory_bytes
             case DeviceMemory():
                 for rank in self._select(effect.devices, place):
                     self.memory_bytes[rank] = int(effect.memory)
             case SlowLink():
-                self.now = _with_links(self.now, effect)
+                with self.scenario.naming(place, "links"):
+                    self.now = _with_links(self.now, effect)
             case NetworkCards():
                 nodes = tuple(replace(node, num_nics=effect.num_nics) for node in self.now.nodes)
                 self.now = replace(self.now, nodes=nodes)
             case Oversubscription():
-                self.now = replace(self.now, racks=_racks(self.now, effect))
+                with self.scenario.naming(place, "nodes_per_rack"):
+                    self.now = replace(self.now, racks=_racks(self.now, effect))
             case _:
                 return
 
     def _select(self, devices: Devices, place: int) -> tuple[int, ...]:
-        return devices.select(self.usual(), (self.seed, place))
+        with self.scenario.naming(place, "devices"):
+            return devices.select(self.usual(), (self.scenario.seed or 0, place))
 
 
 def _changed_kind(kind: DeviceKind, slowdown: float, memory_bytes: int) -> DeviceKind:
@@ -148,7 +152,7 @@ def _changed_kind(kind: DeviceKind, slowdown: float, memory_bytes: int) -> Devic
 def _shipped_kind(name: str) -> DeviceKind:
     if name not in shipped_kinds():
         raise ScenarioError(
-            f"other-device: no device kind {name!r} is shipped{suggest(name, shipped_kinds())}. Choose one of them, or "
+            f"no device kind {name!r} is shipped{suggest(name, shipped_kinds())}. Choose one of them, or "
             "describe the cluster in a .toml file."
         )
     return load_cluster(name).device_kinds[0]
@@ -191,7 +195,7 @@ def _racks(cluster: Cluster, effect: Oversubscription) -> Racks:
     """Uplinks of a rack as many as its NICs divided by the ratio, rounded down; together they carry the rest too."""
     if effect.nodes_per_rack >= len(cluster.nodes):
         raise ScenarioError(
-            f"oversubscription: racks of {effect.nodes_per_rack} nodes were given, and cluster {cluster.name!r} has "
+            f"racks of {effect.nodes_per_rack} nodes were given, and cluster {cluster.name!r} has "
             f"{len(cluster.nodes)}, so nothing lies between racks. Give smaller racks or a larger cluster."
         )
     nodes = cluster.nodes[: effect.nodes_per_rack]

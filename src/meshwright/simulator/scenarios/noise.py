@@ -84,7 +84,8 @@ def jitter_factors(
     for place, effect in enumerate(scenario.effects):
         if not isinstance(effect, Jitter):
             continue
-        chosen = np.isin(rank, effect.devices.select(cluster, (scenario.seed or 0, place)))
+        with scenario.naming(place, "devices"):
+            chosen = np.isin(rank, effect.devices.select(cluster, (scenario.seed or 0, place)))
         if effect.of != "all":
             chosen &= computed == (effect.of == "computations")
         which = np.flatnonzero(chosen)

@@ -81,7 +81,7 @@ def change_case(
             _put(plan_data, _path_in_plan(name), value, name)
         else:
             _put(data, _path_in_scenario(name, scenario), value, name)
-    return decode(type(plan), plan_data, "plan"), decode(Scenario, data, "scenario")
+    return decode(type(plan), plan_data, "plan"), decode(Scenario, data, "scenario").read_from(scenario.origins)
 
 
 def _put(where: Any, path: Sequence[str | int], value: Value, name: str) -> None:
