@@ -29,19 +29,19 @@ def lost(devices="rank 1", since=250, until=400, then="wait"):
     return LostDevice(devices=Devices(devices), since=Seconds(since * STEP_S), until=end, then=then)
 
 
-def saved(interval=100, cost=2, restart=5):
-    return Checkpoints(
-        interval=Seconds(interval * STEP_S), cost=Seconds(cost * STEP_S), restart=Seconds(restart * STEP_S)
-    )
+def saved(interval=100, cost=2, restart=5, detection=3):
+    steps = {"interval": interval, "cost": cost, "restart": restart, "detection": detection}
+    return Checkpoints(**{name: Seconds(count * STEP_S) for name, count in steps.items()})
 
 
 def test_a_run_waits_for_what_is_lost_and_repeats_what_was_not_saved():
     times = run_of(lost(), saved())
-    # Saved at 100 and 202 to 204; lost at 250 with 46 steps; restarted 250 to 255; waits to 400, saves, restarts.
+    # Saved at 100 and 202 to 204; lost at 250 with 46 steps; waits to 400 and restarts; saved each 100 of the last 800.
     assert times.lost_s == pytest.approx(46 * STEP_S)
-    assert times.waiting_s == pytest.approx(145 * STEP_S)
-    assert times.restarting_s == pytest.approx(10 * STEP_S)
+    assert times.waiting_s == pytest.approx(150 * STEP_S)
+    assert times.restarting_s == pytest.approx(5 * STEP_S)
     assert times.computing_s == pytest.approx(1000 * STEP_S)
+    assert times.num_saves == 2 + 7
     assert times.num_failures == 0
 
 
@@ -53,11 +53,12 @@ def test_a_run_goes_on_with_the_plan_for_the_rest():
         return 2 * STEP_S
 
     times = run_of(lost(then="replan"), saved(interval=1e9), replan=replan)
-    # 250 steps are lost and restarted to 255; 72.5 steps in 145 seconds; then saved and restarted.
+    # 250 steps are lost, noticed and restarted to 258; 71 steps in 142 seconds; then saved and restarted.
     assert seen == [3]
     assert times.waiting_s == 0
     assert times.lost_s == pytest.approx(250 * STEP_S)
-    assert times.computing_s == pytest.approx((145 + 1000 - 72.5) * STEP_S)
+    assert times.restarting_s == pytest.approx((8 + 5) * STEP_S)
+    assert times.computing_s == pytest.approx((142 + 1000 - 71) * STEP_S)
     assert times.num_saves == 1
 
 

@@ -20,6 +20,7 @@ from meshwright.spec import ScenarioError, load_cluster, load_shipped_graph
 from meshwright.spec.quantities import BytesPerSecond, Seconds
 from meshwright.spec.scenario import Checkpoints, Failures, LostDevice, Price, Scenario, SlowDevice
 from meshwright.spec.selectors import Devices
+from tests.simulator.oracle_runs import RunBySeconds
 from tests.simulator.test_scenario_machines import GRAPH, plan_on
 
 COST = CostModel(cluster=load_cluster("2x2xA100"))
@@ -27,80 +28,42 @@ PLAN = plan_on(2, 2)
 STEP_S = simulate_scenario(PLAN, GRAPH, COST, Scenario()).simulation.step_time_s
 
 
-def run_by_seconds(num_steps, slow, failures, interval, save, restart):
-    """What `follow_run` says, second by second: one step of a second, or of two while it is slow."""
-    counted = dict.fromkeys(("computing", "lost", "saving", "restarting"), 0)
-    second, saved, fresh, busy, num_failures, num_saves = 0, 0, 0, 0, 0, 0
-    state, left = "computing", 0
-    failing = set(failures)
-    while True:
-        # Saving begins when it is due, unless all is done.
-        if state == "computing" and saved + fresh >= 2 * num_steps:
-            counted["computing"] += busy
-            return counted, num_failures, num_saves
-        if state == "computing" and busy == interval:
-            state, left = "saving", save
-        if state == "saving" and left == 0:
-            counted["computing"] += busy
-            counted["saving"] += save
-            saved, fresh, busy, num_saves, state = saved + fresh, 0, 0, num_saves + 1, "computing"
-            continue
-        if state == "restarting" and left == 0:
-            state = "computing"
-            continue
-        if second in failing:
-            failing.remove(second)
-            num_failures += 1
-            if state != "restarting":
-                counted["lost"] += busy + (save - left if state == "saving" else 0)
-            fresh, busy, state, left = 0, 0, "restarting", restart
-            if restart:
-                continue
-            state = "computing"
-            continue
-        if state == "computing":
-            speed = 1 if slow[0] <= second < slow[1] else 2
-            part = min(1, (2 * num_steps - saved - fresh) / speed)
-            fresh += part * speed
-            busy += part
-        else:
-            counted["restarting"] += state == "restarting"
-            left -= 1
-        second += 1
+@st.composite
+def some_stretches(draw):
+    """Times in which steps take one or two seconds or the run stands still, but at last it does not."""
+    stretches, begin = [Stretch(begin_s=0.0, step_s=draw(st.sampled_from([1.0, 2.0, math.inf])))], 0
+    for length in draw(st.lists(st.integers(1, 30), max_size=5)):
+        begin += length
+        step, change = draw(st.sampled_from([1.0, 2.0, math.inf])), draw(st.sampled_from(["", "lost", "back"]))
+        if math.isinf(step) != math.isinf(stretches[-1].step_s):
+            change = "lost" if math.isinf(step) else draw(st.sampled_from(["back", "lost"]))
+        stretches.append(Stretch(begin_s=begin, step_s=step, change=change))
+    if math.isinf(stretches[-1].step_s):
+        stretches.append(Stretch(begin_s=begin + 7, step_s=1.0, change="back"))
+    return stretches
 
 
 @settings(max_examples=300)
 @given(
     st.integers(1, 40),
-    st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted),
-    st.lists(st.integers(0, 120), unique=True, max_size=8).map(sorted),
-    st.integers(1, 12),
-    st.integers(0, 3),
-    st.integers(0, 4),
+    some_stretches(),
+    st.dictionaries(st.integers(0, 120), st.integers(0, 9), max_size=8),
+    st.builds(
+        Saving,
+        interval_s=st.integers(1, 12),
+        save_s=st.integers(0, 3),
+        detection_s=st.integers(0, 3),
+        restart_s=st.integers(0, 4),
+    ),
 )
-def test_a_run_is_that_of_an_oracle_second_by_second(num_steps, slow, failures, interval, save, restart):
-    begin, end = (2 * moment for moment in slow)
-    if begin == end:
-        begin = end = 1000
-    counted, num_failures, num_saves = run_by_seconds(num_steps, (begin, end), failures, interval, save, restart)
-    stretches = [Stretch(begin_s=0.0, step_s=1.0)]
-    if begin != end:
-        stretches = [
-            *([] if begin == 0 else stretches),
-            Stretch(begin_s=begin, step_s=2.0),
-            Stretch(begin_s=end, step_s=1.0),
-        ]
-    times = follow_run(
-        num_steps,
-        stretches,
-        (Failure(float(at), 0.0) for at in failures),
-        Saving(interval_s=interval, save_s=save, restart_s=restart),
-    )
-    found = {name: getattr(times, f"{name}_s") for name in counted}
-    assert found == pytest.approx(counted, abs=1e-6)
-    assert times.num_saves == num_saves
-    assert times.num_failures == num_failures
-    assert times.waiting_s == 0
+def test_a_run_is_that_of_an_oracle_second_by_second(num_steps, stretches, failures, saving):
+    expected = RunBySeconds(num_steps, stretches, failures, saving)
+    moments = (Failure(float(at), float(repair)) for at, repair in sorted(failures.items()))
+    times = follow_run(num_steps, stretches, moments, saving)
+    found = {name: getattr(times, f"{name}_s") for name in expected.counted}
+    assert found == pytest.approx(expected.counted, abs=1e-6)
+    assert times.num_saves == expected.num_saves
+    assert times.num_failures == expected.num_failures
 
 
 def test_a_billion_intervals_without_failures_go_by_at_once():

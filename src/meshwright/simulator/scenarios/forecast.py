@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -128,7 +128,7 @@ def forecast_run(
         saving = _best(saving, mttf_s, follow, at_random=at_random)
     expected_s = math.inf
     if at_random and mttf_s is not None:
-        restart_s = saving.restart_s + effective_repair(scenario, *counts)
+        restart_s = saving.detection_s + saving.restart_s + effective_repair(scenario, *counts)
         expected_s = expected_seconds(steps * step_s, saving.interval_s, saving.save_s, restart_s, mttf_s)
     return Forecast(
         num_steps=steps,
@@ -158,7 +158,8 @@ def _saving(plan: Plan | Placement, graph: Graph, scenario: Scenario) -> Saving 
     return Saving(
         interval_s=math.nan if effect.interval is None else float(effect.interval),
         save_s=cost_s,
-        restart_s=float(effect.detection + effect.restart),
+        detection_s=float(effect.detection),
+        restart_s=float(effect.restart),
     )
 
 
@@ -166,13 +167,13 @@ def _best(
     saving: Saving, mttf_s: float | None, follow: Callable[[Saving], Sequence[RunTimes]], *, at_random: bool
 ) -> Saving:
     def at(interval_s: float) -> Saving:
-        return Saving(interval_s=interval_s, save_s=saving.save_s, restart_s=saving.restart_s)
+        return replace(saving, interval_s=interval_s)
 
     if not saving.save_s:
         raise ScenarioError("checkpoints: saving takes no time, so there is no best interval; give interval or a cost.")
     if at_random and mttf_s is not None:
         return at(best_interval(saving.save_s, mttf_s))
-    without = follow(Saving(restart_s=saving.restart_s)) if mttf_s is None else None
+    without = follow(at(math.inf)) if mttf_s is None else None
     if without is not None:
         num_failures = max(1.0, float(np.mean([run.num_failures for run in without])))
         mttf_s = float(np.mean([run.wall_s for run in without])) / num_failures

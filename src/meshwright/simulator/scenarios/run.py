@@ -3,7 +3,9 @@
 The run is followed from event to event: a save that is due, a failure, a change of the machines. Between failures all
 whole intervals go by at once, so that a run of months takes no longer than its failures. What was computed since the
 last whole save is lost with a failure, and with a device that goes; then pass detection, repair and restart, and
-failures meanwhile begin these anew. The last interval is not saved.
+failures meanwhile begin these anew. Where the run waits for devices it restarts once they are back and what failed
+meanwhile is repaired. Their return is planned: what is not saved is saved then, and nothing is to be detected. The last
+interval is not saved.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ Change = Literal["", "lost", "back"]
 class Stretch:
     """From ``begin_s`` on a step takes ``step_s``, infinite while the run stands still.
 
-    ``change``: what happens at its begin. Devices are ``lost``, with what they held; or are ``back``, for which the run
-    saves and restarts; or only speeds change.
+    ``change``: what happens at its begin. Devices are ``lost``, with what they held; or are ``back``, for which a run
+    that went on without them saves; or only speeds change.
     """
 
     begin_s: float
@@ -39,10 +41,11 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """An interval in seconds of work, infinite for none, the seconds to save and to go on after a failure."""
+    """An interval in seconds of work, infinite for none, the seconds to save, to notice a failure and to restart."""
 
     interval_s: float = math.inf
     save_s: float = 0.0
+    detection_s: float = 0.0
     restart_s: float = 0.0
 
 
@@ -81,6 +84,8 @@ class _Run:
         self.times = RunTimes()
         self._num_steps, self._stretches, self._failures, self._saving = num_steps, stretches, failures, saving
         self._now, self._place, self._saved, self._fresh, self._fresh_s = 0.0, 0, 0.0, 0.0, 0.0
+        # Until when what failed while the run stood still is repaired.
+        self._repaired_s = 0.0
         self._failure = next(failures, _NEVER)
 
     @property
@@ -93,10 +98,10 @@ class _Run:
         following = self._stretches[self._place + 1 : self._place + 2]
         change_s = following[0].begin_s if following else math.inf
         if self._failure.at_s <= self._now:
-            self._interrupt(self._failure.repair_s)
+            self._interrupt()
         elif change_s <= self._now:
-            self._place += 1
             self._change(following[0])
+            self._place += 1
         else:
             self._work(min(change_s, self._failure.at_s) - self._now)
 
@@ -108,8 +113,7 @@ class _Run:
                     "The run waits for devices that do not come back, so it has no end. Give `until` to the lost "
                     "devices, or let the run go on without them (then = 'replan')."
                 )
-            self.times.waiting_s += room_s
-            self._now += room_s
+            self._wait(room_s)
             return
         left_s, interval_s, save_s = self.left * step_s, self._saving.interval_s, self._saving.save_s
         if not self._fresh and interval_s < left_s:
@@ -142,27 +146,50 @@ class _Run:
         self._saved, self._fresh, self._fresh_s = self._saved + self._fresh, 0.0, 0.0
 
     def _change(self, stretch: Stretch) -> None:
+        stood = [math.isinf(before.step_s) for before in self._stretches[: self._place + 1]]
         if stretch.change == "lost":
             self._drop()
-            self._restart(0.0)
-        elif stretch.change == "back":
+        elif stretch.change == "back" and self._fresh:
             self._save()
-            if self._failure.at_s > self._now:
-                self._restart(0.0)
+            if self._failure.at_s <= self._now:
+                return
+        if not stretch.change or math.isinf(stretch.step_s):
+            return
+        if stood[-1]:
+            self._wait_for_repairs()
+        if not all(stood):
+            is_sudden = stretch.change == "lost" and not stood[-1]
+            self._restart(self._saving.detection_s if is_sudden else 0.0)
 
-    def _interrupt(self, repair_s: float) -> None:
+    def _interrupt(self) -> None:
+        failure = self._failure
         self._drop()
         self._next_failure()
-        self._restart(repair_s)
+        if math.isinf(self._stretches[self._place].step_s):
+            self._repaired_s = max(self._repaired_s, failure.at_s + failure.repair_s)
+        else:
+            self._restart(self._saving.detection_s + failure.repair_s)
+
+    def _wait(self, seconds: float) -> None:
+        self.times.waiting_s += seconds
+        self._now += seconds
+
+    def _wait_for_repairs(self) -> None:
+        while self._failure.at_s < self._repaired_s:
+            self._repaired_s = max(self._repaired_s, self._failure.at_s + self._failure.repair_s)
+            self._next_failure()
+        self._wait(max(0.0, self._repaired_s - self._now))
 
     def _drop(self) -> None:
         self._count(computing_s=-self._fresh_s, lost_s=self._fresh_s)
         self._fresh, self._fresh_s = 0.0, 0.0
 
-    def _restart(self, repair_s: float) -> None:
-        begin_s, end_s = self._now, self._now + repair_s + self._saving.restart_s
+    def _restart(self, before_s: float) -> None:
+        """Restart so many seconds from now; failures meanwhile are noticed and repaired first."""
+        begin_s, end_s = self._now, self._now + before_s + self._saving.restart_s
         while self._failure.at_s < end_s:
-            end_s = self._failure.at_s + self._failure.repair_s + self._saving.restart_s
+            delay_s = self._saving.detection_s + self._failure.repair_s + self._saving.restart_s
+            end_s = self._failure.at_s + delay_s
             self._next_failure()
         self._count(restarting_s=end_s - begin_s)
         self._now = end_s
