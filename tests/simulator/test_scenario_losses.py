@@ -10,7 +10,7 @@ from meshwright.simulator.scenarios import apply_scenario, simulate_scenario
 from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import ScenarioError, load_cluster
 from meshwright.spec.quantities import Seconds
-from meshwright.spec.scenario import Checkpoints, LostDevice, OtherDevice, Scenario, SlowDevice, SlowLink
+from meshwright.spec.scenario import Checkpoints, Jitter, LostDevice, OtherDevice, Scenario, SlowDevice, SlowLink
 from meshwright.spec.selectors import Devices, Links
 from tests.simulator.test_scenario_machines import GRAPH, plan_on
 
@@ -64,6 +64,25 @@ def test_a_run_goes_on_with_the_plan_for_the_rest():
 
 def test_where_no_plan_fits_the_rest_the_run_waits():
     assert run_of(lost(then="replan"), saved(), replan=lambda _: None) == run_of(lost(), saved())
+
+
+def test_without_any_device_the_run_waits():
+    assert run_of(lost("all", then="replan"), saved(), replan=lambda _: STEP_S) == run_of(lost("all"), saved())
+
+
+def test_a_new_plan_has_the_jitter_of_the_old_one():
+    """Both are slower by as much: a run of the new plan alone takes as many times as long."""
+    late, away = Jitter(straggler_probability=0.3, straggler_factor=3.0), lost(since=0, until=None, then="replan")
+
+    def run(*effects):
+        scenario = Scenario(effects=effects, seed=1)
+        return simulate_scenario(PLAN, GRAPH, COST, scenario, run_steps=1000, num_seeds=2, replan=lambda _: 7 * STEP_S)
+
+    jittered = run(late)
+    factor = jittered.steps.rows()["mean_s"] / STEP_S
+    assert factor > 1.2
+    assert jittered.run.wall_s == pytest.approx(1000 * factor * STEP_S)
+    assert run(late, away).run.wall_s == pytest.approx(7 * jittered.run.wall_s)
 
 
 def test_devices_that_a_plan_does_not_use_are_not_missed():

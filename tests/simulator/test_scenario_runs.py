@@ -164,6 +164,18 @@ def test_simulated_runs_are_shortest_within_5_percent_of_these_intervals(save, m
     assert wall(daly_interval(save, mttf)) <= 1.005 * min(walls)
 
 
+@given(st.floats(1e-12, 1e6), st.floats(1e-3, 1e12))
+def test_a_best_interval_is_where_no_other_is_better(ratio, mttf):
+    """The derivative of the expected time is zero there; where saving takes long, a failure is between all others."""
+    best = best_interval(ratio * mttf, mttf) / mttf
+    assert 0 < best <= 1
+    if best < 1:
+        rounding = 1e-15 / (1 - best)
+        assert math.log1p(-best) + best + ratio == pytest.approx(0, abs=1e-9 * ratio + rounding)
+    else:
+        assert ratio > 25
+
+
 def test_a_daly_interval_is_the_mean_time_where_saving_takes_longer():
     assert daly_interval(200.0, 100.0) == 100.0
 

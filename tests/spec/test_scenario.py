@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.spec import DocumentError, MeshwrightError, read_document, write_document
+from meshwright.spec import (
+    DocumentError,
+    MeshwrightError,
+    ScenarioError,
+    load_cluster,
+    read_document,
+    write_document,
+)
 from meshwright.spec.quantities import Bytes, BytesPerSecond, Seconds
 from meshwright.spec.scenario import (
     Checkpoints,
@@ -144,6 +151,16 @@ def test_what_is_no_scenario_is_refused_by_file_and_key(tmp_path, body, words):
     with pytest.raises(MeshwrightError, match=words) as caught:
         load_scenario(path)
     assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    "text", ["rank {}", "ranks 0-{}", "every {}th", "every 2nd from {}", "{} at random", "node {}"]
+)
+def test_numbers_of_thousands_of_digits_select_nothing(text):
+    """Nor do they end in another error."""
+    with pytest.raises(ScenarioError):
+        Devices(text.format(5000 * "9")).select(load_cluster("2x2xA100"), (0,))
+    assert Devices(text.format(1)).select(load_cluster("2x2xA100"), (0,))
 
 
 def test_names_are_shipped_ones():

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from meshwright.spec.cluster import Cluster
 
-_LIST = r"[0-9]+(?:-[0-9]+)?(?:\s*,\s*[0-9]+(?:-[0-9]+)?)*"
+# No cluster has a million of anything, and Python reads no number of thousands of digits.
+_NUMBER = "[0-9]{1,6}"
+_LIST = rf"{_NUMBER}(?:-{_NUMBER})?(?:\s*,\s*{_NUMBER}(?:-{_NUMBER})?)*"
 _DEVICES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -30,8 +32,8 @@ _DEVICES = tuple(
         rf"ranks? (?P<ranks>{_LIST})",
         r"nodes? (?P<nodes>\S.*)",
         r"kind (?P<kind>\S+)",
-        r"every (?P<every>[1-9][0-9]*)(?:st|nd|rd|th)(?: from (?P<first>[0-9]+))?",
-        r"(?P<random>[1-9][0-9]*) at random",
+        rf"every (?P<every>[1-9][0-9]{{0,5}})(?:st|nd|rd|th)(?: from (?P<first>{_NUMBER}))?",
+        r"(?P<random>[1-9][0-9]{0,5}) at random",
     )
 )
 _LINKS = tuple(

@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import math
 
+# Of so many mean times, saving takes so long that the best interval is the mean time, but for 1e-13 of it.
+_LONG_SAVE = 30.0
+
 
 def young_interval(save_s: float, mttf_s: float) -> float:
     """Young's first-order interval in seconds of work."""
@@ -33,6 +36,8 @@ def daly_interval(save_s: float, mttf_s: float) -> float:
 def best_interval(save_s: float, mttf_s: float) -> float:
     """The interval with the shortest expected time, by Newton's method for x = τ / M in (1 - x) e^(x + C/M) = 1."""
     ratio = save_s / mttf_s
+    if ratio > _LONG_SAVE:
+        return mttf_s
     x = min(math.sqrt(2 * ratio), 0.999999)
     for _ in range(100):
         # log(1 - x) + x + C/M falls from C/M at 0 to -∞ at 1.

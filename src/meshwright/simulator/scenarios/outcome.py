@@ -83,8 +83,10 @@ def simulate_scenario(
             return factor * simulate_plan(plan, graph, then.cluster, cost=then, contention=contention).step_time_s
 
         def replan_at(moment_s: float, lost: tuple[int, ...]) -> float | None:
-            rest = without_devices(apply_scenario(usual, scenario, moment_s), lost)
-            step_s = replan(rest) if replan is not None and rest.cluster.num_ranks else None
+            then = apply_scenario(usual, scenario, moment_s)
+            if replan is None or len(lost) == then.cluster.num_ranks:
+                return None
+            step_s = replan(without_devices(then, lost))
             return None if step_s is None else factor * step_s
 
         run = forecast_run(
