@@ -5,18 +5,33 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from meshwright.report.cells import format_cell, format_heading
+from meshwright.spec.quantities import Bytes, BytesPerSecond, Seconds
 
 WIDTH, HEIGHT = 860, 480
 LEFT, RIGHT, TOP, BOTTOM = 84, 210, 44, 60
 # Okabe and Ito's colours, which the colour-blind tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c8c00")
-# From this ratio of the largest to the smallest on, an axis is logarithmic.
-_LOG_FROM = 20.0
+# Lines, in the order in which colours are used again.
+DASHES = ("", "7 4", "2 3")
+# So many names stand beside each other in the picture.
+MOST_CURVES = 20
+# From this ratio of the largest to the smallest on, an axis is logarithmic; up to this one, it does not begin at zero.
+_LOG_FROM, _CLOSE = 20.0, 1.3
+# From how many seconds on an axis of times has which unit.
+_TIMES = (
+    (2 * 86400.0, 86400.0, "d"),
+    (2 * 3600.0, 3600.0, "h"),
+    (120.0, 60.0, "min"),
+    (1.0, 1.0, "s"),
+    (1e-3, 1e-3, "ms"),
+    (1e-6, 1e-6, "µs"),
+)
 _UNIT = re.compile(r"([0-9.eE+-]+)\s*(\S.*)")
 
 
@@ -35,7 +50,10 @@ class _Axis:
 
 
 def draw_curves(rows: Sequence[dict[str, Any]], parameters: Sequence[str], figure: str, *, title: str = "") -> str:
-    """A figure over the first parameter; rows without it are left out. An empty plot where none has it."""
+    """A figure over the first parameter; rows without it are left out. An empty plot where none has it.
+
+    Of more than `MOST_CURVES` curves the first ones are drawn, and how many there are besides is told.
+    """
     rows = [row for row in rows if isinstance(row.get(figure), int | float)]
     first, others = parameters[0], parameters[1:]
     numbers, unit = _as_numbers([row[first] for row in rows])
@@ -43,23 +61,29 @@ def draw_curves(rows: Sequence[dict[str, Any]], parameters: Sequence[str], figur
     across = _axis(numbers, spread=False) if numbers else _Axis(low=-0.5, high=len(labels) - 0.5, is_log=False)
     heights = [float(row[figure]) for row in rows]
     up = _axis(heights, spread=True)
+    shown = _heights(figure, up)
     curves: dict[str, list[tuple[float, float]]] = {}
     for place, row in enumerate(rows):
         name = ", ".join(f"{_short(other)} {_text(row[other])}" for other in others)
         x = numbers[place] if numbers else float(labels.index(str(row[first])))
         curves.setdefault(name, []).append((across.place(x), up.place(heights[place])))
+    left_out = len(curves) - MOST_CURVES
+    curves = dict(list(curves.items())[:MOST_CURVES])
     marks = (
-        [(value, f"{value:.4g}") for value in _ticks(across, sorted(set(numbers)))]
+        [(value, _plain(value)) for value in _ticks(across, sorted(set(numbers)))]
         if numbers
         else [(float(index), label) for index, label in enumerate(labels)]
     )
     body = [
         *_grid(
             [(across.place(value), text) for value, text in marks],
-            [(up.place(value), format_cell(figure, value)) for value in _ticks(up, None)],
+            shown,
         ),
         *(_curve(points, index) for index, points in enumerate(curves.values())),
         *(_legend(name, index) for index, name in enumerate(curves) if name),
+        _words(WIDTH - RIGHT + 16, _line(MOST_CURVES) + 4, f"and {left_out} more, not drawn", 'font-size="12"')
+        if left_out > 0
+        else "",
         _words(LEFT, 24, title, 'font-weight="bold"'),
         _words(LEFT + _span() / 2, HEIGHT - 14, f"{first}{f', {unit}' if unit else ''}", 'text-anchor="middle"'),
         _words(12, TOP - 12, format_heading(figure), 'font-size="12"') if not title else "",
@@ -75,12 +99,18 @@ def draw_curves(rows: Sequence[dict[str, Any]], parameters: Sequence[str], figur
 
 
 def _as_numbers(values: Sequence[Any]) -> tuple[list[float], str]:
-    """Values that are numbers, or numbers of one unit, with that unit; none if they are neither."""
+    """Values that are numbers, or numbers with units, in the unit of the first; none if they are neither."""
     if values and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return [float(value) for value in values], ""
     found = [_UNIT.fullmatch(value) if isinstance(value, str) else None for value in values]
     units = {match[2] for match in found if match}
-    if not values or not all(found) or len(units) != 1:
+    if not values or not all(found):
+        return [], ""
+    first = found[0][2] if found[0] else ""
+    if len(units) != 1:
+        for quantity in (Seconds, Bytes, BytesPerSecond):
+            with suppress(ValueError):
+                return [quantity.decode_scalar(value) / quantity.UNITS[first] for value in values], first
         return [], ""
     try:
         return [float(match[1]) for match in found if match], units.pop()
@@ -92,10 +122,33 @@ def _axis(values: Sequence[float], *, spread: bool) -> _Axis:
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low > 0 and high / low >= _LOG_FROM:
         return _Axis(low=low, high=high, is_log=True)
-    if spread:
+    if spread and 0 < low < high <= _CLOSE * low:
+        # From zero on, curves so close would lie on each other.
+        low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
+    elif spread:
         # Times are told from zero on, so that heights compare as times do.
         low, high = min(low, 0.0), high * 1.06 if high > 0 else 1.0
     return _Axis(low=low, high=high, is_log=False) if high > low else _Axis(low=low - 0.5, high=low + 0.5, is_log=False)
+
+
+def _heights(figure: str, axis: _Axis) -> list[tuple[float, str]]:
+    """Places of round numbers, and how they are written: times of one unit, all else as in tables if they differ."""
+    if figure.endswith("_s") and not figure.endswith("_per_s"):
+        size, unit = next((row[1:] for row in _TIMES if row[0] <= axis.high), _TIMES[-1][1:])
+        scaled = _Axis(low=axis.low / size, high=axis.high / size, is_log=axis.is_log)
+        return [(scaled.place(value), f"{_plain(value)} {unit}") for value in _ticks(scaled, None)]
+    ticks = _ticks(axis, None)
+    texts = [format_cell(figure, value) for value in ticks]
+    if len(set(texts)) < len(texts):
+        texts = [_plain(value) for value in ticks]
+    return [(axis.place(value), text) for value, text in zip(ticks, texts, strict=True)]
+
+
+def _plain(value: float) -> str:
+    """A number with all digits that a tick has, and without exponents where it can be read."""
+    if value and not 1e-4 <= abs(value) < 1e15:
+        return f"{value:.4g}"
+    return f"{value:,.6f}".rstrip("0").rstrip(".")
 
 
 def _ticks(axis: _Axis, values: Sequence[float] | None) -> list[float]:
@@ -138,18 +191,29 @@ def _grid(across: Sequence[tuple[float, str]], up: Sequence[tuple[float, str]]) 
 
 
 def _curve(points: Sequence[tuple[float, float]], index: int) -> str:
-    colour = COLOURS[index % len(COLOURS)]
+    colour, dashes = _style(index)
     placed = [(_x(x), _y(y)) for x, y in sorted(points)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
     dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in placed)
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>{dots}'
+    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>{dots}'
+
+
+def _style(index: int) -> tuple[str, str]:
+    """The colour of a curve, and how its line is broken: no two of those that are drawn have both in common."""
+    dashes = DASHES[index // len(COLOURS)]
+    return COLOURS[index % len(COLOURS)], f' stroke-dasharray="{dashes}"' if dashes else ""
+
+
+def _line(index: int) -> int:
+    """The height of a line of the legend."""
+    return TOP + 8 + 20 * index
 
 
 def _legend(name: str, index: int) -> str:
-    x, y = WIDTH - RIGHT + 16, TOP + 8 + 20 * index
-    colour = COLOURS[index % len(COLOURS)]
+    x, y = WIDTH - RIGHT + 16, _line(index)
+    colour, dashes = _style(index)
     words = _words(x + 24, y + 4, name, 'font-size="12"')
-    return f'<path d="M{x} {y}h18" stroke="{colour}" stroke-width="3"/>{words}'
+    return f'<path d="M{x} {y}h18" stroke="{colour}" stroke-width="3"{dashes}/>{words}'
 
 
 def _short(parameter: str) -> str:
