@@ -62,6 +62,14 @@ def test_the_timeline_of_jitter_is_that_of_the_seed(planned):
     assert "leave it out under jitter" in err
 
 
+def test_a_device_without_the_precision_is_told(planned):
+    """gpt-tiny is planned in bfloat16 on A100; V100 has float16."""
+    words = "V100 has no rate for bfloat16, so what it computes is priced at its slowest, 7.8 TFLOP/s of float64."
+    assert words in " ".join(planned("simulate", "plan.json", "--scenario", "uneven")[1].split())
+    assert facts(planned, "--scenario", "uneven")["scenario"]["remark"].startswith(words)
+    assert "remark" not in facts(planned, "--scenario", "slow.toml")["scenario"]
+
+
 def test_runs_and_prices_are_told(planned):
     found = facts(planned, "--scenario", "spot", "--run-steps", "1000000", "--seeds", "3")["scenario"]
     assert found["run"]["run_steps"] == 1_000_000

@@ -65,7 +65,13 @@ def follow_scenario(
     ``settings`` are those of `simulate_scenario` for runs and seeds. Nothing without a scenario or a run. Under jitter
     the timeline is that of the scenario's own seed.
     """
-    from meshwright.report import describe_price, describe_run, describe_scenario, make_table
+    from meshwright.report import (
+        describe_missing_rates,
+        describe_price,
+        describe_run,
+        describe_scenario,
+        make_table,
+    )
     from meshwright.simulator import simulate_plan
     from meshwright.simulator.scenarios import JitteredSteps, apply_scenario, simulate_scenario
 
@@ -81,6 +87,10 @@ def follow_scenario(
         before_s = simulate_plan(plan, graph, usual.cluster, cost=usual, contention=contention).step_time_s
         facts = {"name": scenario.name, "effects": words, "step_time_without_s": before_s}
         printed.append(Text(_compare(scenario.name, words, result.step_time_s, before_s)))
+        machine = apply_scenario(usual, scenario).cluster
+        if remark := describe_missing_rates(machine, plan.num_devices, plan.workload.precision):
+            facts["remark"] = remark
+            printed.append(Text(remark))
     if outcome.steps is not None:
         if result.simulated_ops is not None:
             raise DocumentError("`--detail ops` shows ops at their typical times; leave it out under jitter.")

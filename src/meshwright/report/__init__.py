@@ -32,6 +32,7 @@ from meshwright.report.rows import (
 from meshwright.report.scenarios import (
     describe_effect,
     describe_factor,
+    describe_missing_rates,
     describe_price,
     describe_run,
     describe_scenario,
@@ -66,6 +67,7 @@ __all__ = [
     "comparison_table",
     "describe_effect",
     "describe_factor",
+    "describe_missing_rates",
     "describe_price",
     "describe_run",
     "describe_scenario",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, assert_never
 
-from meshwright.spec import format_bytes, format_count, format_percent, format_seconds
+from meshwright.spec import Cluster, format_bytes, format_count, format_flops, format_percent, format_seconds
 from meshwright.spec.quantities import Seconds
 from meshwright.spec.scenario import (
     Checkpoints,
@@ -27,6 +27,22 @@ from meshwright.spec.scenario import (
 def describe_scenario(scenario: Scenario) -> str:
     """All effects of a scenario, in their order; empty if it has none."""
     return ", ".join(map(describe_effect, scenario.effects))
+
+
+def describe_missing_rates(cluster: Cluster, num_devices: int, precision: str) -> str:
+    """Which of the first devices are priced at another rate, for their kind has none of a precision; empty if none."""
+    kinds = {cluster.device_kind(rank).usual_name: cluster.device_kind(rank) for rank in range(num_devices)}
+    sentences = []
+    for name, kind in kinds.items():
+        if precision in kind.peak_flops_per_s:
+            continue
+        rates = sorted((rate, dtype) for dtype, rate in kind.peak_flops_per_s.items())
+        (slowest, slow), (fastest, fast) = rates[0], rates[-1]
+        sentences.append(
+            f"{name} has no rate for {precision}, so what it computes is priced at its slowest, "
+            f"{format_flops(slowest)}/s of {slow}. A plan in {fast} would have {format_flops(fastest)}/s there."
+        )
+    return " ".join(sentences)
 
 
 def describe_effect(effect: Effect) -> str:
