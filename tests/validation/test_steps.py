@@ -162,8 +162,6 @@ def test_interleaving_that_a_table_leaves_out_is_known(rows):
         ("layers", "99999999999", "layers: expected at most 10000"),
         ("layers", "7", "at least one layer each"),
         ("pp", "2000", "pp: expected at most 1024; found '2000' \\(line 3\\)"),
-        ("gbs_seq", "64000000", "gbs_seq: expected mbs"),
-        ("vpp", "1000", "vpp: expected at most 400000 microbatches times parts"),
         ("iter_time_s", "1e-320", "iter_time_s: expected seconds"),
         ("iter_time_s", "1e300", "iter_time_s: expected seconds"),
         ("status", "derived", "status: expected one of nothing, measured; found 'derived'"),
@@ -198,6 +196,23 @@ def test_rows_that_say_too_little_are_named(rows, column, value, reason):
     cases, left_out = read_steps([good, {**good, column: value}])
     assert len(cases) == 1
     assert [reason.lines for reason in left_out] == [(3,)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"gbs_seq": "640000", "n_microbatches": "640000"},
+            "gbs_seq: expected at most 400000 microbatches times stages",
+        ),
+        ({"gbs_seq": "6400", "n_microbatches": "6400", "vpp": "12"}, "vpp: expected at most 400000 microbatches times"),
+        ({"gbs_seq": "17", "n_microbatches": "17", "vpp": "2"}, "n_microbatches: expected 2 equal rounds over pp = 8"),
+    ],
+)
+def test_steps_that_no_program_holds_are_named(rows, changes, reason):
+    good = named(rows, "korth-t5-175B-full")[0]
+    _, (left_out,) = read_steps([{**good, "mbs": "1", **changes}])
+    assert reason in left_out.reason
 
 
 def test_tables_without_rows_or_columns_are_refused(rows):
