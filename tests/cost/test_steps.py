@@ -313,7 +313,16 @@ def test_software_is_found_by_framework_and_source():
     assert find_software("a framework of next year").name == "any other"
     assert find_software("torchtitan FSDP2", "", "Async TP; seq 8192 default").async_tensor_parallel
     assert not find_software("torchtitan FSDP2", "", "vanilla TP").async_tensor_parallel
-    assert not find_software("Megatron-LM fork", "Qi et al. (arXiv 2401.10241)").fused_attention
+    bubble = find_software("Megatron-LM fork", "Qi et al. (arXiv 2401.10241)")
+    assert not bubble.fused_attention
+    assert [bubble.rolls(schedule) for schedule in ("1f1b", "interleaved", "zb-1p", "zb-2p")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert [bubble.clips(schedule) for schedule in ("1f1b", "zb-1p")] == [True, False]
+    assert [find_software("Alpa", "", notes).state_bytes for notes in ("", "Adafactor")] == [12, 4]
 
 
 def test_attention_reaches_what_its_kernels_reach_alone():

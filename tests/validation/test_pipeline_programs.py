@@ -116,3 +116,13 @@ def test_a_tied_embedding_is_summed_over_the_first_and_the_last_stage():
     alone = simulate(stages, 6)
     for exchange in ({}, {"num_buckets": 1}, {"num_buckets": 1, "shards": True}):
         assert simulate(stages, 6, tied_s=0.5, **exchange) == pytest.approx(alone + 0.5, rel=1e-9)
+
+
+@pytest.mark.parametrize("num_microbatches", [8, 16])
+def test_stages_that_go_on_by_themselves_have_no_bubble(num_microbatches):
+    stages = [StageSeconds(forward_s=1.0, input_gradient_s=1.0, weight_gradient_s=1.0, optimizer_s=0.5)] * 4
+    waiting = simulate(stages, num_microbatches, "zb-2p", clips=True)
+    rolling = simulate(stages, num_microbatches, "zb-2p", rolls=True)
+    # Of three seconds each; the last stage begins three forwards after the first one.
+    assert rolling == pytest.approx(3.0 * num_microbatches + 0.5, rel=0.01)
+    assert waiting == pytest.approx(rolling + 3.0, rel=0.01)

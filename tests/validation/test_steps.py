@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from meshwright.cost.prediction import Interval
 from meshwright.cost.steps import load_step_model
+from meshwright.cost.transformer import TransformerError
 from meshwright.spec import MeasurementError
 from meshwright.validation.datasets import load_all_steps, load_steps, load_table
 from meshwright.validation.scores import score_rows
 from meshwright.validation.splits import refuse_seen
 from meshwright.validation.step_cells import MEASURED, PRECISIONS, RECOMPUTES, SCHEDULES, SHARDINGS, SWITCHES
 from meshwright.validation.step_memory import judge_memory, needed_share
-from meshwright.validation.step_model import Residuals, fit_kinds, predict_cases
+from meshwright.validation.step_model import Residuals, fit_kinds, predict_cases, regime_of
 from meshwright.validation.step_rows import NEEDED, read_step, row_hash
 from meshwright.validation.step_split import calibration_rows
 from meshwright.validation.step_table import LeftOut, list_reasons, read_steps
@@ -329,6 +330,21 @@ def test_an_interval_never_looks_at_scored_rows_of_its_own_origin(rows, every_ro
         assert interval.low <= interval.high
     # Without anybody else in a regime nothing is claimed but a factor of two.
     assert Residuals([], others, model).intervals()["small"] == Interval(low=0.5, high=2.0)
+
+
+def test_runs_of_alpa_are_read_as_its_code_has_them(every_row):
+    experts, stated, wide = (
+        read_step(next(row for row in every_row if row["id"].startswith(f"alpa-node-{name}")))
+        for name in ("moe-4-auto_sharding", "gpt-4-zero_2", "wresnet-4-auto_sharding-29")
+    )
+    assert (experts.setup.dp, experts.setup.ep, experts.shape.experts.num_experts) == (4, 4, 16)
+    assert [experts.shape.is_dense(layer) for layer in range(4)] == [False, True, False, True]
+    assert (stated.setup.zero, stated.setup.ep, stated.shape.dropout) == (1, 1, False)
+    # Its mesh is two by two, but what is split how is not stated.
+    assert (wide.setup.dp, wide.setup.tp, wide.setup.precision, wide.shape.channels) == (4, 1, "fp32", 320)
+    assert regime_of(wide, load_step_model()) == "convolutions"
+    with pytest.raises(TransformerError, match="transformers alone"):
+        _ = wide.transformer
 
 
 def test_a_lower_power_limit_slows_the_clock(rows):
