@@ -1,8 +1,9 @@
 """How wrong are predicted steps: published training steps, from a few efficiencies per kind of device.
 
 What they are fitted on, and what the intervals rest on, stands in `step_model`; the split in `step_split`. Beside it,
-on the same rows: the best constant share of the peak FLOP rate (fitted on those of our rows that the device paces);
-where a source prints the prediction of its own simulator, that one, and the same op list at the rates of the datasheet.
+on the same rows: two constant shares of the peak FLOP rate, one fitted on those of our rows that the device paces, one
+on the scored rows of large models from all origins but the predicted row's, which ours never sees; where a source
+prints the prediction of its own simulator, that one, and the same op list at the rates of the datasheet.
 The order of layouts within a job is scored, too (`ranking`), and which rows are refused for memory is told
 (`step_memory`).
 """
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.cost.parameters import count_parameters
 from meshwright.cost.residual import ResidualShape
 from meshwright.cost.roofline import peak_flops
 from meshwright.cost.steps import StepPrices, head_ops, layer_ops, load_step_model, predict_layer, residual_ops
@@ -24,6 +26,7 @@ from meshwright.validation.scores import Score, score_rows
 from meshwright.validation.splits import refuse_seen
 from meshwright.validation.step_memory import judge_memory
 from meshwright.validation.step_model import (
+    UNDERSPECIFIED,
     UNDERSPECIFIED_PLANS,
     UNDERSPECIFIED_ZERO,
     Residuals,
@@ -47,7 +50,10 @@ if TYPE_CHECKING:
 
 DATASET = "steps"
 OURS, CONSTANT = "op list and pipeline", "constant share of the peak"
+CONSTANT_OF_OTHERS = "constant share of others' large models"
 DATASHEET = "op list at the rates of the datasheet"
+# Parameters from which on a model is large.
+_LARGE = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +166,8 @@ def score_steps() -> tuple[Score, ...]:
     predicted = predict_cases(cases, model, Residuals(calibration, cases, model))
     regimes = [regime_of(case, model) for case in cases]
     constant_s = _flops_seconds(cases) / _fit_constant([c for c in calibration if regime_of(c, model) == "fitted"])
+    large = [case for case, regime in zip(cases, regimes, strict=True) if regime == "fitted" and _is_large(case)]
+    of_others_s = predict_by_others(cases, large)
     simulated = {row["id"]: seconds for row in scored if (seconds := _own_prediction(row)) is not None}
     memory = f"{judge_memory(rows)}; not predicted: {_name_left_out(left_out)}"
     scores: list[Score] = []
@@ -169,7 +177,8 @@ def score_steps() -> tuple[Score, ...]:
         measured, jobs, note = _measured(mine), [case.job for case in mine], part.note.format(memory=memory)
         ours = predicted.select(held)
         scores.append(score_rows(DATASET, part.name, OURS, measured, ours, target=part.target, note=note, jobs=jobs))
-        scores.append(score_rows(DATASET, part.name, CONSTANT, measured, constant_s[held], jobs=jobs))
+        for arm, by_share in ((CONSTANT, constant_s), (CONSTANT_OF_OTHERS, of_others_s)):
+            scores.append(score_rows(DATASET, part.name, arm, measured, by_share[held], jobs=jobs))
         if all(case.row_id in simulated for case in mine):
             plain = np.array([predict_by_datasheet(case) for case in mine])
             scores.append(score_rows(DATASET, part.name, DATASHEET, measured, plain, jobs=jobs))
@@ -200,6 +209,21 @@ def _score_layers(model: StepModel) -> tuple[Score, ...]:
         measured += [float(row["forward_ms"]) / 1e3, float(row["backward_ms"]) / 1e3]
         predicted += [layer.forward_s, layer.input_gradient_s + layer.weight_gradient_s]
     return (score_rows(DATASET, "Korthikanti, Table 4, layers", OURS, np.array(measured), np.array(predicted)),)
+
+
+def predict_by_others(cases: Sequence[StepCase], measured: Sequence[StepCase]) -> Floats:
+    """Seconds by a constant share of the peak, shape (cases,); each origin's is fitted on what the others measured."""
+    shares = {
+        origin: _fit_constant([other for other in measured if other.origin != origin])
+        for origin in {case.origin for case in cases}
+    }
+    return _flops_seconds(cases) / [shares[case.origin] for case in cases]
+
+
+def _is_large(case: StepCase) -> bool:
+    """Whether a row that says enough is of a large model."""
+    whole = count_parameters(case.transformer, replace(case.setup, tp=1, pp=1, ep=1, chunks=1, schedule="1f1b"), 0)
+    return whole.dense + whole.experts >= _LARGE and not case.row_id.startswith(UNDERSPECIFIED)
 
 
 def _fit_constant(cases: Sequence[StepCase]) -> float:
