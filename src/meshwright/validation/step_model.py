@@ -183,7 +183,10 @@ def _thinned(logarithms: Sequence[float]) -> Floats:
 
 
 def _interval(origins: Sequence[Floats]) -> Interval:
-    """The narrowest share of all residuals whose like, from all origins but one, holds 80 % of that one on average."""
+    """The narrowest share of all residuals whose like, from all origins but one, holds 80 % of that one on average.
+
+    The prediction itself lies in it.
+    """
     if not origins:
         return _NOBODY_ELSE
     for share in _SHARES:
@@ -191,7 +194,7 @@ def _interval(origins: Sequence[Floats]) -> Interval:
         if len(origins) == 1 or np.mean(held) >= INTERVAL_SHARE:
             break
     low, high = np.exp(_ends(origins, share)).tolist()
-    return Interval(low=low, high=high)
+    return Interval(low=min(low, 1.0), high=max(high, 1.0))
 
 
 def _ends(origins: Sequence[Floats], share: float) -> Floats:
