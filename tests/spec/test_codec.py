@@ -141,17 +141,20 @@ def test_examples_fill_every_field(kind):
     lacking = seen - filled - {("Op", "replicable"), ("Op", "phase"), ("Graph", "recompute"), ("Graph", "collectives")}
     ways = ("staleness", "zero", "algorithm", "node_size", "every_steps")
     lacking -= {("GradientExchange", name) for name in ways} | {("OpPlacement", "input_dim"), ("Sharding", "expert")}
-    lacking -= {("Plan", "offload"), ("Offload", "optimizer")}
+    lacking -= {("Plan", "offload"), ("Offload", "optimizer"), ("Offload", "parameters")}
     assert not lacking, f"give {lacking} a value in tests/spec/examples.py"
 
 
 def test_states_on_the_host_come_back():
     workload = dataclasses.replace(EXAMPLES["plan"].workload, kind="training")
     plan = dataclasses.replace(
-        EXAMPLES["plan"], workload=workload, exchange=GradientExchange(), offload=Offload(optimizer="nvme")
+        EXAMPLES["plan"],
+        workload=workload,
+        exchange=GradientExchange(zero=3),
+        offload=Offload(optimizer="nvme", parameters="host"),
     )
     document = encode_document(plan)
-    assert document["offload"] == {"optimizer": "nvme"}
+    assert document["offload"] == {"optimizer": "nvme", "parameters": "host"}
     assert decode_document(Plan, document, "plan") == plan
     document["offload"]["optimizer"] = "tape"
     with pytest.raises(MeshwrightError, match="'tape'"):

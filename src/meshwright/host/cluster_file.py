@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator
 
 from meshwright.host.describe import Described, Remarks
-from meshwright.spec import Cluster, ClusterError, DeviceKind, Link, Node, decode_document, encode_document
+from meshwright.spec import Cluster, ClusterError, DeviceKind, Link, Node, Nvme, decode_document, encode_document
 
 
 def cluster_toml(described: Described, heading: str) -> str:
@@ -60,6 +60,10 @@ def _node_lines(node: Node, place: str, remarks: Remarks) -> Iterator[str]:
         "nic": _link(node.nic),
         "num_nics": str(node.num_nics),
     }
+    if node.host_memory_bandwidth_bytes_per_s:
+        figures["host_memory_bandwidth_bytes_per_s"] = _number(node.host_memory_bandwidth_bytes_per_s)
+    if node.nvme is not None:
+        figures["nvme"] = _drives(node.nvme)
     yield from ("", "[[nodes]]", f"name = {_string(node.name)}")
     for key, value in figures.items():
         yield _commented(f"{key} = {value}", remarks.get(f"{place}.{key}"))
@@ -69,6 +73,13 @@ def _node_lines(node: Node, place: str, remarks: Remarks) -> Iterator[str]:
 def _link(link: Link) -> str:
     rate = _number(link.bandwidth_bytes_per_s)
     return f"{{ latency_s = {_number(link.latency_s)}, bandwidth_bytes_per_s = {rate} }}"
+
+
+def _drives(nvme: Nvme) -> str:
+    rates = (
+        f"read_bytes_per_s = {_number(nvme.read_bytes_per_s)}, write_bytes_per_s = {_number(nvme.write_bytes_per_s)}"
+    )
+    return f"{{ capacity_bytes = {nvme.capacity_bytes}, {rates} }}"
 
 
 def _number(value: float) -> str:
