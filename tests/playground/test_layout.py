@@ -9,7 +9,17 @@ import pytest
 from meshwright.planner import search_plans
 from meshwright.playground import state_of_plan
 from meshwright.playground.layout import make_plan, workload_of
-from meshwright.spec import MeshwrightError, PlanError, PlaygroundError, StagePlan, check_plan, load_cluster
+from meshwright.spec import (
+    GradientExchange,
+    MeshwrightError,
+    Offload,
+    PlanError,
+    PlaygroundError,
+    Sharding,
+    StagePlan,
+    check_plan,
+    load_cluster,
+)
 from tests.graphs import chain_graph
 from tests.playground.examples import NUM_LAYERS, make_bench, make_state
 
@@ -111,3 +121,11 @@ def test_plans_that_the_controls_cannot_say_are_refused():
     own = replace(plan, schedule="mine.py:order", schedule_hash="0" * 16)
     with pytest.raises(PlaygroundError, match=r"mine\.py:order"):
         state_of_plan(own, STATE)
+    split = replace(plan, sharding=Sharding(tensor=2))
+    with pytest.raises(PlaygroundError, match=r"splits ops over devices \(tensor 2\)"):
+        state_of_plan(split, STATE)
+    with pytest.raises(PlaygroundError, match="exchanges gradients in another way"):
+        state_of_plan(replace(plan, exchange=GradientExchange(zero=1)), STATE)
+    kept = replace(plan, offload=Offload(optimizer="host"))
+    with pytest.raises(PlaygroundError, match="keeps optimizer states on the host"):
+        state_of_plan(kept, STATE)

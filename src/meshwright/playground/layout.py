@@ -18,7 +18,6 @@ from meshwright.planner.placement import Layout, LayoutName
 from meshwright.planner.search import num_instructions
 from meshwright.playground.state import State
 from meshwright.spec import Cluster, GradientExchange, Graph, Optimizer, Plan, PlanError, PlaygroundError
-from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.plan import BASIC_SCHEDULES, ScheduleName
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
@@ -131,9 +130,9 @@ def state_of_plan(plan: Plan, state: State) -> State:
             f"The plan follows the schedule {plan.schedule!r}; the playground knows {', '.join(BASIC_SCHEDULES)}. Use "
             "`meshwright simulate` for this plan."
         )
-    if plan.offload != ON_DEVICE:
+    if plan.only_simulated:
         raise PlaygroundError(
-            f"The plan keeps {plan.offload.describe()}; the playground knows states on devices. Use "
+            f"The plan {plan.only_simulated}, which the controls of the playground do not say. Use "
             "`meshwright simulate` for this plan."
         )
     return replace(
