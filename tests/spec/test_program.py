@@ -35,7 +35,7 @@ from meshwright.spec import (
     read_document,
     write_document,
 )
-from meshwright.spec.offloading import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
+from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
 from tests.spec.examples import PROGRAM, TIMELINE
 from tests.strategies import programs, timelines
 

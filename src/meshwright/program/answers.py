@@ -11,7 +11,7 @@ from typing import Any, get_args
 from meshwright.spec.control import Decision, Issue, Timer
 from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import Collective, Instruction, Load, Pull, Push, Receive, Send, Sum
-from meshwright.spec.offloading import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
+from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
 from meshwright.spec.program import STREAM_NAMES, StreamName
 
 # The stream of each kind of instruction, and its fields that are numbers: what moves nothing is computed.

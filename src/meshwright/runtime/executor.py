@@ -41,7 +41,7 @@ from meshwright.spec.instructions import (
     Stash,
     Sum,
 )
-from meshwright.spec.offloading import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
+from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
 from meshwright.spec.slices import StageSlice
 
 # Gradient sends that may be under way before the oldest is waited for. The wait only bounds the memory that they

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, assert_never
 
-from meshwright.spec.offloading import CopyDown, CopyUp, HostStep, Offloading, ReadStates, WriteStates
+from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, Offloading, ReadStates, WriteStates
 
 Payload = Literal["activation", "gradient"]
 

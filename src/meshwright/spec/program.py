@@ -61,7 +61,7 @@ from meshwright.spec.instructions import (
     Stash,
     Sum,
 )
-from meshwright.spec.offloading import CopyDown, CopyUp, HostStep, Offloading, ReadStates, WriteStates
+from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, Offloading, ReadStates, WriteStates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
