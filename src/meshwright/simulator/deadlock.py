@@ -26,11 +26,14 @@ _MOST_NAMED = 16
 
 def raise_deadlock(program: Program, unrolled: Unrolled, end_ps: Ids, position: Ids) -> None:
     """Raise DeadlockError if a stream stopped before its end."""
-    num_stuck = int((position < unrolled.network.stream_offsets[1:]).sum())
+    offsets = unrolled.network.stream_offsets
+    num_stuck = int((position < offsets[1:]).sum())
     if num_stuck:
+        # Every rank has a stream of each name, most of them for nothing.
+        num_used = int((np.diff(offsets) > 0).sum())
         circle = find_circle(unrolled.network, unrolled.stream, end_ps, position)
         raise DeadlockError(
-            f"The program can never finish: {num_stuck} of {len(position)} streams wait in a circle or behind one. "
+            f"The program can never finish: {num_stuck} of {num_used} streams wait in a circle or behind one. "
             f"{_tell(program, unrolled, end_ps, position, circle)}. "
             "Change the order of these instructions in the schedule."
         )
