@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -90,6 +91,8 @@ class TeamPrices:
 
         ``axes``: those over which a collective goes inside of teams.
         """
+        if self.sharding.width == 1:
+            return tuple(teams), tuple(map(tuple, concurrent))
         over = () if op == "send" else axes
         first, *others = [group for item in (teams, *concurrent) for group in spread_teams(item, self.sharding, over)]
         return first, tuple(others)
@@ -171,6 +174,7 @@ def axis_groups(cluster: Cluster, sharding: Sharding, axes: Axes) -> list[list[G
     return list(found.values())
 
 
+@lru_cache(maxsize=64)
 def _places(sharding: Sharding, axes: Axes) -> list[Group]:
     """The places in a team, in groups that differ in ``axes`` alone."""
     found: dict[Group, list[int]] = {}

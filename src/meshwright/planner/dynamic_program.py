@@ -119,9 +119,11 @@ def _least_in_flight(problem: SlicingProblem) -> Integers:
 def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
     """(n - f) max(t, x) + e + o of stage i:j on ranks a..a+r-1."""
     kind = p.kind_of[a, r]
-    passing = p.bucket_s[a, r] * (p.pass_bytes[i, j] / p.bucket_bytes) if r > 1 else 0.0
-    passes = p.seconds[kind, i, j] + passing if p.passes_wait else max(p.seconds[kind, i, j], passing)
-    period = max(passes, p.transfer_s[p.link_of[a, r], i])
+    period = p.seconds[kind, i, j]
+    if r > 1 and p.pass_bytes[i, j] > 0.0:
+        passing = p.bucket_s[a, r] * (p.pass_bytes[i, j] / p.bucket_bytes)
+        period = period + passing if p.passes_wait else max(period, passing)
+    period = max(period, p.transfer_s[p.link_of[a, r], i])
     rounds = (p.num_microbatches + r - 1) // r
     exchange = 0.0
     num_bytes = p.exchange_bytes[i, j]

@@ -75,7 +75,7 @@ def price_program(
     return Prices(
         duration_ps=np.array(durations, np.int64),
         host_ps=np.array(host, np.int64),
-        exchanged_ps=np.array(exchanged, np.int64),
+        exchanged_ps=np.array(exchanged, np.int64) if any(exchanged) else None,
         allocate_bytes=np.stack(takes),
         free_bytes=np.stack(frees),
         memory_parts=MEMORY_PARTS,
@@ -170,7 +170,8 @@ class _Pricer:
         computing = (section.stage, kind, place, section.opcode)
         cost_class[compute] = _per_distinct([column[compute] for column in computing], self._computation)[0]
         adding = np.where(section.opcode == Opcode.SUM, kind, -1)
-        moving = (section.group, section.opcode, section.num_bytes, adding, self._axes_of(section))
+        moving: list[NDArray[np.integer]] = [section.group, section.opcode, section.num_bytes, adding]
+        moving += [self._axes_of(section)] if len(self._part_axes) else []
         cost_class[transfers], route[transfers] = _per_distinct(
             [column[transfers] for column in moving], self._transfer
         )
@@ -213,7 +214,7 @@ class _Pricer:
         summed = np.isin(section.opcode, COLLECTIVES) & (section.peer < len(self._part_axes))
         return np.where(summed, np.append(self._part_axes, -1)[np.where(summed, section.peer, -1)], -1)
 
-    def _transfer(self, group: int, opcode: int, num_bytes: int, kind: int, axes: int) -> tuple[int, int]:
+    def _transfer(self, group: int, opcode: int, num_bytes: int, kind: int, axes: int = -1) -> tuple[int, int]:
         in_use = transfer_bytes(opcode, num_bytes)
         if opcode in RECEIVES:
             return self._add(0.0, 0.0, in_use), -1
