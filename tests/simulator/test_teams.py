@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 from meshwright.cost import CostModel
 from meshwright.program import lower_graph
 from meshwright.simulator import form_teams, simulate_plan
+from meshwright.simulator.stage_costs import stage_costs
+from meshwright.simulator.state_shards import StateShards, gather_waits
 from meshwright.spec import PlanError, computed_again, load_cluster, load_shipped_graph, read_recompute, slice_graph
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.memory import MEMORY_PARTS, PARAMETERS
@@ -90,6 +93,44 @@ def test_gradients_of_tokens_are_summed_once(zero):
         plan = one_stage(2, sharding=Sharding(context=context), exchange=GradientExchange(zero=zero))
         spent.append(simulate_plan(plan, GPT, CLUSTER).ranks[0].optimizer_s)
     assert spent[1] == pytest.approx(spent[0], rel=1e-9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotingCost(CostModel):
+    """Notes what collectives are asked for."""
+
+    asked: list = field(default_factory=list)
+
+    def collective_seconds(self, op, ranks, num_bytes, concurrent=(), algorithm=None, axes=()):
+        self.asked.append((op, ranks, axes))
+        return 0.0
+
+
+def test_parameters_are_gathered_from_replicas_and_gradients_summed_by_all_that_hold_them():
+    """Experts are computed alike on all ranks of the context axis, so only replicas have others of their gradients."""
+    sharding = Sharding(context=2, expert=2)
+    local = lower_graph(MIXTRAL, sharding, ())
+    cost = NotingCost(cluster=CLUSTER).for_teams(sharding)
+    (stage,) = slice_graph(local, [(0, len(local.layers))])
+    nothing = np.zeros(len(stage.ops))
+    gather_waits(local, stage, nothing, nothing, StateShards(3, (0, 1), ()), CLUSTER.device_kind(0), cost)
+    over = {op: {axes for asked, _, axes in cost.asked if asked == op} for op in ("all_gather", "reduce_scatter")}
+    assert over == {"all_gather": {()}, "reduce_scatter": {("context", "expert"), ()}}
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_team_alone_sums_gradients_of_tokens_once(on_host):
+    """In passes where parameters come from the host, else before the step."""
+    sharding = Sharding(context=2)
+    local, kind = lower_graph(GPT, sharding, ()), CLUSTER.device_kind(0)
+    plan = one_stage(1, exchange=GradientExchange(zero=3))
+    (stage,) = slice_graph(local, plan.bounds)
+    shards = StateShards(3, (0,), (), on_host)
+    cost = CostModel(cluster=CLUSTER, precision=plan.workload.precision).for_teams(sharding)
+    costs = stage_costs(local, plan, stage, (), kind, cost, shards)
+    own_s = cost.optimizer_seconds(local, stage.parameters, plan.workload.optimizer, kind)
+    assert (costs.optimizer_s > own_s * (1 + 1e-9)) == (not on_host)
+    assert (costs.exchanged_s[1] > stage_costs(local, plan, stage, (), kind, cost).exchanged_s[1]) == on_host
 
 
 def test_a_team_sums_what_it_shares_with_no_other_stage_alone():

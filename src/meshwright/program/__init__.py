@@ -1,6 +1,7 @@
 """Plan → Program: schedules, transfers and gradient exchange, written as data for the simulator and the runtime.
 
-sharding    the local graph of one rank where ops are split over several, and what these exchange
+sharding    the local graph of one rank where ops are split over several, and what these exchange; `lowering` makes
+plans of it, with what runs again
 orders      what each rank computes, in order: `schedules` by name, `own_schedules` by a user's function,
 `order_files` by a file as torch has them, `found` by a search
 program     `build_program` adds transfers (`crossings`, `transfers`), inputs (`loading`), sums of gradients and updates

@@ -173,7 +173,7 @@ def _exchanged_seconds(graph: Graph, stage: StageSlice, exchanged: Floats) -> tu
 
 def _summed_with_replicas(stage: StageSlice, buckets: tuple[Bucket, ...], shards: StateShards) -> set[int]:
     """The parameters whose gradients meet those of other replicas: in buckets, or scattered inside of backwards."""
-    if shards.zero >= 2 and len(shards.ranks) > 1:
+    if shards.is_cut:
         return set(stage.parameters)
     return {i for bucket in buckets for i in bucket.parameters}
 

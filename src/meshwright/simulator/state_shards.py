@@ -132,10 +132,13 @@ def gather_waits(
     forward_s, backward_s = forward_s + copies[0], backward_s + copies[1]
 
     def seconds(op: CollectiveOp, unit: Unit) -> float:
-        exchanged = [i for i in unit.parameters if graph.tensors[i].requires_grad or op == "all_gather"]
+        gathers = op == "all_gather"
+        # Parameters are cut among replicas alone; gradients are summed over all that hold the same part of them.
+        over = {i: () if gathers else summed.get(i, ()) for i in unit.parameters}
+        exchanged = [i for i in unit.parameters if gathers or graph.tensors[i].requires_grad]
         total = 0.0
-        for axes in dict.fromkeys(summed.get(i, ()) for i in exchanged):
-            alike = [i for i in exchanged if summed.get(i, ()) == axes]
+        for axes in dict.fromkeys(over[i] for i in exchanged):
+            alike = [i for i in exchanged if over[i] == axes]
             num_bytes = padded_bytes(graph, alike, len(shards.ranks), DTYPE_BYTES[cost.precision])
             total += cost.collective_seconds(op, shards.ranks, num_bytes, shards.beside, axes=axes)
             total += _host_copy_seconds(shards, num_bytes / len(shards.ranks), cost)

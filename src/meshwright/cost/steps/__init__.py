@@ -1,4 +1,11 @@
-"""How long a training step of a transformer takes: its ops counted, priced and laid out in a pipeline."""
+"""How long a training step of a transformer takes: its ops counted, priced and laid out in a pipeline.
+
+counted     `ops` of a layer and of what stands before and behind them, `convolutions` of a residual network, as
+`software` computes them
+priced      `prices` by measured kernels and collectives times the figures of a `model`, which `fit` finds; `alone`
+while nothing else runs, `pacing` where the host is slower
+laid out    `step` for layers and stages, `gradients` for what is exchanged of them, `pipeline` for a closed form
+"""
 
 from meshwright.cost.steps.convolutions import residual_ops
 from meshwright.cost.steps.counted import CountedOp
