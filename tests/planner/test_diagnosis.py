@@ -34,10 +34,10 @@ def test_more_ranks_than_there_is_work():
     ranks, samples = map(
         int, re.search(r"at most (\d+) ranks, or a global batch of at least (\d+) samples", text).groups()
     )
-    search(GRAPH, cluster_of(8), 1, num_ranks=ranks)
+    search(GRAPH, cluster_of(8), 1, num_devices=ranks)
     search(GRAPH, cluster_of(8), samples)
     with pytest.raises(NoFeasiblePlanError):
-        search(GRAPH, cluster_of(8), 1, num_ranks=ranks + 1)
+        search(GRAPH, cluster_of(8), 1, num_devices=ranks + 1)
     with pytest.raises(NoFeasiblePlanError):
         search(GRAPH, cluster_of(8), samples - 1)
 
@@ -62,7 +62,7 @@ def test_memory_is_dominated_by_what_is_largest():
         ({"schedules": ("gpipe",), "microbatch_sizes": (1,)}, "Allow the schedule 1f1b", {"microbatch_sizes": (1,)}),
         ({"microbatch_sizes": (64,)}, "Allow microbatches of 1 sample", {}),
         ({"num_stages": 1}, "Allow any number of stages", {}),
-        ({"num_ranks": 1}, "Use all 4 devices", {}),
+        ({"num_devices": 1}, "Use all 4 devices", {}),
     ],
 )
 def test_the_nearest_relaxation_works(options, advice, relaxed):
@@ -78,9 +78,9 @@ def test_arguments_out_of_range():
     cluster = cluster_of(2)
     for options, words in (
         ({"microbatch_sizes": (3,)}, r"8 samples does not divide into microbatches of \[3\].*1, 2, 4, 8"),
-        ({"microbatch_sizes": ()}, "does not divide"),
-        ({"num_ranks": 3}, "has 2 devices"),
-        ({"num_ranks": 0}, "has 2 devices"),
+        ({"microbatch_sizes": ()}, "No microbatch sizes were given"),
+        ({"num_devices": 3}, "has 2 devices"),
+        ({"num_devices": 0}, "has 2 devices"),
         ({"max_plans": 0}, "at least 1"),
         ({"schedules": ("1f2b",)}, "did you mean '1f1b'"),
         ({"schedules": ()}, "No schedule"),

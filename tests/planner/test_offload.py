@@ -18,10 +18,10 @@ def search(offload, zero, num_ranks, cluster=None, **options):
         lambda _: GPT,
         cluster or load_cluster("2xA100"),
         WORKLOAD,
-        num_ranks=num_ranks,
+        num_devices=num_ranks,
         microbatch_sizes=[1],
         exchange=GradientExchange(zero=zero),
-        offload=offload,
+        offload=(offload,),
         **options,
     )
 

@@ -9,7 +9,8 @@ import pytest
 
 from meshwright.cost import StageMemory
 from meshwright.cost.memory import count_phases
-from meshwright.planner import candidates, compare_schedules, schedule_rows, search_plans
+from meshwright.planner import compare_schedules, schedule_rows, search_plans
+from meshwright.planner.methods.slicing.assemble import assume_in_flight
 from meshwright.program import with_schedule
 from meshwright.simulator.buffers import MAX_GRADIENT_SENDS
 from meshwright.spec import (
@@ -111,7 +112,7 @@ def test_plans_that_an_own_schedule_cannot_order_are_left_out_and_told(mine):
     plans = search(mine, "picky", max_plans=4)
     assert {len(item.plan.stages) for item in plans.ranked} == {2}
     assert plans.refused
-    assert "cannot follow their schedule" in plans.explain()
+    assert "cannot be simulated" in plans.explain()
     assert "ValueError: for two stages only" in plans.explain()
     with pytest.raises(ScheduleError, match="ValueError: for no plan"):
         search(mine, "never")
@@ -220,7 +221,7 @@ def test_deadlocks_are_left_out_of_a_search_and_told_when_there_is_nothing_else(
 
 def test_what_the_slicing_assumes_of_the_named_schedules():
     for behind, take in ((0, 1), (0, 2), (1, 3), (3, 1)):
-        kept = [candidates.assume_in_flight(name, 7, 4, "training")[behind, take] for name in ("gpipe", "1f1b")]
+        kept = [assume_in_flight(name, 7, 4, "training")[behind, take] for name in ("gpipe", "1f1b")]
         rounds = int(np.ceil(7 / take))
         assert kept == [rounds, min(rounds, int(np.ceil((4 - behind) / take)))]
 

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from meshwright.planner import Constraints, place
-from meshwright.planner.earliest_finish import TaskCosts, schedule_tasks
-from meshwright.planner.op_tasks import Tasks, find_tasks
-from meshwright.planner.place_constraints import find_choices
+from meshwright.planner.placing.constraints import find_choices
+from meshwright.planner.placing.earliest_finish import TaskCosts, schedule_tasks
+from meshwright.planner.placing.op_tasks import Tasks, find_tasks
 from meshwright.program import build_placed_program, check_program
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.cost import CostModel
-from meshwright.planner.placement import Layout, find_places
+from meshwright.planner.layouts import Layout, find_places
 from tests.planner.test_search import cluster_of
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.planner import evaluate_plan, search_plans
-from meshwright.planner.candidates import Candidate
-from meshwright.planner.search import choose
+from meshwright.planner import Setting, evaluate_plan, search_plans
+from meshwright.planner.methods.slicing.candidates import Candidate
+from meshwright.planner.methods.slicing.method import choose
 from meshwright.simulator import simulate_plan
 from meshwright.spec import (
     Cluster,
@@ -156,6 +157,7 @@ def test_every_answer_is_legal_sorted_and_fits(task):
         assert item.plan.workload.global_batch == batch
         assert item.fits
         assert sum(item.breakdown.terms().values()) == pytest.approx(item.step_time_s, rel=1e-9)
+    assert 0 < plans.bound_s <= plans.best.step_time_s
     # What slicing admits by its lower bounds, the simulator decides.
     assert not any(item.fits for item in plans.rejected)
 
@@ -245,7 +247,7 @@ def test_slower_devices_get_less_work():
 
 
 def test_fewer_ranks_than_devices():
-    plans = search(weighted_graph([10**9] * 4), cluster_of(4), 8, num_ranks=3)
+    plans = search(weighted_graph([10**9] * 4), cluster_of(4), 8, num_devices=3)
     assert {item.plan.num_ranks for item in plans.ranked} == {3}
 
 
@@ -281,6 +283,8 @@ def test_exchange_and_names_are_noted_in_the_plan():
 
 
 def test_places_go_to_the_cheapest_and_then_to_new_shapes():
+    search = SimpleNamespace(space=SimpleNamespace(setting=Setting(9)))
+
     def candidate(estimate, *replicas):
         ranks = iter(range(9))
         stages = tuple(
@@ -294,7 +298,7 @@ def test_places_go_to_the_cheapest_and_then_to_new_shapes():
             stages=stages,
             num_microbatches=9,
         )
-        return Candidate(plan=plan, estimate_s=estimate, found_in=None)
+        return Candidate(plan=plan, estimate_s=estimate, found_in=None, search=search)
 
     candidates = [candidate(1, 2), candidate(2, 2), candidate(3, 2), candidate(4, 1, 1), candidate(5, 2)]
     assert [item.estimate_s for item in choose(candidates, 4)] == [1, 2, 4, 3, 5]
@@ -306,7 +310,9 @@ def test_explain_names_terms_and_numbers():
     assert plans.best.plan.describe() in text
     assert "compute" in text
     assert f"rank {plans.best.fullest_rank}" in text
-    assert f"{plans.coverage.num_problems} exact slicing problems" in text
+    assert f"{plans.coverage.num_simulated} simulated" in text
+    assert plans.bound_s <= plans.best.step_time_s
+    assert "by these prices" in text
     other = plans.ranked[-1]
     assert plans.why_not(other.plan) in plans.explain(other.plan)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.dynamic_program import SlicingProblem
-from meshwright.planner.slicing import solve_slicing
+from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem
+from meshwright.planner.methods.slicing.slicing import solve_slicing
 
 
 def interval_sums(weights):

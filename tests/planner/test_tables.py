@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.cost.memory.fullest import fullest
-from meshwright.planner.problem import make_tables
-from meshwright.planner.rectangles import users
-from meshwright.planner.stage_bytes import weigh_alone
-from meshwright.planner.structure import find_structure
+from meshwright.planner.stage_tables import make_tables
+from meshwright.planner.stage_tables.bytes import weigh_alone
+from meshwright.planner.stage_tables.rectangles import users
+from meshwright.planner.stage_tables.structure import find_structure
 from meshwright.spec import (
     Extent,
     Graph,

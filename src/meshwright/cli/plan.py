@@ -37,11 +37,11 @@ from meshwright.spec.cluster import MAX_RANKS, load_cluster
 from meshwright.spec.exchange import MAX_STALENESS, GradientExchange, ZeroStage
 from meshwright.spec.offload import read_offload
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
-from meshwright.spec.sharding import Sharding, read_placement
+from meshwright.spec.sharding import read_placement
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
 
 if TYPE_CHECKING:
-    from meshwright.planner import NothingFitsError
+    from meshwright.planner import NothingFitsError, RankedPlan
 
 
 # A petabyte: no device has a thousandth of it.
@@ -85,13 +85,13 @@ def plan(
     ] = 0,
     find_orders: FindOrdersOption = None,
     whole_backwards: WholeOption = False,
-    tensor: TensorOption = 1,
+    tensor: TensorOption = None,
     sequence_parallel: SequenceParallelOption = False,
-    context: ContextOption = 1,
-    expert: ExpertOption = 1,
+    context: ContextOption = None,
+    expert: ExpertOption = None,
     placement: PlacementOption = None,
-    zero: ZeroOption = 0,
-    recompute: RecomputeOption = "none",
+    zero: ZeroOption = None,
+    recompute: RecomputeOption = None,
     offload: OffloadOption = None,
     measurements: MeasurementsOption = None,
     sequence_length: SequenceOption = None,
@@ -114,11 +114,16 @@ def plan(
     html: HtmlOption = None,
     open_browser: OpenOption = False,
     method: Annotated[
-        Literal["layers", "place"],
+        str,
         typer.Option(
-            help="Stages of whole layers, with replicas (layers), or every op on a device of its own (place)."
+            help="How to search: slicing, your own method as file.py:function, or place (every op on a device of its "
+            "own)."
         ),
-    ] = "layers",
+    ] = "slicing",
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds after which the search returns the best that it has.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="For methods that draw random numbers.", min=0, max=2**63 - 1)] = 0,
     fix: Annotated[
         list[str] | None,
         typer.Option(help="With --method place: NAME=RANK, a layer, module or op and its device; repeat for several."),
@@ -132,13 +137,13 @@ def plan(
         NothingFitsError,
         explain_step_interval,
         find_order,
-        lower_search,
+        list_shardings,
         plans_document,
-        predict_step_interval,
         search_plans,
     )
+    from meshwright.program.lowering import unlower_plan
     from meshwright.report import fit_table, plans_table
-    from meshwright.simulator import allocate_rank, explain_nodes
+    from meshwright.simulator import allocate_rank, explain_nodes, form_teams
 
     if memory_limit is not None and not 0 < memory_limit <= MAX_MEMORY_LIMIT_GIB:
         raise typer.BadParameter(
@@ -156,13 +161,15 @@ def plan(
                 "--stages": stages is not None,
                 "--virtual-stages": virtual_stages != 2,
                 "--staleness": staleness != 0,
-                "--tensor": tensor != 1,
+                "--tensor": bool(tensor),
                 "--sequence-parallel": sequence_parallel,
-                "--context": context != 1,
-                "--expert": expert != 1,
+                "--context": bool(context),
+                "--expert": bool(expert),
                 "--placement": bool(placement),
-                "--zero": zero != 0,
-                "--recompute": recompute != "none",
+                "--zero": bool(zero),
+                "--recompute": bool(recompute),
+                "--deadline": deadline is not None,
+                "--seed": seed != 0,
                 "--offload": bool(offload),
                 "--launch": launch is not None,
                 "--slurm": slurm,
@@ -195,48 +202,47 @@ def plan(
     page = page_path(html, open_browser, "plan")
     place_of_orders(find_orders, whole_backwards)
     machine = load_cluster(cluster)
-    sharding = Sharding(
-        tensor=tensor,
-        context=context,
-        expert=expert,
+    shardings = list_shardings(
+        tensor=tensor or (1,),
+        context=context or (1,),
+        expert=expert or (1,),
         sequence_parallel=sequence_parallel,
         placements=tuple(map(read_placement, placement or ())),
     )
     chosen = precision or default_precision(machine.device_kind(0).peak_flops_per_s)
+    width, experts = (max(getattr(item, name) for item in shardings) for name in ("width", "expert"))
     workload = Workload(
-        global_batch=batch or default_batch(max((ranks or machine.num_ranks) // sharding.width, 1) * expert),
+        global_batch=batch or default_batch(max((ranks or machine.num_ranks) // width, 1) * experts),
         precision=chosen,
         optimizer=Optimizer.named(optimizer),
     )
     limit_bytes = None if memory_limit is None else int(memory_limit * 2**30)
-    lowering, num_teams = lower_search(
-        graphs_of(model, model_sizes(sequence_length, image_size)),
-        machine,
-        workload,
-        load_cost_model(machine, measurements, chosen),
-        sharding=sharding,
-        recompute=recompute,
-        num_devices=ranks,
-    )
-    graph_for, machine, cost = lowering.graph_for, lowering.cluster, lowering.cost
+    graph_for = graphs_of(model, model_sizes(sequence_length, image_size))
+    cost = load_cost_model(machine, measurements, chosen)
     try:
         with terminal_sink(as_json) as events:
             plans = search_plans(
                 graph_for,
                 machine,
-                lowering.own_workload,
+                workload,
                 cost=cost,
                 model=model,
                 model_sizes=model_sizes(sequence_length, image_size),
-                num_ranks=num_teams,
+                method=method,
+                num_devices=ranks,
                 num_stages=stages,
-                memory_limit_bytes=limit_bytes,
-                max_plans=top,
+                num_chunks=virtual_stages,
                 microbatch_sizes=microbatch_size,
                 schedules=schedule or BASIC_SCHEDULES,
-                num_chunks=virtual_stages,
-                exchange=GradientExchange(staleness=staleness, zero=cast("ZeroStage", zero)),
-                offload=away,
+                shardings=shardings,
+                zero=[cast("ZeroStage", stage) for stage in zero or (0,)],
+                recompute=recompute or ("none",),
+                offload=(away,),
+                exchange=GradientExchange(staleness=staleness),
+                memory_limit_bytes=limit_bytes,
+                max_plans=top,
+                deadline_s=deadline,
+                seed=seed,
                 events=events,
             )
     except NothingFitsError as error:
@@ -244,39 +250,36 @@ def plan(
         raise
     found: list[str] = []
     if find_orders is not None:
+        seen = form_teams(plans.best.plan, graph_for(plans.best.plan.microbatch_size), machine, cost)
         sought = find_order(
-            plans.best.plan,
-            graph_for(plans.best.plan.microbatch_size),
-            machine,
+            seen.plan,
+            seen.graph,
+            seen.cluster,
             find_orders,
-            cost=cost,
+            cost=seen.cost,
             whole=whole_backwards,
             memory_limit_bytes=limit_bytes,
         )
-        plans, found = replace(plans, ranked=(sought.best, *plans.ranked)), [sought.explain()]
+        first = replace(sought.best, plan=unlower_plan(sought.best.plan, plans.best.plan))
+        plans, found = replace(plans, ranked=(first, *plans.ranked)), [sought.explain()]
     # The reference as it was given, so that `simulate` and `run` find the same cluster.
     best = replace(plans.best.plan, cluster=cluster)
-    written = write_plan_files(files, lowering.whole(best), machine)
+    written = write_plan_files(files, best, machine)
     written += [f"orders written to {find_orders}"] if find_orders is not None else []
-    size = best.microbatch_size
-    allocation = allocate_rank(best, graph_for(size), machine, plans.best.fullest_rank)
+    seen = form_teams(best, graph_for(best.microbatch_size), machine, cost)
+    allocation = allocate_rank(seen.plan, seen.graph, seen.cluster, plans.best.fullest_rank)
     held = allocation.explain() if allocation else ""
     if allocation is not None and allocation.exceeds(plans.best.memory_limit_bytes[allocation.rank]):
         held += " That is more than the rank has: leave it more room, or expect it to run out of memory."
-    teams = [sharding.describe_teams()] if sharding.width > 1 else []
+    teams = list(filter(None, (best.sharding.describe_teams(),)))
     if page is not None:
+        named = replace(plans, ranked=tuple(_on(item, cluster) for item in plans.ranked))
         document = plans_document(
-            plans,
-            graph_for,
-            machine,
-            cost,
-            remark="\n".join((*teams, held)),
-            provenance=provenance(),
-            whole=lambda found: replace(lowering.whole(found), cluster=cluster),
+            named, graph_for, machine, cost, remark="\n".join((*teams, held)), provenance=provenance()
         )
         written = [*written, put_page(document, page, open_browser)]
-    basis = cost.explain_basis(graph_for(size), size)
-    interval = predict_step_interval(best, graph_for(size), machine, cost)
+    basis = seen.cost.explain_basis(seen.graph, best.microbatch_size)
+    interval = plans.interval()
     if as_json:
         places = {"file": files.plan, "script": files.script, "orders": find_orders, "page": page}
         print_json(
@@ -287,6 +290,7 @@ def plan(
                 "basis": basis,
                 "step_interval_s": [interval.low_s, interval.high_s],
                 "step_interval_measured": interval.measured,
+                "search": plans.search_row(),
                 **({"teams": teams[0]} if teams else {}),
                 **({"nodes": [asdict(node) for node in plans.best.nodes]} if plans.best.nodes else {}),
                 **{name: str(path) if path else None for name, path in places.items()},
@@ -298,6 +302,11 @@ def plan(
     print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *teams, *hosts, *found, *sure, "")
     # Names of files may hold square brackets, which rich would read as markup.
     print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(model)]))
+
+
+def _on(item: RankedPlan, cluster: str) -> RankedPlan:
+    """A plan with the reference of its cluster."""
+    return replace(item, plan=replace(item.plan, cluster=cluster))
 
 
 def print_misfit(error: NothingFitsError, as_json: bool) -> None:

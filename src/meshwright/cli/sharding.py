@@ -7,22 +7,28 @@ from typing import Annotated
 import typer
 
 TensorOption = Annotated[
-    int,
+    list[int] | None,
     typer.Option(
-        help="Split every op over so many devices side by side (tensor parallelism), as far as it can be.", min=1
+        help="Split every op over so many devices side by side (tensor parallelism), as far as it can be; repeat to "
+        "let the search choose.",
+        min=1,
     ),
 ]
 SequenceParallelOption = Annotated[
     bool, typer.Option("--sequence-parallel", help="With --tensor: between the split products, split the tokens.")
 ]
 ContextOption = Annotated[
-    int, typer.Option(help="Split the tokens of every sequence over so many devices (context parallelism).", min=1)
+    list[int] | None,
+    typer.Option(
+        help="Split the tokens of every sequence over so many devices (context parallelism); repeat for a choice.",
+        min=1,
+    ),
 ]
 ExpertOption = Annotated[
-    int,
+    list[int] | None,
     typer.Option(
         help="Lay the experts of every layer out over so many devices, each with samples of its own (expert "
-        "parallelism).",
+        "parallelism); repeat for a choice.",
         min=1,
     ),
 ]
@@ -36,18 +42,18 @@ PlacementOption = Annotated[
     ),
 ]
 RecomputeOption = Annotated[
-    str,
+    list[str] | None,
     typer.Option(
         metavar="WHAT",
         help="What runs again in the backward instead of being kept: none, selective (attention's scores), full (every "
-        "repeated block), or layers, as 0:12.",
+        "repeated block), or layers, as 0:12; repeat for a choice.",
     ),
 ]
 ZeroOption = Annotated[
-    int,
+    list[int] | None,
     typer.Option(
         help="What replicas share out instead of keeping it alike: nothing (0), optimizer states (1), gradients too "
-        "(2), parameters too (3, as FSDP).",
+        "(2), parameters too (3, as FSDP); repeat for a choice.",
         min=0,
         max=3,
     ),

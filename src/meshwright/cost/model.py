@@ -152,8 +152,11 @@ class CostModel:
         """
         if sharding.is_whole:
             return self
-        return replace(
-            self, cluster=team_cluster(self.cluster, sharding.width), devices=self.cluster, sharding=sharding
+        return self._keep(
+            ("teams", sharding),
+            lambda: replace(
+                self, cluster=team_cluster(self.cluster, sharding.width), devices=self.cluster, sharding=sharding
+            ),
         )
 
     def on_machines(self, cluster: Cluster, usual_links: Cluster) -> CostModel:

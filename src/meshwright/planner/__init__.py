@@ -1,15 +1,13 @@
 """Search the space of plans: how many stages, replicas and microbatches, in which schedule, on which ranks.
 
-`search_plans` solves exact slicing problems (`candidates`, `slicing`), simulates the most promising plans (`evaluate`)
-and returns `Plans`, which explain themselves. `adopt_schedule` and `compare_schedules` put a plan under other
-schedules, `compare_exchanges` with other ways of summing gradients, `find_order` under the fastest order that a search
-finds. `place` puts every op on a device instead.
+`search_plans` asks a search method (`methods`) for plans, simulates them (`evaluate`) and returns `Plans`, which
+explain themselves and say how far they may be from the best there can be (`bounds`). `adopt_schedule` and
+`compare_schedules` put a plan under other schedules, `compare_exchanges` with other ways of summing gradients,
+`find_order` under the fastest order that a search finds. `place` puts every op on a device instead.
 """
 
 from meshwright.planner.adoption import adopt_schedule
-from meshwright.planner.candidates import Coverage
 from meshwright.planner.diagnosis import NothingFitsError
-from meshwright.planner.dynamic_program import SlicingProblem
 from meshwright.planner.evaluate import Breakdown, RankedPlan, evaluate_plan, rank_simulation
 from meshwright.planner.exchanges import (
     EXCHANGE_NAMES,
@@ -20,28 +18,37 @@ from meshwright.planner.exchanges import (
 )
 from meshwright.planner.found_orders import FoundPlan, find_order
 from meshwright.planner.interval import explain_step_interval, predict_step_interval
+from meshwright.planner.method import Method, Proposal, SearchState
+from meshwright.planner.methods import METHODS
+from meshwright.planner.methods.slicing import Slicing, SlicingProblem, solve_slicing
 from meshwright.planner.pages import plans_document, simulation_document
-from meshwright.planner.place import place, seconds_on_one_device
-from meshwright.planner.place_constraints import Constraints
-from meshwright.planner.plans import Plans, explain_difference
+from meshwright.planner.placing.constraints import Constraints
+from meshwright.planner.placing.place import place, seconds_on_one_device
+from meshwright.planner.plans import Coverage, Plans, explain_difference
+from meshwright.planner.problem import Choices, Problem, Setting, list_shardings
 from meshwright.planner.replanning import replan_seconds
 from meshwright.planner.schedules import compare_schedules, schedule_rows
-from meshwright.planner.search import search_plans
-from meshwright.planner.slicing import Slicing, solve_slicing
-from meshwright.planner.teams import Lowering, lower_search
+from meshwright.planner.search import DEFAULT_METHOD, search_plans, solve
 
 __all__ = [
+    "DEFAULT_METHOD",
     "EXCHANGE_NAMES",
+    "METHODS",
     "Breakdown",
+    "Choices",
     "Constraints",
     "Coverage",
     "ExchangeComparison",
     "ExchangedPlan",
     "FoundPlan",
-    "Lowering",
+    "Method",
     "NothingFitsError",
     "Plans",
+    "Problem",
+    "Proposal",
     "RankedPlan",
+    "SearchState",
+    "Setting",
     "Slicing",
     "SlicingProblem",
     "adopt_schedule",
@@ -52,7 +59,7 @@ __all__ = [
     "explain_difference",
     "explain_step_interval",
     "find_order",
-    "lower_search",
+    "list_shardings",
     "place",
     "plans_document",
     "predict_step_interval",
@@ -62,5 +69,6 @@ __all__ = [
     "search_plans",
     "seconds_on_one_device",
     "simulation_document",
+    "solve",
     "solve_slicing",
 ]

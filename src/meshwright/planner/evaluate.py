@@ -14,8 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.cost import CostModel
-from meshwright.planner.placement import memory_limit
-from meshwright.simulator import Contention, NodeMemory, PeakMemory, Simulation, simulate_plan, simulate_plans
+from meshwright.planner.layouts import memory_limit
+from meshwright.simulator import (
+    Contention,
+    NodeMemory,
+    PeakMemory,
+    Simulation,
+    form_teams,
+    simulate_plan,
+    simulate_plans,
+)
 from meshwright.spec import Cluster, Graph, MeshwrightError, Plan
 
 # Seconds are sums of whole picoseconds; what is less in their differences is rounding.
@@ -74,6 +82,11 @@ class RankedPlan:
         return tuple(item.total_bytes for item in self.memory)
 
     @property
+    def device_seconds(self) -> float:
+        """Devices of the plan times the seconds of a step: what it costs, where devices cost alike."""
+        return self.plan.num_devices * self.step_time_s
+
+    @property
     def memory_owner(self) -> str:
         """The part of memory that is largest on the fullest rank."""
         return self.memory[self.fullest_rank].owner
@@ -126,8 +139,9 @@ def evaluate_plan(
     contention: Contention = "queued",
 ) -> RankedPlan:
     """Simulate a plan; needing too much memory is no error. Raises PlanError if it is not for this graph or cluster."""
-    simulation = simulate_plan(plan, graph, cluster, cost=cost, contention=contention)
-    return rank_simulation(simulation, plan, cluster, memory_limit_bytes=memory_limit_bytes, estimate_s=estimate_s)
+    seen = form_teams(plan, graph, cluster, cost)
+    simulation = simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost, contention=contention)
+    return rank_simulation(simulation, plan, seen.cluster, memory_limit_bytes=memory_limit_bytes, estimate_s=estimate_s)
 
 
 def evaluate_plans(

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan
-from meshwright.planner.placement import memory_limit
+from meshwright.planner.layouts import memory_limit
 from meshwright.program import SCHEDULES, FoundOrders, Order, compute_orders, find_orders, with_schedule, write_orders
 from meshwright.simulator import Contention, stage_times
 from meshwright.spec import Cluster, Graph, Opcode, Plan, PlanError, format_seconds, with_branches, write_text

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.cost import CostModel
-from meshwright.simulator import Contention, simulate_plan
+from meshwright.simulator import Contention, form_teams, simulate_plan
 from meshwright.spec import Cluster, Graph, Plan, format_seconds
 
 
@@ -30,6 +30,7 @@ def predict_step_interval(
     plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel, *, contention: Contention = "queued"
 ) -> StepInterval:
     """The interval of the step time of a plan, by those of its ops, transfers and optimizer steps."""
+    plan, graph, cluster, cost = form_teams(plan, graph, cluster, cost)
     kinds = {cluster.device_kind(rank).name: cluster.device_kind(rank) for rank in range(plan.num_ranks)}
     bases = {basis for kind in kinds.values() for basis in cost.price_ops(graph, plan.microbatch_size, kind).basis}
     low, high = (

@@ -14,7 +14,7 @@ from meshwright.cost import CostModel
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.plans import Plans, explain_prediction, summarise
 from meshwright.report.page import cluster_part, page_document, plans_part, result_part
-from meshwright.simulator import simulate_plan
+from meshwright.simulator import form_teams, simulate_plan
 from meshwright.spec import Cluster, Graph, Plan, Timeline, encode_document
 
 Row = dict[str, Any]
@@ -35,7 +35,6 @@ def plans_document(
     *,
     remark: str = "",
     provenance: Mapping[str, str] | None = None,
-    whole: Callable[[Plan], Plan] = _itself,
 ) -> Row:
     """The page document of ranked plans, best first; `report.page.write_page` makes the file.
 
@@ -46,28 +45,28 @@ def plans_document(
         cost: The cost model of the search.
         remark: A line below the explanation of the best plan.
         provenance: What the page says about its origin.
-        whole: What a plan of a local graph is for the whole one: it is shown, and can be saved.
     """
     results: list[Row] = []
     num_spans = 0
     for item in plans.ranked:
-        graph = graph_for(item.plan.microbatch_size)
+        seen = form_teams(item.plan, graph_for(item.plan.microbatch_size), cluster, cost)
         timelines: list[Timeline] = []
         if num_spans < MAX_PAGE_SPANS:
-            timeline = simulate_plan(item.plan, graph, cluster, cost=cost).timeline
+            timeline = simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost).timeline
             if not results or num_spans + timeline.num_spans <= MAX_PAGE_SPANS:
                 timelines.append(timeline)
             num_spans += timeline.num_spans
         words = "\n".join(filter(None, (plans.explain(item.plan), "" if results else remark)))
-        results.append(_predicted_part(item, timelines, graph, cluster, cost, explanation=words, whole=whole))
+        part = _predicted_part(item, timelines, seen.graph, seen.cluster, seen.cost, explanation=words, whole=_itself)
+        results.append(part)
     best = plans.best
     return page_document(
         f"{best.plan.model} on {best.plan.cluster}",
         results=results,
         cluster=cluster_part(cluster),
         plans=plans_part(plans.rows(), limit_bytes=min(best.memory_limit_bytes)),
-        provenance={**_origin(whole(best.plan), cluster), **(provenance or {})},
-        documents={"plan.json": encode_document(whole(best.plan))},
+        provenance={**_origin(best.plan, cluster), **(provenance or {})},
+        documents={"plan.json": encode_document(best.plan)},
     )
 
 
@@ -94,7 +93,7 @@ def simulation_document(
         remark: A line below the words of the prediction.
         provenance: What the page says about its origin.
         deflate: False packs faster and larger, for pages served on this machine.
-        whole: As of `plans_document`.
+        whole: What a plan of a local graph is for the whole one: it is shown, and can be saved.
     """
     explanation = "\n".join(filter(None, (explain_prediction(item), remark)))
     part = _predicted_part(

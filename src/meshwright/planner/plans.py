@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshwright.planner.candidates import Coverage
 from meshwright.planner.evaluate import RankedPlan
+from meshwright.planner.interval import StepInterval
 from meshwright.spec import Plan, PlanError, format_bytes, format_count, format_percent, format_seconds
 from meshwright.spec.html import Printer, html_table
 from meshwright.spec.plan import name_stages
@@ -22,18 +22,39 @@ MAX_STAGES_IN_WORDS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plans:
-    """Plans that fit, fastest simulated step first; equal ones by estimate, in the order of the search.
+class Coverage:
+    """What a search went through: configurations covered, those ruled out unseen, and plans that were simulated.
 
-    ``rejected`` were simulated and need too much memory; ``refused`` are those that an own schedule could not order,
-    and why. ``coverage`` counts what the search went through.
+    ``stopped`` says what ended it before its methods did ("the deadline", "an interrupt"), if anything did.
+    """
+
+    method: str
+    seed: int
+    num_considered: int
+    num_pruned: int
+    num_simulated: int
+    stopped: str = ""
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plans:
+    """Plans that fit, fastest simulated step first; equal ones in the order of the search.
+
+    ``rejected`` were simulated and need too much memory; ``refused`` are those that could not be simulated, and why.
+    ``front`` are the plans of which no other one that was simulated is better in step time, in peak memory and in the
+    devices that it takes for the time of a step, all at once. ``bound_s``: no plan that was allowed is faster by the
+    same prices; 0 if nothing was proven.
     """
 
     ranked: tuple[RankedPlan, ...]
     rejected: tuple[RankedPlan, ...]
     coverage: Coverage
     evaluate: Callable[[Plan], RankedPlan] = field(repr=False, compare=False)
+    predict_interval: Callable[[Plan], StepInterval] = field(repr=False, compare=False)
     refused: tuple[tuple[Plan, str], ...] = ()
+    front: tuple[RankedPlan, ...] = ()
+    bound_s: float = 0.0
 
     @property
     def best(self) -> RankedPlan:
@@ -41,9 +62,13 @@ class Plans:
         return self.ranked[0]
 
     @property
-    def num_pruned(self) -> int:
-        """Configurations that were ruled out without simulating them."""
-        return self.coverage.num_configurations - len(self.ranked) - len(self.rejected)
+    def gap(self) -> float | None:
+        """By which share the best plan is above the lower bound; None where there is no bound."""
+        return self.best.step_time_s / self.bound_s - 1 if self.bound_s > 0 else None
+
+    def interval(self, plan: Plan | None = None) -> StepInterval:
+        """The 80 % interval of the step time of a plan (default: the best)."""
+        return self.predict_interval(self.best.plan if plan is None else plan)
 
     def rows(self) -> list[dict[str, Any]]:
         """One plain row per ranked plan, best first.
@@ -54,6 +79,13 @@ class Plans:
         ``inside_s`` (exchanges inside of passes), ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``.
         """
         return [_row(place, item) for place, item in enumerate(self.ranked, 1)]
+
+    def search_row(self) -> dict[str, Any]:
+        """How the plans were found, as one plain row.
+
+        Keys: those of `Coverage`; ``bound_s`` and ``gap_share`` (None where nothing was proven).
+        """
+        return {**asdict(self.coverage), "bound_s": self.bound_s or None, "gap_share": self.gap}
 
     def explain(self, plan: Plan | None = None) -> str:
         """Why this plan (default: the best): where its step goes, what it needs, how it compares with the best."""
@@ -68,7 +100,7 @@ class Plans:
         if self.refused:
             plan, reason = self.refused[0]
             lines.append(
-                f"Left out {format_count(len(self.refused), 'plan')} that cannot follow their schedule, the first of "
+                f"Left out {format_count(len(self.refused), 'plan')} that cannot be simulated, the first of "
                 f"them {summarise(plan)}: {reason}"
             )
         return "\n".join(lines)
@@ -126,11 +158,19 @@ class Plans:
 
     def _search_line(self) -> str:
         coverage = self.coverage
-        return (
-            f"A space of {_large(coverage.num_configurations)} plans, covered by {coverage.num_problems} exact slicing "
-            f"problems ({coverage.num_infeasible} without any that fits), simulated "
-            f"{len(self.ranked) + len(self.rejected)}, of which {len(self.rejected)} need too much memory."
+        pruned = f" ({_large(coverage.num_pruned)} ruled out by bounds)" if coverage.num_pruned else ""
+        text = (
+            f"Searched by {coverage.method}: a space of {_large(coverage.num_considered)} plans{pruned}, "
+            f"{coverage.num_simulated} simulated, of which {len(self.rejected)} need too much memory."
         )
+        if coverage.stopped:
+            text += f" It was ended by {coverage.stopped}; there may be better ones."
+        if self.gap is not None:
+            text += (
+                f" No allowed plan takes less than {format_seconds(self.bound_s)} by these prices; the best one takes "
+                f"{format_percent(self.gap)} more."
+            )
+        return text
 
 
 def explain_prediction(item: RankedPlan) -> str:

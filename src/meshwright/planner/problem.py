@@ -1,158 +1,276 @@
-"""Assemble slicing problems: stages of a graph at one microbatch size, placed by one layout, under one schedule."""
+"""What a search is asked: a model, machines, a workload, and what plans may choose.
+
+A **setting** is a choice that decides which graph a device computes and what it keeps of it: how many devices, how ops
+are split over teams of them, the ZeRO stage, what is computed again, what is kept away from devices. Under a setting
+the problem is one without any of these (`Space`): its graphs are the local ones, its ranks teams (`simulator.teams`).
+What is left to choose there are stages, replicas, microbatches, schedule and ranks. A plan found in a space is that of
+the whole graph but for what it says of the setting, which `Space.whole` adds.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import NamedTuple
 
 from meshwright.cost import CostModel
-from meshwright.cost.memory import backend_of
-from meshwright.planner.dynamic_program import SlicingProblem
-from meshwright.planner.placement import Places
-from meshwright.planner.stage_bytes import StageBytes, stage_bytes, weigh_alone
-from meshwright.planner.structure import Structure
-from meshwright.planner.tables import StageSeconds, stage_seconds
-from meshwright.spec import Cluster, GradientExchange, Graph, Offload, StageSlice, Workload
-from meshwright.spec.offload import ON_DEVICE
+from meshwright.planner.adoption import DEFAULT_CHUNKS
+from meshwright.planner.stage_tables import Structure, Tables, find_structure, make_tables
+from meshwright.program import lower_graph, own_workload
+from meshwright.spec import (
+    Cluster,
+    GradientExchange,
+    Graph,
+    MeshwrightError,
+    Offload,
+    Plan,
+    PlanError,
+    Workload,
+    read_recompute,
+)
+from meshwright.spec.exchange import ZeroStage
+from meshwright.spec.offload import ON_DEVICE, check_offload
+from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.sharding import AXES, UNSHARDED, OpPlacement, Sharding
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+# Microbatch sizes that are tried when none are given: each prices the whole graph anew (0.1 to 0.3 s at 6,000 ops).
+MAX_MICROBATCH_SIZES = 12
+
+
+class Setting(NamedTuple):
+    """What decides the graph and the memory of a device; ``recompute`` in words or layers (`spec.read_recompute`)."""
+
+    num_devices: int
+    sharding: Sharding = UNSHARDED
+    zero: ZeroStage = 0
+    recompute: str = "none"
+    offload: Offload = ON_DEVICE
+
+    def describe(self) -> str:
+        """For people: ``8 devices, tensor 4, ZeRO 1``."""
+        parts = [f"{self.num_devices} devices", self.sharding.describe()]
+        parts += [f"ZeRO {self.zero}"] * bool(self.zero)
+        parts += [f"recompute {self.recompute}"] * (self.recompute != "none")
+        parts += [self.offload.describe()] * (self.offload != ON_DEVICE)
+        return ", ".join(filter(None, parts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What plans may choose among; where there is one value, it is fixed.
+
+    ``num_devices``, ``num_stages`` and ``microbatch_sizes`` that are empty stand for all devices of the cluster, any
+    number, and divisors of the batch. ``num_chunks`` are stages on a rank, where schedules deal them out in turn.
+    ``schedules`` are names; ``schedule_hashes`` those of files, by reference.
+    """
+
+    num_devices: tuple[int, ...] = ()
+    shardings: tuple[Sharding, ...] = (UNSHARDED,)
+    zero: tuple[ZeroStage, ...] = (0,)
+    recompute: tuple[str, ...] = ("none",)
+    offload: tuple[Offload, ...] = (ON_DEVICE,)
+    microbatch_sizes: tuple[int, ...] = ()
+    schedules: tuple[str, ...] = BASIC_SCHEDULES
+    schedule_hashes: Mapping[str, str] = field(default_factory=dict)
+    num_stages: tuple[int, ...] = ()
+    num_chunks: tuple[int, ...] = (DEFAULT_CHUNKS,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tables:
-    """A graph's stages at one microbatch size: bytes, and seconds by the name of the device kind."""
+class Problem:
+    """One search. ``graph_for`` gives the graph for a microbatch size (the same one if its sizes are symbolic).
 
-    graph: Graph
-    microbatch_size: int
-    num_microbatches: int
-    bytes: StageBytes
-    seconds: dict[str, StageSeconds]
+    ``exchange`` is that of all plans, but for the ZeRO stage. ``memory_limit_bytes`` replaces every device's memory.
+    """
+
+    graph_for: Callable[[int], Graph]
+    cluster: Cluster
+    workload: Workload
+    cost: CostModel
+    choices: Choices = field(default_factory=Choices)
+    exchange: GradientExchange = field(default_factory=GradientExchange)
+    memory_limit_bytes: int | None = None
+    model: str = ""
+    model_sizes: tuple[tuple[str, int], ...] = ()
+    _spaces: dict[Setting, Space | MeshwrightError] = field(init=False, repr=False, default_factory=dict)
+
+    def settings(self) -> Iterator[Setting]:
+        """All combinations of the choices, in their order; some of them may be impossible."""
+        chosen = self.choices
+        for item in product(
+            chosen.num_devices or (self.cluster.num_ranks,),
+            chosen.shardings,
+            chosen.zero,
+            chosen.recompute,
+            chosen.offload,
+        ):
+            yield Setting(*item)
+
+    def spaces(self) -> Iterator[Space]:
+        """What each possible setting leaves to choose. Raises what is wrong with the first one if none is possible."""
+        errors: list[MeshwrightError] = []
+        for setting in self.settings():
+            try:
+                yield self.space(setting)
+            except MeshwrightError as error:
+                errors.append(error)
+        if len(errors) == sum(1 for _ in self.settings()):
+            raise errors[0]
+
+    def space(self, setting: Setting) -> Space:
+        """What a setting leaves to choose.
+
+        Raises PlanError for devices that are no whole number of teams, samples that do not divide, ops that cannot be
+        split so; ClusterError for teams that do not fit the nodes.
+        """
+        if setting not in self._spaces:
+            try:
+                self._spaces[setting] = _make_space(self, setting)
+            except MeshwrightError as error:
+                self._spaces[setting] = error
+        found = self._spaces[setting]
+        if isinstance(found, MeshwrightError):
+            raise found
+        return found
 
 
-def make_tables(
-    graph: Graph,
-    structure: Structure,
-    microbatch_size: int,
-    cluster: Cluster,
-    workload: Workload,
-    cost: CostModel,
-    offload: Offload = ON_DEVICE,
-) -> Tables:
-    """Price all stages of a graph for microbatches of this size. Raises GraphError if the graph excludes the size."""
-    return Tables(
-        graph=graph,
-        microbatch_size=microbatch_size,
-        num_microbatches=workload.global_batch // microbatch_size,
-        bytes=stage_bytes(graph, structure, microbatch_size, workload, cost),
-        seconds={
-            kind.name: stage_seconds(graph, structure, microbatch_size, workload, cost, kind, offload)
-            for kind in cluster.device_kinds
-        },
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Space:
+    """A problem under one setting: stages, replicas, microbatches, schedule and ranks are left to choose.
+
+    ``graph_for``, ``cluster``, ``workload`` and ``cost`` are those that one team sees; ``num_ranks`` are teams.
+    """
+
+    problem: Problem
+    setting: Setting
+    graph_for: Callable[[int], Graph]
+    cluster: Cluster
+    workload: Workload
+    cost: CostModel
+    num_ranks: int
+    microbatch_sizes: tuple[int, ...]
+    schedules: tuple[str, ...]
+    num_stages: tuple[int, ...]
+    memory_limit_bytes: int | None
+    exchange: GradientExchange
+    _structures: dict[int, tuple[Graph, Structure]] = field(init=False, repr=False, default_factory=dict)
+    _tables: dict[int, Tables] = field(init=False, repr=False, default_factory=dict)
+
+    @property
+    def offload(self) -> Offload:
+        """What its plans keep away from devices."""
+        return self.setting.offload
+
+    def tables(self, microbatch_size: int) -> Tables:
+        """Seconds and bytes of all stages at a microbatch size, made once for all methods."""
+        if microbatch_size not in self._tables:
+            graph = self.graph_for(microbatch_size)
+            if id(graph) not in self._structures:
+                self._structures[id(graph)] = graph, find_structure(graph)
+            structure = self._structures[id(graph)][1]
+            self._tables[microbatch_size] = make_tables(
+                graph, structure, microbatch_size, self.cluster, self.workload, self.cost, self.offload
+            )
+        return self._tables[microbatch_size]
+
+    def whole(self, plan: Plan) -> Plan:
+        """A plan of the local graph, as one of the whole graph."""
+        setting = self.setting
+        if setting.sharding.is_whole and setting.recompute == "none":
+            return plan
+        graph = self.problem.graph_for(plan.microbatch_size)
+        return replace(
+            plan,
+            graph_hash=graph.content_hash,
+            workload=self.problem.workload,
+            sharding=setting.sharding,
+            recompute=read_recompute(graph, setting.recompute),
+        )
+
+
+def _make_space(problem: Problem, setting: Setting) -> Space:
+    sharding, chosen = setting.sharding, problem.choices
+    workload = own_workload(problem.workload, sharding)
+    cost = problem.cost.for_teams(sharding)
+    if setting.num_devices % sharding.width:
+        raise PlanError(
+            f"{setting.num_devices} devices were to be used in teams of {sharding.width} (tensor times context times "
+            "expert); expected a multiple. Choose another number of devices, or other sizes of the axes."
+        )
+    num_ranks = setting.num_devices // sharding.width
+    sizes = microbatch_sizes(workload, chosen.microbatch_sizes)
+    space = Space(
+        problem=problem,
+        setting=setting,
+        graph_for=lambda size: _local_graph(problem, setting, size),
+        cluster=cost.cluster if cost.devices else problem.cluster,
+        workload=workload,
+        cost=cost,
+        num_ranks=num_ranks,
+        microbatch_sizes=sizes,
+        schedules=chosen.schedules,
+        num_stages=chosen.num_stages,
+        memory_limit_bytes=problem.memory_limit_bytes,
+        exchange=replace(problem.exchange, zero=setting.zero),
     )
+    check_offload(setting.offload, problem.cluster, setting.num_devices)
+    # What ops cannot take is found here, not in the middle of a search.
+    space.graph_for(sizes[0])
+    return space
 
 
-def settle_stage(
-    tables: Tables, stage: StageSlice, layers: tuple[int, int], num_replicas: int, workload: Workload, cost: CostModel
-) -> None:
-    """Put the exact bytes of a stage with so many replicas in the place of bounds."""
-    exchanges = num_replicas > 1
-    memory = weigh_alone(tables.graph, stage, tables.microbatch_size, workload, cost, exchanges=exchanges)
-    tables.bytes.settle(*layers, memory, exchanges=exchanges)
+def _local_graph(problem: Problem, setting: Setting, microbatch_size: int) -> Graph:
+    graph = problem.graph_for(microbatch_size)
+    if setting.sharding.is_whole and setting.recompute == "none":
+        return graph
+    return lower_graph(graph, setting.sharding, read_recompute(graph, setting.recompute))
 
 
-def make_problem(
-    tables: Tables,
-    places: Places,
+def list_shardings(
     *,
-    in_flight: Integers,
-    beside: NDArray[np.float64],
-    exchange: GradientExchange,
-    workload: Workload,
-    cost: CostModel,
-    offload: Offload = ON_DEVICE,
-) -> SlicingProblem:
-    """The arrays of one slicing problem.
+    tensor: Sequence[int] = (1,),
+    context: Sequence[int] = (1,),
+    expert: Sequence[int] = (1,),
+    sequence_parallel: bool = False,
+    placements: tuple[OpPlacement, ...] = (),
+) -> tuple[Sharding, ...]:
+    """All combinations of the sizes of axes; where there are several, what an axis of size 1 cannot have is left out.
 
-    ``in_flight`` are the microbatches that its schedule keeps, ``beside`` (L, L + 1) the bytes of a stage that only its
-    simulation showed.
+    Raises PlanError for an axis whose only size does not allow what is asked of it.
     """
-    on_device = offload.optimizer == "device"
-    states = tables.bytes.states if on_device else np.zeros_like(tables.bytes.states)
-    parameters, gradients, most = tables.bytes.parameters, tables.bytes.exchange, tables.bytes.most
-    if offload.parameters == "host":
-        # What is there of both is in passes alone: stages stand at a lower bound.
-        most = np.maximum(most - gradients[..., None], 0.0)
-        parameters, gradients = np.zeros_like(parameters), np.zeros_like(gradients)
-    mixed = [[tables.seconds[name] for name in names] for names in places.kind_sets]
-    return SlicingProblem(
-        num_microbatches=tables.num_microbatches,
-        num_fills=1 if workload.kind == "training" else 0,
-        in_flight=in_flight,
-        overlap=exchange.overlap,
-        bucket_bytes=float(exchange.bucket_bytes),
-        seconds=np.stack([np.maximum.reduce([kind.total for kind in kinds]) for kinds in mixed]),
-        backward_s=np.stack([np.minimum.reduce([kind.backward for kind in kinds]) for kinds in mixed]),
-        optimizer_s=np.stack([np.maximum.reduce([kind.optimizer for kind in kinds]) for kinds in mixed]),
-        zero=exchange.zero,
-        passes_wait=all(backend_of(kind) == "cpu" for kind in cost.cluster.device_kinds),
-        pass_bytes=_pass_bytes(tables.bytes, exchange.zero),
-        static_bytes=tables.bytes.static - (tables.bytes.states - states) - (tables.bytes.parameters - parameters),
-        shared_bytes=_shared_bytes(parameters, states, exchange.zero),
-        flight_bytes=tables.bytes.flight,
-        leaving_bytes=tables.bytes.leaving,
-        input_bytes=tables.bytes.inputs,
-        beside_bytes=beside,
-        most_bytes=most,
-        exchange_bytes=gradients,
-        transfer_s=np.stack([_transfer_seconds(tables.bytes, pair, cost) for pair in places.links]),
-        kind_of=places.kind_of,
-        link_of=places.link_of,
-        memory_limit=places.memory_limit,
-        latency_s=places.latency_s,
-        bucket_s=places.bucket_s,
-    )
+    sizes = list(product(dict.fromkeys(tensor), dict.fromkeys(context), dict.fromkeys(expert)))
+    found = []
+    for each in sizes:
+        of_axis = dict(zip(AXES, each, strict=True))
+        kept = tuple(item for item in placements if len(sizes) == 1 or of_axis[item.axis] > 1)
+        apart = sequence_parallel and (len(sizes) == 1 or of_axis["tensor"] > 1)
+        found.append(
+            Sharding(tensor=each[0], context=each[1], expert=each[2], sequence_parallel=apart, placements=kept)
+        )
+    return tuple(found)
 
 
-def _pass_bytes(stages: StageBytes, zero: int) -> Floats:
-    """The gradients whose sum takes as long as the gathers and scatters of a microbatch: each is half of a sum."""
-    gathers = max(zero - 1, 0)
-    return (gathers * stages.parameters + stages.exchange * (gathers > 0)) / 2
+def microbatch_sizes(workload: Workload, given: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Sizes to try, ascending: those given, or divisors of the batch. Raises PlanError for one that does not divide."""
+    batch = workload.global_batch
+    if given:
+        wrong = [size for size in given if size < 1 or batch % size]
+        if wrong:
+            raise PlanError(
+                f"A global batch of {batch} samples does not divide into microbatches of {wrong}. "
+                f"Choose sizes that divide {batch}: {', '.join(map(str, divisors(batch)[:12]))}."
+            )
+        return tuple(sorted(set(given)))
+    found = divisors(batch)
+    if len(found) <= MAX_MICROBATCH_SIZES:
+        return tuple(found)
+    # Evenly spread over the scale of sizes: the divisor nearest to each step of a geometric ladder.
+    steps = [batch ** (k / (MAX_MICROBATCH_SIZES - 1)) for k in range(MAX_MICROBATCH_SIZES)]
+    return tuple(sorted({min(found, key=lambda size: (abs(size / step - 1), size)) for step in steps}))
 
 
-def _shared_bytes(parameters: Floats, states: Floats, zero: int) -> Floats:
-    """What replicas of stages share out of what is there all the time: states; with zero 3 parameters, too."""
-    if zero == 0:
-        return np.zeros_like(states)
-    return states if zero < 3 else states + parameters
-
-
-def assume_in_flight(schedule: str, num_microbatches: int, num_ranks: int, kind: str) -> Integers:
-    """Microbatches in flight of a stage with r replicas behind a ranks, shape (D, D + 1): all (GPipe), or 1F1B's.
-
-    In inference one: it is held only while it is computed.
-    """
-    behind, take = np.meshgrid(np.arange(num_ranks), np.maximum(np.arange(num_ranks + 1), 1), indexing="ij")
-    rounds = -(-num_microbatches // take)
-    if kind == "inference":
-        rounds = np.minimum(rounds, 1)
-    elif schedule != "gpipe":
-        rounds = np.minimum(rounds, -(-(num_ranks - behind) // take))
-    counts: Integers = rounds.astype(np.int64)
-    return counts
-
-
-def _transfer_seconds(stages: StageBytes, pair: tuple[int, int], cost: CostModel) -> list[float]:
-    """Seconds per microbatch to carry values over each boundary and their gradients back; 0 before layer 0.
-
-    A pair that is one rank twice stands for no link, and takes no time.
-    """
-    if pair[0] == pair[1]:
-        return [0.0] * len(stages.crossing_forward)
-    seconds = [0.0]
-    for forward, backward in zip(stages.crossing_forward[1:], stages.crossing_backward[1:], strict=True):
-        sizes = [num_bytes for num_bytes in (forward, backward) if num_bytes]
-        seconds.append(sum(cost.collective_seconds("send", pair, num_bytes) for num_bytes in sizes))
-    return seconds
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})

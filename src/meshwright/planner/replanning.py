@@ -22,12 +22,12 @@ def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
                 cost.cluster,
                 plan.workload,
                 cost=cost,
-                num_ranks=num_ranks,
+                num_devices=num_ranks,
                 max_plans=1,
                 microbatch_sizes=None if graph.batch_size is None else (graph.batch_size,),
                 schedules=(plan.schedule,) if plan.schedule in BASIC_SCHEDULES else BASIC_SCHEDULES,
                 exchange=plan.exchange,
-                offload=plan.offload,
+                offload=(plan.offload,),
             )
         except PlanError:
             continue

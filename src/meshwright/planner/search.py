@@ -1,24 +1,28 @@
-"""Search for plans: slice exactly, simulate the most promising, rank by simulated step time.
+"""Search for plans: methods propose, the simulator decides, the best are kept.
 
-search_plans  →  candidates (exact slicing per microbatch size, schedule, layout)
-              →  choose  (best estimates first, half of the places for shapes not seen yet)
-              →  evaluate (simulate; memory decided there; what does not fit makes room for the next best)
-              →  Plans   (ranked; explain, why_not)
+search_plans  →  find_method   (exact slicing, or another one: `methods`)
+              →  run           (simulate what the method proposes and tell it the result, until it or the time is over)
+              →  Plans         (ranked; explain, why_not, lower bound)
+
+Step time and memory of every plan are simulated, whoever proposed it, so that methods compare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from itertools import product
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
 
 from meshwright.cost import CostModel
-from meshwright.planner.adoption import DEFAULT_CHUNKS, adopt_schedule
-from meshwright.planner.candidates import Candidate, CandidateSearch, Space
+from meshwright.planner.adoption import DEFAULT_CHUNKS
 from meshwright.planner.diagnosis import raise_infeasible, require_possible
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan
-from meshwright.planner.plans import Plans
+from meshwright.planner.interval import StepInterval, predict_step_interval
+from meshwright.planner.method import Method, Proposal, SearchState
+from meshwright.planner.methods import find_method
+from meshwright.planner.plans import Coverage, Plans
+from meshwright.planner.problem import Choices, Problem
 from meshwright.program import OwnSchedule, name_schedule
 from meshwright.spec import (
     Cluster,
@@ -35,20 +39,12 @@ from meshwright.spec import (
     Workload,
     with_branches,
 )
-from meshwright.spec.exchange import WAVES
-from meshwright.spec.offload import ON_DEVICE, check_offload
-from meshwright.spec.own_code import order_file
-from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
+from meshwright.spec.exchange import WAVES, ZeroStage
+from meshwright.spec.offload import ON_DEVICE
+from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.sharding import UNSHARDED, Sharding
 
-# Microbatch sizes that are tried when none are given: each prices the whole graph anew (0.1 to 0.3 s at 6,000 ops).
-MAX_MICROBATCH_SIZES = 12
-# Instructions that are simulated in all, the first plan apart: building and simulating 100,000 takes about a second
-# (own measurement, one Xeon core), and a plan for a large cluster has some hundred thousand.
-MAX_INSTRUCTIONS = 600_000
-# Plans that an own schedule may fail on before the search gives up on finding ones that it orders.
-MAX_REFUSED = 64
-# The best plans may have a layout that another schedule refuses, such as unlike replicas: so many are given to it.
-LEAST_ADOPTED = 8
+DEFAULT_METHOD = "slicing"
 
 
 def search_plans(
@@ -59,125 +55,212 @@ def search_plans(
     cost: CostModel | None = None,
     model: str = "",
     model_sizes: tuple[tuple[str, int], ...] = (),
-    num_ranks: int | None = None,
-    num_stages: int | None = None,
-    max_plans: int = 8,
+    method: str | Method = DEFAULT_METHOD,
+    num_devices: int | Sequence[int] | None = None,
+    num_stages: int | Sequence[int] | None = None,
+    num_chunks: int | Sequence[int] = DEFAULT_CHUNKS,
     microbatch_sizes: Sequence[int] | None = None,
     schedules: Sequence[str | OwnSchedule] = BASIC_SCHEDULES,
-    num_chunks: int = DEFAULT_CHUNKS,
-    memory_limit_bytes: int | None = None,
+    shardings: Sequence[Sharding] = (UNSHARDED,),
+    zero: Sequence[ZeroStage] = (),
+    recompute: Sequence[str] = ("none",),
+    offload: Sequence[Offload] = (ON_DEVICE,),
     exchange: GradientExchange | None = None,
-    offload: Offload = ON_DEVICE,
+    memory_limit_bytes: int | None = None,
+    max_plans: int = 8,
+    deadline_s: float | None = None,
+    seed: int = 0,
     events: EventSink | None = None,
 ) -> Plans:
     """The best plans for a model on a cluster, fastest predicted step first.
 
-    ``graph_for`` gives the graph for a microbatch size (the same one if its sizes are symbolic). Every plan uses
-    exactly ``num_ranks`` ranks (default: the whole cluster) and, if given, ``num_stages`` stages.
-    ``microbatch_sizes`` default to divisors of the global batch; ``memory_limit_bytes`` replaces every device's
-    memory. ``schedules`` are names, references ``path/to/file.py:function`` of your own, such functions themselves, or
-    files of orders (``path/to/orders.csv``); plans that an own schedule cannot order are left out. Slicings are
-    searched for gpipe, 1f1b and your functions; others take the plans found for these (for 1f1b, if none of them is
-    asked for), with layers dealt out anew and ``num_chunks`` stages on a rank where they need that (`adopt_schedule`).
-    ``offload`` says what all plans keep away from devices.
-    At most ``max_plans`` plans are returned, fewer if their simulation would take long. ``model``, ``model_sizes`` and
-    the cluster's name are noted in the plans. The same input gives the same plans in the same order.
+    ``graph_for`` gives the graph for a microbatch size (the same one if its sizes are symbolic). What plans may choose
+    among is given as sequences: numbers of devices (default: the whole cluster, all of which a plan uses), of stages,
+    of stages on a rank (``num_chunks``, under schedules that deal them out in turn), ``microbatch_sizes`` (default:
+    divisors of the global batch), ``schedules`` (names, references ``path/to/file.py:function``, such functions
+    themselves, or files of orders), ``shardings``, stages of ZeRO (default: that of the ``exchange``), ``recompute`` in
+    words or layers, and what ``offload`` keeps away from devices.
+    ``memory_limit_bytes`` replaces every device's memory. ``method`` is the name of one (`methods`), a reference to
+    your own, or such a function. At most ``max_plans`` plans are returned. The same input and ``seed`` give the same
+    plans in the same order, unless ``deadline_s`` seconds or an interrupt end the search, which then returns what it
+    has. ``model``, ``model_sizes`` and the cluster's name are noted in the plans.
 
     Raises PlanError for an argument out of range, NoFeasiblePlanError if nothing fits; its message names the
     constraint that binds and what would make a plan possible. Raises ScheduleReferenceError for what is no schedule,
     ScheduleError or DeadlockError if own schedules order none of the plans that were tried.
     """
-    events = events or NullSink()
     if max_plans < 1:
         raise PlanError(f"At most {max_plans} plans were asked for; ask for at least 1.")
+    if deadline_s is not None and not deadline_s > 0:
+        raise PlanError(f"A deadline of {deadline_s} s was given; expected a positive number of seconds.")
     named = dict(name_schedule(schedule) for schedule in schedules)
     exchange = _checked(exchange or GradientExchange(), named)
-    adopted = [name for name in named if _is_adopted(name)]
-    searched = {name: content_hash for name, content_hash in named.items() if name not in adopted}
-    space = Space(
+    problem = Problem(
         graph_for=graph_for,
         cluster=cluster,
         workload=workload,
         cost=cost or CostModel(cluster=cluster, precision=workload.precision),
+        choices=Choices(
+            num_devices=_some(num_devices),
+            num_stages=_some(num_stages),
+            num_chunks=_some(num_chunks),
+            microbatch_sizes=_given("microbatch sizes", microbatch_sizes),
+            schedules=tuple(named),
+            schedule_hashes=named,
+            shardings=tuple(shardings),
+            zero=tuple(zero) or (exchange.zero,),
+            recompute=tuple(recompute),
+            offload=tuple(offload),
+        ),
+        exchange=exchange,
+        memory_limit_bytes=memory_limit_bytes,
         model=model,
         model_sizes=model_sizes,
-        num_ranks=cluster.num_ranks if num_ranks is None else num_ranks,
-        microbatch_sizes=_microbatch_sizes(workload, microbatch_sizes),
-        schedules=tuple(searched) or (("1f1b",) if adopted else ()),
-        schedule_hashes=searched,
-        num_stages=num_stages,
-        memory_limit_bytes=memory_limit_bytes,
-        exchange=exchange.suited_to(""),
-        offload=offload,
     )
-    require_possible(space)
-    check_offload(offload, cluster, space.num_ranks)
-    search = CandidateSearch(space, events)
-    candidates = search.run()
+    return solve(problem, method, max_plans=max_plans, deadline_s=deadline_s, seed=seed, events=events)
 
-    def evaluate(plan: Plan, estimate_s: float | None = None) -> RankedPlan:
-        graph = graph_for(plan.microbatch_size)
+
+def solve(
+    problem: Problem,
+    method: str | Method = DEFAULT_METHOD,
+    *,
+    max_plans: int = 8,
+    deadline_s: float | None = None,
+    seed: int = 0,
+    events: EventSink | None = None,
+) -> Plans:
+    """Search a problem by a method; arguments and errors as of `search_plans`."""
+    require_possible(problem)
+    events = events or NullSink()
+    begun = time.monotonic()
+    state = SearchState(max_plans=max_plans, random=np.random.default_rng(seed), events=events)
+    if deadline_s is not None:
+        state.stop_at = begun + deadline_s
+    name, steps = (method, find_method(method)) if isinstance(method, str) else (_name_of(method), method)
+    log = _Log(problem, state)
+    stopped = log.run(steps)
+    if not log.fitting:
+        if state.refused and not log.rejected:
+            raise state.refused[0][1]
+        if stopped:
+            raise PlanError(f"No plan that fits was found before {stopped} ended the search. Give it more time.")
+        raise_infeasible(problem, log.rejected, log.evaluate, _has_plan)
+    ranked = sorted(log.fitting, key=lambda item: item.step_time_s)
+    return Plans(
+        ranked=tuple(ranked[:max_plans]),
+        rejected=tuple(log.rejected),
+        refused=tuple((plan, str(error)) for plan, error in state.refused),
+        coverage=Coverage(
+            method=name,
+            seed=seed,
+            num_considered=max(state.num_considered, log.num_simulated),
+            num_pruned=state.num_pruned,
+            num_simulated=log.num_simulated,
+            stopped=stopped,
+            seconds=time.monotonic() - begun,
+        ),
+        evaluate=log.evaluate,
+        predict_interval=log.predict_interval,
+        front=find_front(ranked),
+        bound_s=state.bound_s,
+    )
+
+
+class _Log:
+    """What came of all proposals of one search."""
+
+    def __init__(self, problem: Problem, state: SearchState) -> None:
+        self._problem, self._state = problem, state
+        self._known: dict[Plan, RankedPlan | None] = {}
+        self.fitting: list[RankedPlan] = []
+        self.rejected: list[RankedPlan] = []
+
+    @property
+    def num_simulated(self) -> int:
+        """Distinct plans that were simulated."""
+        return sum(item is not None for item in self._known.values())
+
+    def run(self, method: Method) -> str:
+        """Simulate what a method proposes; says what ended it early, if anything did."""
+        steps, result = method(self._problem, self._state), None
+        try:
+            proposal = next(steps)
+            while True:
+                result = self._look(proposal)
+                if self._state.seconds_left() <= 0:
+                    return "the deadline"
+                proposal = steps.send(result)
+        except StopIteration:
+            return ""
+        except KeyboardInterrupt:
+            if not self.fitting:
+                raise
+            return "an interrupt"
+        finally:
+            steps.close()
+
+    def evaluate(self, plan: Plan, estimate_s: float | None = None) -> RankedPlan:
+        """Simulate a plan. Raises PlanError if it is not for this graph and cluster."""
+        problem = self._problem
+        graph = problem.graph_for(plan.microbatch_size)
         return evaluate_plan(
             _branched(plan, graph),
             graph,
-            cluster,
-            space.cost,
-            memory_limit_bytes=memory_limit_bytes,
+            problem.cluster,
+            problem.cost,
+            memory_limit_bytes=problem.memory_limit_bytes,
             estimate_s=estimate_s,
         )
 
-    fitting: list[RankedPlan] = []
-    rejected: list[RankedPlan] = []
-    refused: list[tuple[Plan, MeshwrightError]] = []
-    instructions = 0
-    tried: dict[Plan, RankedPlan] = {}
-    wanted = max(max_plans, LEAST_ADOPTED) if adopted else max_plans
-    todo: Iterator[Candidate] = choose(candidates, wanted)
-    for candidate in _with_next_best(todo, tried, search):
-        if len(fitting) == wanted or (fitting and len(rejected) > wanted) or len(refused) == MAX_REFUSED:
-            break
-        if fitting and instructions + num_instructions(candidate.plan) > MAX_INSTRUCTIONS:
-            continue
-        instructions += num_instructions(candidate.plan)
-        events.progress("simulate plans", len(fitting), wanted)
-        # The closed form knows the named schedules only.
-        own = candidate.plan.has_own_schedule
+    def predict_interval(self, plan: Plan) -> StepInterval:
+        """The interval of a plan's step time."""
+        problem = self._problem
+        return predict_step_interval(plan, problem.graph_for(plan.microbatch_size), problem.cluster, problem.cost)
+
+    def _look(self, proposal: Proposal) -> RankedPlan | None:
+        plan = proposal.plan
+        if plan in self._known:
+            return self._known[plan]
         try:
-            item = evaluate(candidate.plan, None if own else candidate.estimate_s)
+            # Closed forms know the named schedules only.
+            item = self.evaluate(plan, None if plan.has_own_schedule else proposal.estimate_s)
         except (ScheduleError, DeadlockError) as error:
-            if not own:
-                raise
-            refused.append((candidate.plan, error))
-            continue
-        tried[candidate.plan] = item
-        (fitting if item.fits else rejected).append(item)
-    events.progress("simulate plans", wanted, wanted)
-    if refused and not fitting and not rejected:
-        raise refused[0][1]
-    if not fitting:
-        raise_infeasible(space, rejected, evaluate, lambda relaxed: _has_plan(relaxed, evaluate))
-    if adopted:
-        others = _adopt(fitting, adopted, exchange, graph_for, space.cost, num_chunks, refused, evaluate)
-        rejected += [item for item in others if not item.fits]
-        fitting = [*(fitting if searched else ()), *(item for item in others if item.fits)]
-        if not fitting:
-            raise _nothing_adopted(adopted, rejected, refused)
-    return Plans(
-        ranked=tuple(sorted(fitting, key=lambda item: item.step_time_s)[:max_plans]),
-        rejected=tuple(rejected),
-        refused=tuple((plan, str(error)) for plan, error in refused),
-        coverage=search.coverage,
-        evaluate=evaluate,
-    )
+            self._state.refused.append((plan, error))
+            self._known[plan] = None
+            return None
+        self._known[plan] = item
+        if not item.fits:
+            self.rejected.append(item)
+        elif proposal.counts:
+            self.fitting.append(item)
+            if item.step_time_s < self._state.best_s:
+                self._state.best = item
+        return item
 
 
-def _checked(exchange: GradientExchange, schedules: Collection[str]) -> GradientExchange:
-    if exchange.staleness and WAVES not in schedules:
-        raise PlanError(
-            f"A staleness of {exchange.staleness} waves was given for {' and '.join(schedules)}; only {WAVES} has "
-            "waves. Leave it out, or ask for that schedule too."
-        )
-    return exchange
+def _has_plan(problem: Problem) -> bool:
+    """Whether any plan of a problem fits."""
+    state = SearchState(max_plans=1)
+    log = _Log(problem, state)
+    try:
+        log.run(find_method(DEFAULT_METHOD))
+    except MeshwrightError:
+        return False
+    return state.best is not None
+
+
+def find_front(items: Iterable[RankedPlan]) -> tuple[RankedPlan, ...]:
+    """Those of which none is better in step time, peak memory and device seconds at once, fastest first."""
+    front: list[RankedPlan] = []
+    for item in sorted(items, key=_figures):
+        mine = _figures(item)
+        if not any(all(a <= b for a, b in zip(_figures(other), mine, strict=True)) for other in front):
+            front.append(item)
+    return tuple(front)
+
+
+def _figures(item: RankedPlan) -> tuple[float, float, float]:
+    return item.step_time_s, max(item.peak_memory_bytes), item.device_seconds
 
 
 def _branched(plan: Plan, graph: Graph) -> Plan:
@@ -189,115 +272,26 @@ def _branched(plan: Plan, graph: Graph) -> Plan:
     return plan if has_replicas or plan.graph_hash != graph.content_hash else with_branches(plan, graph)
 
 
-def _adopt(
-    items: Iterable[RankedPlan],
-    schedules: Sequence[str],
-    exchange: GradientExchange,
-    graph_for: Callable[[int], Graph],
-    cost: CostModel,
-    num_chunks: int,
-    refused: list[tuple[Plan, MeshwrightError]],
-    evaluate: Callable[[Plan], RankedPlan],
-) -> list[RankedPlan]:
-    """The plans under each of the schedules, simulated; those that cannot follow it are noted in ``refused``."""
-    found: dict[Plan, RankedPlan] = {}
-    for item, schedule in product(items, schedules):
-        plan = item.plan
-        try:
-            plan = adopt_schedule(plan, schedule, graph_for(plan.microbatch_size), cost, num_chunks=num_chunks)
-            plan = replace(plan, exchange=exchange.suited_to(schedule))
-            if plan not in found:
-                found[plan] = evaluate(plan)
-        except (PlanError, ScheduleError, DeadlockError) as error:
-            refused.append((plan, error))
-    return list(found.values())
+def _checked(exchange: GradientExchange, schedules: Collection[str]) -> GradientExchange:
+    if exchange.staleness and WAVES not in schedules:
+        raise PlanError(
+            f"A staleness of {exchange.staleness} waves was given for {' and '.join(schedules)}; only {WAVES} has "
+            "waves. Leave it out, or ask for that schedule too."
+        )
+    return exchange
 
 
-def _is_adopted(schedule: str) -> bool:
-    """Whether plans are found for other schedules first: layouts of several stages on a rank, files of orders."""
-    return order_file(schedule) is not None or (schedule in SCHEDULE_NAMES and schedule not in BASIC_SCHEDULES)
+def _some(given: int | Sequence[int] | None) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, int) else tuple(given)
 
 
-def _nothing_adopted(
-    schedules: Sequence[str], rejected: Sequence[RankedPlan], refused: Sequence[tuple[Plan, MeshwrightError]]
-) -> MeshwrightError:
-    if refused and not rejected and not isinstance(refused[0][1], PlanError):
-        return refused[0][1]
-    reasons = [str(error) for _, error in refused[:1]]
-    reasons += [f"{item.plan.describe()} needs too much memory." for item in rejected[-1:]]
-    return PlanError(f"No plan that was found can follow {' or '.join(schedules)}. {' '.join(reasons)}")
+def _given(what: str, values: Sequence[int] | None) -> tuple[int, ...]:
+    if values is not None and not values:
+        raise PlanError(f"No {what} were given; give at least one, or leave them out.")
+    return tuple(values or ())
 
 
-def _with_next_best(
-    candidates: Iterable[Candidate], tried: Mapping[Plan, RankedPlan], search: CandidateSearch
-) -> Iterator[Candidate]:
-    """The candidates that were not ``tried`` yet; after one that does not fit, the next best of its problem."""
-    for first in candidates:
-        candidate: Candidate | None = first
-        while candidate is not None:
-            if candidate.plan not in tried:
-                yield candidate
-            item = tried.get(candidate.plan)
-            # Where devices have room and hosts have none, another slicing of the layers helps little.
-            if item is None or item.excess_bytes <= 0:
-                break
-            candidate = search.next_best(candidate, item.peak_memory_bytes)
-
-
-def _has_plan(space: Space, evaluate: Callable[[Plan], RankedPlan]) -> bool:
-    """Whether any plan of a space fits."""
-    search = CandidateSearch(space, NullSink())
-    tried: dict[Plan, RankedPlan] = {}
-    for candidate in _with_next_best(search.run(), tried, search):
-        with suppress(ScheduleError, DeadlockError):
-            tried[candidate.plan] = evaluate(candidate.plan)
-            if tried[candidate.plan].fits:
-                return True
-    return False
-
-
-def choose(candidates: Sequence[Candidate], max_plans: int) -> Iterator[Candidate]:
-    """The order in which candidates (cheapest first) are simulated: the first half of the places goes to the cheapest.
-
-    The second half goes to the cheapest of every shape (replicas per stage) not taken yet, then to the rest.
-    """
-    first = list(candidates[: (max_plans + 1) // 2])
-    yield from first
-    taken = {candidate.shape for candidate in first}
-    later: list[Candidate] = []
-    for candidate in candidates[len(first) :]:
-        if candidate.shape in taken:
-            later.append(candidate)
-        else:
-            taken.add(candidate.shape)
-            yield candidate
-    yield from later
-
-
-def num_instructions(plan: Plan) -> int:
-    """About how many instructions a step has: forwards, backwards, and four transfers between neighbouring stages."""
-    return plan.num_microbatches * (6 * len(plan.stages) - 4)
-
-
-def _microbatch_sizes(workload: Workload, given: Sequence[int] | None) -> tuple[int, ...]:
-    """Sizes to try, ascending. Raises PlanError for one that does not divide the batch."""
-    batch = workload.global_batch
-    if given is not None:
-        wrong = [size for size in given if size < 1 or batch % size]
-        if wrong or not given:
-            raise PlanError(
-                f"A global batch of {batch} samples does not divide into microbatches of {wrong or 'no size'}. "
-                f"Choose sizes that divide {batch}: {', '.join(map(str, _divisors(batch)[:12]))}."
-            )
-        return tuple(sorted(set(given)))
-    divisors = _divisors(batch)
-    if len(divisors) <= MAX_MICROBATCH_SIZES:
-        return tuple(divisors)
-    # Evenly spread over the scale of sizes: the divisor nearest to each step of a geometric ladder.
-    steps = [batch ** (k / (MAX_MICROBATCH_SIZES - 1)) for k in range(MAX_MICROBATCH_SIZES)]
-    return tuple(sorted({min(divisors, key=lambda size: (abs(size / step - 1), size)) for step in steps}))
-
-
-def _divisors(number: int) -> list[int]:
-    small = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
-    return sorted({*small, *(number // k for k in small)})
+def _name_of(method: Method) -> str:
+    return getattr(method, "__name__", type(method).__name__)

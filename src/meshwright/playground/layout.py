@@ -14,8 +14,8 @@ from typing import cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.placement import Layout, LayoutName
-from meshwright.planner.search import num_instructions
+from meshwright.planner.layouts import Layout, LayoutName
+from meshwright.planner.methods.slicing.method import num_instructions
 from meshwright.playground.state import State
 from meshwright.spec import Cluster, GradientExchange, Graph, Optimizer, Plan, PlanError, PlaygroundError
 from meshwright.spec.plan import BASIC_SCHEDULES, ScheduleName

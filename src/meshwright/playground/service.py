@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from meshwright.planner.placement import LayoutName
+from meshwright.planner.layouts import LayoutName
 from meshwright.playground.assets import read_asset
 from meshwright.playground.documents import answer_data, answer_document, impossible_data, pinned_data
 from meshwright.playground.guard import RefusedError

@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any, get_args
 from urllib.parse import parse_qsl, urlencode
 
-from meshwright.planner.placement import LayoutName
+from meshwright.planner.layouts import LayoutName
 from meshwright.spec.errors import PlaygroundError, suggest
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.workload import OptimizerName, Precision

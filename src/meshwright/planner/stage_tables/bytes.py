@@ -35,8 +35,8 @@ from meshwright.cost.memory.fullest import (
     STEP,
 )
 from meshwright.cost.optimizers import STEP_COUNTER_BYTES, state_bytes
-from meshwright.planner.rectangles import Integers
-from meshwright.planner.structure import Structure
+from meshwright.planner.stage_tables.rectangles import Integers
+from meshwright.planner.stage_tables.structure import Structure
 from meshwright.spec import RNG_STATE_BYTES, Graph, StageSlice, Workload, slice_graph
 
 Floats = NDArray[np.float64]

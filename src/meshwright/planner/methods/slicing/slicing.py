@@ -40,7 +40,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.planner.dynamic_program import SlicingProblem, Tables, bottleneck_of, fill_tables, make_tables
+from meshwright.planner.methods.slicing.dynamic_program import (
+    SlicingProblem,
+    Tables,
+    bottleneck_of,
+    fill_tables,
+    make_tables,
+)
 
 # Slicings whose costs differ by less than this share of their value are equal: sums of some hundred doubles.
 _RELATIVE_TOLERANCE = 1e-12

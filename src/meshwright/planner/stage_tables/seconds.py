@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from meshwright.cost import CostModel
 from meshwright.cost.offload import HostPrices
-from meshwright.planner.rectangles import Integers
-from meshwright.planner.structure import Structure
+from meshwright.planner.stage_tables.rectangles import Integers
+from meshwright.planner.stage_tables.structure import Structure
 from meshwright.spec import DeviceKind, Graph, Offload, Workload
 from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
@@ -28,10 +28,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSeconds:
-    """Seconds of stages i:j on one kind of device, (L, L + 1): one microbatch, its backward, the optimizer step."""
+    """Seconds of stages i:j on one kind of device, (L, L + 1): one microbatch, its backward, the optimizer step.
+
+    ``accumulate`` is the part of ``backward`` that the first microbatch of a step does not take.
+    """
 
     total: Floats
     backward: Floats
+    accumulate: Floats
     optimizer: Floats
 
 
@@ -47,16 +51,18 @@ def stage_seconds(
     """Seconds of all stages on one kind of device; an optimizer elsewhere takes what all devices stepping allow."""
     prices = cost.price_ops(graph, batch_size, kind)
     backward = structure.ops.table(_picoseconds(prices.backward_s + prices.accumulate_s))
+    accumulate = structure.ops.table(_picoseconds(prices.accumulate_s))
     num_instructions = np.full((structure.num_layers, 1), 2)
     num_instructions[1:] += 2
     if workload.kind == "inference":
-        backward = np.zeros_like(backward)
+        backward, accumulate = np.zeros_like(backward), np.zeros_like(accumulate)
         num_instructions //= 2
     forward = structure.ops.table(_picoseconds(prices.forward_s))
     total = forward + backward + _picoseconds(num_instructions * cost.overhead_s)
     return StageSeconds(
         total=total / PICOSECONDS_PER_SECOND,
         backward=backward / PICOSECONDS_PER_SECOND,
+        accumulate=accumulate / PICOSECONDS_PER_SECOND,
         optimizer=structure.parameters.table(_optimizer_picoseconds(graph, workload, cost, kind, offload))
         / PICOSECONDS_PER_SECOND,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.planner.op_tasks import Tasks, UnionFind, parameter_sharers
+from meshwright.planner.placing.op_tasks import Tasks, UnionFind, parameter_sharers
 from meshwright.spec import Graph, NoFeasiblePlanError, PlanError, suggest
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.op_tasks import Tasks
+from meshwright.planner.placing.op_tasks import Tasks
 
 Floats = NDArray[np.float64]
 

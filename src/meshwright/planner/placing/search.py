@@ -10,10 +10,10 @@ import numpy as np
 
 from meshwright.cost import CostModel
 from meshwright.cost.optimizers import state_bytes
-from meshwright.planner.earliest_finish import Assignment, TaskCosts, order_tasks, schedule_tasks
-from meshwright.planner.op_tasks import GENERATOR, Tasks, UnionFind, find_tasks, merge_chains
-from meshwright.planner.place_constraints import Constraints, find_choices
-from meshwright.planner.segments import cut_stages
+from meshwright.planner.placing.constraints import Constraints, find_choices
+from meshwright.planner.placing.earliest_finish import Assignment, TaskCosts, order_tasks, schedule_tasks
+from meshwright.planner.placing.op_tasks import GENERATOR, Tasks, UnionFind, find_tasks, merge_chains
+from meshwright.planner.placing.segments import cut_stages
 from meshwright.program import build_placed_program
 from meshwright.simulator import price_program, simulate_plan, simulate_program
 from meshwright.spec import (

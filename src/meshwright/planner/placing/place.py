@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from meshwright.cost import CostModel
-from meshwright.planner.place_constraints import Constraints
-from meshwright.planner.place_search import PlaceProblem, search_placement
-from meshwright.planner.placement import memory_limit
+from meshwright.planner.layouts import memory_limit
+from meshwright.planner.placing.constraints import Constraints
+from meshwright.planner.placing.search import PlaceProblem, search_placement
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Cluster, Graph, GraphError, NoFeasiblePlanError, Placement, PlanError, Workload
 

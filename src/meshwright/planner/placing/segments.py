@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.planner.op_tasks import Tasks
+from meshwright.planner.placing.op_tasks import Tasks
 from meshwright.spec import PlacedStage
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.planner.rectangles import Integers, Rectangles, rectangles, users
+from meshwright.planner.stage_tables.rectangles import Integers, Rectangles, rectangles, users
 from meshwright.spec import Graph, read_from_outside, slice_graph
 
 _STATE_ROLES = ("parameter", "buffer", "constant")

@@ -1,0 +1,120 @@
+"""How fast could any plan be? A step time that no plan of a space beats, by the same prices that the simulator takes.
+
+With t(i, j) the seconds of a microbatch in stage i:j on the fastest kind of device, o(i, j) those of its optimizer
+step, P(i) those of a microbatch in all layers before i, and n = ceil(M / r) of the M microbatches on each of the r
+replicas, a step takes at least
+
+    own work      n · t(i, j) + o(i, j)          for every stage, on its own ranks
+    way there     P(i) + n · t(i, j)             where steps are flushed: stage i:j begins when a microbatch has come
+                                                 through the layers before it, and the next step begins when its last
+                                                 one has gone back through them
+    all work      M · Σ w(l) / Σ over ranks of max over layers (w(l) / t(l))
+                                                 for any weights w of the layers, here those on the fastest kind
+
+The least over all slicings of the largest of the first two is found by halving: for a threshold θ, the fewest ranks
+that could hold the layers 0..j each within θ are a small dynamic program. It knows neither transfers nor sums of
+gradients nor memory, so that it is a bound for all layouts, exchanges and placements. Where ranks hold several stages
+the first two are not known; the third is, and that a microbatch takes its time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+from meshwright.planner.problem import Space
+from meshwright.planner.stage_tables import Tables
+from meshwright.program import SCHEDULE_LAYOUTS
+from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES, ScheduleName
+
+Floats = NDArray[np.float64]
+
+# Halving ends when both ends agree to this share.
+_PRECISION = 1e-6
+# Sums of prices are rounded to picoseconds op by op, those of the simulator instruction by instruction.
+_ROUNDING = 1 - 1e-6
+
+
+def bound_space(space: Space) -> float:
+    """Seconds that a step of every plan of the space takes at least."""
+    return min((bound_tables(space, space.tables(size)) for size in space.microbatch_sizes), default=math.inf)
+
+
+def bound_tables(space: Space, tables: Tables) -> float:
+    """The same for one microbatch size."""
+    bounds = [_bound_schedule(space, tables, schedule) for schedule in space.schedules]
+    return min(bounds, default=math.inf) * _ROUNDING
+
+
+def _bound_schedule(space: Space, tables: Tables, schedule: str) -> float:
+    training = space.workload.kind == "training"
+    work_s = _all_work(space, tables)
+    alone = SCHEDULE_LAYOUTS.get(cast("ScheduleName", schedule)) == "single"
+    flushes = training and schedule not in ASYNCHRONOUS_SCHEDULES
+    kinds = list(tables.seconds.values())
+    total = np.minimum.reduce([kind.total - kind.accumulate for kind in kinds])
+    first = total[0] if flushes and _is_trained_from_the_start(tables) else np.zeros_like(total[0])
+    if not alone:
+        return max(work_s, float(first[-1]))
+    later = np.minimum.reduce([kind.total for kind in kinds])
+    optimizer = np.minimum.reduce([kind.optimizer for kind in kinds])
+    most = min(space.num_ranks, tables.num_microbatches)
+    if space.exchange.zero:
+        optimizer = optimizer / most
+    return max(work_s, _slice(total, later, optimizer, first, tables.num_microbatches, space.num_ranks))
+
+
+def _is_trained_from_the_start(tables: Tables) -> bool:
+    """Whether replicas of a first stage wait for each other at the end of every step, to sum gradients."""
+    return bool(tables.bytes.exchange[0, 1] > 0)
+
+
+def _all_work(space: Space, tables: Tables) -> float:
+    """All microbatches, shared out over all ranks as well as can be."""
+    layers = {name: np.diff((kind.total - kind.accumulate)[0]) for name, kind in tables.seconds.items()}
+    fastest = np.minimum.reduce(list(layers.values()))
+    used = fastest > 0
+    if not used.any():
+        return 0.0
+    rates = {name: float((fastest[used] / seconds[used]).max()) for name, seconds in layers.items()}
+    speed = sum(rates[space.cluster.device_kind(rank).name] for rank in range(space.num_ranks))
+    return float(tables.num_microbatches * fastest.sum() / speed)
+
+
+def _slice(first: Floats, later: Floats, optimizer: Floats, before: Floats, num_microbatches: int, ranks: int) -> float:
+    """The threshold below which the layers do not fit on the ranks."""
+    high = float(num_microbatches * later[0, -1] + optimizer[0, -1])
+    low = 0.0
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        if _fewest_ranks(first, later, optimizer, before, num_microbatches, ranks, middle) <= ranks:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+@compiled
+def _fewest_ranks(
+    first: Floats, later: Floats, optimizer: Floats, before: Floats, num_microbatches: int, ranks: int, theta: float
+) -> int:
+    """Ranks that hold all layers in stages within θ each; more than there are if none could."""
+    num_layers = len(first)
+    fewest = np.full(num_layers + 1, ranks + 1)
+    fewest[0] = 0
+    for i in range(num_layers):
+        if fewest[i] >= ranks:
+            continue
+        for j in range(i + 1, num_layers + 1):
+            own = theta - first[i, j] - max(optimizer[i, j], before[i])
+            if own < 0.0:
+                break
+            # The first microbatch of a step takes less than the others.
+            rounds = 1.0 + np.floor(own / later[i, j]) if later[i, j] > 0.0 else float(num_microbatches)
+            replicas = max(int(np.ceil(num_microbatches / rounds)), 1)
+            fewest[j] = min(fewest[j], fewest[i] + replicas)
+    return int(fewest[num_layers])

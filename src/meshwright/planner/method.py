@@ -1,0 +1,133 @@
+"""What a search method is: it yields plans, and is told what they take.
+
+    def method(problem, state):
+        result = yield Proposal(plan, estimate_s)      result: the simulated plan; None if it could not be
+
+A method decides what to look at; the search (`search`) simulates, keeps the best, watches the clock and counts. All
+methods of one search share a `SearchState`, so that one stops where another has found something better.
+
+Your own method is a function in a file, ``path/to/file.py:function``, with these two arguments. It may yield plans
+alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.planner.evaluate import RankedPlan
+from meshwright.planner.problem import Problem
+from meshwright.spec import EventSink, MeshwrightError, NullSink, Plan, PlanError
+from meshwright.spec.own_code import first_line, load_function, split_reference
+
+_EXPECTED = "yields plans: function(problem, state)"
+
+
+class Proposal(NamedTuple):
+    """A plan to simulate, and the method's own closed form of its step, if it has one.
+
+    ``counts``: False for a plan that is looked at on the way and is no answer.
+    """
+
+    plan: Plan
+    estimate_s: float | None = None
+    counts: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class SearchState:
+    """What the methods of one search share; `search` writes what was found.
+
+    Attributes:
+        max_plans: plans that were asked for; a method may propose more.
+        random: the only source of random numbers.
+        events: progress.
+        best: the fastest plan that fits, of any method.
+        num_considered: configurations that methods covered, simulated or not.
+        num_pruned: those of them that a bound or memory ruled out without looking at each.
+        bound_s: no plan of the problem is faster, as far as was proven.
+        refused: plans that could not be made or simulated, and why.
+    """
+
+    max_plans: int = 8
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    events: EventSink = field(default_factory=NullSink)
+    stop_at: float = math.inf
+    best: RankedPlan | None = None
+    num_considered: int = 0
+    num_pruned: int = 0
+    bound_s: float = 0.0
+    refused: list[tuple[Plan, MeshwrightError]] = field(default_factory=list)
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best step so far; infinite before there is one."""
+        return math.inf if self.best is None else self.best.step_time_s
+
+    def seconds_left(self) -> float:
+        """Seconds until the deadline; infinite without one."""
+        return self.stop_at - time.monotonic()
+
+    def count(self, *, considered: int = 0, pruned: int = 0) -> None:
+        """Note configurations that were covered, and that were ruled out."""
+        self.num_considered += considered
+        self.num_pruned += pruned
+
+    def bound(self, seconds: float) -> None:
+        """Note that no plan of the problem is faster than this, by the cost model; the highest bound counts."""
+        self.bound_s = max(self.bound_s, seconds)
+
+
+Steps = Generator[Proposal, RankedPlan | None, None]
+Method = Callable[[Problem, SearchState], Steps]
+
+
+def own_method(reference: str) -> Method:
+    """A method in a user's file. Raises PlanError where there is none, or it cannot be called so."""
+    parts = split_reference(reference)
+    if parts is None:
+        raise PlanError(
+            f"{reference!r} is no search method of yours; expected path/to/file.py:function, where the function "
+            f"{_EXPECTED}."
+        )
+    path, name = parts
+    function = load_function(path, name, expected=_EXPECTED, error=PlanError)
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise PlanError(
+            f"{first_line(function, path)}: {name} cannot be called with two arguments ({error}). Write it as "
+            f"def {name}(problem, state)."
+        ) from None
+
+    def method(problem: Problem, state: SearchState) -> Steps:
+        yield from _checked(function(problem, state), reference)
+
+    return method
+
+
+def _checked(steps: Any, reference: str) -> Steps:
+    """What a user's generator, or list of plans, proposes."""
+    if not hasattr(steps, "__iter__"):
+        raise PlanError(f"{reference} returned {type(steps).__name__}; expected that it yields plans.")
+    if not inspect.isgenerator(steps):
+        steps = (item for item in steps)
+    result: RankedPlan | None = None
+    try:
+        item = next(steps)
+        while True:
+            if not isinstance(item, Plan | Proposal):
+                raise PlanError(
+                    f"{reference} yielded {type(item).__name__}; expected a Plan, or a Proposal with a plan and its "
+                    "estimated seconds."
+                )
+            result = yield item if isinstance(item, Proposal) else Proposal(item)
+            item = steps.send(result)
+    except StopIteration:
+        return

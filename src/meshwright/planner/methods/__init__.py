@@ -1,0 +1,23 @@
+"""Search methods, each a module that reads like its paper: from a problem to plans, one after the other (`method`)."""
+
+from meshwright.planner.method import Method, own_method
+from meshwright.planner.methods.slicing import slicing
+from meshwright.spec import PlanError, suggest
+
+METHODS: dict[str, Method] = {
+    "slicing": slicing,
+}
+
+__all__ = ["METHODS", "find_method"]
+
+
+def find_method(reference: str) -> Method:
+    """A method by its name, or one of a user's own by ``path/to/file.py:function``. Raises PlanError for others."""
+    if reference in METHODS:
+        return METHODS[reference]
+    if ".py" in reference:
+        return own_method(reference)
+    raise PlanError(
+        f"There is no search method {reference!r}{suggest(reference, METHODS)}. Give {', '.join(METHODS)}, or your own "
+        "as path/to/file.py:function."
+    )

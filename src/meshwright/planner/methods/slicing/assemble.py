@@ -1,0 +1,112 @@
+"""Assemble slicing problems: stages of a graph at one microbatch size, placed by one layout, under one schedule."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost import CostModel
+from meshwright.cost.memory import backend_of
+from meshwright.planner.layouts import Places
+from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem
+from meshwright.planner.stage_tables import StageBytes, Tables
+from meshwright.spec import GradientExchange, Offload, Workload
+from meshwright.spec.offload import ON_DEVICE
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+def make_problem(
+    tables: Tables,
+    places: Places,
+    *,
+    in_flight: Integers,
+    beside: NDArray[np.float64],
+    exchange: GradientExchange,
+    workload: Workload,
+    cost: CostModel,
+    offload: Offload = ON_DEVICE,
+) -> SlicingProblem:
+    """The arrays of one slicing problem.
+
+    ``in_flight`` are the microbatches that its schedule keeps, ``beside`` (L, L + 1) the bytes of a stage that only its
+    simulation showed.
+    """
+    on_device = offload.optimizer == "device"
+    states = tables.bytes.states if on_device else np.zeros_like(tables.bytes.states)
+    parameters, gradients, most = tables.bytes.parameters, tables.bytes.exchange, tables.bytes.most
+    if offload.parameters == "host":
+        # What is there of both is in passes alone: stages stand at a lower bound.
+        most = np.maximum(most - gradients[..., None], 0.0)
+        parameters, gradients = np.zeros_like(parameters), np.zeros_like(gradients)
+    mixed = [[tables.seconds[name] for name in names] for names in places.kind_sets]
+    return SlicingProblem(
+        num_microbatches=tables.num_microbatches,
+        num_fills=1 if workload.kind == "training" else 0,
+        in_flight=in_flight,
+        overlap=exchange.overlap,
+        bucket_bytes=float(exchange.bucket_bytes),
+        seconds=np.stack([np.maximum.reduce([kind.total for kind in kinds]) for kinds in mixed]),
+        backward_s=np.stack([np.minimum.reduce([kind.backward for kind in kinds]) for kinds in mixed]),
+        optimizer_s=np.stack([np.maximum.reduce([kind.optimizer for kind in kinds]) for kinds in mixed]),
+        zero=exchange.zero,
+        passes_wait=all(backend_of(kind) == "cpu" for kind in cost.cluster.device_kinds),
+        pass_bytes=_pass_bytes(tables.bytes, exchange.zero),
+        static_bytes=tables.bytes.static - (tables.bytes.states - states) - (tables.bytes.parameters - parameters),
+        shared_bytes=_shared_bytes(parameters, states, exchange.zero),
+        flight_bytes=tables.bytes.flight,
+        leaving_bytes=tables.bytes.leaving,
+        input_bytes=tables.bytes.inputs,
+        beside_bytes=beside,
+        most_bytes=most,
+        exchange_bytes=gradients,
+        transfer_s=np.stack([_transfer_seconds(tables.bytes, pair, cost) for pair in places.links]),
+        kind_of=places.kind_of,
+        link_of=places.link_of,
+        memory_limit=places.memory_limit,
+        latency_s=places.latency_s,
+        bucket_s=places.bucket_s,
+    )
+
+
+def _pass_bytes(stages: StageBytes, zero: int) -> Floats:
+    """The gradients whose sum takes as long as the gathers and scatters of a microbatch: each is half of a sum."""
+    gathers = max(zero - 1, 0)
+    return (gathers * stages.parameters + stages.exchange * (gathers > 0)) / 2
+
+
+def _shared_bytes(parameters: Floats, states: Floats, zero: int) -> Floats:
+    """What replicas of stages share out of what is there all the time: states; with zero 3 parameters, too."""
+    if zero == 0:
+        return np.zeros_like(states)
+    return states if zero < 3 else states + parameters
+
+
+def assume_in_flight(schedule: str, num_microbatches: int, num_ranks: int, kind: str) -> Integers:
+    """Microbatches in flight of a stage with r replicas behind a ranks, shape (D, D + 1): all (GPipe), or 1F1B's.
+
+    In inference one: it is held only while it is computed.
+    """
+    behind, take = np.meshgrid(np.arange(num_ranks), np.maximum(np.arange(num_ranks + 1), 1), indexing="ij")
+    rounds = -(-num_microbatches // take)
+    if kind == "inference":
+        rounds = np.minimum(rounds, 1)
+    elif schedule != "gpipe":
+        rounds = np.minimum(rounds, -(-(num_ranks - behind) // take))
+    counts: Integers = rounds.astype(np.int64)
+    return counts
+
+
+def _transfer_seconds(stages: StageBytes, pair: tuple[int, int], cost: CostModel) -> list[float]:
+    """Seconds per microbatch to carry values over each boundary and their gradients back; 0 before layer 0.
+
+    A pair that is one rank twice stands for no link, and takes no time.
+    """
+    if pair[0] == pair[1]:
+        return [0.0] * len(stages.crossing_forward)
+    seconds = [0.0]
+    for forward, backward in zip(stages.crossing_forward[1:], stages.crossing_backward[1:], strict=True):
+        sizes = [num_bytes for num_bytes in (forward, backward) if num_bytes]
+        seconds.append(sum(cost.collective_seconds("send", pair, num_bytes) for num_bytes in sizes))
+    return seconds

@@ -1,0 +1,161 @@
+"""The method: candidates of all settings, the most promising simulated first, and then other schedules for the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from meshwright.planner.adoption import adopt_schedule
+from meshwright.planner.bounds import bound_space
+from meshwright.planner.evaluate import RankedPlan
+from meshwright.planner.method import Proposal, SearchState, Steps
+from meshwright.planner.methods.slicing.candidates import Candidate, CandidateSearch
+from meshwright.planner.problem import Problem
+from meshwright.program.lowering import unlower_plan
+from meshwright.simulator import form_teams
+from meshwright.spec import DeadlockError, MeshwrightError, Plan, PlanError, ScheduleError
+from meshwright.spec.own_code import order_file
+from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
+
+# Instructions that are simulated in all, the first plan apart: building and simulating 100,000 takes about a second
+# (own measurement, one Xeon core), and a plan for a large cluster has some hundred thousand.
+MAX_INSTRUCTIONS = 600_000
+# Plans that an own schedule may fail on before the search gives up on finding ones that it orders.
+MAX_REFUSED = 64
+# The best plans may have a layout that another schedule refuses, such as unlike replicas: so many are given to it.
+LEAST_ADOPTED = 8
+
+
+def slicing(problem: Problem, state: SearchState) -> Steps:
+    """Slice exactly, then simulate the most promising; memory is decided by the simulation.
+
+    Slicings are found for gpipe, 1f1b and own functions. Other schedules take the plans found for these (for 1f1b, if
+    none of them is allowed), with layers dealt out anew where a rank holds several stages.
+    """
+    adopted = [name for name in problem.choices.schedules if _is_adopted(name)]
+    searched = [name for name in problem.choices.schedules if name not in adopted]
+    candidates = find_candidates(problem, searched or ["1f1b"], state)
+    wanted = max(state.max_plans, LEAST_ADOPTED) if adopted else state.max_plans
+    fitting = yield from _simulate(candidates, wanted, state, counts=bool(searched))
+    if adopted and fitting:
+        followed = yield from _adopt_all(problem, fitting, adopted, state)
+        if not searched and not followed:
+            raise _nothing_adopted(adopted, state)
+
+
+def find_candidates(problem: Problem, schedules: Sequence[str], state: SearchState) -> list[Candidate]:
+    """The best slicings of all settings, cheapest estimate first; and what bounds all plans of the problem."""
+    spaces = sorted(((bound_space(space), index, space) for index, space in enumerate(problem.spaces())))
+    found: list[Candidate] = []
+    best_s = math.inf
+    for bound_s, _, space in spaces:
+        search = CandidateSearch(space, schedules, state)
+        if bound_s < best_s and (not found or state.seconds_left() > 0):
+            mine = search.run(best_s)
+            found += mine
+            best_s = min([best_s, *(candidate.estimate_s for candidate in mine)])
+        else:
+            state.count(pruned=search.num_covered)
+        state.count(considered=search.num_covered)
+    if spaces:
+        state.bound(spaces[0][0])
+    return sorted(found, key=lambda candidate: candidate.estimate_s)
+
+
+def _simulate(
+    candidates: Sequence[Candidate], wanted: int, state: SearchState, *, counts: bool
+) -> Generator[Proposal, RankedPlan | None, list[RankedPlan]]:
+    """Simulate candidates until so many fit; after one that needs too much memory, the next best of its problem."""
+    fitting: list[RankedPlan] = []
+    num_rejected = num_refused = num_done = 0
+    seen: set[Plan] = set()
+    for first in choose(candidates, wanted):
+        candidate: Candidate | None = first
+        while candidate is not None:
+            if len(fitting) == wanted or (fitting and num_rejected > wanted) or num_refused == MAX_REFUSED:
+                return fitting
+            plan = candidate.whole
+            if plan in seen or (fitting and num_done + num_instructions(plan) > MAX_INSTRUCTIONS):
+                break
+            seen.add(plan)
+            num_done += num_instructions(plan)
+            state.events.progress("simulate plans", len(fitting), wanted)
+            item = yield Proposal(plan, candidate.estimate_s, counts)
+            if item is None:
+                num_refused += 1
+                break
+            if item.fits:
+                fitting.append(item)
+                break
+            num_rejected += 1
+            # Where devices have room and hosts have none, another slicing of the layers helps little.
+            if item.excess_bytes <= 0:
+                break
+            candidate = candidate.search.next_best(candidate, item.peak_memory_bytes)
+    state.events.progress("simulate plans", wanted, wanted)
+    return fitting
+
+
+def choose(candidates: Sequence[Candidate], max_plans: int) -> Iterator[Candidate]:
+    """The order in which candidates (cheapest first) are simulated: the first half of the places goes to the cheapest.
+
+    The second half goes to the cheapest of every shape (replicas per stage) not taken yet, then to the rest.
+    """
+    first = list(candidates[: (max_plans + 1) // 2])
+    yield from first
+    taken = {candidate.shape for candidate in first}
+    later: list[Candidate] = []
+    for candidate in candidates[len(first) :]:
+        if candidate.shape in taken:
+            later.append(candidate)
+        else:
+            taken.add(candidate.shape)
+            yield candidate
+    yield from later
+
+
+def num_instructions(plan: Plan) -> int:
+    """About how many instructions a step has: forwards, backwards, and four transfers between neighbouring stages."""
+    return plan.num_microbatches * (6 * len(plan.stages) - 4)
+
+
+def _adopt_all(
+    problem: Problem, items: Sequence[RankedPlan], schedules: Sequence[str], state: SearchState
+) -> Generator[Proposal, RankedPlan | None, int]:
+    """Propose the plans under each of the schedules; those that cannot follow it are noted. Says how many fit."""
+    num_fitting = 0
+    for item, schedule, num_chunks in product(items, schedules, problem.choices.num_chunks):
+        try:
+            plan = adopt_whole(problem, item.plan, schedule, num_chunks)
+        except (PlanError, ScheduleError, DeadlockError) as error:
+            state.refused.append((item.plan, error))
+            continue
+        result = yield Proposal(plan)
+        num_fitting += result is not None and result.fits
+    return num_fitting
+
+
+def adopt_whole(problem: Problem, plan: Plan, schedule: str, num_chunks: int) -> Plan:
+    """A plan of the whole graph under another schedule. Raises as `adopt_schedule`."""
+    graph = problem.graph_for(plan.microbatch_size)
+    seen = form_teams(plan, graph, problem.cluster, problem.cost)
+    local = adopt_schedule(seen.plan, schedule, seen.graph, seen.cost, num_chunks=num_chunks)
+    exchange = replace(problem.exchange, zero=plan.exchange.zero).suited_to(schedule)
+    return unlower_plan(replace(local, exchange=exchange), plan)
+
+
+def _is_adopted(schedule: str) -> bool:
+    """Whether plans are found for other schedules first: layouts of several stages on a rank, files of orders."""
+    return order_file(schedule) is not None or (schedule in SCHEDULE_NAMES and schedule not in BASIC_SCHEDULES)
+
+
+def _nothing_adopted(schedules: Sequence[str], state: SearchState) -> MeshwrightError:
+    errors = [error for _, error in state.refused]
+    if errors and not isinstance(errors[0], PlanError):
+        return errors[0]
+    return PlanError(
+        f"No plan that was found can follow {' or '.join(schedules)}, in its order or in memory. "
+        f"{' '.join(str(error) for error in errors[:1])}".rstrip()
+    )

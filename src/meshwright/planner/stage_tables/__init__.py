@@ -1,0 +1,12 @@
+"""Stage tables: seconds and bytes of every possible stage of a graph, found once for all cuts.
+
+`find_structure`   which ops, parameters and values a stage i:j holds, as rectangles
+`make_tables`      their seconds on every kind of device, and their bytes, at one microbatch size
+"""
+
+from meshwright.planner.stage_tables.bytes import StageBytes
+from meshwright.planner.stage_tables.seconds import StageSeconds
+from meshwright.planner.stage_tables.structure import Structure, find_structure
+from meshwright.planner.stage_tables.tables import Tables, make_tables, settle_stage
+
+__all__ = ["StageBytes", "StageSeconds", "Structure", "Tables", "find_structure", "make_tables", "settle_stage"]

@@ -1,0 +1,54 @@
+"""Seconds and bytes of every possible stage i:j of a graph at one microbatch size: what all methods price with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.cost import CostModel
+from meshwright.planner.stage_tables.bytes import StageBytes, stage_bytes, weigh_alone
+from meshwright.planner.stage_tables.seconds import StageSeconds, stage_seconds
+from meshwright.planner.stage_tables.structure import Structure
+from meshwright.spec import Cluster, Graph, Offload, StageSlice, Workload
+from meshwright.spec.offload import ON_DEVICE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tables:
+    """A graph's stages at one microbatch size: bytes, and seconds by the name of the device kind."""
+
+    graph: Graph
+    microbatch_size: int
+    num_microbatches: int
+    bytes: StageBytes
+    seconds: dict[str, StageSeconds]
+
+
+def make_tables(
+    graph: Graph,
+    structure: Structure,
+    microbatch_size: int,
+    cluster: Cluster,
+    workload: Workload,
+    cost: CostModel,
+    offload: Offload = ON_DEVICE,
+) -> Tables:
+    """Price all stages of a graph for microbatches of this size. Raises GraphError if the graph excludes the size."""
+    return Tables(
+        graph=graph,
+        microbatch_size=microbatch_size,
+        num_microbatches=workload.global_batch // microbatch_size,
+        bytes=stage_bytes(graph, structure, microbatch_size, workload, cost),
+        seconds={
+            kind.name: stage_seconds(graph, structure, microbatch_size, workload, cost, kind, offload)
+            for kind in cluster.device_kinds
+        },
+    )
+
+
+def settle_stage(
+    tables: Tables, stage: StageSlice, layers: tuple[int, int], num_replicas: int, workload: Workload, cost: CostModel
+) -> None:
+    """Put the exact bytes of a stage with so many replicas in the place of bounds."""
+    exchanges = num_replicas > 1
+    memory = weigh_alone(tables.graph, stage, tables.microbatch_size, workload, cost, exchanges=exchanges)
+    tables.bytes.settle(*layers, memory, exchanges=exchanges)
