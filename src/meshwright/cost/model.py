@@ -23,8 +23,8 @@ from meshwright.cost.classes import classify_ops
 from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.cost.collectives.prices import CollectivePrices
 from meshwright.cost.host_copies import price_host_copy
-from meshwright.cost.kernels import is_tiled, price_kernels, shipped_model
 from meshwright.cost.memory import StageMemory, backend_of, likeness, weigh_stage
+from meshwright.cost.op_prices import OpSources, price_sizes
 from meshwright.cost.optimizers import (
     OptimizerLoop,
     default_loop,
@@ -33,10 +33,9 @@ from meshwright.cost.optimizers import (
     price_step,
     trainable_elements,
 )
-from meshwright.cost.prices import End, OpPrices, explain_bases, gather_prices
-from meshwright.cost.table import OpTable, price_op, roofline_interval
+from meshwright.cost.prices import End, OpPrices, explain_bases
+from meshwright.cost.table import OpTable, roofline_interval
 from meshwright.cost.teams import REPLICATING, Axes, TeamPrices
-from meshwright.cost.work import key_in
 from meshwright.records import from_measurements
 from meshwright.spec import Cluster, ClusterError, DeviceKind, Graph, MeasurementError, Measurements
 from meshwright.spec.measurements import BUCKET_COPY
@@ -154,10 +153,11 @@ class CostModel:
             return self
         return self._keep(
             ("teams", sharding),
-            lambda: replace(
-                self, cluster=team_cluster(self.cluster, sharding.width), devices=self.cluster, sharding=sharding
-            ),
+            lambda: replace(self, cluster=self._team_cluster(sharding.width), devices=self.cluster, sharding=sharding),
         )
+
+    def _team_cluster(self, width: int) -> Cluster:
+        return self._keep(("team cluster", width), lambda: team_cluster(self.cluster, width))
 
     def on_machines(self, cluster: Cluster, usual_links: Cluster) -> CostModel:
         """The same prices on other machines, of which the links differ from those that were measured."""
@@ -187,11 +187,13 @@ class CostModel:
 
         By one ``algorithm`` as the datasheet has it, or by the fastest way that is known; of teams, over these axes.
         """
-        ranks, beside = self.teams.groups(op, ranks, concurrent, axes)
-        key = ("collective", op, ranks, num_bytes, beside, algorithm)
-        return self._keep(
-            key, lambda: self._chosen(self._collectives.predict(op, ranks, _alone(num_bytes), beside, algorithm))
-        )
+
+        def predict() -> float:
+            devices, beside = self.teams.groups(op, ranks, concurrent, axes)
+            return self._chosen(self._collectives.predict(op, devices, _alone(num_bytes), beside, algorithm))
+
+        key = ("collective", op, tuple(ranks), num_bytes, tuple(map(tuple, concurrent)), algorithm, axes)
+        return self._keep(key, predict)
 
     def predict_collective(
         self, op: CollectiveOp, ranks: Sequence[int], num_bytes: Floats, concurrent: Sequence[Sequence[int]] = ()
@@ -284,25 +286,26 @@ class CostModel:
             lambda: weigh_stage(graph, stage_slice, batch_size, workload, device=device, bucketed=bucketed),
         )
 
+    def prepare_prices(self, graph: Graph, batch_sizes: Sequence[int], device_kind: DeviceKind) -> None:
+        """Price all ops for several batch sizes at once, which takes less time than one after the other."""
+        kind = device_kind.at_usual_speed() if not graph.collectives else device_kind
+        keys = {size: ("ops", self._known(graph), size, kind.name) for size in batch_sizes}
+        missing = [size for size, key in keys.items() if key not in self._kept]
+        self.teams.prepare(graph, missing)
+        for size, prices in zip(missing, self._price_sizes(graph, missing, kind), strict=True):
+            self._kept[keys[size]] = prices
+
     def _price_ops(self, graph: Graph, batch_size: int, kind: DeviceKind) -> OpPrices:
         if kind.slowdown != 1 and not graph.collectives:
             return self.price_ops(graph, batch_size, kind.at_usual_speed()).slowed(kind.slowdown)
-        slowdown, kind = kind.slowdown, kind.at_usual_speed()
-        graph.check_batch_size(batch_size)
+        return self._price_sizes(graph, [batch_size], kind)[0]
+
+    def _price_sizes(self, graph: Graph, batch_sizes: Sequence[int], kind: DeviceKind) -> list[OpPrices]:
         classes = self._keep(("classes", self._known(graph)), lambda: classify_ops(graph))
         table = self._ops if self.is_measured(kind) else None
-        ops = [graph.ops[index] for index in classes.representatives]
-        bounds = [price_op(graph, op, batch_size, kind, self.precision, table, self.traced) for op in ops]
-        keys = [key_in(self.precision, graph, op, batch_size) for op in ops]
-        prices = bounds
-        if is_tiled(kind):
-            kernels = self.kernels or shipped_model()
-            prices = price_kernels(
-                kernels, bounds, graph, ops, keys, batch_size, kind, self.precision, roofline_interval(kind)
-            )
-        exchanges = self.teams.op_exchanges(graph, batch_size)
-        gathered = gather_prices(prices, classes.class_of, graph, exchanges, slowdown)
-        return gathered if self.end is None else gathered.at_end(self.end)
+        sources = OpSources(table=table, traced=self.traced, kernels=self.kernels, teams=self.teams)
+        found = price_sizes(graph, batch_sizes, classes, kind, self.precision, sources)
+        return found if self.end is None else [prices.at_end(self.end) for prices in found]
 
     def _chosen(self, found: Predictions) -> float:
         """The only one of some predictions, or its end."""

@@ -83,6 +83,7 @@ class TeamPrices:
     float_bytes: int
     end: End | None = None
     _kept: dict[tuple[str, Axes, int], tuple[float, float, float]] = field(init=False, repr=False, default_factory=dict)
+    _groups: dict[Axes, list[list[Group]]] = field(init=False, repr=False, default_factory=dict)
 
     def groups(
         self, op: CollectiveOp, teams: Sequence[int], concurrent: Sequence[Sequence[int]], axes: Axes = REPLICATING
@@ -110,6 +111,18 @@ class TeamPrices:
             found.append(OpExchange(item.at, item.phase == "backward", seconds, low_s, high_s, ring=ring))
         return found
 
+    def prepare(self, graph: Graph, batch_sizes: Sequence[int]) -> None:
+        """Ask for what `op_exchanges` needs at several batch sizes at once."""
+        wanted: dict[tuple[CollectiveOp, Axes], set[int]] = {}
+        for item in graph.collectives:
+            if item.phase != "step":
+                sizes = {item.num_bytes(graph, size, self.float_bytes) for size in batch_sizes}
+                wanted.setdefault((item.kind, (item.axis,)), set()).update(sizes)
+        for (kind, axes), sizes in wanted.items():
+            missing = sorted(size for size in sizes if (kind, axes, size) not in self._kept)
+            if missing and math.prod(map(self.sharding.size, axes)) > 1:
+                self._predict(kind, axes, missing)
+
     def step_seconds(self, graph: Graph, parameter_ids: Sequence[int], elsewhere: Set[int]) -> float:
         """Seconds of a step in which a team sums gradients of which each of its devices has a part.
 
@@ -135,13 +148,21 @@ class TeamPrices:
             )
         key = (kind, axes, num_bytes)
         if key not in self._kept:
-            rows = []
-            for groups in axis_groups(self.prices.cluster, self.sharding, axes):
-                first, *others = [group[:2] for group in groups] if kind == "send" else groups
-                told = self.prices.predict(kind, first, np.array([num_bytes], np.float64), tuple(others))
-                rows.append((float(told.seconds[0]), float(told.low_s[0]), float(told.high_s[0])))
-            self._kept[key] = max(rows)
+            self._predict(kind, axes, [num_bytes])
         return self._kept[key]
+
+    def _predict(self, kind: CollectiveOp, axes: Axes, sizes: Sequence[int]) -> None:
+        """Note the seconds of an exchange over axes, of each size where the nodes are slowest."""
+        if axes not in self._groups:
+            self._groups[axes] = axis_groups(self.prices.cluster, self.sharding, axes)
+        rows: list[list[tuple[float, float, float]]] = [[] for _ in sizes]
+        for groups in self._groups[axes]:
+            first, *others = [group[:2] for group in groups] if kind == "send" else groups
+            told = self.prices.predict(kind, first, np.array(sizes, np.float64), tuple(others))
+            for row, each in zip(rows, zip(told.seconds, told.low_s, told.high_s, strict=True), strict=True):
+                row.append((float(each[0]), float(each[1]), float(each[2])))
+        for size, row in zip(sizes, rows, strict=True):
+            self._kept[kind, axes, size] = max(row)
 
 
 def spread_teams(teams: Sequence[int], sharding: Sharding, axes: Axes) -> list[Group]:

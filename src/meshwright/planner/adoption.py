@@ -8,16 +8,15 @@ can, forward and backward of a microbatch on the first rank's kind of device:
     v            S = 2p    stage i on position i, and stage 2p - 1 - i
     both ways    S = p     stage i on position i and once more on position p - 1 - i (p even, R = 1)
     a file       as its lines say, line i being position i (or rank i, if it has a line for each)
-
-The smallest θ for which greedy stages of at most θ suffice is found by bisection; it is exact to the last bit of a sum.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
+from meshwright.planner.even_slices import slice_evenly
 from meshwright.program import SCHEDULE_LAYOUTS, OrderFile, find_schedule, with_schedule
 from meshwright.spec import PlanError, StagePlan
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from meshwright.spec.plan import ScheduleName
 
 DEFAULT_CHUNKS = 2
-_BISECTIONS = 64
 
 
 def adopt_schedule(
@@ -88,34 +86,15 @@ def _deal_out(plan: Plan, changed: Plan, ranks: Sequence[tuple[int, ...]], graph
     """``changed`` with the layers cut into as even stages as can be, on these ranks."""
     if len(ranks) > len(graph.layers):
         raise _impossible(changed.schedule, f"the graph has {len(graph.layers)} layers", f"at least {len(ranks)}")
-    bounds = slice_evenly(_layer_seconds(plan, graph, cost), len(ranks))
-    stages = (StagePlan(start=start, stop=stop, ranks=own) for (start, stop), own in zip(bounds, ranks, strict=True))
-    return replace(changed, stages=tuple(stages))
+    return replace(changed, stages=deal_out(graph, plan.microbatch_size, cost, ranks))
 
 
-def slice_evenly(seconds: Sequence[float], num_slices: int) -> tuple[tuple[int, int], ...]:
-    """Bounds of non-empty slices whose largest sum is the least possible; no more slices than there are numbers."""
-    low, high = max(seconds), sum(seconds)
-    for _ in range(_BISECTIONS):
-        middle = low + (high - low) / 2
-        low, high = (low, middle) if len(_greedy(seconds, middle)) <= num_slices else (middle, high)
-    edges = [0, *_greedy(seconds, high)]
-    while len(edges) - 1 < num_slices:
-        # Any slice of several may be cut: no sum grows.
-        place = next(i for i, (start, stop) in enumerate(pairwise(edges)) if stop - start > 1)
-        edges.insert(place + 1, edges[place] + 1)
-    return tuple(pairwise(edges))
-
-
-def _greedy(seconds: Sequence[float], most: float) -> list[int]:
-    """Ends of slices that are filled one after the other."""
-    ends, total = [], 0.0
-    for index, each in enumerate(seconds):
-        if index and total + each > most:
-            ends.append(index)
-            total = 0.0
-        total += each
-    return [*ends, len(seconds)]
+def deal_out(
+    graph: Graph, microbatch_size: int, cost: CostModel, ranks: Sequence[tuple[int, ...]]
+) -> tuple[StagePlan, ...]:
+    """As even stages as can be, one on each of the tuples of ranks; no more of them than the graph has layers."""
+    bounds = slice_evenly(_layer_seconds(graph, microbatch_size, cost), len(ranks))
+    return tuple(StagePlan(start=start, stop=stop, ranks=own) for (start, stop), own in zip(bounds, ranks, strict=True))
 
 
 def _positions(plan: Plan) -> list[tuple[int, ...]]:
@@ -125,8 +104,8 @@ def _positions(plan: Plan) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(ranks))
 
 
-def _layer_seconds(plan: Plan, graph: Graph, cost: CostModel) -> list[float]:
-    prices = cost.price_ops(graph, plan.microbatch_size, cost.cluster.device_kind(0))
+def _layer_seconds(graph: Graph, microbatch_size: int, cost: CostModel) -> list[float]:
+    prices = cost.price_ops(graph, microbatch_size, cost.cluster.device_kind(0))
     sums = [0.0, *accumulate((prices.forward_s + prices.backward_s + prices.accumulate_s).tolist())]
     return [sums[layer.stop] - sums[layer.start] for layer in graph.layers]
 

@@ -57,7 +57,7 @@ def require_possible(problem: Problem) -> None:
 def _impossible(space: Space) -> NoFeasiblePlanError | None:
     """Why a space has no plan, whatever the memory; None if it may have some."""
     size = space.microbatch_sizes[0]
-    num_layers = len(space.graph_for(size).layers)
+    num_layers = len(space.problem.graph_for(size).layers)
     num_microbatches = space.workload.global_batch // size
     most = min(num_layers, space.num_ranks)
     if space.num_stages and not any(1 <= count <= most for count in space.num_stages):

@@ -52,7 +52,8 @@ class SearchState:
         num_considered: configurations that methods covered, simulated or not.
         num_pruned: those of them that a bound or memory ruled out without looking at each.
         bound_s: no plan of the problem is faster, as far as was proven.
-        refused: plans that could not be made or simulated, and why.
+        refused: plans that could not be simulated, and why.
+        notes: sentences for people, on what a method found out.
     """
 
     max_plans: int = 8
@@ -64,6 +65,7 @@ class SearchState:
     num_pruned: int = 0
     bound_s: float = 0.0
     refused: list[tuple[Plan, MeshwrightError]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def best_s(self) -> float:
@@ -78,6 +80,10 @@ class SearchState:
         """Note configurations that were covered, and that were ruled out."""
         self.num_considered += considered
         self.num_pruned += pruned
+
+    def note(self, sentence: str) -> None:
+        """Have this told with the result."""
+        self.notes.append(sentence)
 
     def bound(self, seconds: float) -> None:
         """Note that no plan of the problem is faster than this, by the cost model; the highest bound counts."""

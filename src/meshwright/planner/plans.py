@@ -44,7 +44,7 @@ class Plans:
     ``rejected`` were simulated and need too much memory; ``refused`` are those that could not be simulated, and why.
     ``front`` are the plans of which no other one that was simulated is better in step time, in peak memory and in the
     devices that it takes for the time of a step, all at once. ``bound_s``: no plan that was allowed is faster by the
-    same prices; 0 if nothing was proven.
+    same prices; 0 if nothing was proven. ``notes`` are sentences of the method.
     """
 
     ranked: tuple[RankedPlan, ...]
@@ -55,6 +55,7 @@ class Plans:
     refused: tuple[tuple[Plan, str], ...] = ()
     front: tuple[RankedPlan, ...] = ()
     bound_s: float = 0.0
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> RankedPlan:
@@ -96,7 +97,7 @@ class Plans:
         elif len(self.ranked) > 1:
             runner_up = self.ranked[1]
             lines.append(f"Next best: {summarise(runner_up.plan)}. {explain_difference(runner_up, item)}")
-        lines.append(self._search_line())
+        lines += [self._search_line(), *self.notes]
         if self.refused:
             plan, reason = self.refused[0]
             lines.append(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from meshwright.cost import CostModel
 from meshwright.planner.adoption import DEFAULT_CHUNKS
+from meshwright.planner.short import ShortGraph, shorten
 from meshwright.planner.stage_tables import Structure, Tables, find_structure, make_tables
 from meshwright.program import lower_graph, own_workload
 from meshwright.spec import (
@@ -94,6 +95,14 @@ class Problem:
     model: str = ""
     model_sizes: tuple[tuple[str, int], ...] = ()
     _spaces: dict[Setting, Space | MeshwrightError] = field(init=False, repr=False, default_factory=dict)
+    _short: dict[int, tuple[Graph, ShortGraph]] = field(init=False, repr=False, default_factory=dict)
+
+    def short_graph(self, microbatch_size: int) -> ShortGraph:
+        """The graph for a microbatch size with its repeated layers shortened, made once."""
+        graph = self.graph_for(microbatch_size)
+        if id(graph) not in self._short:
+            self._short[id(graph)] = graph, shorten(graph)
+        return self._short[id(graph)][1]
 
     def settings(self) -> Iterator[Setting]:
         """All combinations of the choices, in their order; some of them may be impossible."""
@@ -144,7 +153,6 @@ class Space:
 
     problem: Problem
     setting: Setting
-    graph_for: Callable[[int], Graph]
     cluster: Cluster
     workload: Workload
     cost: CostModel
@@ -154,6 +162,7 @@ class Space:
     num_stages: tuple[int, ...]
     memory_limit_bytes: int | None
     exchange: GradientExchange
+    _graphs: dict[int, tuple[Graph, Graph]] = field(init=False, repr=False, default_factory=dict)
     _structures: dict[int, tuple[Graph, Structure]] = field(init=False, repr=False, default_factory=dict)
     _tables: dict[int, Tables] = field(init=False, repr=False, default_factory=dict)
 
@@ -161,6 +170,16 @@ class Space:
     def offload(self) -> Offload:
         """What its plans keep away from devices."""
         return self.setting.offload
+
+    def graph_for(self, microbatch_size: int) -> Graph:
+        """The local graph for a microbatch size."""
+        graph, setting = self.problem.graph_for(microbatch_size), self.setting
+        if setting.sharding.is_whole and setting.recompute == "none":
+            return graph
+        if id(graph) not in self._graphs:
+            local = lower_graph(graph, setting.sharding, read_recompute(graph, setting.recompute))
+            self._graphs[id(graph)] = graph, local
+        return self._graphs[id(graph)][1]
 
     def tables(self, microbatch_size: int) -> Tables:
         """Seconds and bytes of all stages at a microbatch size, made once for all methods."""
@@ -200,10 +219,13 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
         )
     num_ranks = setting.num_devices // sharding.width
     sizes = microbatch_sizes(workload, chosen.microbatch_sizes)
-    space = Space(
+    # What ops cannot take is found here, on the few of a short graph, not in the middle of a search.
+    lower_graph(problem.short_graph(sizes[0]).graph, sharding, ())
+    read_recompute(problem.graph_for(sizes[0]), setting.recompute)
+    check_offload(setting.offload, problem.cluster, setting.num_devices)
+    return Space(
         problem=problem,
         setting=setting,
-        graph_for=lambda size: _local_graph(problem, setting, size),
         cluster=cost.cluster if cost.devices else problem.cluster,
         workload=workload,
         cost=cost,
@@ -214,17 +236,6 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
         memory_limit_bytes=problem.memory_limit_bytes,
         exchange=replace(problem.exchange, zero=setting.zero),
     )
-    check_offload(setting.offload, problem.cluster, setting.num_devices)
-    # What ops cannot take is found here, not in the middle of a search.
-    space.graph_for(sizes[0])
-    return space
-
-
-def _local_graph(problem: Problem, setting: Setting, microbatch_size: int) -> Graph:
-    graph = problem.graph_for(microbatch_size)
-    if setting.sharding.is_whole and setting.recompute == "none":
-        return graph
-    return lower_graph(graph, setting.sharding, read_recompute(graph, setting.recompute))
 
 
 def list_shardings(

@@ -163,6 +163,7 @@ def solve(
         predict_interval=log.predict_interval,
         front=find_front(ranked),
         bound_s=state.bound_s,
+        notes=tuple(state.notes),
     )
 
 

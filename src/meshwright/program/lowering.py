@@ -59,7 +59,7 @@ def unlower_plan(plan: Plan, whole: Plan) -> Plan:
     )
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def lower_graph(graph: Graph, sharding: Sharding, recompute: Ranges) -> Graph:
     """The local graph of one device: its share of every op, what it exchanges, and what it computes again.
 

@@ -166,6 +166,7 @@ class Graph:
     collectives: tuple[Collective, ...] = ()
     model_flops: Extent | None = None
     _hash: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
+    _parameters: list[tuple[int, ...]] = field(init=False, repr=False, compare=False, default_factory=list)
     _small: set[int] = field(init=False, repr=False, compare=False, default_factory=set)
 
     def __post_init__(self) -> None:
@@ -180,12 +181,16 @@ class Graph:
         return self._hash[0]
 
     def __hash__(self) -> int:
-        return hash(self.content_hash)
+        # Graphs are keys of caches that mostly look for the very same one; hashing all of it takes longer than what is
+        # looked up.
+        return hash((len(self.tensors), self.ops[-1:], self.layers, self.inputs, self.outputs, self.recompute))
 
     @property
     def parameters(self) -> tuple[int, ...]:
         """Ids of all parameters, in the graph's order; a tied parameter occurs once."""
-        return tuple(i for i, tensor in enumerate(self.tensors) if tensor.role == "parameter")
+        if not self._parameters:
+            self._parameters.append(tuple(i for i, tensor in enumerate(self.tensors) if tensor.role == "parameter"))
+        return self._parameters[0]
 
     @property
     def tie_groups(self) -> tuple[tuple[str, ...], ...]:

@@ -16,7 +16,7 @@ A team lies within a node, or covers whole nodes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import groupby
 
 from meshwright.spec.cluster import Cluster, DeviceGroup, DeviceKind, Link, Node, NodePath, Racks
@@ -31,7 +31,7 @@ def team_cluster(cluster: Cluster, width: int) -> Cluster:
         return cluster
     known = {kind.name: kind for kind in cluster.device_kinds}
     found: dict[str, DeviceKind] = {}
-    nodes, gathered = [], list[Node]()
+    nodes, gathered, made = [], list[Node](), dict[tuple[object, ...], Node]()
     for node in cluster.nodes:
         gathered.append(node)
         count = sum(item.num_devices for item in gathered)
@@ -39,7 +39,11 @@ def team_cluster(cluster: Cluster, width: int) -> Cluster:
             continue
         if count % width or (count > width and len(gathered) > 1):
             break
-        nodes.append(_team_node(gathered, width, known, found))
+        alike = tuple(_all_but_name(item) for item in gathered)
+        if alike not in made:
+            made[alike] = _team_node(gathered, width, known, found)
+        last = gathered[-1].name
+        nodes.append(replace(made[alike], name=node.name if len(gathered) == 1 else f"{gathered[0].name} to {last}"))
         gathered = []
     if gathered:
         sizes = sorted({node.num_devices for node in cluster.nodes})
@@ -55,6 +59,10 @@ def team_cluster(cluster: Cluster, width: int) -> Cluster:
         racks=_team_racks(cluster, width),
         paths=tuple(_team_path(cluster, path, width) for path in cluster.paths),
     )
+
+
+def _all_but_name(node: Node) -> tuple[object, ...]:
+    return tuple(getattr(node, field.name) for field in fields(node) if field.name != "name")
 
 
 def _nodes_of_team(cluster: Cluster, width: int) -> int:
@@ -100,10 +108,8 @@ def _team_node(nodes: Sequence[Node], width: int, known: dict[str, DeviceKind], 
     messages = min(width, num_devices)
     num_nics = min(node.num_nics for node in nodes)
     ways = max(num_nics * messages / num_devices, 1.0)
-    first = nodes[0]
     return replace(
-        first,
-        name=first.name if len(nodes) == 1 else f"{first.name} to {nodes[-1].name}",
+        nodes[0],
         devices=tuple(DeviceGroup(kind=name, count=len(list(group))) for name, group in groupby(k.name for k in kinds)),
         host_memory_bytes=min(node.host_memory_bytes for node in nodes) // messages,
         host_memory_bandwidth_bytes_per_s=min(node.host_memory_bandwidth_bytes_per_s for node in nodes) / messages,

@@ -3,10 +3,11 @@
 from meshwright.cost.kernels.checks import is_tiled
 from meshwright.cost.kernels.fit import adapt_kernels, fit_kernels
 from meshwright.cost.kernels.model import Kernel, KernelModel
-from meshwright.cost.kernels.prices import price_kernels
+from meshwright.cost.kernels.prices import Asked, price_kernels
 from meshwright.cost.kernels.store import read_model, shipped_model, write_model
 
 __all__ = [
+    "Asked",
     "Kernel",
     "KernelModel",
     "adapt_kernels",

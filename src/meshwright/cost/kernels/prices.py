@@ -44,7 +44,7 @@ _Kinship = Literal["same", "near", "far"]
 class _Call:
     """One kernel to be asked for: of which op, in which pass, how often its seconds count, how like measured ones."""
 
-    place: int
+    place: tuple[int, int]
     backward: bool
     times: float
     kinship: _Kinship
@@ -52,51 +52,63 @@ class _Call:
     sizes: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Ops of a graph at a batch size with their prices so far; ``keys`` are those in the measurement table."""
+
+    prices: Sequence[OpPrice]
+    graph: Graph
+    ops: Sequence[Op]
+    keys: Sequence[str]
+    batch_size: int
+
+
 def price_kernels(
-    model: KernelModel,
-    prices: Sequence[OpPrice],
-    graph: Graph,
-    ops: Sequence[Op],
-    keys: Sequence[str],
-    batch_size: int,
-    kind: DeviceKind,
-    dtype: str,
-    unsure: Interval,
-) -> list[OpPrice]:
+    model: KernelModel, asked: Sequence[Asked], kind: DeviceKind, dtype: str, unsure: Interval
+) -> list[list[OpPrice]]:
     """The prices of some ops, those that rest on a roofline replaced where the predictor knows the kernel.
 
-    ``keys``: those of the ops in the measurement table at ``dtype``; ``unsure``: the interval of what stays a roofline.
+    One list for each of ``asked``, whose kernels are predicted together. ``unsure``: the interval of what stays a
+    roofline.
     """
+    found = [list(some.prices) for some in asked]
     if not has_rate(kind, dtype):
-        return list(prices)
-    found = list(prices)
+        return found
     calls = [
         call
-        for place, (price, op, key) in enumerate(zip(prices, ops, keys, strict=True))
+        for group, some in enumerate(asked)
+        for place, (price, op, key) in enumerate(zip(some.prices, some.ops, some.keys, strict=True))
         if price.basis == "roofline"
-        for call in _calls(place, price, graph, op, key, batch_size)
+        for call in _calls((group, place), price, some.graph, op, key, some.batch_size)
     ]
-    # An op of which one kernel cannot be is left alone.
-    odd = {call.place for call in calls if any(wrong.any() for wrong in wrong_sizes(_columns([call])).values())}
     by_op: dict[str, list[_Call]] = defaultdict(list)
     for call in calls:
-        if call.op in model.ops and call.place not in odd:
-            by_op[call.op].append(call)
-    parts: dict[int, list[tuple[_Call, Predictions, int]]] = defaultdict(list)
-    for name, asked in by_op.items():
-        predicted = model.predict(Kernel(op=name, dtype=dtype, device=kind), _columns(asked))
-        for row, call in enumerate(asked):
+        by_op[call.op].append(call)
+    # An op of which one kernel cannot be is left alone.
+    odd = {calls[row].place for calls in by_op.values() for row in _odd_rows(calls)}
+    parts: dict[tuple[int, int], list[tuple[_Call, Predictions, int]]] = defaultdict(list)
+    for name, calls in by_op.items():
+        known = [call for call in calls if call.place not in odd]
+        if name not in model.ops or not known:
+            continue
+        predicted = model.predict(Kernel(op=name, dtype=dtype, device=kind), _columns(known))
+        for row, call in enumerate(known):
             parts[call.place].append((call, predicted, row))
-    for place, rows in parts.items():
-        found[place] = _gather(prices[place], rows, model, unsure)
+    for (group, place), rows in parts.items():
+        found[group][place] = _gather(asked[group].prices[place], rows, model, unsure)
     return found
+
+
+def _odd_rows(calls: Sequence[_Call]) -> list[int]:
+    wrong = list(wrong_sizes(_columns(calls)).values())
+    return np.flatnonzero(np.logical_or.reduce(wrong)).tolist() if wrong else []
 
 
 def _columns(asked: Sequence[_Call]) -> dict[str, Floats]:
     return {size: np.array([call.sizes[size] for call in asked], np.float64) for size in asked[0].sizes}
 
 
-def _calls(place: int, price: OpPrice, graph: Graph, op: Op, key: str, batch_size: int) -> list[_Call]:
+def _calls(place: tuple[int, int], price: OpPrice, graph: Graph, op: Op, key: str, batch_size: int) -> list[_Call]:
     work = read_work(key)
     if work is None or work.family not in ("product", "convolution", "attention"):
         return []
@@ -129,7 +141,7 @@ def _wanted(graph: Graph, op: Op) -> tuple[bool, bool]:
     return flags[first], flags[first + 1]
 
 
-def _attention_calls(place: int, price: OpPrice, graph: Graph, op: Op, batch_size: int) -> list[_Call]:
+def _attention_calls(place: tuple[int, int], price: OpPrice, graph: Graph, op: Op, batch_size: int) -> list[_Call]:
     shapes = [[extent.at(batch_size) for extent in graph.tensors[index].shape] for index in op.inputs[:2]]
     if any(len(shape) != _ATTENTION_DIMS for shape in shapes):
         return []

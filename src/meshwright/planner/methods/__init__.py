@@ -1,11 +1,13 @@
 """Search methods, each a module that reads like its paper: from a problem to plans, one after the other (`method`)."""
 
 from meshwright.planner.method import Method, own_method
+from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.slicing import slicing
 from meshwright.spec import PlanError, suggest
 
 METHODS: dict[str, Method] = {
     "slicing": slicing,
+    "grid": grid,
 }
 
 __all__ = ["METHODS", "find_method"]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
@@ -54,6 +55,7 @@ class GroupCollective:
     group: int
 
 
+@lru_cache(maxsize=32)
 def parameter_groups(graph: Graph) -> tuple[ParameterGroup, ...]:
     """The root group, and one per layer that the model repeats: what wrapping every block, then the model, makes.
 
@@ -68,11 +70,17 @@ def parameter_groups(graph: Graph) -> tuple[ParameterGroup, ...]:
                 if graph.tensors[i].role == "parameter":
                     homes.setdefault(i, set()).add(home)
     blocks = [home for home, layer in enumerate(graph.layers) if layer.block and repeated[layer.block] > 1]
-    held = {home: tuple(i for i in graph.parameters if homes.get(i) == {home}) for home in blocks}
-    rest = tuple(i for i in graph.parameters if not any(i in ids for ids in held.values()))
-    readers = [at for at, op in enumerate(graph.ops) if set(op.inputs) & set(rest)]
-    root = _group(graph, "", 0, max(readers, default=len(graph.ops) - 1) + 1, rest, is_root=True)
-    layers = (_group(graph, graph.layers[h].name, graph.layers[h].start, graph.layers[h].stop, held[h]) for h in blocks)
+    held: dict[int, list[int]] = {home: [] for home in blocks}
+    rest: list[int] = []
+    for i in graph.parameters:
+        mine = homes.get(i, set())
+        (held[min(mine)] if len(mine) == 1 and min(mine) in held else rest).append(i)
+    outside = set(rest)
+    readers = [at for at, op in enumerate(graph.ops) if not outside.isdisjoint(op.inputs)]
+    root = _group(graph, "", 0, max(readers, default=len(graph.ops) - 1) + 1, tuple(rest), is_root=True)
+    layers = (
+        _group(graph, graph.layers[h].name, graph.layers[h].start, graph.layers[h].stop, tuple(held[h])) for h in blocks
+    )
     return (root, *(group for group in layers if group.parameters))
 
 

@@ -259,7 +259,7 @@ class CandidateSearch:
 
     def _num_slicings(self, search: _Search) -> int:
         """Ways to cut the layers into stages and to share the ranks among them."""
-        num_layers = len(self.space.graph_for(search.size).layers)
+        num_layers = len(self.space.problem.graph_for(search.size).layers)
         num_ranks, replicas = search.layout.num_ranks, search.replicas
         stages = [search.num_stages] if search.num_stages else range(1, min(num_layers, num_ranks) + 1)
         if len(replicas) == 1:

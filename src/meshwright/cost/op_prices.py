@@ -1,0 +1,57 @@
+"""Prices of all ops of a graph on a kind of device, from all that is known of it, for several batch sizes at once.
+
+Each class of equal ops is priced once: by measurement or roofline (`table`), what rests on a roofline by the predictor
+of GPU kernels where it knows them (`kernels`), and what the ranks of mesh axes exchange inside of ops comes on top
+(`teams`). Kernels of all sizes are predicted together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.cost.kernels import Asked, is_tiled, price_kernels, shipped_model
+from meshwright.cost.prices import gather_prices
+from meshwright.cost.table import price_op, roofline_interval
+from meshwright.cost.work import key_in
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshwright.cost.classes import OpClasses
+    from meshwright.cost.kernels import KernelModel
+    from meshwright.cost.prices import OpPrice, OpPrices
+    from meshwright.cost.table import OpTable
+    from meshwright.cost.teams import TeamPrices
+    from meshwright.cost.traced import TracedOps
+    from meshwright.spec import DeviceKind, Graph
+
+
+class OpSources(NamedTuple):
+    """Where prices come from: measurements and traces of this kind of device, a predictor of kernels, teams."""
+
+    table: OpTable | None
+    traced: TracedOps | None
+    kernels: KernelModel | None
+    teams: TeamPrices
+
+
+def price_sizes(
+    graph: Graph, batch_sizes: Sequence[int], classes: OpClasses, kind: DeviceKind, dtype: str, sources: OpSources
+) -> list[OpPrices]:
+    """Prices of all ops, for each batch size. Raises GraphError for a size that the graph was not captured for."""
+    slowdown, usual = kind.slowdown, kind.at_usual_speed()
+    ops = [graph.ops[index] for index in classes.representatives]
+    asked = []
+    for size in batch_sizes:
+        graph.check_batch_size(size)
+        bounds = [price_op(graph, op, size, usual, dtype, sources.table, sources.traced) for op in ops]
+        keys = [key_in(dtype, graph, op, size) for op in ops]
+        asked.append(Asked(prices=bounds, graph=graph, ops=ops, keys=keys, batch_size=size))
+    prices: list[list[OpPrice]] = [list(some.prices) for some in asked]
+    if is_tiled(usual):
+        kernels = sources.kernels or shipped_model()
+        prices = price_kernels(kernels, asked, usual, dtype, roofline_interval(usual))
+    return [
+        gather_prices(each, classes.class_of, graph, sources.teams.op_exchanges(graph, size), slowdown)
+        for size, each in zip(batch_sizes, prices, strict=True)
+    ]

@@ -1,0 +1,12 @@
+"""Uniform grid: all combinations of axes, positions, replicas, microbatches, schedules, ZeRO and recompute.
+
+How transformers are laid out at scale (Narayanan et al., SC 2021; Isaev et al., Calculon, SC 2023): every position of
+the pipeline has as many replicas, and layers are cut evenly. All combinations are bounded from below in compiled loops
+on the figures of one block of each kind (`short`, `figures`, `cover`, `sheet`), and only those are simulated whose
+bound is below the best that was (`method`).
+"""
+
+from meshwright.planner.methods.grid.method import grid
+from meshwright.planner.methods.grid.sheet import Configuration, Grid, bound_grid
+
+__all__ = ["Configuration", "Grid", "bound_grid", "grid"]

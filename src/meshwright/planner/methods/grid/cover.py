@@ -1,0 +1,247 @@
+"""Lower bounds of the step time and memory of every uniform configuration, compiled.
+
+A uniform configuration has S positions in line of R replicas each and v stages on each position, cut as evenly as can
+be. With w the seconds of a microbatch in the stages of a position, forward and backward, n = ceil(M / R) microbatches,
+P(p) the seconds of one in the first stages of the positions before p, o the optimizer's seconds and e those to sum the
+gradients, of which the last microbatch's backward hides what it can, a step takes at least
+
+    max over positions p of    n · max(w, z) + e + o     its own work; z: what ZeRO 2 and 3 gather and scatter per
+                                                         microbatch, beside the work or, on processors, on top of it
+                               P(p) + n · w              where steps are flushed and backwards are whole
+
+and a rank of position p holds at least its parameters, gradients and states, as ZeRO leaves them, with the largest
+layer's as they are gathered, and what the microbatches in flight keep: all (GPipe), min(n, S - p) (1F1B), or the chunks
+that an interleaved schedule has under way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+from meshwright.planner.even_slices import even_edges
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+# Schedules as the loops know them.
+ALL_IN_FLIGHT, ONE_EACH, IN_TURN, WHOLE_IN_TURN, SPLIT = range(5)
+FLIGHTS = {
+    "gpipe": ALL_IN_FLIGHT,
+    "1f1b": ONE_EACH,
+    "interleaved": IN_TURN,
+    "looped-bfs": WHOLE_IN_TURN,
+    "zb-h1": SPLIT,
+}
+
+
+class Rows(NamedTuple):
+    """Configurations as columns, shape (rows,): positions, index of the schedule, stage of ZeRO; bounds."""
+
+    positions: Integers
+    schedule: Integers
+    zero: Integers
+    seconds: Floats
+    bytes: Floats
+
+
+class Layers(NamedTuple):
+    """Figures of layers: seconds (kinds, L), bytes (L,), ``kept`` at one microbatch size."""
+
+    forward: Floats
+    backward: Floats
+    accumulate: Floats
+    optimizer: Floats
+    parameters: Floats
+    states: Floats
+    gradients: Floats
+    kept: Floats
+
+
+class Exchanges(NamedTuple):
+    """What replicas exchange, by the number of positions, shape (counts,): seconds of a sum of a byte and of a bucket.
+
+    ``gather_s`` and ``scatter_s`` are seconds per byte of large gathers and scatters. ``overlap``: sums begin with the
+    first bucket; ``wait``: ranks wait for gathers and scatters.
+    """
+
+    latency_s: Floats
+    bucket_s: Floats
+    gather_s: Floats
+    scatter_s: Floats
+    bucket_bytes: float
+    overlap: bool
+    wait: bool
+
+
+class _Form(NamedTuple):
+    """One configuration: its shape, and what the exchange of its replicas takes."""
+
+    positions: int
+    replicas: int
+    chunks: int
+    flight: int
+    zero: int
+    rounds: int
+    flushes: bool
+    place: int
+
+
+@compiled
+def cover(
+    layers: Layers,
+    exchanges: Exchanges,
+    kind_of: Integers,
+    num_microbatches: int,
+    flushes: bool,
+    counts: Integers,
+    flights: Integers,
+    chunks: Integers,
+    zeros: Integers,
+) -> Rows:
+    """Bound all configurations of these numbers of positions, schedules (``flights`` with ``chunks``) and ZeRO stages.
+
+    ``kind_of`` (ranks,) is the kind of device of each rank, position p having ranks p · R on. Those that cannot be are
+    left out: more stages than layers, fewer microbatches than replicas, rounds that do not divide; and doubles.
+    """
+    num_layers, num_ranks = layers.forward.shape[1], len(kind_of)
+    most = len(counts) * len(flights) * len(zeros)
+    rows = Rows(
+        np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most), np.empty(most)
+    )
+    edges = np.empty(num_layers + 1, np.int64)
+    work = (layers.forward + layers.backward)[0]
+    made = 0
+    for place in range(len(counts)):
+        positions = counts[place]
+        replicas = num_ranks // positions
+        if replicas > num_microbatches:
+            continue
+        rounds = -(-num_microbatches // replicas)
+        for index in range(len(flights)):
+            num_stages = positions * chunks[index]
+            in_turn = flights[index] in (IN_TURN, WHOLE_IN_TURN)
+            if num_stages > num_layers or in_turn != (chunks[index] > 1) or (in_turn and positions == 1):
+                continue
+            # One stage is one stage, and holds least with one microbatch under way.
+            if positions == 1 and flights[index] != ONE_EACH and (flights == ONE_EACH).any():
+                continue
+            if flights[index] == IN_TURN and rounds % max(1, rounds // positions):
+                continue
+            even_edges(work, num_stages, edges)
+            for zero in zeros:
+                form = _Form(positions, replicas, chunks[index], flights[index], zero, rounds, flushes, place)
+                rows.positions[made], rows.schedule[made], rows.zero[made] = positions, index, zero
+                rows.seconds[made] = _seconds(layers, exchanges, kind_of, edges, form)
+                rows.bytes[made] = _bytes(layers, edges, form)
+                made += 1
+    return Rows(rows.positions[:made], rows.schedule[:made], rows.zero[:made], rows.seconds[:made], rows.bytes[:made])
+
+
+@compiled
+def _seconds(layers: Layers, exchanges: Exchanges, kind_of: Integers, edges: Integers, form: _Form) -> float:
+    """A bound of the step time."""
+    num_kinds, replicas = len(layers.forward), form.replicas
+    longest, before = 0.0, 0.0
+    for position in range(form.positions):
+        parameters, gradients = (
+            _sum(layers.parameters, edges, form, position),
+            _sum(layers.gradients, edges, form, position),
+        )
+        passing, exposed = _exchange(exchanges, form, parameters, gradients)
+        fastest_way = np.inf
+        for kind in range(num_kinds):
+            if num_kinds > 1 and not (kind_of[position * replicas : (position + 1) * replicas] == kind).any():
+                continue
+            backward = _sum(layers.backward[kind], edges, form, position)
+            work = _sum(layers.forward[kind], edges, form, position) + backward
+            accumulated = _sum(layers.accumulate[kind], edges, form, position)
+            optimizer = _sum(layers.optimizer[kind], edges, form, position) / (replicas if form.zero else 1)
+            # Of unlike replicas the slowest may be one that has a microbatch less.
+            rounds = form.rounds if num_kinds == 1 else max(form.rounds - 1, 1)
+            taken = rounds * work - accumulated
+            waited = taken + rounds * passing if exchanges.wait else max(taken, rounds * passing)
+            hidden = backward if exchanges.overlap else 0.0
+            longest = max(longest, waited + max(exposed - hidden, 0.0) + optimizer)
+            if form.flushes and form.flight != SPLIT:
+                longest = max(longest, before + taken)
+            start, stop = edges[position], edges[position + 1]
+            first = layers.forward[kind, start:stop] + layers.backward[kind, start:stop]
+            fastest_way = min(fastest_way, (first - layers.accumulate[kind, start:stop]).sum())
+        before += fastest_way
+    return longest
+
+
+@compiled
+def _exchange(exchanges: Exchanges, form: _Form, parameters: float, gradients: float) -> tuple[float, float]:
+    """Seconds per microbatch of gathers and scatters, and those of the sum at the end of a step."""
+    if form.replicas == 1:
+        return 0.0, 0.0
+    if form.zero >= 2:
+        gathers = (form.zero - 1) * parameters * exchanges.gather_s[form.place]
+        return gathers + gradients * exchanges.scatter_s[form.place], 0.0
+    if form.zero == 1:
+        return 0.0, 0.0
+    full = np.floor(gradients / exchanges.bucket_bytes)
+    rest = gradients / exchanges.bucket_bytes - full
+    latency, bucket = exchanges.latency_s[form.place], exchanges.bucket_s[form.place]
+    return 0.0, full * bucket + (latency + (bucket - latency) * rest if rest > 0.0 else 0.0)
+
+
+@compiled
+def _bytes(layers: Layers, edges: Integers, form: _Form) -> float:
+    """A bound of the bytes of the fullest rank."""
+    fullest, replicas = 0.0, form.replicas
+    shared = replicas if replicas > 1 else 1
+    for position in range(form.positions):
+        parameters = _sum(layers.parameters, edges, form, position)
+        gradients = _sum(layers.gradients, edges, form, position)
+        static = _sum(layers.states, edges, form, position) / (shared if form.zero >= 1 else 1)
+        if form.zero >= 3:
+            static += parameters / shared + _largest(layers.parameters, edges, form, position) * (1.0 - 1.0 / shared)
+        else:
+            static += parameters
+        static += gradients / (shared if form.zero >= 2 else 1)
+        held = 0.0
+        for chunk in range(form.chunks):
+            place = chunk * form.positions + position
+            kept = layers.kept[edges[place] : edges[place + 1]].sum()
+            held += kept * _in_flight(form, position, chunk)
+        fullest = max(fullest, static + held)
+    return fullest
+
+
+@compiled
+def _in_flight(form: _Form, position: int, chunk: int) -> int:
+    """Microbatches of a chunk that are under way at once, after as many forwards as come before the first backward."""
+    if form.flight in (ONE_EACH, SPLIT):
+        return min(form.rounds, form.positions - position)
+    if form.flight != IN_TURN:
+        return form.rounds
+    size = form.rounds // max(1, form.rounds // form.positions)
+    ahead = min((form.chunks - 1) * size + 2 * (form.positions - 1 - position) + 1, form.rounds * form.chunks)
+    cycles, rest = ahead // (size * form.chunks), ahead % (size * form.chunks)
+    return int(cycles * size + min(max(rest - chunk * size, 0), size))
+
+
+@compiled
+def _sum(values: Floats, edges: Integers, form: _Form, position: int) -> float:
+    """The sum over the layers of a position."""
+    total = 0.0
+    for chunk in range(form.chunks):
+        place = chunk * form.positions + position
+        total += values[edges[place] : edges[place + 1]].sum()
+    return total
+
+
+@compiled
+def _largest(values: Floats, edges: Integers, form: _Form, position: int) -> float:
+    """The largest of the layers of a position."""
+    largest = 0.0
+    for chunk in range(form.chunks):
+        place = chunk * form.positions + position
+        largest = max(largest, values[edges[place] : edges[place + 1]].max())
+    return largest

@@ -1,0 +1,188 @@
+"""Seconds and bytes of every layer of a model under one sharding, found on its short graph (`short`).
+
+Layers add up: what a stage takes and holds is the sum of what its layers do. What it holds on top (transfers under way,
+the moment of a computation) is left out, so that sums of bytes are lower bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.memory import backend_of
+from meshwright.cost.optimizers import state_bytes
+from meshwright.planner.methods.grid.cover import Exchanges
+from meshwright.planner.problem import Problem
+from meshwright.planner.short import ShortGraph
+from meshwright.planner.stage_tables import Structure, find_structure
+from meshwright.program import lower_graph, own_workload
+from meshwright.spec import DeviceKind, GradientExchange, Graph, Workload, computed_again, read_recompute
+from meshwright.spec.sharding import Sharding
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerSeconds:
+    """Of one microbatch, per device kind of the teams (kinds, L); ``backward`` has what runs again in it."""
+
+    forward: Floats
+    backward: Floats
+    accumulate: Floats
+    optimizer: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerBytes:
+    """Of each layer, shape (L,); ``kept`` of one microbatch are ``kept_fixed + b · kept_per_sample``."""
+
+    parameters: Floats
+    states: Floats
+    gradients: Floats
+    kept_fixed: Floats
+    kept_per_sample: Floats
+
+
+class Figures:
+    """Figures of a problem's layers by sharding, way of computing again, and microbatch size, each found once."""
+
+    def __init__(self, problem: Problem, short: ShortGraph, sharding: Sharding) -> None:
+        self._short, self.sharding = short, sharding
+        self.workload = self.workload_of(problem, sharding)
+        self.cost = problem.cost.for_teams(sharding)
+        self.cluster = self.cost.cluster
+        self._local = lower_graph(short.graph, sharding, ())
+        self._structure = find_structure(self._local)
+        self._bytes: dict[str, LayerBytes] = {}
+        self._optimizer: dict[str, Floats] = {}
+        self._exchanges: dict[tuple[int, tuple[int, ...], int], Exchanges] = {}
+
+    @staticmethod
+    def workload_of(problem: Problem, sharding: Sharding) -> Workload:
+        """What one team does."""
+        return own_workload(problem.workload, sharding)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole graph."""
+        return len(self._short.stands_for)
+
+    @property
+    def first_of_kinds(self) -> list[int]:
+        """The first rank of each kind of device."""
+        found: list[int] = np.unique(self.cluster.columns().kind, return_index=True)[1].tolist()
+        return found
+
+    def prepare(self, microbatch_sizes: Sequence[int]) -> None:
+        """Price several sizes at once."""
+        for kind in self.cluster.device_kinds:
+            self.cost.prepare_prices(self._local, microbatch_sizes, kind)
+
+    def seconds(self, microbatch_size: int, recompute: str) -> LayerSeconds:
+        """Seconds of all layers at a microbatch size."""
+        graph, training = self._with(recompute), self.workload.kind == "training"
+        starts = np.array([layer.start for layer in graph.layers])
+        columns: list[list[Floats]] = [[], [], [], []]
+        for kind in self.cluster.device_kinds:
+            prices = self.cost.price_ops(self._local, microbatch_size, kind)
+            again = np.zeros(len(graph.ops))
+            for start, stop in graph.recompute:
+                ops = computed_again(graph, start, stop)
+                again[start] = prices.forward_s[ops.start : ops.stop].sum()
+            backward = (prices.backward_s + prices.accumulate_s + again) * training
+            for column, values in zip(
+                columns, (prices.forward_s, backward, prices.accumulate_s * training), strict=False
+            ):
+                column.append(np.add.reduceat(values, starts))
+            if kind.name not in self._optimizer:
+                self._optimizer[kind.name] = self._optimizer_seconds(kind)
+            columns[3].append(self._optimizer[kind.name] * training)
+        forward, backward, accumulate, optimizer = (self._short.spread(np.stack(column)) for column in columns)
+        return LayerSeconds(forward=forward, backward=backward, accumulate=accumulate, optimizer=optimizer)
+
+    def exchanges(self, num_ranks: int, counts: tuple[int, ...], exchange: GradientExchange) -> Exchanges:
+        """What replicas exchange where so many positions share the ranks; of all layouts, the fastest one's."""
+        key = num_ranks, counts, exchange.bucket_bytes
+        if key not in self._exchanges:
+            rows = [self._exchange(num_ranks // count, count, exchange.bucket_bytes) for count in counts]
+            columns = np.array(rows).reshape(-1, 4).T
+            wait = all(backend_of(kind) == "cpu" for kind in self.cluster.device_kinds)
+            self._exchanges[key] = Exchanges(
+                latency_s=columns[0],
+                bucket_s=columns[1],
+                gather_s=columns[2],
+                scatter_s=columns[3],
+                bucket_bytes=float(exchange.bucket_bytes),
+                overlap=exchange.overlap,
+                wait=wait,
+            )
+        return self._exchanges[key]
+
+    def _exchange(self, replicas: int, positions: int, bucket_bytes: int) -> tuple[float, ...]:
+        """Seconds of a sum of one byte and of a bucket; per byte of gathers and scatters of the largest layer."""
+        if replicas == 1:
+            return 0.0, 0.0, 0.0, 0.0
+        groups = [tuple(range(replicas))]
+        if positions > 1 and len(self.cluster.nodes) > 1:
+            groups.append(tuple(range(0, replicas * positions, positions)))
+        large = max(float(self.bytes("none").parameters.max()), 1.0)
+        found = []
+        for ranks in groups:
+            sums = self.cost.predict_collective("all_reduce", ranks, np.array([1.0, float(bucket_bytes)])).seconds
+            # Parameters are cut among replicas alone.
+            gather_s = self.cost.collective_seconds("all_gather", ranks, large, axes=())
+            scatter_s = self.cost.collective_seconds("reduce_scatter", ranks, large)
+            found.append((*sums.tolist(), gather_s / large, scatter_s / large))
+        return tuple(min(values) for values in zip(*found, strict=True))
+
+    def bytes(self, recompute: str) -> LayerBytes:
+        """Bytes of all layers."""
+        if recompute not in self._bytes:
+            self._bytes[recompute] = self._weigh(recompute)
+        return self._bytes[recompute]
+
+    def _weigh(self, recompute: str) -> LayerBytes:
+        graph = self._with(recompute)
+        structure = self._structure if graph is self._local else find_structure(graph)
+        width, training = self.workload.float_bytes, self.workload.kind == "training"
+        known = graph.batch_size
+        sizes = [np.array([tensor.num_bytes(known or b, width) for tensor in graph.tensors], np.int64) for b in (1, 2)]
+        trained = np.array([tensor.requires_grad for tensor in graph.tensors]) * training
+        elements = np.array([tensor.num_elements(0) for tensor in graph.tensors], np.int64) * trained
+        each = state_bytes(self.workload.optimizer, self.workload.precision)
+        kept = [_added(structure, structure.saved.table(size)) * training for size in sizes]
+        spread = self._short.spread
+        return LayerBytes(
+            parameters=spread(_added(structure, structure.parameters.table(sizes[0]))),
+            states=spread(_added(structure, structure.parameters.table(elements * each))),
+            gradients=spread(_added(structure, structure.parameters.table(sizes[0] * trained))),
+            kept_fixed=spread(np.maximum(2 * kept[0] - kept[1], 0.0)),
+            kept_per_sample=spread(np.maximum(kept[1] - kept[0], 0.0)),
+        )
+
+    def _with(self, recompute: str) -> Graph:
+        if recompute == "none":
+            return self._local
+        return lower_graph(self._short.graph, self.sharding, read_recompute(self._short.graph, recompute))
+
+    def _optimizer_seconds(self, kind: DeviceKind) -> Floats:
+        """What each layer adds to an optimizer's step over all of them."""
+        graph, optimizer = self._local, self.workload.optimizer
+        owners = np.full(len(graph.tensors), -1)
+        for index, layer in enumerate(graph.layers):
+            for op in graph.ops[layer.start : layer.stop]:
+                for tensor in op.inputs:
+                    owners[tensor] = index if owners[tensor] < 0 else owners[tensor]
+        everything = self.cost.optimizer_seconds(graph, graph.parameters, optimizer, kind)
+        others = (tuple(i for i in graph.parameters if owners[i] != index) for index in range(len(graph.layers)))
+        without = [self.cost.optimizer_seconds(graph, some, optimizer, kind) if some else 0.0 for some in others]
+        return np.maximum(everything - np.array(without), 0.0)
+
+
+def _added(structure: Structure, table: NDArray[np.int64]) -> Floats:
+    """What each layer adds to the layers before it, shape (L,), from a table over all stages i:j."""
+    found: Floats = np.diff(table[0, : structure.num_layers + 1].astype(np.float64))
+    return found

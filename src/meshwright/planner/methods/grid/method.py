@@ -1,0 +1,85 @@
+"""The method: bound every uniform configuration, then simulate from the lowest bound up until none is below the best.
+
+What is simulated last proves the answer: every configuration that was not simulated has a lower bound at or above the
+best step. Where the time is over before, the lowest bound that is left says how far the best may be from the optimum
+among uniform configurations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import cast
+
+from meshwright.planner.adoption import deal_out
+from meshwright.planner.layouts import Layout, LayoutName
+from meshwright.planner.method import Proposal, SearchState, Steps
+from meshwright.planner.methods.grid.sheet import Configuration, bound_grid
+from meshwright.planner.problem import Problem, Setting
+from meshwright.spec import Plan, format_count, format_percent, format_seconds
+from meshwright.spec.exchange import ZeroStage
+
+# Plans with less than this above a bound are as good as it: prices are worth less.
+_CLOSE = 1e-4
+
+
+def grid(problem: Problem, state: SearchState) -> Steps:
+    """Enumerate, bound, and simulate what may still be the best. Of ways to offload, the first one is taken."""
+    found = bound_grid(problem)
+    num_fitting = found.num_fitting
+    state.count(considered=found.num_configurations, pruned=found.num_configurations - num_fitting)
+    best_s, looked_at, left_s = math.inf, 0, math.inf
+    for bound_s, configuration in found.by_bound():
+        if bound_s >= best_s * (1 - _CLOSE) or state.seconds_left() <= 0:
+            left_s = bound_s
+            break
+        state.events.progress("simulate the grid", looked_at, looked_at + 1)
+        for plan in plans_of(problem, configuration):
+            looked_at += 1
+            result = yield Proposal(plan, bound_s)
+            if result is not None and result.fits:
+                best_s = min(best_s, result.step_time_s)
+    state.note(_summary(found.num_configurations, num_fitting, looked_at, min(left_s, best_s), best_s))
+
+
+def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
+    """The plans of a configuration: one for each layout of its ranks."""
+    wanted, positions = configuration, configuration.positions
+    away = problem.choices.offload[0]
+    num_devices = wanted.num_ranks * wanted.sharding.width
+    space = problem.space(Setting(num_devices, wanted.sharding, cast("ZeroStage", wanted.zero), wanted.recompute, away))
+    replicas = space.num_ranks // positions
+    several = len(space.cluster.nodes) > 1 and positions > 1 and replicas > 1 and len(space.cluster.device_kinds) == 1
+    names: tuple[LayoutName, ...] = ("stage-major", "replica-major") if several else ("stage-major",)
+    graph = space.graph_for(wanted.microbatch_size)
+    for name in names:
+        layout = Layout(name=name, num_ranks=space.num_ranks, num_stages=positions)
+        ranks = [layout.ranks(position * replicas, replicas) for position in range(positions)] * wanted.chunks
+        plan = Plan(
+            model=problem.model,
+            model_sizes=problem.model_sizes,
+            graph_hash=graph.content_hash,
+            cluster=space.cluster.name,
+            workload=space.workload,
+            stages=deal_out(graph, wanted.microbatch_size, space.cost, ranks),
+            num_microbatches=space.workload.global_batch // wanted.microbatch_size,
+            schedule=wanted.schedule,
+            exchange=space.exchange.suited_to(wanted.schedule),
+            offload=away,
+        )
+        yield space.whole(plan)
+
+
+def _summary(num_rows: int, num_fitting: int, num_simulated: int, bound_s: float, best_s: float) -> str:
+    text = (
+        f"Uniform grid: {format_count(num_rows, 'configuration')} bounded, of which {num_fitting:,} may fit; "
+        f"{format_count(num_simulated, 'plan')} simulated."
+    )
+    if best_s == math.inf:
+        return text
+    if bound_s >= best_s * (1 - _CLOSE):
+        return f"{text} No other uniform configuration is faster than the best of them."
+    return (
+        f"{text} No uniform configuration takes less than {format_seconds(bound_s)}; the best of them takes "
+        f"{format_percent(best_s / bound_s - 1)} more."
+    )

@@ -1,0 +1,261 @@
+"""All uniform configurations of a problem with their bounds, a sheet for each sharding.
+
+Bounds come in two steps. First all configurations are bounded by what is computed alone. What replicas exchange takes
+longer to price than all else together; it is asked for when the lowest bound of all is one of a sheet that does not
+know of it yet, and raises the bounds of that sheet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.layouts import memory_limit
+from meshwright.planner.methods.grid.cover import FLIGHTS, IN_TURN, WHOLE_IN_TURN, Exchanges, Layers, Rows, cover
+from meshwright.planner.methods.grid.figures import Figures
+from meshwright.planner.problem import Problem, divisors, microbatch_sizes
+from meshwright.planner.short import ShortGraph
+from meshwright.spec import MeshwrightError
+from meshwright.spec.sharding import Sharding
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """A uniform configuration: positions in line, equal replicas, an even cut of the layers."""
+
+    num_ranks: int
+    sharding: Sharding
+    zero: int
+    recompute: str
+    microbatch_size: int
+    positions: int
+    schedule: str
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Cell:
+    """Configurations that share ranks, microbatch size and what is computed again."""
+
+    figures: Figures
+    num_ranks: int
+    microbatch_size: int
+    recompute: str
+    counts: Integers
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sheet:
+    """The configurations of one sharding; ``seconds`` and ``bytes`` are lower bounds, shape (configurations,)."""
+
+    problem: Problem
+    cells: list[_Cell]
+    rows: list[Rows]
+    limit_bytes: float
+    knows_exchange: bool = False
+    seconds: Floats = field(init=False)
+    bytes: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._gather()
+
+    def refine(self) -> None:
+        """Raise the bounds by what replicas exchange."""
+        self.knows_exchange = True
+        for index, cell in enumerate(self.cells):
+            exchanges = cell.figures.exchanges(cell.num_ranks, tuple(cell.counts.tolist()), self.problem.exchange)
+            self.rows[index] = _cover_cell(self.problem, cell, exchanges)
+        self._gather()
+
+    def configuration(self, row: int) -> Configuration:
+        """What stands in a row."""
+        place = int(np.searchsorted(np.cumsum([len(rows.seconds) for rows in self.rows]), row, side="right"))
+        before = sum(len(rows.seconds) for rows in self.rows[:place])
+        cell, rows, row = self.cells[place], self.rows[place], row - before
+        schedule, chunks = variants_of(self.problem)[rows.schedule[row]]
+        return Configuration(
+            num_ranks=cell.num_ranks,
+            sharding=cell.figures.sharding,
+            zero=int(rows.zero[row]),
+            recompute=cell.recompute,
+            microbatch_size=cell.microbatch_size,
+            positions=int(rows.positions[row]),
+            schedule=schedule,
+            chunks=chunks,
+        )
+
+    def _gather(self) -> None:
+        self.seconds = np.concatenate([rows.seconds for rows in self.rows] or [np.empty(0)])
+        self.bytes = np.concatenate([rows.bytes for rows in self.rows] or [np.empty(0)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Grid:
+    """All uniform configurations of a problem."""
+
+    sheets: tuple[Sheet, ...]
+
+    @property
+    def num_configurations(self) -> int:
+        """How many there are."""
+        return sum(len(sheet.seconds) for sheet in self.sheets)
+
+    @property
+    def num_fitting(self) -> int:
+        """How many may fit into memory."""
+        return sum(int((sheet.bytes <= sheet.limit_bytes).sum()) for sheet in self.sheets)
+
+    @property
+    def bound_s(self) -> float:
+        """No uniform configuration that fits takes less; infinite where none fits."""
+        fitting = (sheet.seconds[sheet.bytes <= sheet.limit_bytes] for sheet in self.sheets)
+        return min((float(seconds.min()) for seconds in fitting if len(seconds)), default=np.inf)
+
+    def by_bound(self) -> Iterator[tuple[float, Configuration]]:
+        """Those that may fit with their bounds, the lowest first."""
+        seconds, places, rows = self._fitting()
+        done = np.zeros(len(seconds), bool)
+        while not done.all():
+            order = np.flatnonzero(~done)
+            for index in order[np.argsort(seconds[order], kind="stable")].tolist():
+                sheet = self.sheets[places[index]]
+                if not sheet.knows_exchange:
+                    sheet.refine()
+                    mine = places == places[index]
+                    seconds[mine] = sheet.seconds[rows[mine]]
+                    break
+                done[index] = True
+                yield float(seconds[index]), sheet.configuration(int(rows[index]))
+
+    def _fitting(self) -> tuple[Floats, Integers, Integers]:
+        rows = [np.flatnonzero(sheet.bytes <= sheet.limit_bytes) for sheet in self.sheets]
+        seconds = [sheet.seconds[mine] for sheet, mine in zip(self.sheets, rows, strict=True)]
+        places = [np.full(len(mine), place) for place, mine in enumerate(rows)]
+        empty = np.empty(0, np.int64)
+        return np.concatenate([*seconds, np.empty(0)]), np.concatenate([*places, empty]), np.concatenate([*rows, empty])
+
+
+def bound_grid(problem: Problem) -> Grid:
+    """Bound all uniform configurations of a problem. Raises what is wrong with its shardings if none is possible."""
+    short = problem.short_graph(1) if _is_symbolic(problem) else None
+    sheets: list[Sheet] = []
+    errors: list[MeshwrightError] = []
+    for sharding in problem.choices.shardings:
+        try:
+            sheets.append(_make_sheet(problem, short, sharding))
+        except MeshwrightError as error:
+            errors.append(error)
+    if not sheets:
+        raise errors[0]
+    return Grid(sheets=tuple(sheets))
+
+
+def variants_of(problem: Problem) -> list[tuple[str, int]]:
+    """Schedules that have uniform configurations, each with its numbers of stages on a rank."""
+    found: list[tuple[str, int]] = []
+    names = problem.choices.schedules if problem.workload.kind == "training" else problem.choices.schedules[:1]
+    for name in names:
+        if name in FLIGHTS:
+            in_turn = FLIGHTS[name] in (IN_TURN, WHOLE_IN_TURN)
+            found += [(name, chunks) for chunks in (problem.choices.num_chunks if in_turn else (1,))]
+    return found
+
+
+def _is_symbolic(problem: Problem) -> bool:
+    """Whether one graph serves all microbatch sizes."""
+    try:
+        return problem.graph_for(1).batch_size is None
+    except MeshwrightError:
+        return False
+
+
+def _make_sheet(problem: Problem, short: ShortGraph | None, sharding: Sharding) -> Sheet:
+    sizes = microbatch_sizes(Figures.workload_of(problem, sharding), problem.choices.microbatch_sizes)
+    counts = problem.choices.num_devices or (problem.cluster.num_ranks,)
+    num_ranks = [count // sharding.width for count in counts if count % sharding.width == 0]
+    if short is not None:
+        sizes = _sizes_for_all(problem, short, sharding, sizes, num_ranks)
+        figures = Figures(problem, short, sharding)
+        figures.prepare(sizes)
+    cells = []
+    for size in sizes:
+        if short is None:
+            figures = Figures(problem, problem.short_graph(size), sharding)
+        for recompute, count in product(problem.choices.recompute, num_ranks):
+            cell = _Cell(
+                figures=figures,
+                num_ranks=count,
+                microbatch_size=size,
+                recompute=recompute,
+                counts=_numbers_of_positions(problem, count, figures.num_layers),
+            )
+            cells.append(cell)
+    limits = (memory_limit(figures.cluster, rank, problem.memory_limit_bytes) for rank in figures.first_of_kinds)
+    return Sheet(
+        problem=problem,
+        cells=cells,
+        rows=[_cover_cell(problem, cell, _no_exchanges(len(cell.counts))) for cell in cells],
+        limit_bytes=max(limits) if cells else 0.0,
+    )
+
+
+def _sizes_for_all(
+    problem: Problem, short: ShortGraph, sharding: Sharding, sizes: tuple[int, ...], num_ranks: list[int]
+) -> tuple[int, ...]:
+    """Microbatch sizes that leave every replica one, in the longest pipeline that there may be."""
+    batch = Figures.workload_of(problem, sharding).global_batch
+    longest = (max(n for n in divisors(count) if n <= len(short.stands_for)) for count in num_ranks)
+    least = min((count // positions for count, positions in zip(num_ranks, longest, strict=True)), default=0)
+    return tuple(size for size in sizes if batch // size >= least)
+
+
+def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Rows:
+    seconds, weights = cell.figures.seconds(cell.microbatch_size, cell.recompute), cell.figures.bytes(cell.recompute)
+    variants = variants_of(problem)
+    layers = Layers(
+        seconds.forward,
+        seconds.backward,
+        seconds.accumulate,
+        seconds.optimizer,
+        weights.parameters,
+        weights.states,
+        weights.gradients,
+        weights.kept_fixed + cell.microbatch_size * weights.kept_per_sample,
+    )
+    return cover(
+        layers,
+        exchanges,
+        cell.figures.cluster.columns().kind[: cell.num_ranks],
+        cell.figures.workload.global_batch // cell.microbatch_size,
+        cell.figures.workload.kind == "training",
+        cell.counts,
+        np.array([FLIGHTS[schedule] for schedule, _ in variants], np.int64),
+        np.array([chunks for _, chunks in variants], np.int64),
+        np.array(problem.choices.zero, np.int64),
+    )
+
+
+def _no_exchanges(count: int) -> Exchanges:
+    nothing = np.zeros(count)
+    return Exchanges(
+        latency_s=nothing,
+        bucket_s=nothing,
+        gather_s=nothing,
+        scatter_s=nothing,
+        bucket_bytes=1.0,
+        overlap=True,
+        wait=False,
+    )
+
+
+def _numbers_of_positions(problem: Problem, num_ranks: int, num_layers: int) -> Integers:
+    wanted = problem.choices.num_stages
+    counts = [n for n in divisors(num_ranks) if n <= num_layers and (not wanted or n in wanted)]
+    return np.array(counts, np.int64)

@@ -1,0 +1,129 @@
+"""The uniform grid: bounds that no simulated configuration beats, and the best of all configurations."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwright.cost import CostModel
+from meshwright.planner import Choices, Problem, evaluate_plan, list_shardings, solve
+from meshwright.planner.methods.grid import bound_grid
+from meshwright.planner.methods.grid.figures import Figures
+from meshwright.planner.methods.grid.method import plans_of
+from meshwright.planner.short import shorten
+from meshwright.spec import Workload, load_cluster, load_shipped_graph
+from meshwright.spec.graph import Graph
+from meshwright.spec.sharding import UNSHARDED, Sharding
+from tests.planner.test_search import cluster_of, weighted_graph
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Graph:
+    return load_shipped_graph("gpt2-xl")
+
+
+def problem_of(graph, cluster, batch, **choices):
+    workload = Workload(global_batch=batch, precision="bfloat16", kind=graph.mode)
+    return Problem(
+        graph_for=lambda _: graph,
+        cluster=cluster,
+        workload=workload,
+        cost=CostModel(cluster=cluster, precision="bfloat16"),
+        choices=Choices(**choices),
+    )
+
+
+def every_configuration(problem):
+    found = bound_grid(problem)
+    for sheet in found.sheets:
+        sheet.refine()
+        for row in range(len(sheet.seconds)):
+            yield sheet.seconds[row], sheet.bytes[row], sheet.configuration(row)
+
+
+def test_a_short_graph_stands_for_the_long_one(gpt):
+    short = shorten(gpt)
+    assert len(short.graph.layers) == len(gpt.layers) - (48 - 3)
+    assert [gpt.layers[i].block for i in range(len(gpt.layers))] == [
+        short.graph.layers[i].block for i in short.stands_for
+    ]
+
+
+@pytest.mark.parametrize("sharding", [UNSHARDED, Sharding(tensor=5), Sharding(context=2)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_figures_of_layers_are_those_of_the_whole_graph(gpt, sharding, recompute):
+    problem = problem_of(gpt, load_cluster("2x10xA100"), 64, shardings=(sharding,), recompute=(recompute,))
+    seconds = Figures(problem, shorten(gpt), sharding).seconds(2, recompute)
+    space = next(iter(problem.spaces()))
+    (kind,) = space.cluster.device_kinds
+    prices = space.cost.price_ops(space.graph_for(2), 2, kind)
+    starts = [layer.start for layer in space.graph_for(2).layers]
+    np.testing.assert_allclose(seconds.forward[0], np.add.reduceat(prices.forward_s, starts), rtol=1e-9)
+    backward = np.add.reduceat(prices.backward_s + prices.accumulate_s, starts)
+    np.testing.assert_allclose(seconds.backward[0], backward, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "batch", "choices"),
+    [
+        (cluster_of(4), 8, {}),
+        (cluster_of(2, 2, slow_nic=1e8), 8, {"zero": (0, 1, 3)}),
+        (cluster_of(4, rates=(1e12, 3e11)), 12, {}),
+        (cluster_of(4), 16, {"schedules": ("1f1b", "interleaved", "zb-h1"), "num_chunks": (2, 3)}),
+    ],
+)
+def test_no_configuration_is_faster_or_smaller_than_its_bounds(cluster, batch, choices):
+    graph = weighted_graph([10**8 * amount for amount in (4, 1, 1, 1, 1, 1, 1, 9)], width=256)
+    problem = problem_of(graph, cluster, batch, **choices)
+    count = 0
+    for seconds, num_bytes, configuration in every_configuration(problem):
+        for plan in plans_of(problem, configuration):
+            item = evaluate_plan(plan, graph, cluster, problem.cost)
+            assert 0 < seconds <= item.step_time_s * (1 + 1e-9), configuration
+            assert 0 < num_bytes <= max(item.peak_memory_bytes), configuration
+            count += 1
+    assert count > 10
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_the_answer_is_the_best_of_all_configurations(mode):
+    graph = weighted_graph([10**8 * amount for amount in (4, 1, 1, 1, 9)], width=256, mode=mode)
+    cluster = cluster_of(2, 2, slow_nic=1e8)
+    problem = problem_of(graph, cluster, 8, zero=(0, 1) if mode == "training" else (0,))
+    items = [
+        evaluate_plan(plan, graph, cluster, problem.cost)
+        for _, _, configuration in every_configuration(problem)
+        for plan in plans_of(problem, configuration)
+    ]
+    found = solve(problem, "grid")
+    assert found.best.step_time_s == pytest.approx(min(item.step_time_s for item in items), rel=2e-4)
+    assert found.coverage.num_simulated <= len(items)
+    assert "No other uniform configuration is faster" in found.explain()
+
+
+def test_memory_prunes_what_cannot_fit(gpt):
+    """GPT-2 XL needs 25 GB of states: on devices of 8 GiB nothing fits whole, and no row that may fit is whole."""
+    cluster = load_cluster("8xA100")
+    problem = problem_of(gpt, cluster, 32, microbatch_sizes=(1,), recompute=("full",), zero=(0, 3))
+    small = replace(problem, memory_limit_bytes=8 * 2**30)
+    fitting = [row for _, num_bytes, row in every_configuration(small) if num_bytes <= 8 * 2**30]
+    assert fitting
+    assert all(row.positions > 1 or row.zero == 3 for row in fitting)
+    assert solve(small, "grid").best.fits
+
+
+def test_axes_are_choices(gpt):
+    problem = problem_of(
+        gpt,
+        load_cluster("2x5xA100"),
+        20,
+        shardings=list_shardings(tensor=(1, 5, 7), context=(1, 2)),
+        microbatch_sizes=(1, 2),
+        recompute=("none", "full"),
+    )
+    found = bound_grid(problem)
+    rows = [sheet.configuration(row).sharding for sheet in found.sheets for row in range(len(sheet.seconds))]
+    assert {(item.tensor, item.context) for item in rows} == {(1, 1), (5, 1), (1, 2), (5, 2)}
+    best = solve(problem, "grid", max_plans=3).best
+    whole = solve(replace(problem, choices=replace(problem.choices, shardings=(UNSHARDED,))), "grid", max_plans=1).best
+    assert best.step_time_s <= whole.step_time_s
