@@ -24,9 +24,7 @@ where each microbatch keeps flight_bytes + leaving_bytes, with in_flight[a, r] i
 min(n, ceil((D - a) / r)) (1F1B), or counted from an own schedule.
 
 The method. For a threshold θ on the second term, the least sum over slicings whose stages all stay within θ is a small
-dynamic program (module `dynamic_program`); it also yields the next value above θ at which anything could change. The
-best θ is found by halving the range of θ and dropping every part whose bound (its lowest θ plus the least sum at its
-highest θ) is not below the best slicing found: exact, with few dynamic programs.
+dynamic program (module `dynamic_program`); the best θ is found by `thresholds`.
 
 Sources: Zheng et al., "Alpa" (OSDI 2022), section 5.2 (enumeration of the bottleneck); Narayanan et al., "PipeDream"
 (SOSP 2019), section 3.1 (replicated stages).
@@ -34,7 +32,6 @@ Sources: Zheng et al., "Alpa" (OSDI 2022), section 5.2 (enumeration of the bottl
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,9 +44,7 @@ from meshwright.planner.methods.slicing.dynamic_program import (
     fill_tables,
     make_tables,
 )
-
-# Slicings whose costs differ by less than this share of their value are equal: sums of some hundred doubles.
-_RELATIVE_TOLERANCE = 1e-12
+from meshwright.planner.thresholds import minimise_over_thresholds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,32 +75,12 @@ def solve_slicing(
     if not len(choices):
         return None
     tables = make_tables(problem, num_stages or 0)
-    best: Slicing | None = None
-    # Parts of the range of θ yet to be looked at: (bound, lowest θ, highest θ, least sum at the highest θ).
-    parts: list[tuple[float, float, float, float]] = []
 
-    def consider(theta: float, lowest: float) -> float:
-        """Run one dynamic program; returns the lowest θ above ``theta`` that could matter."""
-        nonlocal best
+    def solve(theta: float) -> tuple[Slicing | None, float]:
         above = fill_tables(problem, choices, theta, tables)
-        found = _read_slicing(problem, tables)
-        if found is not None:
-            if found.seconds < (best.seconds if best else cutoff_s):
-                best = found
-            if lowest < found.bottleneck_s:
-                heapq.heappush(parts, (lowest + found.sum_s, lowest, found.bottleneck_s, found.sum_s))
-        return above
+        return _read_slicing(problem, tables), above
 
-    consider(cutoff_s, 0.0)
-    while parts:
-        bound, lowest, highest, least_sum = heapq.heappop(parts)
-        target = best.seconds if best else cutoff_s
-        if bound >= target * (1 - _RELATIVE_TOLERANCE):
-            break
-        above = consider(min(lowest + (highest - lowest) / 2, target - least_sum), lowest)
-        if above < highest:
-            heapq.heappush(parts, (above + least_sum, above, highest, least_sum))
-    return best
+    return minimise_over_thresholds(solve, cutoff_s)
 
 
 def _read_slicing(problem: SlicingProblem, tables: Tables) -> Slicing | None:

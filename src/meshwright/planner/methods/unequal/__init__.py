@@ -1,0 +1,34 @@
+"""Unequal devices: which device gets which layers and how many microbatches.
+
+`shares`   microbatches in proportion to speed
+`groups`   classes of equal devices, and the groups of them that a stage may get
+`mapping`  stages to devices, exact for few classes (`stage_table` is its compiled part)
+"""
+
+from meshwright.planner.methods.unequal.groups import DeviceClass, count_states, find_classes, find_groups
+from meshwright.planner.methods.unequal.mapping import Mapping, solve_mapping
+from meshwright.planner.methods.unequal.shares import optimal_shares
+from meshwright.planner.methods.unequal.stage_table import (
+    KEEPS_ALL,
+    KEEPS_ONE,
+    KEEPS_SOME,
+    MappingProblem,
+    StageTable,
+    price_stages,
+)
+
+__all__ = [
+    "KEEPS_ALL",
+    "KEEPS_ONE",
+    "KEEPS_SOME",
+    "DeviceClass",
+    "Mapping",
+    "MappingProblem",
+    "StageTable",
+    "count_states",
+    "find_classes",
+    "find_groups",
+    "optimal_shares",
+    "price_stages",
+    "solve_mapping",
+]
