@@ -37,9 +37,10 @@ def make_optimizer(name, parameters, dtype):
 
 def make_plan(graph, layout, schedule):
     count, stages, rank = len(graph.layers), [], 0
-    for index, replicas in enumerate(layout):
+    for index, item in enumerate(layout):
+        replicas, shares = (item, ()) if isinstance(item, int) else (len(item), item)
         start, stop = count * index // len(layout), count * (index + 1) // len(layout)
-        stages.append(StagePlan(start=start, stop=stop, ranks=tuple(range(rank, rank + replicas))))
+        stages.append(StagePlan(start=start, stop=stop, ranks=tuple(range(rank, rank + replicas)), shares=shares))
         rank += replicas
     own = schedule.removeprefix("own-")
     plan = Plan(
@@ -75,9 +76,9 @@ class SerialLoops:
 
 
 def buffer_replicas(plan, graph):
-    """By the name of each buffer, the replicas of its stage."""
+    """By the name of each buffer, the replica of its stage that computes each microbatch."""
     return {
-        graph.tensors[buffer].name: len(plan.stages[stage.index].ranks)
+        graph.tensors[buffer].name: plan.stages[stage.index].turns
         for stage in slice_graph(graph, plan.bounds)
         for buffer in stage.buffers
     }
@@ -99,7 +100,8 @@ def serial_reference(case, state, batches, replicas, optimizer_name):
             loss = case.loss(call(model, inputs, rows), *(y[rows] for y in targets))
             (loss / NUM_MICROBATCHES).backward()
             for name, buffer in model.named_buffers():
-                if m % replicas.get(name, 1):
+                turns = replicas.get(name, (0,))
+                if turns[m % len(turns)]:
                     buffer.copy_(before[name])
             total += loss.item() / NUM_MICROBATCHES
         optimizer.step()

@@ -130,6 +130,11 @@ def state_of_plan(plan: Plan, state: State) -> State:
             f"The plan follows the schedule {plan.schedule!r}; the playground knows {', '.join(BASIC_SCHEDULES)}. Use "
             "`meshwright simulate` for this plan."
         )
+    if plan.has_shares:
+        raise PlaygroundError(
+            "The plan gives replicas shares of the microbatches, which the controls of the playground do not say. Use "
+            "`meshwright simulate` for this plan."
+        )
     if plan.only_simulated:
         raise PlaygroundError(
             f"The plan {plan.only_simulated}, which the controls of the playground do not say. Use "

@@ -91,7 +91,7 @@ def _build_program(
 
 def _microbatches_apart(plan: Plan) -> int:
     """By how much the numbers of microbatches of two steps of one body differ: all go to the same replicas."""
-    period = lcm(*(len(stage.ranks) for stage in plan.stages))
+    period = lcm(*(len(stage.turns) for stage in plan.stages))
     return -(-plan.num_microbatches // period) * period
 
 

@@ -82,6 +82,8 @@ def join_orders(plan: Plan | Placement, orders: RankOrders, computed: Ids) -> Co
     """The computations of all ranks with their handles, and who has which replica."""
     columns = orders.columns
     replica_offsets, replicas = _ragged([list(stage.ranks) for stage in plan.stages])
+    turn_offsets, turns = _ragged([list(stage.turns) for stage in plan.stages])
+    turns += np.repeat(replica_offsets[:-1], np.diff(turn_offsets))
     return Computations(
         offsets=orders.offsets,
         handle=computed,
@@ -91,6 +93,8 @@ def join_orders(plan: Plan | Placement, orders: RankOrders, computed: Ids) -> Co
         joint=columns.joint,
         replica_offsets=replica_offsets,
         replicas=replicas,
+        turn_offsets=turn_offsets,
+        turns=turns,
     )
 
 

@@ -29,7 +29,7 @@ from meshwright.program.list_scheduler import Rule, write_greedily
 from meshwright.program.order_bounds import Bounds
 from meshwright.program.order_loops import BACKWARD, FORWARD, WEIGHT, Columns, Ints, Problem, fits, play
 from meshwright.program.order_moves import improve
-from meshwright.program.schedules import SCHEDULES, OrderColumns, RankOrders, local_microbatches
+from meshwright.program.schedules import SCHEDULES, OrderColumns, RankOrders
 from meshwright.program.schedules.columns import join_ranks, make_columns
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import Plan
@@ -122,10 +122,17 @@ def measure_orders(plan: Plan, times: StageTimes, columns: tuple[OrderColumns, .
 
 def make_problem(plan: Plan, times: StageTimes) -> Problem:
     """The plan and its times as the loops read them. Raises PlanError for times of another shape or below 0."""
+    if plan.has_shares:
+        raise PlanError(
+            "Replicas have shares of the microbatches; orders are found for replicas that take turns. Leave the shares "
+            "out, or choose the schedule gpipe or 1f1b."
+        )
     num_stages, num_ranks = len(plan.stages), plan.num_ranks
     seats = [(rank, stage) for rank in range(num_ranks) for stage in plan.stages_of(rank)]
     numbers = {(stage, rank): seat for seat, (rank, stage) in enumerate(seats)}
-    own = [local_microbatches(plan, stage, rank) for rank, stage in seats]
+    own = [
+        range(plan.stages[s].ranks.index(rank), plan.num_microbatches, len(plan.stages[s].ranks)) for rank, s in seats
+    ]
     ranks, stages = np.array(seats, np.int64).T
 
     def of_seats(name: str) -> Ints:

@@ -8,7 +8,7 @@ pipeline r. Both are read; what is written holds one pipeline where it can.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -113,7 +113,9 @@ def place_orders(plan: Plan, file: OrderFile) -> tuple[Order, ...]:
     orders: list[Order] = []
     for ranks, line in placed:
         first = ranks[0][0]
-        local = {stage: local_microbatches(plan, stage, first) for stage in plan.stages_of(first)}
+        local: dict[int, Sequence[int]] = {
+            stage: local_microbatches(plan, stage, first) for stage in plan.stages_of(first)
+        }
         if step > 1:
             local = {stage: range(len(own)) for stage, own in local.items()}
         _check_line(file, line, first, local)
@@ -149,7 +151,7 @@ def find_pipelines(plan: Plan) -> tuple[tuple[int, ...], ...] | None:
     as many microbatches.
     """
     counts = {len(stage.ranks) for stage in plan.stages}
-    if len(counts) > 1 or plan.num_microbatches % (number := counts.pop()):
+    if plan.has_shares or len(counts) > 1 or plan.num_microbatches % (number := counts.pop()):
         return None
     found = [sorted({stage.ranks[replica] for stage in plan.stages}) for replica in range(number)]
     if sum(map(len, found)) > plan.num_ranks:
@@ -158,7 +160,7 @@ def find_pipelines(plan: Plan) -> tuple[tuple[int, ...], ...] | None:
     return tuple(map(tuple, found)) if all(own == stages[0] for own in stages) else None
 
 
-def _check_line(file: OrderFile, line: Line, rank: int, microbatches: Mapping[int, range]) -> None:
+def _check_line(file: OrderFile, line: Line, rank: int, microbatches: Mapping[int, Sequence[int]]) -> None:
     rules = RankRules(microbatches)
     for row, place in zip(line.columns.table().tolist(), line.places.tolist(), strict=True):
         opcode, stage, microbatch = row

@@ -102,10 +102,10 @@ def _two_orders(plan: Plan, first: Order, second: Order) -> str:
 
 def max_in_flight(plan: Plan, stage: int) -> int:
     """Microbatches that a replica of ``stage`` holds at most at the same time: closed forms, or counted."""
-    local = len(local_microbatches(plan, stage, plan.stages[stage].ranks[0]))
+    local = max(plan.stages[stage].counts(plan.num_microbatches))
     if plan.schedule == "gpipe":
         return local
-    if plan.schedule == "1f1b":
+    if plan.schedule == "1f1b" and not plan.has_shares:
         return min(num_active(plan, stage), local)
     orders = compute_orders(plan)
     return max(count_in_flight(orders[rank].columns, stage) for rank in plan.stages[stage].ranks)

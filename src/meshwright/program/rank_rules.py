@@ -6,7 +6,7 @@ inputs and later that for weights), the backward after its forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from meshwright.spec.instructions import COMPUTATIONS, Opcode
 
@@ -19,7 +19,7 @@ RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 class RankRules:
     """Takes the computations of one rank in order; ``microbatches`` are those of each stage that it holds."""
 
-    def __init__(self, microbatches: Mapping[int, range]) -> None:
+    def __init__(self, microbatches: Mapping[int, Sequence[int]]) -> None:
         self.microbatches = microbatches
         self._run: set[tuple[int, int, int]] = set()
 
@@ -64,9 +64,11 @@ class RankRules:
         )
 
 
-def name_range(microbatches: range) -> str:
-    """``0, 1, 2``, or ``0 to 30 in steps of 2``."""
+def name_range(microbatches: Sequence[int]) -> str:
+    """``0, 1, 2``, or ``0 to 30 in steps of 2``, or ``0, 1, 3, ..., 30``."""
     if len(microbatches) <= 4:
         return ", ".join(map(str, microbatches))
+    if not isinstance(microbatches, range):
+        return f"{', '.join(map(str, microbatches[:3]))}, ..., {microbatches[-1]}"
     step = f" in steps of {microbatches.step}" if microbatches.step > 1 else ""
     return f"{microbatches[0]} to {microbatches[-1]}{step}"

@@ -55,6 +55,8 @@ class Sorted(NamedTuple):
 
 def make_rows(count: int, **columns: ArrayLike) -> Rows:
     """Columns of the right types; a single value stands for all instructions, or forms."""
+    # There may be more forms than instructions.
+    count = max(count, *(np.size(column) for column in columns.values()))
     made: list[NDArray[Any]] = [
         np.ascontiguousarray(columns[name], kind) if np.ndim(columns[name]) else np.full(count, columns[name], kind)
         for name, kind in zip(Rows._fields, _TYPES, strict=True)

@@ -49,7 +49,8 @@ class Routes(NamedTuple):
 class Computations(NamedTuple):
     """Computations of all ranks, rank by rank: rank r has ``offsets[r]:offsets[r + 1]``.
 
-    ``replica_offsets`` and ``replicas``: the ranks of each stage, microbatch m on the (m mod R)-th. ``joint``: see
+    ``replica_offsets`` and ``replicas``: the ranks of each stage. ``turn_offsets`` and ``turns``: the places in
+    ``replicas`` that compute microbatch after microbatch of each stage, and then begin anew. ``joint``: see
     `schedules.OrderColumns`. ``handle``: in the builder.
     """
 
@@ -61,6 +62,8 @@ class Computations(NamedTuple):
     joint: NDArray[np.bool_]
     replica_offsets: Column
     replicas: Column
+    turn_offsets: Column
+    turns: Column
 
 
 class Sends(NamedTuple):
@@ -131,34 +134,34 @@ def _end(opcode: int, stage: int, num_stages: int) -> int:
 
 
 @compiled
-def _seat(replica_offsets: Column, stage: int, microbatch: int) -> int:
+def _seat(turn_offsets: Column, turns: Column, stage: int, microbatch: int) -> int:
     """The place in ``replicas`` of the rank that computes a microbatch of a stage."""
-    first = replica_offsets[stage]
-    count = replica_offsets[stage + 1] - first
+    first = turn_offsets[stage]
+    count = turn_offsets[stage + 1] - first
     if count == 1:  # a division takes as long as all the rest
-        return int(first)
-    return int(first + microbatch % count)
+        return int(turns[first])
+    return int(turns[first + microbatch % count])
 
 
 @compiled
 def find_last_backwards(computations: Computations) -> Ids:
     """The place of the last backward of each stage on each of its ranks, in the order of ``replicas``; else -1."""
-    _, _, opcode, stage, microbatch, _, replica_offsets, replicas = computations
+    _, _, opcode, stage, microbatch, _, _, replicas, turn_offsets, turns = computations
     last = np.full(len(replicas), -1, np.int64)
     for i in range(len(opcode)):
         if opcode[i] == _BACKWARD or opcode[i] == _WEIGHT:
-            last[_seat(replica_offsets, stage[i], microbatch[i])] = i
+            last[_seat(turn_offsets, turns, stage[i], microbatch[i])] = i
     return last
 
 
 @compiled
 def find_first_forwards(computations: Computations) -> Ids:
     """The place of the first forward of each stage on each of its ranks, in the order of ``replicas``; else -1."""
-    _, _, opcode, stage, microbatch, _, replica_offsets, replicas = computations
+    _, _, opcode, stage, microbatch, _, _, replicas, turn_offsets, turns = computations
     first = np.full(len(replicas), -1, np.int64)
     for i in range(len(opcode) - 1, -1, -1):
         if opcode[i] == _FORWARD:
-            first[_seat(replica_offsets, stage[i], microbatch[i])] = i
+            first[_seat(turn_offsets, turns, stage[i], microbatch[i])] = i
     return first
 
 
@@ -187,7 +190,7 @@ def find_pairs(sends: Sends) -> tuple[Column, Column, Column]:
 @compiled
 def _count(computations: Computations, routes: Routes) -> tuple[int, int]:
     """How many messages leave and arrive, those that stay on their rank too."""
-    _, _, opcode, stage, _, _, replica_offsets, _ = computations
+    _, _, opcode, stage, _, _, replica_offsets, _, _, _ = computations
     num_leaving, num_arriving = np.diff(routes.leaving_offsets), np.diff(routes.arriving_offsets)
     leaving = arriving = 0
     for i in range(len(opcode)):
@@ -202,7 +205,7 @@ def _count(computations: Computations, routes: Routes) -> tuple[int, int]:
 def _send(computations: Computations, routes: Routes, sends: Sends, sent: Column) -> None:
     """Fill in the sends, and the place of each by route and microbatch."""
     # Arrays are taken out of the tuples once: loops that look them up there take several times as long.
-    offsets, handle, opcode, stage, microbatch, joint, replica_offsets, replicas = computations
+    offsets, handle, opcode, stage, microbatch, joint, replica_offsets, replicas, turn_offsets, turns = computations
     _, target_stage, leaving_offsets, leaving, _, _ = routes
     send_offsets, send_route, send_microbatch, send_target, send_after = sends
     place = 0
@@ -213,7 +216,7 @@ def _send(computations: Computations, routes: Routes, sends: Sends, sent: Column
                 continue
             for q in range(leaving_offsets[end], leaving_offsets[end + 1]):
                 route = leaving[q]
-                target = replicas[_seat(replica_offsets, target_stage[route], microbatch[i])]
+                target = replicas[_seat(turn_offsets, turns, target_stage[route], microbatch[i])]
                 if target != rank:
                     send_route[place], send_microbatch[place], send_target[place] = route, microbatch[i], target
                     send_after[place], sent[route, microbatch[i]] = handle[i + joint[i]], place
@@ -224,7 +227,7 @@ def _send(computations: Computations, routes: Routes, sends: Sends, sent: Column
 @compiled
 def _receive(computations: Computations, routes: Routes, sent: Column, receives: Receives) -> None:
     """Fill in the receives."""
-    offsets, handle, opcode, stage, microbatch, joint, replica_offsets, replicas = computations
+    offsets, handle, opcode, stage, microbatch, joint, replica_offsets, replicas, turn_offsets, turns = computations
     source_stage, _, _, _, arriving_offsets, arriving = routes
     receive_offsets, receive_route, receive_microbatch, receive_send, before, gate = receives
     num_ranks = len(receive_offsets) - 1
@@ -238,7 +241,7 @@ def _receive(computations: Computations, routes: Routes, sent: Column, receives:
                 continue
             for q in range(arriving_offsets[end], arriving_offsets[end + 1]):
                 route = arriving[q]
-                source = replicas[_seat(replica_offsets, source_stage[route], microbatch[i])]
+                source = replicas[_seat(turn_offsets, turns, source_stage[route], microbatch[i])]
                 if source == rank:
                     continue
                 send = sent[route, microbatch[i]]

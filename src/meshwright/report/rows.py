@@ -33,7 +33,8 @@ Row = dict[str, Any]
 def plan_rows(plan: Plan, graph: Graph | None = None) -> list[Row]:
     """One row per stage; with the graph, layers have their names, else their numbers.
 
-    Keys: ``stage``, ``first_layer``, ``last_layer``, ``num_layers``, ``ranks``, ``replicas``, ``num_microbatches`` (per
+    Keys: ``stage``, ``first_layer``, ``last_layer``, ``num_layers``, ``ranks``, ``replicas``, ``shares`` (microbatches
+    of each, if the plan says them), ``num_microbatches`` (per
     step, of all replicas), ``microbatch_size``, ``schedule``. Raises PlanError if the plan has layers that the graph
     lacks.
     """
@@ -54,6 +55,7 @@ def plan_rows(plan: Plan, graph: Graph | None = None) -> list[Row]:
             "num_layers": stage.stop - stage.start,
             "ranks": list(stage.ranks),
             "replicas": len(stage.ranks),
+            **({"shares": list(stage.counts(plan.num_microbatches))} if plan.has_shares else {}),
             "num_microbatches": plan.num_microbatches,
             "microbatch_size": plan.microbatch_size,
             "schedule": plan.schedule,

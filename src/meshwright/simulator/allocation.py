@@ -93,7 +93,7 @@ def allocate_rank(plan: Plan, graph: Graph, cluster: Cluster, rank: int) -> Rank
         device=device,
         bucket_bytes=num_bucket_copies(plan) * sum(bucket.num_bytes for bucket in held),
         bucketed=frozenset(stage.parameters).intersection(i for bucket in held for i in bucket.parameters),
-        num_inputs=-(-plan.num_microbatches // len(plan.stages[stage.index].ranks)),
+        num_inputs=max(plan.stages[stage.index].counts(plan.num_microbatches)),
     )
     peak = find_peak(events)
     if device == "cpu":

@@ -38,6 +38,7 @@ def find_fold(plan: Plan, graph: Graph, cluster: Cluster) -> Fold | None:
     counts = {len(stage.ranks) for stage in plan.stages}
     if (
         plan.schedule not in _FOLDED
+        or plan.has_shares
         or len(counts) > 1
         or counts == {1}
         or cluster.paths

@@ -83,7 +83,7 @@ def stage_bytes(
         )
         for channels in (stage.incoming, stage.outgoing)
     )
-    num_inputs = -(-plan.num_microbatches // len(plan.stages[stage.index].ranks))
+    num_inputs = _most_microbatches(plan, stage.index, kind, cost)
     phases, gathered = memory.phases, 0
     kept_bytes = 0
     if shards.is_cut:
@@ -118,6 +118,18 @@ def stage_bytes(
         optimizer=_takes_and_frees(step),
         stash=by_part({STASHED: _trained_bytes(graph, stage, width)}),
     )
+
+
+def _most_microbatches(plan: Plan | Placement, stage: int, kind: DeviceKind, cost: CostModel) -> int:
+    """Microbatches of the replica that has most of them; where they have shares, among those on this kind of device."""
+    if isinstance(plan, Placement):
+        return plan.num_microbatches
+    own = plan.stages[stage]
+    counts = own.counts(plan.num_microbatches)
+    if not own.shares:
+        return max(counts)
+    kinds = (cost.cluster.device_kind(rank).name for rank in own.ranks)
+    return max((count for count, name in zip(counts, kinds, strict=True) if name == kind.name), default=max(counts))
 
 
 def _trained_bytes(graph: Graph, stage: StageSlice, width: int) -> int:

@@ -67,6 +67,6 @@ def _slowest(plan: Plan, cost: CostModel, sender: int, receiver: int, num_bytes:
     if not num_bytes:
         return 0.0
     source, target = plan.stages[sender], plan.stages[receiver]
-    period = min(lcm(len(source.ranks), len(target.ranks)), plan.num_microbatches)
+    period = min(lcm(len(source.turns), len(target.turns)), plan.num_microbatches)
     pairs = {(source.rank_of(m), target.rank_of(m)) for m in range(period)}
     return max((cost.collective_seconds("send", pair, num_bytes) for pair in pairs if pair[0] != pair[1]), default=0.0)

@@ -68,7 +68,7 @@ from meshwright.spec.offload import Offload, read_offload
 from meshwright.spec.op_spans import OpSpans
 from meshwright.spec.placed_slices import slice_placement, slice_stages
 from meshwright.spec.placement import PlacedStage, Placement, check_placement
-from meshwright.spec.plan import Plan, StagePlan, check_plan, with_branches
+from meshwright.spec.plan import Plan, check_plan, with_branches
 from meshwright.spec.program import Program, Section, Stream, empty_section
 from meshwright.spec.recompute import (
     computed_again,
@@ -82,6 +82,7 @@ from meshwright.spec.recompute import (
 from meshwright.spec.sharding import OpPlacement, Partial, Replicate, Shard, Sharding
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph
+from meshwright.spec.stage_plan import StagePlan
 from meshwright.spec.timeline import Timeline
 from meshwright.spec.units import (
     DTYPE_BYTES,

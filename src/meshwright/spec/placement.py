@@ -41,6 +41,11 @@ class PlacedStage:
         """The rank alone: what is placed has no replicas."""
         return (self.rank,)
 
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """The one replica, again and again."""
+        return (0,)
+
     def rank_of(self, microbatch: int) -> int:  # noqa: ARG002 - the same for all
         """The rank that computes a microbatch."""
         return self.rank

@@ -1,8 +1,9 @@
 """Plan: which part of the graph runs where and how it is split. A small JSON document.
 
-Microbatch m of a stage with R replicas runs on replica m mod R, so stages may differ in their number of replicas; data
-parallelism is one stage with many replicas. A rank may hold several stages (virtual stages, chunks) where the schedule
-knows how to take turns among them. The loss of a step is the mean over its microbatches, whatever the plan.
+Replicas of a stage take its microbatches in turn, or have shares of them (`stage_plan`), so stages may differ in their
+number of replicas; data parallelism is one stage with many replicas. A rank may hold several stages (virtual stages,
+chunks) where the schedule knows how to take turns among them. The loss of a step is the mean over its microbatches,
+whatever the plan.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from meshwright.spec.own_code import order_file, split_reference
 from meshwright.spec.recompute import Ranges, with_recompute
 from meshwright.spec.sharding import UNSHARDED, Sharding
 from meshwright.spec.slices import check_bounds, slice_graph
+from meshwright.spec.stage_plan import StagePlan, check_shares
 from meshwright.spec.units import format_count
 from meshwright.spec.workload import Workload
 
@@ -40,23 +42,6 @@ _HASH = re.compile(r"[0-9a-f]{16}")
 
 # A program lists every microbatch of every stage; beyond this, building it takes minutes and gigabytes.
 MAX_MICROBATCH_STAGES = 2_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """Layers ``start:stop`` on ``ranks``, one replica per rank.
-
-    ``feeds``: the stages that receive what this one makes, where stages form parallel branches; none given for a chain.
-    """
-
-    start: int
-    stop: int
-    ranks: tuple[int, ...]
-    feeds: tuple[int, ...] = ()
-
-    def rank_of(self, microbatch: int) -> int:
-        """The rank whose replica computes this microbatch."""
-        return self.ranks[microbatch % len(self.ranks)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +105,11 @@ class Plan:
     def num_devices(self) -> int:
         """Devices that take part: those of the teams for which the ranks stand, and further ranks that only serve."""
         return max(self.num_ranks, *(server + 1 for server in self.exchange.servers), 0) * self.sharding.width
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether replicas of some stage compute so many microbatches each as its shares say."""
+        return any(stage.shares for stage in self.stages)
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -189,7 +179,7 @@ class Plan:
 
     def describe(self) -> str:
         """One line for people: ``2 stages [0:4 ×2, 4:9 ×1], 8 microbatches of 4, 1f1b``."""
-        parts = ", ".join(f"{stage.start}:{stage.stop} ×{len(stage.ranks)}" for stage in self.stages)
+        parts = ", ".join(stage.describe() for stage in self.stages)
         stages = format_count(len(self.stages), "stage")
         microbatches = format_count(self.num_microbatches, "microbatch", "microbatches")
         return f"{stages} [{parts}], {microbatches} of {self.microbatch_size}, {self.schedule}{self.describe_extras()}"
@@ -337,6 +327,8 @@ def _check_plan(plan: Plan) -> None:
             f"Choose a number of microbatches that divides {batch // plan.sharding.expert if of_each else batch}."
         )
     for index, stage in enumerate(plan.stages):
+        if stage.shares:
+            check_shares(plan, index)
         if count < len(stage.ranks):
             raise PlanError(
                 f"Stage {index} has {len(stage.ranks)} replicas for {count} microbatches, so some would have nothing "

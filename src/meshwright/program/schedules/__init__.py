@@ -1,7 +1,8 @@
 """Schedules: in which order each rank computes. Policies that yield data; nothing is executed here.
 
 A named schedule is a function plan → the computations of all ranks as columns. It needs a layout (`layouts`): where
-the stages lie, and with how many replicas. Replica r of a stage with R replicas has the microbatches r, r + R, ...
+the stages lie, and with how many replicas. Replica r of a stage with R replicas has the microbatches r, r + R, ...,
+or in `shares` those of its share.
 
     single           gpipe, 1f1b, zb-h1, zb-h2     one stage on a rank
     virtual          interleaved, looped-bfs       stages i, i + p, i + 2p, ... on the ranks of stage i

@@ -55,10 +55,10 @@ class Seats:
         )
 
 
-def local_microbatches(plan: Plan, stage: int, rank: int) -> range:
+def local_microbatches(plan: Plan, stage: int, rank: int) -> range | tuple[int, ...]:
     """The microbatches that a rank computes of a stage that it holds, in order."""
-    ranks = plan.stages[stage].ranks
-    return range(ranks.index(rank), plan.num_microbatches, len(ranks))
+    own = plan.stages[stage]
+    return own.microbatches_of(own.ranks.index(rank), plan.num_microbatches)
 
 
 def stays_on_rank(plan: Plan | Placement, source: int, target: int) -> bool:
@@ -66,10 +66,11 @@ def stays_on_rank(plan: Plan | Placement, source: int, target: int) -> bool:
 
     Raises PlanError if they do for some microbatches only.
     """
-    ranks = [plan.stages[stage].ranks for stage in (source, target)]
-    if ranks[0] == ranks[1]:
+    stages = [plan.stages[stage] for stage in (source, target)]
+    ranks, turns = [stage.ranks for stage in stages], [stage.turns for stage in stages]
+    if ranks[0] == ranks[1] and turns[0] == turns[1]:
         return True
-    period = min(lcm(*map(len, ranks)), plan.num_microbatches)
+    period = min(lcm(*map(len, turns)), plan.num_microbatches)
     shared = {plan.stages[source].rank_of(m) == plan.stages[target].rank_of(m) for m in range(period)}
     if shared == {True, False}:
         raise PlanError(
@@ -84,7 +85,8 @@ def num_active(plan: Plan, stage: int) -> int:
 
     ceil(R_s + R_(s+1) + … / R_s) for R_s replicas of stage s; p - s in a pipeline of p stages without replicas, which
     never waits if its stages are balanced. Where
-    stages form branches the sum goes along the way to the end with the most ranks.
+    stages form branches the sum goes along the way to the end with the most ranks. Where replicas have shares, that of
+    the replica with the largest (`shares`).
     """
     return int(active_counts(plan)[stage])
 
@@ -92,6 +94,11 @@ def num_active(plan: Plan, stage: int) -> int:
 @lru_cache(maxsize=64)
 def active_counts(plan: Plan) -> Ids:
     """`num_active` of every stage, shape (stages,)."""
+    if plan.has_shares:
+        total = plan.num_microbatches
+        own = [stage.counts(total) for stage in plan.stages]
+        pairs = [zip(widths, counts, strict=True) for widths, counts in zip(find_windows(plan), own, strict=True)]
+        return np.array([max(-(-width * count // total) for width, count in pair) for pair in pairs], np.int64)
     ahead = [0] * len(plan.stages)
     for stage in reversed(range(len(plan.stages))):
         later = max((ahead[target] for target in plan.feeds(stage)), default=0)
@@ -99,14 +106,31 @@ def active_counts(plan: Plan) -> Ids:
     return np.array([-(-count // len(stage.ranks)) for count, stage in zip(ahead, plan.stages, strict=True)], np.int64)
 
 
+def find_windows(plan: Plan) -> list[list[int]]:
+    """How many of all microbatches may be under way at each replica of each stage, where they have shares."""
+    count = plan.num_microbatches
+    counts = [stage.counts(count) for stage in plan.stages]
+    # Along the longest way where stages form branches.
+    widest, behind = [0] * len(plan.stages), [0] * len(plan.stages)
+    for stage in reversed(range(len(plan.stages))):
+        behind[stage] = max((widest[target] for target in plan.feeds(stage)), default=0)
+        widest[stage] = -(-count // min(counts[stage])) + behind[stage]
+    return [[count // own + behind[stage] for own in counts[stage]] for stage in range(len(plan.stages))]
+
+
 @lru_cache(maxsize=64)
 def sit_alone(plan: Plan, *, alike: bool = False) -> Seats:
     """One stage on every rank. ``alike``: all stages with the same number of replicas. Raises PlanError otherwise."""
-    if plan.has_virtual_stages:
-        raise _wrong(plan, "one stage on every rank", "Give each stage ranks of its own")
+    check_alone(plan)
     if alike and len({len(stage.ranks) for stage in plan.stages}) > 1:
         raise _wrong(plan, "the same number of replicas for every stage", "Give each stage as many ranks")
     return _seat_all(plan, [stage.ranks for stage in plan.stages], [(stage,) for stage in range(len(plan.stages))])
+
+
+def check_alone(plan: Plan) -> None:
+    """Raise PlanError unless the plan has one stage on every rank."""
+    if plan.has_virtual_stages:
+        raise _wrong(plan, "one stage on every rank", "Give each stage ranks of its own")
 
 
 def sit_in_turn(plan: Plan) -> Seats:
@@ -163,6 +187,8 @@ def _num_positions(plan: Plan) -> int:
 
 def _seat_all(plan: Plan, ranks: list[tuple[int, ...]], stages: list[tuple[int, ...]]) -> Seats:
     """The seats of the ranks at each position, with the stages of it; its first stage deals out the microbatches."""
+    if plan.has_shares:
+        raise _wrong(plan, "replicas that take turns, without shares", "Leave the shares out")
     sitting = np.concatenate([np.array(own, np.int64) for own in ranks])
     position, replica = (
         np.repeat(np.arange(len(ranks)), [len(own) for own in ranks]),

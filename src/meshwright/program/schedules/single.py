@@ -14,19 +14,24 @@ replica; no order of such ranks can wait in a circle, because k_s R_s > (k_(s+1)
 from __future__ import annotations
 
 from meshwright.program.schedules.columns import RankOrders
-from meshwright.program.schedules.layouts import active_counts, sit_alone
+from meshwright.program.schedules.layouts import active_counts, find_windows, sit_alone
+from meshwright.program.schedules.shares import write_windows
 from meshwright.program.schedules.writers import write_in_turn, write_zero_bubble
 from meshwright.spec.plan import Plan
 
 
 def gpipe(plan: Plan) -> RankOrders:
     """All forwards, then all backwards in the same order."""
+    if plan.has_shares:
+        return write_windows(plan, [[plan.num_microbatches] * len(stage.ranks) for stage in plan.stages])
     seats = sit_alone(plan)
     return write_in_turn(seats, ahead=seats.counts, round_size=seats.counts)
 
 
 def one_forward_one_backward(plan: Plan) -> RankOrders:
     """Fill the pipeline, then alternate one backward and one forward, then drain."""
+    if plan.has_shares:
+        return write_windows(plan, find_windows(plan))
     seats = sit_alone(plan)
     return write_in_turn(seats, ahead=active_counts(plan)[seats.positions], round_size=seats.counts)
 

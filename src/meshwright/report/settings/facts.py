@@ -102,7 +102,7 @@ def gather_facts(plan: Plan, cluster: Cluster, graph: Graph | None = None) -> Fa
             "same number in every stage, so this plan cannot be expressed. Run it with `meshwright run`, or choose a "
             "plan with equal replicas (`meshwright plan` lists them as `N each`)."
         )
-    if plan.num_microbatches % replicas[0]:
+    if plan.num_microbatches % replicas[0] or any(len(set(stage.shares)) > 1 for stage in plan.stages):
         raise PlanError(
             f"{plan.num_microbatches} microbatches are shared out unequally among {replicas[0]} replicas; other "
             "systems give every replica the same number, so this plan cannot be expressed. Choose a number of "

@@ -14,9 +14,10 @@ from meshwright.report.settings.settings import Unsaid
 from meshwright.spec import Graph, Plan, PlanError
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.offload import ON_DEVICE
-from meshwright.spec.plan import BASIC_SCHEDULES, StagePlan
+from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.recompute import recompute_choices
 from meshwright.spec.sharding import UNSHARDED, Sharding
+from meshwright.spec.stage_plan import StagePlan
 from meshwright.spec.workload import Optimizer, Workload
 
 if TYPE_CHECKING:

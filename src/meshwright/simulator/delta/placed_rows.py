@@ -94,6 +94,8 @@ def write_table(sizes: Sizes, ranks: Ids, durations: tuple[Times, Times], channe
         joint=np.zeros(len(number), np.bool_),
         replica_offsets=np.arange(sizes.stages + 1, dtype=np.int32),
         replicas=ranks.astype(np.int32),
+        turn_offsets=np.arange(sizes.stages + 1, dtype=np.int32),
+        turns=np.arange(sizes.stages, dtype=np.int32),
     )
     slot, routes, is_gradient = _routes(sizes, channels)
     found = lay_out_transfers(computations, routes)
