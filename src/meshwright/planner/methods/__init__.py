@@ -3,11 +3,13 @@
 from meshwright.planner.method import Method, own_method
 from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.slicing import slicing
+from meshwright.planner.methods.unequal import unequal
 from meshwright.spec import PlanError, suggest
 
 METHODS: dict[str, Method] = {
     "slicing": slicing,
     "grid": grid,
+    "unequal": unequal,
 }
 
 __all__ = ["METHODS", "find_method"]

@@ -2,11 +2,14 @@
 
 `shares`   microbatches in proportion to speed
 `groups`   classes of equal devices, and the groups of them that a stage may get
-`mapping`  stages to devices, exact for few classes (`stage_table` is its compiled part)
+`mapping`  stages to devices, exact for few classes (`stage_table` is its compiled part, `assemble` makes its problems)
+`moves`    small changes of a plan, for a local search on the simulator
+`method`   all of these as one search method
 """
 
 from meshwright.planner.methods.unequal.groups import DeviceClass, count_states, find_classes, find_groups
 from meshwright.planner.methods.unequal.mapping import Mapping, solve_mapping
+from meshwright.planner.methods.unequal.method import unequal
 from meshwright.planner.methods.unequal.shares import optimal_shares
 from meshwright.planner.methods.unequal.stage_table import (
     KEEPS_ALL,
@@ -31,4 +34,5 @@ __all__ = [
     "optimal_shares",
     "price_stages",
     "solve_mapping",
+    "unequal",
 ]
