@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,9 +165,9 @@ def make_mapping_problem(
         offload=space.offload,
     )
     keeps = KEEPS_ONE if space.workload.kind == "inference" else KEEPS_ALL if schedule == "gpipe" else KEEPS_SOME
-    shared = given._asdict()
+    shared: dict[str, Any] = given._asdict()
     limits = [memory_limit(space.cluster, item.ranks[0], space.memory_limit_bytes) for item in devices.classes]
-    own = {
+    own: dict[str, Any] = {
         "keeps": keeps,
         "zero": int(given.zero > 0),
         "kind_of": np.array([kinds.index(item.kind) for item in devices.classes], np.int64),
