@@ -5,8 +5,11 @@
 `mapping`  stages to devices, exact for few classes (`stage_table` is its compiled part, `assemble` makes its problems)
 `moves`    small changes of a plan, for a local search on the simulator
 `method`   all of these as one search method
+`accpar`   every layer split over unequal halves of a cluster, by one of three types (`accpar_chains` has the layers)
 """
 
+from meshwright.planner.methods.unequal.accpar import ChainLayer, Half, Split, baselines, solve_accpar
+from meshwright.planner.methods.unequal.accpar_chains import chain_layers, halve
 from meshwright.planner.methods.unequal.groups import DeviceClass, count_states, find_classes, find_groups
 from meshwright.planner.methods.unequal.mapping import Mapping, solve_mapping
 from meshwright.planner.methods.unequal.method import unequal
@@ -24,15 +27,22 @@ __all__ = [
     "KEEPS_ALL",
     "KEEPS_ONE",
     "KEEPS_SOME",
+    "ChainLayer",
     "DeviceClass",
+    "Half",
     "Mapping",
     "MappingProblem",
+    "Split",
     "StageTable",
+    "baselines",
+    "chain_layers",
     "count_states",
     "find_classes",
     "find_groups",
+    "halve",
     "optimal_shares",
     "price_stages",
+    "solve_accpar",
     "solve_mapping",
     "unequal",
 ]
