@@ -1,4 +1,4 @@
-"""AccPar against brute force: element by element for what halves send each other, all types and shares for the answer."""
+"""AccPar against brute force: what halves send each other element by element, the answer by all types and shares."""
 
 import itertools
 import math

@@ -5,6 +5,7 @@
 `mapping`  stages to devices, exact for few classes (`stage_table` is its compiled part, `assemble` makes its problems)
 `moves`    small changes of a plan, for a local search on the simulator
 `method`   all of these as one search method
+`virtual_workers`  HetPipe's pipelines of unequal devices, side by side in waves
 `accpar`   every layer split over unequal halves of a cluster, by one of three types (`accpar_chains` has the layers)
 """
 
@@ -22,11 +23,20 @@ from meshwright.planner.methods.unequal.stage_table import (
     StageTable,
     price_stages,
 )
+from meshwright.planner.methods.unequal.virtual_workers import (
+    POLICIES,
+    VirtualWorker,
+    VirtualWorkers,
+    allocate,
+    form_workers,
+    plan_workers,
+)
 
 __all__ = [
     "KEEPS_ALL",
     "KEEPS_ONE",
     "KEEPS_SOME",
+    "POLICIES",
     "ChainLayer",
     "DeviceClass",
     "Half",
@@ -34,13 +44,18 @@ __all__ = [
     "MappingProblem",
     "Split",
     "StageTable",
+    "VirtualWorker",
+    "VirtualWorkers",
+    "allocate",
     "baselines",
     "chain_layers",
     "count_states",
     "find_classes",
     "find_groups",
+    "form_workers",
     "halve",
     "optimal_shares",
+    "plan_workers",
     "price_stages",
     "solve_accpar",
     "solve_mapping",

@@ -5,7 +5,7 @@ Bytes and seconds are those of a slicing problem (`slicing.assemble`); what diff
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -72,12 +72,13 @@ class Devices:
         return found
 
 
-def find_devices(space: Space) -> Devices:
-    """The devices of a space; nodes that are alike are merged where there are too many states."""
-    classes = _classes(space, merged=False)
+def find_devices(space: Space, ranks: Sequence[int] | None = None) -> Devices:
+    """The devices of a space, or some of them; nodes that are alike are merged where there are too many states."""
+    chosen = range(space.num_ranks) if ranks is None else ranks
+    classes = _classes(space, chosen, merged=False)
     if count_states(classes) > MAX_STATES:
-        classes = _classes(space, merged=True)
-    groups = find_groups(space.cluster, classes, space.num_ranks)
+        classes = _classes(space, chosen, merged=True)
+    groups = find_groups(space.cluster, classes, len(chosen))
     sets = list(dict.fromkeys(map(_support, groups)))
     links: list[tuple[int, int]] = [(0, 0)]
     link_of = [[_number(_slowest_pair(space, classes, a, b), links) for b in sets] for a in sets]
@@ -103,13 +104,15 @@ def find_devices(space: Space) -> Devices:
 def are_equal(space: Space) -> bool:
     """Whether all devices of a space are alike, and all their links."""
     cluster = space.cluster
-    return len(_classes(space, merged=True)) == 1 and cluster.racks is None and not cluster.paths
+    return (
+        len(_classes(space, range(space.num_ranks), merged=True)) == 1 and cluster.racks is None and not cluster.paths
+    )
 
 
-def _classes(space: Space, *, merged: bool) -> tuple[DeviceClass, ...]:
-    """The classes of the ranks that the space uses."""
+def _classes(space: Space, chosen: Collection[int], *, merged: bool) -> tuple[DeviceClass, ...]:
+    """The classes of some ranks."""
     found = (
-        replace(item, ranks=tuple(rank for rank in item.ranks if rank < space.num_ranks))
+        replace(item, ranks=tuple(rank for rank in item.ranks if rank in chosen))
         for item in find_classes(space.cluster, merged=merged)
     )
     return tuple(item for item in found if item.ranks)
@@ -216,6 +219,6 @@ def make_plan(space: Space, size: int, schedule: str, stages: tuple[StagePlan, .
         num_microbatches=tables.num_microbatches,
         schedule=schedule,
         schedule_hash=problem.choices.schedule_hashes.get(schedule, ""),
-        exchange=space.exchange,
+        exchange=space.exchange.suited_to(schedule),
         offload=space.offload,
     )

@@ -8,7 +8,9 @@ On devices that are all equal it proposes nothing: exact slicing has all orders 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +26,11 @@ from meshwright.planner.methods.unequal.assemble import (
 )
 from meshwright.planner.methods.unequal.mapping import MAX_ENTRIES, Mapping, num_entries, solve_mapping
 from meshwright.planner.methods.unequal.moves import neighbours
+from meshwright.planner.methods.unequal.virtual_workers import form_workers, plan_workers
 from meshwright.planner.problem import Problem, Space, divisors
 from meshwright.planner.stage_tables import settle_stage
-from meshwright.spec import slice_graph
+from meshwright.spec import Plan, PlanError, slice_graph
+from meshwright.spec.exchange import WAVES
 from meshwright.spec.plan import BASIC_SCHEDULES
 
 # Mappings up to this multiple of the least estimate are simulated: the closed form misses waiting between unequal
@@ -64,6 +68,7 @@ def unequal(problem: Problem, state: SearchState) -> Steps:
         item = yield from _fit(candidate, state)
         if item is not None:
             found.append((item, candidate.space))
+    yield from _waves(problem, state)
     starts: dict[tuple[int, ...], tuple[RankedPlan, Space]] = {}
     for item, space in sorted(found, key=lambda pair: pair[0].step_time_s):
         starts.setdefault(tuple(sorted(len(stage.ranks) for stage in item.plan.stages)), (item, space))
@@ -94,6 +99,22 @@ def _candidates(problem: Problem, state: SearchState) -> Iterator[_Candidate]:
                         yield _Candidate(
                             space=space, devices=some, size=size, schedule=schedule, mapping=mapping, beside=beside
                         )
+
+
+def _waves(problem: Problem, state: SearchState) -> Steps:
+    """Virtual workers of equal distribution, where the schedule of waves is allowed: those of the shortest wave."""
+    if WAVES not in problem.choices.schedules or problem.workload.kind == "inference":
+        return
+    found: list[tuple[float, Plan]] = []
+    for space in problem.spaces():
+        for size, count in product(space.microbatch_sizes, divisors(space.num_ranks)[1:]):
+            # Devices that do not divide, layers that do not fit: another number of workers may do.
+            with suppress(PlanError):
+                workers = form_workers(space, size, "equal", num_workers=count)
+                found.append((workers.wave_s, space.whole(plan_workers(space, size, workers))))
+                state.count(considered=1)
+    for wave_s, plan in sorted(found, key=lambda pair: pair[0])[: state.max_plans]:
+        yield Proposal(plan, wave_s)
 
 
 def _fit(candidate: _Candidate, state: SearchState) -> Generator[Proposal, RankedPlan | None, RankedPlan | None]:
