@@ -1,0 +1,28 @@
+"""PipeDream's planner: a profile, the states of its graph, and a dynamic program over them, level by level.
+
+    profile  ->  states  ->  recurrence, on each of the levels  ->  plan
+
+`profile` reads PipeDream's own files or prices a captured graph; `states` finds where it can be cut, `orders` what to
+look at where that is too much; `recurrence` is the dynamic program, `levels` puts several on top of each other, and
+`planning` makes the plan. The objective is that of PipeDream's optimizer, as coded, so that results compare.
+
+Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 2019), section 3.1.
+"""
+
+from meshwright.planner.methods.pipedream.levels import Level, Options
+from meshwright.planner.methods.pipedream.orders import count_states
+from meshwright.planner.methods.pipedream.planning import PipedreamPlan, PipedreamStage, plan_profile
+from meshwright.planner.methods.pipedream.profile import Profile, load_profile, make_profile, parse_profile
+
+__all__ = [
+    "Level",
+    "Options",
+    "PipedreamPlan",
+    "PipedreamStage",
+    "Profile",
+    "count_states",
+    "load_profile",
+    "make_profile",
+    "parse_profile",
+    "plan_profile",
+]

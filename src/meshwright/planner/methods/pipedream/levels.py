@@ -1,0 +1,154 @@
+"""PipeDream's levels: machines that hold machines, each level with links of its own, solved from the lowest up.
+
+On the lowest level a machine is a device, on the next one a machine is all that the level below holds, and so on. The
+dynamic program of a level (`recurrence`) takes the best times of all intervals on the level below as seconds of its own
+machines; from the top, every stage found is then split again by the level below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.planner.methods.pipedream.recurrence import (
+    Floats,
+    LevelProblem,
+    Table,
+    fill_intervals,
+    fill_table,
+    make_table,
+)
+from meshwright.planner.methods.pipedream.states import States
+
+# Multiples of the bound within which a pipeline is looked for, before it is without one.
+_SLACKS = (1.0625, 1.25, 2.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """So many machines side by side, and what each sends per second."""
+
+    num_machines: int
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What PipeDream's optimizer can be asked for; the defaults are its own.
+
+    ``compression_ratio``: activations shrink so many times on links, None for links that take no time at all.
+    ``straight``: no replicas. ``fewer_machines``: some may stay idle. ``memory_bytes``: the limit of each machine.
+    """
+
+    compression_ratio: float | None = None
+    straight: bool = False
+    fewer_machines: bool = False
+    memory_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The layers between two states (``start`` -1: from the first one) as one stage, on the lowest level.
+
+    ``replicas`` are those of each level, the lowest first: the stage is on their product of devices.
+    """
+
+    start: int
+    stop: int
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """Stages in the order of the pipeline, and the seconds of the slowest of the top level."""
+
+    cuts: tuple[Cut, ...]
+    bottleneck_s: float
+
+
+def solve_levels(states: States, levels: Sequence[Level], options: Options) -> Solution | None:
+    """The stages with the least bottleneck, exact for these states; None where none fits."""
+    problems: list[LevelProblem] = []
+    below_s: Floats = np.empty((0, 0))
+    for index, level in enumerate(levels):
+        problems.append(_problem(states, levels[:index], level, below_s, options))
+        if index < len(levels) - 1:
+            below_s = fill_intervals(problems[-1], make_table(problems[-1]))
+    top, last = len(levels) - 1, len(states) - 1
+    tables: list[dict[int, Table]] = [{} for _ in levels]
+
+    def table_from(level: int, start: int) -> Table:
+        if start not in tables[level]:
+            tables[level][start] = make_table(problems[level])
+            if level == top:
+                _fill_for_all(problems[level], tables[level][start])
+            else:
+                fill_table(problems[level], start, math.inf, tables[level][start])
+        return tables[level][start]
+
+    def stages(level: int, start: int, stop: int, outer: tuple[int, ...]) -> Iterator[Cut]:
+        for first, last, replicas in _read_stages(table_from(level, start), start, stop, levels[level].num_machines):
+            if level == 0:
+                yield Cut(start=first, stop=last, replicas=(replicas, *outer))
+            else:
+                yield from stages(level - 1, first, last, (replicas, *outer))
+
+    seconds = float(table_from(top, -1).best_s[last, levels[top].num_machines])
+    if not math.isfinite(seconds):
+        return None
+    return Solution(cuts=tuple(stages(top, -1, last, ())), bottleneck_s=seconds)
+
+
+def data_parallel_seconds(seconds: float, parameter_bytes: float, levels: Sequence[Level]) -> float:
+    """Seconds per minibatch with replicas of everything on all machines, as PipeDream has it."""
+    before = 1
+    for level in levels:
+        machines = level.num_machines
+        exchange = 4 * (machines - 1) * parameter_bytes / (level.bandwidth_bytes_per_s * machines) / before
+        seconds, before = (seconds + exchange) / machines, machines
+    return seconds
+
+
+def _problem(states: States, below: Sequence[Level], level: Level, below_s: Floats, options: Options) -> LevelProblem:
+    return LevelProblem(
+        members=states.members,
+        seconds=states.seconds,
+        activation_bytes=states.activation_bytes,
+        parameter_bytes=states.parameter_bytes,
+        frontier_bytes=states.frontier_bytes,
+        below_s=below_s,
+        num_machines=level.num_machines,
+        machines_below=below[-1].num_machines if below else 1,
+        all_below=math.prod(item.num_machines for item in below),
+        bandwidth_bytes_per_s=float(level.bandwidth_bytes_per_s),
+        ratio=options.compression_ratio or 0.0,
+        most_replicas=1 if options.straight else level.num_machines,
+        fewer_machines=options.fewer_machines,
+        memory_bytes=math.inf if options.memory_bytes is None else float(options.memory_bytes),
+    )
+
+
+def _fill_for_all(problem: LevelProblem, table: Table) -> None:
+    """Fill a table for the whole pipeline.
+
+    With cutoffs just above the bound this is quick, and where something takes less than the cutoff, it is found.
+    """
+    bound_s = problem.seconds[-1] / (problem.all_below * problem.num_machines)
+    for cutoff_s in (*(slack * bound_s for slack in _SLACKS if bound_s > 0), math.inf):
+        fill_table(problem, -1, cutoff_s, table)
+        if table.best_s[-1, problem.num_machines] < cutoff_s:
+            break
+
+
+def _read_stages(table: Table, start: int, stop: int, machines: int) -> list[tuple[int, int, int]]:
+    """The stages (first state, last state, replicas) of an interval, in the order of the pipeline."""
+    found: list[tuple[int, int, int]] = []
+    while stop > start:
+        cut, replicas = int(table.cuts[stop, machines]), int(table.replicas[stop, machines])
+        found.append((start if cut == -2 else cut, stop, replicas))
+        machines -= replicas
+        stop = found[-1][0]
+    return found[::-1]

@@ -1,0 +1,69 @@
+"""Orders of a profile's layers, for graphs with more states than can be looked at, and how many states those have.
+
+An order passes through as many states as there are layers. Few bytes lie on the frontier where branches are finished
+one after the other, so that besides the order of the profile itself one goes on with what became ready last, and one
+with what leaves the least to be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.planner.methods.pipedream.profile import Profile
+
+
+def find_orders(profile: Profile) -> Iterator[list[int]]:
+    """Orders in which each layer follows those that it reads; the first layer is the first of each."""
+    yield list(range(len(profile.names)))
+    yield _walk(profile, by_bytes=False)
+    yield _walk(profile, by_bytes=True)
+
+
+def _walk(profile: Profile, *, by_bytes: bool) -> list[int]:
+    """Next is always what became ready last; by bytes, what adds least to those that are still needed."""
+    readers = profile.readers
+    missing = [len(sources) for sources in profile.reads]
+    unread = [len(items) for items in readers]
+    # The step since which a layer is ready; another source is begun when nothing else is.
+    ready = {layer: -1 for layer, count in enumerate(missing) if count == 0}
+    order: list[int] = []
+
+    def price(layer: int) -> tuple[float, int, int]:
+        freed = sum(float(profile.activation_bytes[source]) for source in profile.reads[layer] if unread[source] == 1)
+        return (float(profile.activation_bytes[layer]) - freed if by_bytes else 0.0, -ready[layer], layer)
+
+    while ready:
+        layer = 0 if not order else min(ready, key=price)
+        del ready[layer]
+        order.append(layer)
+        for source in profile.reads[layer]:
+            unread[source] -= 1
+        for reader in readers[layer]:
+            missing[reader] -= 1
+            if missing[reader] == 0:
+                ready[reader] = len(order)
+    return order
+
+
+def count_states(profile: Profile) -> int:
+    """How many sets of layers contain all that they read, and the first layer; at least as many as there are states.
+
+    Layers are decided on one after the other; what still matters are those with readers that are yet undecided.
+    """
+    readers = profile.readers
+    unread = [len(items) for items in readers]
+    counts = {frozenset[int](): 1}
+    for layer in list(find_orders(profile))[1]:
+        grown: dict[frozenset[int], int] = {}
+        done = {source for source in profile.reads[layer] if unread[source] == 1}
+        for source in profile.reads[layer]:
+            unread[source] -= 1
+        for members, count in counts.items():
+            choices = [members] if layer else []
+            if members.issuperset(profile.reads[layer]):
+                choices.append(members | {layer} if readers[layer] else members)
+            for chosen in choices:
+                kept = chosen - done
+                grown[kept] = grown.get(kept, 0) + count
+        counts = grown
+    return sum(counts.values())

@@ -1,0 +1,175 @@
+"""What PipeDream's planner looks at: a graph of layers with seconds and bytes, of one minibatch on one machine.
+
+A profile comes from a file of PipeDream's profiler (``graph.txt``) or from a captured graph and a cost model. Of a
+file, inputs are left out, whose time is the loading of data, and so are results of ``__getitem__`` that nobody reads,
+as PipeDream's optimizer does (`optimizer_graph_hierarchical.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost import CostModel
+from meshwright.records.importing.pipedream import read_edges, read_layers
+from meshwright.records.text_files import read_unpacked
+from meshwright.spec import DeviceKind, DocumentError, Graph, PlanError, slice_graph
+from meshwright.spec.units import DTYPE_BYTES
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Profile:
+    """Layers in an order in which each follows what it reads; all arrays have shape (layers,).
+
+    ``seconds`` are forward and backward of one minibatch, ``activation_bytes`` what a layer puts out for others.
+    ``reads`` has, for each layer, those whose output it takes. Raises PlanError where there is no such order, or where
+    some layers have nothing to do with the others.
+    """
+
+    names: tuple[str, ...]
+    descriptions: tuple[str, ...]
+    seconds: Floats
+    activation_bytes: Floats
+    parameter_bytes: Floats
+    reads: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        _check_connected(self.names, self.reads)
+
+    @property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer those that take its output."""
+        found: list[list[int]] = [[] for _ in self.names]
+        for layer, sources in enumerate(self.reads):
+            for source in sources:
+                found[source].append(layer)
+        return tuple(map(tuple, found))
+
+
+def load_profile(path: Path | str) -> Profile:
+    """Read a file of PipeDream's profiler, compressed or not. Raises DocumentError for any other file."""
+    path = Path(path)
+    try:
+        text = read_unpacked(path).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DocumentError(f"{path}: no profile of PipeDream, which is text. Check the file.") from None
+    return parse_profile(text, source=path.name)
+
+
+def parse_profile(text: str, *, source: str) -> Profile:
+    """The profile that a text of PipeDream's profiler describes. Raises DocumentError, or PlanError as `Profile`."""
+    lines = {layer.name: layer for layer in read_layers(text, source=source)}
+    reads: dict[str, list[str]] = {name: [] for name in lines}
+    for writer, reader in read_edges(text, source=source):
+        if unknown := {writer, reader} - lines.keys():
+            raise DocumentError(f"{source}: an edge names {min(unknown)!r}, which is no layer of it. Check the file.")
+        reads[reader].append(writer)
+    for name in [name for name, layer in lines.items() if layer.is_input and not reads[name]]:
+        _remove(name, reads)
+    read = {writer for writers in reads.values() for writer in writers}
+    for name in [name for name in reads if name not in read and lines[name].what.startswith("__getitem__")]:
+        _remove(name, reads)
+    if not reads:
+        raise DocumentError(f"{source}: it has no layers but inputs. Expected at least one; check the file.")
+    order = _sorted(reads)
+    kept = [lines[name] for name in order]
+    return Profile(
+        names=tuple(order),
+        descriptions=tuple(layer.what for layer in kept),
+        seconds=np.array([(layer.forward_ms + layer.backward_ms) / 1e3 for layer in kept]),
+        activation_bytes=np.array([layer.activation_bytes for layer in kept]),
+        parameter_bytes=np.array([layer.parameter_bytes for layer in kept]),
+        reads=_numbered(order, reads),
+    )
+
+
+def make_profile(graph: Graph, batch_size: int, cost: CostModel, kind: DeviceKind) -> Profile:
+    """The same of a captured graph, for minibatches of ``batch_size`` on one kind of device.
+
+    What every stage computes anew (`Op.replicable`) belongs to no layer, a tied parameter to the first that reads it.
+    Raises GraphError for a batch size that the graph excludes.
+    """
+    graph.check_batch_size(batch_size)
+    prices = cost.price_ops(graph, batch_size, kind)
+    each = prices.forward_s + prices.backward_s + prices.accumulate_s
+    slices = slice_graph(graph, [(layer, layer + 1) for layer in range(len(graph.layers))])
+    width = DTYPE_BYTES[cost.precision]
+    names: list[str] = []
+    seconds, activations, parameters = [], [], []
+    reads: list[tuple[int, ...]] = []
+    home: dict[int, int] = {}
+    seen: set[int] = set()
+    for layer in slices:
+        own = [op for op in layer.ops if not graph.ops[op].replicable]
+        if not own:
+            continue
+        home[layer.index] = len(names)
+        names.append(graph.layers[layer.index].name)
+        seconds.append(float(each[own].sum()))
+        leaving = {tensor for channel in layer.outgoing for tensor in channel.tensors}
+        activations.append(sum(graph.tensors[i].num_bytes(batch_size, width) for i in leaving))
+        fresh = {i for i in layer.parameters if graph.tensors[i].requires_grad} - seen
+        parameters.append(sum(graph.tensors[i].num_bytes(0, width) for i in fresh))
+        seen |= fresh
+        reads.append(tuple(home[channel.source] for channel in layer.incoming if channel.tensors))
+    return Profile(
+        names=tuple(names),
+        descriptions=tuple(names),
+        seconds=np.array(seconds),
+        activation_bytes=np.array(activations, np.float64),
+        parameter_bytes=np.array(parameters, np.float64),
+        reads=tuple(reads),
+    )
+
+
+def _remove(name: str, reads: dict[str, list[str]]) -> None:
+    del reads[name]
+    for writers in reads.values():
+        while name in writers:
+            writers.remove(name)
+
+
+def _sorted(reads: Mapping[str, Sequence[str]]) -> list[str]:
+    # All are named first, so that of several sources the first of the file stays the first.
+    sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(reads, ()))
+    for name, writers in reads.items():
+        sorter.add(name, *writers)
+    try:
+        return list(sorter.static_order())
+    except CycleError as error:
+        raise PlanError(
+            f"Layers of the profile read each other in a circle ({' -> '.join(error.args[1][:8])}); expected a graph "
+            "without circles. Profile the model again."
+        ) from None
+
+
+def _numbered(order: Sequence[str], reads: Mapping[str, Iterable[str]]) -> tuple[tuple[int, ...], ...]:
+    place = {name: index for index, name in enumerate(order)}
+    return tuple(tuple(sorted({place[writer] for writer in reads[name]})) for name in order)
+
+
+def _check_connected(names: Sequence[str], reads: Sequence[Sequence[int]]) -> None:
+    """Raise PlanError unless every layer has to do with the first one, over whatever way."""
+    root = list(range(len(names)))
+
+    def find(layer: int) -> int:
+        while root[layer] != layer:
+            root[layer] = layer = root[root[layer]]
+        return layer
+
+    for layer, writers in enumerate(reads):
+        for writer in writers:
+            root[find(layer)] = find(writer)
+    apart = [name for layer, name in enumerate(names) if find(layer) != find(0)]
+    if apart:
+        raise PlanError(
+            f"{len(apart)} of {len(names)} layers of the profile, such as {apart[0]!r}, neither read nor feed the "
+            "others; expected one connected graph. Leave them out, or plan them on their own."
+        )

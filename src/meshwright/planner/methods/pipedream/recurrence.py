@@ -1,0 +1,201 @@
+"""PipeDream's dynamic program over states, as its optimizer has it. Compiled.
+
+On one level with M machines and links of b bytes per second, the layers between two states i and j (`states`) take
+
+    B[i, j, m] = min of   (t + w(m) / f) / m                            one stage with m replicas
+                          max(B[i, k, m - r], (t' + w'(r)) / r, x)      the last stage, behind state k, has r of them
+
+    t     C[i, j]: seconds on all machines of a level below, T(j) - T(i) on the lowest; t' = C[k, j]
+    w     4 (m - 1) P / (b m): gradients are summed, P those of the stage, and added to its seconds
+    f     machines of the level right below; 1 on the lowest
+    x     2 a / (b r c), for the frontiers of k and, unless it is the last state, j; 0 without a ratio c
+
+All m machines are used, unless fewer may be. With a limit of memory, a stage of r replicas that m machines end with
+is open only if ceil((M - m) / r) (A + P) is within it. Then C[i, j] = B[i, j, M] for the level above.
+
+No stage that takes T(j) - T(k) on one machine is faster than that over all machines of its level and those below.
+States come with ascending seconds, so that for each j, k need go back only until this bound is reached.
+
+Source: `optimizer_graph_hierarchical.py` (`compute_partitioning`) of the PipeDream repository. There, on levels below
+the last, i and k need not lie one inside the other; that interval is no set of layers, and is left out here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+from meshwright.planner.methods.pipedream.states import Words
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+class LevelProblem(NamedTuple):
+    """One level; S states.
+
+    ``members`` (S, words), ``seconds`` T, ``activation_bytes`` A, ``parameter_bytes`` P and ``frontier_bytes`` a (S,)
+    are those of `States`. ``below_s`` (S + 1, S) is C, entry [i + 1, j]; of shape (0, 0) on the lowest level.
+    ``machines_below`` is f, ``all_below`` the product of the machines of all levels below. ``ratio`` is c, 0 where
+    transfers are free; ``most_replicas`` 1 for a straight pipeline, else M; ``memory_bytes`` infinite for no limit.
+    """
+
+    members: Words
+    seconds: Floats
+    activation_bytes: Floats
+    parameter_bytes: Floats
+    frontier_bytes: Floats
+    below_s: Floats
+    num_machines: int
+    machines_below: int
+    all_below: int
+    bandwidth_bytes_per_s: float
+    ratio: float
+    most_replicas: int
+    fewer_machines: bool
+    memory_bytes: float
+
+
+class Table(NamedTuple):
+    """What all intervals behind one state take: B, entry [j, m]; the cut k and the replicas r that yield it.
+
+    Shapes (S, M + 1). A cut of -2 stands for none, where one stage is best.
+    """
+
+    best_s: Floats
+    cuts: Integers
+    replicas: Integers
+
+
+def make_table(problem: LevelProblem) -> Table:
+    """An empty table for a level."""
+    shape = (len(problem.seconds), problem.num_machines + 1)
+    return Table(np.full(shape, np.inf), np.full(shape, -2, np.int64), np.zeros(shape, np.int64))
+
+
+@compiled
+def fill_intervals(p: LevelProblem, table: Table) -> Floats:
+    """B[i, j, M] of all intervals, shape (S + 1, S), entry [i + 1, j]; infinite where there is none."""
+    count = len(p.seconds)
+    found = np.full((count + 1, count), np.inf)
+    for i in range(-1, count - 1):
+        fill_table(p, i, np.inf, table)
+        found[i + 1] = table.best_s[:, p.num_machines]
+    return found
+
+
+@compiled
+def fill_table(p: LevelProblem, i: int, cutoff_s: float, table: Table) -> None:
+    """Fill the table for all intervals that begin behind state i, or with the first layer if i is -1.
+
+    With a cutoff only what the last state needs for less time than that is filled in.
+    """
+    table.best_s.fill(np.inf)
+    table.cuts.fill(-2)
+    # States behind which a stage may begin, ascending.
+    useful = np.empty(len(p.seconds), np.int64)
+    count = 0
+    for j in range(i + 1, len(p.seconds)):
+        if i >= 0 and not lies_inside(p, i, j):
+            continue
+        _take_one_stage(p, i, j, table)
+        _cut(p, i, j, cutoff_s, useful[:count], table)
+        for m in range(2, p.num_machines + 1) if p.fewer_machines else range(0):
+            if table.best_s[j, m - 1] < table.best_s[j, m]:
+                table.best_s[j, m] = table.best_s[j, m - 1]
+                table.cuts[j, m] = table.cuts[j, m - 1]
+                table.replicas[j, m] = table.replicas[j, m - 1]
+        if _sending_seconds(p, j) < cutoff_s * p.num_machines and table.best_s[j, : p.num_machines].min() < cutoff_s:
+            useful[count] = j
+            count += 1
+
+
+@compiled
+def lies_inside(p: LevelProblem, k: int, j: int) -> bool:
+    """Whether all layers of state k are layers of state j."""
+    outside = np.uint64(0)
+    for word in range(p.members.shape[1]):
+        outside |= p.members[k, word] & ~p.members[j, word]
+    return bool(outside == 0)
+
+
+@compiled
+def stage_seconds(p: LevelProblem, k: int, j: int, r: int) -> float:
+    """(t + w(r)) / r of a stage between states k and j, which another one precedes."""
+    weights = p.parameter_bytes[j] - p.parameter_bytes[k]
+    return float((_interval_seconds(p, k, j) + 4.0 * (r - 1) * weights / (p.bandwidth_bytes_per_s * r)) / r)
+
+
+@compiled
+def _sending_seconds(p: LevelProblem, k: int) -> float:
+    """What the frontier of a state takes on the link of one machine, there and back."""
+    return float(2.0 * p.frontier_bytes[k] / p.bandwidth_bytes_per_s / p.ratio) if p.ratio else 0.0
+
+
+@compiled
+def _interval_seconds(p: LevelProblem, k: int, j: int) -> float:
+    if p.below_s.shape[0]:
+        return float(p.below_s[k + 1, j])
+    return float(p.seconds[j] - (p.seconds[k] if k >= 0 else 0.0))
+
+
+@compiled
+def _take_one_stage(p: LevelProblem, i: int, j: int, table: Table) -> None:
+    weights = p.parameter_bytes[j] - (p.parameter_bytes[i] if i >= 0 else 0.0)
+    kept = p.activation_bytes[j] - (p.activation_bytes[i] if i >= 0 else 0.0) + weights
+    for m in range(1, p.most_replicas + 1):
+        if (p.num_machines - 1) // m * kept <= p.memory_bytes:
+            exchange = 4.0 * (m - 1) * weights / (p.bandwidth_bytes_per_s * m) / p.machines_below
+            table.best_s[j, m] = (_interval_seconds(p, i, j) + exchange) / m
+            table.replicas[j, m] = m
+
+
+@compiled
+def _cut(p: LevelProblem, i: int, j: int, cutoff_s: float, useful: Integers, table: Table) -> None:
+    """Try all last stages of the interval behind i up to j, which begin behind one of the useful states."""
+    best, last, most = table.best_s[j], j == len(p.seconds) - 1, p.num_machines
+    # What is behind j takes machines too, if it is to take less than the cutoff.
+    most_here = most - int((p.seconds[-1] - p.seconds[j]) / p.all_below / cutoff_s)
+    sending_here_s = 0.0 if last else _sending_seconds(p, j)
+    if sending_here_s >= cutoff_s * most:
+        return
+    reach = _reach(best, cutoff_s)
+    for k in useful[::-1]:
+        # What each part takes at least in all, on machines of this level.
+        behind_s = (p.seconds[j] - p.seconds[k]) / p.all_below
+        before_s = (p.seconds[k] - (p.seconds[i] if i >= 0 else 0.0)) / p.all_below
+        if behind_s >= reach:
+            break
+        if not lies_inside(p, k, j):
+            continue
+        sending_s = max(_sending_seconds(p, k), sending_here_s)
+        kept = p.activation_bytes[j] - p.activation_bytes[k] + p.parameter_bytes[j] - p.parameter_bytes[k]
+        improved = False
+        for m in range(2, most_here + 1):
+            limit_s = min(best[m], cutoff_s)
+            if limit_s <= 0.0:
+                continue
+            fewest = max(int(max(behind_s, sending_s) / limit_s), 1)
+            fewest_before = max(int(before_s / limit_s), 1)
+            for r in range(fewest, min(m - fewest_before, p.most_replicas) + 1):
+                if table.best_s[k, m - r] >= limit_s or (most - m + r - 1) // r * kept > p.memory_bytes:
+                    continue
+                taken = max(stage_seconds(p, k, j, r), sending_s / r)
+                if taken < limit_s:
+                    limit_s = best[m] = max(table.best_s[k, m - r], taken)
+                    table.cuts[j, m], table.replicas[j, m] = k, r
+                    improved = True
+        if improved:
+            reach = _reach(best, cutoff_s)
+
+
+@compiled
+def _reach(best: Floats, cutoff_s: float) -> float:
+    """A last stage that takes this long on one machine improves nothing, however many replicas it has."""
+    reach = 0.0
+    for m in range(2, len(best)):
+        reach = max(reach, min(best[m], cutoff_s) * (m - 1))
+    return reach

@@ -1,0 +1,160 @@
+"""Where a graph of layers can be cut: its states, which PipeDream names by their antichains.
+
+A **state** is a set of layers that contains, with each layer, all that it reads. Its frontier are the layers that no
+other of its layers reads, an antichain; a stage is what lies between two states, one inside the other. Beginning with
+the first source alone, the next states of D are D with one more layer that reads one of D, and all that this layer
+reads in turn. A state lies inside another one exactly if steps lead from it to the other.
+
+    T, A, P     seconds, activation and parameter bytes of the layers of a state; of a stage, differences of two states
+    a           bytes on the frontier: what the antichain puts out, and what each layer p does of which some layer of
+                the antichain that lies behind p is not behind all readers of p (PipeDream's "augmented" antichain)
+
+A chain of n layers has n states, branches multiply: of layers side by side, 2^n. Where there are more than can be
+looked at, states are taken from `orders` of the layers instead, and what is found is no more than a good plan.
+
+Source: Narayanan et al., "PipeDream" (SOSP 2019); `graph/graph.py` of its repository (`antichain_dag`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.methods.pipedream.profile import Profile
+from meshwright.spec.units import PICOSECONDS_PER_SECOND
+
+Floats = NDArray[np.float64]
+Words = NDArray[np.uint64]
+
+# Rows of a table of members that are weighed at a time.
+_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class States:
+    """States of a profile, ascending by their seconds, and no state before one that lies inside it.
+
+    ``members`` (states, words): bit l % 64 of word l // 64 says whether layer l belongs to it. The others have shape
+    (states,): T (whole picoseconds, so that sums are exact), A, P and a. ``complete``: all states are there.
+    """
+
+    members: Words
+    seconds: Floats
+    activation_bytes: Floats
+    parameter_bytes: Floats
+    frontier_bytes: Floats
+    complete: bool
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def layers(self, state: int) -> set[int]:
+        """The layers of a state; none of state -1."""
+        return set() if state < 0 else set(np.flatnonzero(_bits(self.members[state : state + 1])[0]).tolist())
+
+
+class _Sets:
+    """Layers as bits of whole numbers: each with all that it needs, and its readers."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.count = len(profile.names)
+        self.readers = [sum(1 << reader for reader in readers) for readers in profile.readers]
+        self.behind: list[int] = []
+        branching = [layer for layer, readers in enumerate(profile.readers) if len(readers) > 1]
+        self.beside: list[int] = []
+        for layer, sources in enumerate(profile.reads):
+            within = 1 << layer
+            for source in sources:
+                within |= self.behind[source]
+            self.behind.append(within)
+            self.beside.append(sum(1 << p for p in branching if within >> p & 1 and self.readers[p] & ~within))
+
+    def grow(self, members: int, antichain: int, layer: int) -> tuple[int, int]:
+        """A state with one more layer and all that this one needs, and its antichain."""
+        within = self.behind[layer]
+        return members | within, antichain & ~within | 1 << layer
+
+    def frontier(self, antichain: int) -> int:
+        """The antichain, and what else counts as put out."""
+        found = antichain
+        for layer in _layers(antichain):
+            found |= self.beside[layer]
+        return found
+
+
+def find_states(profile: Profile, max_states: int) -> States | None:
+    """All states; None if there are more than ``max_states``."""
+    sets = _Sets(profile)
+    start, antichain = sets.grow(0, 0, 0)
+    found = {start: antichain}
+    todo = [(start, sets.readers[0])]
+    for members, readers in todo:
+        for layer in _layers(readers & ~members):
+            grown, front = sets.grow(members, found[members], layer)
+            if grown not in found:
+                if len(found) == max_states:
+                    return None
+                found[grown] = front
+                more = readers
+                for fresh in _layers(grown & ~members):
+                    more |= sets.readers[fresh]
+                todo.append((grown, more))
+    return _weigh(profile, sets, found, complete=True)
+
+
+def states_along(profile: Profile, orders: Iterable[Sequence[int]]) -> States:
+    """The states that orders of the layers pass through; in each order a layer follows those that it reads."""
+    sets = _Sets(profile)
+    found: dict[int, int] = {}
+    for order in orders:
+        members = antichain = 0
+        for layer in order:
+            members, antichain = sets.grow(members, antichain, layer)
+            found[members] = antichain
+    return _weigh(profile, sets, found, complete=False)
+
+
+def _layers(members: int) -> Iterator[int]:
+    while members:
+        lowest = members & -members
+        yield lowest.bit_length() - 1
+        members ^= lowest
+
+
+def _weigh(profile: Profile, sets: _Sets, found: dict[int, int], *, complete: bool) -> States:
+    words = -(-sets.count // 64)
+    members = _words(found, words)
+    frontier = _words(map(sets.frontier, found.values()), words)
+    picoseconds = np.rint(profile.seconds * PICOSECONDS_PER_SECOND)
+    # Whole numbers, so that a state which lies inside another one never weighs more, in whatever order sums are taken.
+    weights = np.stack([picoseconds, np.rint(profile.activation_bytes), np.rint(profile.parameter_bytes)], axis=1)
+    sums = _sums(members, weights)
+    leaving = _sums(frontier, weights[:, 1:2])[:, 0]
+    order = np.lexsort((_sums(members, np.ones((sets.count, 1)))[:, 0], sums[:, 0]))
+    return States(
+        members=members[order],
+        seconds=sums[order, 0] / PICOSECONDS_PER_SECOND,
+        activation_bytes=sums[order, 1],
+        parameter_bytes=sums[order, 2],
+        frontier_bytes=leaving[order],
+        complete=complete,
+    )
+
+
+def _words(members: Iterable[int], words: int) -> Words:
+    content = b"".join(item.to_bytes(8 * words, "little") for item in members)
+    return np.frombuffer(content, "<u8").astype(np.uint64).reshape(-1, words)
+
+
+def _sums(members: Words, weights: Floats) -> Floats:
+    """Sums of the members' weights, shape (states, kinds of weight)."""
+    parts = [_bits(members[i : i + _ROWS])[:, : len(weights)] @ weights for i in range(0, len(members), _ROWS)]
+    return np.concatenate(parts)
+
+
+def _bits(members: Words) -> Floats:
+    each = np.unpackbits(members.astype("<u8").view(np.uint8), axis=1, bitorder="little")
+    return each.astype(np.float64)
