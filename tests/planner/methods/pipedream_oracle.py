@@ -95,7 +95,7 @@ class Search:
     layers: Layers
     levels: tuple[tuple[int, float], ...]
     ratio: float | None = None
-    straight: bool = False
+    replicas: tuple[int, ...] | None = None
     fewer: bool = False
     memory: float = math.inf
 
@@ -128,7 +128,9 @@ class Search:
             kept = weights + sum(self.layers.activations[i] for i in after - before)
             # As coded: machines that stay idle count as if they followed the first stage.
             idle = machines - sum(replicas) if index == 0 else 0
-            if (self.straight and r > 1) or math.ceil((machines - used) / r) * kept > self.memory:
+            if (self.replicas is not None and r not in self.replicas) or math.ceil(
+                (machines - used) / r
+            ) * kept > self.memory:
                 return math.inf
             used += idle
             exchange = 4 * (r - 1) * weights / (bandwidth * r) / (below if index == 0 else 1)

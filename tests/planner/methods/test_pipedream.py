@@ -143,7 +143,7 @@ def test_states_behind_one_source_are_all_closed_sets(layers: Layers) -> None:
 OPTIONS = st.builds(
     Options,
     compression_ratio=st.sampled_from([None, 1.0, 3.0]),
-    straight=st.booleans(),
+    replicas=st.sampled_from([None, None, (1,), (1, 2), (2, 3)]),
     fewer_machines=st.booleans(),
     memory_bytes=st.sampled_from([None, None, 500.0, 2000.0, 6000.0]),
 )
@@ -167,7 +167,7 @@ def test_no_plan_is_better_on_two_levels(
 def check_best(layers: Layers, given_levels: tuple[tuple[int, float], ...], options: Options) -> None:
     profile = parse_profile(layers.text(), source="test")
     memory = math.inf if options.memory_bytes is None else options.memory_bytes
-    search = Search(layers, given_levels, options.compression_ratio, options.straight, options.fewer_machines, memory)
+    search = Search(layers, given_levels, options.compression_ratio, options.replicas, options.fewer_machines, memory)
     expected = search.best()
     if math.isinf(expected):
         with pytest.raises(NoFeasiblePlanError):
@@ -261,7 +261,6 @@ NODE = "node{} -- {} -- forward_compute_time=1.0, backward_compute_time=1.0, act
         (NODE.format(1, "Input0"), DocumentError, "no layers but inputs"),
         (NODE.format(1, "A") + "\n\tnode1 -- node7", DocumentError, "'node7'"),
         (NODE.format(1, "A") + "\n\tnode1 node1", DocumentError, "no line"),
-        (NODE.format(1, "A") + "\n" + NODE.format(2, "B"), PlanError, "neither read nor feed"),
         (
             "\n".join([NODE.format(1, "A"), NODE.format(2, "B"), "\tnode1 -- node2", "\tnode2 -- node1"]),
             PlanError,
@@ -274,16 +273,27 @@ def test_a_profile_that_makes_no_sense_is_refused(text: str, error: type[Excepti
         parse_profile(text, source="test")
 
 
+def test_layers_that_have_nothing_to_do_with_each_other_are_refused() -> None:
+    profile = parse_profile(NODE.format(1, "A") + "\n" + NODE.format(2, "B"), source="test")
+    with pytest.raises(PlanError, match="1 of 2 layers of the profile, such as 'node2', neither read nor feed"):
+        plan_profile(profile, levels((2, 1e9)))
+
+
 @pytest.mark.parametrize(
     ("given_levels", "options", "message"),
     [
         ((), Options(), "No levels"),
         (((0, 1e9),), Options(), "0 machines"),
         (((4, 0.0),), Options(), "0 B/s"),
+        (((4, 1e9),), Options(replicas=(0,)), r"Stages of \[0\] replicas"),
         (((4, 1e9),), Options(compression_ratio=0.0), "compression ratio of 0"),
         (((4, 1e9),), Options(memory_bytes=-1.0), "memory of -1"),
-        (((64, 1e9),), Options(straight=True), "No straight pipeline of 22 layers on 64 machines"),
-        (((4, 1e9),), Options(straight=True, memory_bytes=1e6), "No plan of 22 layers on 4 machines keeps to"),
+        (
+            ((64, 1e9),),
+            Options(replicas=(1,)),
+            r"No pipeline of 22 layers on 64 machines uses all of them with stages of \[1\]",
+        ),
+        (((4, 1e9),), Options(replicas=(1,), memory_bytes=1e6), "No plan of 22 layers on 4 machines keeps to"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(

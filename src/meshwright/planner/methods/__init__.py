@@ -2,11 +2,13 @@
 
 from meshwright.planner.method import Method, own_method
 from meshwright.planner.methods.grid import grid
+from meshwright.planner.methods.pipedream import pipedream
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.methods.unequal import unequal
 from meshwright.spec import PlanError, suggest
 
 METHODS: dict[str, Method] = {
+    "pipedream": pipedream,
     "slicing": slicing,
     "grid": grid,
     "unequal": unequal,

@@ -4,12 +4,14 @@
 
 `profile` reads PipeDream's own files or prices a captured graph; `states` finds where it can be cut, `orders` what to
 look at where that is too much; `recurrence` is the dynamic program, `levels` puts several on top of each other, and
-`planning` makes the plan. The objective is that of PipeDream's optimizer, as coded, so that results compare.
+`planning` makes the plan. The objective is that of PipeDream's optimizer, as coded, so that results compare. `method`
+proposes such plans to a search, whose simulator prices them.
 
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (SOSP 2019), section 3.1.
 """
 
 from meshwright.planner.methods.pipedream.levels import Level, Options
+from meshwright.planner.methods.pipedream.method import pipedream
 from meshwright.planner.methods.pipedream.orders import count_states
 from meshwright.planner.methods.pipedream.planning import PipedreamPlan, PipedreamStage, plan_profile
 from meshwright.planner.methods.pipedream.profile import Profile, load_profile, make_profile, parse_profile
@@ -24,5 +26,6 @@ __all__ = [
     "load_profile",
     "make_profile",
     "parse_profile",
+    "pipedream",
     "plan_profile",
 ]

@@ -40,11 +40,12 @@ class Options:
     """What PipeDream's optimizer can be asked for; the defaults are its own.
 
     ``compression_ratio``: activations shrink so many times on links, None for links that take no time at all.
-    ``straight``: no replicas. ``fewer_machines``: some may stay idle. ``memory_bytes``: the limit of each machine.
+    ``replicas``: how many a stage may have on each level, 1 alone for a straight pipeline, None for any number.
+    ``fewer_machines``: some may stay idle. ``memory_bytes``: the limit of each machine.
     """
 
     compression_ratio: float | None = None
-    straight: bool = False
+    replicas: tuple[int, ...] | None = None
     fewer_machines: bool = False
     memory_bytes: float | None = None
 
@@ -125,7 +126,7 @@ def _problem(states: States, below: Sequence[Level], level: Level, below_s: Floa
         all_below=math.prod(item.num_machines for item in below),
         bandwidth_bytes_per_s=float(level.bandwidth_bytes_per_s),
         ratio=options.compression_ratio or 0.0,
-        most_replicas=1 if options.straight else level.num_machines,
+        allowed=np.array([options.replicas is None or r in options.replicas for r in range(level.num_machines + 1)]),
         fewer_machines=options.fewer_machines,
         memory_bytes=math.inf if options.memory_bytes is None else float(options.memory_bytes),
     )

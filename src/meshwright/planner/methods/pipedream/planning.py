@@ -188,6 +188,8 @@ def _check(levels: Sequence[Level], options: Options) -> None:
                 f"A level of {level.num_machines} machines with {level.bandwidth_bytes_per_s:g} B/s was given; "
                 "expected at least one machine and links that send something."
             )
+    if options.replicas is not None and min(options.replicas, default=0) < 1:
+        raise PlanError(f"Stages of {list(options.replicas)} replicas were asked for; expected at least 1 of each.")
     for name, value in (("compression ratio", options.compression_ratio), ("limit of memory", options.memory_bytes)):
         if value is not None and not 0 < value < math.inf:
             raise PlanError(f"A {name} of {value:g} was given; expected more than 0. Leave it out for none.")
@@ -204,5 +206,6 @@ def _nothing_fits(profile: Profile, states: States, levels: Sequence[Level], opt
             "limit, or take fewer machines."
         )
     return NoFeasiblePlanError(
-        f"No straight pipeline of {given} uses all of them. Allow replicas or fewer machines, or take fewer machines."
+        f"No pipeline of {given} uses all of them with stages of {list(options.replicas or ())} replicas. Allow more "
+        "numbers of replicas or fewer machines, or take fewer machines."
     )

@@ -29,8 +29,7 @@ class Profile:
     """Layers in an order in which each follows what it reads; all arrays have shape (layers,).
 
     ``seconds`` are forward and backward of one minibatch, ``activation_bytes`` what a layer puts out for others.
-    ``reads`` has, for each layer, those whose output it takes. Raises PlanError where there is no such order, or where
-    some layers have nothing to do with the others.
+    ``reads`` has, for each layer, those whose output it takes.
     """
 
     names: tuple[str, ...]
@@ -39,9 +38,6 @@ class Profile:
     activation_bytes: Floats
     parameter_bytes: Floats
     reads: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        _check_connected(self.names, self.reads)
 
     @property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -64,7 +60,10 @@ def load_profile(path: Path | str) -> Profile:
 
 
 def parse_profile(text: str, *, source: str) -> Profile:
-    """The profile that a text of PipeDream's profiler describes. Raises DocumentError, or PlanError as `Profile`."""
+    """The profile that a text of PipeDream's profiler describes.
+
+    Raises DocumentError for any other text, PlanError where layers read each other in a circle.
+    """
     lines = {layer.name: layer for layer in read_layers(text, source=source)}
     reads: dict[str, list[str]] = {name: [] for name in lines}
     for writer, reader in read_edges(text, source=source):
@@ -91,42 +90,46 @@ def parse_profile(text: str, *, source: str) -> Profile:
 
 
 def make_profile(graph: Graph, batch_size: int, cost: CostModel, kind: DeviceKind) -> Profile:
-    """The same of a captured graph, for minibatches of ``batch_size`` on one kind of device.
+    """The same of a captured graph, layer by layer, for minibatches of ``batch_size`` on one kind of device.
 
-    What every stage computes anew (`Op.replicable`) belongs to no layer, a tied parameter to the first that reads it.
-    Raises GraphError for a batch size that the graph excludes.
+    What every stage computes anew (`Op.replicable`) belongs to no layer, a tied parameter to the first that reads it; a
+    layer with nothing of its own stands between its neighbours. Raises GraphError for a batch size that the graph
+    excludes.
     """
     graph.check_batch_size(batch_size)
-    prices = cost.price_ops(graph, batch_size, kind)
-    each = prices.forward_s + prices.backward_s + prices.accumulate_s
+    each = _op_seconds(graph, batch_size, cost, kind)
     slices = slice_graph(graph, [(layer, layer + 1) for layer in range(len(graph.layers))])
+    own = [[op for op in layer.ops if not graph.ops[op].replicable] for layer in slices]
     width = DTYPE_BYTES[cost.precision]
-    names: list[str] = []
-    seconds, activations, parameters = [], [], []
     reads: list[tuple[int, ...]] = []
-    home: dict[int, int] = {}
+    activations, parameters = np.zeros((2, len(slices)))
     seen: set[int] = set()
-    for layer in slices:
-        own = [op for op in layer.ops if not graph.ops[op].replicable]
-        if not own:
-            continue
-        home[layer.index] = len(names)
-        names.append(graph.layers[layer.index].name)
-        seconds.append(float(each[own].sum()))
+    for index, layer in enumerate(slices):
+        writers = {channel.source for channel in layer.incoming if channel.tensors}
+        if index and not (own[index] and own[index - 1]):
+            writers.add(index - 1)
+        reads.append(tuple(sorted(writers)))
         leaving = {tensor for channel in layer.outgoing for tensor in channel.tensors}
-        activations.append(sum(graph.tensors[i].num_bytes(batch_size, width) for i in leaving))
+        activations[index] = sum(graph.tensors[i].num_bytes(batch_size, width) for i in leaving)
         fresh = {i for i in layer.parameters if graph.tensors[i].requires_grad} - seen
-        parameters.append(sum(graph.tensors[i].num_bytes(0, width) for i in fresh))
+        parameters[index] = sum(graph.tensors[i].num_bytes(0, width) for i in fresh)
         seen |= fresh
-        reads.append(tuple(home[channel.source] for channel in layer.incoming if channel.tensors))
+    names = tuple(layer.name for layer in graph.layers)
     return Profile(
-        names=tuple(names),
-        descriptions=tuple(names),
-        seconds=np.array(seconds),
-        activation_bytes=np.array(activations, np.float64),
-        parameter_bytes=np.array(parameters, np.float64),
+        names=names,
+        descriptions=names,
+        seconds=np.array([each[ops].sum() for ops in own]),
+        activation_bytes=activations,
+        parameter_bytes=parameters,
         reads=tuple(reads),
     )
+
+
+def _op_seconds(graph: Graph, batch_size: int, cost: CostModel, kind: DeviceKind) -> Floats:
+    prices = cost.price_ops(graph, batch_size, kind)
+    if graph.mode == "inference":
+        return prices.forward_s
+    return prices.forward_s + prices.backward_s + prices.accumulate_s
 
 
 def _remove(name: str, reads: dict[str, list[str]]) -> None:
@@ -153,23 +156,3 @@ def _sorted(reads: Mapping[str, Sequence[str]]) -> list[str]:
 def _numbered(order: Sequence[str], reads: Mapping[str, Iterable[str]]) -> tuple[tuple[int, ...], ...]:
     place = {name: index for index, name in enumerate(order)}
     return tuple(tuple(sorted({place[writer] for writer in reads[name]})) for name in order)
-
-
-def _check_connected(names: Sequence[str], reads: Sequence[Sequence[int]]) -> None:
-    """Raise PlanError unless every layer has to do with the first one, over whatever way."""
-    root = list(range(len(names)))
-
-    def find(layer: int) -> int:
-        while root[layer] != layer:
-            root[layer] = layer = root[root[layer]]
-        return layer
-
-    for layer, writers in enumerate(reads):
-        for writer in writers:
-            root[find(layer)] = find(writer)
-    apart = [name for layer, name in enumerate(names) if find(layer) != find(0)]
-    if apart:
-        raise PlanError(
-            f"{len(apart)} of {len(names)} layers of the profile, such as {apart[0]!r}, neither read nor feed the "
-            "others; expected one connected graph. Leave them out, or plan them on their own."
-        )

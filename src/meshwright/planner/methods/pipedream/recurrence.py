@@ -32,6 +32,7 @@ from meshwright.planner.methods.pipedream.states import Words
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 class LevelProblem(NamedTuple):
@@ -40,7 +41,8 @@ class LevelProblem(NamedTuple):
     ``members`` (S, words), ``seconds`` T, ``activation_bytes`` A, ``parameter_bytes`` P and ``frontier_bytes`` a (S,)
     are those of `States`. ``below_s`` (S + 1, S) is C, entry [i + 1, j]; of shape (0, 0) on the lowest level.
     ``machines_below`` is f, ``all_below`` the product of the machines of all levels below. ``ratio`` is c, 0 where
-    transfers are free; ``most_replicas`` 1 for a straight pipeline, else M; ``memory_bytes`` infinite for no limit.
+    transfers are free; ``allowed`` (M + 1,) says how many replicas a stage may
+    have; ``memory_bytes`` infinite for no limit.
     """
 
     members: Words
@@ -54,7 +56,7 @@ class LevelProblem(NamedTuple):
     all_below: int
     bandwidth_bytes_per_s: float
     ratio: float
-    most_replicas: int
+    allowed: Flags
     fewer_machines: bool
     memory_bytes: float
 
@@ -146,8 +148,8 @@ def _interval_seconds(p: LevelProblem, k: int, j: int) -> float:
 def _take_one_stage(p: LevelProblem, i: int, j: int, table: Table) -> None:
     weights = p.parameter_bytes[j] - (p.parameter_bytes[i] if i >= 0 else 0.0)
     kept = p.activation_bytes[j] - (p.activation_bytes[i] if i >= 0 else 0.0) + weights
-    for m in range(1, p.most_replicas + 1):
-        if (p.num_machines - 1) // m * kept <= p.memory_bytes:
+    for m in range(1, p.num_machines + 1):
+        if p.allowed[m] and (p.num_machines - 1) // m * kept <= p.memory_bytes:
             exchange = 4.0 * (m - 1) * weights / (p.bandwidth_bytes_per_s * m) / p.machines_below
             table.best_s[j, m] = (_interval_seconds(p, i, j) + exchange) / m
             table.replicas[j, m] = m
@@ -180,8 +182,10 @@ def _cut(p: LevelProblem, i: int, j: int, cutoff_s: float, useful: Integers, tab
                 continue
             fewest = max(int(max(behind_s, sending_s) / limit_s), 1)
             fewest_before = max(int(before_s / limit_s), 1)
-            for r in range(fewest, min(m - fewest_before, p.most_replicas) + 1):
-                if table.best_s[k, m - r] >= limit_s or (most - m + r - 1) // r * kept > p.memory_bytes:
+            for r in range(fewest, m - fewest_before + 1):
+                if not p.allowed[r] or table.best_s[k, m - r] >= limit_s:
+                    continue
+                if (most - m + r - 1) // r * kept > p.memory_bytes:
                     continue
                 taken = max(stage_seconds(p, k, j, r), sending_s / r)
                 if taken < limit_s:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.methods.pipedream.profile import Profile
+from meshwright.spec import PlanError
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 Floats = NDArray[np.float64]
@@ -86,7 +87,11 @@ class _Sets:
 
 
 def find_states(profile: Profile, max_states: int) -> States | None:
-    """All states; None if there are more than ``max_states``."""
+    """All states; None if there are more than ``max_states``.
+
+    Raises PlanError where some layers have nothing to do with the others, so that no steps lead there.
+    """
+    _check_connected(profile)
     sets = _Sets(profile)
     start, antichain = sets.grow(0, 0, 0)
     found = {start: antichain}
@@ -115,6 +120,27 @@ def states_along(profile: Profile, orders: Iterable[Sequence[int]]) -> States:
             members, antichain = sets.grow(members, antichain, layer)
             found[members] = antichain
     return _weigh(profile, sets, found, complete=False)
+
+
+def _check_connected(profile: Profile) -> None:
+    """Raise PlanError unless every layer has to do with the first one, over whatever way."""
+    names = profile.names
+    root = list(range(len(names)))
+
+    def find(layer: int) -> int:
+        while root[layer] != layer:
+            root[layer] = layer = root[root[layer]]
+        return layer
+
+    for layer, writers in enumerate(profile.reads):
+        for writer in writers:
+            root[find(layer)] = find(writer)
+    apart = [name for layer, name in enumerate(names) if find(layer) != find(0)]
+    if apart:
+        raise PlanError(
+            f"{len(apart)} of {len(names)} layers of the profile, such as {apart[0]!r}, neither read nor feed the "
+            "others; expected one connected graph. Leave them out, or plan them on their own."
+        )
 
 
 def _layers(members: int) -> Iterator[int]:
