@@ -102,6 +102,18 @@ class Search:
     def best(self) -> float:
         return self.interval(len(self.levels) - 1, frozenset(), frozenset(range(len(self.layers.reads))))
 
+    def fewest_stages(self, seconds: float) -> int:
+        """The fewest stages of a pipeline on one level that takes no longer."""
+        everything, machines = frozenset(range(len(self.layers.reads))), self.levels[0][0]
+        inside = [state for state in self.layers.frontiers if state < everything]
+        return min(
+            len(replicas)
+            for cuts in _chains(frozenset(), inside)
+            for total in (range(1, machines + 1) if self.fewer else (machines,))
+            for replicas in _shares(total, len(cuts) + 1)
+            if self.pipeline(0, (frozenset(), *cuts, everything), replicas) <= seconds
+        )
+
     def interval(self, level: int, start: State, stop: State) -> float:
         """The least bottleneck of the layers between two states, on all machines of a level."""
         if level < 0:

@@ -25,6 +25,10 @@ from meshwright.planner.methods.pipedream.states import States
 
 # Multiples of the bound within which a pipeline is looked for, before it is without one.
 _SLACKS = (1.0625, 1.25, 2.0, 4.0)
+# Stages that take longer by this share take as long: the last bits of sums.
+_ROUNDING = 1e-12
+# Less than any share of a picosecond that a stage takes.
+_NO_TIME_S = 1e-15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,28 +83,22 @@ def solve_levels(states: States, levels: Sequence[Level], options: Options) -> S
         if index < len(levels) - 1:
             below_s = fill_intervals(problems[-1], make_table(problems[-1]))
     top, last = len(levels) - 1, len(states) - 1
-    tables: list[dict[int, Table]] = [{} for _ in levels]
+    seconds = _least_seconds(problems[top])
+    if not math.isfinite(seconds):
+        return None
 
-    def table_from(level: int, start: int) -> Table:
-        if start not in tables[level]:
-            tables[level][start] = make_table(problems[level])
-            if level == top:
-                _fill_for_all(problems[level], tables[level][start])
-            else:
-                fill_table(problems[level], start, math.inf, tables[level][start])
-        return tables[level][start]
-
-    def stages(level: int, start: int, stop: int, outer: tuple[int, ...]) -> Iterator[Cut]:
-        for first, last, replicas in _read_stages(table_from(level, start), start, stop, levels[level].num_machines):
+    def stages(level: int, start: int, stop: int, seconds: float, outer: tuple[int, ...]) -> Iterator[Cut]:
+        problem = problems[level]
+        table = make_table(problem)
+        fill_table(problem, start, stop, max(seconds * (1 + _ROUNDING), _NO_TIME_S), True, table)
+        for first, last, replicas in _read_stages(table, start, stop, problem.num_machines):
             if level == 0:
                 yield Cut(start=first, stop=last, replicas=(replicas, *outer))
             else:
-                yield from stages(level - 1, first, last, (replicas, *outer))
+                inside = float(problem.below_s[first + 1, last])
+                yield from stages(level - 1, first, last, inside, (replicas, *outer))
 
-    seconds = float(table_from(top, -1).best_s[last, levels[top].num_machines])
-    if not math.isfinite(seconds):
-        return None
-    return Solution(cuts=tuple(stages(top, -1, last, ())), bottleneck_s=seconds)
+    return Solution(cuts=tuple(stages(top, -1, last, seconds, ())), bottleneck_s=seconds)
 
 
 def data_parallel_seconds(seconds: float, parameter_bytes: float, levels: Sequence[Level]) -> float:
@@ -132,16 +130,18 @@ def _problem(states: States, below: Sequence[Level], level: Level, below_s: Floa
     )
 
 
-def _fill_for_all(problem: LevelProblem, table: Table) -> None:
-    """Fill a table for the whole pipeline.
+def _least_seconds(problem: LevelProblem) -> float:
+    """B of the whole pipeline.
 
     With cutoffs just above the bound this is quick, and where something takes less than the cutoff, it is found.
     """
+    table = make_table(problem)
     bound_s = problem.seconds[-1] / (problem.all_below * problem.num_machines)
     for cutoff_s in (*(slack * bound_s for slack in _SLACKS if bound_s > 0), math.inf):
-        fill_table(problem, -1, cutoff_s, table)
-        if table.best_s[-1, problem.num_machines] < cutoff_s:
+        fill_table(problem, -1, len(problem.seconds) - 1, cutoff_s, False, table)
+        if table.best[-1, problem.num_machines] < cutoff_s:
             break
+    return float(table.best[-1, problem.num_machines])
 
 
 def _read_stages(table: Table, start: int, stop: int, machines: int) -> list[tuple[int, int, int]]:

@@ -104,7 +104,7 @@ def _solve(space: Space, size: int, weighed: Profile, schedules: tuple[str, ...]
             continue
         fill_s = 0.0 if never_flushes else _fill_seconds(plan)
         everywhere = (StagePlan(start=0, stop=len(weighed.names), ranks=tuple(range(space.num_ranks))),)
-        for stages, seconds in (_place(plan), plan.bottleneck_s), (everywhere, plan.data_parallel_s):
+        for stages, seconds in (place_stages(plan), plan.bottleneck_s), (everywhere, plan.data_parallel_s):
             shared = all(len(stage.ranks) in some for stage in stages)
             if shared and (not space.num_stages or len(stages) in space.num_stages):
                 filling = fill_s if len(stages) > 1 else 0.0
@@ -146,7 +146,7 @@ def _bandwidth(space: Space, first: int, second: int) -> float:
     return _MESSAGE_BYTES / seconds if seconds else math.inf
 
 
-def _place(plan: PipedreamPlan) -> tuple[StagePlan, ...]:
+def place_stages(plan: PipedreamPlan) -> tuple[StagePlan, ...]:
     """The stages on ranks in order; on two levels, each on the same devices of all nodes of its outer stage.
 
     There, replicas on the same device of other nodes follow each other: a microbatch then stays in its node.

@@ -13,6 +13,9 @@ On one level with M machines and links of b bytes per second, the layers between
 All m machines are used, unless fewer may be. With a limit of memory, a stage of r replicas that m machines end with
 is open only if ceil((M - m) / r) (A + P) is within it. Then C[i, j] = B[i, j, M] for the level above.
 
+Many plans have the same bottleneck. Of them the one with the fewest stages is taken, by the same recurrence with 1 and
+sums in the place of seconds and maxima, over stages that take no longer.
+
 No stage that takes T(j) - T(k) on one machine is faster than that over all machines of its level and those below.
 States come with ascending seconds, so that for each j, k need go back only until this bound is reached.
 
@@ -62,12 +65,13 @@ class LevelProblem(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What all intervals behind one state take: B, entry [j, m]; the cut k and the replicas r that yield it.
+    """What all intervals behind one state take, entry [j, m]: seconds (B), or how many stages; and how.
 
-    Shapes (S, M + 1). A cut of -2 stands for none, where one stage is best.
+    Shapes (S, M + 1): the cut k before the last stage, and the replicas r that this has. A cut of -2 stands for none,
+    where one stage is best.
     """
 
-    best_s: Floats
+    best: Floats
     cuts: Integers
     replicas: Integers
 
@@ -84,33 +88,34 @@ def fill_intervals(p: LevelProblem, table: Table) -> Floats:
     count = len(p.seconds)
     found = np.full((count + 1, count), np.inf)
     for i in range(-1, count - 1):
-        fill_table(p, i, np.inf, table)
-        found[i + 1] = table.best_s[:, p.num_machines]
+        fill_table(p, i, count - 1, np.inf, False, table)
+        found[i + 1] = table.best[:, p.num_machines]
     return found
 
 
 @compiled
-def fill_table(p: LevelProblem, i: int, cutoff_s: float, table: Table) -> None:
-    """Fill the table for all intervals that begin behind state i, or with the first layer if i is -1.
+def fill_table(p: LevelProblem, i: int, stop: int, cutoff_s: float, counting: bool, table: Table) -> None:
+    """Fill the table for all intervals behind state i (the first layer, if i is -1) up to state ``stop``.
 
-    With a cutoff only what the last state needs for less time than that is filled in.
+    With a cutoff only what the whole interval needs for less time than that is filled in; ``counting``: how few stages
+    do, each in less time than that.
     """
-    table.best_s.fill(np.inf)
+    table.best.fill(np.inf)
     table.cuts.fill(-2)
     # States behind which a stage may begin, ascending.
     useful = np.empty(len(p.seconds), np.int64)
     count = 0
-    for j in range(i + 1, len(p.seconds)):
-        if i >= 0 and not lies_inside(p, i, j):
+    for j in range(i + 1, stop + 1):
+        if (i >= 0 and not lies_inside(p, i, j)) or not lies_inside(p, j, stop):
             continue
-        _take_one_stage(p, i, j, table)
-        _cut(p, i, j, cutoff_s, useful[:count], table)
+        _take_one_stage(p, i, j, cutoff_s, counting, table)
+        _cut(p, i, j, stop, cutoff_s, counting, useful[:count], table)
         for m in range(2, p.num_machines + 1) if p.fewer_machines else range(0):
-            if table.best_s[j, m - 1] < table.best_s[j, m]:
-                table.best_s[j, m] = table.best_s[j, m - 1]
+            if table.best[j, m - 1] <= table.best[j, m]:
+                table.best[j, m] = table.best[j, m - 1]
                 table.cuts[j, m] = table.cuts[j, m - 1]
                 table.replicas[j, m] = table.replicas[j, m - 1]
-        if _sending_seconds(p, j) < cutoff_s * p.num_machines and table.best_s[j, : p.num_machines].min() < cutoff_s:
+        if _sending_seconds(p, j) < cutoff_s * p.num_machines and _is_reached(table.best[j], cutoff_s, counting):
             useful[count] = j
             count += 1
 
@@ -145,26 +150,30 @@ def _interval_seconds(p: LevelProblem, k: int, j: int) -> float:
 
 
 @compiled
-def _take_one_stage(p: LevelProblem, i: int, j: int, table: Table) -> None:
+def _take_one_stage(p: LevelProblem, i: int, j: int, cutoff_s: float, counting: bool, table: Table) -> None:
     weights = p.parameter_bytes[j] - (p.parameter_bytes[i] if i >= 0 else 0.0)
     kept = p.activation_bytes[j] - (p.activation_bytes[i] if i >= 0 else 0.0) + weights
     for m in range(1, p.num_machines + 1):
         if p.allowed[m] and (p.num_machines - 1) // m * kept <= p.memory_bytes:
             exchange = 4.0 * (m - 1) * weights / (p.bandwidth_bytes_per_s * m) / p.machines_below
-            table.best_s[j, m] = (_interval_seconds(p, i, j) + exchange) / m
-            table.replicas[j, m] = m
+            seconds = (_interval_seconds(p, i, j) + exchange) / m
+            if not counting or seconds < cutoff_s:
+                table.best[j, m] = 1.0 if counting else seconds
+                table.replicas[j, m] = m
 
 
 @compiled
-def _cut(p: LevelProblem, i: int, j: int, cutoff_s: float, useful: Integers, table: Table) -> None:
+def _cut(
+    p: LevelProblem, i: int, j: int, stop: int, cutoff_s: float, counting: bool, useful: Integers, table: Table
+) -> None:
     """Try all last stages of the interval behind i up to j, which begin behind one of the useful states."""
-    best, last, most = table.best_s[j], j == len(p.seconds) - 1, p.num_machines
+    best, last, most = table.best[j], j == len(p.seconds) - 1, p.num_machines
     # What is behind j takes machines too, if it is to take less than the cutoff.
-    most_here = most - int((p.seconds[-1] - p.seconds[j]) / p.all_below / cutoff_s)
+    most_here = most - int((p.seconds[stop] - p.seconds[j]) / p.all_below / cutoff_s)
     sending_here_s = 0.0 if last else _sending_seconds(p, j)
     if sending_here_s >= cutoff_s * most:
         return
-    reach = _reach(best, cutoff_s)
+    reach = _reach(best, cutoff_s, counting)
     for k in useful[::-1]:
         # What each part takes at least in all, on machines of this level.
         behind_s = (p.seconds[j] - p.seconds[k]) / p.all_below
@@ -177,29 +186,37 @@ def _cut(p: LevelProblem, i: int, j: int, cutoff_s: float, useful: Integers, tab
         kept = p.activation_bytes[j] - p.activation_bytes[k] + p.parameter_bytes[j] - p.parameter_bytes[k]
         improved = False
         for m in range(2, most_here + 1):
-            limit_s = min(best[m], cutoff_s)
+            limit_s = cutoff_s if counting else min(best[m], cutoff_s)
             if limit_s <= 0.0:
                 continue
             fewest = max(int(max(behind_s, sending_s) / limit_s), 1)
             fewest_before = max(int(before_s / limit_s), 1)
             for r in range(fewest, m - fewest_before + 1):
-                if not p.allowed[r] or table.best_s[k, m - r] >= limit_s:
+                before = table.best[k, m - r]
+                if not p.allowed[r] or (before + 1.0 >= best[m] if counting else before >= limit_s):
                     continue
                 if (most - m + r - 1) // r * kept > p.memory_bytes:
                     continue
                 taken = max(stage_seconds(p, k, j, r), sending_s / r)
                 if taken < limit_s:
-                    limit_s = best[m] = max(table.best_s[k, m - r], taken)
+                    best[m] = before + 1.0 if counting else max(before, taken)
+                    limit_s = cutoff_s if counting else best[m]
                     table.cuts[j, m], table.replicas[j, m] = k, r
                     improved = True
         if improved:
-            reach = _reach(best, cutoff_s)
+            reach = _reach(best, cutoff_s, counting)
 
 
 @compiled
-def _reach(best: Floats, cutoff_s: float) -> float:
+def _reach(best: Floats, cutoff_s: float, counting: bool) -> float:
     """A last stage that takes this long on one machine improves nothing, however many replicas it has."""
     reach = 0.0
     for m in range(2, len(best)):
-        reach = max(reach, min(best[m], cutoff_s) * (m - 1))
+        reach = max(reach, (cutoff_s if counting else min(best[m], cutoff_s)) * (m - 1))
     return reach
+
+
+@compiled
+def _is_reached(best: Floats, cutoff_s: float, counting: bool) -> bool:
+    """Whether the layers up to a state take less than the cutoff on any machines that leave one."""
+    return bool(best[: len(best) - 1].min() < (np.inf if counting else cutoff_s))
