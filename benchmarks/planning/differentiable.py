@@ -7,6 +7,8 @@ Seconds are CPU time of one answer with compiled code loaded, the slowest of all
 Controls: repair alone starts from the notebook's uniform split; random starts are uniform among all cuttings, or near
 even compute, as those of the arms (but for gradients). Those named "for as long" are repeated for the CPU time that
 `gumbel` took on the same instance.
+
+Last, where model and plan do couple: `coupling`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 import numpy as np
 from harness import make_row
 from planning.chains import scored
+from planning.coupling import coupling_rows
 
 from meshwright.planner.methods.chain import solve_chain
 from meshwright.planner.methods.differentiable import CHAIN_ARMS
@@ -26,7 +29,7 @@ MEAN_GAP, WORST_GAP, MOST_S, SPREAD = 0.01, 0.05, 3.0, 0.5
 
 
 def rows(quick):
-    return chain_rows(quick)
+    return [*chain_rows(quick), *coupling_rows(quick)]
 
 
 def chain_rows(quick):
@@ -60,7 +63,7 @@ def _answers(arm, problems):
 
 
 def _rows(name, answers, seconds, problems, optima, *, scored=False):
-    gaps = np.array([answer.cost / optimum - 1 for answer, optimum in zip(answers, optima, strict=True)])
+    gaps = np.array([(answer.cost - optimum) / optimum for answer, optimum in zip(answers, optima, strict=True)])
     invalid = sum(not _is_valid(problem, answer) for problem, answer in zip(problems, answers, strict=True))
     spread = float(np.quantile(gaps, 0.9) - np.quantile(gaps, 0.1)) / 2
     targets = (MEAN_GAP, WORST_GAP, 0, MOST_S) if scored else (None,) * 4
