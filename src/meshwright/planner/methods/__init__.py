@@ -3,6 +3,7 @@
 from meshwright.planner.method import Method, own_method
 from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.pipedream import pipedream
+from meshwright.planner.methods.differentiable import differentiable
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.methods.unequal import unequal
 from meshwright.spec import PlanError, suggest
@@ -12,6 +13,7 @@ METHODS: dict[str, Method] = {
     "slicing": slicing,
     "grid": grid,
     "unequal": unequal,
+    "differentiable": differentiable,
 }
 
 __all__ = ["METHODS", "find_method"]

@@ -6,8 +6,13 @@ Arms for a chain of layers (`methods.chain`, pipeDejavu's problem):
 - ``recursion``: differentiable dynamic programming (`recursion`);
 - ``literal``: one loss L(θ, A) with a matrix A of layers to stages, by alternating steps (`assignment`).
 
-All of them end in `repair`, which moves one boundary at a time and may not reach a dynamic program (a contract of the
-import linter).
+All of them end in `repair`, which moves one boundary at a time.
+
+And for whole problems the method `differentiable` (`method`): boundaries, replicas and devices of stages as shares
+(`stage_arrays`, `relaxed`, `layouts`), rounded and repaired by moving one boundary or swapping two devices
+(`stage_repair`); settings, microbatch sizes, schedules and numbers of stages by a softmax over options.
+
+Neither repair may reach a dynamic program (a contract of the import linter).
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import numpy as np
 from meshwright.planner.methods.chain.problem import ChainProblem, Cutting
 from meshwright.planner.methods.differentiable.assignment import alternate
 from meshwright.planner.methods.differentiable.boundaries import relax_boundaries
+from meshwright.planner.methods.differentiable.method import differentiable
 from meshwright.planner.methods.differentiable.recursion import descend_recursion
 
 ChainArm = Callable[[ChainProblem, np.random.Generator], Cutting]
@@ -31,4 +37,4 @@ CHAIN_ARMS: dict[str, ChainArm] = {
     "literal": alternate,
 }
 
-__all__ = ["CHAIN_ARMS", "ChainArm"]
+__all__ = ["CHAIN_ARMS", "ChainArm", "differentiable"]

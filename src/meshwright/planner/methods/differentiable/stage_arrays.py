@@ -1,0 +1,61 @@
+"""Stages of a graph on unequal devices, as arrays: what gradients relax, and the closed form that repair decides by.
+
+Layers 0..L-1 in order, stages e_s : e_s+1, and a stage for each of D ranks. Stage s with r ranks, each of which works
+on at most n = ceil(M / r) of M microbatches, has
+
+    t = max over its ranks of  seconds[kind, i, j]
+    x = max over pairs of ranks of the stage before and of this one of  transfer_s[link, i]
+    e = exchange_bytes[i, j] · max over its pairs of  pair_s · group_factor     less the backward, if overlapped
+    o = max over its ranks of  optimizer_s[kind, i, j]
+
+and a step takes, as in `methods.slicing`,
+
+    f Σ_s (t_s + x_s)  +  max_s ((n_s - f) max(t_s, x_s) + e_s + o_s)
+
+A rank keeps held_bytes[r, i, j], and more_bytes[r, i, j] for each microbatch in flight beyond the first. Unlike there,
+any rank may serve any stage. What replicas share out in their passes (ZeRO 2 and 3) takes no time here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.planner.methods.chain.problem import Floats, Integers
+
+
+class StageSpace(NamedTuple):
+    """The arrays of one setting, microbatch size and schedule.
+
+    Shapes: ``seconds``, ``backward_s``, ``optimizer_s`` (kinds, L, L + 1); ``exchange_bytes`` (L, L + 1);
+    ``transfer_s`` (links, L), zero for layer 0; ``held_bytes``, ``more_bytes`` (R + 1, L, L + 1) by replicas;
+    ``kind_of``, ``node_of``, ``memory_limit`` (D,); ``link_of`` (D, D); ``pair_s`` (D, D), seconds per byte to sum
+    gradients of two ranks; ``group_factor`` (R + 1, nodes + 1), how much longer r ranks on so many nodes take.
+    """
+
+    num_microbatches: int
+    num_fills: int
+    keeps_all: bool
+    overlap: bool
+    seconds: Floats
+    backward_s: Floats
+    optimizer_s: Floats
+    exchange_bytes: Floats
+    transfer_s: Floats
+    held_bytes: Floats
+    more_bytes: Floats
+    kind_of: Integers
+    link_of: Integers
+    node_of: Integers
+    pair_s: Floats
+    group_factor: Floats
+    memory_limit: Floats
+
+    @property
+    def num_layers(self) -> int:
+        """The layers, L."""
+        return len(self.exchange_bytes)
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks, D."""
+        return len(self.kind_of)
