@@ -51,7 +51,7 @@ def shard_graph(graph: Graph, sharding: Sharding) -> ShardedGraph:
 
 def _shard_axis(sharded: ShardedGraph, axis: Axis, sharding: Sharding) -> ShardedGraph:
     size = sharding.size(axis)
-    graph = _with_samples(sharded.graph, size) if axis == "expert" else sharded.graph
+    graph = with_samples(sharded.graph, size) if axis == "expert" else sharded.graph
     facts = Facts(graph, size)
     local, made, moved = localise(propagate(facts, rule_for(axis, sharding)), axis, sharding)
     old = range(len(graph.tensors))
@@ -72,7 +72,7 @@ def _shard_axis(sharded: ShardedGraph, axis: Axis, sharding: Sharding) -> Sharde
     )
 
 
-def _with_samples(graph: Graph, factor: int) -> Graph:
+def with_samples(graph: Graph, factor: int) -> Graph:
     """The graph of ``factor`` times as many samples, those of all ranks of the axis."""
     if graph.batch_size is not None:
         raise PlanError(

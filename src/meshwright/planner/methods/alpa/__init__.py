@@ -1,0 +1,30 @@
+"""Alpa (Zheng et al., OSDI 2022): how every op is split over a logical mesh, by an integer program.
+
+mesh, repeats, groups, strategies, conversions     what there is to choose, and what it costs
+integer_program, intra, placements                 what is chosen
+"""
+
+from meshwright.planner.methods.alpa.groups import AxisUse
+from meshwright.planner.methods.alpa.intra import amounts_of, place_ops
+from meshwright.planner.methods.alpa.mesh import (
+    AlphaBeta,
+    AxisPrices,
+    LogicalMesh,
+    closed_form_mesh,
+    mesh_of_cluster,
+)
+from meshwright.planner.methods.alpa.placements import Placements
+from meshwright.planner.methods.alpa.strategies import Amounts
+
+__all__ = [
+    "AlphaBeta",
+    "Amounts",
+    "AxisPrices",
+    "AxisUse",
+    "LogicalMesh",
+    "Placements",
+    "amounts_of",
+    "closed_form_mesh",
+    "mesh_of_cluster",
+    "place_ops",
+]

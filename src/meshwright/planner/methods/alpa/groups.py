@@ -1,0 +1,288 @@
+"""Groups: ops that are split together, and in which ways, from the table of placements.
+
+A **root** chooses: products, attention, losses, and whatever has nothing to follow. Every other op follows its deepest
+operand (the one at the end of the longest chain of ops): it is split as that comes, or stays whole where it cannot be.
+So the strategies of a group are those of its root, on each axis
+
+    a split of the root along a label of its dims, or none; and where its outputs are then sums over the ranks, how they
+    come to lie once they are completed: whole, or scattered over a dim
+
+A root can be split along every label that the table of placements does not fix; and as some other root wants to read
+its outputs or makes its inputs, behind views: columns of queries, keys and values in three parts, or tokens beside the
+samples (`_Splits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from meshwright.planner.methods.alpa.repeats import Folded
+from meshwright.program.sharding.dims import OpDims, Split, find_label, gradient_is_sum
+from meshwright.program.sharding.facts import Facts
+from meshwright.program.sharding.propagate import Place
+from meshwright.spec import Graph
+
+# What an axis may split: anything; the samples alone, as replicas do; anything but the samples.
+AxisUse = Literal["any", "samples", "model"]
+_HEAVY = ("aten.scaled_dot_product_attention",)
+
+
+class Choice(NamedTuple):
+    """How a root is split on one axis, and over what its outputs are scattered if they are sums over the ranks."""
+
+    split: Split | None
+    scatter: Place = None
+
+
+class Want(NamedTuple):
+    """How an op reads a tensor on one axis, and whether each rank has only a part of its gradient."""
+
+    place: Place
+    sums: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ops of which the first is the root; ``choices`` per axis, and the splits of each op at each of them."""
+
+    ops: tuple[int, ...]
+    choices: tuple[tuple[Choice, ...], ...]
+    splits: tuple[dict[int, tuple[Split | None, ...]], ...]
+
+
+class Model:
+    """A graph's kept ops, as one axis of ``size`` ranks sees them."""
+
+    def __init__(self, graph: Graph, folded: Folded, size: int) -> None:
+        self.graph, self.folded = graph, folded
+        self.facts = Facts(graph, size)
+        self.size = size
+
+    @cached_property
+    def free(self) -> frozenset[int]:
+        """Tensors that every rank makes or loads as it wants them: inputs, and what has no gradient behind them."""
+        tensors = self.graph.tensors
+        found = {i for i, tensor in enumerate(tensors) if tensor.role in ("input", "buffer", "constant")}
+        for index in self.folded.ops:
+            op = self.graph.ops[index]
+            trained = self.graph.mode == "training" and any(tensors[i].requires_grad for i in op.outputs)
+            if all(i in found for i in op.inputs) and not trained:
+                found.update(op.outputs)
+        return frozenset(found)
+
+    @cached_property
+    def followed(self) -> dict[int, int]:
+        """The position of the input that each op follows; roots are left out."""
+        depth: dict[int, int] = {}
+        found: dict[int, int] = {}
+        copy_of, producer = self.folded.copy_of, self.facts.producer
+        for index in self.folded.ops:
+            op, copy = self.graph.ops[index], copy_of.get(index)
+            # Blocks are split apart from each other, because one of them may stand for all.
+            inside = [at for at, i in enumerate(op.inputs) if i in depth and copy_of.get(producer[i]) == copy]
+            operands = [(depth[op.inputs[at]], -at) for at in inside]
+            depth |= dict.fromkeys(op.outputs, 1 + max(operands, default=(0, 0))[0])
+            if operands and not self.is_root(index):
+                found[index] = -max(operands)[1]
+            elif self.is_free(index):
+                for output in op.outputs:
+                    del depth[output]
+        return found
+
+    def is_free(self, index: int) -> bool:
+        """Whether all that an op makes is free."""
+        return all(i in self.free for i in self.graph.ops[index].outputs)
+
+    def is_root(self, index: int) -> bool:
+        """Whether an op chooses for itself: what multiplies, sums over a dim that can be split, or exchanges inside."""
+        dims, row = self.facts.dims[index], self.facts.rows[index]
+        product = row is not None and row.product
+        sums = any(not dims.in_outputs(label) for label, _ in _labels(dims) if label not in dims.fixed)
+        return product or sums or bool(dims.inner) or self.graph.ops[index].kind.startswith(_HEAVY)
+
+    def outputs(self, index: int, choice: Choice) -> Iterator[tuple[int, Place]]:
+        """How the outputs of an op lie."""
+        dims = self.facts.dims[index]
+        summed = self.sums_outputs(index, choice.split)
+        for tensor, item in zip(self.graph.ops[index].outputs, dims.outputs, strict=True):
+            yield tensor, choice.scatter if summed else dims.place_in(item, choice.split)
+
+    def sums_outputs(self, index: int, split: Split | None) -> bool:
+        """Whether the outputs of an op that is split so are sums over the ranks."""
+        dims = self.facts.dims[index]
+        return split is not None and not dims.in_outputs(split.label) and split.label not in dims.inner
+
+    def want(self, index: int, position: int, split: Split | None) -> Want:
+        """How an op that is split so reads an input."""
+        facts, row = self.facts, self.facts.rows[index]
+        dims, tensor = facts.dims[index], facts.graph.ops[index].inputs[position]
+        product = row is not None and row.product
+        sums = facts.requires_gradient(tensor) and gradient_is_sum(dims, position, split, product=product)
+        return Want(dims.place_in(dims.inputs[position], split), sums)
+
+    def reads(self, index: int, position: int) -> bool:
+        """Whether an op reads the values of an input, and not only its type or size."""
+        row = self.facts.rows[index]
+        return row is None or position < row.reads
+
+    def cuts_samples(self, tensor: int, place: Place) -> bool:
+        """Whether ranks get different samples where a tensor is split so."""
+        return (
+            place is not None
+            and bool(self.graph.tensors[tensor].shape[place[0]].per_sample)
+            and place[1] % self.facts.samples != 0
+        )
+
+    def tensors(self, index: int) -> Iterator[tuple[int, tuple[tuple[tuple[str, int], ...], ...]]]:
+        """The tensors of an op with their dims."""
+        op, dims = self.graph.ops[index], self.facts.dims[index]
+        return zip((*op.inputs, *op.outputs), (*dims.inputs, *dims.outputs), strict=True)
+
+
+def find_groups(models: Sequence[Model], uses: Sequence[AxisUse]) -> list[Group]:
+    """All groups, in the order of their roots; ``models`` of both axes."""
+    followed = models[0].followed
+    members: dict[int, list[int]] = {}
+    root_of: dict[int, int] = {}
+    for index in models[0].folded.ops:
+        op = models[0].graph.ops[index]
+        if index in followed:
+            root = root_of[op.inputs[followed[index]]]
+        elif models[0].is_free(index):
+            continue
+        else:
+            root = index
+        members.setdefault(root, []).append(index)
+        root_of |= dict.fromkeys(op.outputs, root)
+    per_axis = [_choices(model, list(members), use) for model, use in zip(models, uses, strict=True)]
+    found = []
+    for root, ops in members.items():
+        choices = tuple(chosen[root] for chosen in per_axis)
+        splits = tuple(_follow(model, ops, chosen) for model, chosen in zip(models, choices, strict=True))
+        found.append(Group(ops=tuple(ops), choices=choices, splits=splits))
+    return found
+
+
+def _follow(model: Model, ops: Sequence[int], choices: Sequence[Choice]) -> dict[int, tuple[Split | None, ...]]:
+    """The split of each op of a group at each choice of its root."""
+    table: dict[int, list[Split | None]] = {index: [] for index in ops}
+    for choice in choices:
+        lies: dict[int, Place] = {}
+        for index in ops:
+            if index == ops[0]:
+                own = choice
+            else:
+                position = model.followed[index]
+                place = lies[model.graph.ops[index].inputs[position]]
+                dims = model.facts.dims[index]
+                split = dims.split_at(dims.inputs[position], place) if place else None
+                own = Choice(split if split and model.facts.can_split(index, split) else None)
+            table[index].append(own.split)
+            lies |= dict(model.outputs(index, own))
+    return {index: tuple(splits) for index, splits in table.items()}
+
+
+def _choices(model: Model, roots: Sequence[int], use: AxisUse) -> dict[int, tuple[Choice, ...]]:
+    if model.size == 1:
+        return {root: (Choice(None),) for root in roots}
+    splits = _Splits(model, roots)
+    found = {}
+    for root in roots:
+        choices = [Choice(None)]
+        for split in splits.of[root]:
+            places: Iterable[Place] = (None,)
+            outputs = model.graph.ops[root].outputs
+            if model.sums_outputs(root, split) and len(outputs) == 1:
+                places = (None, *splits.places(outputs[0]))
+            choices += [Choice(split, place) for place in places]
+        allowed = [choice for choice in choices if _is_allowed(model, root, choice, use)]
+        found[root] = tuple(allowed or [Choice(None)])
+    return found
+
+
+def _is_allowed(model: Model, root: int, choice: Choice, use: AxisUse) -> bool:
+    if use == "any":
+        return True
+    dims = model.facts.dims[root]
+    lies = [(tensor, dims.place_in(item, choice.split)) for tensor, item in model.tensors(root)]
+    cuts = any(model.cuts_samples(*item) for item in (*lies, *model.outputs(root, choice)))
+    if use == "model":
+        return not cuts
+    batched = any(extent.per_sample for tensor, _ in lies for extent in model.graph.tensors[tensor].shape)
+    scattered = choice.scatter is not None
+    return not scattered and (cuts if batched else choice.split is None)
+
+
+class _Splits:
+    """The splits of all ops: those that roots can choose, carried along views to other ops and back."""
+
+    def __init__(self, model: Model, roots: Sequence[int]) -> None:
+        self.model = model
+        self.of: dict[int, dict[Split, None]] = {index: {} for index in model.folded.ops}
+        self._touching: dict[int, list[tuple[int, int | None]]] = {}
+        for index in model.folded.ops:
+            for tensor in model.graph.ops[index].outputs:
+                self._touching.setdefault(tensor, []).append((index, None))
+        for reading in model.folded.readings:
+            if not model.facts.is_parameter(reading.tensor):
+                readers = [slot for slot in reading.readers if model.reads(*slot)]
+                self._touching.setdefault(reading.tensor, []).extend(readers)
+        self._tensors_at = self._slots()
+        queue = [(root, Split(label)) for root in roots for label, _ in _labels(model.facts.dims[root])]
+        while queue:
+            index, split = queue.pop()
+            if split in self.of[index] or not model.facts.can_split(index, split):
+                continue
+            self.of[index][split] = None
+            queue.extend(self._beside(index, split))
+
+    def places(self, tensor: int) -> tuple[Place, ...]:
+        """Where the readers of a tensor can take it split."""
+        found: dict[Place, None] = {}
+        for index, position in self._touching[tensor]:
+            if position is not None:
+                dims = self.model.facts.dims[index]
+                found |= dict.fromkeys(dims.place_in(dims.inputs[position], split) for split in self.of[index])
+        return tuple(place for place in found if place is not None)
+
+    def _slots(self) -> dict[tuple[int, int], list[int]]:
+        """The tensors that an op may read at a position: in a run, what it is handed by the copy before, too."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for tensor, touching in self._touching.items():
+            for index, position in touching:
+                if position is not None:
+                    found.setdefault((index, position), []).append(tensor)
+        return found
+
+    def _beside(self, index: int, split: Split) -> Iterator[tuple[int, Split]]:
+        """The splits of other ops that lay a tensor of this op out as it does."""
+        op, dims = self.model.graph.ops[index], self.model.facts.dims[index]
+        lies = list(zip(([i] for i in op.outputs), dims.outputs, strict=True))
+        lies += [(self._tensors_at.get((index, at), []), item) for at, item in enumerate(dims.inputs)]
+        for tensors, item in lies:
+            place = dims.place_in(item, split)
+            for tensor in tensors if place else ():
+                for other, position in self._touching.get(tensor, ()):
+                    if place and (found := self._split_at(other, position, tensor, place)):
+                        yield other, found
+
+    def _split_at(self, index: int, position: int | None, tensor: int, place: tuple[int, int]) -> Split | None:
+        dims = self.model.facts.dims[index]
+        if position is not None:
+            return dims.split_at(dims.inputs[position], place)
+        return dims.split_at(dims.outputs[self.model.graph.ops[index].outputs.index(tensor)], place)
+
+
+def _labels(dims: OpDims) -> dict[tuple[str, int], None]:
+    """Labels of an op with the parts before them, as they first occur."""
+    found: dict[str, int] = {}
+    for item in (*dims.outputs, *dims.inputs):
+        for factors in item:
+            for label, _ in factors:
+                place = find_label(item, label)
+                assert place is not None
+                found.setdefault(label, place[1])
+    return dict.fromkeys(found.items())

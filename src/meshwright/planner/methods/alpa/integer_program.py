@@ -1,0 +1,245 @@
+"""The integer program: one strategy per group, and conversions of the tensors between them, solved by HiGHS.
+
+    minimise    Σ_v s_v · c_v  +  Σ_t z_t · R_t                                    (Alpa, section 4.2, eq. 1-5)
+    subject to  Σ_k s_v[k] = 1                                     s_v[k] ∈ {0, 1}
+                Σ_w e_r[h, w] = Σ of s_u[k] that lay t out as h    e_r ∈ [0, 1]
+                Σ_h e_r[h, w] = Σ of s_v[k] that read t as w
+                z_t[h, w] ≥ e_r[h, w] for every reader r of t
+                Σ_v s_v · m_v + Σ_t z_t · m_t ≤ memory             if there is a limit
+
+Two things differ from Alpa's. Its e has a row and a column per strategy; here they are per layout, because what a
+conversion costs depends on nothing else. And z: readers that want a tensor alike share its conversion, as the program
+that is run does, where Alpa pays for each. A reader of the same group has no e: z there follows from s.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.planner.methods.alpa.conversions import Integers
+from meshwright.planner.methods.alpa.mesh import Floats
+from meshwright.spec import MeshwrightError, NoFeasiblePlanError
+
+# Microseconds keep costs well above the solver's tolerances.
+_SCALE = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Node:
+    """Seconds and bytes of each strategy of a group, shape (K,)."""
+
+    seconds: Floats
+    memory_bytes: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tensor:
+    """One tensor on its way to its readers: node ``producer`` lays it out as layout ``have[k]`` under its strategy k.
+
+    ``readers``: nodes, each with the layout that it wants under each of its strategies. ``seconds`` and
+    ``memory_bytes`` (haves, wants) of a conversion.
+    """
+
+    producer: int
+    have: Integers
+    readers: tuple[tuple[int, Integers], ...]
+    seconds: Floats
+    memory_bytes: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The strategy of each node. ``bound_s``: proven, no choice costs less. ``status``: as HiGHS says."""
+
+    chosen: tuple[int, ...]
+    objective_s: float
+    bound_s: float
+    status: str
+    num_variables: int
+    num_constraints: int
+
+
+def cost_of(nodes: Sequence[Node], tensors: Sequence[Tensor], chosen: Sequence[int]) -> tuple[float, float]:
+    """Seconds and bytes of a choice."""
+    seconds = sum(float(node.seconds[k]) for node, k in zip(nodes, chosen, strict=True))
+    num_bytes = sum(float(node.memory_bytes[k]) for node, k in zip(nodes, chosen, strict=True))
+    for tensor in tensors:
+        have = tensor.have[chosen[tensor.producer]]
+        for want in {int(wants[chosen[reader]]) for reader, wants in tensor.readers}:
+            seconds += float(tensor.seconds[have, want])
+            num_bytes += float(tensor.memory_bytes[have, want])
+    return seconds, num_bytes
+
+
+class _Rows:
+    """A sparse matrix in the making: entries by row, with the rows' bounds."""
+
+    def __init__(self) -> None:
+        self.rows: list[Integers] = []
+        self.columns: list[Integers] = []
+        self.values: list[Floats] = []
+        self.lower: list[Floats] = []
+        self.upper: list[Floats] = []
+        self.count = 0
+
+    def add(self, lower: Floats, upper: Floats) -> int:
+        """New rows with these bounds; the number of the first."""
+        first = self.count
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.count += len(lower)
+        return first
+
+    def fill(self, rows: Integers, columns: Integers, value: float | Floats) -> None:
+        """Entries at these rows and columns."""
+        self.rows.append(rows)
+        self.columns.append(columns)
+        self.values.append(np.broadcast_to(np.asarray(value, np.float64), rows.shape))
+
+
+class Program:
+    """Columns and rows of the program, appended array by array."""
+
+    def __init__(self, nodes: Sequence[Node], tensors: Sequence[Tensor], memory_limit_bytes: float | None) -> None:
+        self.nodes = nodes
+        sizes = [len(node.seconds) for node in nodes]
+        self.first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.costs = [node.seconds for node in nodes]
+        self.bytes = [node.memory_bytes for node in nodes]
+        self.num_columns = self.num_binaries = int(self.first[-1])
+        self.matrix = _Rows()
+        for v, size in enumerate(sizes):
+            row = self.matrix.add(np.ones(1), np.ones(1))
+            self.matrix.fill(np.full(size, row), self._strategies(v), 1.0)
+        for tensor in tensors:
+            self._add_tensor(tensor, limited=memory_limit_bytes is not None)
+        if memory_limit_bytes is not None:
+            num_bytes = np.concatenate(self.bytes)
+            unit = max(memory_limit_bytes, 1.0)
+            row = self.matrix.add(np.full(1, -np.inf), np.full(1, memory_limit_bytes / unit))
+            at = np.flatnonzero(num_bytes)
+            self.matrix.fill(np.full(len(at), row), at, num_bytes[at] / unit)
+
+    def _strategies(self, node: int) -> Integers:
+        return np.arange(self.first[node], self.first[node + 1])
+
+    def _columns(self, costs: Floats, num_bytes: Floats) -> Integers:
+        columns = np.arange(self.num_columns, self.num_columns + costs.size)
+        self.costs.append(costs.ravel())
+        self.bytes.append(num_bytes.ravel())
+        self.num_columns += costs.size
+        return columns.reshape(costs.shape)
+
+    def _add_tensor(self, tensor: Tensor, *, limited: bool) -> None:
+        costs = tensor.seconds > 0
+        if limited:
+            costs |= tensor.memory_bytes > 0
+        readers = {(reader, want.tobytes()): (reader, want) for reader, want in tensor.readers}
+        if not costs.any():
+            return
+        if len(readers) == 1:
+            ((reader, want),) = readers.values()
+            if reader != tensor.producer:
+                self._carry(tensor, reader, want, self._columns(tensor.seconds, tensor.memory_bytes))
+                return
+        shared = self._columns(np.where(costs, tensor.seconds, 0.0), np.where(costs, tensor.memory_bytes, 0.0))
+        nothing = np.zeros(costs.shape)
+        for reader, want in readers.values():
+            if reader == tensor.producer:
+                # Its own strategy says both how the tensor lies and how it is read.
+                row = self.matrix.add(np.zeros(costs.size), np.full(costs.size, np.inf))
+                self.matrix.fill(row + tensor.have * costs.shape[1] + want, self._strategies(reader), -1.0)
+            else:
+                carried = self._columns(nothing, nothing)
+                self._carry(tensor, reader, want, carried)
+                row = self.matrix.add(np.zeros(costs.size), np.full(costs.size, np.inf))
+                self.matrix.fill(row + np.arange(costs.size), carried.ravel(), -1.0)
+            self.matrix.fill(row + np.arange(costs.size), shared.ravel(), 1.0)
+
+    def _carry(self, tensor: Tensor, reader: int, want: Integers, carried: Integers) -> None:
+        """Rows that say what a reader is carried: its sums are the producer's layout, and the reader's wish."""
+        haves, wants = carried.shape
+        row = self.matrix.add(np.zeros(haves), np.zeros(haves))
+        self.matrix.fill(row + np.repeat(np.arange(haves), wants), carried.ravel(), 1.0)
+        self.matrix.fill(row + tensor.have, self._strategies(tensor.producer), -1.0)
+        row = self.matrix.add(np.zeros(wants), np.zeros(wants))
+        self.matrix.fill(row + np.tile(np.arange(wants), haves), carried.ravel(), 1.0)
+        self.matrix.fill(row + want, self._strategies(reader), -1.0)
+
+    def solve(self, deadline_s: float) -> tuple[Solution, list[int]]:
+        """Solve it. Raises NoFeasiblePlanError where memory does not suffice, or time ends before anything is found."""
+        highspy = _import_highspy()
+        solver = highspy.Highs()
+        for option, value in (("output_flag", False), ("threads", 1), ("mip_rel_gap", 0.0), ("random_seed", 0)):
+            solver.setOptionValue(option, value)
+        solver.setOptionValue("time_limit", deadline_s)
+        solver.passModel(self._model(highspy))
+        solver.run()
+        status = solver.modelStatusToString(solver.getModelStatus())
+        info = solver.getInfo()
+        if info.primal_solution_status != highspy.kSolutionStatusFeasible:
+            raise NoFeasiblePlanError(
+                f"No placements were found in {deadline_s:g} s: HiGHS says {status!r}. Where there is a memory limit, "
+                "raise it or take a larger mesh; where time ended, raise the limit."
+            )
+        values = np.array(solver.getSolution().col_value)
+        chosen = [int(values[a:b].argmax()) for a, b in zip(self.first[:-1], self.first[1:], strict=True)]
+        bound_s = info.mip_dual_bound / _SCALE if math.isfinite(info.mip_dual_bound) else 0.0
+        solution = Solution(
+            chosen=tuple(chosen),
+            objective_s=info.objective_function_value / _SCALE,
+            bound_s=bound_s,
+            status=status,
+            num_variables=self.num_columns,
+            num_constraints=self.matrix.count,
+        )
+        return solution, chosen
+
+    def _model(self, highspy: Any) -> Any:
+        rows, columns = (np.concatenate(parts) for parts in (self.matrix.rows, self.matrix.columns))
+        order = np.lexsort((columns, rows))
+        starts = np.searchsorted(rows[order], np.arange(self.matrix.count + 1))
+        model = highspy.HighsLp()
+        model.num_col_, model.num_row_ = self.num_columns, self.matrix.count
+        model.col_cost_ = np.concatenate(self.costs) * _SCALE
+        model.col_lower_ = np.zeros(self.num_columns)
+        model.col_upper_ = np.ones(self.num_columns)
+        model.row_lower_ = np.concatenate(self.matrix.lower)
+        model.row_upper_ = np.concatenate(self.matrix.upper)
+        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        model.a_matrix_.start_ = starts.astype(np.int32)
+        model.a_matrix_.index_ = columns[order].astype(np.int32)
+        model.a_matrix_.value_ = np.concatenate(self.matrix.values)[order]
+        kinds = [highspy.HighsVarType.kInteger] * self.num_binaries
+        model.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (self.num_columns - self.num_binaries)
+        return model
+
+
+def solve_choices(
+    nodes: Sequence[Node],
+    tensors: Sequence[Tensor],
+    *,
+    memory_limit_bytes: float | None = None,
+    deadline_s: float = 600.0,
+) -> Solution:
+    """The cheapest choice of a strategy per node; HiGHS on one thread, to proven optimality.
+
+    Raises NoFeasiblePlanError if none fits in memory, MeshwrightError without highspy.
+    """
+    return Program(nodes, tensors, memory_limit_bytes).solve(deadline_s)[0]
+
+
+def _import_highspy() -> Any:
+    try:
+        return importlib.import_module("highspy")
+    except ModuleNotFoundError as error:
+        raise MeshwrightError(
+            "Alpa's integer programs are solved by HiGHS, and highspy is not installed. Run: pip install "
+            "'meshwright[search]'; or choose another method."
+        ) from error

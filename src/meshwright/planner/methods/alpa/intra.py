@@ -1,0 +1,213 @@
+"""The intra-operator pass: from a graph and a logical mesh to how every op and tensor is split over it.
+
+    fold             of a stack of equal blocks one stands for all                      (`repeats`)
+    find_groups      what follows what, and the splits of each root on each axis        (`groups`)
+    strategies       of both axes, with seconds and bytes                               (`strategies`)
+    conversions      of tensors between groups, with seconds and bytes                  (`conversions`)
+    solve_choices    the integer program                                                (`integer_program`)
+
+Objective: seconds per step of one device, without overlap. Source: Zheng et al., Alpa, OSDI 2022, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from meshwright.cost import CostModel
+from meshwright.cost.optimizers import state_bytes
+from meshwright.planner.methods.alpa.conversions import Have, Integers, Prices
+from meshwright.planner.methods.alpa.groups import AxisUse, Model, Want, find_groups
+from meshwright.planner.methods.alpa.integer_program import Node, Tensor, solve_choices
+from meshwright.planner.methods.alpa.mesh import Floats, LogicalMesh
+from meshwright.planner.methods.alpa.placements import Placements, lay_out
+from meshwright.planner.methods.alpa.repeats import fold
+from meshwright.planner.methods.alpa.strategies import Amounts, Sharded, Strategies
+from meshwright.program.sharding.shard import with_samples
+from meshwright.spec import DeviceKind, Graph, PlanError, Workload
+
+_L = TypeVar("_L", Have, Want)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChoiceProblem:
+    """Nodes and tensors of the integer program, and the groups and readings that they stand for."""
+
+    strategies: tuple[Strategies, ...]
+    nodes: tuple[Node, ...]
+    tensors: tuple[Tensor, ...]
+
+
+def place_ops(
+    graph: Graph,
+    mesh: LogicalMesh,
+    amounts: Amounts,
+    *,
+    uses: tuple[AxisUse, AxisUse] = ("any", "any"),
+    tiled: bool = True,
+    memory_limit_bytes: float | None = None,
+    deadline_s: float = 600.0,
+) -> Placements:
+    """How every op of a graph is split over both axes of a mesh, at least seconds per step.
+
+    ``uses``: what each axis may split. ``tiled``: equal blocks in a row are laid out alike and solved as one.
+    Raises NoFeasiblePlanError if nothing fits in ``memory_limit_bytes`` per device, MeshwrightError without highspy.
+    """
+    sharded, problem = make_choice_problem(graph, mesh, amounts, uses=uses, tiled=tiled)
+    solution = solve_choices(
+        problem.nodes, problem.tensors, memory_limit_bytes=memory_limit_bytes, deadline_s=deadline_s
+    )
+    return lay_out(sharded, problem.strategies, problem.tensors, solution)
+
+
+def make_choice_problem(
+    graph: Graph,
+    mesh: LogicalMesh,
+    amounts: Amounts,
+    *,
+    uses: tuple[AxisUse, AxisUse] = ("any", "any"),
+    tiled: bool = True,
+) -> tuple[Sharded, ChoiceProblem]:
+    """The integer program of `place_ops`. Raises GraphError for a batch that the graph does not describe."""
+    graph.check_batch_size(amounts.batch_size)
+    if len(amounts.op_seconds) != len(graph.ops):
+        raise PlanError(
+            f"Seconds of {len(amounts.op_seconds)} ops were given for graph {graph.name!r} of {len(graph.ops)} ops; "
+            "expected one for each."
+        )
+    folded = fold(graph, tiled=tiled)
+    whole = graph if graph.batch_size is not None else with_samples(graph, amounts.batch_size)
+    outer, inner = (Model(whole, folded, size) for size in mesh.shape)
+    sharded = Sharded((outer, inner), amounts, Prices(mesh))
+    strategies = [sharded.strategies(group) for group in find_groups(sharded.models, uses)]
+    nodes = [Node(seconds=item.seconds.sum(axis=0), memory_bytes=item.memory_bytes) for item in strategies]
+    tensors = _tensors(sharded, strategies)
+    return sharded, ChoiceProblem(strategies=tuple(strategies), nodes=tuple(nodes), tensors=tuple(tensors))
+
+
+def amounts_of(
+    graph: Graph,
+    workload: Workload,
+    cost: CostModel,
+    *,
+    batch_size: int,
+    num_microbatches: int = 1,
+    in_flight: int = 1,
+    device_kind: DeviceKind | None = None,
+) -> Amounts:
+    """What is to be done for microbatches of ``batch_size`` samples on the whole mesh, priced by the cost model."""
+    kind = device_kind or cost.cluster.device_kind(0)
+    prices = cost.price_ops(graph, batch_size, kind)
+    training = workload.kind == "training"
+    seconds = prices.forward_s + (prices.backward_s + prices.accumulate_s if training else 0.0)
+    states = workload.float_bytes + state_bytes(workload.optimizer, workload.precision)
+    return Amounts(
+        graph=graph,
+        batch_size=batch_size,
+        num_microbatches=num_microbatches,
+        in_flight=in_flight,
+        float_bytes=workload.float_bytes,
+        parameter_bytes=workload.float_bytes + (states if training else 0),
+        op_seconds=seconds,
+    )
+
+
+class _Maker(NamedTuple):
+    """Who lays a tensor out, and how: on each axis by choice."""
+
+    node: int
+    haves: tuple[Sequence[Have], Sequence[Have]]
+
+
+def _tensors(sharded: Sharded, strategies: Sequence[Strategies]) -> list[Tensor]:
+    """The tensors that may have to be converted on their way to readers."""
+    node_of = {index: v for v, item in enumerate(strategies) for index in item.group.ops}
+    models, graph = sharded.models, sharded.amounts.graph
+    found = []
+    for tensor, weight, slots in sharded.models[0].folded.readings:
+        readers = [(i, at) for i, at in slots if i in node_of and models[0].reads(i, at)]
+        if tensor in models[0].free or not graph.tensors[tensor].shape or not readers:
+            continue
+        maker = _maker(sharded, strategies, node_of, tensor, readers)
+        if graph.tensors[tensor].role == "parameter":
+            readers = readers[1:]
+        if maker is not None and readers:
+            found.append(_tensor(sharded, strategies, node_of, tensor, weight, maker, readers))
+    return found
+
+
+def _maker(
+    sharded: Sharded,
+    strategies: Sequence[Strategies],
+    node_of: Mapping[int, int],
+    tensor: int,
+    readers: Sequence[tuple[int, int]],
+) -> _Maker | None:
+    """Its op; a parameter lies as its first reader wants it."""
+    facts = sharded.models[0].facts
+    if facts.is_parameter(tensor):
+        index, position = readers[0]
+        outer, inner = sharded.wants(strategies[node_of[index]].group, index, position)
+        return _Maker(node_of[index], ([Have(w.place) for w in outer], [Have(w.place) for w in inner]))
+    made = facts.producer.get(tensor)
+    if made is None or made not in node_of:
+        return None
+    return _Maker(node_of[made], sharded.haves(strategies[node_of[made]].group, made, tensor))
+
+
+def _tensor(
+    sharded: Sharded,
+    strategies: Sequence[Strategies],
+    node_of: Mapping[int, int],
+    tensor: int,
+    weight: int,
+    maker: _Maker,
+    slots: Sequence[tuple[int, int]],
+) -> Tensor:
+    amounts, models = sharded.amounts, sharded.models
+    have, haves = _numbered(maker.haves, strategies[maker.node].pairs, {})
+    numbers: dict[tuple[Want, Want], int] = {}
+    readers, saves = [], False
+    for index, position in slots:
+        item = strategies[node_of[index]]
+        want, _ = _numbered(sharded.wants(item.group, index, position), item.pairs, numbers)
+        readers.append((node_of[index], want))
+        saves |= tensor in amounts.graph.ops[index].saved and amounts.graph.mode == "training"
+    wants = list(numbers)
+    size = float(amounts.num_bytes(tensor))
+    gradient = models[0].facts.requires_gradient(tensor)
+    seconds = sharded.prices.convert(haves, wants, size, with_gradient=gradient)
+    if models[0].facts.is_parameter(tensor):
+        # Gradients of a parameter that both read alike are summed once, with those of its first reader.
+        alike = [[all(h.place == w.place for h, w in zip(a, b, strict=True)) for b in wants] for a in haves]
+        seconds = np.where(alike, 0.0, seconds)
+    return Tensor(
+        producer=maker.node,
+        have=have,
+        readers=tuple(readers),
+        seconds=weight * amounts.num_microbatches * seconds,
+        memory_bytes=weight * amounts.in_flight * saves * _copied(models, haves, wants, size),
+    )
+
+
+def _numbered(
+    lies: tuple[Sequence[_L], Sequence[_L]], pairs: Integers, numbers: dict[tuple[_L, _L], int]
+) -> tuple[Integers, list[tuple[_L, _L]]]:
+    """A number for the layout under each strategy, and the layouts by number; ``numbers`` is added to."""
+    outer, inner = lies
+    found = [numbers.setdefault((outer[i], inner[j]), len(numbers)) for i, j in pairs.tolist()]
+    return np.array(found, np.int64), list(numbers)
+
+
+def _copied(
+    models: tuple[Model, Model], haves: Sequence[tuple[Have, Have]], wants: Sequence[tuple[Want, Want]], size: float
+) -> Floats:
+    """Bytes of the converted tensor, which its reader keeps beside the one that it was made from."""
+    parts = [
+        float(np.prod([m.size for m, w in zip(models, want, strict=True) if w.place is not None])) for want in wants
+    ]
+    moved = [[any(h.place != w.place for h, w in zip(a, b, strict=True)) for b in wants] for a in haves]
+    return np.where(moved, size / np.array(parts)[None, :], 0.0)

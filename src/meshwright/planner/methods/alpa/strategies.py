@@ -1,0 +1,267 @@
+"""Strategies: every way to split a group over both axes of a mesh, with its seconds and bytes.
+
+A strategy is a pair of choices of the group's root, one per axis. What it takes per step, for M microbatches,
+
+    compute     M · Σ over ops of seconds on one device · the part of its work that one device does; so work that is
+                computed by all ranks of an axis alike costs what it costs
+    exchange    M · what completes the sums that the root leaves, and what ops exchange inside
+    gradients   of a parameter that is whole along axes over which the work is split: summed once per step
+    memory      parameters with gradients and optimizer states, and what is kept for the backward of ``in_flight``
+                microbatches: all that is there at the end of a forward
+
+Seconds of ops are those of whole ops; the exchanges overlap with nothing, as in Alpa.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from meshwright.planner.methods.alpa.conversions import Have, Integers, Prices
+from meshwright.planner.methods.alpa.groups import Choice, Group, Model, Want
+from meshwright.planner.methods.alpa.mesh import AXES, Floats
+from meshwright.program.sharding.dims import Split, find_label
+from meshwright.program.sharding.propagate import Place
+from meshwright.spec import Graph
+
+_T = TypeVar("_T")
+# The parts of the objective that strategies have.
+TERMS = ("compute", "exchange", "gradients")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Strategies:
+    """``pairs`` (K, 2) of choices, ``seconds`` (3, K) by `TERMS`, ``memory_bytes`` (K,), for all that it stands for."""
+
+    group: Group
+    weight: int
+    pairs: Integers
+    seconds: Floats
+    memory_bytes: Floats
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Amounts:
+    """What is to be done: ``graph`` as captured, on ``batch_size`` samples; ``op_seconds`` of its whole ops.
+
+    ``parameter_bytes``: bytes on a device per element of a trained parameter, with gradient and states.
+    """
+
+    graph: Graph
+    batch_size: int
+    num_microbatches: int
+    in_flight: int
+    float_bytes: int
+    parameter_bytes: float
+    op_seconds: Floats
+
+    def num_bytes(self, tensor: int) -> int:
+        """Bytes of a whole tensor."""
+        return self.graph.tensors[tensor].num_bytes(self.batch_size, self.float_bytes)
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """Storages that are kept for the backward."""
+        if self.graph.mode != "training":
+            return frozenset()
+        return frozenset(self.graph.tensors[i].storage for op in self.graph.ops for i in op.saved)
+
+
+class Sharded(NamedTuple):
+    """The two axes of a mesh at work on one graph."""
+
+    models: tuple[Model, Model]
+    amounts: Amounts
+    prices: Prices
+
+    def strategies(self, group: Group) -> Strategies:
+        """The strategies of a group."""
+        pairs = np.array(_fitting_pairs(self.models, group), np.int64)
+        seconds = np.zeros((len(TERMS), *map(len, group.choices)))
+        memory = np.zeros(seconds.shape[1:])
+        for index in group.ops:
+            share = self._share(group, index)
+            seconds[0] += self.amounts.op_seconds[index] * share
+            seconds[1] += self._exchanged_inside(group, index)
+            memory += self.amounts.in_flight * self._activations(group, index, share)
+            gradients, parameters = self._parameters(group, index)
+            seconds[2] += gradients
+            memory += parameters
+        seconds[1] += self._completed(group)
+        seconds[:2] *= self.amounts.num_microbatches
+        weight = len(self.models[0].folded.stands_for[group.ops[0]])
+        at = pairs[:, 0], pairs[:, 1]
+        return Strategies(
+            group=group,
+            weight=weight,
+            pairs=pairs,
+            seconds=weight * seconds[:, *at],
+            memory_bytes=weight * memory[at],
+        )
+
+    def haves(self, group: Group, index: int, tensor: int) -> tuple[list[Have], list[Have]]:
+        """How an output of an op of a group lies on each axis, by choice."""
+        return _both(
+            [
+                Have(dict(model.outputs(index, choice if index == group.ops[0] else Choice(split)))[tensor])
+                for choice, split in zip(group.choices[axis], group.splits[axis][index], strict=True)
+            ]
+            for axis, model in enumerate(self.models)
+        )
+
+    def wants(self, group: Group, index: int, position: int) -> tuple[list[Want], list[Want]]:
+        """How an op of a group reads an input on each axis, by choice."""
+        return _both(
+            [model.want(index, position, split) for split in group.splits[axis][index]]
+            for axis, model in enumerate(self.models)
+        )
+
+    def _parts(self, outer: Sequence[Have | Want], inner: Sequence[Have | Want]) -> Floats:
+        """In how many parts a tensor is, (choices, choices)."""
+        rows = [
+            np.array([model.size if item.place is not None else 1.0 for item in items])
+            for model, items in zip(self.models, (outer, inner), strict=True)
+        ]
+        return np.outer(*rows)
+
+    def _share(self, group: Group, index: int) -> Floats:
+        """The part of an op's work that one device does, (choices, choices)."""
+        rows = []
+        for axis, model in enumerate(self.models):
+            shares = []
+            for split in group.splits[axis][index]:
+                labels = (find_label(item, split.label) for _, item in model.tensors(index)) if split else ()
+                size = next((found[2] for found in labels if found), 1)
+                shares.append(-(-size // model.size) / size)
+            rows.append(np.array(shares))
+        return np.outer(*rows)
+
+    def _exchanged_inside(self, group: Group, index: int) -> Floats:
+        """What an op exchanges itself: numbers for each place of its second input, as the table says."""
+        seconds = np.zeros(tuple(map(len, group.choices)))
+        facts, op = self.models[0].facts, self.amounts.graph.ops[index]
+        row, dims = facts.rows[index], facts.dims[index]
+        if row is None or not dims.inner:
+            return seconds
+        numbers = self.amounts.graph.tensors[op.inputs[1]].num_elements(self.amounts.batch_size)
+        num_bytes = numbers * self.amounts.float_bytes / self._parts(*self.wants(group, index, 1))
+        for axis in AXES:
+            for at in np.ndindex(seconds.shape):
+                split = group.splits[axis][index][at[axis]]
+                if split is not None and split.label in dims.inner:
+                    size = float(num_bytes[at])
+                    seconds[at] += sum(self.prices.seconds(axis, kind, size) for kind in row.exchanges)
+        return seconds
+
+    def _completed(self, group: Group) -> Floats:
+        """What completes the sums that the root leaves, forward and backward."""
+        root, graph = group.ops[0], self.amounts.graph
+        seconds = np.zeros(tuple(map(len, group.choices)))
+        sums = [
+            [model.sums_outputs(root, choice.split) for choice in group.choices[axis]]
+            for axis, model in enumerate(self.models)
+        ]
+        for tensor in graph.ops[root].outputs if any(map(any, sums)) else ():
+            # A loss is completed for people to see alone.
+            if not graph.tensors[tensor].shape:
+                continue
+            lies, size = self.haves(group, root, tensor), float(self.amounts.num_bytes(tensor))
+            gradient = self.models[0].facts.requires_gradient(tensor)
+            for at in np.ndindex(seconds.shape):
+                summed = [sums[axis][at[axis]] for axis in AXES]
+                if any(summed):
+                    outer, inner = (lies[axis][at[axis]] for axis in AXES)
+                    have = _both(Have(None, True) if s else h for s, h in zip(summed, (outer, inner), strict=True))
+                    seconds[at] += self.prices.convert_one(have, (outer, inner), size, with_gradient=gradient)
+        return seconds
+
+    def _parameters(self, group: Group, index: int) -> tuple[Floats, Floats]:
+        """Of the parameters that an op is the first to read: seconds to sum their gradients, and bytes."""
+        seconds = np.zeros(tuple(map(len, group.choices)))
+        memory = np.zeros_like(seconds)
+        facts, graph = self.models[0].facts, self.amounts.graph
+        for position, tensor in enumerate(graph.ops[index].inputs):
+            if not facts.is_parameter(tensor) or facts.readers[tensor][0] != (index, position):
+                continue
+            wants = self.wants(group, index, position)
+            num_bytes, parts = self.amounts.num_bytes(tensor), self._parts(*wants)
+            trained = graph.tensors[tensor].num_elements(0) * self.amounts.parameter_bytes
+            memory += (trained if facts.requires_gradient(tensor) else num_bytes) / parts
+            for at in np.ndindex(seconds.shape):
+                summed = [axis for axis in AXES if wants[axis][at[axis]].sums]
+                seconds[at] += self.prices.all_reduce(summed, num_bytes / float(parts[at])) if summed else 0.0
+        return seconds, memory
+
+    def _activations(self, group: Group, index: int, share: Floats) -> Floats:
+        """Bytes that an op makes and that are kept for the backward of a microbatch."""
+        graph, op = self.amounts.graph, self.amounts.graph.ops[index]
+        memory = np.zeros_like(share)
+        for tensor in op.outputs:
+            if tensor in self.amounts.kept and graph.tensors[tensor].storage == tensor:
+                memory += self.amounts.num_bytes(tensor) / self._parts(*self.haves(group, index, tensor))
+        for tensor in op.saved if graph.mode == "training" else ():
+            if graph.tensors[tensor].role == "saved":
+                memory += self.amounts.num_bytes(tensor) * share
+        return memory
+
+
+def _both(items: Iterable[_T]) -> tuple[_T, _T]:
+    outer, inner = items
+    return outer, inner
+
+
+def _fitting_pairs(models: tuple[Model, Model], group: Group) -> list[tuple[int, int]]:
+    """Pairs of choices under which both axes together divide all tensors of the group that both split."""
+    clashes: set[tuple[int, int]] = set()
+    for index in group.ops if min(model.size for model in models) > 1 else ():
+        outer, inner = (_ways(model, group, index, axis) for axis, model in enumerate(models))
+        for at in range(len(outer)):
+            pairs = product(dict.fromkeys(outer[at]), dict.fromkeys(inner[at]))
+            bad = {(a, b) for a, b in pairs if not _divides(models, index, at, a, b)}
+            for i, j in product(range(len(outer[at])), range(len(inner[at]))) if bad else ():
+                if (outer[at][i], inner[at][j]) in bad:
+                    clashes.add((i, j))
+    every = product(*(range(len(choices)) for choices in group.choices))
+    return [(i, j) for i, j in every if (i, j) not in clashes]
+
+
+# Where an op splits a tensor, and along which split.
+_Way = tuple[Place, Split | None]
+
+
+def _ways(model: Model, group: Group, index: int, axis: int) -> list[list[_Way]]:
+    """Of each tensor of an op, how it is split by choice; a scattered root's outputs as they are scattered."""
+    found = []
+    splits = group.splits[axis][index]
+    scatters = [choice.scatter for choice in group.choices[axis]] if index == group.ops[0] else [None] * len(splits)
+    num_inputs = len(model.graph.ops[index].inputs)
+    for at, (_, item) in enumerate(model.tensors(index)):
+        rows: list[_Way] = []
+        for split, scatter in zip(splits, scatters, strict=True):
+            place = model.facts.dims[index].place_in(item, split)
+            rows.append((scatter, None) if scatter and at >= num_inputs else (place, split if place else None))
+        found.append(rows)
+    return found
+
+
+def _divides(models: tuple[Model, Model], index: int, at: int, outer: _Way, inner: _Way) -> bool:
+    (place, split), (other, other_split) = outer, inner
+    if place is None or other is None or place[0] != other[0]:
+        return True
+    tensor, item = list(models[0].tensors(index))[at]
+    both = models[0].size * models[1].size
+    extent = models[0].graph.tensors[tensor].shape[place[0]]
+    if extent.fixed % both or extent.per_sample % both:
+        return False
+    if split is None or other_split is None or split.label != other_split.label:
+        return place[1] == other[1] or (split is not None and other_split is not None)
+    found = find_label(item, split.label)
+    return found is not None and place[1] == other[1] and found[2] % (split.parts * both) == 0
