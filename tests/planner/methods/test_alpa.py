@@ -78,7 +78,7 @@ def price(nodes, tensors, chosen):
     return seconds, num_bytes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(programs())
 def test_the_integer_program_finds_what_trying_all_choices_finds(program):
     nodes, tensors, limit = program
@@ -132,7 +132,6 @@ def test_chains_of_products_cost_what_the_oracle_finds(widths, batch, shape, alp
 @pytest.mark.parametrize(
     ("name", "num_blocks", "shape", "beta"),
     [
-        ("llama3-8b", 4, (2, 4), 1e-11),
         ("llama3-8b", 4, (1, 8), 3e-11),
         ("bert-base", 4, (1, 8), 1e-11),
         # The best first block of this one differs from those behind it.

@@ -42,6 +42,9 @@ class Rule(Protocol):
     def scatter(self, state: State, tensor: int) -> Place:
         """How a sum over the ranks is to lie once it is completed."""
 
+    def is_given(self, facts: Facts, index: int) -> bool:
+        """Whether the user says how an op is split, so that nothing else tells it."""
+
 
 class State(NamedTuple):
     """How tensors lie, as far as propagation has come: ``places`` of tensors that have a place, ``splits`` of ops."""
@@ -72,7 +75,7 @@ def propagate(facts: Facts, rule: Rule) -> State:
     told: dict[int, Split | None] = {}
     for _ in range(_ROUNDS):
         state = _propagate(facts, rule, told)
-        more = _tell(state, told)
+        more = _tell(state, told, rule)
         if not more:
             break
         told |= more
@@ -103,7 +106,7 @@ def _place_outputs(state: State, rule: Rule, index: int, split: Split | None) ->
         state.places[tensor] = rule.scatter(state, tensor) if summed else dims.place_in(item, split)
 
 
-def _tell(state: State, told: Mapping[int, Split | None]) -> dict[int, Split | None]:
+def _tell(state: State, told: Mapping[int, Split | None], rule: Rule) -> dict[int, Split | None]:
     """Ops that are to make in parts what is wanted in parts, or whole what is wanted whole."""
     facts = state.facts
     found: dict[int, Split | None] = {}
@@ -111,6 +114,8 @@ def _tell(state: State, told: Mapping[int, Split | None]) -> dict[int, Split | N
         for tensor, want in zip(op.inputs, state.wanted(index), strict=True):
             made, have = facts.producer.get(tensor), state.places.get(tensor)
             if made is None or made in told or (have is None) == (want is None):
+                continue
+            if rule.is_given(facts, made):
                 continue
             if want is None:
                 row = facts.rows[made]

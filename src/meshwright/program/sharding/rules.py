@@ -65,6 +65,10 @@ class _OwnFirst:
         """How a completed sum lies."""
         return None
 
+    def is_given(self, facts: Facts, index: int) -> bool:
+        """Whether the user says how an op is split."""
+        return any(is_meant(placement, facts.graph.ops[index]) for placement in self.own)
+
     def choose(self, state: State, index: int) -> Split | None:
         """The split of an op."""
         for placement in reversed(self.own):

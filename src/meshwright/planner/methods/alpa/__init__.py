@@ -2,8 +2,10 @@
 
 mesh, repeats, groups, strategies, conversions     what there is to choose, and what it costs
 integer_program, intra, placements                 what is chosen
+express                                            the same as a plan says it
 """
 
+from meshwright.planner.methods.alpa.express import Expressed, express
 from meshwright.planner.methods.alpa.groups import AxisUse
 from meshwright.planner.methods.alpa.intra import amounts_of, place_ops
 from meshwright.planner.methods.alpa.mesh import (
@@ -21,10 +23,12 @@ __all__ = [
     "Amounts",
     "AxisPrices",
     "AxisUse",
+    "Expressed",
     "LogicalMesh",
     "Placements",
     "amounts_of",
     "closed_form_mesh",
+    "express",
     "mesh_of_cluster",
     "place_ops",
 ]

@@ -29,7 +29,10 @@ Integers = NDArray[np.int64]
 
 
 class Have(NamedTuple):
-    """How a tensor lies on one axis: split at a place or whole; or, if ``sums``, as a sum over the ranks."""
+    """How a tensor lies on one axis: split at a place or whole; or, if ``sums``, as a sum over the ranks.
+
+    Of a parameter ``sums`` says so of its gradient.
+    """
 
     place: Place
     sums: bool = False

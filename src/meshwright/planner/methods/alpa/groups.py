@@ -27,7 +27,7 @@ from meshwright.spec import Graph
 
 # What an axis may split: anything; the samples alone, as replicas do; anything but the samples.
 AxisUse = Literal["any", "samples", "model"]
-_HEAVY = ("aten.scaled_dot_product_attention",)
+ATTENTION = "aten.scaled_dot_product_attention"
 
 
 class Choice(NamedTuple):
@@ -101,7 +101,7 @@ class Model:
         dims, row = self.facts.dims[index], self.facts.rows[index]
         product = row is not None and row.product
         sums = any(not dims.in_outputs(label) for label, _ in _labels(dims) if label not in dims.fixed)
-        return product or sums or bool(dims.inner) or self.graph.ops[index].kind.startswith(_HEAVY)
+        return product or sums or bool(dims.inner) or self.graph.ops[index].kind.startswith(ATTENTION)
 
     def outputs(self, index: int, choice: Choice) -> Iterator[tuple[int, Place]]:
         """How the outputs of an op lie."""

@@ -22,7 +22,7 @@ from meshwright.cost.optimizers import state_bytes
 from meshwright.planner.methods.alpa.conversions import Have, Integers, Prices
 from meshwright.planner.methods.alpa.groups import AxisUse, Model, Want, find_groups
 from meshwright.planner.methods.alpa.integer_program import Node, Tensor, solve_choices
-from meshwright.planner.methods.alpa.mesh import Floats, LogicalMesh
+from meshwright.planner.methods.alpa.mesh import AXES, Floats, LogicalMesh
 from meshwright.planner.methods.alpa.placements import Placements, lay_out
 from meshwright.planner.methods.alpa.repeats import fold
 from meshwright.planner.methods.alpa.strategies import Amounts, Sharded, Strategies
@@ -116,7 +116,7 @@ def amounts_of(
 
 
 class _Maker(NamedTuple):
-    """Who lays a tensor out, and how: on each axis by choice."""
+    """Who lays a tensor out, and how: on each axis by choice; of a parameter, as its first reader wants it."""
 
     node: int
     haves: tuple[Sequence[Have], Sequence[Have]]
@@ -151,7 +151,7 @@ def _maker(
     if facts.is_parameter(tensor):
         index, position = readers[0]
         outer, inner = sharded.wants(strategies[node_of[index]].group, index, position)
-        return _Maker(node_of[index], ([Have(w.place) for w in outer], [Have(w.place) for w in inner]))
+        return _Maker(node_of[index], ([Have(*w) for w in outer], [Have(*w) for w in inner]))
     made = facts.producer.get(tensor)
     if made is None or made not in node_of:
         return None
@@ -179,11 +179,10 @@ def _tensor(
     wants = list(numbers)
     size = float(amounts.num_bytes(tensor))
     gradient = models[0].facts.requires_gradient(tensor)
-    seconds = sharded.prices.convert(haves, wants, size, with_gradient=gradient)
     if models[0].facts.is_parameter(tensor):
-        # Gradients of a parameter that both read alike are summed once, with those of its first reader.
-        alike = [[all(h.place == w.place for h, w in zip(a, b, strict=True)) for b in wants] for a in haves]
-        seconds = np.where(alike, 0.0, seconds)
+        seconds = _shared_parameter(sharded, haves, wants, size, with_gradient=gradient)
+    else:
+        seconds = sharded.prices.convert(haves, wants, size, with_gradient=gradient)
     return Tensor(
         producer=maker.node,
         have=have,
@@ -191,6 +190,31 @@ def _tensor(
         seconds=weight * amounts.num_microbatches * seconds,
         memory_bytes=weight * amounts.in_flight * saves * _copied(models, haves, wants, size),
     )
+
+
+def _shared_parameter(
+    sharded: Sharded,
+    haves: Sequence[tuple[Have, Have]],
+    wants: Sequence[tuple[Want, Want]],
+    size: float,
+    *,
+    with_gradient: bool,
+) -> Floats:
+    """Seconds per microbatch of a parameter that lies as its first reader wants it, for another reader.
+
+    Readers that want it alike need no exchange but the sum of their gradients, once per step; along an axis where the
+    first reader's are summed anyway, not even that.
+    """
+    lies = [(Have(outer.place), Have(inner.place)) for outer, inner in haves]
+    seconds = sharded.prices.convert(lies, wants, size, with_gradient=with_gradient)
+    for i, have in enumerate(haves):
+        for j, want in enumerate(wants):
+            if all(h.place == w.place for h, w in zip(have, want, strict=True)):
+                axes = [axis for axis in AXES if want[axis].sums and not have[axis].sums]
+                whole = [model.size for model, w in zip(sharded.models, want, strict=True) if w.place is not None]
+                summed = sharded.prices.all_reduce(axes, size / float(np.prod(whole))) if axes else 0.0
+                seconds[i, j] = summed / sharded.amounts.num_microbatches
+    return seconds
 
 
 def _numbered(

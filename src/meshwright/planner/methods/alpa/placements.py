@@ -31,13 +31,15 @@ class Placements:
     """Placements of a graph on a mesh of ``shape`` devices.
 
     ``layouts``: how each tensor lies on both axes; what every rank makes or loads as it wants it is called whole.
-    ``splits``: of each op, in the words of the table of placements, for a batch of ``samples``; ``ways``: for people.
+    ``splits``: of each op, as the table of placements names them for ``batch_size`` samples at once; ``ways``: for
+    people, "" for ops that every rank runs as it wants.
     ``seconds`` per step in all, ``terms`` of them: compute, exchange (sums and exchanges inside ops), gradients,
     conversions. ``memory_bytes`` of one device. ``solution``: what HiGHS says of it.
     """
 
     graph: Graph = field(repr=False)
     shape: tuple[int, int]
+    batch_size: int
     layouts: tuple[tuple[Layout, Layout], ...] = field(repr=False)
     splits: tuple[tuple[Split | None, Split | None], ...] = field(repr=False)
     ways: tuple[tuple[str, str], ...] = field(repr=False)
@@ -105,6 +107,7 @@ def lay_out(
     return Placements(
         graph=graph,
         shape=sharded.prices.mesh.shape,
+        batch_size=sharded.amounts.batch_size,
         layouts=tuple(layouts),
         splits=tuple(splits),
         ways=tuple(ways),

@@ -1,0 +1,165 @@
+"""Placements as what a plan can say: replicas, and the tensor axis of a `Sharding` with placements of single ops.
+
+A plan has one sharding for all stages. Its replicas split samples and nothing else, its tensor axis anything but
+samples. So placements can be said if each axis of the mesh does one of the two, and not both the latter. The tensor
+axis is first taken as its own rules lay it out (`program.sharding.rules`); every op that was placed otherwise gets a
+placement of its own, until propagation lays all ops and tensors out as the integer program did. What then still differs
+cannot be said: sums that are scattered here and whole there, or splits of single parts that no dim names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from meshwright.planner.methods.alpa.groups import ATTENTION
+from meshwright.planner.methods.alpa.mesh import AXES
+from meshwright.planner.methods.alpa.placements import Placements
+from meshwright.program.sharding.dims import Split
+from meshwright.program.sharding.facts import Facts
+from meshwright.program.sharding.propagate import Place, State, propagate
+from meshwright.program.sharding.rules import rule_for
+from meshwright.spec import PlanError
+from meshwright.spec.graph import Extent
+from meshwright.spec.sharding import UNSHARDED, Layout, OpPlacement, Replicate, Shard, Sharding
+
+# Each round places the first op of every chain that lies otherwise; what follows it mostly comes right by itself.
+_ROUNDS = 32
+
+
+class Expressed(NamedTuple):
+    """A plan's words for placements on a mesh: ``replicas`` teams of ``sharding.width`` devices."""
+
+    replicas: int
+    sharding: Sharding
+
+
+def express(placements: Placements) -> Expressed:
+    """The replicas and the sharding that lay a model out so. Raises PlanError if a plan cannot say it, with what."""
+    shared = [axis for axis in AXES if placements.shape[axis] > 1 and not _is_of_samples(placements, axis)]
+    replicas = 1
+    for axis in AXES:
+        replicas *= 1 if axis in shared else placements.shape[axis]
+    if not shared:
+        return Expressed(replicas, UNSHARDED)
+    if len(shared) > 1:
+        raise PlanError(
+            f"Both axes of the mesh of {placements.shape} devices split more than samples, and a plan has replicas and "
+            "one tensor axis. Give one axis to the samples (uses), or a mesh of one axis."
+        )
+    axis = shared[0]
+    if any(way[axis] == "samples" for way in placements.ways):
+        raise PlanError(
+            f"Axis {axis} of the mesh splits samples of some ops and other dims of others; the tensor axis of a plan "
+            "splits no samples. Keep them off this axis (uses)."
+        )
+    return Expressed(replicas, _sharding(placements, axis))
+
+
+def _is_of_samples(placements: Placements, axis: int) -> bool:
+    """Whether an axis splits the samples of all that depends on them, and nothing else."""
+    graph = placements.graph
+    for op, way in zip(graph.ops, placements.ways, strict=True):
+        batched = any(extent.per_sample for i in (*op.inputs, *op.outputs) for extent in graph.tensors[i].shape)
+        if way[axis] not in ("", "samples") and (batched or way[axis] != "whole"):
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """One axis of placements, in the terms of the graph of one sample."""
+
+    placements: Placements
+    axis: int
+    facts: Facts
+
+    def split(self, index: int) -> Split | None:
+        """The split of an op."""
+        split = self.placements.splits[index][self.axis]
+        samples = self.facts.samples * self.placements.batch_size
+        if split is None or self.placements.graph.batch_size is not None or split.parts % samples:
+            return split
+        return Split(split.label, split.parts // self.placements.batch_size)
+
+    def differing(self, state: State) -> Iterator[int]:
+        """Ops that are split otherwise."""
+        for index, way in enumerate(self.placements.ways):
+            if way[self.axis] and state.splits[index] != self.split(index):
+                yield index
+
+    def elsewhere(self, state: State) -> Iterator[int]:
+        """Tensors that lie otherwise."""
+        for index, way in enumerate(self.placements.ways):
+            for tensor in self.facts.graph.ops[index].outputs if way[self.axis] else ():
+                lies = _layout(self.facts, state.places.get(tensor))
+                if self.facts.shapes[tensor] and lies != self.placements.layouts[tensor][self.axis]:
+                    yield tensor
+
+
+def _sharding(placements: Placements, axis: int) -> Sharding:
+    facts = Facts(placements.graph, placements.shape[axis])
+    wanted = _Wanted(placements=placements, axis=axis, facts=facts)
+    reasons = []
+    for sequence_parallel in (False, True):
+        sharding = Sharding(tensor=placements.shape[axis], sequence_parallel=sequence_parallel)
+        try:
+            return _settled(wanted, sharding)
+        except PlanError as error:
+            reasons.append(str(error))
+    raise PlanError(f"These placements cannot be said by a plan: {reasons[0]} With sequence parallelism: {reasons[1]}")
+
+
+def _settled(wanted: _Wanted, sharding: Sharding) -> Sharding:
+    """The sharding with placements of ops, until it says what is wanted; PlanError if it does not come to."""
+    own = {index: _placement(wanted, index) for index in _without_heads(wanted)}
+    for _ in range(_ROUNDS):
+        sharding = replace(sharding, placements=tuple(own[index] for index in sorted(own)))
+        state = propagate(wanted.facts, rule_for("tensor", sharding))
+        differing = [index for index in wanted.differing(state) if index not in own]
+        if not differing:
+            break
+        made = {tensor for index in differing for tensor in wanted.facts.graph.ops[index].outputs}
+        first = [i for i in differing if made.isdisjoint(wanted.facts.graph.ops[i].inputs)]
+        own |= {index: _placement(wanted, index) for index in first}
+    graph = wanted.facts.graph
+    for index in wanted.differing(state):
+        raise PlanError(f"Op {graph.ops[index].name!r} is split along {wanted.split(index)}, which no placement gives.")
+    for tensor in wanted.elsewhere(state):
+        raise PlanError(
+            f"Tensor {graph.tensors[tensor].name!r} lies as {wanted.placements.layouts[tensor][wanted.axis]}, but the "
+            f"program lays it out as {_layout(wanted.facts, state.places.get(tensor))}."
+        )
+    return sharding
+
+
+def _without_heads(wanted: _Wanted) -> Iterator[int]:
+    """Attentions that are not split over heads, of which the rules ask that the axis divides them."""
+    for index, op in enumerate(wanted.facts.graph.ops):
+        if op.kind.startswith(ATTENTION):
+            dims = wanted.facts.dims[index]
+            place = dims.place_in(dims.outputs[0], wanted.split(index))
+            if place is None or place[0] != len(dims.outputs[0]) - 3:
+                yield index
+
+
+def _placement(wanted: _Wanted, index: int) -> OpPlacement:
+    op, dims, split = wanted.facts.graph.ops[index], wanted.facts.dims[index], wanted.split(index)
+    if split is None:
+        return OpPlacement(op=op.name)
+    output = dims.place_in(dims.outputs[0], split)
+    given = dims.place_in(dims.inputs[0], split) if dims.inputs else None
+    if output is not None and output[1] == 1:
+        return OpPlacement(op=op.name, output_dim=output[0])
+    if output is None and given is not None and given[1] == 1:
+        return OpPlacement(op=op.name, input_dim=given[0])
+    raise PlanError(f"Op {op.name!r} is split along {split}, which no dim of its first tensors names.")
+
+
+def _layout(facts: Facts, place: Place) -> Layout:
+    if place is None:
+        return Replicate()
+    batched, rest = divmod(place[1], facts.samples)
+    symbolic = facts.graph.batch_size is None and not rest
+    return Shard(place[0], Extent(0, batched) if symbolic else Extent(place[1]))
