@@ -4,6 +4,7 @@ from meshwright.planner.method import Method, own_method
 from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.pipedream import pipedream
 from meshwright.planner.methods.differentiable import differentiable
+from meshwright.planner.methods.alpa.method import alpa
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.methods.unequal import unequal
 from meshwright.spec import PlanError, suggest
@@ -14,6 +15,7 @@ METHODS: dict[str, Method] = {
     "grid": grid,
     "unequal": unequal,
     "differentiable": differentiable,
+    "alpa": alpa,
 }
 
 __all__ = ["METHODS", "find_method"]
