@@ -51,7 +51,7 @@ def test_clusters_are_those_that_trying_all_finds(layers, num_clusters, data):
     slack = data.draw(st.sampled_from([0.0, 0.3, 0.6, 2.0]))
     found = cluster_layers(np.array(entering), np.array(flops), num_clusters, slack)
     every = [(0, *inner, len(layers)) for inner in itertools.combinations(range(1, len(layers)), num_clusters - 1)]
-    limit = max((1 + slack) * sum(flops) / num_clusters, max(flops))
+    limit = max((1 + slack) * sum(flops) / num_clusters, *flops)
     while True:
         fitting = [e for e in every if all(sum(flops[i:j]) <= limit + 1e-9 for i, j in itertools.pairwise(e))]
         if fitting:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from meshwright.program.sharding.absorb import is_absorbed
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from meshwright.spec.sharding import OpPlacement, Sharding
 
 _ATTENTION = "aten.scaled_dot_product_attention"
+# What makes a name a pattern (`fnmatch`).
+_WILD = frozenset("*?[")
 # Products that make queries, keys and values at once, or gate and value, are split in each of their parts.
 _FUSED = (1, 3, 2)
 
@@ -65,16 +68,30 @@ class _OwnFirst:
         """How a completed sum lies."""
         return None
 
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        """The last placement of each name without a wildcard; a search makes hundreds of them."""
+        return {placement.op: i for i, placement in enumerate(self.own) if not _WILD.intersection(placement.op)}
+
+    @cached_property
+    def _by_pattern(self) -> list[int]:
+        return [i for i, placement in enumerate(self.own) if _WILD.intersection(placement.op)][::-1]
+
+    def _last_meant(self, op: Op) -> int:
+        """The last placement that is for an op; -1 if none is."""
+        if op.kind.startswith(MESH):
+            return -1
+        named = max(self._by_name.get(name, -1) for name in (op.name, op.module))
+        return max(named, next((i for i in self._by_pattern if i > named and is_meant(self.own[i], op)), -1))
+
     def is_given(self, facts: Facts, index: int) -> bool:
         """Whether the user says how an op is split."""
-        return any(is_meant(placement, facts.graph.ops[index]) for placement in self.own)
+        return self._last_meant(facts.graph.ops[index]) >= 0
 
     def choose(self, state: State, index: int) -> Split | None:
         """The split of an op."""
-        for placement in reversed(self.own):
-            if is_meant(placement, state.facts.graph.ops[index]):
-                return _own_split(state.facts, index, placement)
-        return self.choose_by_rule(state, index)
+        last = self._last_meant(state.facts.graph.ops[index])
+        return self.choose_by_rule(state, index) if last < 0 else _own_split(state.facts, index, self.own[last])
 
     def choose_by_rule(self, state: State, index: int) -> Split | None:
         """The split where the user says nothing."""

@@ -21,8 +21,9 @@ SLACK = 0.6
 def cluster_layers(entering_bytes: Floats, flops: Floats, num_clusters: int, slack: float = SLACK) -> tuple[int, ...]:
     """The edges of the runs: 0, where each next one begins, and the number of layers.
 
-    ``entering_bytes`` (L,): what crosses the boundary before each layer; ``flops`` (L,) of each. Raises PlanError for a
-    number of runs that the layers do not allow; where the limit on FLOPs allows none, it is raised by tenths until it does.
+    ``entering_bytes`` (L,): what crosses the boundary before each layer; ``flops`` (L,) of each. Where the
+    limit on FLOPs allows no such runs, it is raised by tenths until it does. Raises PlanError for a number of runs that
+    the layers do not allow.
     """
     num_layers = len(flops)
     if not 1 <= num_clusters <= num_layers:
