@@ -1,0 +1,24 @@
+"""Run one task: it starts when it is ready and all that it holds is free, and holds that until it ends. Compiled."""
+
+from __future__ import annotations
+
+from meshwright.cost.compiled import compiled
+from meshwright.planner.methods.flexflow.arrays import HELD, TIME, Integers, Lists
+
+
+@compiled
+def run_task(task: Integers, pool: Lists, free_ps: Integers, number: int, ready_ps: int) -> int:
+    """When the task ends; what it holds is free from then on."""
+    first = task[number, HELD] + 1
+    count = pool[first - 1]
+    if count == 1:
+        end = max(ready_ps, free_ps[pool[first]]) + task[number, TIME]
+        free_ps[pool[first]] = end
+        return int(end)
+    start = ready_ps
+    for k in range(first, first + count):
+        start = max(start, free_ps[pool[k]])
+    end = start + task[number, TIME]
+    for k in range(first, first + count):
+        free_ps[pool[k]] = end
+    return int(end)
