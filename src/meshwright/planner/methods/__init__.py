@@ -1,21 +1,21 @@
 """Search methods, each a module that reads like its paper: from a problem to plans, one after the other (`method`)."""
 
 from meshwright.planner.method import Method, own_method
+from meshwright.planner.methods.alpa.method import alpa
+from meshwright.planner.methods.differentiable import differentiable
 from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.pipedream import pipedream
-from meshwright.planner.methods.differentiable import differentiable
-from meshwright.planner.methods.alpa.method import alpa
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.methods.unequal import unequal
 from meshwright.spec import PlanError, suggest
 
 METHODS: dict[str, Method] = {
-    "pipedream": pipedream,
     "slicing": slicing,
-    "grid": grid,
-    "unequal": unequal,
-    "differentiable": differentiable,
+    "pipedream": pipedream,
     "alpa": alpa,
+    "differentiable": differentiable,
+    "unequal": unequal,
+    "grid": grid,
 }
 
 __all__ = ["METHODS", "find_method"]
