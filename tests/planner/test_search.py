@@ -86,6 +86,7 @@ def graph_with(graph, **changes):
 
 def search(graph, cluster, batch, **options):
     workload = options.pop("workload", None) or Workload(kind=graph.mode, global_batch=batch)
+    options = {"method": "slicing", **options}
     return search_plans(lambda _: graph, cluster, workload, model="chain", **options)
 
 

@@ -116,10 +116,10 @@ def plan(
     method: Annotated[
         str,
         typer.Option(
-            help="How to search: slicing, your own method as file.py:function, or place (every op on a device of its "
-            "own)."
+            help="How to search: auto (what fits the problem), slicing, pipedream, alpa, flexflow, differentiable, "
+            "unequal, grid, your own as file.py:function, or place (every op on a device of its own)."
         ),
-    ] = "slicing",
+    ] = "auto",
     deadline: Annotated[
         float | None, typer.Option(help="Seconds after which the search returns the best that it has.")
     ] = None,

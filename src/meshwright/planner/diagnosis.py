@@ -9,6 +9,7 @@ from typing import NoReturn
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.method import SearchState
 from meshwright.planner.methods.slicing import Candidate, CandidateSearch
+from meshwright.planner.methods.slicing.method import MAX_RANKS
 from meshwright.planner.problem import Choices, Problem, Space
 from meshwright.spec import NoFeasiblePlanError, Offload, Plan, PlanError, format_bytes
 from meshwright.spec.memory import BUCKETS, MEMORY_PARTS
@@ -174,7 +175,8 @@ def _has_hosts(problem: Problem) -> bool:
 
 def _smallest_plan(problem: Problem) -> Candidate | None:
     """A plan that needs the least memory: the smallest microbatches under the least limit at which one exists."""
-    lean = [replace(space, microbatch_sizes=space.microbatch_sizes[:1]) for space in problem.spaces()]
+    small = (space for space in problem.spaces() if space.num_ranks <= MAX_RANKS)
+    lean = [replace(space, microbatch_sizes=space.microbatch_sizes[:1]) for space in small]
 
     def first(limit: int) -> Candidate | None:
         for space in lean:

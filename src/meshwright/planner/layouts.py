@@ -93,7 +93,8 @@ def find_places(
     latency_s, bucket_s = np.zeros((size, size + 1)), np.zeros((size, size + 1))
     groups = _Groups(cluster, cost, bucket_bytes, memory_limit_bytes)
     for take in replicas:
-        for before in range(0, size - take + 1, take if layout.name == "replica-major" else 1):
+        # Where all stages have as many replicas, they begin at multiples of that.
+        for before in range(0, size - take + 1, take if len(replicas) == 1 else 1):
             ranks = layout.ranks(before, take)
             entry = before, take
             kind_of[entry], memory_limit[entry] = groups.kind(ranks)

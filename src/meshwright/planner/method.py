@@ -48,7 +48,9 @@ class SearchState:
         max_plans: plans that were asked for; a method may propose more.
         random: the only source of random numbers.
         events: progress.
+        stop_at, turn_ends_at: ends of the search and of what runs in it at the moment, on the monotonic clock.
         best: the fastest plan that fits, of any method.
+        fitting: all plans that fit so far.
         num_considered: configurations that methods covered, simulated or not.
         num_pruned: those of them that a bound or memory ruled out without looking at each.
         bound_s: no plan of the problem is faster, as far as was proven.
@@ -60,7 +62,9 @@ class SearchState:
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     events: EventSink = field(default_factory=NullSink)
     stop_at: float = math.inf
+    turn_ends_at: float = math.inf
     best: RankedPlan | None = None
+    fitting: list[RankedPlan] = field(default_factory=list)
     num_considered: int = 0
     num_pruned: int = 0
     bound_s: float = 0.0
@@ -73,8 +77,13 @@ class SearchState:
         return math.inf if self.best is None else self.best.step_time_s
 
     def seconds_left(self) -> float:
-        """Seconds until the deadline; infinite without one."""
-        return self.stop_at - time.monotonic()
+        """Seconds until the deadline, or the end of a turn within it; infinite without one."""
+        return min(self.stop_at, self.turn_ends_at) - time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() >= self.stop_at
 
     def count(self, *, considered: int = 0, pruned: int = 0) -> None:
         """Note configurations that were covered, and that were ruled out."""

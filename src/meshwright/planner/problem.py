@@ -83,6 +83,7 @@ class Problem:
     """One search. ``graph_for`` gives the graph for a microbatch size (the same one if its sizes are symbolic).
 
     ``exchange`` is that of all plans, but for the ZeRO stage. ``memory_limit_bytes`` replaces every device's memory.
+    ``only``: the settings that are looked at, if not all that the choices allow.
     """
 
     graph_for: Callable[[int], Graph]
@@ -94,6 +95,7 @@ class Problem:
     memory_limit_bytes: int | None = None
     model: str = ""
     model_sizes: tuple[tuple[str, int], ...] = ()
+    only: tuple[Setting, ...] = ()
     _spaces: dict[Setting, Space | MeshwrightError] = field(init=False, repr=False, default_factory=dict)
     _short: dict[int, tuple[Graph, ShortGraph]] = field(init=False, repr=False, default_factory=dict)
 
@@ -106,6 +108,9 @@ class Problem:
 
     def settings(self) -> Iterator[Setting]:
         """All combinations of the choices, in their order; some of them may be impossible."""
+        if self.only:
+            yield from self.only
+            return
         chosen = self.choices
         for item in product(
             chosen.num_devices or (self.cluster.num_ranks,),
@@ -115,6 +120,24 @@ class Problem:
             chosen.offload,
         ):
             yield Setting(*item)
+
+    def under(self, settings: Sequence[Setting]) -> Problem:
+        """The same problem with these settings alone; what was found out about them is kept."""
+        other = replace(self, only=tuple(dict.fromkeys(settings)))
+        other._spaces.update(self._spaces)
+        other._short.update(self._short)
+        return other
+
+    def setting_of(self, plan: Plan) -> Setting | None:
+        """The setting among the choices that a plan of this problem has; None if it has none of them."""
+        graph = self.graph_for(plan.microbatch_size)
+        for setting in self.settings():
+            same = (plan.num_devices, plan.sharding, plan.exchange.zero, plan.offload)
+            if same == (setting.num_devices, setting.sharding, setting.zero, setting.offload) and (
+                read_recompute(graph, setting.recompute) == plan.recompute
+            ):
+                return setting
+        return None
 
     def spaces(self) -> Iterator[Space]:
         """What each possible setting leaves to choose. Raises what is wrong with the first one if none is possible."""

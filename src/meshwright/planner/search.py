@@ -21,6 +21,7 @@ from meshwright.planner.evaluate import RankedPlan, evaluate_plan
 from meshwright.planner.interval import StepInterval, predict_step_interval
 from meshwright.planner.method import Method, Proposal, SearchState
 from meshwright.planner.methods import find_method
+from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.plans import Coverage, Plans
 from meshwright.planner.problem import Choices, Problem
 from meshwright.program import OwnSchedule, name_schedule
@@ -44,7 +45,7 @@ from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.sharding import UNSHARDED, Sharding
 
-DEFAULT_METHOD = "slicing"
+DEFAULT_METHOD = "auto"
 
 
 def search_plans(
@@ -139,13 +140,18 @@ def solve(
     name, steps = (method, find_method(method)) if isinstance(method, str) else (_name_of(method), method)
     log = _Log(problem, state)
     stopped = log.run(steps)
-    if not log.fitting:
+    if not state.fitting:
         if state.refused and not log.rejected:
             raise state.refused[0][1]
         if stopped:
             raise PlanError(f"No plan that fits was found before {stopped} ended the search. Give it more time.")
+        if not log.rejected and _has_plan(problem):
+            raise PlanError(
+                f"The method {name} proposes no plan for this problem, of which there are some that fit. Take another "
+                f"one, as {DEFAULT_METHOD}."
+            )
         raise_infeasible(problem, log.rejected, log.evaluate, _has_plan)
-    ranked = sorted(log.fitting, key=lambda item: item.step_time_s)
+    ranked = sorted(state.fitting, key=lambda item: item.step_time_s)
     return Plans(
         ranked=tuple(ranked[:max_plans]),
         rejected=tuple(log.rejected),
@@ -173,7 +179,6 @@ class _Log:
     def __init__(self, problem: Problem, state: SearchState) -> None:
         self._problem, self._state = problem, state
         self._known: dict[Plan, RankedPlan | None] = {}
-        self.fitting: list[RankedPlan] = []
         self.rejected: list[RankedPlan] = []
 
     @property
@@ -188,13 +193,13 @@ class _Log:
             proposal = next(steps)
             while True:
                 result = self._look(proposal)
-                if self._state.seconds_left() <= 0:
+                if self._state.is_over:
                     return "the deadline"
                 proposal = steps.send(result)
         except StopIteration:
             return ""
         except KeyboardInterrupt:
-            if not self.fitting:
+            if not self._state.fitting:
                 raise
             return "an interrupt"
         finally:
@@ -233,7 +238,7 @@ class _Log:
         if not item.fits:
             self.rejected.append(item)
         elif proposal.counts:
-            self.fitting.append(item)
+            self._state.fitting.append(item)
             if item.step_time_s < self._state.best_s:
                 self._state.best = item
         return item
@@ -244,7 +249,7 @@ def _has_plan(problem: Problem) -> bool:
     state = SearchState(max_plans=1)
     log = _Log(problem, state)
     try:
-        log.run(find_method(DEFAULT_METHOD))
+        log.run(slicing)
     except MeshwrightError:
         return False
     return state.best is not None

@@ -2,6 +2,7 @@
 
 from meshwright.planner.method import Method, own_method
 from meshwright.planner.methods.alpa.method import alpa
+from meshwright.planner.methods.auto import auto
 from meshwright.planner.methods.differentiable import differentiable
 from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.pipedream import pipedream
@@ -10,6 +11,7 @@ from meshwright.planner.methods.unequal import unequal
 from meshwright.spec import PlanError, suggest
 
 METHODS: dict[str, Method] = {
+    "auto": auto,
     "slicing": slicing,
     "pipedream": pipedream,
     "alpa": alpa,

@@ -67,7 +67,10 @@ def stays_on_rank(plan: Plan | Placement, source: int, target: int) -> bool:
     Raises PlanError if they do for some microbatches only.
     """
     stages = [plan.stages[stage] for stage in (source, target)]
-    ranks, turns = [stage.ranks for stage in stages], [stage.turns for stage in stages]
+    ranks = [stage.ranks for stage in stages]
+    if set(ranks[0]).isdisjoint(ranks[1]):
+        return False
+    turns = [stage.turns for stage in stages]
     if ranks[0] == ranks[1] and turns[0] == turns[1]:
         return True
     period = min(lcm(*map(len, turns)), plan.num_microbatches)

@@ -72,8 +72,9 @@ class Candidate:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Replicas per stage, and the size of the teams."""
-        return (self.search.space.setting.sharding.width, *(len(stage.ranks) for stage in self.plan.stages))
+        """Devices, the size of the teams, and replicas per stage."""
+        setting = self.search.space.setting
+        return setting.num_devices, setting.sharding.width, *(len(stage.ranks) for stage in self.plan.stages)
 
 
 class CandidateSearch:

@@ -22,6 +22,8 @@ from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 # Instructions that are simulated in all, the first plan apart: building and simulating 100,000 takes about a second
 # (own measurement, one Xeon core), and a plan for a large cluster has some hundred thousand.
 MAX_INSTRUCTIONS = 600_000
+# Places of stages are tables of ranks by ranks, six of 8 bytes: a gigabyte at this number.
+MAX_RANKS = 4096
 # Plans that an own schedule may fail on before the search gives up on finding ones that it orders.
 MAX_REFUSED = 64
 # The best plans may have a layout that another schedule refuses, such as unlike replicas: so many are given to it.
@@ -46,22 +48,38 @@ def slicing(problem: Problem, state: SearchState) -> Steps:
 
 
 def find_candidates(problem: Problem, schedules: Sequence[str], state: SearchState) -> list[Candidate]:
-    """The best slicings of all settings, cheapest estimate first; and what bounds all plans of the problem."""
-    spaces = sorted(((bound_space(space), index, space) for index, space in enumerate(problem.spaces())))
+    """The best slicings of all settings, cheapest estimate first; and what bounds all plans of the problem.
+
+    A setting whose bound is above the best that is known of as many devices is passed over. Raises PlanError where all
+    settings have more ranks than the tables hold.
+    """
+    bounds = [(bound_space(space), index, space) for index, space in enumerate(problem.spaces())]
+    small = [item for item in sorted(bounds) if item[2].num_ranks <= MAX_RANKS]
+    if not small:
+        raise PlanError(
+            f"Exact slicing has tables of ranks by ranks, for up to {MAX_RANKS:,} of them, but the plans are to have "
+            f"{min(space.num_ranks for _, _, space in bounds):,}. Use --method grid, fewer devices, or larger teams."
+        )
     found: list[Candidate] = []
-    best_s = math.inf
-    for bound_s, _, space in spaces:
-        search = CandidateSearch(space, schedules, state)
-        if bound_s < best_s and (not found or state.seconds_left() > 0):
-            mine = search.run(best_s)
+    best_s: dict[int, float] = {}
+    for bound_s, _, space in small:
+        search, count = CandidateSearch(space, schedules, state), space.setting.num_devices
+        known_s = min(best_s.get(count, math.inf), _known_s(state, count))
+        if bound_s < known_s and (not found or state.seconds_left() > 0):
+            mine = search.run(known_s)
             found += mine
-            best_s = min([best_s, *(candidate.estimate_s for candidate in mine)])
+            best_s[count] = min([known_s, *(candidate.estimate_s for candidate in mine)])
         else:
             state.count(pruned=search.num_covered)
         state.count(considered=search.num_covered)
-    if spaces:
-        state.bound(spaces[0][0])
+    state.bound(min(bound_s for bound_s, _, _ in bounds))
     return sorted(found, key=lambda candidate: candidate.estimate_s)
+
+
+def _known_s(state: SearchState, num_devices: int) -> float:
+    """The best step of so many devices that other methods found."""
+    found = (item.step_time_s for item in state.fitting if item.plan.num_devices == num_devices)
+    return min(found, default=math.inf)
 
 
 def _simulate(

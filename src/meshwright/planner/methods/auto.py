@@ -1,0 +1,205 @@
+"""The portfolio: methods that fit the problem one after the other, each told what the others found; then small changes.
+
+    many settings        the uniform grid, which says which settings are worth a closer look; and very many devices
+    those settings       exact slicing, with bounds and the best step known so far
+    unequal devices      mappings of stages to devices, shares by speed
+    endless schedules    PipeDream
+    split ops            Alpa, where HiGHS is installed
+    then                 changes of the best plan on the simulator: boundaries, microbatches, schedules, layouts
+
+With a deadline each method has a share of the time that is left; without one, numbers of simulations end each of them,
+so that the same problem has the same answer. The search ends early where the best plan is about as fast as the bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import NamedTuple
+
+from meshwright.planner.layouts import Layout, LayoutName
+from meshwright.planner.method import Method, Proposal, SearchState, Steps
+from meshwright.planner.methods.alpa.method import alpa
+from meshwright.planner.methods.grid import grid
+from meshwright.planner.methods.pipedream import pipedream
+from meshwright.planner.methods.slicing import slicing
+from meshwright.planner.methods.slicing.method import MAX_RANKS, adopt_whole
+from meshwright.planner.methods.unequal import unequal
+from meshwright.planner.problem import Problem, Setting
+from meshwright.spec import MeshwrightError, Plan, PlanError, StagePlan, format_percent
+from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
+
+# More settings than this are told apart by the grid first; of those that it finds, so many are looked at closely.
+FEW_SETTINGS, CLOSE_SETTINGS = 4, 3
+# Simulations that the grid and the changes at the end may take.
+GRID_SIMULATIONS, CHANGES = 24, 120
+# Within this share of the bound there is nothing left to find.
+_CLOSE = 1e-3
+
+
+class _Turn(NamedTuple):
+    """A method, its share of the time that is left, and how many simulations it may ask for (0: any number)."""
+
+    method: Method
+    share: float
+    most: int = 0
+
+
+def auto(problem: Problem, state: SearchState) -> Steps:
+    """Run what fits the problem, one method after the other, and improve the best plan by small changes."""
+    errors: list[MeshwrightError] = []
+    near = problem
+    if len(list(problem.settings())) > FEW_SETTINGS or problem.cluster.num_ranks > MAX_RANKS:
+        yield from _take_turn(_Turn(grid, 0.4, GRID_SIMULATIONS), problem, state, errors)
+        near = _near(problem, state)
+    for turn in _turns(near):
+        if not _is_done(state):
+            yield from _take_turn(turn, near, state, errors)
+    if state.best is None and errors:
+        raise errors[0]
+    if not _is_done(state):
+        yield from _improve(problem, state)
+
+
+def _turns(problem: Problem) -> Iterator[_Turn]:
+    kinds = {problem.cluster.device_kind(rank).name for rank in range(problem.cluster.num_ranks)}
+    chosen = problem.choices
+    unlike = len(kinds) > 1
+    yield _Turn(slicing, 0.4 if unlike else 0.6)
+    if unlike:
+        yield _Turn(unequal, 0.6)
+    if set(chosen.schedules) & set(ASYNCHRONOUS_SCHEDULES):
+        yield _Turn(pipedream, 0.4)
+    if any(setting.sharding.tensor > 1 for setting in problem.settings()) and find_spec("highspy") is not None:
+        yield _Turn(alpa, 0.5)
+
+
+def _take_turn(turn: _Turn, problem: Problem, state: SearchState, errors: list[MeshwrightError]) -> Steps:
+    """Let a method propose until its share of the time or its number of simulations is over."""
+    state.turn_ends_at = time.monotonic() + max(state.seconds_left(), 0.0) * turn.share
+    steps = turn.method(problem, state)
+    num_seen = 0
+    try:
+        proposal = next(steps)
+        while not (turn.most and num_seen == turn.most):
+            result = yield proposal
+            num_seen += 1
+            proposal = steps.send(result)
+    except StopIteration:
+        pass
+    except MeshwrightError as error:
+        errors.append(error)
+    finally:
+        steps.close()
+        state.turn_ends_at = float("inf")
+
+
+def _near(problem: Problem, state: SearchState) -> Problem:
+    """The problem under the settings of the best plans so far; as it is before any plan fits."""
+    best = sorted(state.fitting, key=lambda item: item.step_time_s)
+    settings: dict[Setting, None] = {}
+    for item in best:
+        setting = problem.setting_of(item.plan)
+        if setting is not None:
+            settings.setdefault(setting)
+        if len(settings) == CLOSE_SETTINGS:
+            break
+    return problem.under(tuple(settings)) if settings else problem
+
+
+def _is_done(state: SearchState) -> bool:
+    if state.is_over:
+        return True
+    if state.bound_s > 0 and state.best_s <= state.bound_s * (1 + _CLOSE):
+        state.note(f"The best plan is within {format_percent(_CLOSE)} of the lower bound: nothing else was tried.")
+        return True
+    return False
+
+
+def _improve(problem: Problem, state: SearchState) -> Steps:
+    """Climb from the best plan: take the first change that is faster, until none is."""
+    left, improved = CHANGES, state.best is not None
+    tried: set[Plan] = set()
+    while improved:
+        improved = False
+        best = state.best
+        assert best is not None
+        for plan in _changes(problem, best.plan):
+            if left == 0 or state.is_over:
+                return
+            if plan in tried:
+                continue
+            tried.add(plan)
+            left -= 1
+            state.events.progress("change the best plan", CHANGES - left, CHANGES)
+            before = state.best_s
+            yield Proposal(plan)
+            if state.best_s < before:
+                improved = True
+                break
+
+
+def _changes(problem: Problem, plan: Plan) -> Iterator[Plan]:
+    """Plans that differ from one by a boundary, the microbatch size, the schedule or the layout of ranks."""
+    if not plan.has_virtual_stages:
+        yield from _moved_boundaries(plan)
+    for size in _other_sizes(problem, plan):
+        count = problem.workload.global_batch // (size * plan.sharding.expert)
+        with suppress(MeshwrightError):
+            graph = problem.graph_for(size)
+            yield replace(plan, num_microbatches=count, graph_hash=graph.content_hash, stages=_unshared(plan))
+    for schedule in problem.choices.schedules:
+        if schedule != plan.schedule:
+            for chunks in problem.choices.num_chunks:
+                with suppress(MeshwrightError):
+                    yield adopt_whole(problem, plan, schedule, chunks)
+    yield from _other_layouts(plan)
+
+
+def _moved_boundaries(plan: Plan) -> Iterator[Plan]:
+    stages = plan.stages
+    for index, (before, behind) in enumerate(pairwise(stages)):
+        for cut in (behind.start - 1, behind.start + 1):
+            if before.start < cut < behind.stop:
+                pair = replace(before, stop=cut, feeds=()), replace(behind, start=cut, feeds=())
+                rest = tuple(replace(stage, feeds=()) for stage in stages[index + 2 :])
+                ahead = tuple(replace(stage, feeds=()) for stage in stages[:index])
+                yield replace(plan, stages=(*ahead, *pair, *rest))
+
+
+def _unshared(plan: Plan) -> tuple[StagePlan, ...]:
+    return tuple(replace(stage, shares=(), feeds=()) for stage in plan.stages)
+
+
+def _other_sizes(problem: Problem, plan: Plan) -> tuple[int, ...]:
+    """The allowed sizes next to the plan's."""
+    setting = problem.setting_of(plan)
+    if setting is None:
+        return ()
+    with suppress(PlanError):
+        sizes = problem.space(setting).microbatch_sizes
+        if plan.microbatch_size in sizes:
+            place = sizes.index(plan.microbatch_size)
+            return (*sizes[max(place - 1, 0) : place], *sizes[place + 1 : place + 2])
+    return ()
+
+
+def _other_layouts(plan: Plan) -> Iterator[Plan]:
+    """Equal replicas on other ranks."""
+    replicas = {len(stage.ranks) for stage in plan.stages}
+    if len(replicas) > 1 or len(plan.stages) == 1 or plan.has_virtual_stages:
+        return
+    names: tuple[LayoutName, ...] = ("stage-major", "replica-major", "reversed")
+    take = replicas.pop()
+    for name in names:
+        layout = Layout(name=name, num_ranks=plan.num_ranks, num_stages=len(plan.stages))
+        if name == "replica-major" and take == 1:
+            continue
+        places = enumerate(plan.stages)
+        stages = tuple(replace(stage, ranks=layout.ranks(index * take, take), shares=()) for index, stage in places)
+        if stages != plan.stages:
+            yield replace(plan, stages=stages)
