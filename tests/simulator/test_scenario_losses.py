@@ -128,7 +128,9 @@ def test_the_rest_of_a_cluster_is_the_other_devices_on_their_nodes():
 
 def test_a_new_plan_is_the_best_for_the_rest():
     rest = without_devices(COST, (3,))
-    found = search_plans(lambda _: GRAPH, rest.cluster, PLAN.workload, cost=rest, max_plans=1, schedules=("1f1b",))
+    found = search_plans(
+        lambda _: GRAPH, rest.cluster, PLAN.workload, cost=rest, max_plans=1, schedules=("1f1b",), method="slicing"
+    )
     assert replan_seconds(PLAN, GRAPH, rest) == found.best.step_time_s
     assert found.best.step_time_s >= STEP_S / 2
     tiny = without_devices(COST, (1, 2, 3))

@@ -159,8 +159,8 @@ class CostModel:
     def _team_cluster(self, width: int) -> Cluster:
         return self._keep(("team cluster", width), lambda: team_cluster(self.cluster, width))
 
-    def on_machines(self, cluster: Cluster, usual_links: Cluster) -> CostModel:
-        """The same prices on other machines, of which the links differ from those that were measured."""
+    def on_machines(self, cluster: Cluster, usual_links: Cluster | None = None) -> CostModel:
+        """The same prices on other machines; ``usual_links``: the same with the links that were measured, if unlike."""
         moved = replace(self, cluster=cluster, usual_links=usual_links)
         # Prices by kind of device hold there, too.
         moved._graphs.update(self._graphs)

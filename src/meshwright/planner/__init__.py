@@ -26,7 +26,7 @@ from meshwright.planner.placing.constraints import Constraints
 from meshwright.planner.placing.place import place, seconds_on_one_device
 from meshwright.planner.plans import Coverage, Plans, explain_difference
 from meshwright.planner.problem import Choices, Problem, Setting, list_shardings
-from meshwright.planner.replanning import replan_seconds
+from meshwright.planner.replanning import replan, replan_seconds
 from meshwright.planner.schedules import compare_schedules, schedule_rows
 from meshwright.planner.search import DEFAULT_METHOD, search_plans, solve
 
@@ -64,6 +64,7 @@ __all__ = [
     "plans_document",
     "predict_step_interval",
     "rank_simulation",
+    "replan",
     "replan_seconds",
     "schedule_rows",
     "search_plans",

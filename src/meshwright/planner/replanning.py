@@ -1,28 +1,113 @@
-"""How fast is a step on what is left of a cluster? The best plan for it, of the same model and workload."""
+"""A plan for machines that changed: a device was lost or added, a link slowed. It starts from the plan that there was.
+
+    starts      the plan's stages with the devices that there are now, shared out by the work of the stages; with a
+                stage less or more; without pipeline; and with as few devices idle as equal replicas allow
+    changes     boundaries, microbatches, layouts (`methods.auto`), while there is time
+
+Prices of ops and memory of stages are those of kinds of devices, which the cost model keeps (`CostModel.on_machines`),
+so that mostly the links are new.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
 from meshwright.cost import CostModel
-from meshwright.planner.search import search_plans
-from meshwright.spec import Graph, Plan, PlanError
+from meshwright.planner.method import Proposal, SearchState, Steps
+from meshwright.planner.methods.auto import improve
+from meshwright.planner.methods.slicing import slicing
+from meshwright.planner.plans import Plans
+from meshwright.planner.problem import Choices, Problem, divisors
+from meshwright.planner.search import search_plans, solve
+from meshwright.simulator.scenarios.machines import without_devices
+from meshwright.spec import EventSink, Graph, Plan, PlanError, StagePlan
 from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.recompute import recompute_choices
+
+_HALVINGS = 40
+# Microbatch sizes that starts have: the plan's and those next to it.
+_NEAR_SIZES = 4
+# What a new plan may take; people wait for it, and so do devices.
+DEADLINE_S = 0.9
+
+
+def replan(
+    plan: Plan,
+    graph_for: Callable[[int], Graph],
+    cost: CostModel,
+    *,
+    memory_limit_bytes: int | None = None,
+    max_plans: int = 4,
+    deadline_s: float | None = DEADLINE_S,
+    seed: int = 0,
+    events: EventSink | None = None,
+) -> Plans:
+    """Plans for the machines of a cost model as they are now, made from one for the machines as they were.
+
+    ``cost`` comes from `apply_scenario` or `without_devices`, or is that of another cluster. Sharding, recompute, ZeRO,
+    exchange and offload stay; stages, replicas, microbatches and devices are found anew. Without a deadline the same
+    question has the same answer. Raises NoFeasiblePlanError where nothing fits, PlanError for a plan of another graph.
+    """
+    graph = graph_for(plan.microbatch_size)
+    if plan.graph_hash != graph.content_hash:
+        raise PlanError(
+            f"The plan to start from is for graph {plan.graph_hash}, but the graph given is {graph.content_hash}. Plan "
+            "for this model without a plan to start from."
+        )
+    cost = _in_whole_teams(cost, plan.sharding.width)
+    schedule = plan.schedule if plan.schedule in BASIC_SCHEDULES else "1f1b"
+    problem = Problem(
+        graph_for=graph_for,
+        cluster=cost.cluster,
+        workload=plan.workload,
+        cost=cost,
+        choices=Choices(
+            shardings=(plan.sharding,),
+            zero=(plan.exchange.zero,),
+            recompute=(_recompute_of(plan, graph),),
+            offload=(plan.offload,),
+            schedules=(schedule,),
+            microbatch_sizes=() if graph.batch_size is None else (graph.batch_size,),
+        ),
+        exchange=plan.exchange,
+        memory_limit_bytes=memory_limit_bytes,
+        model=plan.model,
+        model_sizes=plan.model_sizes,
+    )
+    begun = replace(plan, schedule=schedule, schedule_hash="")
+    return solve(
+        problem,
+        partial(_from_plan, plan=begun),
+        max_plans=max_plans,
+        deadline_s=deadline_s,
+        seed=seed,
+        events=events,
+    )
 
 
 def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
     """Seconds of a step of the best plan on the machines of a cost model; None where none fits.
 
     It takes all devices, or, if there is no plan for so many, the next smaller power of two. A graph that was captured
-    for one microbatch size keeps that.
+    for one microbatch size keeps that. Slicings of the whole graph are searched; this takes longer than `replan`.
     """
     count = cost.cluster.num_ranks
-    for num_ranks in dict.fromkeys((count, 2 ** (count.bit_length() - 1))):
+    for num_devices in dict.fromkeys((count, 2 ** (count.bit_length() - 1))):
         try:
             found = search_plans(
                 lambda _: graph,
                 cost.cluster,
                 plan.workload,
                 cost=cost,
-                num_devices=num_ranks,
+                method="slicing",
+                num_devices=num_devices,
                 max_plans=1,
                 microbatch_sizes=None if graph.batch_size is None else (graph.batch_size,),
                 schedules=(plan.schedule,) if plan.schedule in BASIC_SCHEDULES else BASIC_SCHEDULES,
@@ -33,3 +118,99 @@ def replan_seconds(plan: Plan, graph: Graph, cost: CostModel) -> float | None:
             continue
         return found.best.step_time_s
     return None
+
+
+def _in_whole_teams(cost: CostModel, width: int) -> CostModel:
+    """The machines without the devices of nodes that make no whole team; as they are where teams cover nodes."""
+    nodes = [node.num_devices for node in cost.cluster.nodes]
+    if max(nodes) < width or not any(count % width for count in nodes):
+        return cost
+    ends = accumulate(nodes)
+    return without_devices(
+        cost, {end - 1 - k for end, count in zip(ends, nodes, strict=True) for k in range(count % width)}
+    )
+
+
+def _from_plan(problem: Problem, state: SearchState, plan: Plan) -> Steps:
+    """Propose the starts and change the best of them; where none fits, slice anew."""
+    for start in dict.fromkeys(_starts(problem, plan)):
+        yield Proposal(start)
+        if state.best is not None and state.seconds_left() <= 0:
+            return
+    if state.best is None:
+        yield from slicing(problem, state)
+    else:
+        yield from improve(problem, state)
+
+
+def _starts(problem: Problem, plan: Plan) -> Iterator[Plan]:
+    """The plan's stages, one less, one more, and none, on the devices that there are; with other microbatches, too."""
+    (space,) = problem.spaces()
+    num_stages = len({stage.ranks for stage in plan.stages})
+    shapes = list(_shapes(space.num_ranks, num_stages, len(problem.graph_for(plan.microbatch_size).layers)))
+    sizes = space.microbatch_sizes
+    near = sorted(sizes, key=lambda size: (abs(math.log(size / plan.microbatch_size)), size))[:_NEAR_SIZES]
+    # Fewer devices share smaller microbatches out more evenly.
+    for size in near:
+        graph = space.graph_for(size)
+        prices = space.cost.price_ops(graph, size, space.cluster.device_kind(0))
+        work = prices.forward_s + prices.backward_s + prices.accumulate_s
+        seconds = np.add.reduceat(work, [layer.start for layer in graph.layers])
+        count = space.workload.global_batch // size
+        for replicas in shapes if size == plan.microbatch_size else shapes[:2]:
+            if max(replicas) <= count:
+                edges = [0, *accumulate(replicas)]
+                bounds = _cut(seconds, np.array(replicas))
+                stages = tuple(
+                    StagePlan(start=start, stop=stop, ranks=tuple(range(first, last)))
+                    for (start, stop), (first, last) in zip(bounds, pairwise(edges), strict=True)
+                )
+                whole = problem.graph_for(size).content_hash
+                yield replace(plan, stages=stages, num_microbatches=count, graph_hash=whole)
+
+
+def _shapes(num_ranks: int, num_stages: int, num_layers: int) -> Iterator[list[int]]:
+    """Replicas of stages: those of as many stages, then of other numbers, as equal as can be or with some left over."""
+    wanted = (num_stages, 1, num_stages - 1, num_stages + 1)
+    counts = [n for n in dict.fromkeys(wanted) if 1 <= n <= min(num_ranks, num_layers)]
+    for n in counts:
+        yield [num_ranks // n + (place < num_ranks % n) for place in range(n)]
+    # With equal replicas some devices may have nothing to do, while the others wait less for each other.
+    for n in (*counts, *(n for n in divisors(num_ranks) if n <= min(2 * num_stages, num_layers))):
+        yield [num_ranks // n] * n
+
+
+def _cut(seconds: NDArray[np.float64], replicas: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Layers in as many stages as there are numbers of replicas, the largest seconds of a replica the least."""
+    low, high = 0.0, float(seconds.sum())
+    edges = _fill(seconds, replicas, high)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        tried = _fill(seconds, replicas, middle)
+        low, high, edges = (low, middle, tried) if tried[-1] == len(seconds) else (middle, high, edges)
+    return list(pairwise(edges))
+
+
+def _fill(seconds: NDArray[np.float64], replicas: NDArray[np.int64], most: float) -> list[int]:
+    """Edges of stages filled one after the other, up to ``most`` seconds of a replica; each has a layer at least."""
+    edges, sums = [0], np.concatenate([[0.0], np.cumsum(seconds)])
+    for place, count in enumerate(replicas.tolist()):
+        start = edges[-1]
+        stop = int(np.searchsorted(sums, sums[start] + most * count * (1 + 1e-12), side="right")) - 1
+        left = len(replicas) - place - 1
+        edges.append(min(max(stop, start + 1), len(seconds) - left))
+    return edges
+
+
+def _recompute_of(plan: Plan, graph: Graph) -> str:
+    """What a plan computes again, in words or layers."""
+    for word, ranges in recompute_choices(graph).items():
+        if ranges == plan.recompute:
+            return word
+    layers = {(layer.start, layer.stop): index for index, layer in enumerate(graph.layers)}
+    if all(item in layers for item in plan.recompute):
+        return ",".join(str(layers[item]) for item in plan.recompute)
+    raise PlanError(
+        "The plan to start from computes parts of layers again that no word names; expected none, selective, full, or "
+        "whole layers. Plan without a plan to start from."
+    )

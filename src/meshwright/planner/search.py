@@ -230,7 +230,7 @@ class _Log:
         try:
             # Closed forms know the named schedules only.
             item = self.evaluate(plan, None if plan.has_own_schedule else proposal.estimate_s)
-        except (ScheduleError, DeadlockError) as error:
+        except (PlanError, ScheduleError, DeadlockError) as error:
             self._state.refused.append((plan, error))
             self._known[plan] = None
             return None

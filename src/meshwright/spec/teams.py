@@ -33,6 +33,10 @@ def team_cluster(cluster: Cluster, width: int) -> Cluster:
     found: dict[str, DeviceKind] = {}
     nodes, gathered, made = [], list[Node](), dict[tuple[object, ...], Node]()
     for node in cluster.nodes:
+        if not node.num_devices and not gathered:
+            # One that has lost all of its devices keeps its place, by which racks and paths name it.
+            nodes.append(node)
+            continue
         gathered.append(node)
         count = sum(item.num_devices for item in gathered)
         if count < width:

@@ -110,11 +110,11 @@ def test_a_strangers_method_from_a_file(tmp_path):
 def test_one_op_on_one_device(method):
     """The smallest problem there is: one answer, or a reason why the method has none."""
     graph, cluster = weighted_graph([10**8]), cluster_of(1)
-    try:
-        plans = search(graph, cluster, 1, method=method)
-    except PlanError as error:
-        assert len(str(error)) > 40
+    if method == "unequal":
+        with pytest.raises(PlanError, match="proposes no plan for this problem"):
+            search(graph, cluster, 1, method=method)
         return
+    plans = search(graph, cluster, 1, method=method)
     assert plans.best.plan.stages == (StagePlan(start=0, stop=1, ranks=(0,)),)
 
 
@@ -159,7 +159,7 @@ def test_the_front_has_what_nothing_beats():
         for item in plans.ranked
     }
     for item in plans.front:
-        mine = figures[item.plan] if item.plan in figures else None
+        mine = figures.get(item.plan)
         if mine is not None:
             assert not any(
                 all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in figures.values()

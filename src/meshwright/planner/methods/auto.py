@@ -62,7 +62,7 @@ def auto(problem: Problem, state: SearchState) -> Steps:
     if state.best is None and errors:
         raise errors[0]
     if not _is_done(state):
-        yield from _improve(problem, state)
+        yield from improve(problem, state)
 
 
 def _turns(problem: Problem) -> Iterator[_Turn]:
@@ -120,8 +120,8 @@ def _is_done(state: SearchState) -> bool:
     return False
 
 
-def _improve(problem: Problem, state: SearchState) -> Steps:
-    """Climb from the best plan: take the first change that is faster, until none is."""
+def improve(problem: Problem, state: SearchState) -> Steps:
+    """Climb from the best plan: take the first change that is faster, until none is, or the time is over."""
     left, improved = CHANGES, state.best is not None
     tried: set[Plan] = set()
     while improved:

@@ -57,7 +57,7 @@ def apply_scenario(cost: CostModel, scenario: Scenario, at_s: float = 0.0) -> Co
 def without_devices(cost: CostModel, ranks: Collection[int]) -> CostModel:
     """The cost model of the other devices of its cluster, which count from 0 on again; nodes stay, even empty ones."""
     usual = None if cost.usual_links is None else _without(cost.usual_links, ranks)
-    return replace(cost, cluster=_without(cost.cluster, ranks), usual_links=usual)
+    return cost.on_machines(_without(cost.cluster, ranks), usual)
 
 
 def _without(cluster: Cluster, ranks: Collection[int]) -> Cluster:
