@@ -2,7 +2,8 @@
 
 Clusters (`benchmarks/clusters`), models and seed: `splits/planner_unequal.json`, written down before the first run. All
 step times are of the simulator. A cluster's figure is the geometric mean over its models of step time over that of the
-best uniform plan that fits (`uniform_plans`); models for which none fits are told apart and not in the mean.
+best uniform plan that fits (`uniform_plans`); models for which none fits are told apart and not in the mean. AccPar
+and HetPipe stand beside them by their own models (`unequal_papers`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from harness import make_row
+from planning.unequal_papers import WORKER_MODELS, accpar_rows, worker_rows
 from planning.uniform_plans import uniform_plans
 
 from meshwright.cost import CostModel
@@ -31,7 +33,11 @@ def rows(quick):
     table, means = [], []
     for cluster in SPLIT["clusters"]:
         if cluster["name"] in chosen["clusters"]:
-            own = [row for model in chosen["models"] for row in compare(cluster, model)]
+            problems = {model: make_problem(cluster, model) for model in chosen["models"]}
+            table += accpar_rows(cluster["name"], problems.values())
+            if cluster["name"] == "hetpipe":
+                table += worker_rows(cluster["name"], [problems[model] for model in WORKER_MODELS])
+            own = [row for model in chosen["models"] for row in compare(cluster, model, problems[model])]
             ratios = [row.ratio for row in own if row.ratio is not None and row.name.endswith("unequal")]
             table += own
             if ratios:
@@ -47,9 +53,8 @@ def rows(quick):
     return [*table, make_row(f"clusters with 1.2 x, of {len(means)}", enough, "clusters")]
 
 
-def compare(cluster, model):
+def compare(cluster, model, problem):
     """Rows of one cluster and model."""
-    problem = make_problem(cluster, model)
     uniform, found, sliced = (step_seconds(problem, method) for method in (propose_uniform, "unequal", "slicing"))
     name = f"{cluster['name']}, {model}"
     if found is None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Protocol, TypeVar
 
 from meshwright.planner.adoption import adopt_schedule
 from meshwright.planner.bounds import bound_space
@@ -116,7 +117,18 @@ def _simulate(
     return fitting
 
 
-def choose(candidates: Sequence[Candidate], max_plans: int) -> Iterator[Candidate]:
+class Shaped(Protocol):
+    """What has a shape: how many devices its stages have."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Equal for plans that are much alike."""
+
+
+Shape = TypeVar("Shape", bound=Shaped)
+
+
+def choose(candidates: Sequence[Shape], max_plans: int) -> Iterator[Shape]:
     """The order in which candidates (cheapest first) are simulated: the first half of the places goes to the cheapest.
 
     The second half goes to the cheapest of every shape (replicas per stage) not taken yet, then to the rest.
@@ -124,7 +136,7 @@ def choose(candidates: Sequence[Candidate], max_plans: int) -> Iterator[Candidat
     first = list(candidates[: (max_plans + 1) // 2])
     yield from first
     taken = {candidate.shape for candidate in first}
-    later: list[Candidate] = []
+    later: list[Shape] = []
     for candidate in candidates[len(first) :]:
         if candidate.shape in taken:
             later.append(candidate)

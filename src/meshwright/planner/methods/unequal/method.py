@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.method import Proposal, SearchState, Steps
+from meshwright.planner.methods.slicing.method import choose
 from meshwright.planner.methods.unequal.assemble import (
     Devices,
     are_equal,
@@ -36,8 +37,8 @@ from meshwright.spec.plan import BASIC_SCHEDULES
 # Mappings up to this multiple of the least estimate are simulated: the closed form misses waiting between unequal
 # stages, and cards that several devices share.
 SLACK = 1.3
-# Mappings that are simulated for every plan that was asked for.
-PLANS_PER_ANSWER = 3
+# Mappings that are simulated for every plan that was asked for, and at least.
+PLANS_PER_ANSWER, LEAST_PLANS = 3, 12
 # Simulations of mappings that need too much memory, one after the other, and of changes of the best plan.
 MAX_REPAIRS = 8
 MAX_MOVES = 60
@@ -56,14 +57,26 @@ class _Candidate:
     mapping: Mapping
     beside: NDArray[np.float64]
 
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Devices of each class, stage by stage."""
+        return tuple(self.devices.groups[group] for group in self.mapping.groups)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The same in one row."""
+        return tuple(count for group in self.groups for count in group)
+
 
 def unequal(problem: Problem, state: SearchState) -> Steps:
     """Propose mappings of stages to unequal devices with shares by speed, then changes of the best plan."""
     candidates = sorted(_candidates(problem, state), key=lambda item: item.mapping.seconds)
     found: list[tuple[RankedPlan, Space]] = []
+    wanted = max(PLANS_PER_ANSWER * state.max_plans, LEAST_PLANS)
     least_s = candidates[0].mapping.seconds if candidates else 0.0
-    for candidate in candidates[: PLANS_PER_ANSWER * state.max_plans]:
-        if candidate.mapping.seconds > SLACK * least_s or state.seconds_left() <= 0:
+    promising = [item for item in candidates if item.mapping.seconds <= SLACK * least_s]
+    for candidate in islice(choose(promising, wanted), wanted):
+        if state.seconds_left() <= 0:
             break
         item = yield from _fit(candidate, state)
         if item is not None:
@@ -76,12 +89,14 @@ def unequal(problem: Problem, state: SearchState) -> Steps:
         yield from _improve(space, item, state)
 
 
+def _unequal_spaces(problem: Problem) -> Iterator[Space]:
+    return (space for space in problem.spaces() if not are_equal(space))
+
+
 def _candidates(problem: Problem, state: SearchState) -> Iterator[_Candidate]:
-    """The best mapping of every space of unequal devices, microbatch size and schedule."""
+    """The best mappings of every space of unequal devices, microbatch size and schedule."""
     schedules = [name for name in problem.choices.schedules if name in BASIC_SCHEDULES]
-    for space in problem.spaces():
-        if are_equal(space):
-            continue
+    for space in _unequal_spaces(problem):
         devices = find_devices(space)
         for size in space.microbatch_sizes:
             num_layers = len(space.tables(size).graph.layers)
@@ -91,14 +106,19 @@ def _candidates(problem: Problem, state: SearchState) -> Iterator[_Candidate]:
             for schedule in schedules[:1] if space.workload.kind == "inference" else schedules:
                 if state.seconds_left() <= 0:
                     return
-                for some in (devices, *filter(None, map(devices.of_sizes, divisors(space.num_ranks)))):
-                    beside = np.zeros((num_layers, num_layers + 1))
-                    mapping = solve_mapping(make_mapping_problem(space, size, schedule, some, beside))
-                    state.count(considered=1)
-                    if mapping is not None:
-                        yield _Candidate(
-                            space=space, devices=some, size=size, schedule=schedule, mapping=mapping, beside=beside
-                        )
+                found = list(_mappings(space, size, schedule, devices))
+                state.count(considered=len(found))
+                yield from {(item.groups, item.mapping.bounds): item for item in reversed(found)}.values()
+
+
+def _mappings(space: Space, size: int, schedule: str, devices: Devices) -> Iterator[_Candidate]:
+    """The best mapping with all groups, and those with groups of one size each."""
+    num_layers = len(space.tables(size).graph.layers)
+    for some in (devices, *filter(None, map(devices.of_sizes, divisors(space.num_ranks)))):
+        beside = np.zeros((num_layers, num_layers + 1))
+        mapping = solve_mapping(make_mapping_problem(space, size, schedule, some, beside))
+        if mapping is not None:
+            yield _Candidate(space=space, devices=some, size=size, schedule=schedule, mapping=mapping, beside=beside)
 
 
 def _waves(problem: Problem, state: SearchState) -> Steps:
@@ -106,7 +126,7 @@ def _waves(problem: Problem, state: SearchState) -> Steps:
     if WAVES not in problem.choices.schedules or problem.workload.kind == "inference":
         return
     found: list[tuple[float, Plan]] = []
-    for space in problem.spaces():
+    for space in _unequal_spaces(problem):
         for size, count in product(space.microbatch_sizes, divisors(space.num_ranks)[1:]):
             # Devices that do not divide, layers that do not fit: another number of workers may do.
             with suppress(PlanError):
