@@ -204,11 +204,12 @@ def plans(draw):
     num_ranks = sum(replicas)
     ranks = draw(st.permutations(range(num_ranks)))
     stages, layer, used = [], 0, 0
+    num_microbatches = max(replicas) * draw(counts)
     for count in replicas:
         stop = layer + draw(counts)
-        stages.append(StagePlan(start=layer, stop=stop, ranks=tuple(ranks[used : used + count])))
+        shares = (num_microbatches - count + 1, *[1] * (count - 1)) if draw(st.booleans()) else ()
+        stages.append(StagePlan(start=layer, stop=stop, ranks=tuple(ranks[used : used + count]), shares=shares))
         layer, used = stop, used + count
-    num_microbatches = max(replicas) * draw(counts)
     workload = draw(workloads)
     schedules = (("gpipe", ""), ("1f1b", ""), ("folder/mine.py:waves", "0123456789abcdef"))
     schedule, schedule_hash = draw(st.sampled_from(schedules))

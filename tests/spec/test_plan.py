@@ -33,7 +33,9 @@ def test_every_rank_has_a_stage_and_every_microbatch_one_rank(plan):
         computed = [stage.rank_of(microbatch) for microbatch in range(plan.num_microbatches)]
         assert set(computed) == set(stage.ranks)
         counts = [computed.count(rank) for rank in stage.ranks]
-        assert max(counts) - min(counts) <= 1
+        assert tuple(counts) == stage.counts(plan.num_microbatches)
+        assert stage.shares in ((), tuple(counts))
+        assert stage.shares or max(counts) - min(counts) <= 1
     assert plan.microbatch_size * plan.num_microbatches == plan.workload.global_batch
     assert plan.bounds == tuple((stage.start, stage.stop) for stage in plan.stages)
 
