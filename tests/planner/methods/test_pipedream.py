@@ -27,6 +27,7 @@ from meshwright.planner.methods.pipedream import (
 from meshwright.planner.methods.pipedream.orders import find_orders
 from meshwright.planner.methods.pipedream.states import find_states, states_along
 from meshwright.spec import DocumentError, NoFeasiblePlanError, PlanError, load_cluster, load_shipped_graph
+from tests.graphs import chain_graph
 from tests.planner.methods.pipedream_oracle import Layers, Search
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -320,6 +321,34 @@ def test_of_equal_bottlenecks_the_fewest_stages_are_taken() -> None:
     for machines in (8, 16):
         plan = plan_profile(load("alexnet"), levels((machines, 1e9)), Options(compression_ratio=1.0))
         assert [stage.num_machines for stage in plan.stages] == [machines - 1, 1]
+
+
+CHAIN = ((), (0,), (1,))
+
+
+def test_what_leaves_a_stage_counts_for_its_own_machines() -> None:
+    # Replicas of the first two layers are dear. Layer 1 sends 3 us worth from one machine, to two: 1.5 us for each.
+    layers = Layers(CHAIN, (2_000_000, 2_000_000, 4_000_000), (0, 1500, 0), (9000, 9000, 0))
+    check_best(layers, ((4, 1e9),), Options(compression_ratio=1.0))
+    plan = plan_profile(parse_profile(layers.text(), source="test"), levels((4, 1e9)), Options(compression_ratio=1.0))
+    assert plan.bottleneck_s == pytest.approx(3e-6)
+
+
+def test_minibatches_in_flight_are_rounded_up() -> None:
+    # 2-2-1 would take 1 us, but each replica of the second stage stashes for the machine behind it.
+    layers = Layers(CHAIN, (2_000_000, 2_000_000, 1_000_000), (100, 900, 0), (0, 0, 900))
+    check_best(layers, ((5, 1e6),), Options(memory_bytes=500.0))
+    profile = parse_profile(layers.text(), source="test")
+    assert plan_profile(profile, levels((5, 1e6))).bottleneck_s == pytest.approx(1e-6)
+    assert plan_profile(profile, levels((5, 1e6)), Options(memory_bytes=500.0)).bottleneck_s > 2e-6
+
+
+def test_a_tied_parameter_weighs_once() -> None:
+    graph, cluster = chain_graph(3, tied=True), load_cluster("4xV100")
+    profile = make_profile(graph, 2, CostModel(cluster=cluster), cluster.device_kinds[0])
+    assert profile.parameter_bytes.tolist() == [64.0, 64.0, 0.0]
+    assert profile.activation_bytes.tolist() == [32.0, 32.0, 0.0]
+    assert profile.reads == CHAIN
 
 
 def test_a_captured_graph_has_a_profile() -> None:
