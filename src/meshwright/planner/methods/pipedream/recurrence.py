@@ -168,10 +168,11 @@ def _cut(
 ) -> None:
     """Try all last stages of the interval behind i up to j, which begin behind one of the useful states."""
     best, last, most = table.best[j], j == len(p.seconds) - 1, p.num_machines
-    # What is behind j takes machines too, if it is to take less than the cutoff.
+    # What is before and behind j takes machines too, if it is to take less than the cutoff.
+    least_here = int((p.seconds[j] - (p.seconds[i] if i >= 0 else 0.0)) / p.all_below / cutoff_s)
     most_here = most - int((p.seconds[stop] - p.seconds[j]) / p.all_below / cutoff_s)
     sending_here_s = 0.0 if last else _sending_seconds(p, j)
-    if sending_here_s >= cutoff_s * most:
+    if least_here > most_here or sending_here_s >= cutoff_s * most:
         return
     reach = _reach(best, cutoff_s, counting)
     for k in useful[::-1]:
