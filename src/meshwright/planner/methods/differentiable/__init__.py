@@ -12,6 +12,8 @@ And for whole problems the method `differentiable` (`method`): boundaries, repli
 (`stage_arrays`, `relaxed`, `layouts`), rounded and repaired by moving one boundary or swapping two devices
 (`stage_repair`); settings, microbatch sizes, schedules and numbers of stages by a softmax over options.
 
+Where a step can only be measured, with noise, a distribution over layouts moves by scores (`measured`).
+
 Neither repair may reach a dynamic program (a contract of the import linter).
 """
 

@@ -84,7 +84,14 @@ def descend_logits(space: StageSpace, smooth: Smooth, start: Logits) -> StageLay
 
 
 def round_logits(space: StageSpace, logits: Logits) -> StageLayout:
-    """The most likely layout, made valid (no stage without a rank), and repaired."""
+    """The most likely layout, made valid, and repaired."""
+    edges, stage_of = valid_layout(space, logits)
+    seconds, excess = repair_layout(space, edges, stage_of)
+    return StageLayout(edges=edges, stage_of=stage_of, seconds=seconds, excess=excess)
+
+
+def valid_layout(space: StageSpace, logits: Logits) -> tuple[Integers, Integers]:
+    """The most likely edges, apart from each other, and stages of ranks, none of them without a rank."""
     num_stages = logits.ranks.shape[1]
     places = np.array([0, *(1 + int(row.argmax()) for row in logits.edges), space.num_layers])
     edges, stage_of = round_edges(places, space.num_layers), logits.ranks.argmax(axis=1)
@@ -93,5 +100,4 @@ def round_logits(space: StageSpace, logits: Logits) -> StageLayout:
             # The rank that leans most to it, of those whose stage has another.
             spare = np.bincount(stage_of, minlength=num_stages)[stage_of] > 1
             stage_of[np.where(spare, logits.ranks[:, stage], -np.inf).argmax()] = stage
-    seconds, excess = repair_layout(space, edges, stage_of)
-    return StageLayout(edges=edges, stage_of=stage_of, seconds=seconds, excess=excess)
+    return edges, stage_of
