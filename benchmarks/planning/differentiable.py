@@ -8,7 +8,8 @@ Controls: repair alone starts from the notebook's uniform split; random starts a
 even compute, as those of the arms (but for gradients). Those named "for as long" are repeated for the CPU time that
 `gumbel` took on the same instance.
 
-Last, where model and plan do couple: `coupling`.
+Then problems without an exact method (`unequal_devices`), plans whose step is only measured (`measured`), and where
+model and plan do couple (`coupling`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import numpy as np
 from harness import make_row
 from planning.chains import scored
 from planning.coupling import coupling_rows
+from planning.measured import measured_rows
+from planning.unequal_devices import unequal_rows
 
 from meshwright.planner.methods.chain import solve_chain
 from meshwright.planner.methods.differentiable import CHAIN_ARMS
@@ -29,7 +32,7 @@ MEAN_GAP, WORST_GAP, MOST_S, SPREAD = 0.01, 0.05, 3.0, 0.5
 
 
 def rows(quick):
-    return [*chain_rows(quick), *coupling_rows(quick)]
+    return [*chain_rows(quick), *unequal_rows(quick), *measured_rows(quick), *coupling_rows(quick)]
 
 
 def chain_rows(quick):

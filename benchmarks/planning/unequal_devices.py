@@ -1,22 +1,27 @@
 """Problems without an exact method: unequal devices, memory, placements; methods side by side at equal time.
 
 `splits/planner_differentiable.json`, "unequal". Every method gets the same wall time with one seed; its best plan is
-simulated by the same simulator. The ratio is over the best of all methods; the value is the step time.
+simulated by the same simulator. The ratio is over the best of all methods; the value is the step time. "Random starts +
+repair" is the differentiable method with its gradients left out.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from harness import make_row
 from planning.chains import SPLITS
 
 from meshwright.cost import CostModel
+from meshwright.planner.methods import METHODS
+from meshwright.planner.methods.differentiable.method import search_by_draws
 from meshwright.planner.problem import Choices, Problem, list_shardings
 from meshwright.planner.search import solve
 from meshwright.spec import Cluster, MeshwrightError, Workload, load_cluster, load_shipped_graph
 
 UNEQUAL = SPLITS["unequal"]
+NAMES = ("slicing", "unequal", "flexflow", "auto", "differentiable")
 
 
 def unequal_cluster(nodes):
@@ -48,9 +53,9 @@ def unequal_problem(spec):
     )
 
 
-def unequal_rows(quick, methods, which="scored"):
-    """Methods by name, or functions as {name: method}."""
-    named = methods if isinstance(methods, dict) else {name: name for name in methods}
+def unequal_rows(quick, which="scored"):
+    named = {name: name for name in NAMES if name in METHODS}
+    named["random starts + repair"] = partial(search_by_draws, gradients=False)
     table = []
     for spec in UNEQUAL[which][: 1 if quick else None]:
         seconds = {}

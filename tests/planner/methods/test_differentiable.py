@@ -177,7 +177,7 @@ def test_rounding_leaves_no_stage_without_a_rank():
 
 @pytest.mark.parametrize("mode", ["training", "inference"])
 def test_every_proposal_is_a_plan_on_all_devices(mode, monkeypatch):
-    monkeypatch.setattr(method, "NUM_DRAWS", 30)
+    monkeypatch.setattr(method, "NUM_DRAWS", 15)
     problem = problem_of((4, 1, 6, 2, 2), (2, 1), rates=(1e12, 4e11), mode=mode)
     plans = solve(problem, differentiable)
     assert len(plans.ranked) > 1
@@ -191,14 +191,14 @@ def test_every_proposal_is_a_plan_on_all_devices(mode, monkeypatch):
 
 def test_devices_out_of_order_are_put_together(monkeypatch):
     """Fast and slow nodes in turn: stages of replicas on consecutive ranks are as slow as the slowest of each."""
-    monkeypatch.setattr(method, "NUM_DRAWS", 60)
+    monkeypatch.setattr(method, "NUM_DRAWS", 30)
     problem = problem_of((5, 5, 5, 5, 5, 5), (1, 1, 1, 1), rates=(1e12, 2e11))
     found, sliced = solve(problem, differentiable).best, solve(problem, "slicing").best
     assert found.step_time_s <= sliced.step_time_s
 
 
 def test_tight_memory_is_kept(monkeypatch):
-    monkeypatch.setattr(method, "NUM_DRAWS", 60)
+    monkeypatch.setattr(method, "NUM_DRAWS", 30)
     problem = problem_of((4, 4, 4, 4, 4), (4,), memory=170_000)
     assert max(solve(problem, differentiable).best.peak_memory_bytes) <= 170_000
 

@@ -1,14 +1,16 @@
-"""Two levels: what a plan takes is measured, with noise; the closed form guides where to measure.
+"""Two levels: what a plan takes can only be measured, with noise.
 
 The lower level is the descent of `layouts` along the smooth closed form, which ends in a layout. The upper level moves
 a distribution q over layouts (each boundary by a softmax over its places, each rank over its stages, independently)
 from there to less *measured* time. A measurement has no gradient; that of its mean has, by scores:
 
-    ∇ E_q[log y]  =  E_q[(log y - log c) ∇ log q]  +  ∇ E_q[log c]
+    ∇ E_q[log y]  =  E_q[log y ∇ log q]                                         scores alone
+                  =  E_q[(log y - log c) ∇ log q]  +  ∇ E_q[log c]              guided
 
-y measured, c the closed form of the layout drawn. The first term is estimated by draws, less their mean; where the
-closed form is right it has no noise but that of the measurement. The second is the gradient of the smooth closed form.
-Without it (``guided`` false) scores carry all: (log y) ∇ log q. At the end the layouts that measured best are
+y measured, c the closed form of the layout drawn. The expectation of scores is estimated by draws, less their mean.
+Guided, it has no noise but that of the measurement where the closed form is right, and the second term is the gradient
+of the smooth closed form; where the closed form is wrong, that one pulls back to it (docs/methods/differentiable.md has
+the figures). At the end the layouts that measured best are
 measured again, and the best mean is the answer: the least of many noisy figures is too good to be true.
 
 Sources: Williams, REINFORCE (1992); Grathwohl et al., "Backpropagation through the Void" (ICLR 2018), section 2, for
@@ -45,7 +47,7 @@ def refine_measured(
     random: np.random.Generator,
     *,
     num_measurements: int = 100,
-    guided: bool = True,
+    guided: bool = False,
 ) -> StageLayout:
     """A layout that measures better than ``start``, or ``start``; ``measure`` gives noisy seconds of one that fits.
 

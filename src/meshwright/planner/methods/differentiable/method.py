@@ -122,6 +122,9 @@ def search_by_draws(problem: Problem, state: SearchState, *, gradients: bool) ->
         option.draw(state.random, gradients=False)
         options.append(option)
     state.count(considered=len(options))
+    for option in sorted(options, key=lambda option: option.seconds)[: state.max_plans]:
+        if option.best is not None and option.best.excess <= 0:
+            yield from _propose(option, option.best)
     for draw in range(NUM_DRAWS) if math.isinf(state.stop_at) else count():
         if not options or state.seconds_left() <= 0:
             return
@@ -129,15 +132,19 @@ def search_by_draws(problem: Problem, state: SearchState, *, gradients: bool) ->
         layout = option.draw(state.random, gradients=gradients)
         state.events.progress("descend", draw, NUM_DRAWS)
         state.count(considered=1)
-        if layout.excess > 0 or layout.seconds * option.ratio > state.best_s * (1 + COLD):
-            continue
-        plan = option.plan(layout)
-        if plan in option.seen:
-            continue
-        option.seen.add(plan)
-        result = yield Proposal(plan, layout.seconds)
-        if result is not None:
-            option.learn(layout, result)
+        if layout.excess <= 0 and layout.seconds * option.ratio <= state.best_s * (1 + COLD):
+            yield from _propose(option, layout)
+
+
+def _propose(option: _Option, layout: StageLayout) -> Steps:
+    """A plan that its option has not shown yet, and what its result teaches."""
+    plan = option.plan(layout)
+    if plan in option.seen:
+        return
+    option.seen.add(plan)
+    result = yield Proposal(plan, layout.seconds)
+    if result is not None:
+        option.learn(layout, result)
 
 
 def _choose(options: list[_Option], random: np.random.Generator, temperature: float) -> _Option:

@@ -44,6 +44,25 @@ class Logits(NamedTuple):
         return Logits(flat[:size].reshape(self.edges.shape), flat[size:].reshape(self.ranks.shape))
 
 
+class _Terms(NamedTuple):
+    """What a stage has (S,) in the words of the model; ``weights`` (D, S) of ranks in t, ``over`` memory (D, S)."""
+
+    replicas: Floats
+    rounds: Floats
+    weights: Floats
+    seconds: Floats
+    pairs: Floats
+    by_link: Floats
+    transfer: Floats
+    turns: Floats
+    gradients: Floats
+    per_byte: Floats
+    bottleneck: Floats
+    flights: Floats
+    more: Floats
+    over: Floats
+
+
 class Smooth:
     """The smooth cost of one number of stages; tables are prepared once."""
 
@@ -61,74 +80,92 @@ class Smooth:
 
     def gradient(self, logits: Logits, heat: float, smooth: float, penalty: float) -> tuple[float, Logits]:
         """The cost and its gradient; ``heat`` of the shares, ``smooth`` of maxima and ``penalty`` over the step."""
-        space, num_stages = self._space, self._num_stages
         inner, ranks = softmax(logits.edges / heat), softmax(logits.ranks / heat)
-        edges = np.zeros((num_stages + 1, space.num_layers + 1))
+        edges = np.zeros((self._num_stages + 1, self._space.num_layers + 1))
         edges[0, 0] = edges[-1, -1] = 1.0
         edges[1:-1, 1:-1] = inner
-        starts, stops = edges[:-1], edges[1:]
+        terms = self._terms(edges, ranks, smooth)
+        by_ranks, by_tables, by_edges = self._by_ranks(ranks, terms, smooth, penalty * self.step_s)
+        by_edges[:-1] += np.einsum("sij,sj->si", by_tables, edges[1:])
+        by_edges[1:] += np.einsum("sij,si->sj", by_tables, edges[:-1])
+        by_logits = Logits(
+            softmax_gradient(inner, by_edges[1:-1, 1:-1]) / heat, softmax_gradient(ranks, by_ranks) / heat
+        )
+        return self._cost(ranks, terms, smooth, penalty * self.step_s), by_logits
+
+    def _terms(self, edges: Floats, ranks: Floats, smooth: float) -> _Terms:
+        space, starts, stops = self._space, edges[:-1], edges[1:]
         replicas = np.maximum(ranks.sum(axis=0), 1e-6)
-        rounds, fills = space.num_microbatches / replicas, space.num_fills
-        by_replicas, by_ranks = np.zeros(num_stages), np.zeros_like(ranks)
-        # t: the slowest rank of each stage.
-        of_kind = np.einsum("si,kij,sj->ks", starts, self._seconds, stops)
-        each, tau = of_kind[space.kind_of], smooth * self.stage_s
-        top = each.max(axis=0)
-        weights = ranks * np.exp((each - top) / tau)
-        sums = np.maximum(weights.sum(axis=0), 1e-300)
+        rounds = space.num_microbatches / replicas
+        each = np.einsum("si,kij,sj->ks", starts, self._seconds, stops)[space.kind_of]
+        top, tau = each.max(axis=0), smooth * self.stage_s
+        weights = np.exp((each - top) / tau)
+        sums = np.maximum((ranks * weights).sum(axis=0), 1e-300)
         seconds = top + tau * np.log(sums / replicas)
-        # x and e: links by shares.
-        pairs = np.einsum("ds,es,del->sl", ranks[:, :-1], ranks[:, 1:], self._links)
         norm = replicas[:-1] * replicas[1:]
+        pairs = np.einsum("ds,es,del->sl", ranks[:, :-1], ranks[:, 1:], self._links) / norm[:, None]
         by_link = edges[1:-1] @ self._transfer.T
-        transfer = (pairs * by_link).sum(axis=1) / norm
         per_byte = np.einsum("ds,de,es->s", ranks, space.pair_s, ranks) / replicas**2
         gradients = np.einsum("si,ij,sj->s", starts, self._gradients, stops)
         turns = 2 * np.maximum(1 - 1 / replicas, 0)
-        bottleneck = (rounds - fills) * seconds + turns * gradients * per_byte
-        tau_step = smooth * self.step_s
-        slow = softmax(bottleneck / tau_step)
-        largest = bottleneck.max() + tau_step * np.log(np.exp((bottleneck - bottleneck.max()) / tau_step).sum())
-        # Memory.
         flights = self._in_flight(rounds)
-        held = np.einsum("si,ij,sj->s", starts, self._held, stops)
         more = np.einsum("si,ij,sj->s", starts, self._more, stops)
-        over = (held + (flights - 1) * more) / space.memory_limit[:, None] - 1
-        penalty = penalty * self.step_s
-        empty = np.maximum(1 - replicas, 0)
-        cost = fills * (seconds.sum() + transfer.sum()) + largest
-        cost += penalty * ((ranks * np.maximum(over, 0)).sum() + (empty**2).sum())
-
-        # Backwards: by t, by x, by e, by memory, to replicas, ranks and edges.
-        by_seconds = fills + slow * (rounds - fills)
-        by_replicas -= slow * seconds * rounds / replicas + by_seconds * tau / replicas + penalty * 2 * empty
-        by_ranks += by_seconds * tau * np.exp((each - top) / tau) / sums
-        by_kind = np.stack(
-            [np.where((space.kind_of == k)[:, None], weights, 0).sum(axis=0) for k in range(len(of_kind))]
+        held = np.einsum("si,ij,sj->s", starts, self._held, stops) + (flights - 1) * more
+        return _Terms(
+            replicas=replicas,
+            rounds=rounds,
+            weights=weights / sums,
+            seconds=seconds,
+            pairs=pairs,
+            by_link=by_link,
+            transfer=(pairs * by_link).sum(axis=1),
+            turns=turns,
+            gradients=gradients,
+            per_byte=per_byte,
+            bottleneck=(rounds - space.num_fills) * seconds + turns * gradients * per_byte,
+            flights=flights,
+            more=more,
+            over=held / space.memory_limit[:, None] - 1,
         )
-        by_table = by_seconds * by_kind / sums
-        by_replicas[:-1] -= fills * transfer / replicas[:-1]
-        by_replicas[1:] -= fills * transfer / replicas[1:]
-        carried = np.einsum("sl,del->sde", by_link, self._links) * (fills / norm)[:, None, None]
+
+    def _cost(self, ranks: Floats, terms: _Terms, smooth: float, penalty: float) -> float:
+        tau, top = smooth * self.step_s, terms.bottleneck.max()
+        cost = self._space.num_fills * (terms.seconds.sum() + terms.transfer.sum())
+        cost += top + tau * np.log(np.exp((terms.bottleneck - top) / tau).sum())
+        empty = np.maximum(1 - terms.replicas, 0)
+        return float(cost + penalty * ((ranks * np.maximum(terms.over, 0)).sum() + (empty**2).sum()))
+
+    def _by_ranks(self, ranks: Floats, terms: _Terms, smooth: float, penalty: float) -> tuple[Floats, Floats, Floats]:
+        """The derivatives by X, by the bilinear tables of each stage, and by edges as far as links go."""
+        space, fills, replicas, tau = self._space, self._space.num_fills, terms.replicas, smooth * self.stage_s
+        slow = softmax(terms.bottleneck / (smooth * self.step_s))
+        # By t, which the first microbatch and the slowest stage's others take.
+        by_seconds = fills + slow * (terms.rounds - fills)
+        by_replicas = -slow * terms.seconds * terms.rounds / replicas - by_seconds * tau / replicas
+        by_ranks = by_seconds * tau * terms.weights
+        kinds = np.eye(len(space.seconds))[space.kind_of]
+        tables = np.einsum("ks,kij->sij", by_seconds * (kinds.T @ (ranks * terms.weights)), self._seconds)
+        # By x.
+        by_replicas[:-1] -= fills * terms.transfer / replicas[:-1]
+        by_replicas[1:] -= fills * terms.transfer / replicas[1:]
+        norm = (replicas[:-1] * replicas[1:])[:, None, None]
+        carried = np.einsum("sl,del->sde", terms.by_link, self._links) * fills / norm
         by_ranks[:, :-1] += np.einsum("sde,es->ds", carried, ranks[:, 1:])
         by_ranks[:, 1:] += np.einsum("sde,ds->es", carried, ranks[:, :-1])
-        scale = slow * turns * gradients
-        by_replicas += slow * gradients * per_byte * np.where(replicas > 1, 2 / replicas**2, 0)
-        by_replicas -= 2 * scale * per_byte / replicas
+        by_edges = np.zeros((self._num_stages + 1, space.num_layers + 1))
+        by_edges[1:-1] += fills * terms.pairs @ self._transfer
+        # By e.
+        scale = slow * terms.turns * terms.gradients
+        by_replicas += slow * terms.gradients * terms.per_byte * np.where(replicas > 1, 2 / replicas**2, 0)
+        by_replicas -= 2 * scale * terms.per_byte / replicas
         by_ranks += 2 * scale * (space.pair_s @ ranks) / replicas**2
-        excess = penalty * (ranks * (over > 0) / space.memory_limit[:, None]).sum(axis=0)
-        by_replicas -= np.where(flights == rounds, excess * more * rounds / replicas, 0)
-        by_ranks += penalty * np.maximum(over, 0) + by_replicas
-        tables = np.einsum("ks,kij->sij", by_table, self._seconds)
-        tables += (slow * turns * per_byte)[:, None, None] * self._gradients
-        tables += excess[:, None, None] * self._held + (excess * (flights - 1))[:, None, None] * self._more
-        by_edges = np.zeros_like(edges)
-        by_edges[:-1] += np.einsum("sij,sj->si", tables, stops)
-        by_edges[1:] += np.einsum("sij,si->sj", tables, starts)
-        by_edges[1:-1] += fills * (pairs / norm[:, None]) @ self._transfer
-        return float(cost), Logits(
-            softmax_gradient(inner, by_edges[1:-1, 1:-1]) / heat, softmax_gradient(ranks, by_ranks) / heat
-        )
+        tables += (slow * terms.turns * terms.per_byte)[:, None, None] * self._gradients
+        # By memory, and stages without a rank.
+        excess = penalty * (ranks * (terms.over > 0) / space.memory_limit[:, None]).sum(axis=0)
+        by_replicas -= np.where(terms.flights == terms.rounds, excess * terms.more * terms.rounds / replicas, 0)
+        by_replicas -= 2 * penalty * np.maximum(1 - replicas, 0)
+        tables += excess[:, None, None] * self._held + (excess * (terms.flights - 1))[:, None, None] * self._more
+        return by_ranks + penalty * np.maximum(terms.over, 0) + by_replicas, tables, by_edges
 
     def _in_flight(self, rounds: Floats) -> Floats:
         """Microbatches in flight as if stages had equally many ranks: all, or 1F1B's."""
