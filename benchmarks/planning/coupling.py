@@ -3,7 +3,7 @@
 A chain of 64 layers (`splits/planner_differentiable.json`, first scored seed, cuts free) in k stages. A pipeline that
 never flushes makes an update per slowest stage, but gradients of its first stage are k - 1 updates old. Training is
 gradient descent on a quadratic with 16 curvatures from 0.01 to 1, equal in loss at the start, with that delay; steps
-are those until the loss is a thousandth, at the best of 40 rates. A synchronous pipeline computes the same function for
+are those until the loss is a thousandth, at the best of 200 rates. A synchronous pipeline computes the same function for
 every k: the number of its steps does not depend on the plan, and the best plan is that of the least step time.
 """
 
@@ -16,11 +16,12 @@ from planning.chains import SLICING, heterogeneous
 from meshwright.planner.methods.chain import ChainProblem, solve_chain
 
 STAGES, NUM_LAYERS, MOST_STEPS, TARGET_LOSS = (1, 2, 4, 8, 16, 32), 64, 20_000, 1e-3
+NUM_RATES = 200
 
 
-def coupling_rows(quick):
+def coupling_rows():
     layers = heterogeneous(NUM_LAYERS, 2, SLICING["scored_seeds"][0]).layer_costs
-    rates = np.geomspace(0.01, 1.9, 10 if quick else 40)
+    rates = np.geomspace(0.01, 1.9, NUM_RATES)
     table, times = [], {}
     for num_stages in STAGES:
         free = np.zeros((NUM_LAYERS - 1, num_stages - 1))

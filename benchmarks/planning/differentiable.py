@@ -32,7 +32,7 @@ MEAN_GAP, WORST_GAP, MOST_S, SPREAD = 0.01, 0.05, 3.0, 0.5
 
 
 def rows(quick):
-    return [*chain_rows(quick), *unequal_rows(quick), *measured_rows(quick), *coupling_rows(quick)]
+    return [*chain_rows(quick), *unequal_rows(quick), *measured_rows(quick), *coupling_rows()]
 
 
 def chain_rows(quick):
