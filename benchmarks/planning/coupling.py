@@ -3,8 +3,8 @@
 A chain of 64 layers (`splits/planner_differentiable.json`, first scored seed, cuts free) in k stages. A pipeline that
 never flushes makes an update per slowest stage, but gradients of its first stage are k - 1 updates old. Training is
 gradient descent on a quadratic with 16 curvatures from 0.01 to 1, equal in loss at the start, with that delay; steps
-are those until the loss is a thousandth, at the best of 200 rates. A synchronous pipeline computes the same function for
-every k: the number of its steps does not depend on the plan, and the best plan is that of the least step time.
+are those until the loss is a thousandth, at the best of 200 rates. A synchronous pipeline computes the same function
+for every k: the number of its steps does not depend on the plan, and the best plan is that of the least step time.
 """
 
 from __future__ import annotations
