@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.methods.alpa import Amounts, closed_form_mesh, place_ops
+from meshwright.cost import CostModel
+from meshwright.planner.methods.alpa import Amounts, amounts_of, closed_form_mesh, mesh_of_cluster, place_ops
 from meshwright.planner.methods.alpa.integer_program import Node, Tensor, cost_of, solve_choices
 from meshwright.planner.methods.alpa.repeats import fold
-from meshwright.spec import MeshwrightError, NoFeasiblePlanError, PlanError, load_shipped_graph
+from meshwright.spec import MeshwrightError, NoFeasiblePlanError, PlanError, Workload, load_cluster, load_shipped_graph
 from tests.planner.methods.alpa_oracle import Axis, cheapest
 from tests.planner.methods.stacks import product_chain, short_stack
 
@@ -158,6 +159,17 @@ def test_more_blocks_take_no_more_variables():
     assert len({item.solution.num_variables for item in found}) == 1
     block_s = found[1].seconds - found[0].seconds
     assert found[2].seconds - found[1].seconds == pytest.approx(2 * block_s)
+
+
+@pytest.mark.parametrize(("name", "gains"), [("llama3-8b", False), ("bert-base", True)])
+def test_ops_that_choose_for_themselves_are_never_worse_than_those_that_follow(name, gains):
+    graph, cost = short_stack(name, 2), CostModel(cluster=load_cluster("8xA100"))
+    mesh = mesh_of_cluster(cost, (1, 8))
+    work = amounts_of(graph, Workload(global_batch=8), cost, batch_size=8)
+    following, choosing = (place_ops(graph, mesh, work, following=following) for following in (True, False))
+    assert choosing.seconds <= following.seconds * (1 + 1e-9)
+    assert choosing.num_groups > following.num_groups
+    assert (choosing.seconds < 0.999 * following.seconds) == gains
 
 
 def test_the_memory_limit_is_kept_and_costs_time():

@@ -16,7 +16,7 @@ KINDS = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to
 BATCH = 4
 
 
-def place(name, shape, alpha, beta, *, uses=("samples", "model"), flop_s=1e-12):
+def place(name, shape, alpha, beta, *, uses=("samples", "model"), flop_s=1e-12, following=True):
     graph = load_shipped_graph(name)
     work = Amounts(
         graph=graph,
@@ -27,7 +27,7 @@ def place(name, shape, alpha, beta, *, uses=("samples", "model"), flop_s=1e-12):
         parameter_bytes=16.0,
         op_seconds=np.array([flop_s * (op.flops + op.backward_flops).at(BATCH) for op in graph.ops]),
     )
-    return place_ops(graph, closed_form_mesh(shape, (alpha, alpha), (beta, beta)), work, uses=uses)
+    return place_ops(graph, closed_form_mesh(shape, (alpha, alpha), (beta, beta)), work, uses=uses, following=following)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,9 @@ def place(name, shape, alpha, beta, *, uses=("samples", "model"), flop_s=1e-12):
         ("bert-tiny", 2, 2e-5, 1e-9),  # so dear that nothing is split
     ],
 )
-def test_the_program_exchanges_what_was_paid_for(name, size, alpha, beta):
-    found = place(name, (1, size), alpha, beta)
+@pytest.mark.parametrize("following", [True, False])
+def test_the_program_exchanges_what_was_paid_for(name, size, alpha, beta, following):
+    found = place(name, (1, size), alpha, beta, following=following)
     told = express(found)
     assert told.replicas == 1
     sharded = shard_graph(found.graph, told.sharding)

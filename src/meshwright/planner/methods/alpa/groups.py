@@ -2,7 +2,8 @@
 
 A **root** chooses: products, attention, losses, and whatever has nothing to follow. Every other op follows its deepest
 operand (the one at the end of the longest chain of ops): it is split as that comes, or stays whole where it cannot be.
-So the strategies of a group are those of its root, on each axis
+That keeps the integer program small, as in Alpa, and can cost something; without ``following`` every op is a root.
+The strategies of a group are those of its root, on each axis
 
     a split of the root along a label of its dims, or none; and where its outputs are then sums over the ranks, how they
     come to lie once they are completed: whole, or scattered over a dim
@@ -54,10 +55,10 @@ class Group:
 
 
 class Model:
-    """A graph's kept ops, as one axis of ``size`` ranks sees them."""
+    """A graph's kept ops, as one axis of ``size`` ranks sees them; ``following``: whether ops follow others."""
 
-    def __init__(self, graph: Graph, folded: Folded, size: int) -> None:
-        self.graph, self.folded = graph, folded
+    def __init__(self, graph: Graph, folded: Folded, size: int, *, following: bool = True) -> None:
+        self.graph, self.folded, self.following = graph, folded, following
         self.facts = Facts(graph, size)
         self.size = size
 
@@ -85,7 +86,7 @@ class Model:
             inside = [at for at, i in enumerate(op.inputs) if i in depth and copy_of.get(producer[i]) == copy]
             operands = [(depth[op.inputs[at]], -at) for at in inside]
             depth |= dict.fromkeys(op.outputs, 1 + max(operands, default=(0, 0))[0])
-            if operands and not self.is_root(index):
+            if operands and self.following and not self.is_root(index):
                 found[index] = -max(operands)[1]
             elif self.is_free(index):
                 for output in op.outputs:

@@ -48,15 +48,17 @@ def place_ops(
     *,
     uses: tuple[AxisUse, AxisUse] = ("any", "any"),
     tiled: bool = True,
+    following: bool = True,
     memory_limit_bytes: float | None = None,
     deadline_s: float = 600.0,
 ) -> Placements:
     """How every op of a graph is split over both axes of a mesh, at least seconds per step.
 
     ``uses``: what each axis may split. ``tiled``: equal blocks in a row are laid out alike and solved as one.
+    ``following``: ops that do little are split as their deepest operand comes; else each chooses for itself.
     Raises NoFeasiblePlanError if nothing fits in ``memory_limit_bytes`` per device, MeshwrightError without highspy.
     """
-    sharded, problem = make_choice_problem(graph, mesh, amounts, uses=uses, tiled=tiled)
+    sharded, problem = make_choice_problem(graph, mesh, amounts, uses=uses, tiled=tiled, following=following)
     solution = solve_choices(
         problem.nodes, problem.tensors, memory_limit_bytes=memory_limit_bytes, deadline_s=deadline_s
     )
@@ -70,6 +72,7 @@ def make_choice_problem(
     *,
     uses: tuple[AxisUse, AxisUse] = ("any", "any"),
     tiled: bool = True,
+    following: bool = True,
 ) -> tuple[Sharded, ChoiceProblem]:
     """The integer program of `place_ops`. Raises GraphError for a batch that the graph does not describe."""
     graph.check_batch_size(amounts.batch_size)
@@ -80,7 +83,7 @@ def make_choice_problem(
         )
     folded = fold(graph, tiled=tiled)
     whole = graph if graph.batch_size is not None else with_samples(graph, amounts.batch_size)
-    outer, inner = (Model(whole, folded, size) for size in mesh.shape)
+    outer, inner = (Model(whole, folded, size, following=following) for size in mesh.shape)
     sharded = Sharded((outer, inner), amounts, Prices(mesh))
     strategies = [sharded.strategies(group) for group in find_groups(sharded.models, uses)]
     nodes = [Node(seconds=item.seconds.sum(axis=0), memory_bytes=item.memory_bytes) for item in strategies]

@@ -91,7 +91,9 @@ def _place(problem: Problem, microbatch_size: int, width: int, num_devices: int)
         batch_size=microbatch_size,
         num_microbatches=max(problem.workload.global_batch // (microbatch_size * replicas), 1),
     )
-    placements = place_ops(graph, mesh_of_cluster(problem.cost, (1, width)), work, uses=("samples", "model"))
+    mesh = mesh_of_cluster(problem.cost, (1, width))
+    # On one axis the integer program is small enough for every op to choose.
+    placements = place_ops(graph, mesh, work, uses=("samples", "model"), following=False)
     try:
         return express(placements).sharding
     except PlanError:
