@@ -22,7 +22,7 @@ from meshwright.spec import MeshwrightError, Plan, PlanError
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.sharding import Sharding
 
-_OBJECTIVES: tuple[Objective, ...] = ("priced", "alpa")
+OBJECTIVES: tuple[Objective, ...] = ("priced", "alpa")
 
 
 class _Found(NamedTuple):
@@ -33,8 +33,8 @@ class _Found(NamedTuple):
     objective: Objective
 
 
-def alpa(problem: Problem, state: SearchState) -> Steps:
-    """Place ops, slice stages, and propose the plans: those with communication priced first, then the paper's.
+def alpa(problem: Problem, state: SearchState, objectives: Sequence[Objective] = OBJECTIVES) -> Steps:
+    """Place ops, slice stages by each of the objectives, and propose the plans in their order.
 
     Raises MeshwrightError without highspy, if ops are to be split.
     """
@@ -48,13 +48,13 @@ def alpa(problem: Problem, state: SearchState) -> Steps:
     errors: list[MeshwrightError] = []
     for setting, sizes in _settings(problem, state):
         try:
-            found += _staged(problem.space(setting), sizes, schedules, state)
+            found += _staged(problem.space(setting), sizes, schedules, objectives, state)
         except MeshwrightError as error:
             errors.append(error)
     if not found and errors:
         raise errors[0]
     seen: set[Plan] = set()
-    for objective in _OBJECTIVES:
+    for objective in objectives:
         ranked = sorted((item for item in found if item.objective == objective), key=lambda item: item.seconds)
         for item in [item for item in ranked if item.plan not in seen][: state.max_plans]:
             seen.add(item.plan)
@@ -100,8 +100,10 @@ def _place(problem: Problem, microbatch_size: int, width: int, num_devices: int)
         return None
 
 
-def _staged(space: Space, sizes: tuple[int, ...], schedules: Sequence[str], state: SearchState) -> Iterator[_Found]:
-    for size, schedule, objective in product(sizes or space.microbatch_sizes, schedules, _OBJECTIVES):
+def _staged(
+    space: Space, sizes: tuple[int, ...], schedules: Sequence[str], objectives: Sequence[Objective], state: SearchState
+) -> Iterator[_Found]:
+    for size, schedule, objective in product(sizes or space.microbatch_sizes, schedules, objectives):
         if state.seconds_left() <= 0:
             return
         staged = slice_stages(space, size, schedule, objective)
