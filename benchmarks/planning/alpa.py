@@ -14,7 +14,7 @@ equal), and seconds of both. The instances stand in ``splits/planner_alpa.json``
 
 "stages": the simulated step of the best plan by the paper's objective, which knows no communication between stages,
 over that of the best plan by the priced one; both with placements by the integer program. The simulator has shared
-network cards in both. "placed": the best plan of the method over the best of slicing, which has the rules' placements alone.
+network cards in both. "placed": the best plan of the method over that of slicing, which has the rules' placements only.
 
 AutoParallel's seconds are quoted from its pull request 521 (meta-pytorch/autoparallel, table "total"): Llama 8B on a
 machine of theirs, tracing, strategies and solver together; the same kind of question, not the same measurement.
