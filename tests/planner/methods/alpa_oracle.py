@@ -83,7 +83,7 @@ def fits(pair, axes, batch, inner, outer):
     return all(x is None or x != y or sizes[x] % both == 0 for x, y, sizes in splits)
 
 
-def cheapest(widths, batch, axes, op_seconds, *, parameter_bytes=16.0, limit=float("inf")):
+def cheapest(widths, batch, axes, op_seconds, *, num_microbatches=1, parameter_bytes=16.0, limit=float("inf")):
     """Least seconds over all combinations that fit in ``limit`` bytes; inf if none does."""
     layers = list(itertools.pairwise(widths))
     choices = []
@@ -92,7 +92,7 @@ def cheapest(widths, batch, axes, op_seconds, *, parameter_bytes=16.0, limit=flo
         choices.append([pair for pair in itertools.product(*sides) if fits(pair, axes, batch, inner, outer)])
     best = float("inf")
     for chosen in itertools.product(*choices):
-        seconds = memory = 0.0
+        seconds = memory = once = 0.0
         for at, ((inner, outer), pair) in enumerate(zip(layers, chosen, strict=True)):
             weight, result = 4.0 * inner * outer, 4.0 * batch * outer
             parts = [axis.size if kind != "N" else 1 for axis, (kind, _) in zip(axes, pair, strict=True)]
@@ -105,10 +105,10 @@ def cheapest(widths, batch, axes, op_seconds, *, parameter_bytes=16.0, limit=flo
             summed = [axis for axis, (kind, _) in zip(axes, pair, strict=True) if kind == "B"]
             share = weight / (held[0] * held[1])
             if len(summed) == 1:
-                seconds += summed[0].seconds("AR", share)
+                once += summed[0].seconds("AR", share)
             elif summed:
                 a, b = summed
-                seconds += min(
+                once += min(
                     a.seconds("AR", share) + b.seconds("AR", share / a.size),
                     b.seconds("AR", share) + a.seconds("AR", share / b.size),
                 )
@@ -121,5 +121,5 @@ def cheapest(widths, batch, axes, op_seconds, *, parameter_bytes=16.0, limit=flo
                     read = [axis.size if way is not WHOLE else 1 for axis, way in zip(axes, want, strict=True)]
                     memory += result / (read[0] * read[1])
         if memory <= limit * (1 + 1e-9):
-            best = min(best, seconds)
+            best = min(best, num_microbatches * seconds + once)
     return best

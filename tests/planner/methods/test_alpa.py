@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.planner.methods.alpa import Amounts, amounts_of, closed_form_mesh, mesh_of_cluster, place_ops
+from meshwright.planner.methods.alpa.conversions import Have, Prices
+from meshwright.planner.methods.alpa.groups import Want
 from meshwright.planner.methods.alpa.integer_program import Node, Tensor, cost_of, solve_choices
 from meshwright.planner.methods.alpa.repeats import fold
 from meshwright.spec import MeshwrightError, NoFeasiblePlanError, PlanError, Workload, load_cluster, load_shipped_graph
-from tests.planner.methods.alpa_oracle import Axis, cheapest
+from tests.planner.methods.alpa_oracle import SUM, Axis, cheapest, convert
 from tests.planner.methods.stacks import product_chain, short_stack
 
 pytest.importorskip("highspy")
@@ -112,22 +114,42 @@ def test_chains_of_products_cost_what_the_oracle_finds(widths, batch, shape, alp
     op_seconds = data.draw(st.lists(st.floats(1e-5, 1e-2), min_size=count, max_size=count))
     if shape[0] * shape[1] > 2 and count == 3:
         widths, op_seconds = widths[:3], op_seconds[:2]
-    graph = product_chain(tuple(widths))
+    graph, num_microbatches = product_chain(tuple(widths)), data.draw(st.integers(1, 3))
     axes = [Axis(*facts) for facts in zip(shape, alphas, betas, strict=True)]
     mesh = closed_form_mesh(shape, alphas, betas)
-    found = place_ops(graph, mesh, amounts(graph, batch, op_seconds))
-    assert found.seconds == pytest.approx(cheapest(widths, batch, axes, op_seconds), rel=1e-6)
+    work = amounts(graph, batch, op_seconds, num_microbatches=num_microbatches)
+
+    def best(limit=float("inf")):
+        return cheapest(widths, batch, axes, op_seconds, num_microbatches=num_microbatches, limit=limit)
+
+    found = place_ops(graph, mesh, work)
+    assert found.seconds == pytest.approx(best(), rel=1e-6)
     assert found.gap == pytest.approx(0, abs=1e-6)
     assert sum(found.terms.values()) == pytest.approx(found.seconds)
     limit = 0.7 * found.memory_bytes
-    best = cheapest(widths, batch, axes, op_seconds, limit=limit)
-    if best < float("inf"):
-        limited = place_ops(graph, mesh, amounts(graph, batch, op_seconds), memory_limit_bytes=limit)
-        assert limited.seconds == pytest.approx(best, rel=1e-6)
+    if best(limit) < float("inf"):
+        limited = place_ops(graph, mesh, work, memory_limit_bytes=limit)
+        assert limited.seconds == pytest.approx(best(limit), rel=1e-6)
         assert limited.memory_bytes <= limit * (1 + 1e-6)
     else:
         with pytest.raises(NoFeasiblePlanError):
-            place_ops(graph, mesh, amounts(graph, batch, op_seconds), memory_limit_bytes=limit)
+            place_ops(graph, mesh, work, memory_limit_bytes=limit)
+
+
+@given(st.lists(st.floats(1e-6, 1e-3), min_size=2, max_size=2), st.lists(st.floats(1e-9, 1e-5), min_size=2, max_size=2))
+def test_conversions_over_two_axes_take_the_cheaper_order(alphas, betas):
+    shape, size = (2, 4), 1000.0
+    axes = [Axis(*facts) for facts in zip(shape, alphas, betas, strict=True)]
+    prices = Prices(closed_form_mesh(shape, alphas, betas))
+    places = (None, (0, 1), (1, 1))
+    haves = [*itertools.product([Have(place) for place in places] + [Have(None, True)], repeat=2)]
+    wants = [*itertools.product([Want(place) for place in places] + [Want(None, True)], repeat=2)]
+    found = prices.convert(haves, wants, size, with_gradient=True)
+    for (i, have), (j, want) in itertools.product(enumerate(haves), enumerate(wants)):
+        lies = [SUM if item.sums else item.place and item.place[0] for item in have]
+        reads = [item.place and item.place[0] for item in want]
+        told = convert(axes, lies, reads, [item.sums for item in want], size)
+        assert found[i, j] == pytest.approx(told)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +168,7 @@ def test_equal_blocks_laid_out_alike_cost_what_free_ones_do(name, num_blocks, sh
     work = amounts(graph, 16, float_bytes=2)
     tiled, untiled = (place_ops(graph, mesh, work, tiled=tiled) for tiled in (True, False))
     assert tiled.seconds == pytest.approx(untiled.seconds, rel=1e-6)
+    assert tiled.memory_bytes == pytest.approx(untiled.memory_bytes, rel=1e-6)
     assert tiled.solution.num_variables < untiled.solution.num_variables
     assert len(tiled.splits) == len(graph.ops)
 
