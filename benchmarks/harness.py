@@ -86,20 +86,26 @@ def ratio_row(name: str, ours: np.ndarray, theirs: np.ndarray, target: float | N
     )
 
 
-def parse_options(description: str) -> argparse.Namespace:
-    """The options of every benchmark: --quick and --json OUT."""
+def parse_options(description: str, only: tuple[str, ...] = ()) -> argparse.Namespace:
+    """The options of every benchmark: --quick and --json OUT; with sections, --only SECTION."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions; for a look, not for a figure")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--no-report", action="store_true", help="write no dated report")
+    if only:
+        parser.add_argument("--only", choices=only, action="append", help="one section alone; repeat for several")
     return parser.parse_args()
 
 
-def publish(name: str, rows: list[Row], options: argparse.Namespace, notes: str = "") -> int:
-    """Print the rows, write JSON and a dated report; returns 1 if a target was missed."""
+def publish(name: str, rows: list[Row], options: argparse.Namespace, notes: str = "", label: str = "") -> int:
+    """Print the rows, write JSON and a dated report; returns 1 if a target was missed.
+
+    ``label`` are the sections that ran, if not all did.
+    """
     import torch
 
-    command = f"python benchmarks/{name}.py" + (" --quick" if options.quick else "")
+    chosen = "".join(f" --only {part}" for part in label.split("-") if part)
+    command = f"python benchmarks/{name}.py{chosen}" + (" --quick" if options.quick else "")
     lines = ["| name | value | baseline | ratio | spread | target | met |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         cells = [row.name, f"{row.value:.4g} {row.unit}"]
@@ -119,7 +125,9 @@ def publish(name: str, rows: list[Row], options: argparse.Namespace, notes: str 
             f"# {name}, {date}\n\n`{command}` on {_processor()}, {platform.system()}, {versions}. "
             "Spread: half width of the middle 80 % over the median.\n\n"
         )
-        (REPORTS / f"{date}-{name}.md").write_text(head + table + "\n" + (f"\n{notes}\n" if notes else ""))
+        (REPORTS / f"{date}-{'-'.join(filter(None, (name, label)))}.md").write_text(
+            head + table + "\n" + (f"\n{notes}\n" if notes else "")
+        )
     return int(any(row.met is False for row in rows))
 
 

@@ -35,7 +35,7 @@ _HALVINGS = 40
 # Microbatch sizes that starts have: the plan's and those next to it.
 _NEAR_SIZES = 4
 # What a new plan may take; people wait for it, and so do devices.
-DEADLINE_S = 0.9
+DEADLINE_S = 0.7
 
 
 def replan(
