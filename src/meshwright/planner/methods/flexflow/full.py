@@ -42,9 +42,19 @@ BEYOND = -1
 @compiled
 def simulate_all(soap: Soap, strategy: Strategy, schedule: Schedule) -> int:
     """Simulate a strategy from nothing; return the step time in ps. What the schedule held is gone."""
-    count, last = run_all(soap, strategy, schedule, schedule.order[schedule.state[ROW]], NO_LIMIT, schedule.no_tail_ps)
+    return simulate_within(soap, strategy, schedule, NO_LIMIT, schedule.no_tail_ps)
+
+
+@compiled
+def simulate_within(soap: Soap, strategy: Strategy, schedule: Schedule, limit_ps: int, tail_ps: Integers) -> int:
+    """The same, or `BEYOND` if it exceeds ``limit_ps``; ``tail_ps`` is that of `shortest_tails`."""
+    row, limit = schedule.order[schedule.state[ROW]], limit_ps - fixed_end(soap, strategy)
+    count, last = run_all(soap, strategy, schedule, row, limit, tail_ps)
+    if last == BEYOND:
+        return BEYOND
     schedule.state[COUNT], schedule.state[ENDS] = count, last
-    return finish(soap, strategy, schedule, last)
+    step = finish(soap, strategy, schedule, last)
+    return BEYOND if step > limit_ps else step
 
 
 @compiled

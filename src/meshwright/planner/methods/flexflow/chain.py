@@ -1,0 +1,222 @@
+"""One Markov chain over strategies: propose, simulate what changes, accept by Metropolis' rule. Compiled.
+
+A proposal takes a layer at random and gives it
+
+    with 1/2   a random candidate, on a run of neighbouring devices from a random one on (the original's device maps)
+    with 1/4   a random candidate, on any distinct devices in any order (the paper's)
+    with 1/4   the degrees and devices of a layer that it shares an edge with, if it can be split so
+
+and is drawn anew where that is what the layer has already: such a proposal changes nothing and is not counted. It is
+accepted if the step becomes no longer, else with probability exp(-beta (new - old)). The number that decides is drawn
+first: with ``cut``, the simulation ends as soon as it is certain that the proposal is refused.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+from meshwright.planner.methods.flexflow.arrays import (
+    Integers,
+    Schedule,
+    Soap,
+    Strategy,
+    empty_schedule,
+    empty_strategy,
+)
+from meshwright.planner.methods.flexflow.configure import configure, configure_all
+from meshwright.planner.methods.flexflow.delta import begin_change, keep, release, simulate_change, take_back
+from meshwright.planner.methods.flexflow.full import BEYOND, NO_LIMIT, simulate_all, simulate_within
+
+# Entries of `Chain.tally`: proposals that were simulated, accepted ones, those that were longer, accepted ones of them,
+# and proposals of which the simulation was cut short.
+SIMULATED, ACCEPTED, WORSE, WORSE_ACCEPTED, CUT = range(5)
+
+
+class Chain(NamedTuple):
+    """A chain: where it is, the best it has seen (``candidates`` (n,), ``devices`` (n, P)), and counts.
+
+    ``step_ps`` (2,): of where it is, and of the best. ``layer`` (1,) and ``devices_of`` (2, P) are room to work in:
+    devices of a layer now, and of a proposal.
+    """
+
+    strategy: Strategy
+    schedule: Schedule
+    candidates: Integers
+    devices: Integers
+    step_ps: Integers
+    tally: Integers
+    layer: Integers
+    devices_of: Integers
+
+
+@compiled
+def start(soap: Soap, chain: Chain, candidates: Integers, devices: Integers) -> None:
+    """Begin at a strategy, which is the best so far; all counts go on."""
+    configure_all(soap, chain.strategy, candidates, devices)
+    chain.step_ps[:] = simulate_all(soap, chain.strategy, chain.schedule)
+    chain.candidates[:] = candidates
+    chain.devices[:] = chain.strategy.device
+
+
+@compiled
+def reset(soap: Soap, chain: Chain) -> None:
+    """Go back to the best."""
+    configure_all(soap, chain.strategy, chain.candidates, chain.devices)
+    chain.step_ps[0] = simulate_all(soap, chain.strategy, chain.schedule)
+
+
+@compiled
+def walk(
+    soap: Soap,
+    chain: Chain,
+    random: np.random.Generator,
+    tail_ps: Integers,
+    num_proposals: int,
+    beta_per_ps: float,
+    follows_changes: bool,
+    cut: bool,
+) -> None:
+    """Simulate so many proposals; ``follows_changes`` by delta simulation, else each in full, with the same result."""
+    strategy, schedule, now, new = chain.strategy, chain.schedule, chain.devices_of[0], chain.devices_of[1]
+    for _ in range(num_proposals):
+        candidate = propose(soap, strategy, random, chain.layer, now, new)
+        if candidate < 0:
+            return
+        layer, before = chain.layer[0], strategy.candidate[chain.layer[0]]
+        allowed = min(-np.log(1.0 - random.random()) / beta_per_ps, 2.0**61)
+        limit = chain.step_ps[0] + np.int64(allowed)
+        if follows_changes:
+            begin_change(schedule)
+            release(soap, strategy, schedule, layer)
+            configure(soap, strategy, layer, candidate, new)
+            step = simulate_change(soap, strategy, schedule, chain.layer, limit if cut else NO_LIMIT, tail_ps, True)
+        else:
+            configure(soap, strategy, layer, candidate, new)
+            step = simulate_within(soap, strategy, schedule, limit if cut else NO_LIMIT, tail_ps)
+        is_worse, is_accepted = step == BEYOND or step > chain.step_ps[0], step != BEYOND and step <= limit
+        chain.tally[SIMULATED] += 1
+        chain.tally[ACCEPTED] += is_accepted
+        chain.tally[WORSE] += is_worse
+        chain.tally[WORSE_ACCEPTED] += is_worse and is_accepted
+        chain.tally[CUT] += step == BEYOND
+        if is_accepted:
+            if follows_changes:
+                keep(schedule)
+            chain.step_ps[0] = step
+            if step < chain.step_ps[1]:
+                chain.step_ps[1] = step
+                chain.candidates[:] = strategy.candidate
+                chain.devices[:] = strategy.device
+        else:
+            if follows_changes:
+                take_back(strategy, schedule)
+            configure(soap, strategy, layer, before, now)
+
+
+@compiled
+def propose(
+    soap: Soap, strategy: Strategy, random: np.random.Generator, layer: Integers, now: Integers, new: Integers
+) -> int:
+    """Draw a layer and another configuration of it: its candidate, and devices into ``new``; those it has into ``now``.
+
+    Returns -1 if a thousand draws find nothing else than what is there.
+    """
+    num_layers = len(soap.trains)
+    for _ in range(1000):
+        drawn = int(random.integers(0, num_layers))
+        layer[0] = drawn
+        now[:] = strategy.device[drawn]
+        way = random.random()
+        candidate = _copy(soap, strategy, random, drawn, new) if way >= 0.75 else -1
+        if candidate < 0:
+            candidate = random.integers(soap.candidates[drawn], soap.candidates[drawn + 1])
+            _place(soap, random, soap.parts[candidate], new, way < 0.5)
+        if candidate != strategy.candidate[drawn]:
+            return candidate
+        for part in range(soap.parts[candidate]):
+            if new[part] != now[part]:
+                return candidate
+    return -1
+
+
+@compiled
+def _place(soap: Soap, random: np.random.Generator, num_parts: int, devices: Integers, in_a_run: bool) -> None:
+    """Draw devices, a run of neighbours or any that are distinct."""
+    num_devices = len(soap.kind)
+    if in_a_run:
+        first = random.integers(0, num_devices)
+        for part in range(num_parts):
+            devices[part] = (first + part) % num_devices
+        return
+    for part in range(num_parts):
+        is_new = False
+        while not is_new:
+            devices[part] = random.integers(0, num_devices)
+            is_new = True
+            for other in range(part):
+                is_new = is_new and devices[other] != devices[part]
+
+
+@compiled
+def _copy(soap: Soap, strategy: Strategy, random: np.random.Generator, layer: int, devices: Integers) -> int:
+    """Take the degrees and devices of a neighbour; -1 if there is none, or this layer cannot be split so."""
+    num_in = soap.in_offsets[layer + 1] - soap.in_offsets[layer]
+    num_out = soap.out_offsets[layer + 1] - soap.out_offsets[layer]
+    if num_in + num_out == 0:
+        return -1
+    drawn = random.integers(0, num_in + num_out)
+    if drawn < num_in:
+        other = soap.source[soap.in_edges[soap.in_offsets[layer] + drawn]]
+    else:
+        other = soap.target[soap.out_edges[soap.out_offsets[layer] + drawn - num_in]]
+    wanted = soap.degrees[strategy.candidate[other]]
+    for candidate in range(soap.candidates[layer], soap.candidates[layer + 1]):
+        is_same = True
+        for dim in range(len(wanted)):
+            is_same = is_same and soap.degrees[candidate, dim] == wanted[dim]
+        if is_same:
+            for part in range(soap.parts[candidate]):
+                devices[part] = strategy.device[other, part]
+            return candidate
+    return -1
+
+
+@compiled
+def sample_rises(soap: Soap, chain: Chain, random: np.random.Generator, rises_ps: NDArray[np.float64]) -> int:
+    """Simulate as many proposals as ``rises_ps`` has entries, accept none; write down by how much the longer ones rise.
+
+    Returns how many are longer.
+    """
+    strategy, schedule, now, new, count = chain.strategy, chain.schedule, chain.devices_of[0], chain.devices_of[1], 0
+    for _ in range(len(rises_ps)):
+        candidate = propose(soap, strategy, random, chain.layer, now, new)
+        if candidate < 0:
+            break
+        layer, before = chain.layer[0], strategy.candidate[chain.layer[0]]
+        configure(soap, strategy, layer, candidate, new)
+        step = simulate_all(soap, strategy, schedule)
+        chain.tally[SIMULATED] += 1
+        if step > chain.step_ps[0]:
+            rises_ps[count], count = step - chain.step_ps[0], count + 1
+        configure(soap, strategy, layer, before, now)
+    simulate_all(soap, strategy, schedule)
+    return count
+
+
+def empty_chain(soap: Soap) -> Chain:
+    """Room for a chain that has not begun."""
+    num_layers, width = len(soap.trains), 1 << soap.shift
+    return Chain(
+        strategy=empty_strategy(soap),
+        schedule=empty_schedule(soap),
+        candidates=np.zeros(num_layers, np.int64),
+        devices=np.zeros((num_layers, width), np.int64),
+        step_ps=np.zeros(2, np.int64),
+        tally=np.zeros(5, np.int64),
+        layer=np.zeros(1, np.int64),
+        devices_of=np.zeros((2, width), np.int64),
+    )

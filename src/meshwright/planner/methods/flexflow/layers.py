@@ -1,0 +1,294 @@
+"""Which ops of a graph are one layer, and along which SOAP dims can it be split?
+
+A layer is an op that computes (a product, convolution, pool, loss, ...) with the ops behind it that only follow: no
+FLOPs of their own, and all dims along which the layer can be split go on through them. Ops that can only be placed
+together (`find_tasks`) stay together. What can be split of each op is what the sharding table knows of it, and:
+
+- places of convolutions and pools, whose parts read the edges of their neighbours' (`windows`);
+- all of batch norm, whose statistics are then those of a part, as in data parallelism.
+
+A label of an op is a **sample** dim where it grows with the batch, a **parameter** dim where a parameter of the op has
+it, too, and an **attribute** dim otherwise (Jia et al. 2019, table 1). A dim counts for a layer only if all tensors
+that it hands on are split along it, each dim of a tensor by one SOAP dim.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.planner.placing.op_tasks import find_tasks
+from meshwright.program.sharding.calls import Call, one
+from meshwright.program.sharding.dims import OpDims, Split, find_label
+from meshwright.program.sharding.facts import Facts
+from meshwright.program.sharding.table import operator_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meshwright.program.sharding.calls import Dims, Shape
+    from meshwright.spec import Graph
+
+Kind = Literal["sample", "attribute", "parameter"]
+Place = tuple[int, int]
+# Stride, how far a window begins before its place, and its width.
+Window = tuple[int, int, int]
+
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+_POOLS = ("max_pool2d", "avg_pool2d")
+_PLAIN: Window = (1, 0, 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class SoapDim:
+    """One dim along which a layer can be split into ``degree`` parts, for every divisor of ``size``.
+
+    ``places``: the dim of each tensor that it splits, and the parts before it there; ``windows`` of tensors of which
+    a part reads more than its share; ``ops`` that it splits.
+    """
+
+    kind: Kind
+    size: int
+    places: dict[int, Place] = field(default_factory=dict)
+    windows: dict[int, Window] = field(default_factory=dict)
+    ops: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, kw_only=True)
+class SoapLayer:
+    """Ops (ids, ascending) that are split alike, and along what."""
+
+    name: str
+    ops: list[int]
+    dims: list[SoapDim]
+
+
+def find_layers(graph: Graph, batch_size: int) -> list[SoapLayer]:
+    """The layers of a graph, in an order in which each reads only what earlier ones make."""
+    reader = _Reader(graph, batch_size)
+    layers: list[SoapLayer] = []
+    home: dict[int, int] = {}
+    for ops in _topological(graph):
+        sources = {home[op] for op in reader.makers_of(ops)}
+        is_apart = not sources and not any(t in reader.facts.readers for op in ops for t in graph.ops[op].outputs)
+        at = len(layers)
+        if is_apart and layers and not any(graph.ops[op].flops.at(batch_size) for op in ops):
+            at -= 1
+            layers[at].ops += ops
+        elif sources and reader.follows(layers[max(sources)], ops):
+            at = max(sources)
+        else:
+            layers.append(reader.begin(ops))
+        home.update(dict.fromkeys(ops, at))
+    for layer in layers:
+        layer.ops.sort()
+    _keep_what_goes_on(graph, layers, home)
+    return layers
+
+
+def _topological(graph: Graph) -> Iterator[tuple[int, ...]]:
+    """Tasks, each after all that it reads."""
+    tasks = find_tasks(graph)
+    missing = [len({source for source, _ in reads}) for reads in tasks.reads]
+    readers, ready = tasks.readers(), [task for task, count in enumerate(missing) if not count]
+    while ready:
+        task = min(ready, key=lambda task: tasks.ops[task][0])
+        ready.remove(task)
+        yield tasks.ops[task]
+        for other in readers[task]:
+            missing[other] -= 1
+            if not missing[other]:
+                ready.append(other)
+
+
+class _Reader:
+    """Reads the dims of the ops of one graph."""
+
+    def __init__(self, graph: Graph, batch_size: int) -> None:
+        self.graph, self.batch_size, self.facts = graph, batch_size, Facts(graph, 1)
+        self.placed = {op for op, item in enumerate(graph.ops) if not item.replicable}
+
+    def makers_of(self, ops: tuple[int, ...]) -> set[int]:
+        """Placed ops outside of these whose results they read."""
+        inputs = {tensor for op in ops for tensor in self.graph.ops[op].inputs}
+        return {made for t in inputs if (made := self.facts.producer.get(t)) in self.placed and made not in ops}
+
+    def begin(self, ops: tuple[int, ...]) -> SoapLayer:
+        """A layer of the ops of a task, split as the one with the most FLOPs can be."""
+        main = max(ops, key=lambda op: (self.graph.ops[op].flops.at(self.batch_size), -op))
+        dims, windows = self.dims_of(main)
+        layer = SoapLayer(name=self.graph.ops[main].module or self.graph.ops[main].name, ops=[main], dims=[])
+        for label in _labels(dims, is_sink=not any(t in self.facts.readers for t in self.graph.ops[main].outputs)):
+            layer.dims.append(self.as_soap(main, dims, label, windows))
+        layer.dims.sort(key=lambda dim: ("sample", "attribute", "parameter").index(dim.kind))
+        for op in sorted(set(ops) - {main}):
+            layer.dims = [dim for dim in layer.dims if self.carry(dim, op)]
+            layer.ops.append(op)
+        return layer
+
+    def follows(self, layer: SoapLayer, ops: tuple[int, ...]) -> bool:
+        """Make a task part of a layer if it only follows."""
+        items = [self.graph.ops[op] for op in ops]
+        if any(item.flops.at(self.batch_size) or operator_name(item.kind) in _POOLS for item in items):
+            return False
+        made = [tensor for item in items for tensor in item.outputs]
+        if not any(dim.kind == "sample" for dim in layer.dims) and any(map(self.facts.depends_on_batch, made)):
+            return False
+        tried = [
+            SoapDim(kind=d.kind, size=d.size, places=dict(d.places), windows=d.windows, ops=set(d.ops))
+            for d in layer.dims
+        ]
+        if not all(self.carry(dim, op) for op in ops for dim in tried):
+            return False
+        layer.dims, layer.ops = tried, [*layer.ops, *ops]
+        return True
+
+    def carry(self, dim: SoapDim, op: int) -> bool:
+        """Split a following op along a dim; whether what it makes is split then, and all that it reads can be."""
+        item, (dims, _) = self.graph.ops[op], self.dims_of(op)
+        placed = [(dims.inputs[k], dim.places[t]) for k, t in enumerate(item.inputs) if t in dim.places]
+        if not placed:
+            return not any(made in dim.ops for made in self.makers_of((op,)))
+        split = dims.split_at(*placed[0])
+        if split is None or any(dims.place_in(inputs, split) != place for inputs, place in placed):
+            return False
+        made = [dims.place_in(outputs, split) for outputs in dims.outputs]
+        size = self.label_size(dims, split.label)
+        if None in made or size is None:
+            return False
+        dim.size = math.gcd(dim.size, size)
+        self.note(dim, op, dims, split)
+        return True
+
+    def as_soap(self, op: int, dims: OpDims, label: str, windows: dict[str, Window]) -> SoapDim:
+        """A label of a layer's main op as a SOAP dim."""
+        parameters = [
+            dims.inputs[k] for k, t in enumerate(self.graph.ops[op].inputs) if self.graph.tensors[t].role == "parameter"
+        ]
+        kind: Kind = "attribute"
+        if self.is_batch(op, dims, label):
+            kind = "sample"
+        elif any(find_label(inputs, label) for inputs in parameters):
+            kind = "parameter"
+        made = SoapDim(kind=kind, size=self.label_size(dims, label) or 1)
+        self.note(made, op, dims, Split(label))
+        if label in windows:
+            made.windows = {t: windows[label] for t in self.graph.ops[op].inputs if t in made.places}
+        return made
+
+    def note(self, dim: SoapDim, op: int, dims: OpDims, split: Split) -> None:
+        """Write down where a split of an op splits its tensors."""
+        item = self.graph.ops[op]
+        dim.ops.add(op)
+        for tensor, labelled in zip((*item.inputs, *item.outputs), (*dims.inputs, *dims.outputs), strict=True):
+            place = dims.place_in(labelled, split)
+            if place is not None:
+                dim.places.setdefault(tensor, place)
+
+    def is_batch(self, op: int, dims: OpDims, label: str) -> bool:
+        """Whether a label grows with the batch; where sizes are fixed, whether it stands in front of what has it."""
+        item = self.graph.ops[op]
+        for tensor, labelled in zip((*item.outputs, *item.inputs), (*dims.outputs, *dims.inputs), strict=True):
+            found = find_label(labelled, label)
+            if found is not None and self.graph.batch_size is None:
+                return (
+                    bool(self.graph.tensors[tensor].shape[found[0]].per_sample) and found[2] % self.facts.samples == 0
+                )
+            if found is not None:
+                return found[0] == 0 and found[2] == self.graph.batch_size
+        return False
+
+    def label_size(self, dims: OpDims, label: str) -> int | None:
+        """What the degrees of a label must divide: its size in what is made, samples where it grows with the batch."""
+        for labelled in (*dims.outputs, *dims.inputs):
+            found = find_label(labelled, label)
+            if found is not None:
+                grows = self.graph.batch_size is None and found[2] % self.facts.samples == 0
+                return self.batch_size if grows else found[2]
+        return None
+
+    def dims_of(self, op: int) -> tuple[OpDims, dict[str, Window]]:
+        """The labelled dims of an op, and the windows of those that slide."""
+        item = self.graph.ops[op]
+        shapes = [tuple(self.facts.shapes[t] for t in tensors) for tensors in (item.inputs, item.outputs)]
+        call = Call(operator_name(item.kind), dict(item.attributes), *shapes)
+        if call.operator == "batch_norm":
+            channels = (one("d1", call.inputs[0][1]),)
+            rest = tuple(channels if len(shape) == 1 else () for shape in call.inputs[1:])
+            dims = _numbered(call.inputs[0])
+            return OpDims((dims, *rest), (_numbered(call.outputs[0]),)), {}
+        if call.operator in (*_CONVOLUTIONS, *_POOLS):
+            return _slide(call) or (self.facts.dims[op], {})
+        return self.facts.dims[op], {}
+
+
+def _numbered(shape: Shape) -> Dims:
+    return tuple(one(f"d{k}", size) for k, size in enumerate(shape))
+
+
+def _labels(dims: OpDims, *, is_sink: bool) -> list[str]:
+    """Labels along which an op can be split: of its outputs; of what it sums up where nothing reads the sum."""
+    tensors = dims.inputs if is_sink and not any(dims.outputs) else dims.outputs
+    found = {label: None for labelled in tensors for factors in labelled for label, _ in factors}
+    return [label for label in found if label not in dims.fixed | dims.inner]
+
+
+def _slide(call: Call) -> tuple[OpDims, dict[str, Window]] | None:
+    """Dims of what a window slides over; None if attributes say something else than numbers."""
+    given, made = call.inputs[0], call.outputs[0]
+    rank = len(given) - 2
+    is_pool = call.operator in _POOLS
+    kernel = _listed(call, "kernel_size", rank, None) if is_pool else list(call.inputs[1][2:])
+    stride = _listed(call, "stride", rank, kernel if is_pool else [1] * rank)
+    padding, dilation = _listed(call, "padding", rank, [0] * rank), _listed(call, "dilation", rank, [1] * rank)
+    if kernel is None or stride is None or padding is None or dilation is None or len(given) != len(made):
+        return None
+    places = [f"p{k}" for k in range(rank)]
+    windows: dict[str, Window] = {
+        place: (stride[k], padding[k], (kernel[k] - 1) * dilation[k] + 1) for k, place in enumerate(places)
+    }
+    grouped = call.number("groups", 1) != 1
+    channels = ("c", "c") if is_pool else ("Xi", "Xo") if grouped else ("i", "o")
+    source = (one("b", given[0]), one(channels[0], given[1]), *map(one, places, given[2:]))
+    target = (one("b", made[0]), one(channels[1], made[1]), *map(one, places, made[2:]))
+    inputs: list[Dims] = [source]
+    if not is_pool:
+        weight = call.inputs[1]
+        own = tuple(one(f"Xk{k}", size) for k, size in enumerate(weight[2:]))
+        inputs += [(one(channels[1], weight[0]), one(channels[0] if not grouped else "Xg", weight[1]), *own)]
+        inputs += [(one(channels[1], shape[0]),) for shape in call.inputs[2:]]
+    fixed = frozenset(
+        label for labelled in (*inputs, target) for dim in labelled for label, _ in dim if label[0] == "X"
+    )
+    return OpDims(tuple(inputs), (target,), fixed), windows
+
+
+def _listed(call: Call, name: str, rank: int, default: list[int] | None) -> list[int] | None:
+    """An attribute that is a number for each place, or one for all; None for a word."""
+    text = call.attributes.get(name)
+    if text is None:
+        return default
+    found = call.numbers(name)
+    if not found and re.search(r"[a-z]", text):
+        return None
+    return (found * rank if len(found) == 1 else found) or default
+
+
+def _keep_what_goes_on(graph: Graph, layers: list[SoapLayer], home: dict[int, int]) -> None:
+    """Drop the dims of a layer along which something that others read is not split, or only in parts of a dim."""
+    handed: list[set[int]] = [set() for _ in layers]
+    maker = {tensor: op for op in home for tensor in graph.ops[op].outputs}
+    for op, at in home.items():
+        for tensor in graph.ops[op].inputs:
+            if tensor in maker and home[maker[tensor]] != at:
+                handed[home[maker[tensor]]].add(tensor)
+    for layer, tensors in zip(layers, handed, strict=True):
+        kept: list[SoapDim] = []
+        for dim in layer.dims:
+            places = [dim.places.get(tensor) for tensor in tensors]
+            taken = any(other.places[t][0] == dim.places[t][0] for other in kept for t in tensors if t in dim.places)
+            if dim.size > 1 and not taken and all(place is not None and place[1] == 1 for place in places):
+                kept.append(dim)
+        layer.dims = kept

@@ -1,0 +1,180 @@
+"""Search the SOAP space by Markov chains: several starts, one temperature rule, back to the best now and then.
+
+Each chain has an equal part of the budget. Half of it goes to the starts (`starts`), in turn, each with a temperature
+of its own (`temperature`); half to going on from the best of them. After every hundredth of the budget, 1 to 1,000
+proposals, a chain goes back to the best strategy since its start, as FlexFlow's does. Chains run side by side on the
+cores of the machine, each with random numbers of its own, and know nothing of each other; so the same seed and number
+of proposals give the same answer on any machine. With a time instead, they do as much as they can.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.planner.methods.flexflow.chain import (
+    SIMULATED,
+    WORSE,
+    WORSE_ACCEPTED,
+    Chain,
+    empty_chain,
+    reset,
+    sample_rises,
+    start,
+    walk,
+)
+from meshwright.planner.methods.flexflow.full import shortest_tails
+from meshwright.planner.methods.flexflow.result import SoapResult
+from meshwright.planner.methods.flexflow.starts import STARTS
+from meshwright.planner.methods.flexflow.temperature import adjust, calibrate
+from meshwright.spec import PlanError
+from meshwright.spec.units import PICOSECONDS_PER_SECOND
+
+if TYPE_CHECKING:
+    from meshwright.planner.methods.flexflow.arrays import Integers
+    from meshwright.planner.methods.flexflow.space import SoapSpace
+    from meshwright.planner.methods.flexflow.starts import StrategyArrays
+
+# Proposals that a temperature is found from.
+_WARM_UP = 128
+_MOST_IN_A_ROUND = 1000
+# Beta times the step where no proposal made it longer: one that does by a hundredth is accepted with 1 / e.
+_PER_STEP = 100.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Budget:
+    """What is left to one chain: proposals, or time until ``stop_at``."""
+
+    num_proposals: int | None
+    begun: float
+    stop_at: float
+
+    def share(self, chain: Chain) -> float:
+        """How much of it is spent, 0 to 1."""
+        if self.num_proposals is not None:
+            return float(chain.tally[SIMULATED]) / self.num_proposals
+        return (time.monotonic() - self.begun) / max(self.stop_at - self.begun, 1e-9)
+
+    def round_length(self, chain: Chain) -> int:
+        """Proposals until the next return to the best."""
+        if self.num_proposals is None:
+            return _MOST_IN_A_ROUND
+        left = self.num_proposals - int(chain.tally[SIMULATED])
+        return max(1, min(self.num_proposals // 100, _MOST_IN_A_ROUND, left))
+
+    def warm_up(self, chain: Chain) -> int:
+        """Proposals to find a temperature from: a fortieth of the budget, if that is less than usual."""
+        if self.num_proposals is None:
+            return _WARM_UP
+        left = self.num_proposals - int(chain.tally[SIMULATED])
+        return max(0, min(_WARM_UP, max(self.num_proposals // 40, 1), left))
+
+
+@dataclass(slots=True)
+class _Run:
+    """One chain's search: the best of all its starts, and the history of it (proposals, ps)."""
+
+    space: SoapSpace
+    chain: Chain
+    random: np.random.Generator
+    tail_ps: Integers
+    cut: bool
+    follows_changes: bool
+    step_ps: int = 0
+    best: StrategyArrays | None = None
+    history: list[tuple[int, int]] = field(default_factory=list)
+    starts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def phase(self, name: str, begin: StrategyArrays, budget: _Budget, until: float) -> None:
+        """Walk from a strategy until a share of the budget is spent."""
+        soap, chain, random = self.space.soap, self.chain, self.random
+        start(soap, chain, *begin)
+        first_ps = int(chain.step_ps[0])
+        self._note()
+        rises = np.empty(budget.warm_up(chain))
+        beta = calibrate(rises[: sample_rises(soap, chain, random, rises)]) or _PER_STEP / first_ps
+        while budget.share(chain) < until:
+            before = chain.tally.copy()
+            walk(soap, chain, random, self.tail_ps, budget.round_length(chain), beta, self.follows_changes, self.cut)
+            if chain.tally[SIMULATED] == before[SIMULATED]:
+                break
+            counts = chain.tally - before
+            beta = adjust(beta, int(counts[WORSE_ACCEPTED]), int(counts[WORSE]))
+            self._note()
+            reset(soap, chain)
+        self.starts[name] = first_ps, int(chain.step_ps[1])
+
+    def _note(self) -> None:
+        if self.best is None or self.chain.step_ps[1] < self.step_ps:
+            self.step_ps = int(self.chain.step_ps[1])
+            self.best = self.chain.candidates.copy(), self.chain.devices.copy()
+            self.history.append((int(self.chain.tally[SIMULATED]), self.step_ps))
+
+
+def search_soap(
+    space: SoapSpace,
+    *,
+    num_proposals: int | None = None,
+    seconds: float | None = None,
+    num_chains: int = 2,
+    seed: int = 0,
+    cut: bool = True,
+    follows_changes: bool = False,
+) -> SoapResult:
+    """The best strategy that ``num_chains`` chains find with so many simulated proposals in all, or in so many seconds.
+
+    ``cut``: the simulation of a proposal ends as soon as it is certain that it is refused. ``follows_changes``: delta
+    instead of full simulation, which is faster where changes move few tasks. Neither changes the answer. Raises
+    PlanError unless one of proposals and seconds is given, positive, and there is a chain.
+    """
+    wanted = [budget for budget in (num_proposals, seconds) if budget is not None]
+    if len(wanted) != 1 or not wanted[0] > 0 or num_chains < 1:
+        raise PlanError(
+            f"num_proposals = {num_proposals}, seconds = {seconds} and {num_chains} chains were given; expected a "
+            "positive number of one of the first two, and at least one chain."
+        )
+    begun, tail_ps = time.monotonic(), shortest_tails(space.soap)
+    runs = [
+        _Run(space, empty_chain(space.soap), np.random.default_rng(child), tail_ps, cut, follows_changes)
+        for child in np.random.SeedSequence(seed).spawn(num_chains)
+    ]
+    each = None if num_proposals is None else max(num_proposals // num_chains, 1)
+    names = list(STARTS)
+
+    def search(number: int) -> _Run:
+        run, budget = runs[number], _Budget(num_proposals=each, begun=begun, stop_at=begun + (seconds or 0.0))
+        turned = names[number % len(names) :] + names[: number % len(names)]
+        for place, name in enumerate(turned):
+            if place == 0 or budget.share(run.chain) < 1.0:
+                run.phase(name, STARTS[name](space, run.random), budget, 0.5 * (place + 1) / len(turned))
+        if run.best is not None and budget.share(run.chain) < 1.0:
+            run.phase("the best of these", run.best, budget, 1.0)
+        return run
+
+    with ThreadPoolExecutor(max_workers=min(num_chains, len(os.sched_getaffinity(0)))) as pool:
+        done = list(pool.map(search, range(num_chains)))
+    best = min(done, key=lambda run: run.step_ps)
+    if best.best is None:
+        raise PlanError("No strategy was simulated; give a larger budget.")
+    tally = np.sum([run.chain.tally for run in done], axis=0)
+    return SoapResult(
+        space=space,
+        candidates=best.best[0],
+        devices=best.best[1],
+        step_s=best.step_ps / PICOSECONDS_PER_SECOND,
+        history=tuple((count, ps / PICOSECONDS_PER_SECOND) for count, ps in best.history),
+        starts={
+            name: (first / PICOSECONDS_PER_SECOND, last / PICOSECONDS_PER_SECOND)
+            for run in done
+            for name, (first, last) in run.starts.items()
+        },
+        tally=tuple(map(int, tally)),
+        seed=seed,
+        wall_s=time.monotonic() - begun,
+    )
