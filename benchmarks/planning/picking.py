@@ -1,6 +1,7 @@
 """Picking among measured configurations: how much slower is the run that is predicted fastest than the fastest one?
 
-Runs of one model, device count and batch are one choice. Alpa's are on one node of V100s, vTrain's on A100s; rows that efficiencies were fitted on are left out (`meshwright validate --steps` has all parts). Regret in per cent.
+Runs of one model, device count and batch are one choice. Alpa's are on one node of V100s, vTrain's on A100s; rows that
+efficiencies were fitted on are left out (`meshwright validate --steps` has all parts). Regret in per cent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The portfolio `auto` beside every single method, each with the same seconds and seed, on problems fixed in a file.
 
 `splits/planner_auto.json`. The best plan of every method is simulated by the same simulator. A ratio is the step time
-of `auto` over that of the best single method; a gap is that of `auto` over its lower bound. A method that the problem does
-not have, or that finds nothing in its time, counts as none.
+of `auto` over that of the best single method; a gap is that of `auto` over its lower bound. A method that the problem
+does not have, or that finds nothing in its time, counts as none.
 """
 
 from __future__ import annotations

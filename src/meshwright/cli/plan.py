@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import Annotated, Literal, cast
 
 import typer
 from rich.text import Text
@@ -22,6 +22,7 @@ from meshwright.cli.models import (
 from meshwright.cli.output import print_json, print_tables, terminal_sink
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.cli.plan_files import files_to_write, no_files, write_plan_files
+from meshwright.cli.planning import default_batch, default_precision, on_cluster, print_misfit
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_orders
 from meshwright.cli.sharding import (
     ContextOption,
@@ -39,10 +40,6 @@ from meshwright.spec.offload import read_offload
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 from meshwright.spec.sharding import read_placement
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
-
-if TYPE_CHECKING:
-    from meshwright.planner import NothingFitsError, RankedPlan
-
 
 # A petabyte: no device has a thousandth of it.
 MAX_MEMORY_LIMIT_GIB = 2.0**20
@@ -124,6 +121,14 @@ def plan(
         float | None, typer.Option(help="Seconds after which the search returns the best that it has.")
     ] = None,
     seed: Annotated[int, typer.Option(help="For methods that draw random numbers.", min=0, max=2**63 - 1)] = 0,
+    start_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Start from this plan, made for machines as they were: stages, replicas and microbatches are found "
+            "anew in a second; what it splits, shares out and computes again stays.",
+        ),
+    ] = None,
     fix: Annotated[
         list[str] | None,
         typer.Option(help="With --method place: NAME=RANK, a layer, module or op and its device; repeat for several."),
@@ -139,11 +144,14 @@ def plan(
         find_order,
         list_shardings,
         plans_document,
+        replan,
         search_plans,
     )
+    from meshwright.planner.replanning import DEADLINE_S
     from meshwright.program.lowering import unlower_plan
     from meshwright.report import fit_table, plans_table
     from meshwright.simulator import allocate_rank, explain_nodes, form_teams
+    from meshwright.spec import Plan, read_document
 
     if memory_limit is not None and not 0 < memory_limit <= MAX_MEMORY_LIMIT_GIB:
         raise typer.BadParameter(
@@ -170,6 +178,7 @@ def plan(
                 "--recompute": bool(recompute),
                 "--deadline": deadline is not None,
                 "--seed": seed != 0,
+                "--from": start_from is not None,
                 "--offload": bool(offload),
                 "--launch": launch is not None,
                 "--slurm": slurm,
@@ -221,30 +230,43 @@ def plan(
     cost = load_cost_model(machine, measurements, chosen)
     try:
         with terminal_sink(as_json) as events:
-            plans = search_plans(
-                graph_for,
-                machine,
-                workload,
-                cost=cost,
-                model=model,
-                model_sizes=model_sizes(sequence_length, image_size),
-                method=method,
-                num_devices=ranks,
-                num_stages=stages,
-                num_chunks=virtual_stages,
-                microbatch_sizes=microbatch_size,
-                schedules=schedule or BASIC_SCHEDULES,
-                shardings=shardings,
-                zero=[cast("ZeroStage", stage) for stage in zero or (0,)],
-                recompute=recompute or ("none",),
-                offload=(away,),
-                exchange=GradientExchange(staleness=staleness),
-                memory_limit_bytes=limit_bytes,
-                max_plans=top,
-                deadline_s=deadline,
-                seed=seed,
-                events=events,
-            )
+            if start_from is not None:
+                earlier = read_document(Plan, start_from)
+                plans = replan(
+                    replace(earlier, model=model, cluster=cluster),
+                    graph_for,
+                    cost,
+                    memory_limit_bytes=limit_bytes,
+                    max_plans=top,
+                    deadline_s=deadline or DEADLINE_S,
+                    seed=seed,
+                    events=events,
+                )
+            else:
+                plans = search_plans(
+                    graph_for,
+                    machine,
+                    workload,
+                    cost=cost,
+                    model=model,
+                    model_sizes=model_sizes(sequence_length, image_size),
+                    method=method,
+                    num_devices=ranks,
+                    num_stages=stages,
+                    num_chunks=virtual_stages,
+                    microbatch_sizes=microbatch_size,
+                    schedules=schedule or BASIC_SCHEDULES,
+                    shardings=shardings,
+                    zero=[cast("ZeroStage", stage) for stage in zero or (0,)],
+                    recompute=recompute or ("none",),
+                    offload=(away,),
+                    exchange=GradientExchange(staleness=staleness),
+                    memory_limit_bytes=limit_bytes,
+                    max_plans=top,
+                    deadline_s=deadline,
+                    seed=seed,
+                    events=events,
+                )
     except NothingFitsError as error:
         print_misfit(error, as_json)
         raise
@@ -273,7 +295,7 @@ def plan(
         held += " That is more than the rank has: leave it more room, or expect it to run out of memory."
     teams = list(filter(None, (best.sharding.describe_teams(),)))
     if page is not None:
-        named = replace(plans, ranked=tuple(_on(item, cluster) for item in plans.ranked))
+        named = replace(plans, ranked=tuple(on_cluster(item, cluster) for item in plans.ranked))
         document = plans_document(
             named, graph_for, machine, cost, remark="\n".join((*teams, held)), provenance=provenance()
         )
@@ -302,29 +324,3 @@ def plan(
     print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *teams, *hosts, *found, *sure, "")
     # Names of files may hold square brackets, which rich would read as markup.
     print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(model)]))
-
-
-def _on(item: RankedPlan, cluster: str) -> RankedPlan:
-    """A plan with the reference of its cluster."""
-    return replace(item, plan=replace(item.plan, cluster=cluster))
-
-
-def print_misfit(error: NothingFitsError, as_json: bool) -> None:
-    """The nearest plan, rank by rank, before the error itself."""
-    from meshwright.report import fit_table
-
-    rows = error.nearest.memory_rows()
-    if as_json:
-        print_json({"plans": [], "nearest": error.nearest.plan.describe(), "ranks": rows, "error": str(error)})
-    else:
-        print_tables(Text(f"Nearest plan: {error.nearest.plan.describe()}"), fit_table(rows))
-
-
-def default_precision(peaks: dict[str, float]) -> Literal["float32", "bfloat16"]:
-    """Mixed precision where the device computes bfloat16 faster than float32."""
-    return "bfloat16" if peaks.get("bfloat16", 0.0) > peaks.get("float32", 0.0) else "float32"
-
-
-def default_batch(num_ranks: int) -> int:
-    """Eight samples per rank: enough microbatches to fill a pipeline as deep as the cluster."""
-    return 8 * num_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.output import print_json, print_tables
-from meshwright.cli.plan import default_precision
+from meshwright.cli.planning import default_precision
 from meshwright.cli.show_memory import show_memory
 from meshwright.spec.cluster import Cluster, load_cluster
 from meshwright.spec.errors import DocumentError

@@ -95,7 +95,7 @@ def raise_infeasible(
             f"No plan uses exactly {_words(counts)} ranks with microbatches of {_words(sizes)} "
             "samples: a stage would have more replicas than microbatches. Allow smaller microbatches or fewer ranks."
         )
-    on_devices = [item for item in items if item.excess_bytes <= 0]
+    on_devices = [item for item in items if item.excess_bytes <= 0 and item.nodes]
     if on_devices:
         raise _no_room_on_hosts(min(on_devices, key=_fullest_share))
     item = min(items, key=lambda item: item.excess_bytes)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -82,9 +81,13 @@ def replan(
         model_sizes=plan.model_sizes,
     )
     begun = replace(plan, schedule=schedule, schedule_hash="")
+
+    def replanning(problem: Problem, state: SearchState) -> Steps:
+        yield from _from_plan(problem, state, begun)
+
     return solve(
         problem,
-        partial(_from_plan, plan=begun),
+        replanning,
         max_plans=max_plans,
         deadline_s=deadline_s,
         seed=seed,

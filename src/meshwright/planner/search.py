@@ -143,12 +143,14 @@ def solve(
     if not state.fitting:
         if state.refused and not log.rejected:
             raise state.refused[0][1]
-        if stopped:
-            raise PlanError(f"No plan that fits was found before {stopped} ended the search. Give it more time.")
-        if not log.rejected and _has_plan(problem):
+        if stopped or state.is_over:
             raise PlanError(
-                f"The method {name} proposes no plan for this problem, of which there are some that fit. Take another "
-                f"one, as {DEFAULT_METHOD}."
+                f"No plan that fits was found before {stopped or 'the deadline'} ended the search. Give it more time."
+            )
+        if steps is not slicing and _has_plan(problem):
+            raise PlanError(
+                f"The method {name} proposes no plan that fits, though there are some. Take another one, as "
+                f"{DEFAULT_METHOD}."
             )
         raise_infeasible(problem, log.rejected, log.evaluate, _has_plan)
     ranked = sorted(state.fitting, key=lambda item: item.step_time_s)

@@ -69,9 +69,9 @@ def _turns(problem: Problem) -> Iterator[_Turn]:
     kinds = {problem.cluster.device_kind(rank).name for rank in range(problem.cluster.num_ranks)}
     chosen = problem.choices
     unlike = len(kinds) > 1
-    yield _Turn(slicing, 0.4 if unlike else 0.6)
     if unlike:
-        yield _Turn(unequal, 0.6)
+        yield _Turn(unequal, 0.5)
+    yield _Turn(slicing, 0.7)
     if set(chosen.schedules) & set(ASYNCHRONOUS_SCHEDULES):
         yield _Turn(pipedream, 0.4)
     if any(setting.sharding.tensor > 1 for setting in problem.settings()) and find_spec("highspy") is not None:

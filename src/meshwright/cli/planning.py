@@ -1,0 +1,39 @@
+"""What `plan` and its kin share: defaults of a workload, and what is printed where nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from rich.text import Text
+
+from meshwright.cli.output import print_json, print_tables
+
+if TYPE_CHECKING:
+    from meshwright.planner import NothingFitsError, RankedPlan
+
+
+def on_cluster(item: RankedPlan, cluster: str) -> RankedPlan:
+    """A plan with the reference of its cluster."""
+    return replace(item, plan=replace(item.plan, cluster=cluster))
+
+
+def print_misfit(error: NothingFitsError, as_json: bool) -> None:
+    """The nearest plan, rank by rank, before the error itself."""
+    from meshwright.report import fit_table
+
+    rows = error.nearest.memory_rows()
+    if as_json:
+        print_json({"plans": [], "nearest": error.nearest.plan.describe(), "ranks": rows, "error": str(error)})
+    else:
+        print_tables(Text(f"Nearest plan: {error.nearest.plan.describe()}"), fit_table(rows))
+
+
+def default_precision(peaks: dict[str, float]) -> Literal["float32", "bfloat16"]:
+    """Mixed precision where the device computes bfloat16 faster than float32."""
+    return "bfloat16" if peaks.get("bfloat16", 0.0) > peaks.get("float32", 0.0) else "float32"
+
+
+def default_batch(num_ranks: int) -> int:
+    """Eight samples per rank: enough microbatches to fill a pipeline as deep as the cluster."""
+    return 8 * num_ranks
