@@ -4,7 +4,8 @@ A **class** is the devices of one kind in one node: they can be exchanged for ea
 each class. Those that a stage may get are
 
 - any number of devices of one class;
-- of several classes that belong together (those of one node, those of one kind, and all), a whole fraction 1/f of each.
+- of several classes that belong together (those of one node, those of one kind, and all), a whole fraction 1/f of each;
+- two classes that are next to each other in speed, whole.
 
 Nodes that differ in nothing but their names may be **merged**: their devices of one kind are then one class, which has
 fewer states to go through; a group that fills more than one such node is priced with the link between nodes.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd, prod
 
 from meshwright.spec import Cluster
@@ -65,7 +67,15 @@ def find_groups(cluster: Cluster, classes: Sequence[DeviceClass], most: int) -> 
         whole = gcd(*(classes[k].size for k in together))
         for parts in (f for f in range(1, whole + 1) if whole % f == 0):
             found[tuple(item.size // parts if k in together else 0 for k, item in enumerate(classes))] = None
+    for pair in pairwise(sorted(range(len(classes)), key=lambda k: (_speed(cluster, classes[k]), k))):
+        found[tuple(item.size if k in pair else 0 for k, item in enumerate(classes))] = None
     return tuple(group for group in found if sum(group) <= most)
+
+
+def _speed(cluster: Cluster, item: DeviceClass) -> float:
+    """By the datasheet, which is good enough to put classes in an order."""
+    kind = cluster.device_kind(item.ranks[0])
+    return max(kind.peak_flops_per_s.values()) / kind.slowdown
 
 
 def _belonging(cluster: Cluster, classes: Sequence[DeviceClass]) -> Iterator[tuple[int, ...]]:
