@@ -197,6 +197,14 @@ def test_repair_ends_where_no_single_move_gains(seed):
             assert problem.cut_at(moved.tolist()).cost >= found.cost
 
 
+def test_slowest_stages_shrink_one_after_the_other():
+    """4, 4, 1: no single move makes the slowest stage faster, but one makes room for the next."""
+    problem = ChainProblem(layer_costs=np.ones(9), cut_costs=np.zeros((8, 2)), num_microbatches=3)
+    edges = np.array([0, 4, 8, 9])
+    descend_moves(problem.before(), problem.cut_costs, 2.0, edges)
+    assert edges.tolist() == [0, 3, 6, 9]
+
+
 def test_repair_moves_only_one_boundary_at_a_time():
     """Two boundaries that would have to move together stay where they are."""
     cuts = np.array([[9.0, 0.0], [0.0, 0.0], [0.0, 5.0]])
