@@ -10,7 +10,7 @@ where exposed means: nothing is computed meanwhile. Terms are seconds of a stead
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.cost import CostModel
@@ -61,7 +61,7 @@ class RankedPlan:
 
     ``busiest_rank`` is the rank of the breakdown. ``memory`` (the parts of the peak) and ``memory_limit_bytes`` have
     one entry per rank; ``nodes`` have what hosts and drives keep for them. ``estimate_s`` is the closed form of
-    `slicing`, for plans that the search made.
+    `slicing`, for plans that the search made. ``latency_s`` is what one microbatch takes alone, where it was asked for.
     """
 
     plan: Plan
@@ -75,6 +75,7 @@ class RankedPlan:
     mfu: float | None = None
     estimate_s: float | None = None
     nodes: tuple[NodeMemory, ...] = ()
+    latency_s: float | None = None
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -142,6 +143,19 @@ def evaluate_plan(
     seen = form_teams(plan, graph, cluster, cost)
     simulation = simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost, contention=contention)
     return rank_simulation(simulation, plan, seen.cluster, memory_limit_bytes=memory_limit_bytes, estimate_s=estimate_s)
+
+
+def predict_latency(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
+    """Seconds from one microbatch's arrival at an idle inference pipeline to its answer, on the first replicas."""
+    samples = plan.microbatch_size * plan.sharding.expert
+    alone = replace(
+        plan,
+        workload=replace(plan.workload, global_batch=samples),
+        num_microbatches=1,
+        stages=tuple(replace(stage, ranks=stage.ranks[:1], shares=()) for stage in plan.stages),
+    )
+    seen = form_teams(alone, graph, cluster, cost)
+    return simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost).timeline.duration_s
 
 
 def evaluate_plans(

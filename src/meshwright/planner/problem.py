@@ -83,6 +83,7 @@ class Problem:
     """One search. ``graph_for`` gives the graph for a microbatch size (the same one if its sizes are symbolic).
 
     ``exchange`` is that of all plans, but for the ZeRO stage. ``memory_limit_bytes`` replaces every device's memory.
+    ``max_latency_s``: in inference, what a microbatch may take from end to end.
     ``only``: the settings that are looked at, if not all that the choices allow.
     """
 
@@ -93,6 +94,7 @@ class Problem:
     choices: Choices = field(default_factory=Choices)
     exchange: GradientExchange = field(default_factory=GradientExchange)
     memory_limit_bytes: int | None = None
+    max_latency_s: float | None = None
     model: str = ""
     model_sizes: tuple[tuple[str, int], ...] = ()
     only: tuple[Setting, ...] = ()

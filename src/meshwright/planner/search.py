@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from meshwright.cost import CostModel
 from meshwright.planner.adoption import DEFAULT_CHUNKS
 from meshwright.planner.diagnosis import raise_infeasible, require_possible
-from meshwright.planner.evaluate import RankedPlan, evaluate_plan
+from meshwright.planner.evaluate import RankedPlan, evaluate_plan, predict_latency
 from meshwright.planner.interval import StepInterval, predict_step_interval
 from meshwright.planner.method import Method, Proposal, SearchState
 from meshwright.planner.methods import find_method
@@ -38,6 +39,7 @@ from meshwright.spec import (
     PlanError,
     ScheduleError,
     Workload,
+    format_seconds,
     with_branches,
 )
 from meshwright.spec.exchange import WAVES, ZeroStage
@@ -68,6 +70,7 @@ def search_plans(
     offload: Sequence[Offload] = (ON_DEVICE,),
     exchange: GradientExchange | None = None,
     memory_limit_bytes: int | None = None,
+    max_latency_s: float | None = None,
     max_plans: int = 8,
     deadline_s: float | None = None,
     seed: int = 0,
@@ -81,7 +84,9 @@ def search_plans(
     divisors of the global batch), ``schedules`` (names, references ``path/to/file.py:function``, such functions
     themselves, or files of orders), ``shardings``, stages of ZeRO (default: that of the ``exchange``), ``recompute`` in
     words or layers, and what ``offload`` keeps away from devices.
-    ``memory_limit_bytes`` replaces every device's memory. ``method`` is the name of one (`methods`), a reference to
+    ``memory_limit_bytes`` replaces every device's memory. In inference the step is that of the whole batch, so that the
+    fastest one has the highest throughput, of those plans that answer a microbatch within ``max_latency_s``; for the
+    least latency itself, let the batch be one microbatch. ``method`` is the name of one (`methods`), a reference to
     your own, or such a function. At most ``max_plans`` plans are returned. The same input and ``seed`` give the same
     plans in the same order, unless ``deadline_s`` seconds or an interrupt end the search, which then returns what it
     has. ``model``, ``model_sizes`` and the cluster's name are noted in the plans.
@@ -94,6 +99,11 @@ def search_plans(
         raise PlanError(f"At most {max_plans} plans were asked for; ask for at least 1.")
     if deadline_s is not None and not deadline_s > 0:
         raise PlanError(f"A deadline of {deadline_s} s was given; expected a positive number of seconds.")
+    if max_latency_s is not None and (workload.kind != "inference" or not max_latency_s > 0):
+        raise PlanError(
+            f"A latency of at most {max_latency_s} s was asked for, for {workload.kind}; expected a positive number, for "
+            "inference. Leave it out, or give such a workload."
+        )
     named = dict(name_schedule(schedule) for schedule in schedules)
     exchange = _checked(exchange or GradientExchange(), named)
     problem = Problem(
@@ -115,6 +125,7 @@ def search_plans(
         ),
         exchange=exchange,
         memory_limit_bytes=memory_limit_bytes,
+        max_latency_s=max_latency_s,
         model=model,
         model_sizes=model_sizes,
     )
@@ -220,6 +231,20 @@ class _Log:
             estimate_s=estimate_s,
         )
 
+    def _within_latency(self, item: RankedPlan) -> RankedPlan:
+        """The plan with its latency. Raises PlanError where that is too long."""
+        problem, plan = self._problem, item.plan
+        assert problem.max_latency_s is not None
+        graph = problem.graph_for(plan.microbatch_size)
+        latency_s = predict_latency(plan, graph, problem.cluster, problem.cost)
+        if latency_s > problem.max_latency_s:
+            raise PlanError(
+                f"{plan.describe()} answers a microbatch in {format_seconds(latency_s)}, which is more than the "
+                f"{format_seconds(problem.max_latency_s)} that were asked for. Allow smaller microbatches, split ops "
+                "over devices, or more time."
+            )
+        return replace(item, latency_s=latency_s)
+
     def predict_interval(self, plan: Plan) -> StepInterval:
         """The interval of a plan's step time."""
         problem = self._problem
@@ -232,6 +257,8 @@ class _Log:
         try:
             # Closed forms know the named schedules only.
             item = self.evaluate(plan, None if plan.has_own_schedule else proposal.estimate_s)
+            if self._problem.max_latency_s is not None and item.fits:
+                item = self._within_latency(item)
         except (PlanError, ScheduleError, DeadlockError) as error:
             self._state.refused.append((plan, error))
             self._known[plan] = None
