@@ -101,8 +101,8 @@ def search_plans(
         raise PlanError(f"A deadline of {deadline_s} s was given; expected a positive number of seconds.")
     if max_latency_s is not None and (workload.kind != "inference" or not max_latency_s > 0):
         raise PlanError(
-            f"A latency of at most {max_latency_s} s was asked for, for {workload.kind}; expected a positive number, for "
-            "inference. Leave it out, or give such a workload."
+            f"A latency of at most {max_latency_s} s was asked for, for {workload.kind}; expected a positive number, "
+            "for inference. Leave it out, or give such a workload."
         )
     named = dict(name_schedule(schedule) for schedule in schedules)
     exchange = _checked(exchange or GradientExchange(), named)
