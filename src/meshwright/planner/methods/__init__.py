@@ -4,6 +4,7 @@ from meshwright.planner.method import Method, own_method
 from meshwright.planner.methods.alpa.method import alpa
 from meshwright.planner.methods.auto import auto
 from meshwright.planner.methods.differentiable import differentiable
+from meshwright.planner.methods.flexflow import flexflow
 from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.pipedream import pipedream
 from meshwright.planner.methods.slicing import slicing
@@ -15,6 +16,7 @@ METHODS: dict[str, Method] = {
     "slicing": slicing,
     "pipedream": pipedream,
     "alpa": alpa,
+    "flexflow": flexflow,
     "differentiable": differentiable,
     "unequal": unequal,
     "grid": grid,
