@@ -101,7 +101,7 @@ def test_an_own_schedule_that_equals_a_named_one_is_worth_the_same(mine, own, na
 
 
 def test_the_closed_form_of_the_named_ones_is_not_told_of_own_ones(mine):
-    plans = search(mine, "1f1b", "eager", num_stages=4)
+    plans = search(mine, "1f1b", "eager", num_stages=4, method="slicing")
     assert {item.plan.schedule: item.estimate_s is None for item in plans.ranked} == {
         "1f1b": False,
         f"{mine}:eager": True,

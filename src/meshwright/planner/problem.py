@@ -27,6 +27,7 @@ from meshwright.spec import (
     Offload,
     Plan,
     PlanError,
+    StagePlan,
     Workload,
     read_recompute,
 )
@@ -217,6 +218,23 @@ class Space:
                 graph, structure, microbatch_size, self.cluster, self.workload, self.cost, self.offload
             )
         return self._tables[microbatch_size]
+
+    def make_plan(self, stages: tuple[StagePlan, ...], microbatch_size: int, schedule: str) -> Plan:
+        """A plan of the local graph; its ranks are teams."""
+        problem = self.problem
+        return Plan(
+            model=problem.model,
+            model_sizes=problem.model_sizes,
+            graph_hash=self.graph_for(microbatch_size).content_hash,
+            cluster=self.cluster.name,
+            workload=self.workload,
+            stages=stages,
+            num_microbatches=self.workload.global_batch // microbatch_size,
+            schedule=schedule,
+            schedule_hash=problem.choices.schedule_hashes.get(schedule, ""),
+            exchange=self.exchange.suited_to(schedule),
+            offload=self.offload,
+        )
 
     def whole(self, plan: Plan) -> Plan:
         """A plan of the local graph, as one of the whole graph."""

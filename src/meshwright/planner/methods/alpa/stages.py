@@ -59,19 +59,7 @@ def slice_stages(space: Space, microbatch_size: int, schedule: str, objective: O
         return None
     tables = space.tables(microbatch_size)
     bounds = [(edges[start], edges[stop]) for start, stop in found.bounds]
-    plan = Plan(
-        model=space.problem.model,
-        model_sizes=space.problem.model_sizes,
-        graph_hash=tables.graph.content_hash,
-        cluster=space.cluster.name,
-        workload=space.workload,
-        stages=layout.stages(bounds, found.replicas),
-        num_microbatches=tables.num_microbatches,
-        schedule=schedule,
-        schedule_hash=space.problem.choices.schedule_hashes.get(schedule, ""),
-        exchange=space.exchange,
-        offload=space.offload,
-    )
+    plan = space.make_plan(layout.stages(bounds, found.replicas), tables.microbatch_size, schedule)
     return Staged(plan, found.seconds)
 
 

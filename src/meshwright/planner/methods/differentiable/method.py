@@ -77,26 +77,13 @@ class _Option:
 
     def plan(self, layout: StageLayout) -> Plan:
         """The plan of the whole graph."""
-        problem = self.space.problem
         ranks = [tuple(map(int, np.flatnonzero(layout.stage_of == stage))) for stage in range(self.num_stages)]
         edges = [int(edge) for edge in layout.edges]
         stages = tuple(
             StagePlan(start=start, stop=stop, ranks=taken)
             for start, stop, taken in zip(edges[:-1], edges[1:], ranks, strict=True)
         )
-        local = Plan(
-            model=problem.model,
-            model_sizes=problem.model_sizes,
-            graph_hash=self.space.tables(self.size).graph.content_hash,
-            cluster=self.space.cluster.name,
-            workload=self.space.workload,
-            stages=stages,
-            num_microbatches=self.stages.num_microbatches,
-            schedule=self.schedule,
-            exchange=self.space.exchange,
-            offload=self.space.offload,
-        )
-        return self.space.whole(local)
+        return self.space.whole(self.space.make_plan(stages, self.size, self.schedule))
 
     def learn(self, layout: StageLayout, result: RankedPlan) -> None:
         """Correct what the closed form thinks of this option."""

@@ -65,18 +65,7 @@ class Point:
             StagePlan(start=start, stop=stop, ranks=self.ranks[first : first + count])
             for start, stop, first, count in zip((0, *self.cuts), ends, firsts, self.replicas, strict=False)
         )
-        plan = Plan(
-            model=space.problem.model,
-            model_sizes=space.problem.model_sizes,
-            graph_hash=graph.content_hash,
-            cluster=space.cluster.name,
-            workload=space.workload,
-            stages=stages,
-            num_microbatches=space.workload.global_batch // self.size,
-            schedule=self.schedule if self.schedule in BASIC_SCHEDULES else "1f1b",
-            exchange=space.exchange,
-            offload=space.offload,
-        )
+        plan = space.make_plan(stages, self.size, self.schedule if self.schedule in BASIC_SCHEDULES else "1f1b")
         if self.schedule not in BASIC_SCHEDULES:
             (chunks, *_) = space.problem.choices.num_chunks
             plan = adopt_schedule(plan, self.schedule, graph, space.cost, num_chunks=chunks)

@@ -55,18 +55,8 @@ def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
     for name in names:
         layout = Layout(name=name, num_ranks=space.num_ranks, num_stages=positions)
         ranks = [layout.ranks(position * replicas, replicas) for position in range(positions)] * wanted.chunks
-        plan = Plan(
-            model=problem.model,
-            model_sizes=problem.model_sizes,
-            graph_hash=graph.content_hash,
-            cluster=space.cluster.name,
-            workload=space.workload,
-            stages=deal_out(graph, wanted.microbatch_size, space.cost, ranks),
-            num_microbatches=space.workload.global_batch // wanted.microbatch_size,
-            schedule=wanted.schedule,
-            exchange=space.exchange.suited_to(wanted.schedule),
-            offload=away,
-        )
+        stages = deal_out(graph, wanted.microbatch_size, space.cost, ranks)
+        plan = space.make_plan(stages, wanted.microbatch_size, wanted.schedule)
         yield space.whole(plan)
 
 

@@ -173,17 +173,7 @@ def _make_plan(found: _Found, schedule: str, state: SearchState) -> Plan | None:
     """The stages under a schedule, as a plan of the whole graph; None, and noted, if they cannot follow it."""
     space, problem = found.space, found.space.problem
     graph = space.graph_for(found.size)
-    plan = Plan(
-        model=problem.model,
-        model_sizes=problem.model_sizes,
-        graph_hash=graph.content_hash,
-        cluster=space.cluster.name,
-        workload=space.workload,
-        stages=found.stages,
-        num_microbatches=space.workload.global_batch // found.size,
-        exchange=space.exchange.suited_to("1f1b"),
-        offload=space.offload,
-    )
+    plan = space.make_plan(found.stages, found.size, "1f1b")
     try:
         adopted = adopt_schedule(plan, schedule, graph, space.cost, num_chunks=problem.choices.num_chunks[0])
         local = replace(adopted, exchange=space.exchange.suited_to(schedule))

@@ -244,19 +244,7 @@ class CandidateSearch:
     def _plan(
         self, tables: Tables, schedule: str, layout: Layout, bounds: Sequence[tuple[int, int]], replicas: Sequence[int]
     ) -> Plan:
-        return Plan(
-            model=self.space.problem.model,
-            model_sizes=self.space.problem.model_sizes,
-            graph_hash=tables.graph.content_hash,
-            cluster=self.space.cluster.name,
-            workload=self.space.workload,
-            stages=layout.stages(bounds, replicas),
-            num_microbatches=tables.num_microbatches,
-            schedule=schedule,
-            schedule_hash=self.space.problem.choices.schedule_hashes.get(schedule, ""),
-            exchange=self.space.exchange,
-            offload=self.space.offload,
-        )
+        return self.space.make_plan(layout.stages(bounds, replicas), tables.microbatch_size, schedule)
 
     def _num_slicings(self, search: _Search) -> int:
         """Ways to cut the layers into stages and to share the ranks among them."""

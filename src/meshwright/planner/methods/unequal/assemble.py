@@ -192,7 +192,7 @@ def plan_mapping(space: Space, size: int, schedule: str, devices: Devices, mappi
         StagePlan(start=start, stop=stop, ranks=own, shares=share_stage(space, size, (start, stop), own))
         for (start, stop), own in zip(mapping.bounds, ranks, strict=True)
     )
-    return make_plan(space, size, schedule, stages)
+    return space.make_plan(stages, size, schedule)
 
 
 def share_stage(space: Space, size: int, layers: tuple[int, int], ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -204,21 +204,3 @@ def share_stage(space: Space, size: int, layers: tuple[int, int], ranks: tuple[i
     shares = optimal_shares(seconds, tables.num_microbatches)
     in_turn = StagePlan(start=0, stop=1, ranks=ranks).counts(tables.num_microbatches)
     return () if shares == in_turn else shares
-
-
-def make_plan(space: Space, size: int, schedule: str, stages: tuple[StagePlan, ...]) -> Plan:
-    """A plan of the local graph with these stages."""
-    problem, tables = space.problem, space.tables(size)
-    return Plan(
-        model=problem.model,
-        model_sizes=problem.model_sizes,
-        graph_hash=tables.graph.content_hash,
-        cluster=space.cluster.name,
-        workload=space.workload,
-        stages=stages,
-        num_microbatches=tables.num_microbatches,
-        schedule=schedule,
-        schedule_hash=problem.choices.schedule_hashes.get(schedule, ""),
-        exchange=space.exchange.suited_to(schedule),
-        offload=space.offload,
-    )

@@ -32,7 +32,7 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.planner.methods.unequal.assemble import find_devices, make_mapping_problem, make_plan
+from meshwright.planner.methods.unequal.assemble import find_devices, make_mapping_problem
 from meshwright.planner.methods.unequal.groups import find_classes
 from meshwright.planner.methods.unequal.mapping import solve_mapping
 from meshwright.planner.methods.unequal.stage_table import MappingProblem
@@ -190,4 +190,4 @@ def plan_workers(space: Space, size: int, workers: VirtualWorkers) -> Plan:
         StagePlan(start=start, stop=stop, ranks=tuple(worker.ranks[index] for worker in workers.workers))
         for index, (start, stop) in enumerate(workers.workers[0].bounds)
     )
-    return make_plan(space, size, WAVES, stages)
+    return space.make_plan(stages, size, WAVES)
