@@ -10,6 +10,7 @@ from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.interval import StepInterval
 from meshwright.spec import Plan, PlanError, format_bytes, format_count, format_percent, format_seconds
 from meshwright.spec.html import Printer, html_table
+from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.plan import name_stages
 
 # Step times whose difference is below this share are called equal in words: the simulator's clock ticks in ps, people
@@ -75,9 +76,10 @@ class Plans:
         """One plain row per ranked plan, best first.
 
         Keys: ``place``, ``plan`` (in words), ``num_stages``, ``replicas`` (per stage), ``num_microbatches``,
-        ``microbatch_size``, ``schedule``, ``step_time_s``, ``samples_per_s``, ``peak_memory_bytes`` (of the fullest
-        rank), ``bubble_share``, ``mfu_share``, ``estimate_s``, and the terms of the breakdown: ``compute_s``,
-        ``inside_s`` (exchanges inside of passes), ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``.
+        ``microbatch_size``, ``schedule``, ``split`` (axes, ZeRO and recompute, in short), ``step_time_s``,
+        ``samples_per_s``, ``peak_memory_bytes`` (of the fullest rank), ``bubble_share``, ``mfu_share``,
+        ``estimate_s``, and the terms of the breakdown: ``compute_s``, ``inside_s`` (exchanges inside of passes),
+        ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``.
         """
         return [_row(place, item) for place, item in enumerate(self.ranked, 1)]
 
@@ -174,6 +176,19 @@ class Plans:
         return text
 
 
+def abbreviate_setting(plan: Plan) -> str:
+    """How ops are split, states shared out and parts computed again: ``tp8+sp cp2 zero1 again``; - for nothing."""
+    sharding = plan.sharding
+    sizes = (("tp", sharding.tensor), ("cp", sharding.context), ("ep", sharding.expert))
+    parts = [f"{name}{size}" for name, size in sizes if size > 1]
+    if sharding.sequence_parallel:
+        parts[0] += "+sp"
+    parts += [f"zero{plan.exchange.zero}"] * bool(plan.exchange.zero)
+    parts += ["again"] * bool(plan.recompute)
+    parts += ["offload"] * (plan.offload != ON_DEVICE)
+    return " ".join(parts) or "-"
+
+
 def explain_prediction(item: RankedPlan) -> str:
     """Three lines: the plan and its step time, where the step goes, what memory it needs."""
     return "\n".join((_headline(item), _step_line(item), _memory_line(item)))
@@ -210,6 +225,7 @@ def _row(place: int, item: RankedPlan) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches,
         "microbatch_size": plan.microbatch_size,
         "schedule": plan.schedule,
+        "split": abbreviate_setting(plan),
         "step_time_s": item.step_time_s,
         "samples_per_s": item.samples_per_s,
         "peak_memory_bytes": item.peak_memory_bytes[item.fullest_rank],

@@ -5,7 +5,7 @@ Neighbouring rows that would read alike are drawn together; ``--json`` has them 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -104,23 +104,25 @@ def exchanges_table(rows: Sequence[Row]) -> NarrowTable:
 
 
 def plans_table(rows: Sequence[Row]) -> NarrowTable:
-    """Ranked plans from the planner's rows, best first, in 80 columns; M × size are the microbatches."""
-    headings = ("#", "stages", "replicas", "M × size", "schedule", "step", "samples/s", "memory", "bubble")
-    cells = [
-        (
-            str(row["place"]),
-            str(row["num_stages"]),
-            _count_replicas(row["replicas"]),
-            f"{row['num_microbatches']} × {row['microbatch_size']}",
-            name_schedule_briefly(row["schedule"]),
-            format_cell("step_time_s", row["step_time_s"]),
-            format_cell("samples_per_s", row["samples_per_s"]),
-            format_cell("peak_memory_bytes", row["peak_memory_bytes"]),
-            format_cell("bubble_share", row["bubble_share"]),
-        )
-        for row in rows
+    """Ranked plans from the planner's rows, best first; M × size are the microbatches, "split" where plans differ."""
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("#", lambda row: str(row["place"])),
+        ("stages", lambda row: str(row["num_stages"])),
+        ("replicas", lambda row: _count_replicas(row["replicas"])),
+        ("M × size", lambda row: f"{row['num_microbatches']} × {row['microbatch_size']}"),
+        ("schedule", lambda row: name_schedule_briefly(row["schedule"])),
+        ("split", lambda row: row["split"]),
+        ("step", lambda row: format_cell("step_time_s", row["step_time_s"])),
+        ("samples/s", lambda row: format_cell("samples_per_s", row["samples_per_s"])),
+        ("memory", lambda row: format_cell("peak_memory_bytes", row["peak_memory_bytes"])),
+        ("bubble", lambda row: format_cell("bubble_share", row["bubble_share"])),
     ]
-    numeric = [heading not in ("replicas", "M × size", "schedule") for heading in headings]
+    # What all plans have alike is told of the best one below; where they differ, 80 columns need the room.
+    hidden = "split" if len({row.get("split") for row in rows}) == 1 else "samples/s"
+    columns = [column for column in columns if column[0] != hidden]
+    headings = tuple(heading for heading, _ in columns)
+    cells = [tuple(cell(row) for _, cell in columns) for row in rows]
+    numeric = [heading not in ("replicas", "M × size", "schedule", "split") for heading in headings]
     return NarrowTable(headings, cells, numeric=numeric, close=True)
 
 
