@@ -29,6 +29,7 @@ from meshwright.planner.methods.pipedream import pipedream
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.methods.slicing.method import MAX_RANKS, adopt_whole
 from meshwright.planner.methods.unequal import unequal
+from meshwright.planner.methods.unequal.assemble import are_equal
 from meshwright.planner.problem import Problem, Setting
 from meshwright.spec import MeshwrightError, Plan, PlanError, StagePlan, format_percent
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
@@ -66,10 +67,8 @@ def auto(problem: Problem, state: SearchState) -> Steps:
 
 
 def _turns(problem: Problem) -> Iterator[_Turn]:
-    kinds = {problem.cluster.device_kind(rank).name for rank in range(problem.cluster.num_ranks)}
     chosen = problem.choices
-    unlike = len(kinds) > 1
-    if unlike:
+    if not all(map(are_equal, problem.spaces())):
         yield _Turn(unequal, 0.5)
     yield _Turn(slicing, 0.7)
     if set(chosen.schedules) & set(ASYNCHRONOUS_SCHEDULES):
