@@ -22,7 +22,7 @@ from meshwright.cli.models import (
 from meshwright.cli.output import print_json, print_tables, terminal_sink
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
 from meshwright.cli.plan_files import files_to_write, no_files, write_plan_files
-from meshwright.cli.planning import default_batch, default_precision, on_cluster, print_misfit
+from meshwright.cli.planning import default_batch, default_precision, on_cluster, print_misfit, refuse_beside_from
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_orders
 from meshwright.cli.sharding import (
     ContextOption,
@@ -160,6 +160,28 @@ def plan(
         )
     if fix and method != "place":
         raise typer.BadParameter("--fix says where ops go, which only --method place decides; add that.")
+    if start_from is not None:
+        refuse_beside_from(
+            {
+                "--batch": batch is not None,
+                "--ranks": ranks is not None,
+                "--microbatch-size": bool(microbatch_size),
+                "--schedule": bool(schedule),
+                "--stages": stages is not None,
+                "--tensor": bool(tensor),
+                "--sequence-parallel": sequence_parallel,
+                "--context": bool(context),
+                "--expert": bool(expert),
+                "--placement": bool(placement),
+                "--zero": bool(zero),
+                "--recompute": bool(recompute),
+                "--offload": bool(offload),
+                "--method": method != "auto",
+                "--staleness": staleness != 0,
+                "--virtual-stages": virtual_stages != 2,
+                "--precision": precision is not None,
+            }
+        )
     if method == "place":
         refuse_for_place(
             {
@@ -218,7 +240,9 @@ def plan(
         sequence_parallel=sequence_parallel,
         placements=tuple(map(read_placement, placement or ())),
     )
-    chosen = precision or default_precision(machine.device_kind(0).peak_flops_per_s)
+    earlier = None if start_from is None else read_document(Plan, start_from)
+    usual = default_precision(machine.device_kind(0).peak_flops_per_s)
+    chosen = (precision or usual) if earlier is None else earlier.workload.precision
     width, experts = (max(getattr(item, name) for item in shardings) for name in ("width", "expert"))
     workload = Workload(
         global_batch=batch or default_batch(max((ranks or machine.num_ranks) // width, 1) * experts),
@@ -230,15 +254,14 @@ def plan(
     cost = load_cost_model(machine, measurements, chosen)
     try:
         with terminal_sink(as_json) as events:
-            if start_from is not None:
-                earlier = read_document(Plan, start_from)
+            if earlier is not None:
                 plans = replan(
                     replace(earlier, model=model, cluster=cluster),
                     graph_for,
                     cost,
                     memory_limit_bytes=limit_bytes,
                     max_plans=top,
-                    deadline_s=deadline or DEADLINE_S,
+                    deadline_s=DEADLINE_S if deadline is None else deadline,
                     seed=seed,
                     events=events,
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+import typer
 from rich.text import Text
 
 from meshwright.cli.output import print_json, print_tables
@@ -37,3 +38,13 @@ def default_precision(peaks: dict[str, float]) -> Literal["float32", "bfloat16"]
 def default_batch(num_ranks: int) -> int:
     """Eight samples per rank: enough microbatches to fill a pipeline as deep as the cluster."""
     return 8 * num_ranks
+
+
+def refuse_beside_from(given: dict[str, bool]) -> None:
+    """Refuse options that a plan to start from answers itself; raises typer.BadParameter."""
+    wrong = [name for name, is_given in given.items() if is_given]
+    if wrong:
+        raise typer.BadParameter(
+            f"{', '.join(wrong)}: --from takes these from the plan that it starts from. Leave them out, or leave out "
+            "--from."
+        )

@@ -86,15 +86,9 @@ def _deal_out(plan: Plan, changed: Plan, ranks: Sequence[tuple[int, ...]], graph
     """``changed`` with the layers cut into as even stages as can be, on these ranks."""
     if len(ranks) > len(graph.layers):
         raise _impossible(changed.schedule, f"the graph has {len(graph.layers)} layers", f"at least {len(ranks)}")
-    return replace(changed, stages=deal_out(graph, plan.microbatch_size, cost, ranks))
-
-
-def deal_out(
-    graph: Graph, microbatch_size: int, cost: CostModel, ranks: Sequence[tuple[int, ...]]
-) -> tuple[StagePlan, ...]:
-    """As even stages as can be, one on each of the tuples of ranks; no more of them than the graph has layers."""
-    bounds = slice_evenly(_layer_seconds(graph, microbatch_size, cost), len(ranks))
-    return tuple(StagePlan(start=start, stop=stop, ranks=own) for (start, stop), own in zip(bounds, ranks, strict=True))
+    bounds = slice_evenly(_layer_seconds(graph, plan.microbatch_size, cost), len(ranks))
+    stages = (StagePlan(start=start, stop=stop, ranks=own) for (start, stop), own in zip(bounds, ranks, strict=True))
+    return replace(changed, stages=tuple(stages))
 
 
 def _positions(plan: Plan) -> list[tuple[int, ...]]:

@@ -5,9 +5,9 @@ step, P(i) those of a microbatch in all layers before i, and n = ceil(M / r) of 
 replicas, a step takes at least
 
     own work      n · t(i, j) + o(i, j)          for every stage, on its own ranks
-    way there     P(i) + n · t(i, j)             where steps are flushed: stage i:j begins when a microbatch has come
-                                                 through the layers before it, and the next step begins when its last
-                                                 one has gone back through them
+    way there     P(i) + n · t(i, j)             where steps are flushed and backwards whole: stage i:j begins when a
+                                                 microbatch has come through the layers before it, and the next step
+                                                 when its last one has gone back through them
     all work      M · Σ w(l) / Σ over ranks of max over layers (w(l) / t(l))
                                                  for any weights w of the layers, here those on the fastest kind
 
@@ -29,12 +29,14 @@ from meshwright.cost.compiled import compiled
 from meshwright.planner.problem import Space
 from meshwright.planner.stage_tables import Tables
 from meshwright.program import SCHEDULE_LAYOUTS
-from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES, ScheduleName
+from meshwright.spec.plan import ScheduleName
 
 Floats = NDArray[np.float64]
 
 # Halving ends when both ends agree to this share.
 _PRECISION = 1e-6
+# Schedules that flush, of which it is known that they split no backward.
+_WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved", "looped-bfs")
 # Sums of prices are rounded to picoseconds op by op, those of the simulator instruction by instruction.
 _ROUNDING = 1 - 1e-6
 
@@ -54,7 +56,8 @@ def _bound_schedule(space: Space, tables: Tables, schedule: str) -> float:
     training = space.workload.kind == "training"
     work_s = _all_work(space, tables)
     alone = SCHEDULE_LAYOUTS.get(cast("ScheduleName", schedule)) == "single"
-    flushes = training and schedule not in ASYNCHRONOUS_SCHEDULES
+    # Where a backward is split, what it does to weights may wait, and is on nobody's way.
+    flushes = training and schedule in _WHOLE_BACKWARDS
     kinds = list(tables.seconds.values())
     total = np.minimum.reduce([kind.total - kind.accumulate for kind in kinds])
     first = total[0] if flushes and _is_trained_from_the_start(tables) else np.zeros_like(total[0])

@@ -41,9 +41,13 @@ def require_possible(problem: Problem) -> None:
         ("sharding", chosen.shardings),
         ("ZeRO stage", chosen.zero),
         ("word for recompute", chosen.recompute),
+        ("way to offload", chosen.offload),
+        ("number of stages on a rank", chosen.num_chunks),
     ):
         if not values:
             raise PlanError(f"No {what} was given to choose from; give at least one.")
+    if problem.memory_limit_bytes is not None and problem.memory_limit_bytes < 1:
+        raise PlanError(f"A limit of {problem.memory_limit_bytes} bytes was given; expected at least 1.")
     for count in chosen.num_devices:
         if not 1 <= count <= everything:
             raise PlanError(

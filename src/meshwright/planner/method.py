@@ -15,8 +15,10 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +26,7 @@ import numpy as np
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.problem import Problem
 from meshwright.spec import EventSink, MeshwrightError, NullSink, Plan, PlanError
-from meshwright.spec.own_code import first_line, load_function, split_reference
+from meshwright.spec.own_code import first_line, load_function, reported, split_reference
 
 _EXPECTED = "yields plans: function(problem, state)"
 
@@ -53,7 +55,8 @@ class SearchState:
         fitting: all plans that fit so far.
         num_considered: configurations that methods covered, simulated or not.
         num_pruned: those of them that a bound or memory ruled out without looking at each.
-        bound_s: no plan of the problem is faster, as far as was proven.
+        bound_s: no plan of the problem is faster, as far as methods say.
+        are_bounds_void: a plan was proposed that bounds do not cover.
         refused: plans that could not be simulated, and why.
         notes: sentences for people, on what a method found out.
     """
@@ -68,6 +71,7 @@ class SearchState:
     num_considered: int = 0
     num_pruned: int = 0
     bound_s: float = 0.0
+    are_bounds_void: bool = False
     refused: list[tuple[Plan, MeshwrightError]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -75,6 +79,11 @@ class SearchState:
     def best_s(self) -> float:
         """Seconds of the best step so far; infinite before there is one."""
         return math.inf if self.best is None else self.best.step_time_s
+
+    @property
+    def proven_s(self) -> float:
+        """The lower bound of steps, if it holds for all that was proposed; else 0."""
+        return 0.0 if self.are_bounds_void or self.bound_s > self.best_s * (1 + 1e-9) else self.bound_s
 
     def seconds_left(self) -> float:
         """Seconds until the deadline, or the end of a turn within it; infinite without one."""
@@ -121,28 +130,49 @@ def own_method(reference: str) -> Method:
             f"def {name}(problem, state)."
         ) from None
 
+    return checked(function, path)
+
+
+def checked(function: Callable[[Problem, SearchState], Any], path: Path | None = None) -> Method:
+    """A user's function as a method: it may yield plans alone; what it raises is told with the line of its ``path``."""
+    name = getattr(function, "__name__", type(function).__name__)
+
     def method(problem: Problem, state: SearchState) -> Steps:
-        yield from _checked(function(problem, state), reference)
-
-    return method
-
-
-def _checked(steps: Any, reference: str) -> Steps:
-    """What a user's generator, or list of plans, proposes."""
-    if not hasattr(steps, "__iter__"):
-        raise PlanError(f"{reference} returned {type(steps).__name__}; expected that it yields plans.")
-    if not inspect.isgenerator(steps):
-        steps = (item for item in steps)
-    result: RankedPlan | None = None
-    try:
-        item = next(steps)
+        with _reported(path, name):
+            steps = function(problem, state)
+        if not hasattr(steps, "__iter__"):
+            raise PlanError(f"{name} returned {type(steps).__name__}; expected that it yields plans.")
+        if not inspect.isgenerator(steps):
+            steps = (item for item in steps)
+        result: RankedPlan | None = None
+        is_first = True
         while True:
+            try:
+                with _reported(path, name):
+                    item = next(steps) if is_first else steps.send(result)
+            except StopIteration:
+                return
+            is_first = False
             if not isinstance(item, Plan | Proposal):
                 raise PlanError(
-                    f"{reference} yielded {type(item).__name__}; expected a Plan, or a Proposal with a plan and its "
+                    f"{name} yielded {type(item).__name__}; expected a Plan, or a Proposal with a plan and its "
                     "estimated seconds."
                 )
             result = yield item if isinstance(item, Proposal) else Proposal(item)
-            item = steps.send(result)
-    except StopIteration:
-        return
+
+    method.__name__ = name
+    return method
+
+
+@contextmanager
+def _reported(path: Path | None, name: str) -> Iterator[None]:
+    """Turn what a user's file raises into a PlanError; the end of a generator is none."""
+    try:
+        yield
+    except (StopIteration, MeshwrightError):
+        raise
+    except Exception:
+        if path is None:
+            raise
+        with reported(path, f"{name} raised", PlanError):
+            raise

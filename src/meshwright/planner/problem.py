@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from meshwright.cost import CostModel
 from meshwright.planner.adoption import DEFAULT_CHUNKS
+from meshwright.planner.microbatches import microbatch_sizes
 from meshwright.planner.short import ShortGraph, shorten
 from meshwright.planner.stage_tables import Structure, Tables, find_structure, make_tables
 from meshwright.program import lower_graph, own_workload
@@ -35,9 +36,6 @@ from meshwright.spec.exchange import ZeroStage
 from meshwright.spec.offload import ON_DEVICE, check_offload
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.sharding import AXES, UNSHARDED, OpPlacement, Sharding
-
-# Microbatch sizes that are tried when none are given: each prices the whole graph anew (0.1 to 0.3 s at 6,000 ops).
-MAX_MICROBATCH_SIZES = 12
 
 
 class Setting(NamedTuple):
@@ -85,7 +83,8 @@ class Problem:
 
     ``exchange`` is that of all plans, but for the ZeRO stage. ``memory_limit_bytes`` replaces every device's memory.
     ``max_latency_s``: in inference, what a microbatch may take from end to end.
-    ``only``: the settings that are looked at, if not all that the choices allow.
+    ``only``: the settings that are looked at, if not all that the choices allow. ``may_idle``: plans may leave devices
+    out.
     """
 
     graph_for: Callable[[int], Graph]
@@ -99,6 +98,7 @@ class Problem:
     model: str = ""
     model_sizes: tuple[tuple[str, int], ...] = ()
     only: tuple[Setting, ...] = ()
+    may_idle: bool = False
     _spaces: dict[Setting, Space | MeshwrightError] = field(init=False, repr=False, default_factory=dict)
     _short: dict[int, tuple[Graph, ShortGraph]] = field(init=False, repr=False, default_factory=dict)
 
@@ -141,6 +141,32 @@ class Problem:
             ):
                 return setting
         return None
+
+    def objection(self, plan: Plan) -> str:
+        """What of a plan this problem does not allow, in words; nothing of one that it does.
+
+        Placements of ops may be a method's own.
+        """
+        chosen, graph = self.choices, self.graph_for(plan.microbatch_size)
+        sharding = replace(plan.sharding, placements=())
+        counts = chosen.num_devices or (self.cluster.num_ranks,)
+        ranges = [read_recompute(graph, text) for text in chosen.recompute]
+        exchange = replace(self.exchange, zero=plan.exchange.zero).suited_to(plan.schedule)
+        wrong = {
+            "workload": plan.workload != self.workload,
+            "number of devices": plan.num_devices not in counts
+            and not (self.may_idle and plan.num_devices < max(counts)),
+            "sharding": sharding not in [replace(item, placements=()) for item in chosen.shardings],
+            "ZeRO stage": plan.exchange.zero not in chosen.zero,
+            "exchange": plan.exchange != exchange,
+            "recompute": plan.recompute not in ranges,
+            "offload": plan.offload not in chosen.offload,
+            "schedule": plan.schedule not in chosen.schedules,
+            "number of stages": bool(chosen.num_stages)
+            and not {len(plan.stages), len({stage.ranks for stage in plan.stages})} & set(chosen.num_stages),
+            "microbatch size": bool(chosen.microbatch_sizes) and plan.microbatch_size not in chosen.microbatch_sizes,
+        }
+        return " and ".join(name for name, is_wrong in wrong.items() if is_wrong)
 
     def spaces(self) -> Iterator[Space]:
         """What each possible setting leaves to choose. Raises what is wrong with the first one if none is possible."""
@@ -303,28 +329,3 @@ def list_shardings(
             Sharding(tensor=each[0], context=each[1], expert=each[2], sequence_parallel=apart, placements=kept)
         )
     return tuple(found)
-
-
-def microbatch_sizes(workload: Workload, given: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Sizes to try, ascending: those given, or divisors of the batch. Raises PlanError for one that does not divide."""
-    batch = workload.global_batch
-    if given:
-        wrong = [size for size in given if size < 1 or batch % size]
-        if wrong:
-            raise PlanError(
-                f"A global batch of {batch} samples does not divide into microbatches of {wrong}. "
-                f"Choose sizes that divide {batch}: {', '.join(map(str, divisors(batch)[:12]))}."
-            )
-        return tuple(sorted(set(given)))
-    found = divisors(batch)
-    if len(found) <= MAX_MICROBATCH_SIZES:
-        return tuple(found)
-    # Evenly spread over the scale of sizes: the divisor nearest to each step of a geometric ladder.
-    steps = [batch ** (k / (MAX_MICROBATCH_SIZES - 1)) for k in range(MAX_MICROBATCH_SIZES)]
-    return tuple(sorted({min(found, key=lambda size: (abs(size / step - 1), size)) for step in steps}))
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
-    return sorted({*small, *(number // k for k in small)})

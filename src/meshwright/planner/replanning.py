@@ -22,11 +22,12 @@ from meshwright.cost import CostModel
 from meshwright.planner.method import Proposal, SearchState, Steps
 from meshwright.planner.methods.auto import improve
 from meshwright.planner.methods.slicing import slicing
+from meshwright.planner.microbatches import divisors
 from meshwright.planner.plans import Plans
-from meshwright.planner.problem import Choices, Problem, divisors
+from meshwright.planner.problem import Choices, Problem
 from meshwright.planner.search import search_plans, solve
 from meshwright.simulator.scenarios.machines import without_devices
-from meshwright.spec import EventSink, Graph, Plan, PlanError, StagePlan
+from meshwright.spec import EventSink, Graph, Plan, PlanError, StagePlan, format_count
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.recompute import recompute_choices
 
@@ -60,7 +61,11 @@ def replan(
             f"The plan to start from is for graph {plan.graph_hash}, but the graph given is {graph.content_hash}. Plan "
             "for this model without a plan to start from."
         )
+    if deadline_s is not None and not deadline_s > 0:
+        raise PlanError(f"A deadline of {deadline_s} s was given; expected a positive number of seconds.")
+    given = cost.cluster.num_ranks
     cost = _in_whole_teams(cost, plan.sharding.width)
+    left_out = given - cost.cluster.num_ranks
     schedule = plan.schedule if plan.schedule in BASIC_SCHEDULES else "1f1b"
     problem = Problem(
         graph_for=graph_for,
@@ -79,10 +84,18 @@ def replan(
         memory_limit_bytes=memory_limit_bytes,
         model=plan.model,
         model_sizes=plan.model_sizes,
+        may_idle=True,
     )
     begun = replace(plan, schedule=schedule, schedule_hash="")
 
     def replanning(problem: Problem, state: SearchState) -> Steps:
+        if schedule != plan.schedule:
+            state.note(f"The schedule {plan.schedule} was left for {schedule}: plans are made anew for such alone.")
+        if left_out:
+            state.note(
+                f"{format_count(left_out, 'device')} of nodes that make no whole team of {plan.sharding.width} were "
+                "left out; ranks count the others."
+            )
         yield from _from_plan(problem, state, begun)
 
     return solve(

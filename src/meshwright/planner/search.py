@@ -20,7 +20,7 @@ from meshwright.planner.adoption import DEFAULT_CHUNKS
 from meshwright.planner.diagnosis import raise_infeasible, require_possible
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan, predict_latency
 from meshwright.planner.interval import StepInterval, predict_step_interval
-from meshwright.planner.method import Method, Proposal, SearchState
+from meshwright.planner.method import Method, Proposal, SearchState, checked
 from meshwright.planner.methods import find_method
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.plans import Coverage, Plans
@@ -148,7 +148,7 @@ def solve(
     state = SearchState(max_plans=max_plans, random=np.random.default_rng(seed), events=events)
     if deadline_s is not None:
         state.stop_at = begun + deadline_s
-    name, steps = (method, find_method(method)) if isinstance(method, str) else (_name_of(method), method)
+    name, steps = (method, find_method(method)) if isinstance(method, str) else (_name_of(method), checked(method))
     log = _Log(problem, state)
     stopped = log.run(steps)
     if not state.fitting:
@@ -181,7 +181,7 @@ def solve(
         evaluate=log.evaluate,
         predict_interval=log.predict_interval,
         front=find_front(ranked),
-        bound_s=state.bound_s,
+        bound_s=state.proven_s,
         notes=tuple(state.notes),
     )
 
@@ -255,6 +255,8 @@ class _Log:
         if plan in self._known:
             return self._known[plan]
         try:
+            if proposal.counts and (objection := self._problem.objection(plan)):
+                raise PlanError(f"{plan.describe()} has another {objection} than was asked for.")
             # Closed forms know the named schedules only.
             item = self.evaluate(plan, None if plan.has_own_schedule else proposal.estimate_s)
             if self._problem.max_latency_s is not None and item.fits:
@@ -264,6 +266,9 @@ class _Log:
             self._known[plan] = None
             return None
         self._known[plan] = item
+        if self._problem.setting_of(plan) is None:
+            # Placements of a method's own are no choice that bounds know of.
+            self._state.are_bounds_void = True
         if not item.fits:
             self.rejected.append(item)
         elif proposal.counts:
@@ -275,7 +280,7 @@ class _Log:
 
 def _has_plan(problem: Problem) -> bool:
     """Whether any plan of a problem fits."""
-    state = SearchState(max_plans=1)
+    problem, state = replace(problem, max_latency_s=None), SearchState(max_plans=1)
     log = _Log(problem, state)
     try:
         log.run(slicing)

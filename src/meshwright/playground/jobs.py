@@ -106,6 +106,8 @@ class Searches:
                 cost=replace(cost),
                 model=state.model,
                 model_sizes=self._bench.sizes_of(state),
+                # States of the page are slicings.
+                method="slicing",
                 max_plans=MAX_PLANS,
                 exchange=exchange_of(state),
                 events=job,

@@ -113,7 +113,7 @@ def _near(problem: Problem, state: SearchState) -> Problem:
 def _is_done(state: SearchState) -> bool:
     if state.is_over:
         return True
-    if state.bound_s > 0 and state.best_s <= state.bound_s * (1 + _CLOSE):
+    if state.proven_s > 0 and state.best_s <= state.proven_s * (1 + _CLOSE):
         state.note(f"The best plan is within {format_percent(_CLOSE)} of the lower bound: nothing else was tried.")
         return True
     return False

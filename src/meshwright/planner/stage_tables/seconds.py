@@ -77,10 +77,10 @@ def _optimizer_picoseconds(
     if workload.kind == "inference" or not trainable:
         return _picoseconds(seconds)
     if offload.optimizer != "device":
-        hosts, optimizer = HostPrices(cost, cost.cluster.num_ranks), workload.optimizer
-        for i in trainable:
-            num_bytes = graph.tensors[i].num_bytes(0, workload.float_bytes)
-            seconds[i] = hosts.bound_step_seconds(0, num_bytes, optimizer, offload.optimizer)
+        hosts = HostPrices(cost, cost.cluster.num_ranks)
+        sizes = np.array([graph.tensors[i].num_bytes(0, workload.float_bytes) for i in trainable], np.float64)
+        whole_s = hosts.bound_step_seconds(0, int(sizes.sum()), workload.optimizer, offload.optimizer)
+        seconds[trainable] = whole_s * sizes / sizes.sum()
         return _picoseconds(seconds)
     alone = np.array([cost.optimizer_seconds(graph, (i,), workload.optimizer, kind) for i in trainable])
     together = cost.optimizer_seconds(graph, tuple(trainable), workload.optimizer, kind)

@@ -157,7 +157,7 @@ def search_soap(
             run.phase("the best of these", run.best, budget, 1.0)
         return run
 
-    with ThreadPoolExecutor(max_workers=min(num_chains, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(max_workers=min(num_chains, os.cpu_count() or 1)) as pool:
         done = list(pool.map(search, range(num_chains)))
     best = min(done, key=lambda run: run.step_ps)
     if best.best is None:

@@ -49,7 +49,10 @@ class Rows(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """Figures of layers: seconds (kinds, L), bytes (L,), ``kept`` at one microbatch size."""
+    """Figures of layers: seconds (kinds, L), bytes (L,), ``kept`` at one microbatch size.
+
+    ``again`` are the parameters of layers that the model repeats, which ZeRO 3 gathers once more for the backward.
+    """
 
     forward: Floats
     backward: Floats
@@ -58,6 +61,7 @@ class Layers(NamedTuple):
     parameters: Floats
     states: Floats
     gradients: Floats
+    again: Floats
     kept: Floats
 
 
@@ -151,7 +155,11 @@ def _seconds(layers: Layers, exchanges: Exchanges, kind_of: Integers, edges: Int
             _sum(layers.parameters, edges, form, position),
             _sum(layers.gradients, edges, form, position),
         )
-        passing, exposed = _exchange(exchanges, form, parameters, gradients)
+        again = 0.0
+        if form.zero == 3:
+            # The last one to be gathered forward may still be there.
+            again = _sum(layers.again, edges, form, position) - _largest(layers.again, edges, form, position)
+        passing, exposed = _exchange(exchanges, form, parameters, again, gradients)
         fastest_way = np.inf
         for kind in range(num_kinds):
             if num_kinds > 1 and not (kind_of[position * replicas : (position + 1) * replicas] == kind).any():
@@ -176,12 +184,14 @@ def _seconds(layers: Layers, exchanges: Exchanges, kind_of: Integers, edges: Int
 
 
 @compiled
-def _exchange(exchanges: Exchanges, form: _Form, parameters: float, gradients: float) -> tuple[float, float]:
+def _exchange(
+    exchanges: Exchanges, form: _Form, parameters: float, again: float, gradients: float
+) -> tuple[float, float]:
     """Seconds per microbatch of gathers and scatters, and those of the sum at the end of a step."""
     if form.replicas == 1:
         return 0.0, 0.0
     if form.zero >= 2:
-        gathers = (form.zero - 1) * parameters * exchanges.gather_s[form.place]
+        gathers = (parameters + again) * exchanges.gather_s[form.place]
         return gathers + gradients * exchanges.scatter_s[form.place], 0.0
     if form.zero == 1:
         return 0.0, 0.0
@@ -204,13 +214,13 @@ def _bytes(layers: Layers, edges: Integers, form: _Form) -> float:
             static += parameters / shared + _largest(layers.parameters, edges, form, position) * (1.0 - 1.0 / shared)
         else:
             static += parameters
-        static += gradients / (shared if form.zero >= 2 else 1)
         held = 0.0
         for chunk in range(form.chunks):
             place = chunk * form.positions + position
             kept = layers.kept[edges[place] : edges[place + 1]].sum()
             held += kept * _in_flight(form, position, chunk)
-        fullest = max(fullest, static + held)
+        # Gradients may be there only when what microbatches kept is gone, and all of them are at the end.
+        fullest = max(fullest, static + held, static + gradients / (shared if form.zero >= 2 else 1))
     return fullest
 
 

@@ -6,6 +6,7 @@ the moment of a computation) is left out, so that sums of bytes are lower bounds
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ class LayerBytes:
     parameters: Floats
     states: Floats
     gradients: Floats
+    again: Floats
     kept_fixed: Floats
     kept_per_sample: Floats
 
@@ -54,6 +56,10 @@ class Figures:
         self.workload = self.workload_of(problem, sharding)
         self.cost = problem.cost.for_teams(sharding)
         self.cluster = self.cost.cluster
+        # Where something may be kept away from devices, nothing of it bounds them.
+        chosen = problem.choices.offload
+        self._steps_on_device = all(away.optimizer == "device" for away in chosen)
+        self._on_device = all(away.parameters == "device" for away in chosen)
         self._local = lower_graph(short.graph, sharding, ())
         self._structure = find_structure(self._local)
         self._bytes: dict[str, LayerBytes] = {}
@@ -99,7 +105,7 @@ class Figures:
                 column.append(np.add.reduceat(values, starts))
             if kind.name not in self._optimizer:
                 self._optimizer[kind.name] = self._optimizer_seconds(kind)
-            columns[3].append(self._optimizer[kind.name] * training)
+            columns[3].append(self._optimizer[kind.name] * (training and self._steps_on_device))
         forward, backward, accumulate, optimizer = (self._short.spread(np.stack(column)) for column in columns)
         return LayerSeconds(forward=forward, backward=backward, accumulate=accumulate, optimizer=optimizer)
 
@@ -154,11 +160,12 @@ class Figures:
         elements = np.array([tensor.num_elements(0) for tensor in graph.tensors], np.int64) * trained
         each = state_bytes(self.workload.optimizer, self.workload.precision)
         kept = [_added(structure, structure.saved.table(size)) * training for size in sizes]
-        spread = self._short.spread
+        spread, parameters = self._short.spread, _added(structure, structure.parameters.table(sizes[0]))
         return LayerBytes(
-            parameters=spread(_added(structure, structure.parameters.table(sizes[0]))),
-            states=spread(_added(structure, structure.parameters.table(elements * each))),
-            gradients=spread(_added(structure, structure.parameters.table(sizes[0] * trained))),
+            parameters=spread(parameters) * self._on_device,
+            states=spread(_added(structure, structure.parameters.table(elements * each))) * self._steps_on_device,
+            gradients=spread(_added(structure, structure.parameters.table(sizes[0] * trained))) * self._on_device,
+            again=spread(parameters * _is_repeated(graph)),
             kept_fixed=spread(np.maximum(2 * kept[0] - kept[1], 0.0)),
             kept_per_sample=spread(np.maximum(kept[1] - kept[0], 0.0)),
         )
@@ -179,10 +186,21 @@ class Figures:
         everything = self.cost.optimizer_seconds(graph, graph.parameters, optimizer, kind)
         others = (tuple(i for i in graph.parameters if owners[i] != index) for index in range(len(graph.layers)))
         without = [self.cost.optimizer_seconds(graph, some, optimizer, kind) if some else 0.0 for some in others]
-        return np.maximum(everything - np.array(without), 0.0)
+        added = np.maximum(everything - np.array(without), 0.0)
+        # Starts of kernels come in steps, so that the last layer may seem to add more than its share.
+        sizes = np.array([tensor.num_elements(0) * tensor.requires_grad for tensor in graph.tensors], np.int64)
+        elements = _added(self._structure, self._structure.parameters.table(sizes))
+        found: Floats = np.minimum(added, everything * elements / max(elements.sum(), 1.0))
+        return found
 
 
 def _added(structure: Structure, table: NDArray[np.int64]) -> Floats:
     """What each layer adds to the layers before it, shape (L,), from a table over all stages i:j."""
     found: Floats = np.diff(table[0, : structure.num_layers + 1].astype(np.float64))
     return found
+
+
+def _is_repeated(graph: Graph) -> NDArray[np.bool_]:
+    """Whether each layer is one of several alike, shape (L,)."""
+    counts = Counter(layer.block for layer in graph.layers)
+    return np.array([bool(layer.block) and counts[layer.block] > 1 for layer in graph.layers])

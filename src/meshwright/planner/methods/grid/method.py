@@ -11,12 +11,11 @@ import math
 from collections.abc import Iterator
 from typing import cast
 
-from meshwright.planner.adoption import deal_out
 from meshwright.planner.layouts import Layout, LayoutName
 from meshwright.planner.method import Proposal, SearchState, Steps
 from meshwright.planner.methods.grid.sheet import Configuration, bound_grid
 from meshwright.planner.problem import Problem, Setting
-from meshwright.spec import Plan, format_count, format_percent, format_seconds
+from meshwright.spec import Plan, StagePlan, format_count, format_percent, format_seconds
 from meshwright.spec.exchange import ZeroStage
 
 # Plans with less than this above a bound are as good as it: prices are worth less.
@@ -24,13 +23,13 @@ _CLOSE = 1e-4
 
 
 def grid(problem: Problem, state: SearchState) -> Steps:
-    """Enumerate, bound, and simulate what may still be the best. Of ways to offload, the first one is taken."""
+    """Enumerate, bound, and simulate what may still be the best."""
     found = bound_grid(problem)
     num_fitting = found.num_fitting
     state.count(considered=found.num_configurations, pruned=found.num_configurations - num_fitting)
     best_s, looked_at, left_s = math.inf, 0, math.inf
     for bound_s, configuration in found.by_bound():
-        if bound_s >= best_s * (1 - _CLOSE) or state.seconds_left() <= 0:
+        if bound_s >= best_s * (1 - _CLOSE) or (looked_at and state.seconds_left() <= 0):
             left_s = bound_s
             break
         state.events.progress("simulate the grid", looked_at, looked_at + 1)
@@ -43,21 +42,23 @@ def grid(problem: Problem, state: SearchState) -> Steps:
 
 
 def plans_of(problem: Problem, configuration: Configuration) -> Iterator[Plan]:
-    """The plans of a configuration: one for each layout of its ranks."""
+    """The plans of a configuration: one for each layout of its ranks, and each way to offload."""
     wanted, positions = configuration, configuration.positions
-    away = problem.choices.offload[0]
     num_devices = wanted.num_ranks * wanted.sharding.width
-    space = problem.space(Setting(num_devices, wanted.sharding, cast("ZeroStage", wanted.zero), wanted.recompute, away))
-    replicas = space.num_ranks // positions
-    several = len(space.cluster.nodes) > 1 and positions > 1 and replicas > 1 and len(space.cluster.device_kinds) == 1
-    names: tuple[LayoutName, ...] = ("stage-major", "replica-major") if several else ("stage-major",)
-    graph = space.graph_for(wanted.microbatch_size)
-    for name in names:
-        layout = Layout(name=name, num_ranks=space.num_ranks, num_stages=positions)
-        ranks = [layout.ranks(position * replicas, replicas) for position in range(positions)] * wanted.chunks
-        stages = deal_out(graph, wanted.microbatch_size, space.cost, ranks)
-        plan = space.make_plan(stages, wanted.microbatch_size, wanted.schedule)
-        yield space.whole(plan)
+    for away in problem.choices.offload:
+        setting = Setting(num_devices, wanted.sharding, cast("ZeroStage", wanted.zero), wanted.recompute, away)
+        space = problem.space(setting)
+        replicas, alike = space.num_ranks // positions, len(space.cluster.device_kinds) == 1
+        several = len(space.cluster.nodes) > 1 and positions > 1 and replicas > 1 and alike
+        names: tuple[LayoutName, ...] = ("stage-major", "replica-major") if several else ("stage-major",)
+        for name in names:
+            layout = Layout(name=name, num_ranks=space.num_ranks, num_stages=positions)
+            ranks = [layout.ranks(position * replicas, replicas) for position in range(positions)] * wanted.chunks
+            stages = tuple(
+                StagePlan(start=start, stop=stop, ranks=own)
+                for (start, stop), own in zip(wanted.bounds, ranks, strict=True)
+            )
+            yield space.whole(space.make_plan(stages, wanted.microbatch_size, wanted.schedule))
 
 
 def _summary(num_rows: int, num_fitting: int, num_simulated: int, bound_s: float, best_s: float) -> str:

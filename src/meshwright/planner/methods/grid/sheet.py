@@ -14,10 +14,12 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.planner.even_slices import slice_evenly
 from meshwright.planner.layouts import memory_limit
 from meshwright.planner.methods.grid.cover import FLIGHTS, IN_TURN, WHOLE_IN_TURN, Exchanges, Layers, Rows, cover
 from meshwright.planner.methods.grid.figures import Figures
-from meshwright.planner.problem import Problem, divisors, microbatch_sizes
+from meshwright.planner.microbatches import divisors, microbatch_sizes
+from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph
 from meshwright.spec import MeshwrightError
 from meshwright.spec.sharding import Sharding
@@ -38,6 +40,7 @@ class Configuration:
     positions: int
     schedule: str
     chunks: int
+    bounds: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,6 +83,8 @@ class Sheet:
         before = sum(len(rows.seconds) for rows in self.rows[:place])
         cell, rows, row = self.cells[place], self.rows[place], row - before
         schedule, chunks = variants_of(self.problem)[rows.schedule[row]]
+        seconds = cell.figures.seconds(cell.microbatch_size, cell.recompute)
+        work = (seconds.forward + seconds.backward)[0]
         return Configuration(
             num_ranks=cell.num_ranks,
             sharding=cell.figures.sharding,
@@ -89,6 +94,7 @@ class Sheet:
             positions=int(rows.positions[row]),
             schedule=schedule,
             chunks=chunks,
+            bounds=slice_evenly(work.tolist(), int(rows.positions[row]) * chunks),
         )
 
     def _gather(self) -> None:
@@ -227,6 +233,7 @@ def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Rows:
         weights.parameters,
         weights.states,
         weights.gradients,
+        weights.again,
         weights.kept_fixed + cell.microbatch_size * weights.kept_per_sample,
     )
     return cover(

@@ -27,8 +27,8 @@ MAX_INSTRUCTIONS = 600_000
 MAX_RANKS = 4096
 # Plans that an own schedule may fail on before the search gives up on finding ones that it orders.
 MAX_REFUSED = 64
-# The best plans may have a layout that another schedule refuses, such as unlike replicas: so many are given to it.
-LEAST_ADOPTED = 8
+# Plans that are simulated at least, however few are asked for: estimates do not see everything.
+LEAST_SIMULATED = 8
 
 
 def slicing(problem: Problem, state: SearchState) -> Steps:
@@ -40,7 +40,7 @@ def slicing(problem: Problem, state: SearchState) -> Steps:
     adopted = [name for name in problem.choices.schedules if _is_adopted(name)]
     searched = [name for name in problem.choices.schedules if name not in adopted]
     candidates = find_candidates(problem, searched or ["1f1b"], state)
-    wanted = max(state.max_plans, LEAST_ADOPTED) if adopted else state.max_plans
+    wanted = max(state.max_plans, LEAST_SIMULATED)
     fitting = yield from _simulate(candidates, wanted, state, counts=bool(searched))
     if adopted and fitting:
         followed = yield from _adopt_all(problem, fitting, adopted, state)
@@ -73,7 +73,8 @@ def find_candidates(problem: Problem, schedules: Sequence[str], state: SearchSta
         else:
             state.count(pruned=search.num_covered)
         state.count(considered=search.num_covered)
-    state.bound(min(bound_s for bound_s, _, _ in bounds))
+    if not problem.only:
+        state.bound(min(bound_s for bound_s, _, _ in bounds))
     return sorted(found, key=lambda candidate: candidate.estimate_s)
 
 

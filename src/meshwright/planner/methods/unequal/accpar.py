@@ -45,7 +45,7 @@ PartitionType = Literal["I", "II", "III"]
 TYPES: tuple[PartitionType, ...] = ("I", "II", "III")
 
 # Shares in the first grid, and how often it is made finer around its best, each time by this factor.
-NUM_SHARES = 63
+NUM_SHARES = 255
 NUM_REFINEMENTS = 3
 _FINER = 16
 

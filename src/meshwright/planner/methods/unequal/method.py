@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.method import Proposal, SearchState, Steps
-from meshwright.planner.methods.slicing.method import choose
+from meshwright.planner.methods.slicing.method import LEAST_SIMULATED, choose
 from meshwright.planner.methods.unequal.assemble import (
     Devices,
     are_equal,
@@ -28,7 +28,8 @@ from meshwright.planner.methods.unequal.assemble import (
 from meshwright.planner.methods.unequal.mapping import MAX_ENTRIES, Mapping, num_entries, solve_mapping
 from meshwright.planner.methods.unequal.moves import neighbours
 from meshwright.planner.methods.unequal.virtual_workers import form_workers, plan_workers
-from meshwright.planner.problem import Problem, Space, divisors
+from meshwright.planner.microbatches import divisors
+from meshwright.planner.problem import Problem, Space
 from meshwright.planner.stage_tables import settle_stage
 from meshwright.spec import Plan, PlanError, slice_graph
 from meshwright.spec.exchange import WAVES
@@ -72,7 +73,7 @@ def unequal(problem: Problem, state: SearchState) -> Steps:
     """Propose mappings of stages to unequal devices with shares by speed, then changes of the best plan."""
     candidates = sorted(_candidates(problem, state), key=lambda item: item.mapping.seconds)
     found: list[tuple[RankedPlan, Space]] = []
-    wanted = max(PLANS_PER_ANSWER * state.max_plans, LEAST_PLANS)
+    wanted = max(PLANS_PER_ANSWER * max(state.max_plans, LEAST_SIMULATED), LEAST_PLANS)
     least_s = candidates[0].mapping.seconds if candidates else 0.0
     promising = [item for item in candidates if item.mapping.seconds <= SLACK * least_s]
     for candidate in islice(choose(promising, wanted), wanted):
