@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.planner.problem import Space
+from meshwright.planner.short import is_plain_chain
 from meshwright.planner.stage_tables import Tables
 from meshwright.program import SCHEDULE_LAYOUTS
 from meshwright.spec.plan import ScheduleName
@@ -38,7 +39,7 @@ _PRECISION = 1e-6
 # Schedules that flush, of which it is known that they split no backward.
 _WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved", "looped-bfs")
 # Sums of prices are rounded to picoseconds op by op, those of the simulator instruction by instruction.
-_ROUNDING = 1 - 1e-6
+ROUNDING = 1 - 1e-6
 
 
 def bound_space(space: Space) -> float:
@@ -49,7 +50,7 @@ def bound_space(space: Space) -> float:
 def bound_tables(space: Space, tables: Tables) -> float:
     """The same for one microbatch size."""
     bounds = [_bound_schedule(space, tables, schedule) for schedule in space.schedules]
-    return min(bounds, default=math.inf) * _ROUNDING
+    return min(bounds, default=math.inf) * ROUNDING
 
 
 def _bound_schedule(space: Space, tables: Tables, schedule: str) -> float:
@@ -63,8 +64,10 @@ def _bound_schedule(space: Space, tables: Tables, schedule: str) -> float:
     first = total[0] if flushes and _is_trained_from_the_start(tables) else np.zeros_like(total[0])
     if not alone:
         return max(work_s, float(first[-1]))
-    later = np.minimum.reduce([kind.total for kind in kinds])
-    optimizer = np.minimum.reduce([kind.optimizer for kind in kinds])
+    # Where the host steps, it takes what the devices that are used allow, and gradients may lie there.
+    here = space.offload.optimizer == "device"
+    later = np.minimum.reduce([kind.total for kind in kinds]) if here else total
+    optimizer = np.minimum.reduce([kind.optimizer for kind in kinds]) * here
     most = min(space.num_ranks, tables.num_microbatches)
     if space.exchange.zero:
         optimizer = optimizer / most
@@ -72,8 +75,11 @@ def _bound_schedule(space: Space, tables: Tables, schedule: str) -> float:
 
 
 def _is_trained_from_the_start(tables: Tables) -> bool:
-    """Whether replicas of a first stage wait for each other at the end of every step, to sum gradients."""
-    return bool(tables.bytes.exchange[0, 1] > 0)
+    """Whether a microbatch goes through all layers in order, and replicas of the first wait for each other at the end.
+
+    Branches run beside each other; and replicas without gradients to sum begin the next step on their own.
+    """
+    return bool(tables.bytes.exchange[0, 1] > 0) and is_plain_chain(tables.graph)
 
 
 def _all_work(space: Space, tables: Tables) -> float:

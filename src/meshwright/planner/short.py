@@ -7,8 +7,9 @@ weighed as one of three, and `spread` gives every layer of the long graph its fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -51,11 +52,39 @@ def shorten(graph: Graph) -> ShortGraph:
 def _runs(graph: Graph) -> Iterator[tuple[int, int]]:
     """Ranges of more equal layers in a row than stay."""
     start = 0
-    for block, layers in groupby(graph.layers, key=lambda layer: layer.block):
+    for work, layers in groupby(graph.layers, key=lambda layer: _work_of(graph, layer)):
         count = len(list(layers))
-        if block and count > _KEPT:
+        if work is not None and count > _KEPT:
             yield start, start + count
         start += count
+
+
+def _work_of(graph: Graph, layer: Layer) -> Hashable:
+    """What a layer computes, equal for layers that are alike in all that is priced; None for one on its own."""
+    if not layer.block:
+        return None
+    return layer.block, tuple(
+        (op.kind, op.attributes, op.flops, op.backward_flops, _values(graph, op.inputs), _values(graph, op.outputs))
+        for op in graph.ops[layer.start : layer.stop]
+    )
+
+
+def _values(graph: Graph, ids: tuple[int, ...]) -> Hashable:
+    """What of some values a price depends on."""
+    known = (graph.tensors[i] for i in ids)
+    return tuple((item.shape, item.dtype, item.requires_grad, item.role) for item in known)
+
+
+@lru_cache(maxsize=64)
+def is_plain_chain(graph: Graph) -> bool:
+    """Whether every layer reads what the one before it made, so that a value goes through all of them in order."""
+    home: dict[int, int] = {}
+    linked = [False] * len(graph.layers)
+    for index, layer in enumerate(graph.layers):
+        for op in graph.ops[layer.start : layer.stop]:
+            linked[index] |= any(home.get(i) == index - 1 for i in op.inputs)
+            home.update(dict.fromkeys(op.outputs, index))
+    return all(linked[1:])
 
 
 def _is_chain(graph: Graph, start: int, stop: int) -> bool:

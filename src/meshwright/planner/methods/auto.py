@@ -30,12 +30,15 @@ from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.methods.slicing.method import MAX_RANKS, adopt_whole
 from meshwright.planner.methods.unequal import unequal
 from meshwright.planner.methods.unequal.assemble import are_equal
+from meshwright.planner.microbatches import MAX_MICROBATCH_SIZES
 from meshwright.planner.problem import Problem, Setting
 from meshwright.spec import MeshwrightError, Plan, PlanError, StagePlan, format_percent
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
 
 # More settings than this are told apart by the grid first; of those that it finds, so many are looked at closely.
 FEW_SETTINGS, CLOSE_SETTINGS = 4, 3
+# Ops times microbatch sizes times settings that exact slicing goes through in about ten seconds.
+SMALL = 100_000
 # Simulations that the grid and the changes at the end may take.
 GRID_SIMULATIONS, CHANGES = 24, 120
 # Within this share of the bound there is nothing left to find.
@@ -56,7 +59,7 @@ def auto(problem: Problem, state: SearchState) -> Steps:
     near = problem
     if len(list(problem.settings())) > FEW_SETTINGS or problem.cluster.num_ranks > MAX_RANKS:
         yield from _take_turn(_Turn(grid, 0.4, GRID_SIMULATIONS), problem, state, errors)
-        near = _near(problem, state)
+        near = problem if _is_small(problem) else _near(problem, state)
     for turn in _turns(near):
         if not _is_done(state):
             yield from _take_turn(turn, near, state, errors)
@@ -95,6 +98,13 @@ def _take_turn(turn: _Turn, problem: Problem, state: SearchState, errors: list[M
     finally:
         steps.close()
         state.turn_ends_at = float("inf")
+
+
+def _is_small(problem: Problem) -> bool:
+    """Whether exact slicing of all settings takes a few seconds at most."""
+    sizes = problem.choices.microbatch_sizes or range(MAX_MICROBATCH_SIZES)
+    num_ops = len(problem.graph_for(min(problem.choices.microbatch_sizes, default=1)).ops)
+    return num_ops * len(sizes) * len(list(problem.settings())) <= SMALL
 
 
 def _near(problem: Problem, state: SearchState) -> Problem:

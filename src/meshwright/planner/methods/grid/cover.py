@@ -49,10 +49,7 @@ class Rows(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """Figures of layers: seconds (kinds, L), bytes (L,), ``kept`` at one microbatch size.
-
-    ``again`` are the parameters of layers that the model repeats, which ZeRO 3 gathers once more for the backward.
-    """
+    """Figures of layers: seconds (kinds, L), bytes (L,), ``kept`` at one microbatch size."""
 
     forward: Floats
     backward: Floats
@@ -61,7 +58,6 @@ class Layers(NamedTuple):
     parameters: Floats
     states: Floats
     gradients: Floats
-    again: Floats
     kept: Floats
 
 
@@ -155,11 +151,7 @@ def _seconds(layers: Layers, exchanges: Exchanges, kind_of: Integers, edges: Int
             _sum(layers.parameters, edges, form, position),
             _sum(layers.gradients, edges, form, position),
         )
-        again = 0.0
-        if form.zero == 3:
-            # The last one to be gathered forward may still be there.
-            again = _sum(layers.again, edges, form, position) - _largest(layers.again, edges, form, position)
-        passing, exposed = _exchange(exchanges, form, parameters, again, gradients)
+        passing, exposed = _exchange(exchanges, form, parameters, gradients)
         fastest_way = np.inf
         for kind in range(num_kinds):
             if num_kinds > 1 and not (kind_of[position * replicas : (position + 1) * replicas] == kind).any():
@@ -184,15 +176,13 @@ def _seconds(layers: Layers, exchanges: Exchanges, kind_of: Integers, edges: Int
 
 
 @compiled
-def _exchange(
-    exchanges: Exchanges, form: _Form, parameters: float, again: float, gradients: float
-) -> tuple[float, float]:
+def _exchange(exchanges: Exchanges, form: _Form, parameters: float, gradients: float) -> tuple[float, float]:
     """Seconds per microbatch of gathers and scatters, and those of the sum at the end of a step."""
     if form.replicas == 1:
         return 0.0, 0.0
     if form.zero >= 2:
-        gathers = (parameters + again) * exchanges.gather_s[form.place]
-        return gathers + gradients * exchanges.scatter_s[form.place], 0.0
+        # What ZeRO 3 gathers once more for the backward may be there still.
+        return parameters * exchanges.gather_s[form.place] + gradients * exchanges.scatter_s[form.place], 0.0
     if form.zero == 1:
         return 0.0, 0.0
     full = np.floor(gradients / exchanges.bucket_bytes)

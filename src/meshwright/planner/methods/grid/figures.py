@@ -6,7 +6,6 @@ the moment of a computation) is left out, so that sums of bytes are lower bounds
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,13 +16,17 @@ from meshwright.cost.memory import backend_of
 from meshwright.cost.optimizers import state_bytes
 from meshwright.planner.methods.grid.cover import Exchanges
 from meshwright.planner.problem import Problem
-from meshwright.planner.short import ShortGraph
+from meshwright.planner.short import ShortGraph, is_plain_chain
 from meshwright.planner.stage_tables import Structure, find_structure
 from meshwright.program import lower_graph, own_workload
 from meshwright.spec import DeviceKind, GradientExchange, Graph, Workload, computed_again, read_recompute
 from meshwright.spec.sharding import Sharding
+from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
 Floats = NDArray[np.float64]
+
+# Gathers and scatters are of layers, or of parts of them.
+_SHARES_OF_LAYERS = (0.25, 1.0, 4.0, 16.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,7 +46,6 @@ class LayerBytes:
     parameters: Floats
     states: Floats
     gradients: Floats
-    again: Floats
     kept_fixed: Floats
     kept_per_sample: Floats
 
@@ -72,6 +74,17 @@ class Figures:
         return own_workload(problem.workload, sharding)
 
     @property
+    def goes_through_all(self) -> bool:
+        """Whether a step waits for a microbatch on its way through all layers, and back (`bounds`)."""
+        trained = any(
+            self._local.tensors[i].requires_grad
+            for op in self._local.ops[self._local.layers[0].start : self._local.layers[0].stop]
+            for i in op.inputs
+            if self._local.tensors[i].role == "parameter"
+        )
+        return self.workload.kind == "training" and trained and is_plain_chain(self._short.graph)
+
+    @property
     def num_layers(self) -> int:
         """Layers of the whole graph."""
         return len(self._short.stands_for)
@@ -90,7 +103,6 @@ class Figures:
     def seconds(self, microbatch_size: int, recompute: str) -> LayerSeconds:
         """Seconds of all layers at a microbatch size."""
         graph, training = self._with(recompute), self.workload.kind == "training"
-        starts = np.array([layer.start for layer in graph.layers])
         columns: list[list[Floats]] = [[], [], [], []]
         for kind in self.cluster.device_kinds:
             prices = self.cost.price_ops(self._local, microbatch_size, kind)
@@ -98,11 +110,13 @@ class Figures:
             for start, stop in graph.recompute:
                 ops = computed_again(graph, start, stop)
                 again[start] = prices.forward_s[ops.start : ops.stop].sum()
-            backward = (prices.backward_s + prices.accumulate_s + again) * training
-            for column, values in zip(
-                columns, (prices.forward_s, backward, prices.accumulate_s * training), strict=False
-            ):
-                column.append(np.add.reduceat(values, starts))
+            # Where gradients go to the host, nothing is added to them here.
+            added = prices.accumulate_s * (training and self._steps_on_device)
+            backward = (prices.backward_s + again) * training + added
+            for column, values in zip(columns, (prices.forward_s, backward, added), strict=False):
+                # Ops that no stage needs are not in the structure.
+                picoseconds = np.rint(values * PICOSECONDS_PER_SECOND).astype(np.int64)
+                column.append(_added(self._structure, self._structure.ops.table(picoseconds)) / PICOSECONDS_PER_SECOND)
             if kind.name not in self._optimizer:
                 self._optimizer[kind.name] = self._optimizer_seconds(kind)
             columns[3].append(self._optimizer[kind.name] * (training and self._steps_on_device))
@@ -134,14 +148,17 @@ class Figures:
         groups = [tuple(range(replicas))]
         if positions > 1 and len(self.cluster.nodes) > 1:
             groups.append(tuple(range(0, replicas * positions, positions)))
-        large = max(float(self.bytes("none").parameters.max()), 1.0)
+        structure, tensors = self._structure, self._local.tensors
+        sizes = np.array([tensor.num_bytes(1, self.workload.float_bytes) for tensor in tensors], np.int64)
+        largest = max(float(_added(structure, structure.parameters.table(sizes)).max()), 1.0)
         found = []
         for ranks in groups:
             sums = self.cost.predict_collective("all_reduce", ranks, np.array([1.0, float(bucket_bytes)])).seconds
-            # Parameters are cut among replicas alone.
-            gather_s = self.cost.collective_seconds("all_gather", ranks, large, axes=())
-            scatter_s = self.cost.collective_seconds("reduce_scatter", ranks, large)
-            found.append((*sums.tolist(), gather_s / large, scatter_s / large))
+            # The most that any size gets done in a second. Parameters are cut among replicas alone.
+            some = [largest / share for share in _SHARES_OF_LAYERS]
+            gather_s = min(self.cost.collective_seconds("all_gather", ranks, size, axes=()) / size for size in some)
+            scatter_s = min(self.cost.collective_seconds("reduce_scatter", ranks, size) / size for size in some)
+            found.append((*sums.tolist(), gather_s, scatter_s))
         return tuple(min(values) for values in zip(*found, strict=True))
 
     def bytes(self, recompute: str) -> LayerBytes:
@@ -165,7 +182,6 @@ class Figures:
             parameters=spread(parameters) * self._on_device,
             states=spread(_added(structure, structure.parameters.table(elements * each))) * self._steps_on_device,
             gradients=spread(_added(structure, structure.parameters.table(sizes[0] * trained))) * self._on_device,
-            again=spread(parameters * _is_repeated(graph)),
             kept_fixed=spread(np.maximum(2 * kept[0] - kept[1], 0.0)),
             kept_per_sample=spread(np.maximum(kept[1] - kept[0], 0.0)),
         )
@@ -198,9 +214,3 @@ def _added(structure: Structure, table: NDArray[np.int64]) -> Floats:
     """What each layer adds to the layers before it, shape (L,), from a table over all stages i:j."""
     found: Floats = np.diff(table[0, : structure.num_layers + 1].astype(np.float64))
     return found
-
-
-def _is_repeated(graph: Graph) -> NDArray[np.bool_]:
-    """Whether each layer is one of several alike, shape (L,)."""
-    counts = Counter(layer.block for layer in graph.layers)
-    return np.array([bool(layer.block) and counts[layer.block] > 1 for layer in graph.layers])

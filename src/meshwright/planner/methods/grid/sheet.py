@@ -14,6 +14,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.planner.bounds import ROUNDING
 from meshwright.planner.even_slices import slice_evenly
 from meshwright.planner.layouts import memory_limit
 from meshwright.planner.methods.grid.cover import FLIGHTS, IN_TURN, WHOLE_IN_TURN, Exchanges, Layers, Rows, cover
@@ -98,7 +99,7 @@ class Sheet:
         )
 
     def _gather(self) -> None:
-        self.seconds = np.concatenate([rows.seconds for rows in self.rows] or [np.empty(0)])
+        self.seconds = np.concatenate([rows.seconds for rows in self.rows] or [np.empty(0)]) * ROUNDING
         self.bytes = np.concatenate([rows.bytes for rows in self.rows] or [np.empty(0)])
 
 
@@ -233,7 +234,6 @@ def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Rows:
         weights.parameters,
         weights.states,
         weights.gradients,
-        weights.again,
         weights.kept_fixed + cell.microbatch_size * weights.kept_per_sample,
     )
     return cover(
@@ -241,7 +241,7 @@ def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Rows:
         exchanges,
         cell.figures.cluster.columns().kind[: cell.num_ranks],
         cell.figures.workload.global_batch // cell.microbatch_size,
-        cell.figures.workload.kind == "training",
+        cell.figures.goes_through_all,
         cell.counts,
         np.array([FLIGHTS[schedule] for schedule, _ in variants], np.int64),
         np.array([chunks for _, chunks in variants], np.int64),
