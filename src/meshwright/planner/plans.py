@@ -86,9 +86,20 @@ class Plans:
     def search_row(self) -> dict[str, Any]:
         """How the plans were found, as one plain row.
 
-        Keys: those of `Coverage`; ``bound_s`` and ``gap_share`` (None where nothing was proven).
+        Keys: those of `Coverage`; ``bound_s`` and ``gap_share`` (None where nothing was proven); ``front``, each with
+        ``plan``, ``step_time_s``, ``peak_memory_bytes`` and ``device_seconds``; ``notes``.
         """
-        return {**asdict(self.coverage), "bound_s": self.bound_s or None, "gap_share": self.gap}
+        front = [
+            {
+                "plan": summarise(item.plan),
+                "step_time_s": item.step_time_s,
+                "peak_memory_bytes": max(item.peak_memory_bytes),
+                "device_seconds": item.device_seconds,
+            }
+            for item in self.front
+        ]
+        proven = {"bound_s": self.bound_s or None, "gap_share": self.gap}
+        return {**asdict(self.coverage), **proven, "front": front, "notes": list(self.notes)}
 
     def explain(self, plan: Plan | None = None) -> str:
         """Why this plan (default: the best): where its step goes, what it needs, how it compares with the best."""

@@ -1,8 +1,8 @@
 """The portfolio: methods that fit the problem one after the other, each told what the others found; then small changes.
 
     many settings        the uniform grid, which says which settings are worth a closer look; and very many devices
-    those settings       exact slicing, with bounds and the best step known so far
     unequal devices      mappings of stages to devices, shares by speed
+    those settings       exact slicing, with bounds and the best step known so far
     endless schedules    PipeDream
     split ops            Alpa, where HiGHS is installed
     then                 changes of the best plan on the simulator: boundaries, microbatches, schedules, layouts
