@@ -1,6 +1,8 @@
 """Slices of a sequence whose largest sum is the least possible: the even cut of layers into stages.
 
-The smallest θ for which greedy slices of at most θ suffice is found by bisection; it is exact to the last bit of a sum.
+Greedy slices of at most θ are the fewest there are. Where they suffice, their largest sum is as good a θ; where they do
+not, nothing changes below the least sum that was refused. So the range of θ is halved, and its ends go to sums that
+occur; it closes after a few steps, exact to the last bit of a sum.
 """
 
 from __future__ import annotations
@@ -12,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
-
-_BISECTIONS = 64
 
 
 def slice_evenly(seconds: Sequence[float], num_slices: int) -> tuple[tuple[int, int], ...]:
@@ -27,31 +27,29 @@ def slice_evenly(seconds: Sequence[float], num_slices: int) -> tuple[tuple[int, 
 def even_edges(seconds: NDArray[np.float64], num_slices: int, edges: NDArray[np.int64]) -> None:
     """Write the edges of the slices, shape (slices + 1,): slice s is ``edges[s]:edges[s + 1]``."""
     low, high = seconds.max(), seconds.sum()
-    for _ in range(_BISECTIONS):
+    while low < high:
         middle = low + (high - low) / 2
-        if not low < middle < high:
-            break
-        if _count_slices(seconds, middle, num_slices) <= num_slices:
-            high = middle
+        # Between neighbouring numbers it may be rounded up.
+        count, largest, refused = _try(seconds, middle if middle < high else low)
+        if count > num_slices:
+            low = refused
         else:
-            low = middle
-    if _count_slices(seconds, low, num_slices) <= num_slices:
-        high = low
+            high = largest
     _fill(seconds, high, num_slices, edges)
 
 
 @compiled
-def _count_slices(seconds: NDArray[np.float64], most: float, enough: int) -> int:
-    """Slices that are filled one after the other; one more than enough where they do not suffice."""
-    count, total = 1, 0.0
+def _try(seconds: NDArray[np.float64], most: float) -> tuple[int, float, float]:
+    """Greedy slices of at most so much: how many there are, the largest sum, and the least that was refused."""
+    count, total, largest, refused = 1, 0.0, 0.0, np.inf
     for index in range(len(seconds)):
         if index and total + seconds[index] > most:
+            refused = min(refused, total + seconds[index])
             count += 1
             total = 0.0
-            if count > enough:
-                break
         total += seconds[index]
-    return count
+        largest = max(largest, total)
+    return count, largest, refused
 
 
 @compiled
