@@ -49,7 +49,10 @@ class Rows(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """Figures of layers: seconds (kinds, L), bytes (L,), ``kept`` at one microbatch size."""
+    """Sums of figures over the layers before each, and over all: seconds (kinds, L + 1), bytes (L + 1,).
+
+    ``kept`` is that of one microbatch.
+    """
 
     forward: Floats
     backward: Floats
@@ -93,6 +96,7 @@ class _Form(NamedTuple):
 @compiled
 def cover(
     layers: Layers,
+    work: Floats,
     exchanges: Exchanges,
     kind_of: Integers,
     num_microbatches: int,
@@ -104,16 +108,16 @@ def cover(
 ) -> Rows:
     """Bound all configurations of these numbers of positions, schedules (``flights`` with ``chunks``) and ZeRO stages.
 
-    ``kind_of`` (ranks,) is the kind of device of each rank, position p having ranks p · R on. Those that cannot be are
-    left out: more stages than layers, fewer microbatches than replicas, rounds that do not divide; and doubles.
+    ``work`` (L,) is what the layers are cut by. ``kind_of`` (ranks,) is the kind of device of each rank, position p
+    having ranks p · R on. Those that cannot be are left out: more stages than layers, fewer microbatches than replicas,
+    rounds that do not divide; and doubles.
     """
-    num_layers, num_ranks = layers.forward.shape[1], len(kind_of)
+    num_layers, num_ranks = len(work), len(kind_of)
     most = len(counts) * len(flights) * len(zeros)
     rows = Rows(
         np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most), np.empty(most)
     )
     edges = np.empty(num_layers + 1, np.int64)
-    work = (layers.forward + layers.backward)[0]
     made = 0
     for place in range(len(counts)):
         positions = counts[place]
@@ -147,10 +151,8 @@ def _seconds(layers: Layers, exchanges: Exchanges, kind_of: Integers, edges: Int
     num_kinds, replicas = len(layers.forward), form.replicas
     longest, before = 0.0, 0.0
     for position in range(form.positions):
-        parameters, gradients = (
-            _sum(layers.parameters, edges, form, position),
-            _sum(layers.gradients, edges, form, position),
-        )
+        parameters = _sum(layers.parameters, edges, form, position)
+        gradients = _sum(layers.gradients, edges, form, position)
         passing, exposed = _exchange(exchanges, form, parameters, gradients)
         fastest_way = np.inf
         for kind in range(num_kinds):
@@ -169,8 +171,8 @@ def _seconds(layers: Layers, exchanges: Exchanges, kind_of: Integers, edges: Int
             if form.flushes and form.flight != SPLIT:
                 longest = max(longest, before + taken)
             start, stop = edges[position], edges[position + 1]
-            first = layers.forward[kind, start:stop] + layers.backward[kind, start:stop]
-            fastest_way = min(fastest_way, (first - layers.accumulate[kind, start:stop]).sum())
+            first = _between(layers.forward[kind], start, stop) + _between(layers.backward[kind], start, stop)
+            fastest_way = min(fastest_way, first - _between(layers.accumulate[kind], start, stop))
         before += fastest_way
     return longest
 
@@ -207,7 +209,7 @@ def _bytes(layers: Layers, edges: Integers, form: _Form) -> float:
         held = 0.0
         for chunk in range(form.chunks):
             place = chunk * form.positions + position
-            kept = layers.kept[edges[place] : edges[place + 1]].sum()
+            kept = _between(layers.kept, edges[place], edges[place + 1])
             held += kept * _in_flight(form, position, chunk)
         # Gradients may be there only when what microbatches kept is gone, and all of them are at the end.
         fullest = max(fullest, static + held, static + gradients / (shared if form.zero >= 2 else 1))
@@ -233,8 +235,14 @@ def _sum(values: Floats, edges: Integers, form: _Form, position: int) -> float:
     total = 0.0
     for chunk in range(form.chunks):
         place = chunk * form.positions + position
-        total += values[edges[place] : edges[place + 1]].sum()
+        total += _between(values, edges[place], edges[place + 1])
     return total
+
+
+@compiled
+def _between(sums: Floats, start: int, stop: int) -> float:
+    """The sum over layers ``start:stop``."""
+    return float(sums[stop] - sums[start])
 
 
 @compiled
@@ -243,5 +251,6 @@ def _largest(values: Floats, edges: Integers, form: _Form, position: int) -> flo
     largest = 0.0
     for chunk in range(form.chunks):
         place = chunk * form.positions + position
-        largest = max(largest, values[edges[place] : edges[place + 1]].max())
+        for layer in range(edges[place], edges[place + 1]):
+            largest = max(largest, _between(values, layer, layer + 1))
     return largest

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph, is_plain_chain
 from meshwright.planner.stage_tables import Structure, find_structure
 from meshwright.program import lower_graph, own_workload
-from meshwright.spec import DeviceKind, GradientExchange, Graph, Workload, computed_again, read_recompute
+from meshwright.spec import DeviceKind, GradientExchange, Graph, computed_again, read_recompute
 from meshwright.spec.sharding import Sharding
 from meshwright.spec.units import PICOSECONDS_PER_SECOND
 
@@ -38,6 +39,12 @@ class LayerSeconds:
     accumulate: Floats
     optimizer: Floats
 
+    @property
+    def work(self) -> Floats:
+        """What layers are cut by, on the first kind, shape (L,)."""
+        work: Floats = self.forward[0] + self.backward[0]
+        return work
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerBytes:
@@ -55,7 +62,7 @@ class Figures:
 
     def __init__(self, problem: Problem, short: ShortGraph, sharding: Sharding) -> None:
         self._short, self.sharding = short, sharding
-        self.workload = self.workload_of(problem, sharding)
+        self.workload = own_workload(problem.workload, sharding)
         self.cost = problem.cost.for_teams(sharding)
         self.cluster = self.cost.cluster
         # Where something may be kept away from devices, nothing of it bounds them.
@@ -65,15 +72,11 @@ class Figures:
         self._local = lower_graph(short.graph, sharding, ())
         self._structure = find_structure(self._local)
         self._bytes: dict[str, LayerBytes] = {}
+        self._seconds: dict[tuple[int, str], LayerSeconds] = {}
         self._optimizer: dict[str, Floats] = {}
         self._exchanges: dict[tuple[int, tuple[int, ...], int], Exchanges] = {}
 
-    @staticmethod
-    def workload_of(problem: Problem, sharding: Sharding) -> Workload:
-        """What one team does."""
-        return own_workload(problem.workload, sharding)
-
-    @property
+    @cached_property
     def goes_through_all(self) -> bool:
         """Whether a step waits for a microbatch on its way through all layers, and back (`bounds`)."""
         trained = any(
@@ -102,6 +105,11 @@ class Figures:
 
     def seconds(self, microbatch_size: int, recompute: str) -> LayerSeconds:
         """Seconds of all layers at a microbatch size."""
+        if (microbatch_size, recompute) not in self._seconds:
+            self._seconds[microbatch_size, recompute] = self._price(microbatch_size, recompute)
+        return self._seconds[microbatch_size, recompute]
+
+    def _price(self, microbatch_size: int, recompute: str) -> LayerSeconds:
         graph, training = self._with(recompute), self.workload.kind == "training"
         columns: list[list[Floats]] = [[], [], [], []]
         for kind in self.cluster.device_kinds:

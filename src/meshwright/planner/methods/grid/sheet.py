@@ -22,6 +22,7 @@ from meshwright.planner.methods.grid.figures import Figures
 from meshwright.planner.microbatches import divisors, microbatch_sizes
 from meshwright.planner.problem import Problem
 from meshwright.planner.short import ShortGraph
+from meshwright.program import own_workload
 from meshwright.spec import MeshwrightError
 from meshwright.spec.sharding import Sharding
 
@@ -84,8 +85,7 @@ class Sheet:
         before = sum(len(rows.seconds) for rows in self.rows[:place])
         cell, rows, row = self.cells[place], self.rows[place], row - before
         schedule, chunks = variants_of(self.problem)[rows.schedule[row]]
-        seconds = cell.figures.seconds(cell.microbatch_size, cell.recompute)
-        work = (seconds.forward + seconds.backward)[0]
+        work = cell.figures.seconds(cell.microbatch_size, cell.recompute).work
         return Configuration(
             num_ranks=cell.num_ranks,
             sharding=cell.figures.sharding,
@@ -184,7 +184,7 @@ def _is_symbolic(problem: Problem) -> bool:
 
 
 def _make_sheet(problem: Problem, short: ShortGraph | None, sharding: Sharding) -> Sheet:
-    sizes = microbatch_sizes(Figures.workload_of(problem, sharding), problem.choices.microbatch_sizes)
+    sizes = microbatch_sizes(own_workload(problem.workload, sharding), problem.choices.microbatch_sizes)
     counts = problem.choices.num_devices or (problem.cluster.num_ranks,)
     num_ranks = [count // sharding.width for count in counts if count % sharding.width == 0]
     if short is not None:
@@ -217,7 +217,7 @@ def _sizes_for_all(
     problem: Problem, short: ShortGraph, sharding: Sharding, sizes: tuple[int, ...], num_ranks: list[int]
 ) -> tuple[int, ...]:
     """Microbatch sizes that leave every replica one, in the longest pipeline that there may be."""
-    batch = Figures.workload_of(problem, sharding).global_batch
+    batch = own_workload(problem.workload, sharding).global_batch
     longest = (max(n for n in divisors(count) if n <= len(short.stands_for)) for count in num_ranks)
     least = min((count // positions for count, positions in zip(num_ranks, longest, strict=True)), default=0)
     return tuple(size for size in sizes if batch // size >= least)
@@ -226,7 +226,7 @@ def _sizes_for_all(
 def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Rows:
     seconds, weights = cell.figures.seconds(cell.microbatch_size, cell.recompute), cell.figures.bytes(cell.recompute)
     variants = variants_of(problem)
-    layers = Layers(
+    columns = (
         seconds.forward,
         seconds.backward,
         seconds.accumulate,
@@ -237,7 +237,8 @@ def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Rows:
         weights.kept_fixed + cell.microbatch_size * weights.kept_per_sample,
     )
     return cover(
-        layers,
+        Layers(*map(_running, columns)),
+        seconds.work,
         exchanges,
         cell.figures.cluster.columns().kind[: cell.num_ranks],
         cell.figures.workload.global_batch // cell.microbatch_size,
@@ -247,6 +248,13 @@ def _cover_cell(problem: Problem, cell: _Cell, exchanges: Exchanges) -> Rows:
         np.array([chunks for _, chunks in variants], np.int64),
         np.array(problem.choices.zero, np.int64),
     )
+
+
+def _running(values: Floats) -> Floats:
+    """Sums over the layers before each, and over all, along the last axis."""
+    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    np.cumsum(values, axis=-1, out=sums[..., 1:])
+    return sums
 
 
 def _no_exchanges(count: int) -> Exchanges:
