@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,12 +45,12 @@ class PlaceRequest:
     as_json: bool
 
 
-def refuse_for_place(options: dict[str, bool]) -> None:
-    """Raise PlanError for an option that was given (its value is true) and says nothing about placing ops."""
-    given = [name for name, is_given in options.items() if is_given]
-    if given:
+def refuse_for_place(given: Sequence[str], known: Collection[str]) -> None:
+    """Raise PlanError for an option that was given and is none of those that are known to placements of ops."""
+    wrong = [name for name in given if name not in known]
+    if wrong:
         raise PlanError(
-            f"{given[0]} was given for a placement of every op, which it says nothing about. Leave it out, or plan by "
+            f"{wrong[0]} was given for a placement of every op, which it says nothing about. Leave it out, or plan by "
             "layers."
         )
 

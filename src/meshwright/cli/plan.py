@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
 import typer
-from rich.text import Text
 
 from meshwright.cli.models import (
     ImageOption,
@@ -19,10 +18,18 @@ from meshwright.cli.models import (
     graphs_of,
     model_sizes,
 )
-from meshwright.cli.output import print_json, print_tables, terminal_sink
-from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
-from meshwright.cli.plan_files import files_to_write, no_files, write_plan_files
-from meshwright.cli.planning import default_batch, default_precision, on_cluster, print_misfit, refuse_beside_from
+from meshwright.cli.output import terminal_sink
+from meshwright.cli.pages import HtmlOption, OpenOption, page_path
+from meshwright.cli.plan_files import files_to_write
+from meshwright.cli.plan_output import PlanPlaces, order_best, put_plans
+from meshwright.cli.planning import (
+    default_batch,
+    default_precision,
+    given_options,
+    on_cluster,
+    print_misfit,
+    refuse_beside_from,
+)
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_orders
 from meshwright.cli.sharding import (
     ContextOption,
@@ -46,7 +53,29 @@ MAX_MEMORY_LIMIT_GIB = 2.0**20
 MAX_LISTED = 1000
 
 
+# What says something about a placement of every op (--method place).
+_OF_PLACEMENTS = frozenset(
+    {
+        "--cluster",
+        "--batch",
+        "--optimizer",
+        "--precision",
+        "--ranks",
+        "--microbatch-size",
+        "--measurements",
+        "--sequence-length",
+        "--image-size",
+        "--memory-limit",
+        "--out",
+        "--method",
+        "--fix",
+        "--json",
+    }
+)
+
+
 def plan(
+    call: typer.Context,
     model: ModelArgument,
     cluster: Annotated[str, typer.Option(help="A cluster file (.toml) or a short form: 4xA100, 2x8xH100, 2xcpu.")],
     batch: Annotated[
@@ -140,17 +169,11 @@ def plan(
     from meshwright.cost import load_cost_model
     from meshwright.planner import (
         NothingFitsError,
-        explain_step_interval,
-        find_order,
         list_shardings,
-        plans_document,
         replan,
         search_plans,
     )
     from meshwright.planner.replanning import DEADLINE_S
-    from meshwright.program.lowering import unlower_plan
-    from meshwright.report import fit_table, plans_table
-    from meshwright.simulator import allocate_rank, explain_nodes, form_teams
     from meshwright.spec import Plan, read_document
 
     if memory_limit is not None and not 0 < memory_limit <= MAX_MEMORY_LIMIT_GIB:
@@ -160,55 +183,11 @@ def plan(
         )
     if fix and method != "place":
         raise typer.BadParameter("--fix says where ops go, which only --method place decides; add that.")
+    given = given_options(call)
     if start_from is not None:
-        refuse_beside_from(
-            {
-                "--batch": batch is not None,
-                "--ranks": ranks is not None,
-                "--microbatch-size": bool(microbatch_size),
-                "--schedule": bool(schedule),
-                "--stages": stages is not None,
-                "--tensor": bool(tensor),
-                "--sequence-parallel": sequence_parallel,
-                "--context": bool(context),
-                "--expert": bool(expert),
-                "--placement": bool(placement),
-                "--zero": bool(zero),
-                "--recompute": bool(recompute),
-                "--offload": bool(offload),
-                "--method": method != "auto",
-                "--staleness": staleness != 0,
-                "--virtual-stages": virtual_stages != 2,
-                "--precision": precision is not None,
-            }
-        )
+        refuse_beside_from(given)
     if method == "place":
-        refuse_for_place(
-            {
-                "--schedule": bool(schedule),
-                "--find-orders": find_orders is not None,
-                "--whole-backwards": whole_backwards,
-                "--stages": stages is not None,
-                "--virtual-stages": virtual_stages != 2,
-                "--staleness": staleness != 0,
-                "--tensor": bool(tensor),
-                "--sequence-parallel": sequence_parallel,
-                "--context": bool(context),
-                "--expert": bool(expert),
-                "--placement": bool(placement),
-                "--zero": bool(zero),
-                "--recompute": bool(recompute),
-                "--deadline": deadline is not None,
-                "--seed": seed != 0,
-                "--from": start_from is not None,
-                "--offload": bool(offload),
-                "--launch": launch is not None,
-                "--slurm": slurm,
-                "--html": html is not None,
-                "--open": open_browser,
-                "--top": top != 10,
-            }
-        )
+        refuse_for_place(given, _OF_PLACEMENTS)
         machine = load_cluster(cluster)
         place_ops(
             PlaceRequest(
@@ -295,55 +274,8 @@ def plan(
         raise
     found: list[str] = []
     if find_orders is not None:
-        seen = form_teams(plans.best.plan, graph_for(plans.best.plan.microbatch_size), machine, cost)
-        sought = find_order(
-            seen.plan,
-            seen.graph,
-            seen.cluster,
-            find_orders,
-            cost=seen.cost,
-            whole=whole_backwards,
-            memory_limit_bytes=limit_bytes,
-        )
-        first = replace(sought.best, plan=unlower_plan(sought.best.plan, plans.best.plan))
-        plans, found = replace(plans, ranked=(first, *plans.ranked)), [sought.explain()]
+        plans, found = order_best(plans, graph_for, cost, find_orders, whole=whole_backwards, limit_bytes=limit_bytes)
     # The reference as it was given, so that `simulate` and `run` find the same cluster.
-    best = replace(plans.best.plan, cluster=cluster)
-    written = write_plan_files(files, best, machine)
-    written += [f"orders written to {find_orders}"] if find_orders is not None else []
-    seen = form_teams(best, graph_for(best.microbatch_size), machine, cost)
-    allocation = allocate_rank(seen.plan, seen.graph, seen.cluster, plans.best.fullest_rank)
-    held = allocation.explain() if allocation else ""
-    if allocation is not None and allocation.exceeds(plans.best.memory_limit_bytes[allocation.rank]):
-        held += " That is more than the rank has: leave it more room, or expect it to run out of memory."
-    teams = list(filter(None, (best.sharding.describe_teams(),)))
-    if page is not None:
-        named = replace(plans, ranked=tuple(on_cluster(item, cluster) for item in plans.ranked))
-        document = plans_document(
-            named, graph_for, machine, cost, remark="\n".join((*teams, held)), provenance=provenance()
-        )
-        written = [*written, put_page(document, page, open_browser)]
-    basis = seen.cost.explain_basis(seen.graph, best.microbatch_size)
-    interval = plans.interval()
-    if as_json:
-        places = {"file": files.plan, "script": files.script, "orders": find_orders, "page": page}
-        print_json(
-            {
-                "plans": plans.rows(),
-                "ranks": plans.best.memory_rows(),
-                "allocation": allocation.row() if allocation else None,
-                "basis": basis,
-                "step_interval_s": [interval.low_s, interval.high_s],
-                "step_interval_measured": interval.measured,
-                "search": plans.search_row(),
-                **({"teams": teams[0]} if teams else {}),
-                **({"nodes": [asdict(node) for node in plans.best.nodes]} if plans.best.nodes else {}),
-                **{name: str(path) if path else None for name, path in places.items()},
-            }
-        )
-        return
-    sure = (basis, explain_step_interval(interval))
-    hosts = explain_nodes(plans.best.nodes)
-    print_tables(plans_table(plans.rows()), "", plans.explain(plans.best.plan), *teams, *hosts, *found, *sure, "")
-    # Names of files may hold square brackets, which rich would read as markup.
-    print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(model)]))
+    named = replace(plans, ranked=tuple(on_cluster(item, cluster) for item in plans.ranked))
+    places = PlanPlaces(files=files, orders=find_orders, page=page, opened=open_browser)
+    put_plans(named, graph_for, cost, places, model=model, found=found, as_json=as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -40,9 +41,44 @@ def default_batch(num_ranks: int) -> int:
     return 8 * num_ranks
 
 
-def refuse_beside_from(given: dict[str, bool]) -> None:
+# What a plan that a search starts from answers itself.
+_OF_THE_PLAN = frozenset(
+    {
+        "--batch",
+        "--optimizer",
+        "--precision",
+        "--ranks",
+        "--microbatch-size",
+        "--schedule",
+        "--virtual-stages",
+        "--staleness",
+        "--stages",
+        "--tensor",
+        "--sequence-parallel",
+        "--context",
+        "--expert",
+        "--placement",
+        "--zero",
+        "--recompute",
+        "--offload",
+        "--method",
+    }
+)
+
+
+def given_options(context: typer.Context) -> tuple[str, ...]:
+    """The options that the user typed, by their long names, whatever their values."""
+    given = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.param_type_name == "option" and source is not None and source.name == "COMMANDLINE":
+            given.append(max(parameter.opts, key=len))
+    return tuple(given)
+
+
+def refuse_beside_from(given: Sequence[str]) -> None:
     """Refuse options that a plan to start from answers itself; raises typer.BadParameter."""
-    wrong = [name for name, is_given in given.items() if is_given]
+    wrong = [name for name in given if name in _OF_THE_PLAN]
     if wrong:
         raise typer.BadParameter(
             f"{', '.join(wrong)}: --from takes these from the plan that it starts from. Leave them out, or leave out "

@@ -12,6 +12,7 @@ from meshwright.cli.exchanges import ExchangeOption, compare_ways
 from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
+from meshwright.cli.planning import given_options
 from meshwright.cli.scenarios import RunStepsOption, ScenarioOption, SeedsOption, follow_scenario, load_scenarios
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
 from meshwright.cli.sweeps import FigureOption, PlotOption, SweepOption, check_sweep, run_sweep
@@ -36,7 +37,28 @@ PlanArgument = Annotated[
 ]
 
 
+# What says something about a placement of every op.
+_OF_PLACEMENTS = frozenset(
+    {
+        "--cluster",
+        "--measurements",
+        "--graph",
+        "--scenario",
+        "--seeds",
+        "--run-steps",
+        "--contention",
+        "--steps",
+        "--detail",
+        "--out",
+        "--trace",
+        "--trace-ranks",
+        "--json",
+    }
+)
+
+
 def simulate(
+    call: typer.Context,
     plan: PlanArgument,
     cluster: Annotated[
         str | None, typer.Option(help="Another cluster than the plan's: a .toml file or a short form.")
@@ -153,12 +175,7 @@ def simulate(
         return follow_scenario(happens, result, document, whole, usual, contention, steps, settings)
 
     if isinstance(document, Placement):
-        refuse_for_place(
-            {"--schedule": schedule is not None, "--against": bool(against), "--html": html is not None}
-            | {"--open": open_browser, "--virtual-stages": virtual_stages != 2, "--explain": explain and as_json}
-            | {"--find-orders": find_orders is not None, "--whole-backwards": whole_backwards}
-            | {"--exchange": bool(exchange)}
-        )
+        refuse_for_place(given_options(call), _OF_PLACEMENTS if as_json else _OF_PLACEMENTS | {"--explain"})
         placed = simulate_plan(
             document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
         )

@@ -35,6 +35,7 @@ from meshwright.spec import (
 from meshwright.spec.exchange import ZeroStage
 from meshwright.spec.offload import ON_DEVICE, check_offload
 from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.recompute import Ranges
 from meshwright.spec.sharding import AXES, UNSHARDED, OpPlacement, Sharding
 
 
@@ -46,14 +47,6 @@ class Setting(NamedTuple):
     zero: ZeroStage = 0
     recompute: str = "none"
     offload: Offload = ON_DEVICE
-
-    def describe(self) -> str:
-        """For people: ``8 devices, tensor 4, ZeRO 1``."""
-        parts = [f"{self.num_devices} devices", self.sharding.describe()]
-        parts += [f"ZeRO {self.zero}"] * bool(self.zero)
-        parts += [f"recompute {self.recompute}"] * (self.recompute != "none")
-        parts += [self.offload.describe()] * (self.offload != ON_DEVICE)
-        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +94,7 @@ class Problem:
     may_idle: bool = False
     _spaces: dict[Setting, Space | MeshwrightError] = field(init=False, repr=False, default_factory=dict)
     _short: dict[int, tuple[Graph, ShortGraph]] = field(init=False, repr=False, default_factory=dict)
+    _again: dict[tuple[int, str], tuple[Graph, Ranges]] = field(init=False, repr=False, default_factory=dict)
 
     def short_graph(self, microbatch_size: int) -> ShortGraph:
         """The graph for a microbatch size with its repeated layers shortened, made once."""
@@ -108,6 +102,13 @@ class Problem:
         if id(graph) not in self._short:
             self._short[id(graph)] = graph, shorten(graph)
         return self._short[id(graph)][1]
+
+    def recomputed(self, graph: Graph, recompute: str) -> Ranges:
+        """What the recompute of a setting means for a graph of this problem, read once (`spec.read_recompute`)."""
+        key = id(graph), recompute
+        if key not in self._again:
+            self._again[key] = graph, read_recompute(graph, recompute)
+        return self._again[key][1]
 
     def settings(self) -> Iterator[Setting]:
         """All combinations of the choices, in their order; some of them may be impossible."""
@@ -129,6 +130,7 @@ class Problem:
         other = replace(self, only=tuple(dict.fromkeys(settings)))
         other._spaces.update(self._spaces)
         other._short.update(self._short)
+        other._again.update(self._again)
         return other
 
     def setting_of(self, plan: Plan) -> Setting | None:
@@ -137,7 +139,7 @@ class Problem:
         for setting in self.settings():
             same = (plan.num_devices, plan.sharding, plan.exchange.zero, plan.offload)
             if same == (setting.num_devices, setting.sharding, setting.zero, setting.offload) and (
-                read_recompute(graph, setting.recompute) == plan.recompute
+                self.recomputed(graph, setting.recompute) == plan.recompute
             ):
                 return setting
         return None
@@ -150,7 +152,7 @@ class Problem:
         chosen, graph = self.choices, self.graph_for(plan.microbatch_size)
         sharding = replace(plan.sharding, placements=())
         counts = chosen.num_devices or (self.cluster.num_ranks,)
-        ranges = [read_recompute(graph, text) for text in chosen.recompute]
+        ranges = [self.recomputed(graph, text) for text in chosen.recompute]
         exchange = replace(self.exchange, zero=plan.exchange.zero).suited_to(plan.schedule)
         wrong = {
             "workload": plan.workload != self.workload,
@@ -229,7 +231,7 @@ class Space:
         if setting.sharding.is_whole and setting.recompute == "none":
             return graph
         if id(graph) not in self._graphs:
-            local = lower_graph(graph, setting.sharding, read_recompute(graph, setting.recompute))
+            local = lower_graph(graph, setting.sharding, self.problem.recomputed(graph, setting.recompute))
             self._graphs[id(graph)] = graph, local
         return self._graphs[id(graph)][1]
 
@@ -273,7 +275,7 @@ class Space:
             graph_hash=graph.content_hash,
             workload=self.problem.workload,
             sharding=setting.sharding,
-            recompute=read_recompute(graph, setting.recompute),
+            recompute=self.problem.recomputed(graph, setting.recompute),
         )
 
 
@@ -290,7 +292,7 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
     sizes = microbatch_sizes(workload, chosen.microbatch_sizes)
     # What ops cannot take is found here, on the few of a short graph, not in the middle of a search.
     lower_graph(problem.short_graph(sizes[0]).graph, sharding, ())
-    read_recompute(problem.graph_for(sizes[0]), setting.recompute)
+    problem.recomputed(problem.graph_for(sizes[0]), setting.recompute)
     check_offload(setting.offload, problem.cluster, setting.num_devices)
     return Space(
         problem=problem,

@@ -105,7 +105,8 @@ def search_plans(
             "for inference. Leave it out, or give such a workload."
         )
     named = dict(name_schedule(schedule) for schedule in schedules)
-    exchange = _checked(exchange or GradientExchange(), named)
+    exchange = exchange or GradientExchange()
+    _require_waves(exchange, named)
     problem = Problem(
         graph_for=graph_for,
         cluster=cluster,
@@ -312,13 +313,12 @@ def _branched(plan: Plan, graph: Graph) -> Plan:
     return plan if has_replicas or plan.graph_hash != graph.content_hash else with_branches(plan, graph)
 
 
-def _checked(exchange: GradientExchange, schedules: Collection[str]) -> GradientExchange:
+def _require_waves(exchange: GradientExchange, schedules: Collection[str]) -> None:
     if exchange.staleness and WAVES not in schedules:
         raise PlanError(
             f"A staleness of {exchange.staleness} waves was given for {' and '.join(schedules)}; only {WAVES} has "
             "waves. Leave it out, or ask for that schedule too."
         )
-    return exchange
 
 
 def _some(given: int | Sequence[int] | None) -> tuple[int, ...]:

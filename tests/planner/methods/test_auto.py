@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from meshwright.cost import CostModel
 from meshwright.planner import METHODS, Choices, Problem, list_shardings, search_plans, solve
 from meshwright.planner.method import Proposal
-from meshwright.spec import NoFeasiblePlanError, Plan, PlanError, StagePlan, Workload, check_plan, load_cluster
+from meshwright.spec import (
+    MeshwrightError,
+    NoFeasiblePlanError,
+    Plan,
+    PlanError,
+    StagePlan,
+    Workload,
+    check_plan,
+    load_cluster,
+)
 from meshwright.spec.shipped import load_shipped_graph
 from tests.planner.test_search import cluster_of, search, tasks, weighted_graph
 
@@ -139,7 +148,7 @@ def test_contradictory_constraints():
         ({"shardings": ()}, "No sharding"),
         ({"recompute": ()}, "No word for recompute"),
     ):
-        with pytest.raises((PlanError, Exception), match=words):
+        with pytest.raises(MeshwrightError, match=words):
             search(graph, cluster, 8, method="auto", **options)
 
 

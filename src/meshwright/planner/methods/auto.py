@@ -17,12 +17,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import NamedTuple
 
+from meshwright.planner.climbing import as_chain, climb, moved_boundaries
 from meshwright.planner.layouts import Layout, LayoutName
-from meshwright.planner.method import Method, Proposal, SearchState, Steps
+from meshwright.planner.method import Method, SearchState, Steps
 from meshwright.planner.methods.alpa.method import alpa
 from meshwright.planner.methods.grid import grid
 from meshwright.planner.methods.pipedream import pipedream
@@ -56,8 +57,8 @@ class _Turn(NamedTuple):
 def auto(problem: Problem, state: SearchState) -> Steps:
     """Run what fits the problem, one method after the other, and improve the best plan by small changes."""
     errors: list[MeshwrightError] = []
-    near = problem
-    if len(list(problem.settings())) > FEW_SETTINGS or problem.cluster.num_ranks > MAX_RANKS:
+    near, settings = problem, list(problem.settings())
+    if len(settings) > FEW_SETTINGS or any(setting.num_devices > MAX_RANKS for setting in settings):
         yield from _take_turn(_Turn(grid, 0.4, GRID_SIMULATIONS), problem, state, errors)
         near = problem if _is_small(problem) else _near(problem, state)
     for turn in _turns(near):
@@ -130,32 +131,15 @@ def _is_done(state: SearchState) -> bool:
 
 
 def improve(problem: Problem, state: SearchState) -> Steps:
-    """Climb from the best plan: take the first change that is faster, until none is, or the time is over."""
-    left, improved = CHANGES, state.best is not None
-    tried: set[Plan] = set()
-    while improved:
-        improved = False
-        best = state.best
-        assert best is not None
-        for plan in _changes(problem, best.plan):
-            if left == 0 or state.is_over:
-                return
-            if plan in tried:
-                continue
-            tried.add(plan)
-            left -= 1
-            state.events.progress("change the best plan", CHANGES - left, CHANGES)
-            before = state.best_s
-            yield Proposal(plan)
-            if state.best_s < before:
-                improved = True
-                break
+    """Climb from the best plan, if there is one."""
+    if state.best is not None:
+        yield from climb(state.best, partial(_changes, problem), state, most=CHANGES)
 
 
 def _changes(problem: Problem, plan: Plan) -> Iterator[Plan]:
     """Plans that differ from one by a boundary, the microbatch size, the schedule or the layout of ranks."""
     if not plan.has_virtual_stages:
-        yield from _moved_boundaries(plan)
+        yield from (replace(plan, stages=stages) for stages in moved_boundaries(plan.stages))
     for size in _other_sizes(problem, plan):
         count = problem.workload.global_batch // (size * plan.sharding.expert)
         with suppress(MeshwrightError):
@@ -169,19 +153,8 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[Plan]:
     yield from _other_layouts(plan)
 
 
-def _moved_boundaries(plan: Plan) -> Iterator[Plan]:
-    stages = plan.stages
-    for index, (before, behind) in enumerate(pairwise(stages)):
-        for cut in (behind.start - 1, behind.start + 1):
-            if before.start < cut < behind.stop:
-                pair = replace(before, stop=cut, feeds=()), replace(behind, start=cut, feeds=())
-                rest = tuple(replace(stage, feeds=()) for stage in stages[index + 2 :])
-                ahead = tuple(replace(stage, feeds=()) for stage in stages[:index])
-                yield replace(plan, stages=(*ahead, *pair, *rest))
-
-
 def _unshared(plan: Plan) -> tuple[StagePlan, ...]:
-    return tuple(replace(stage, shares=(), feeds=()) for stage in plan.stages)
+    return tuple(replace(stage, shares=()) for stage in as_chain(plan.stages))
 
 
 def _other_sizes(problem: Problem, plan: Plan) -> tuple[int, ...]:

@@ -119,12 +119,6 @@ class Grid:
         """How many may fit into memory."""
         return sum(int((sheet.bytes <= sheet.limit_bytes).sum()) for sheet in self.sheets)
 
-    @property
-    def bound_s(self) -> float:
-        """No uniform configuration that fits takes less; infinite where none fits."""
-        fitting = (sheet.seconds[sheet.bytes <= sheet.limit_bytes] for sheet in self.sheets)
-        return min((float(seconds.min()) for seconds in fitting if len(seconds)), default=np.inf)
-
     def by_bound(self) -> Iterator[tuple[float, Configuration]]:
         """Those that may fit with their bounds, the lowest first."""
         seconds, places, rows = self._fitting()

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, product
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.planner.climbing import climb
 from meshwright.planner.evaluate import RankedPlan
 from meshwright.planner.method import Proposal, SearchState, Steps
 from meshwright.planner.methods.slicing.method import LEAST_SIMULATED, choose
@@ -87,7 +89,7 @@ def unequal(problem: Problem, state: SearchState) -> Steps:
     for item, space in sorted(found, key=lambda pair: pair[0].step_time_s):
         starts.setdefault(tuple(sorted(len(stage.ranks) for stage in item.plan.stages)), (item, space))
     for item, space in list(starts.values())[:NUM_STARTS]:
-        yield from _improve(space, item, state)
+        yield from climb(item, partial(neighbours, space), state, most=MAX_MOVES)
 
 
 def _unequal_spaces(problem: Problem) -> Iterator[Space]:
@@ -160,18 +162,3 @@ def _fit(candidate: _Candidate, state: SearchState) -> Generator[Proposal, Ranke
             return None
         mapping = found
     return None
-
-
-def _improve(space: Space, best: RankedPlan, state: SearchState) -> Steps:
-    """Climb: take the first change that is faster, until none is."""
-    left, improved = MAX_MOVES, True
-    while improved:
-        improved = False
-        for plan in neighbours(space, best.plan):
-            if left == 0 or state.seconds_left() <= 0:
-                return
-            left -= 1
-            item = yield Proposal(plan)
-            if item is not None and item.fits and item.step_time_s < best.step_time_s:
-                best, improved = item, True
-                break

@@ -1,7 +1,7 @@
 """Small changes of a plan on unequal devices: what a local search on the simulator tries next.
 
     order      two neighbouring stages change places, each with as many layers; or all stages stand in reverse
-    boundary   a layer goes to the stage before or behind
+    boundary   a layer goes to the stage before or behind (`climbing`)
     swap       two unlike devices of different stages change places
     share      a microbatch goes from one replica of a stage to an unlike one
 
@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, combinations, permutations
 
+from meshwright.planner.climbing import Stages, as_chain, moved_boundaries
 from meshwright.planner.methods.unequal.assemble import share_stage
 from meshwright.planner.problem import Space
-from meshwright.spec import Plan, StagePlan
-
-Stages = tuple[StagePlan, ...]
+from meshwright.spec import Plan
 
 
 def neighbours(space: Space, plan: Plan) -> Iterator[Plan]:
     """Plans that differ from one by one change."""
-    changed = (*_reordered(plan.stages), *_moved_boundaries(plan.stages), *_swapped_devices(space, plan.stages))
+    plan = replace(plan, stages=as_chain(plan.stages))
+    changed = (*_reordered(plan.stages), *moved_boundaries(plan.stages), *_swapped_devices(space, plan.stages))
     for stages in changed:
         yield replace(plan, stages=_shared_anew(space, plan, stages))
     for stages in _moved_shares(space, plan):
@@ -44,16 +44,6 @@ def _in_a_row(stages: Stages) -> Stages:
         replace(stage, start=stop - (stage.stop - stage.start), stop=stop)
         for stage, stop in zip(stages, stops, strict=True)
     )
-
-
-def _moved_boundaries(stages: Stages) -> Iterator[Stages]:
-    for index in range(1, len(stages)):
-        for step in (-1, 1):
-            cut = stages[index].start + step
-            before, behind = stages[index - 1], stages[index]
-            if before.start < cut < behind.stop:
-                pair = replace(before, stop=cut), replace(behind, start=cut)
-                yield (*stages[: index - 1], *pair, *stages[index + 1 :])
 
 
 def _swapped_devices(space: Space, stages: Stages) -> Iterator[Stages]:

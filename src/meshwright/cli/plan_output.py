@@ -1,0 +1,111 @@
+"""What ``meshwright plan`` makes of the plans that it found: orders, files, a page, and what it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.pages import provenance, put_page
+from meshwright.cli.plan_files import PlanFiles, no_files, write_plan_files
+
+if TYPE_CHECKING:
+    from meshwright.cost import CostModel
+    from meshwright.planner import Plans
+    from meshwright.spec.graph import Graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPlaces:
+    """Where things go; None is not written. ``opened``: the page is shown in a browser."""
+
+    files: PlanFiles
+    orders: Path | None
+    page: Path | None
+    opened: bool
+
+
+def order_best(
+    plans: Plans,
+    graph_for: Callable[[int], Graph],
+    cost: CostModel,
+    orders: Path,
+    *,
+    whole: bool,
+    limit_bytes: int | None,
+) -> tuple[Plans, list[str]]:
+    """The plans behind the best of them in a found order, which is written to ``orders``; and what to say of it."""
+    from meshwright.planner import find_order
+    from meshwright.program.lowering import unlower_plan
+    from meshwright.simulator import form_teams
+
+    best = plans.best.plan
+    seen = form_teams(best, graph_for(best.microbatch_size), cost.cluster, cost)
+    sought = find_order(
+        seen.plan, seen.graph, seen.cluster, orders, cost=seen.cost, whole=whole, memory_limit_bytes=limit_bytes
+    )
+    first = replace(sought.best, plan=unlower_plan(sought.best.plan, best))
+    return replace(plans, ranked=(first, *plans.ranked)), [sought.explain()]
+
+
+def put_plans(
+    plans: Plans,
+    graph_for: Callable[[int], Graph],
+    cost: CostModel,
+    places: PlanPlaces,
+    *,
+    model: str,
+    found: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Write the best plan and the page, and print everything."""
+    from meshwright.planner import explain_step_interval, plans_document
+    from meshwright.report import fit_table, plans_table
+    from meshwright.simulator import allocate_rank, explain_nodes, form_teams
+
+    best, machine = plans.best.plan, cost.cluster
+    written = write_plan_files(places.files, best, machine)
+    written += [f"orders written to {places.orders}"] if places.orders is not None else []
+    seen = form_teams(best, graph_for(best.microbatch_size), machine, cost)
+    allocation = allocate_rank(seen.plan, seen.graph, seen.cluster, plans.best.fullest_rank)
+    held = allocation.explain() if allocation else ""
+    if allocation is not None and allocation.exceeds(plans.best.memory_limit_bytes[allocation.rank]):
+        held += " That is more than the rank has: leave it more room, or expect it to run out of memory."
+    teams = list(filter(None, (best.sharding.describe_teams(),)))
+    if places.page is not None:
+        remark = "\n".join((*teams, held))
+        document = plans_document(plans, graph_for, machine, cost, remark=remark, provenance=provenance())
+        written = [*written, put_page(document, places.page, places.opened)]
+    basis = seen.cost.explain_basis(seen.graph, best.microbatch_size)
+    interval = plans.interval()
+    if as_json:
+        files = {
+            "file": places.files.plan,
+            "script": places.files.script,
+            "orders": places.orders,
+            "page": places.page,
+        }
+        print_json(
+            {
+                "plans": plans.rows(),
+                "ranks": plans.best.memory_rows(),
+                "allocation": allocation.row() if allocation else None,
+                "basis": basis,
+                "step_interval_s": [interval.low_s, interval.high_s],
+                "step_interval_measured": interval.measured,
+                "search": plans.search_row(),
+                **({"teams": teams[0]} if teams else {}),
+                **({"nodes": [asdict(node) for node in plans.best.nodes]} if plans.best.nodes else {}),
+                **{name: str(path) if path else None for name, path in files.items()},
+            }
+        )
+        return
+    sure = (basis, explain_step_interval(interval))
+    hosts = explain_nodes(plans.best.nodes)
+    print_tables(plans_table(plans.rows()), "", plans.explain(best), *teams, *hosts, *found, *sure, "")
+    # Names of files may hold square brackets, which rich would read as markup.
+    print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(model)]))

@@ -1,0 +1,47 @@
+"""Climb on the simulator: take the first small change of a plan that is faster, until none is, or the time is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from meshwright.planner.evaluate import RankedPlan
+from meshwright.planner.method import Proposal, SearchState, Steps
+from meshwright.spec import Plan, StagePlan
+
+Stages = tuple[StagePlan, ...]
+
+
+def climb(start: RankedPlan, changes: Callable[[Plan], Iterable[Plan]], state: SearchState, *, most: int) -> Steps:
+    """Propose changes of the best plan so far, each once; simulate at most so many of them."""
+    best, improved = start, True
+    tried = {start.plan}
+    while improved:
+        improved = False
+        for plan in changes(best.plan):
+            if len(tried) > most or state.seconds_left() <= 0:
+                return
+            if plan in tried:
+                continue
+            tried.add(plan)
+            state.events.progress("change the best plan", len(tried) - 1, most)
+            item = yield Proposal(plan)
+            if item is not None and item.fits and item.step_time_s < best.step_time_s:
+                best, improved = item, True
+                break
+
+
+def moved_boundaries(stages: Stages) -> Iterator[Stages]:
+    """One layer goes to the stage before or behind; the stages are a chain again, whatever branches they had."""
+    chain = as_chain(stages)
+    for index in range(1, len(chain)):
+        before, behind = chain[index - 1], chain[index]
+        for cut in (behind.start - 1, behind.start + 1):
+            if before.start < cut < behind.stop:
+                pair = replace(before, stop=cut), replace(behind, start=cut)
+                yield (*chain[: index - 1], *pair, *chain[index + 1 :])
+
+
+def as_chain(stages: Stages) -> Stages:
+    """The stages without branches, which hold for these very layers alone."""
+    return tuple(replace(stage, feeds=()) for stage in stages)
