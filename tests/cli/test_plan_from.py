@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ASKED = "plan gpt-tiny --cluster 2xcpu".split()
+ASKED = ["plan", "gpt-tiny", "--cluster", "2xcpu"]
 
 
 @pytest.fixture
