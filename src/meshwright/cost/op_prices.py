@@ -42,10 +42,13 @@ def price_sizes(
     slowdown, usual = kind.slowdown, kind.at_usual_speed()
     ops = [graph.ops[index] for index in classes.representatives]
     asked = []
-    for size in batch_sizes:
+    # What is small enough for the largest is for all.
+    for size in sorted(batch_sizes, reverse=True):
         graph.check_batch_size(size)
-        bounds = [price_op(graph, op, size, usual, dtype, sources.table, sources.traced) for op in ops]
+    for size in batch_sizes:
         keys = [key_in(dtype, graph, op, size) for op in ops]
+        pairs = zip(ops, keys, strict=True)
+        bounds = [price_op(graph, op, size, usual, dtype, sources.table, sources.traced, key) for op, key in pairs]
         asked.append(Asked(prices=bounds, graph=graph, ops=ops, keys=keys, batch_size=size))
     prices: list[list[OpPrice]] = [list(some.prices) for some in asked]
     if is_tiled(usual):

@@ -46,9 +46,9 @@ def peak_flops(kind: DeviceKind, dtype: str) -> float:
     return kind.peak_flops_per_s.get(dtype) or min(kind.peak_flops_per_s.values())
 
 
-def bound_op(graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str) -> OpSeconds:
-    """The roofline of one op at a batch size, floating tensors being of ``dtype``. A view takes no time."""
-    passes = passes_of(graph, op, batch_size, dtype)
+def bound_op(graph: Graph, op: Op, batch_size: int, kind: DeviceKind, dtype: str, key: str = "") -> OpSeconds:
+    """The roofline of one op at a batch size, arguments as of `passes_of`. A view takes no time."""
+    passes = passes_of(graph, op, batch_size, dtype, key)
     peak, bandwidth = peak_flops(kind, dtype), kind.memory_bandwidth_bytes_per_s
 
     def seconds(amount: Amount) -> float:

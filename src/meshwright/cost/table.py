@@ -108,13 +108,14 @@ def price_op(
     dtype: str,
     table: OpTable | None,
     traced: TracedOps | None = None,
+    key: str = "",
 ) -> OpPrice:
-    """Seconds of one op, their interval and where they come from (see the module's docstring)."""
-    bound = bound_op(graph, op, batch_size, kind, dtype)
+    """Seconds of one op, their interval and where they come from (see the module's docstring); ``key``: if known."""
+    key = key or key_in(dtype, graph, op, batch_size)
+    bound = bound_op(graph, op, batch_size, kind, dtype, key)
     unsure = roofline_interval(kind)
     if table is None:
         return price_around(bound, unsure, "roofline")
-    key = table.key(graph, op, batch_size)
     exact = table.find(key)
     if exact is not None:
         # The spread of one run says less than another run would: it only ever widens the interval. Measured ops are

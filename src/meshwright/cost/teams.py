@@ -177,22 +177,18 @@ def axis_groups(cluster: Cluster, sharding: Sharding, axes: Axes) -> list[list[G
 
     Of each list the first group is the one to price.
     """
-    columns, places = cluster.columns(), _places(sharding, axes)
-
-    def groups_of(team: int) -> list[Group]:
-        return [tuple(team * sharding.width + place for place in group) for group in places]
-
-    found: dict[tuple[int, ...], list[Group]] = {}
-    for team in range(cluster.num_ranks // sharding.width):
-        for first in groups_of(team):
-            kinds = tuple(columns.node_kind[list(first)].tolist())
-            if kinds in found:
-                continue
-            nodes = set(columns.node[list(first)].tolist())
-            near = np.flatnonzero(np.isin(columns.node, list(nodes))) // sharding.width
-            beside = (group for other in np.unique(near).tolist() for group in groups_of(other) if group != first)
-            found[kinds] = [first, *(group for group in beside if nodes.intersection(columns.node[list(group)]))]
-    return list(found.values())
+    columns, width = cluster.columns(), sharding.width
+    places = np.array(_places(sharding, axes))
+    groups = (np.arange(cluster.num_ranks // width)[:, None, None] * width + places).reshape(-1, places.shape[1])
+    firsts = np.unique(columns.node_kind[groups], axis=0, return_index=True)[1]
+    found: list[list[Group]] = []
+    for first in np.sort(firsts).tolist():
+        nodes = columns.node[groups[first]]
+        near = np.unique(np.flatnonzero(np.isin(columns.node, nodes)) // width)
+        there = (near[:, None] * len(places) + np.arange(len(places))).reshape(-1)
+        beside = there[np.isin(columns.node[groups[there]], nodes).any(axis=1) & (there != first)]
+        found.append([tuple(group) for group in groups[[first, *beside.tolist()]].tolist()])
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -50,9 +50,9 @@ def is_view(graph: Graph, op: Op) -> bool:
     return all(graph.tensors[i].storage != i for i in op.outputs)
 
 
-def passes_of(graph: Graph, op: Op, batch_size: int, dtype: str) -> Passes:
-    """The work of an op at a batch size, floating values being of ``dtype``."""
-    known = read_work(key_in(dtype, graph, op, batch_size))
+def passes_of(graph: Graph, op: Op, batch_size: int, dtype: str, key: str = "") -> Passes:
+    """The work of an op at a batch size, floating values being of ``dtype``; ``key`` is its `key_in`, if known."""
+    known = read_work(key or key_in(dtype, graph, op, batch_size))
     count = _Count(graph, op, batch_size, dtype)
     if known is None:
         forward, backward = count.forward(), count.backward()

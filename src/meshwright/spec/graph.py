@@ -45,6 +45,10 @@ class Extent:
         """The number for a batch of ``batch_size`` samples."""
         return self.fixed + self.per_sample * batch_size
 
+    def most(self, batch_size: int) -> int:
+        """What the number does not exceed, above or below 0, for batches of up to ``batch_size`` samples."""
+        return abs(self.fixed) + abs(self.per_sample) * batch_size
+
     def __add__(self, other: Extent) -> Extent:
         return Extent(self.fixed + other.fixed, self.per_sample + other.per_sample)
 
@@ -275,6 +279,6 @@ class Graph:
                 f"symbolic in the batch), but a batch of {batch_size} was asked for. "
                 f"Capture the model with an example batch of {batch_size} samples."
             )
-        if batch_size not in self._small:
+        if batch_size > max(self._small, default=0):
             check_amounts(self, batch_size)
             self._small.add(batch_size)

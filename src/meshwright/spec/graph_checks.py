@@ -45,17 +45,20 @@ def _check_tensors(graph: Graph) -> None:
 
 
 def check_amounts(graph: Graph, batch_size: int) -> None:
-    """Bound the bytes of the tensors and the FLOPs; a dimension of 0 does not hide the others."""
+    """Bound the bytes of the tensors and the FLOPs of batches of up to so many samples.
+
+    A dimension of 0 does not hide the others.
+    """
     num_bytes = 0
     for tensor in graph.tensors:
-        num_bytes += math.prod((max(abs(extent.at(batch_size)), 1) for extent in tensor.shape), start=8)
+        num_bytes += math.prod((max(extent.most(batch_size), 1) for extent in tensor.shape), start=8)
         if num_bytes > MAX_GRAPH_BYTES:
             raise GraphError(
                 f"Graph {graph.name!r} needs more than {format_bytes(MAX_GRAPH_BYTES)} for a batch of "
                 f"{batch_size}, up to tensor {tensor.name!r}. Choose smaller microbatches; if they are small "
                 "already, the file is damaged: capture the model again."
             )
-    num_flops = sum(abs(op.flops.at(batch_size)) + abs(op.backward_flops.at(batch_size)) for op in graph.ops)
+    num_flops = sum(op.flops.most(batch_size) + op.backward_flops.most(batch_size) for op in graph.ops)
     if num_flops > MAX_GRAPH_FLOPS:
         raise GraphError(
             f"Graph {graph.name!r} has more than {MAX_GRAPH_FLOPS:.1e} FLOPs for a batch of {batch_size}. "

@@ -80,6 +80,24 @@ class Exchanges(NamedTuple):
     wait: bool
 
 
+class _Positions(NamedTuple):
+    """Sums over the layers of each position, shape (positions,), seconds (kinds, positions); room for the most of them.
+
+    ``first`` are the seconds of a microbatch in a position's first stage; ``largest`` the parameters of the largest
+    layer.
+    """
+
+    work: Floats
+    backward: Floats
+    accumulate: Floats
+    optimizer: Floats
+    first: Floats
+    parameters: Floats
+    states: Floats
+    gradients: Floats
+    largest: Floats
+
+
 class _Form(NamedTuple):
     """One configuration: its shape, and what the exchange of its replicas takes."""
 
@@ -117,14 +135,14 @@ def cover(
     rows = Rows(
         np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most), np.empty(most)
     )
-    edges = np.empty(num_layers + 1, np.int64)
+    edges, sums = np.empty(num_layers + 1, np.int64), _room(len(layers.forward), num_layers)
     made = 0
     for place in range(len(counts)):
         positions = counts[place]
         replicas = num_ranks // positions
         if replicas > num_microbatches:
             continue
-        rounds = -(-num_microbatches // replicas)
+        rounds, cut = -(-num_microbatches // replicas), 0
         for index in range(len(flights)):
             num_stages = positions * chunks[index]
             in_turn = flights[index] in (IN_TURN, WHOLE_IN_TURN)
@@ -135,44 +153,75 @@ def cover(
                 continue
             if flights[index] == IN_TURN and rounds % max(1, rounds // positions):
                 continue
-            even_edges(work, num_stages, edges)
+            if num_stages != cut:
+                cut = num_stages
+                even_edges(work, num_stages, edges)
+                _add_up(layers, edges, positions, chunks[index], sums)
             for zero in zeros:
                 form = _Form(positions, replicas, chunks[index], flights[index], zero, rounds, flushes, place)
                 rows.positions[made], rows.schedule[made], rows.zero[made] = positions, index, zero
-                rows.seconds[made] = _seconds(layers, exchanges, kind_of, edges, form)
-                rows.bytes[made] = _bytes(layers, edges, form)
+                rows.seconds[made] = _seconds(sums, exchanges, kind_of, form)
+                rows.bytes[made] = _bytes(layers, sums, edges, form)
                 made += 1
     return Rows(rows.positions[:made], rows.schedule[:made], rows.zero[:made], rows.seconds[:made], rows.bytes[:made])
 
 
 @compiled
-def _seconds(layers: Layers, exchanges: Exchanges, kind_of: Integers, edges: Integers, form: _Form) -> float:
+def _room(num_kinds: int, most: int) -> _Positions:
+    return _Positions(
+        np.empty((num_kinds, most)),
+        np.empty((num_kinds, most)),
+        np.empty((num_kinds, most)),
+        np.empty((num_kinds, most)),
+        np.empty((num_kinds, most)),
+        np.empty(most),
+        np.empty(most),
+        np.empty(most),
+        np.empty(most),
+    )
+
+
+@compiled
+def _add_up(layers: Layers, edges: Integers, positions: int, chunks: int, sums: _Positions) -> None:
+    """Write the sums of positions that have these stages in turn."""
+    for position in range(positions):
+        sums.parameters[position] = _sum(layers.parameters, edges, positions, chunks, position)
+        sums.states[position] = _sum(layers.states, edges, positions, chunks, position)
+        sums.gradients[position] = _sum(layers.gradients, edges, positions, chunks, position)
+        sums.largest[position] = _largest(layers.parameters, edges, positions, chunks, position)
+        start, stop = edges[position], edges[position + 1]
+        for kind in range(len(layers.forward)):
+            forward, backward, accumulate = layers.forward[kind], layers.backward[kind], layers.accumulate[kind]
+            sums.backward[kind, position] = _sum(backward, edges, positions, chunks, position)
+            both = _sum(forward, edges, positions, chunks, position) + sums.backward[kind, position]
+            sums.work[kind, position] = both
+            sums.accumulate[kind, position] = _sum(accumulate, edges, positions, chunks, position)
+            sums.optimizer[kind, position] = _sum(layers.optimizer[kind], edges, positions, chunks, position)
+            first = _between(forward, start, stop) + _between(backward, start, stop)
+            sums.first[kind, position] = first - _between(accumulate, start, stop)
+
+
+@compiled
+def _seconds(sums: _Positions, exchanges: Exchanges, kind_of: Integers, form: _Form) -> float:
     """A bound of the step time."""
-    num_kinds, replicas = len(layers.forward), form.replicas
+    num_kinds, replicas = len(sums.work), form.replicas
     longest, before = 0.0, 0.0
     for position in range(form.positions):
-        parameters = _sum(layers.parameters, edges, form, position)
-        gradients = _sum(layers.gradients, edges, form, position)
-        passing, exposed = _exchange(exchanges, form, parameters, gradients)
+        passing, exposed = _exchange(exchanges, form, sums.parameters[position], sums.gradients[position])
         fastest_way = np.inf
         for kind in range(num_kinds):
             if num_kinds > 1 and not (kind_of[position * replicas : (position + 1) * replicas] == kind).any():
                 continue
-            backward = _sum(layers.backward[kind], edges, form, position)
-            work = _sum(layers.forward[kind], edges, form, position) + backward
-            accumulated = _sum(layers.accumulate[kind], edges, form, position)
-            optimizer = _sum(layers.optimizer[kind], edges, form, position) / (replicas if form.zero else 1)
             # Of unlike replicas the slowest may be one that has a microbatch less.
             rounds = form.rounds if num_kinds == 1 else max(form.rounds - 1, 1)
-            taken = rounds * work - accumulated
+            taken = rounds * sums.work[kind, position] - sums.accumulate[kind, position]
             waited = taken + rounds * passing if exchanges.wait else max(taken, rounds * passing)
-            hidden = backward if exchanges.overlap else 0.0
+            hidden = sums.backward[kind, position] if exchanges.overlap else 0.0
+            optimizer = sums.optimizer[kind, position] / (replicas if form.zero else 1)
             longest = max(longest, waited + max(exposed - hidden, 0.0) + optimizer)
             if form.flushes and form.flight != SPLIT:
                 longest = max(longest, before + taken)
-            start, stop = edges[position], edges[position + 1]
-            first = _between(layers.forward[kind], start, stop) + _between(layers.backward[kind], start, stop)
-            fastest_way = min(fastest_way, first - _between(layers.accumulate[kind], start, stop))
+            fastest_way = min(fastest_way, sums.first[kind, position])
         before += fastest_way
     return longest
 
@@ -194,16 +243,14 @@ def _exchange(exchanges: Exchanges, form: _Form, parameters: float, gradients: f
 
 
 @compiled
-def _bytes(layers: Layers, edges: Integers, form: _Form) -> float:
+def _bytes(layers: Layers, sums: _Positions, edges: Integers, form: _Form) -> float:
     """A bound of the bytes of the fullest rank."""
-    fullest, replicas = 0.0, form.replicas
-    shared = replicas if replicas > 1 else 1
+    fullest, shared = 0.0, form.replicas
     for position in range(form.positions):
-        parameters = _sum(layers.parameters, edges, form, position)
-        gradients = _sum(layers.gradients, edges, form, position)
-        static = _sum(layers.states, edges, form, position) / (shared if form.zero >= 1 else 1)
+        parameters, gradients = sums.parameters[position], sums.gradients[position]
+        static = sums.states[position] / (shared if form.zero >= 1 else 1)
         if form.zero >= 3:
-            static += parameters / shared + _largest(layers.parameters, edges, form, position) * (1.0 - 1.0 / shared)
+            static += parameters / shared + sums.largest[position] * (1.0 - 1.0 / shared)
         else:
             static += parameters
         held = 0.0
@@ -230,11 +277,11 @@ def _in_flight(form: _Form, position: int, chunk: int) -> int:
 
 
 @compiled
-def _sum(values: Floats, edges: Integers, form: _Form, position: int) -> float:
+def _sum(values: Floats, edges: Integers, positions: int, chunks: int, position: int) -> float:
     """The sum over the layers of a position."""
     total = 0.0
-    for chunk in range(form.chunks):
-        place = chunk * form.positions + position
+    for chunk in range(chunks):
+        place = chunk * positions + position
         total += _between(values, edges[place], edges[place + 1])
     return total
 
@@ -246,11 +293,11 @@ def _between(sums: Floats, start: int, stop: int) -> float:
 
 
 @compiled
-def _largest(values: Floats, edges: Integers, form: _Form, position: int) -> float:
+def _largest(values: Floats, edges: Integers, positions: int, chunks: int, position: int) -> float:
     """The largest of the layers of a position."""
     largest = 0.0
-    for chunk in range(form.chunks):
-        place = chunk * form.positions + position
+    for chunk in range(chunks):
+        place = chunk * positions + position
         for layer in range(edges[place], edges[place + 1]):
             largest = max(largest, _between(values, layer, layer + 1))
     return largest
