@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
+from meshwright.planner.buckets import sum_in_buckets
 from meshwright.planner.even_slices import even_edges
 
 Floats = NDArray[np.float64]
@@ -236,10 +237,8 @@ def _exchange(exchanges: Exchanges, form: _Form, parameters: float, gradients: f
         return parameters * exchanges.gather_s[form.place] + gradients * exchanges.scatter_s[form.place], 0.0
     if form.zero == 1:
         return 0.0, 0.0
-    full = np.floor(gradients / exchanges.bucket_bytes)
-    rest = gradients / exchanges.bucket_bytes - full
-    latency, bucket = exchanges.latency_s[form.place], exchanges.bucket_s[form.place]
-    return 0.0, full * bucket + (latency + (bucket - latency) * rest if rest > 0.0 else 0.0)
+    latency_s, bucket_s = exchanges.latency_s[form.place], exchanges.bucket_s[form.place]
+    return 0.0, sum_in_buckets(gradients, exchanges.bucket_bytes, latency_s, bucket_s)[0]
 
 
 @compiled

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.cost.memory.fullest import fullest
+from meshwright.planner.buckets import sum_in_buckets
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -128,11 +129,7 @@ def bottleneck_of(p: SlicingProblem, i: int, j: int, a: int, r: int) -> float:
     exchange = 0.0
     num_bytes = p.exchange_bytes[i, j]
     if r > 1 and num_bytes > 0.0 and p.zero < 2:
-        full = np.floor(num_bytes / p.bucket_bytes)
-        rest = num_bytes / p.bucket_bytes - full
-        latency, bucket = p.latency_s[a, r], p.bucket_s[a, r]
-        last = latency + (bucket - latency) * rest if rest > 0.0 else bucket
-        exchange = full * bucket + (last if rest > 0.0 else 0.0)
+        exchange, last = sum_in_buckets(num_bytes, p.bucket_bytes, p.latency_s[a, r], p.bucket_s[a, r])
         if p.overlap:
             exchange = max(exchange - p.backward_s[kind, i, j], last)
     parts = r if p.zero else 1

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.cost.memory.fullest import fullest
+from meshwright.planner.buckets import sum_in_buckets
 from meshwright.planner.methods.unequal.shares import share_out
 
 Floats = NDArray[np.float64]
@@ -138,10 +139,7 @@ def _rest_of(p: MappingProblem, g: int, i: int, j: int) -> float:
             optimizer = max(optimizer, p.optimizer_s[p.kind_of[k], i, j])
     exchange, num_bytes = 0.0, p.exchange_bytes[i, j]
     if num_ranks > 1 and num_bytes > 0.0:
-        full = np.floor(num_bytes / p.bucket_bytes)
-        rest = num_bytes / p.bucket_bytes - full
-        last = p.latency_s[g] + (p.bucket_s[g] - p.latency_s[g]) * rest if rest > 0.0 else p.bucket_s[g]
-        exchange = full * p.bucket_s[g] + (last if rest > 0.0 else 0.0)
+        exchange, last = sum_in_buckets(num_bytes, p.bucket_bytes, p.latency_s[g], p.bucket_s[g])
         if p.overlap:
             exchange = max(exchange - backward, last)
     return float(exchange + optimizer / (num_ranks if p.zero else 1))
