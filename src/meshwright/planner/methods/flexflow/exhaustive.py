@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+import math
+from decimal import Decimal
+from itertools import pairwise, permutations
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,17 +34,21 @@ def list_configurations(soap: Soap, layer: int) -> StrategyArrays:
 
 def count_strategies(soap: Soap) -> int:
     """Strategies of a space, parts of a layer on distinct devices."""
-    product = 1
-    for layer in range(len(soap.trains)):
-        product *= len(list_configurations(soap, layer)[0])
-    return product
+    ends, num_devices = soap.candidates.tolist(), len(soap.kind)
+    return math.prod(
+        sum(math.perm(num_devices, parts) for parts in soap.parts[start:stop].tolist())
+        for start, stop in pairwise(ends)
+    )
 
 
 def find_optimum(soap: Soap) -> tuple[int, StrategyArrays]:
     """The shortest step in ps and its strategy. Raises PlanError beyond 50 million strategies."""
     count = count_strategies(soap)
     if count > MOST_STRATEGIES:
-        raise PlanError(f"{count:,} strategies; expected at most {MOST_STRATEGIES:,}. Search them instead.")
+        raise PlanError(
+            f"The space has about {Decimal(count):.1e} strategies; expected at most {MOST_STRATEGIES:,} to go through "
+            "all of them. Search them instead."
+        )
     found = [list_configurations(soap, layer) for layer in range(len(soap.trains))]
     offsets = np.cumsum([0, *(len(rows) for rows, _ in found)], dtype=np.int64)
     rows, devices = (np.concatenate([item[k] for item in found]) for k in range(2))
