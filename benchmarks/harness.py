@@ -34,10 +34,16 @@ class Row:
 
 
 def make_row(name: str, value: float, unit: str, *, target: float | None = None, **facts: float | None) -> Row:
-    """A row with ``met`` computed."""
-    scored = facts.get("ratio") if facts.get("ratio") is not None else value
+    """A row with ``met`` computed; numbers of numpy become Python's, which JSON takes."""
+    value, plain = float(value), {key: None if fact is None else float(fact) for key, fact in facts.items()}
+    scored = plain["ratio"] if plain.get("ratio") is not None else value
     return Row(
-        name=name, value=value, unit=unit, target=target, met=None if target is None else scored <= target, **facts
+        name=name,
+        value=value,
+        unit=unit,
+        target=target,
+        met=None if target is None else bool(scored <= target),
+        **plain,
     )
 
 
