@@ -48,8 +48,8 @@ def test_a_team_straggles_as_often_as_any_of_its_devices():
 
 def test_every_device_of_a_team_is_paid():
     scenario = Scenario(effects=(Price(per_hour=2.0, of="device"),))
-    assert price_per_hour(plan_of(2, sharding=Sharding(tensor=4)), COST.cluster, scenario)[0] == 16.0
-    assert price_per_hour(plan_of(2), COST.cluster, scenario)[0] == 4.0
+    assert price_per_hour(plan_of(2, sharding=Sharding(tensor=4)).num_devices, COST.cluster, scenario)[0] == 16.0
+    assert price_per_hour(plan_of(2).num_devices, COST.cluster, scenario)[0] == 4.0
 
 
 @pytest.mark.parametrize("settings", [{"sharding": Sharding(tensor=2)}, {"recompute": read_recompute(GPT, "full")}])

@@ -36,7 +36,7 @@ class PlaceRequest:
     batch: int
     optimizer: Optimizer
     precision: Literal["float32", "bfloat16"]
-    ranks: int | None
+    ranks: list[int]
     microbatch_sizes: list[int]
     measurements: Path | None
     memory_limit_bytes: int | None
@@ -61,8 +61,9 @@ def place_ops(request: PlaceRequest) -> None:
     from meshwright.planner import Constraints, place, seconds_on_one_device
     from meshwright.simulator import simulate_plan
 
-    if len(request.microbatch_sizes) > 1:
-        raise PlanError(f"--method place takes one --microbatch-size; {len(request.microbatch_sizes)} were given.")
+    for name, values in (("--microbatch-size", request.microbatch_sizes), ("--ranks", request.ranks)):
+        if len(values) > 1:
+            raise PlanError(f"--method place takes one {name}; {len(values)} were given. Leave one of them.")
     if request.out is not None:
         if request.out.suffix != ".json":
             raise PlanError(f"--out {request.out}: a placement is written to a file that ends in .json. Give one.")
@@ -76,7 +77,7 @@ def place_ops(request: PlaceRequest) -> None:
         kind=graph.mode, global_batch=request.batch, precision=request.precision, optimizer=request.optimizer
     )
     cost = load_cost_model(machine, request.measurements, request.precision)
-    devices = range(machine.num_ranks if request.ranks is None else min(request.ranks, machine.num_ranks))
+    devices = range(min(machine.num_ranks, *(request.ranks or [machine.num_ranks])))
     found = place(
         graph,
         machine,

@@ -12,6 +12,7 @@ from meshwright.cli.models import (
     ImageOption,
     JsonOption,
     MeasurementsOption,
+    Mode,
     ModelArgument,
     SequenceOption,
     VirtualStagesOption,
@@ -28,6 +29,7 @@ from meshwright.cli.planning import (
     given_options,
     on_cluster,
     print_misfit,
+    read_prices,
     refuse_beside_from,
 )
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_orders
@@ -43,6 +45,7 @@ from meshwright.cli.sharding import (
 )
 from meshwright.spec.cluster import MAX_RANKS, load_cluster
 from meshwright.spec.exchange import MAX_STALENESS, GradientExchange, ZeroStage
+from meshwright.spec.model_files import is_stored_graph
 from meshwright.spec.offload import read_offload
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 from meshwright.spec.sharding import read_placement
@@ -86,8 +89,30 @@ def plan(
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Precision of the computation; by default bfloat16 where the devices are GPUs."),
     ] = None,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Plan forward passes: no loss, no backward, no optimizer.")
+    ] = False,
+    max_latency: Annotated[
+        float | None,
+        typer.Option(help="With --inference: seconds that one microbatch may take from its arrival to its answer."),
+    ] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Use so many devices; by default all.", min=1, max=MAX_RANKS)
+        list[int] | None,
+        typer.Option(
+            help="Use so many devices; repeat for several numbers to choose among. By default all.",
+            min=1,
+            max=MAX_RANKS,
+        ),
+    ] = None,
+    prices: Annotated[
+        str | None,
+        typer.Option(
+            help="What devices cost: a number, per device and hour; or a scenario with prices, a .toml file or a "
+            "shipped one by name."
+        ),
+    ] = None,
+    max_price: Annotated[
+        float | None, typer.Option(help="Money per hour that a plan may cost, with --prices: a budget.")
     ] = None,
     microbatch_size: Annotated[
         list[int] | None,
@@ -127,6 +152,10 @@ def plan(
         float | None, typer.Option(help="GiB of each device that a plan may use; by default all of its memory.")
     ] = None,
     top: Annotated[int, typer.Option(help="Plans to list.", min=1, max=MAX_LISTED)] = 10,
+    front: Annotated[
+        bool,
+        typer.Option("--front", help="Also list the plans that nothing beats in step time, memory and price at once."),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -194,10 +223,10 @@ def plan(
                 model=model,
                 sizes=model_sizes(sequence_length, image_size),
                 cluster=cluster,
-                batch=batch or default_batch(ranks or machine.num_ranks),
+                batch=batch or default_batch(max(ranks or (machine.num_ranks,))),
                 optimizer=Optimizer.named(optimizer),
                 precision=precision or default_precision(machine.device_kind(0).peak_flops_per_s),
-                ranks=ranks,
+                ranks=ranks or [],
                 microbatch_sizes=microbatch_size or [],
                 measurements=measurements,
                 memory_limit_bytes=None if memory_limit is None else int(memory_limit * 2**30),
@@ -207,7 +236,7 @@ def plan(
             )
         )
         return
-    away = read_offload(offload or ())
+    away, rates = read_offload(offload or ()), read_prices(prices)
     files = files_to_write(model, out, launch, slurm)
     page = page_path(html, open_browser, "plan")
     place_of_orders(find_orders, whole_backwards)
@@ -220,16 +249,22 @@ def plan(
         placements=tuple(map(read_placement, placement or ())),
     )
     earlier = None if start_from is None else read_document(Plan, start_from)
+    mode: Mode = "inference" if inference else "training"
+    if earlier is not None:
+        mode = earlier.workload.kind
+    graph_for = graphs_of(model, model_sizes(sequence_length, image_size), mode=mode)
+    if is_stored_graph(model) and not inference:
+        mode = graph_for(1).mode
     usual = default_precision(machine.device_kind(0).peak_flops_per_s)
     chosen = (precision or usual) if earlier is None else earlier.workload.precision
     width, experts = (max(getattr(item, name) for item in shardings) for name in ("width", "expert"))
     workload = Workload(
-        global_batch=batch or default_batch(max((ranks or machine.num_ranks) // width, 1) * experts),
+        kind=mode,
+        global_batch=batch or default_batch(max(max(ranks or (machine.num_ranks,)) // width, 1) * experts),
         precision=chosen,
         optimizer=Optimizer.named(optimizer),
     )
     limit_bytes = None if memory_limit is None else int(memory_limit * 2**30)
-    graph_for = graphs_of(model, model_sizes(sequence_length, image_size))
     cost = load_cost_model(machine, measurements, chosen)
     try:
         with terminal_sink(as_json) as events:
@@ -239,6 +274,7 @@ def plan(
                     graph_for,
                     cost,
                     memory_limit_bytes=limit_bytes,
+                    prices=rates,
                     max_plans=top,
                     deadline_s=DEADLINE_S if deadline is None else deadline,
                     seed=seed,
@@ -264,6 +300,9 @@ def plan(
                     offload=(away,),
                     exchange=GradientExchange(staleness=staleness),
                     memory_limit_bytes=limit_bytes,
+                    max_latency_s=max_latency,
+                    prices=rates,
+                    max_price_per_hour=max_price,
                     max_plans=top,
                     deadline_s=deadline,
                     seed=seed,
@@ -278,4 +317,4 @@ def plan(
     # The reference as it was given, so that `simulate` and `run` find the same cluster.
     named = replace(plans, ranked=tuple(on_cluster(item, cluster) for item in plans.ranked))
     places = PlanPlaces(files=files, orders=find_orders, page=page, opened=open_browser)
-    put_plans(named, graph_for, cost, places, model=model, found=found, as_json=as_json)
+    put_plans(named, graph_for, cost, places, model=model, found=found, with_front=front, as_json=as_json)

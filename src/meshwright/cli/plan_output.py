@@ -60,11 +60,12 @@ def put_plans(
     *,
     model: str,
     found: Sequence[str],
+    with_front: bool,
     as_json: bool,
 ) -> None:
     """Write the best plan and the page, and print everything."""
     from meshwright.planner import explain_step_interval, plans_document
-    from meshwright.report import fit_table, plans_table
+    from meshwright.report import fit_table, front_table, plans_table
     from meshwright.simulator import allocate_rank, explain_nodes, form_teams
 
     best, machine = plans.best.plan, cost.cluster
@@ -104,8 +105,9 @@ def put_plans(
             }
         )
         return
+    front = (front_table(plans.search_row()["front"]), "") if with_front else ()
     sure = (basis, explain_step_interval(interval))
     hosts = explain_nodes(plans.best.nodes)
-    print_tables(plans_table(plans.rows()), "", plans.explain(best), *teams, *hosts, *found, *sure, "")
+    print_tables(plans_table(plans.rows()), "", *front, plans.explain(best), *teams, *hosts, *found, *sure, "")
     # Names of files may hold square brackets, which rich would read as markup.
     print_tables(fit_table(plans.best.memory_rows(), held), *map(Text, written or [no_files(model)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -10,6 +11,8 @@ import typer
 from rich.text import Text
 
 from meshwright.cli.output import print_json, print_tables
+from meshwright.spec.errors import PlanError
+from meshwright.spec.scenario import Price, Scenario, load_scenario
 
 if TYPE_CHECKING:
     from meshwright.planner import NothingFitsError, RankedPlan
@@ -47,6 +50,9 @@ _OF_THE_PLAN = frozenset(
         "--batch",
         "--optimizer",
         "--precision",
+        "--inference",
+        "--max-latency",
+        "--max-price",
         "--ranks",
         "--microbatch-size",
         "--schedule",
@@ -74,6 +80,18 @@ def given_options(context: typer.Context) -> tuple[str, ...]:
         if parameter.param_type_name == "option" and source is not None and source.name == "COMMANDLINE":
             given.append(max(parameter.opts, key=len))
     return tuple(given)
+
+
+def read_prices(text: str | None) -> Scenario:
+    """What devices cost, as it was typed. Raises PlanError for a scenario without prices."""
+    if text is None:
+        return Scenario()
+    with suppress(ValueError):
+        return Scenario(effects=(Price(per_hour=float(text)),))
+    found = load_scenario(text).only(Price)
+    if not found.effects:
+        raise PlanError(f"Scenario {text!r} has no prices. Give one that has, or a number: money per device and hour.")
+    return found
 
 
 def refuse_beside_from(given: Sequence[str]) -> None:

@@ -9,12 +9,13 @@ where exposed means: nothing is computed meanwhile. Terms are seconds of a stead
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.cost import CostModel
 from meshwright.planner.layouts import memory_limit
+from meshwright.planner.prices import PlanPrice
 from meshwright.simulator import (
     Contention,
     NodeMemory,
@@ -24,6 +25,7 @@ from meshwright.simulator import (
     simulate_plan,
     simulate_plans,
 )
+from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import Cluster, Graph, MeshwrightError, Plan
 
 # Seconds are sums of whole picoseconds; what is less in their differences is rounding.
@@ -61,7 +63,8 @@ class RankedPlan:
 
     ``busiest_rank`` is the rank of the breakdown. ``memory`` (the parts of the peak) and ``memory_limit_bytes`` have
     one entry per rank; ``nodes`` have what hosts and drives keep for them. ``estimate_s`` is the closed form of
-    `slicing`, for plans that the search made. ``latency_s`` is what one microbatch takes alone, where it was asked for.
+    `slicing`, for plans that the search made. ``latency_s`` is what one microbatch takes alone, where it was asked for;
+    ``price`` what the plan costs, where prices were given.
     """
 
     plan: Plan
@@ -76,6 +79,7 @@ class RankedPlan:
     estimate_s: float | None = None
     nodes: tuple[NodeMemory, ...] = ()
     latency_s: float | None = None
+    price: PlanPrice | None = None
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -146,15 +150,37 @@ def evaluate_plan(
 
 
 def predict_latency(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
-    """Seconds from one microbatch's arrival at an idle inference pipeline to its answer, on the first replicas."""
-    samples = plan.microbatch_size * plan.sharding.expert
+    """Seconds from one microbatch's arrival at an idle inference pipeline to its answer, through the slowest replicas.
+
+    Microbatch k goes through replica k of every stage, counted round.
+    """
+    columns, width = cluster.columns(), plan.sharding.width
+    chains: dict[Hashable, tuple[int, ...]] = {}
+    for place in range(max(len(stage.ranks) for stage in plan.stages)):
+        chain = tuple(stage.ranks[place % len(stage.ranks)] for stage in plan.stages)
+        devices = [team * width + k for team in chain for k in range(width)]
+        nodes = columns.node[devices].tolist()
+        # Chains over like devices of like nodes, one behind the other alike, take as long.
+        like = *columns.kind[devices].tolist(), *columns.node_kind[devices].tolist(), *map(nodes.index, nodes)
+        chains.setdefault(like, chain)
+    return max(_predict_alone(plan, graph, cost, chain) for chain in chains.values())
+
+
+def _predict_alone(plan: Plan, graph: Graph, cost: CostModel, chain: Sequence[int]) -> float:
+    """Seconds of one microbatch through these replicas, the machines of which are all there are."""
+    teams, width = sorted(set(chain)), plan.sharding.width
+    kept = {team * width + place for team in teams for place in range(width)}
+    there = without_devices(cost, set(range(cost.cluster.num_ranks)) - kept)
     alone = replace(
         plan,
-        workload=replace(plan.workload, global_batch=samples),
+        workload=replace(plan.workload, global_batch=plan.microbatch_size * plan.sharding.expert),
         num_microbatches=1,
-        stages=tuple(replace(stage, ranks=stage.ranks[:1], shares=()) for stage in plan.stages),
+        stages=tuple(
+            replace(stage, ranks=(teams.index(team),), shares=())
+            for stage, team in zip(plan.stages, chain, strict=True)
+        ),
     )
-    seen = form_teams(alone, graph, cluster, cost)
+    seen = form_teams(alone, graph, there.cluster, there)
     return simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost).timeline.duration_s
 
 

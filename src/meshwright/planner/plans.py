@@ -43,9 +43,9 @@ class Plans:
     """Plans that fit, fastest simulated step first; equal ones in the order of the search.
 
     ``rejected`` were simulated and need too much memory; ``refused`` are those that could not be simulated, and why.
-    ``front`` are the plans of which no other one that was simulated is better in step time, in peak memory and in the
-    devices that it takes for the time of a step, all at once. ``bound_s``: no plan that was allowed is faster by the
-    same prices; 0 if nothing was proven. ``notes`` are sentences of the method.
+    ``front`` are the plans of which no other one that was simulated is better in step time, in peak memory and in price
+    (without prices: in the devices that it takes for the time of a step), all at once. ``bound_s``: no plan that was
+    allowed is faster by the same prices of ops; 0 if nothing was proven. ``notes`` are sentences of the method.
     """
 
     ranked: tuple[RankedPlan, ...]
@@ -79,7 +79,8 @@ class Plans:
         ``microbatch_size``, ``schedule``, ``split`` (axes, ZeRO and recompute, in short), ``step_time_s``,
         ``samples_per_s``, ``peak_memory_bytes`` (of the fullest rank), ``bubble_share``, ``mfu_share``,
         ``estimate_s``, and the terms of the breakdown: ``compute_s``, ``inside_s`` (exchanges inside of passes),
-        ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``.
+        ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``. Where they
+        were asked for, ``latency_s`` and those of `PlanPrice`.
         """
         return [_row(place, item) for place, item in enumerate(self.ranked, 1)]
 
@@ -87,7 +88,8 @@ class Plans:
         """How the plans were found, as one plain row.
 
         Keys: those of `Coverage`; ``bound_s`` and ``gap_share`` (None where nothing was proven); ``front``, each with
-        ``plan``, ``step_time_s``, ``peak_memory_bytes`` and ``device_seconds``; ``notes``.
+        ``plan``, ``step_time_s``, ``peak_memory_bytes``, ``device_seconds`` and, with prices, those of `PlanPrice`;
+        ``notes``.
         """
         front = [
             {
@@ -95,6 +97,7 @@ class Plans:
                 "step_time_s": item.step_time_s,
                 "peak_memory_bytes": max(item.peak_memory_bytes),
                 "device_seconds": item.device_seconds,
+                **(item.price.row() if item.price else {}),
             }
             for item in self.front
         ]
@@ -114,8 +117,8 @@ class Plans:
         if self.refused:
             plan, reason = self.refused[0]
             lines.append(
-                f"Left out {format_count(len(self.refused), 'plan')} that cannot be simulated, the first of "
-                f"them {summarise(plan)}: {reason}"
+                f"Left out {format_count(len(self.refused), 'plan')} that cannot be taken, the first of them "
+                f"{summarise(plan)}: {reason}"
             )
         return "\n".join(lines)
 
@@ -201,8 +204,13 @@ def abbreviate_setting(plan: Plan) -> str:
 
 
 def explain_prediction(item: RankedPlan) -> str:
-    """Three lines: the plan and its step time, where the step goes, what memory it needs."""
-    return "\n".join((_headline(item), _step_line(item), _memory_line(item)))
+    """A line each: the plan and its step, where that goes, memory; and latency and price, where they were asked for."""
+    lines = [_headline(item), _step_line(item), _memory_line(item)]
+    if item.latency_s is not None:
+        lines.append(f"Latency: {format_seconds(item.latency_s)} for a microbatch that arrives alone.")
+    if item.price is not None:
+        lines.append(item.price.explain())
+    return "\n".join(lines)
 
 
 def summarise(plan: Plan) -> str:
@@ -244,6 +252,8 @@ def _row(place: int, item: RankedPlan) -> dict[str, Any]:
         "mfu_share": item.mfu,
         "estimate_s": item.estimate_s,
         **asdict(item.breakdown),
+        **({} if item.latency_s is None else {"latency_s": item.latency_s}),
+        **(item.price.row() if item.price else {}),
     }
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from meshwright.cost import CostModel
 from meshwright.planner.adoption import DEFAULT_CHUNKS
 from meshwright.planner.microbatches import microbatch_sizes
-from meshwright.planner.short import ShortGraph, shorten
+from meshwright.planner.short import ShortGraph, is_plain_chain, shorten
 from meshwright.planner.stage_tables import Structure, Tables, find_structure, make_tables
 from meshwright.program import lower_graph, own_workload
 from meshwright.spec import (
@@ -30,12 +30,14 @@ from meshwright.spec import (
     PlanError,
     StagePlan,
     Workload,
+    format_seconds,
     read_recompute,
 )
 from meshwright.spec.exchange import ZeroStage
 from meshwright.spec.offload import ON_DEVICE, check_offload
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.recompute import Ranges
+from meshwright.spec.scenario import Scenario
 from meshwright.spec.sharding import AXES, UNSHARDED, OpPlacement, Sharding
 
 
@@ -75,7 +77,7 @@ class Problem:
     """One search. ``graph_for`` gives the graph for a microbatch size (the same one if its sizes are symbolic).
 
     ``exchange`` is that of all plans, but for the ZeRO stage. ``memory_limit_bytes`` replaces every device's memory.
-    ``max_latency_s``: in inference, what a microbatch may take from end to end.
+    ``max_latency_s``: in inference, what a microbatch may take from end to end. ``prices``: what devices cost.
     ``only``: the settings that are looked at, if not all that the choices allow. ``may_idle``: plans may leave devices
     out.
     """
@@ -88,6 +90,7 @@ class Problem:
     exchange: GradientExchange = field(default_factory=GradientExchange)
     memory_limit_bytes: int | None = None
     max_latency_s: float | None = None
+    prices: Scenario = field(default_factory=Scenario)
     model: str = ""
     model_sizes: tuple[tuple[str, int], ...] = ()
     only: tuple[Setting, ...] = ()
@@ -294,7 +297,7 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
     lower_graph(problem.short_graph(sizes[0]).graph, sharding, ())
     problem.recomputed(problem.graph_for(sizes[0]), setting.recompute)
     check_offload(setting.offload, problem.cluster, setting.num_devices)
-    return Space(
+    space = Space(
         problem=problem,
         setting=setting,
         cluster=cost.cluster if cost.devices else problem.cluster,
@@ -307,6 +310,35 @@ def _make_space(problem: Problem, setting: Setting) -> Space:
         memory_limit_bytes=problem.memory_limit_bytes,
         exchange=replace(problem.exchange, zero=setting.zero),
     )
+    return space if problem.max_latency_s is None else _quick_enough(space, problem.max_latency_s)
+
+
+def _quick_enough(space: Space, max_latency_s: float) -> Space:
+    """The space without microbatches that take longer than allowed to be computed alone.
+
+    Raises PlanError if none is left. Where layers are no chain, stages may work beside each other, so that nothing is
+    known before it is simulated.
+    """
+    if not is_plain_chain(space.problem.short_graph(space.microbatch_sizes[0]).graph):
+        return space
+    kinds = space.cluster.device_kinds
+    least = {}
+    for size in space.microbatch_sizes:
+        graph = space.graph_for(size)
+        least[size] = min(float(space.cost.price_ops(graph, size, kind).forward_s.sum()) for kind in kinds)
+    # Simulated seconds are sums of whole picoseconds.
+    sizes = tuple(size for size, seconds in least.items() if seconds <= max_latency_s * (1 + 1e-6))
+    if not sizes:
+        size, seconds = min(least.items(), key=lambda item: item[1])
+        split = space.setting.sharding.describe() or "whole ops"
+        raise PlanError(
+            f"No plan with {split} answers a microbatch within {format_seconds(max_latency_s)}: to compute one of "
+            f"{size} takes {format_seconds(seconds)} at least. Allow smaller microbatches, split ops over devices, or "
+            "allow more time."
+        )
+    found = replace(space, microbatch_sizes=sizes)
+    found._graphs.update(space._graphs)
+    return found
 
 
 def list_shardings(

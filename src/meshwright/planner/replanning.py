@@ -30,6 +30,7 @@ from meshwright.simulator.scenarios.machines import without_devices
 from meshwright.spec import EventSink, Graph, Plan, PlanError, StagePlan, format_count
 from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.recompute import recompute_choices
+from meshwright.spec.scenario import Scenario
 
 _HALVINGS = 40
 # Microbatch sizes that starts have: the plan's and those next to it.
@@ -44,6 +45,7 @@ def replan(
     cost: CostModel,
     *,
     memory_limit_bytes: int | None = None,
+    prices: Scenario | None = None,
     max_plans: int = 4,
     deadline_s: float | None = DEADLINE_S,
     seed: int = 0,
@@ -82,6 +84,7 @@ def replan(
         ),
         exchange=plan.exchange,
         memory_limit_bytes=memory_limit_bytes,
+        prices=prices or Scenario(),
         model=plan.model,
         model_sizes=plan.model_sizes,
         may_idle=True,

@@ -24,6 +24,7 @@ from meshwright.planner.method import Method, Proposal, SearchState, checked
 from meshwright.planner.methods import find_method
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.plans import Coverage, Plans
+from meshwright.planner.prices import price_plan, within_budget
 from meshwright.planner.problem import Choices, Problem
 from meshwright.program import OwnSchedule, name_schedule
 from meshwright.spec import (
@@ -39,12 +40,14 @@ from meshwright.spec import (
     PlanError,
     ScheduleError,
     Workload,
+    format_count,
     format_seconds,
     with_branches,
 )
 from meshwright.spec.exchange import WAVES, ZeroStage
 from meshwright.spec.offload import ON_DEVICE
 from meshwright.spec.plan import BASIC_SCHEDULES
+from meshwright.spec.scenario import Scenario
 from meshwright.spec.sharding import UNSHARDED, Sharding
 
 DEFAULT_METHOD = "auto"
@@ -71,6 +74,8 @@ def search_plans(
     exchange: GradientExchange | None = None,
     memory_limit_bytes: int | None = None,
     max_latency_s: float | None = None,
+    prices: Scenario | None = None,
+    max_price_per_hour: float | None = None,
     max_plans: int = 8,
     deadline_s: float | None = None,
     seed: int = 0,
@@ -86,7 +91,9 @@ def search_plans(
     words or layers, and what ``offload`` keeps away from devices.
     ``memory_limit_bytes`` replaces every device's memory. In inference the step is that of the whole batch, so that the
     fastest one has the highest throughput, of those plans that answer a microbatch within ``max_latency_s``; for the
-    least latency itself, let the batch be one microbatch. ``method`` is the name of one (`methods`), a reference to
+    least latency itself, let the batch be one microbatch. ``prices`` of a scenario say what plans cost; of those that
+    cost more than ``max_price_per_hour`` none is looked at: without numbers of devices, as many as the money pays for,
+    powers of two and whole nodes. ``method`` is the name of one (`methods`), a reference to
     your own, or such a function. At most ``max_plans`` plans are returned. The same input and ``seed`` give the same
     plans in the same order, unless ``deadline_s`` seconds or an interrupt end the search, which then returns what it
     has. ``model``, ``model_sizes`` and the cluster's name are noted in the plans.
@@ -104,8 +111,11 @@ def search_plans(
             f"A latency of at most {max_latency_s} s was asked for, for {workload.kind}; expected a positive number, "
             "for inference. Leave it out, or give such a workload."
         )
+    counts = _some(num_devices)
+    if max_price_per_hour is not None:
+        counts = within_budget(counts, cluster, prices or Scenario(), max_price_per_hour)
     named = dict(name_schedule(schedule) for schedule in schedules)
-    exchange = exchange or GradientExchange()
+    exchange, prices = exchange or GradientExchange(), prices or Scenario()
     _require_waves(exchange, named)
     problem = Problem(
         graph_for=graph_for,
@@ -113,7 +123,7 @@ def search_plans(
         workload=workload,
         cost=cost or CostModel(cluster=cluster, precision=workload.precision),
         choices=Choices(
-            num_devices=_some(num_devices),
+            num_devices=counts,
             num_stages=_some(num_stages),
             num_chunks=_some(num_chunks),
             microbatch_sizes=_given("microbatch sizes", microbatch_sizes),
@@ -127,6 +137,7 @@ def search_plans(
         exchange=exchange,
         memory_limit_bytes=memory_limit_bytes,
         max_latency_s=max_latency_s,
+        prices=prices,
         model=model,
         model_sizes=model_sizes,
     )
@@ -153,6 +164,13 @@ def solve(
     log = _Log(problem, state)
     stopped = log.run(steps)
     if not state.fitting:
+        if log.too_slow:
+            latency_s, plan = min(log.too_slow, key=lambda pair: pair[0])
+            raise PlanError(
+                f"No plan answers a microbatch within {format_seconds(problem.max_latency_s or 0.0)}. The quickest of "
+                f"{format_count(len(log.too_slow), 'plan')} that were tried, {plan.describe()}, takes "
+                f"{format_seconds(latency_s)}. Allow smaller microbatches, split ops over devices, or allow more time."
+            )
         if state.refused and not log.rejected:
             raise state.refused[0][1]
         if stopped or state.is_over:
@@ -194,6 +212,7 @@ class _Log:
         self._problem, self._state = problem, state
         self._known: dict[Plan, RankedPlan | None] = {}
         self.rejected: list[RankedPlan] = []
+        self.too_slow: list[tuple[float, Plan]] = []
 
     @property
     def num_simulated(self) -> int:
@@ -223,7 +242,7 @@ class _Log:
         """Simulate a plan. Raises PlanError if it is not for this graph and cluster."""
         problem = self._problem
         graph = problem.graph_for(plan.microbatch_size)
-        return evaluate_plan(
+        item = evaluate_plan(
             _branched(plan, graph),
             graph,
             problem.cluster,
@@ -231,6 +250,8 @@ class _Log:
             memory_limit_bytes=problem.memory_limit_bytes,
             estimate_s=estimate_s,
         )
+        price = price_plan(plan, item.step_time_s, problem.cluster, problem.prices)
+        return item if price is None else replace(item, price=price)
 
     def _within_latency(self, item: RankedPlan) -> RankedPlan:
         """The plan with its latency. Raises PlanError where that is too long."""
@@ -239,10 +260,10 @@ class _Log:
         graph = problem.graph_for(plan.microbatch_size)
         latency_s = predict_latency(plan, graph, problem.cluster, problem.cost)
         if latency_s > problem.max_latency_s:
+            self.too_slow.append((latency_s, plan))
             raise PlanError(
-                f"{plan.describe()} answers a microbatch in {format_seconds(latency_s)}, which is more than the "
-                f"{format_seconds(problem.max_latency_s)} that were asked for. Allow smaller microbatches, split ops "
-                "over devices, or more time."
+                f"it answers a microbatch in {format_seconds(latency_s)}, which is more than the "
+                f"{format_seconds(problem.max_latency_s)} that were asked for."
             )
         return replace(item, latency_s=latency_s)
 
@@ -291,7 +312,10 @@ def _has_plan(problem: Problem) -> bool:
 
 
 def find_front(items: Iterable[RankedPlan]) -> tuple[RankedPlan, ...]:
-    """Those of which none is better in step time, peak memory and device seconds at once, fastest first."""
+    """Those of which none is better in step time, peak memory and price at once, fastest first.
+
+    Without prices devices cost alike.
+    """
     front: list[RankedPlan] = []
     for item in sorted(items, key=_figures):
         mine = _figures(item)
@@ -301,7 +325,8 @@ def find_front(items: Iterable[RankedPlan]) -> tuple[RankedPlan, ...]:
 
 
 def _figures(item: RankedPlan) -> tuple[float, float, float]:
-    return item.step_time_s, max(item.peak_memory_bytes), item.device_seconds
+    price = item.device_seconds if item.price is None else item.price.per_step
+    return item.step_time_s, max(item.peak_memory_bytes), price
 
 
 def _branched(plan: Plan, graph: Graph) -> Plan:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, assert_never
 
-from meshwright.spec import Cluster, format_bytes, format_count, format_flops, format_percent, format_seconds
+from meshwright.spec import (
+    Cluster,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_money,
+    format_percent,
+    format_seconds,
+)
 from meshwright.spec.quantities import Seconds
 from meshwright.spec.scenario import (
     Checkpoints,
@@ -169,9 +177,5 @@ def describe_price(figures: Mapping[str, Any]) -> str:
         "price_per_million_tokens": "per million tokens",
         "price_of_run": "for the run",
     }
-    parts = [f"{_money(figures[name])} {currency} {text}" for name, text in words.items() if name in figures]
-    return f"At {_money(figures['price_per_hour'])} {currency} per hour: {', '.join(parts)}."
-
-
-def _money(amount: float) -> str:
-    return f"{amount:,.0f}" if amount >= 1000 else f"{amount:.3g}"
+    parts = [f"{format_money(figures[name])} {currency} {text}" for name, text in words.items() if name in figures]
+    return f"At {format_money(figures['price_per_hour'])} {currency} per hour: {', '.join(parts)}."

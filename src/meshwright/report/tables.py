@@ -30,6 +30,7 @@ from meshwright.spec import (
     format_bytes,
     format_count,
     format_flops,
+    format_money,
     format_percent,
     format_seconds,
 )
@@ -124,6 +125,23 @@ def plans_table(rows: Sequence[Row]) -> NarrowTable:
     cells = [tuple(cell(row) for _, cell in columns) for row in rows]
     numeric = [heading not in ("replicas", "M × size", "schedule", "split") for heading in headings]
     return NarrowTable(headings, cells, numeric=numeric, close=True)
+
+
+def front_table(rows: Sequence[Row]) -> NarrowTable:
+    """Plans of a Pareto front from the planner's rows, fastest first; their price, or devices times seconds."""
+    priced = any("price_per_step" in row for row in rows)
+    price = f"{rows[0]['currency']} per million samples" if priced else "devices × step"
+    cells = [
+        (
+            row["plan"],
+            format_seconds(row["step_time_s"]),
+            format_bytes(row["peak_memory_bytes"]),
+            format_money(row["price_per_million_samples"]) if priced else format_seconds(row["device_seconds"]),
+        )
+        for row in rows
+    ]
+    headings = ("Pareto front", "step", "memory", price)
+    return NarrowTable(headings, cells, numeric=[False, True, True, True], close=True)
 
 
 def _count_replicas(replicas: Sequence[int]) -> str:

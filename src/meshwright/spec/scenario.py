@@ -43,7 +43,7 @@ def _check(kind: str, **bounds_of: tuple[float, float | None, float]) -> None:
     """Raise ScenarioError unless each value is within its bounds: name = (least, value, most); None is none given."""
     for name, (least, value, most) in bounds_of.items():
         if value is not None and not least <= value <= most:
-            expected = f"{least:g} to {most:g}" if most < _MOST else f"at least {least:g}"
+            expected = f"{least:g} to {most:g}" if most < _MOST or value > most else f"at least {least:g}"
             raise ScenarioError(f"{kind}: {name} is {value:g}; expected {expected}.")
 
 
@@ -265,6 +265,12 @@ class Scenario:
     def effects_of(self, *kinds: type[T]) -> tuple[T, ...]:
         """The effects of some kinds, in order."""
         return tuple(effect for effect in self.effects if isinstance(effect, kinds))
+
+    def only(self, *kinds: type[object]) -> Scenario:
+        """The scenario with its effects of some kinds alone."""
+        kept = [place for place, effect in enumerate(self.effects) if isinstance(effect, kinds)]
+        copy = replace(self, effects=tuple(self.effects[place] for place in kept))
+        return copy.read_from([self.origins[place] for place in kept] if self.origins else ())
 
     def read_from(self, origins: Sequence[str]) -> Scenario:
         """The scenario, whose effects were read from there."""

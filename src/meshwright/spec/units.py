@@ -69,6 +69,11 @@ def format_bytes(num_bytes: float) -> str:
     return _format(num_bytes, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))
 
 
+def format_money(amount: float) -> str:
+    """Three significant digits, whole from a thousand on; the currency stands beside it."""
+    return f"{amount:,.0f}" if amount >= 1000 else f"{amount:.3g}"
+
+
 def format_flops(flops: float) -> str:
     """Three significant digits of floating-point operations: ``2.1 TFLOP``."""
     return _format(flops, ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1, "FLOP")))

@@ -152,33 +152,6 @@ def test_contradictory_constraints():
             search(graph, cluster, 8, method="auto", **options)
 
 
-def test_throughput_under_a_latency():
-    """Larger microbatches have more throughput and take longer; the limit decides, and says so where none is left."""
-    graph = weighted_graph([10**8] * 4, mode="inference")
-    cluster = cluster_of(4)
-    free = search(graph, cluster, 64)
-    slow = search(graph, cluster, 64, max_latency_s=1.0).best
-    assert slow.step_time_s == free.best.step_time_s
-    assert slow.latency_s is not None
-    tight = search(graph, cluster, 64, max_latency_s=slow.latency_s / 3, max_plans=4).best
-    assert tight.latency_s <= slow.latency_s / 3
-    assert tight.step_time_s >= slow.step_time_s
-    with pytest.raises(PlanError, match="more than the"):
-        search(graph, cluster, 64, max_latency_s=1e-9)
-    with pytest.raises(PlanError, match="for inference"):
-        search(weighted_graph([10**8] * 4), cluster, 64, max_latency_s=1.0)
-
-
-def test_the_latency_is_that_of_a_batch_alone():
-    """On one device the step of one batch; through two stages longer than either of them takes."""
-    graph = weighted_graph([10**8] * 4, mode="inference")
-    one = search(graph, cluster_of(1), 8, microbatch_sizes=(2,), max_latency_s=1.0).best
-    assert one.latency_s == pytest.approx(search(graph, cluster_of(1), 2, microbatch_sizes=(2,)).best.step_time_s)
-    two = search(graph, cluster_of(2), 8, microbatch_sizes=(2,), num_stages=2, max_latency_s=1.0).best
-    assert one.latency_s < two.latency_s < 1.2 * one.latency_s
-    assert two.step_time_s < one.step_time_s
-
-
 def test_the_front_has_what_nothing_beats():
     graph = weighted_graph([10**8] * 6, width=512)
     cluster = cluster_of(4)

@@ -6,6 +6,7 @@
 `JitteredSteps`    many steps with random times, for several seeds
 """
 
+from meshwright.simulator.scenarios.bill import price_per_hour
 from meshwright.simulator.scenarios.machines import apply_scenario, change_machines
 from meshwright.simulator.scenarios.noise import has_jitter
 from meshwright.simulator.scenarios.outcome import Outcome, Replan, simulate_scenario
@@ -24,6 +25,7 @@ __all__ = [
     "change_case",
     "change_machines",
     "has_jitter",
+    "price_per_hour",
     "read_parameter",
     "simulate_scenario",
     "sweep_cases",

@@ -14,8 +14,8 @@ from meshwright.spec.scenario import Price, Scenario
 _SECONDS_PER_HOUR = 3600.0
 
 
-def price_per_hour(plan: Plan | Placement, cluster: Cluster, scenario: Scenario) -> tuple[float, str] | None:
-    """Money per hour of what a plan uses, and its currency; None without a price.
+def price_per_hour(num_devices: int, cluster: Cluster, scenario: Scenario) -> tuple[float, str] | None:
+    """Money per hour of the first so many devices and their nodes, and its currency; None without a price.
 
     Raises ScenarioError for prices in several currencies, and for that of a kind of device that is not there.
     """
@@ -23,7 +23,7 @@ def price_per_hour(plan: Plan | Placement, cluster: Cluster, scenario: Scenario)
     if not prices:
         return None
     currencies = {price.currency for price in prices}
-    used = [(cluster.device_kind(rank).usual_name, cluster.node_index(rank)) for rank in range(plan.num_devices)]
+    used = [(cluster.device_kind(rank).usual_name, cluster.node_index(rank)) for rank in range(num_devices)]
     kinds = {kind.usual_name for kind in cluster.device_kinds}
     for place, price in enumerate(scenario.effects):
         if not isinstance(price, Price):
@@ -65,7 +65,7 @@ def bill(
 
     With a run, steps and samples have their share of all that it loses.
     """
-    priced = price_per_hour(plan, cluster, scenario)
+    priced = price_per_hour(plan.num_devices, cluster, scenario)
     if priced is None:
         return {}
     per_hour, currency = priced

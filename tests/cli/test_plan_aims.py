@@ -1,0 +1,61 @@
+"""``plan`` for inference, under a latency, within a budget; and the front."""
+
+import json
+
+import pytest
+
+PLANNED = ["plan", "gpt2-small", "--batch", "64", "--json"]
+
+
+def test_a_budget_and_the_front(run):
+    code, out, errors = run(*PLANNED, "--cluster", "2x4xL40S", "--prices", "1.5", "--max-price", "7", "--front")
+    assert code == 0, errors
+    found = json.loads(out)
+    assert all(row["price_per_hour"] <= 7 for row in found["plans"])
+    assert {row["price_per_hour"] for row in found["search"]["front"]} >= {1.5, 6.0}
+    code, out, _ = run(
+        *PLANNED[:-1], "--cluster", "4xL40S", "--prices", "spot", "--ranks", "2", "--ranks", "4", "--front"
+    )
+    assert code == 0
+    assert "Pareto front" in out
+    assert "USD per hour" in out
+
+
+def test_inference_under_a_latency(run):
+    asked = [*PLANNED, "--cluster", "4xL40S", "--inference", "--max-latency"]
+    code, out, errors = run(*asked, "0.02", "--out", "plan.json")
+    assert code == 0, errors
+    assert all(row["latency_s"] <= 0.02 for row in json.loads(out)["plans"])
+    code, out, errors = run("simulate", "plan.json", "--json")
+    assert code == 0, errors
+    code, _, errors = run(*asked, "0.0001")
+    assert code == 1
+    assert "takes" in errors
+    assert "allow more time" in errors
+
+
+def test_a_graph_that_was_captured_for_inference_is_planned_so(run):
+    assert run("capture", "gpt-tiny", "--inference", "--out", "graph.json")[0] == 0
+    code, out, errors = run("plan", "graph.json", "--cluster", "2xcpu", "--out", "plan.json", "--json")
+    assert code == 0, errors
+    assert all(row["optimizer_s"] == 0 for row in json.loads(out)["plans"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("--max-price 3", "but no prices"),
+        ("--prices nan", "per_hour is nan"),
+        ("--prices 1e12", "expected 0 to 1e+09"),
+        ("--prices slow-network", "has no prices"),
+        ("--prices absent", "No scenario 'absent' is shipped"),
+        ("--max-latency 1", "for training"),
+        ("--inference --max-latency 0", "expected a positive number"),
+        ("--method place --inference", "--inference was given"),
+        ("--method place --ranks 1 --ranks 2", "takes one --ranks"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(run, typed, words):
+    code, _, errors = run("plan", "gpt-tiny", "--cluster", "2xcpu", *typed.split())
+    assert code == 1
+    assert words in errors
