@@ -50,6 +50,14 @@ def test_blocks_and_what_stands_around_them():
     assert ("h.0..h.1", 2, 7) in names(merged)
 
 
+def test_a_model_without_parameters_and_its_loss_are_one_layer():
+    lines = [line("", parameters=False), line("", parameters=False), line("loss", parameters=False)]
+    (only,) = divide(lines, frozenset(), [0, 0, 0, 0], {})
+    assert (only.start, only.stop) == (0, 3)
+    (only,) = divide(lines, frozenset({1, 2}), [0, 0, 0, 0], {})
+    assert (only.start, only.stop) == (0, 3)
+
+
 @given(st.data())
 def test_layers_cover_all_ops_and_start_at_legal_cuts(data):
     count = data.draw(st.integers(1, 40))

@@ -107,7 +107,9 @@ def _share_glue(ranges: list[Range], cuts: frozenset[int], crossing: Sequence[in
     for index, item in enumerate(ranges):
         if item.element is None and len(ranges) > 1:
             if index == len(ranges) - 1:
-                shared[-1] = replace(shared[-1], stop=item.stop)
+                # Where there is nothing but glue, it is one layer.
+                last = shared.pop() if shared else ranges[0]
+                shared.append(replace(last, stop=item.stop))
             elif shared:
                 choices = [c for c in range(item.start, item.stop + 1) if c in cuts] or [item.start]
                 # Of equal places the last, so that repeated blocks stay alike.
