@@ -54,8 +54,6 @@ def test_a_model_without_parameters_and_its_loss_are_one_layer():
     lines = [line("", parameters=False), line("", parameters=False), line("loss", parameters=False)]
     (only,) = divide(lines, frozenset(), [0, 0, 0, 0], {})
     assert (only.start, only.stop) == (0, 3)
-    (only,) = divide(lines, frozenset({1, 2}), [0, 0, 0, 0], {})
-    assert (only.start, only.stop) == (0, 3)
 
 
 @given(st.data())
