@@ -1,6 +1,7 @@
 """``plan`` for inference, under a latency, within a budget; and the front."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,30 @@ def test_inference_under_a_latency(run):
     assert code == 1
     assert "takes" in errors
     assert "allow more time" in errors
+
+
+def test_the_least_latency(run):
+    code, out, errors = run(*PLANNED, "--cluster", "4xL40S", "--inference", "--aim", "latency")
+    assert code == 0, errors
+    rows = json.loads(out)["plans"]
+    assert rows[0]["makespan_s"] == min(row["makespan_s"] for row in rows)
+
+
+def test_unlike_devices_and_layers_that_take_no_time(run):
+    cluster = Path(__file__).resolve().parents[2] / "benchmarks" / "clusters" / "l40s-a100-ethernet.toml"
+    code, _, errors = run("plan", "vgg-tiny", "--cluster", cluster, "--inference", "--batch", "8")
+    assert code == 0, errors
+
+
+def test_a_found_order_has_its_price_and_is_on_the_front(run):
+    asked = [*PLANNED, "--cluster", "4xL40S", "--stages", "4", "-m", "8", "--prices", "1", "--top", "2"]
+    code, out, errors = run(*asked, "--find-orders", "found.csv")
+    assert code == 0, errors
+    found = json.loads(out)
+    first = found["plans"][0]
+    assert len(found["plans"]) == 2
+    assert first["price_per_step"] == pytest.approx(4 * first["step_time_s"] / 3600)
+    assert found["search"]["front"][0]["step_time_s"] == first["step_time_s"]
 
 
 def test_a_graph_that_was_captured_for_inference_is_planned_so(run):

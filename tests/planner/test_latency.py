@@ -1,12 +1,13 @@
 """Inference under a latency: what a microbatch takes alone, and which are not looked at because they take too long."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from meshwright.cost import CostModel
 from meshwright.planner import Problem, search_plans
-from meshwright.planner.evaluate import predict_latency
+from meshwright.planner.evaluate import predict_latency, predict_makespan
 from meshwright.spec import Plan, PlanError, StagePlan, Workload
 from tests.planner.test_search import cluster_of, search, weighted_graph
 
@@ -96,6 +97,42 @@ def test_no_microbatch_is_left_out_that_is_quick_enough(share):
     )
     (space,) = problem.spaces()
     assert set(space.microbatch_sizes) == {size for size, seconds in latencies.items() if seconds <= limit * (1 + 1e-9)}
+
+
+def test_unlike_numbers_of_unlike_replicas():
+    """Microbatch 4 goes through the slow replica of both stages, though neither first chain does."""
+    cluster = cluster_of(5)
+    fast, node = cluster.device_kind(0), cluster.nodes[0]
+    slow = replace(fast, name="slow", peak_flops_per_s={k: v / 3 for k, v in fast.peak_flops_per_s.items()})
+    one = replace(node.devices[0], count=1)
+    kinds = (one, replace(one, kind="slow"), replace(one, kind="slow"), one, one)
+    mixed = replace(cluster, device_kinds=(fast, slow), nodes=(replace(node, devices=kinds),))
+    whole = latency_of(plan_of((0, 1), (2, 3, 4), size=1, batch=12), mixed)
+    assert whole > 2.5 * latency_of(plan_of((0,), (1,)), cluster_of(2)) / 2
+    all_slow = replace(
+        cluster_of(2), device_kinds=(slow,), nodes=(replace(node, devices=(replace(one, kind="slow", count=2),)),)
+    )
+    assert whole == latency_of(plan_of((0,), (1,), size=1), all_slow)
+
+
+@pytest.mark.parametrize("batch", [1, 6, 8])
+def test_the_least_latency_is_that_of_all_uniform_pipelines(batch):
+    cluster = cluster_of(4)
+    workload = Workload(kind="inference", global_batch=batch)
+    plans = search_plans(lambda size: GRAPH, cluster, workload, aim="latency", max_plans=50)
+    cost = CostModel(cluster=cluster, precision="float32")
+    found = []
+    for num_stages, replicas, size in product((1, 2, 4), (1, 2, 3, 4), range(1, batch + 1)):
+        if num_stages * replicas <= 4 and batch % size == 0 and replicas <= batch // size:
+            ranks = [tuple(range(place * replicas, (place + 1) * replicas)) for place in range(num_stages)]
+            plan = plan_of(*ranks, size=size, batch=batch)
+            found.append(predict_makespan(plan, GRAPH, cluster, cost))
+    assert plans.best.makespan_s == pytest.approx(min(found), rel=1e-9)
+    assert [item.makespan_s for item in plans.ranked] == sorted(item.makespan_s for item in plans.ranked)
+    assert plans.gap is None
+    assert "is answered in" in plans.explain()
+    with pytest.raises(PlanError, match="expected inference"):
+        search_plans(lambda size: GRAPH, cluster, Workload(global_batch=batch), aim="latency")
 
 
 def test_without_any_it_says_what_the_least_is():

@@ -92,6 +92,10 @@ def plan(
     inference: Annotated[
         bool, typer.Option("--inference", help="Plan forward passes: no loss, no backward, no optimizer.")
     ] = False,
+    aim: Annotated[
+        Literal["throughput", "latency"],
+        typer.Option(help="With --inference: the most samples per second, or a batch that arrives at once soonest."),
+    ] = "throughput",
     max_latency: Annotated[
         float | None,
         typer.Option(help="With --inference: seconds that one microbatch may take from its arrival to its answer."),
@@ -154,7 +158,10 @@ def plan(
     top: Annotated[int, typer.Option(help="Plans to list.", min=1, max=MAX_LISTED)] = 10,
     front: Annotated[
         bool,
-        typer.Option("--front", help="Also list the plans that nothing beats in step time, memory and price at once."),
+        typer.Option(
+            "--front",
+            help="Also list those simulated plans that no other one beats in step time, memory and price at once.",
+        ),
     ] = False,
     out: Annotated[
         Path | None,
@@ -172,7 +179,7 @@ def plan(
         str,
         typer.Option(
             help="How to search: auto (what fits the problem), slicing, pipedream, alpa, flexflow, differentiable, "
-            "unequal, grid, your own as file.py:function, or place (every op on a device of its own)."
+            "unequal, grid, latency, your own as file.py:function, or place (every op on a device of its own)."
         ),
     ] = "auto",
     deadline: Annotated[
@@ -300,6 +307,7 @@ def plan(
                     offload=(away,),
                     exchange=GradientExchange(staleness=staleness),
                     memory_limit_bytes=limit_bytes,
+                    aim=aim,
                     max_latency_s=max_latency,
                     prices=rates,
                     max_price_per_hour=max_price,

@@ -40,6 +40,7 @@ def order_best(
 ) -> tuple[Plans, list[str]]:
     """The plans behind the best of them in a found order, which is written to ``orders``; and what to say of it."""
     from meshwright.planner import find_order
+    from meshwright.planner.search import find_front
     from meshwright.program.lowering import unlower_plan
     from meshwright.simulator import form_teams
 
@@ -48,8 +49,11 @@ def order_best(
     sought = find_order(
         seen.plan, seen.graph, seen.cluster, orders, cost=seen.cost, whole=whole, memory_limit_bytes=limit_bytes
     )
-    first = replace(sought.best, plan=unlower_plan(sought.best.plan, best))
-    return replace(plans, ranked=(first, *plans.ranked)), [sought.explain()]
+    price = plans.best.price and plans.best.price.at(sought.best.step_time_s)
+    first = replace(sought.best, plan=unlower_plan(sought.best.plan, best), price=price)
+    ranked = (first, *(item for item in plans.ranked if item.plan != first.plan))
+    front = find_front((first, *plans.front))
+    return replace(plans, ranked=ranked[: len(plans.ranked)], front=front), [sought.explain()]
 
 
 def put_plans(

@@ -51,8 +51,7 @@ _OF_THE_PLAN = frozenset(
         "--optimizer",
         "--precision",
         "--inference",
-        "--max-latency",
-        "--max-price",
+        "--aim",
         "--ranks",
         "--microbatch-size",
         "--schedule",
@@ -96,6 +95,11 @@ def read_prices(text: str | None) -> Scenario:
 
 def refuse_beside_from(given: Sequence[str]) -> None:
     """Refuse options that a plan to start from answers itself; raises typer.BadParameter."""
+    if limits := [name for name in given if name in ("--max-latency", "--max-price")]:
+        raise typer.BadParameter(
+            f"{', '.join(limits)}: --from keeps to the devices that there are and to the plan's workload; it has no "
+            "limits of latency or money. Plan anew, without --from."
+        )
     wrong = [name for name in given if name in _OF_THE_PLAN]
     if wrong:
         raise typer.BadParameter(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 from meshwright.cost import CostModel
@@ -63,8 +64,8 @@ class RankedPlan:
 
     ``busiest_rank`` is the rank of the breakdown. ``memory`` (the parts of the peak) and ``memory_limit_bytes`` have
     one entry per rank; ``nodes`` have what hosts and drives keep for them. ``estimate_s`` is the closed form of
-    `slicing`, for plans that the search made. ``latency_s`` is what one microbatch takes alone, where it was asked for;
-    ``price`` what the plan costs, where prices were given.
+    `slicing`, for plans that the search made. Where it was asked for: ``latency_s`` is what one microbatch takes alone,
+    ``makespan_s`` what a batch takes that arrives at once, ``price`` what the plan costs.
     """
 
     plan: Plan
@@ -79,6 +80,7 @@ class RankedPlan:
     estimate_s: float | None = None
     nodes: tuple[NodeMemory, ...] = ()
     latency_s: float | None = None
+    makespan_s: float | None = None
     price: PlanPrice | None = None
 
     @property
@@ -90,6 +92,11 @@ class RankedPlan:
     def device_seconds(self) -> float:
         """Devices of the plan times the seconds of a step: what it costs, where devices cost alike."""
         return self.plan.num_devices * self.step_time_s
+
+    @property
+    def aimed_s(self) -> float:
+        """What plans are ranked by: the time of a batch alone where that was the aim, else that of a step."""
+        return self.step_time_s if self.makespan_s is None else self.makespan_s
 
     @property
     def memory_owner(self) -> str:
@@ -149,15 +156,19 @@ def evaluate_plan(
     return rank_simulation(simulation, plan, seen.cluster, memory_limit_bytes=memory_limit_bytes, estimate_s=estimate_s)
 
 
-def predict_latency(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
-    """Seconds from one microbatch's arrival at an idle inference pipeline to its answer, through the slowest replicas.
+def predict_makespan(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
+    """Seconds from the arrival of a whole batch at idle devices to its last answer."""
+    seen = form_teams(plan, graph, cluster, cost)
+    return simulate_plan(seen.plan, seen.graph, seen.cluster, cost=seen.cost, num_steps=1).timeline.duration_s
 
-    Microbatch k goes through replica k of every stage, counted round.
-    """
+
+def predict_latency(plan: Plan, graph: Graph, cluster: Cluster, cost: CostModel) -> float:
+    """Seconds from one microbatch's arrival at an idle inference pipeline to its answer, of the slowest of a step."""
     columns, width = cluster.columns(), plan.sharding.width
     chains: dict[Hashable, tuple[int, ...]] = {}
-    for place in range(max(len(stage.ranks) for stage in plan.stages)):
-        chain = tuple(stage.ranks[place % len(stage.ranks)] for stage in plan.stages)
+    period = lcm(*(len(stage.turns) for stage in plan.stages))
+    for microbatch in range(min(period, plan.num_microbatches)):
+        chain = tuple(stage.rank_of(microbatch) for stage in plan.stages)
         devices = [team * width + k for team in chain for k in range(width)]
         nodes = columns.node[devices].tolist()
         # Chains over like devices of like nodes, one behind the other alike, take as long.

@@ -45,7 +45,8 @@ class Plans:
     ``rejected`` were simulated and need too much memory; ``refused`` are those that could not be simulated, and why.
     ``front`` are the plans of which no other one that was simulated is better in step time, in peak memory and in price
     (without prices: in the devices that it takes for the time of a step), all at once. ``bound_s``: no plan that was
-    allowed is faster by the same prices of ops; 0 if nothing was proven. ``notes`` are sentences of the method.
+    allowed is faster by the same prices of ops; 0 if nothing was proven. ``is_bound_of_rules``: that is, none whose ops
+    are split by the rules of sharding; placements of a method's own may be. ``notes`` are sentences of the method.
     """
 
     ranked: tuple[RankedPlan, ...]
@@ -56,6 +57,7 @@ class Plans:
     refused: tuple[tuple[Plan, str], ...] = ()
     front: tuple[RankedPlan, ...] = ()
     bound_s: float = 0.0
+    is_bound_of_rules: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -80,16 +82,16 @@ class Plans:
         ``samples_per_s``, ``peak_memory_bytes`` (of the fullest rank), ``bubble_share``, ``mfu_share``,
         ``estimate_s``, and the terms of the breakdown: ``compute_s``, ``inside_s`` (exchanges inside of passes),
         ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``. Where they
-        were asked for, ``latency_s`` and those of `PlanPrice`.
+        were asked for, ``latency_s``, ``makespan_s`` and those of `PlanPrice`.
         """
         return [_row(place, item) for place, item in enumerate(self.ranked, 1)]
 
     def search_row(self) -> dict[str, Any]:
         """How the plans were found, as one plain row.
 
-        Keys: those of `Coverage`; ``bound_s`` and ``gap_share`` (None where nothing was proven); ``front``, each with
-        ``plan``, ``step_time_s``, ``peak_memory_bytes``, ``device_seconds`` and, with prices, those of `PlanPrice`;
-        ``notes``.
+        Keys: those of `Coverage`; ``bound_s`` and ``gap_share`` (None where nothing was proven), ``bound_covers``;
+        ``front``, each with ``plan``, ``step_time_s``, ``peak_memory_bytes``, ``device_seconds`` and, with prices,
+        those of `PlanPrice`; ``notes``.
         """
         front = [
             {
@@ -101,7 +103,8 @@ class Plans:
             }
             for item in self.front
         ]
-        proven = {"bound_s": self.bound_s or None, "gap_share": self.gap}
+        covers = "plans by the rules of sharding" if self.is_bound_of_rules else "all allowed plans"
+        proven = {"bound_s": self.bound_s or None, "gap_share": self.gap, "bound_covers": covers}
         return {**asdict(self.coverage), **proven, "front": front, "notes": list(self.notes)}
 
     def explain(self, plan: Plan | None = None) -> str:
@@ -112,7 +115,10 @@ class Plans:
             lines.append(self.why_not(item.plan))
         elif len(self.ranked) > 1:
             runner_up = self.ranked[1]
-            lines.append(f"Next best: {summarise(runner_up.plan)}. {explain_difference(runner_up, item)}")
+            told = explain_difference(runner_up, item)
+            if runner_up.makespan_s is not None:
+                told = f"It answers a batch in {format_seconds(runner_up.makespan_s)}."
+            lines.append(f"Next best: {summarise(runner_up.plan)}. {told}")
         lines += [self._search_line(), *self.notes]
         if self.refused:
             plan, reason = self.refused[0]
@@ -183,8 +189,9 @@ class Plans:
         if coverage.stopped:
             text += f" It was ended by {coverage.stopped}; there may be better ones."
         if self.gap is not None:
+            which = "plan by the rules of sharding" if self.is_bound_of_rules else "allowed plan"
             text += (
-                f" No allowed plan takes less than {format_seconds(self.bound_s)} by these prices; the best one takes "
+                f" No {which} takes less than {format_seconds(self.bound_s)} by these prices; the best one takes "
                 f"{format_percent(self.gap)} more."
             )
         return text
@@ -206,6 +213,8 @@ def abbreviate_setting(plan: Plan) -> str:
 def explain_prediction(item: RankedPlan) -> str:
     """A line each: the plan and its step, where that goes, memory; and latency and price, where they were asked for."""
     lines = [_headline(item), _step_line(item), _memory_line(item)]
+    if item.makespan_s is not None:
+        lines.append(f"A batch that arrives at once is answered in {format_seconds(item.makespan_s)}.")
     if item.latency_s is not None:
         lines.append(f"Latency: {format_seconds(item.latency_s)} for a microbatch that arrives alone.")
     if item.price is not None:
@@ -253,6 +262,7 @@ def _row(place: int, item: RankedPlan) -> dict[str, Any]:
         "estimate_s": item.estimate_s,
         **asdict(item.breakdown),
         **({} if item.latency_s is None else {"latency_s": item.latency_s}),
+        **({} if item.makespan_s is None else {"makespan_s": item.makespan_s}),
         **(item.price.row() if item.price else {}),
     }
 
@@ -275,9 +285,13 @@ def _step_line(item: RankedPlan) -> str:
 
 def _memory_line(item: RankedPlan) -> str:
     rank = item.fullest_rank
+    peak, most = item.peak_memory_bytes[rank], max(item.peak_memory_bytes)
+    # Where devices differ, the one with the least to spare need not hold most.
+    how = "at most " if peak == most else ""
+    beside = "" if peak == most else f", which has the least to spare (others hold up to {format_bytes(most)})"
     return (
-        f"Memory: at most {format_bytes(item.peak_memory_bytes[rank])} of "
-        f"{format_bytes(item.memory_limit_bytes[rank])} on rank {rank}, most of it {item.memory_owner}."
+        f"Memory: {how}{format_bytes(peak)} of {format_bytes(item.memory_limit_bytes[rank])} on rank {rank}{beside}, "
+        f"most of it {item.memory_owner}."
     )
 
 

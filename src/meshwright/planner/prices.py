@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +24,12 @@ class PlanPrice:
     per_hour: float
     per_step: float
     per_million_samples: float
+
+    def at(self, step_time_s: float) -> PlanPrice:
+        """That of the same devices with another step."""
+        per_step = self.per_hour * step_time_s / _SECONDS_PER_HOUR
+        samples = self.per_step / self.per_million_samples if self.per_million_samples else 0.0
+        return replace(self, per_step=per_step, per_million_samples=per_step / samples if samples else 0.0)
 
     def row(self) -> dict[str, Any]:
         """The figures under the names that scenarios give them."""
@@ -80,7 +86,8 @@ def within_budget(
     if not paid:
         raise PlanError(
             f"The fewest devices that may be used, {wanted[0]}, cost {format_money(price(wanted[0]))} per hour, more "
-            f"than the {format_money(max_price_per_hour)} that may be spent. Give a larger budget."
+            f"than the {format_money(max_price_per_hour)} that may be spent (devices are taken in the order of the "
+            "cluster). Give a larger budget, or list cheaper devices first."
         )
     if counts:
         return tuple(paid[::-1])

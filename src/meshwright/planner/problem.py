@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from meshwright.cost import CostModel
 from meshwright.planner.adoption import DEFAULT_CHUNKS
@@ -39,6 +39,9 @@ from meshwright.spec.plan import BASIC_SCHEDULES
 from meshwright.spec.recompute import Ranges
 from meshwright.spec.scenario import Scenario
 from meshwright.spec.sharding import AXES, UNSHARDED, OpPlacement, Sharding
+
+# What the best plan is best in.
+Aim = Literal["throughput", "latency"]
 
 
 class Setting(NamedTuple):
@@ -78,6 +81,7 @@ class Problem:
 
     ``exchange`` is that of all plans, but for the ZeRO stage. ``memory_limit_bytes`` replaces every device's memory.
     ``max_latency_s``: in inference, what a microbatch may take from end to end. ``prices``: what devices cost.
+    ``aim``: the shortest step; or, in inference, the least time until a batch that arrives at once is answered.
     ``only``: the settings that are looked at, if not all that the choices allow. ``may_idle``: plans may leave devices
     out.
     """
@@ -90,6 +94,7 @@ class Problem:
     exchange: GradientExchange = field(default_factory=GradientExchange)
     memory_limit_bytes: int | None = None
     max_latency_s: float | None = None
+    aim: Aim = "throughput"
     prices: Scenario = field(default_factory=Scenario)
     model: str = ""
     model_sizes: tuple[tuple[str, int], ...] = ()
@@ -127,6 +132,11 @@ class Problem:
             chosen.offload,
         ):
             yield Setting(*item)
+
+    @property
+    def has_own_placements(self) -> bool:
+        """Whether a method may place ops in other ways than the rules of sharding do, which no bound covers."""
+        return any(setting.sharding.tensor > 1 for setting in self.settings())
 
     def under(self, settings: Sequence[Setting]) -> Problem:
         """The same problem with these settings alone; what was found out about them is kept."""

@@ -18,14 +18,14 @@ import numpy as np
 from meshwright.cost import CostModel
 from meshwright.planner.adoption import DEFAULT_CHUNKS
 from meshwright.planner.diagnosis import raise_infeasible, require_possible
-from meshwright.planner.evaluate import RankedPlan, evaluate_plan, predict_latency
+from meshwright.planner.evaluate import RankedPlan, evaluate_plan, predict_latency, predict_makespan
 from meshwright.planner.interval import StepInterval, predict_step_interval
 from meshwright.planner.method import Method, Proposal, SearchState, checked
 from meshwright.planner.methods import find_method
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.plans import Coverage, Plans
 from meshwright.planner.prices import price_plan, within_budget
-from meshwright.planner.problem import Choices, Problem
+from meshwright.planner.problem import Aim, Choices, Problem
 from meshwright.program import OwnSchedule, name_schedule
 from meshwright.spec import (
     Cluster,
@@ -73,6 +73,7 @@ def search_plans(
     offload: Sequence[Offload] = (ON_DEVICE,),
     exchange: GradientExchange | None = None,
     memory_limit_bytes: int | None = None,
+    aim: Aim = "throughput",
     max_latency_s: float | None = None,
     prices: Scenario | None = None,
     max_price_per_hour: float | None = None,
@@ -90,13 +91,13 @@ def search_plans(
     themselves, or files of orders), ``shardings``, stages of ZeRO (default: that of the ``exchange``), ``recompute`` in
     words or layers, and what ``offload`` keeps away from devices.
     ``memory_limit_bytes`` replaces every device's memory. In inference the step is that of the whole batch, so that the
-    fastest one has the highest throughput, of those plans that answer a microbatch within ``max_latency_s``; for the
-    least latency itself, let the batch be one microbatch. ``prices`` of a scenario say what plans cost; of those that
-    cost more than ``max_price_per_hour`` none is looked at: without numbers of devices, as many as the money pays for,
-    powers of two and whole nodes. ``method`` is the name of one (`methods`), a reference to
-    your own, or such a function. At most ``max_plans`` plans are returned. The same input and ``seed`` give the same
-    plans in the same order, unless ``deadline_s`` seconds or an interrupt end the search, which then returns what it
-    has. ``model``, ``model_sizes`` and the cluster's name are noted in the plans.
+    fastest one has the highest throughput, of those plans that answer a microbatch within ``max_latency_s``; with the
+    ``aim`` latency the best one answers a batch that arrives at once soonest, and may leave devices out. ``prices`` of
+    a scenario say what plans cost; of those that cost more than ``max_price_per_hour`` none is looked at: without
+    numbers of devices, as many as the money pays for, powers of two and whole nodes. ``method`` is the name of one
+    (`methods`), a reference to your own, or such a function. At most ``max_plans`` plans are returned. The same input
+    and ``seed`` give the same plans in the same order, unless ``deadline_s`` seconds or an interrupt end the search,
+    which then returns what it has. ``model``, ``model_sizes`` and the cluster's name are noted in the plans.
 
     Raises PlanError for an argument out of range, NoFeasiblePlanError if nothing fits; its message names the
     constraint that binds and what would make a plan possible. Raises ScheduleReferenceError for what is no schedule,
@@ -106,6 +107,11 @@ def search_plans(
         raise PlanError(f"At most {max_plans} plans were asked for; ask for at least 1.")
     if deadline_s is not None and not deadline_s > 0:
         raise PlanError(f"A deadline of {deadline_s} s was given; expected a positive number of seconds.")
+    if aim == "latency" and workload.kind != "inference":
+        raise PlanError(
+            f"The least latency was asked for, for {workload.kind}; expected inference, whose batches are answered. "
+            "Give such a workload, or aim at throughput."
+        )
     if max_latency_s is not None and (workload.kind != "inference" or not max_latency_s > 0):
         raise PlanError(
             f"A latency of at most {max_latency_s} s was asked for, for {workload.kind}; expected a positive number, "
@@ -136,6 +142,8 @@ def search_plans(
         ),
         exchange=exchange,
         memory_limit_bytes=memory_limit_bytes,
+        aim=aim,
+        may_idle=aim == "latency",
         max_latency_s=max_latency_s,
         prices=prices,
         model=model,
@@ -160,6 +168,8 @@ def solve(
     state = SearchState(max_plans=max_plans, random=np.random.default_rng(seed), events=events)
     if deadline_s is not None:
         state.stop_at = begun + deadline_s
+    if problem.aim == "latency" and method == DEFAULT_METHOD:
+        method = "latency"
     name, steps = (method, find_method(method)) if isinstance(method, str) else (_name_of(method), checked(method))
     log = _Log(problem, state)
     stopped = log.run(steps)
@@ -183,7 +193,7 @@ def solve(
                 f"{DEFAULT_METHOD}."
             )
         raise_infeasible(problem, log.rejected, log.evaluate, _has_plan)
-    ranked = sorted(state.fitting, key=lambda item: item.step_time_s)
+    ranked = sorted(state.fitting, key=lambda item: item.aimed_s)
     return Plans(
         ranked=tuple(ranked[:max_plans]),
         rejected=tuple(log.rejected),
@@ -200,7 +210,8 @@ def solve(
         evaluate=log.evaluate,
         predict_interval=log.predict_interval,
         front=find_front(ranked),
-        bound_s=state.proven_s,
+        bound_s=state.proven_s if problem.aim == "throughput" else 0.0,
+        is_bound_of_rules=problem.has_own_placements,
         notes=tuple(state.notes),
     )
 
@@ -267,6 +278,10 @@ class _Log:
             )
         return replace(item, latency_s=latency_s)
 
+    def _makespan(self, plan: Plan) -> float:
+        problem = self._problem
+        return predict_makespan(plan, problem.graph_for(plan.microbatch_size), problem.cluster, problem.cost)
+
     def predict_interval(self, plan: Plan) -> StepInterval:
         """The interval of a plan's step time."""
         problem = self._problem
@@ -283,6 +298,8 @@ class _Log:
             item = self.evaluate(plan, None if plan.has_own_schedule else proposal.estimate_s)
             if self._problem.max_latency_s is not None and item.fits:
                 item = self._within_latency(item)
+            if self._problem.aim == "latency":
+                item = replace(item, makespan_s=self._makespan(plan))
         except (PlanError, ScheduleError, DeadlockError) as error:
             self._state.refused.append((plan, error))
             self._known[plan] = None
@@ -295,7 +312,7 @@ class _Log:
             self.rejected.append(item)
         elif proposal.counts:
             self._state.fitting.append(item)
-            if item.step_time_s < self._state.best_s:
+            if self._state.best is None or item.aimed_s < self._state.best.aimed_s:
                 self._state.best = item
         return item
 

@@ -6,6 +6,7 @@ from meshwright.planner.methods.auto import auto
 from meshwright.planner.methods.differentiable import differentiable
 from meshwright.planner.methods.flexflow import flexflow
 from meshwright.planner.methods.grid import grid
+from meshwright.planner.methods.latency import latency
 from meshwright.planner.methods.pipedream import pipedream
 from meshwright.planner.methods.slicing import slicing
 from meshwright.planner.methods.unequal import unequal
@@ -20,6 +21,7 @@ METHODS: dict[str, Method] = {
     "differentiable": differentiable,
     "unequal": unequal,
     "grid": grid,
+    "latency": latency,
 }
 
 __all__ = ["METHODS", "find_method"]

@@ -62,11 +62,14 @@ def auto(problem: Problem, state: SearchState) -> Steps:
         yield from _take_turn(_Turn(grid, 0.4, GRID_SIMULATIONS), problem, state, errors)
         near = problem if _is_small(problem) else _near(problem, state)
     for turn in _turns(near):
-        if not _is_done(state):
+        # Bounds know nothing of placements of Alpa's own.
+        if not state.is_over and (turn.method is alpa or not _is_proven(state)):
             yield from _take_turn(turn, near, state, errors)
     if state.best is None and errors:
         raise errors[0]
-    if not _is_done(state):
+    if _is_proven(state):
+        state.note(f"The best plan is within {format_percent(_CLOSE)} of the lower bound: nothing else was tried.")
+    elif not state.is_over:
         yield from improve(problem, state)
 
 
@@ -121,13 +124,8 @@ def _near(problem: Problem, state: SearchState) -> Problem:
     return problem.under(tuple(settings)) if settings else problem
 
 
-def _is_done(state: SearchState) -> bool:
-    if state.is_over:
-        return True
-    if state.proven_s > 0 and state.best_s <= state.proven_s * (1 + _CLOSE):
-        state.note(f"The best plan is within {format_percent(_CLOSE)} of the lower bound: nothing else was tried.")
-        return True
-    return False
+def _is_proven(state: SearchState) -> bool:
+    return state.proven_s > 0 and state.best_s <= state.proven_s * (1 + _CLOSE)
 
 
 def improve(problem: Problem, state: SearchState) -> Steps:

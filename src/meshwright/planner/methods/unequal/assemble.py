@@ -21,6 +21,10 @@ from meshwright.planner.methods.unequal.shares import optimal_shares
 from meshwright.planner.methods.unequal.stage_table import KEEPS_ALL, KEEPS_ONE, KEEPS_SOME, MappingProblem
 from meshwright.planner.problem import Space
 from meshwright.spec import Plan, StagePlan
+from meshwright.spec.units import PICOSECONDS_PER_SECOND
+
+# The least time that a layer counts for: the tick of the simulator.
+_LEAST_S = 1.0 / PICOSECONDS_PER_SECOND
 
 Integers = NDArray[np.int64]
 
@@ -172,6 +176,8 @@ def make_mapping_problem(
     limits = [memory_limit(space.cluster, item.ranks[0], space.memory_limit_bytes) for item in devices.classes]
     own: dict[str, Any] = {
         "keeps": keeps,
+        # Layers that are only looked at take no time, but shares are by speed.
+        "seconds": np.maximum(given.seconds, _LEAST_S),
         "zero": int(given.zero > 0),
         "kind_of": np.array([kinds.index(item.kind) for item in devices.classes], np.int64),
         "memory_limit": np.array(limits, np.float64),

@@ -1,0 +1,62 @@
+"""The least latency: uniform pipelines for a batch that arrives at once, the shortest by a closed form simulated.
+
+With S stages in line of R replicas each, the layers cut evenly, a batch of M microbatches is answered after about
+
+    F + (⌈M / R⌉ - 1) · max over stages of f        F, f: a microbatch's forward through all layers, and through a stage
+
+on the slowest kind of device. Transfers are left to the simulator, which is why more than one is simulated. More stages
+never help where one device holds the layers, but then memory decides, or the microbatches overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from meshwright.planner.even_slices import slice_evenly
+from meshwright.planner.method import Proposal, SearchState, Steps
+from meshwright.planner.microbatches import divisors
+from meshwright.planner.problem import Problem, Space
+from meshwright.spec import Plan, StagePlan
+
+# Plans that are simulated for every plan that was asked for, and at least.
+_PER_ANSWER, _LEAST = 4, 24
+
+
+def latency(problem: Problem, state: SearchState) -> Steps:
+    """Propose uniform pipelines of all settings, the shortest estimate first."""
+    candidates = sorted((item for space in problem.spaces() for item in _candidates(space)), key=lambda item: item[0])
+    state.count(considered=len(candidates))
+    fitting = 0
+    for estimate_s, _, plan in islice(candidates, _PER_ANSWER * max(state.max_plans, _LEAST)):
+        if fitting >= max(_PER_ANSWER * state.max_plans, _LEAST) or (fitting and state.seconds_left() <= 0):
+            return
+        item = yield Proposal(plan, estimate_s)
+        fitting += item is not None and item.fits
+
+
+def _candidates(space: Space) -> Iterator[tuple[float, int, Plan]]:
+    """Estimate, a number that tells equal ones apart, and the whole plan."""
+    place = 0
+    kinds = space.cluster.device_kinds
+    for size in space.microbatch_sizes:
+        graph = space.graph_for(size)
+        passes = np.max([space.cost.price_ops(graph, size, kind).forward_s for kind in kinds], axis=0)
+        seconds = np.add.reduceat(passes, [layer.start for layer in graph.layers])
+        count = space.workload.global_batch // size
+        for num_stages in divisors(space.num_ranks):
+            # What a batch has no microbatch for stays idle.
+            replicas = min(space.num_ranks // num_stages, count)
+            if num_stages > len(seconds) or (space.num_stages and num_stages not in space.num_stages):
+                continue
+            bounds = slice_evenly(seconds.tolist(), num_stages)
+            longest = max(float(seconds[start:stop].sum()) for start, stop in bounds)
+            stages = tuple(
+                StagePlan(start=start, stop=stop, ranks=tuple(range(index * replicas, (index + 1) * replicas)))
+                for index, (start, stop) in enumerate(bounds)
+            )
+            plan = space.make_plan(stages, size, space.schedules[0])
+            place += 1
+            yield float(seconds.sum()) + (-(-count // replicas) - 1) * longest, place, space.whole(plan)
