@@ -23,10 +23,8 @@ from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, slice_graph, with_branches
 from meshwright.training.state import gather_state
 from tests.processes import fork_ranks
-from tests.runtime.cases import CASES, MICROBATCH_SIZE, NUM_MICROBATCHES, NUM_STEPS, RUN_SEED
+from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, all_cases, main_cases, on
 from tests.runtime.models import MODELS
-
-GLOBAL_BATCH = MICROBATCH_SIZE * NUM_MICROBATCHES
 
 
 def make_optimizer(name, parameters, dtype):
@@ -35,11 +33,14 @@ def make_optimizer(name, parameters, dtype):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def make_plan(graph, layout, schedule):
-    count, stages, rank = len(graph.layers), [], 0
-    for index, item in enumerate(layout):
+def make_plan(graph, layout):
+    count, stages, rank, schedule = len(graph.layers), [], 0, layout.schedule
+    for index, item in enumerate(layout.stages):
+        start, stop = (count * place // len(layout.stages) for place in (index, index + 1))
+        if isinstance(item, on):
+            stages.append(StagePlan(start=start, stop=stop, ranks=item.ranks))
+            continue
         replicas, shares = (item, ()) if isinstance(item, int) else (len(item), item)
-        start, stop = count * index // len(layout), count * (index + 1) // len(layout)
         stages.append(StagePlan(start=start, stop=stop, ranks=tuple(range(rank, rank + replicas)), shares=shares))
         rank += replicas
     own = schedule.removeprefix("own-")
@@ -47,9 +48,9 @@ def make_plan(graph, layout, schedule):
         model="test",
         graph_hash=graph.content_hash,
         cluster="test",
-        workload=Workload(global_batch=GLOBAL_BATCH),
+        workload=Workload(global_batch=MICROBATCH_SIZE * layout.num_microbatches),
         stages=tuple(stages),
-        num_microbatches=NUM_MICROBATCHES,
+        num_microbatches=layout.num_microbatches,
         exchange=GradientExchange(bucket_bytes=2000, overlap=schedule != "gpipe"),
     )
     plan = with_branches(plan, graph)
@@ -62,16 +63,25 @@ class SerialLoops:
     def __init__(self, case, state):
         self.case = case
         self.state = state
-        torch.manual_seed(99)
-        self.batches = [case.make_batch(GLOBAL_BATCH) for _ in range(NUM_STEPS)]
+        self._batches = {}
         self._known = {}
+
+    def batches(self, num_microbatches):
+        """The batches of all steps."""
+        if num_microbatches not in self._batches:
+            torch.manual_seed(99)
+            size = MICROBATCH_SIZE * num_microbatches
+            self._batches[num_microbatches] = [self.case.make_batch(size) for _ in range(NUM_STEPS)]
+        return self._batches[num_microbatches]
 
     def train(self, plan, graph, optimizer_name):
         """The state after training, and the losses."""
         replicas = buffer_replicas(plan, graph)
-        key = optimizer_name, tuple(replicas.items())
+        count = plan.num_microbatches
+        key = optimizer_name, count, tuple(replicas.items())
         if key not in self._known:
-            self._known[key] = serial_reference(self.case, self.state, self.batches, replicas, optimizer_name)
+            batches = self.batches(count)
+            self._known[key] = serial_reference(self.case, self.state, batches, replicas, optimizer_name, count)
         return self._known[key]
 
 
@@ -84,7 +94,7 @@ def buffer_replicas(plan, graph):
     }
 
 
-def serial_reference(case, state, batches, replicas, optimizer_name):
+def serial_reference(case, state, batches, replicas, optimizer_name, num_microbatches):
     """Train a fresh copy of the model in one process; returns its state and the losses."""
     model = copy.deepcopy(case.model)
     model.load_state_dict(state)
@@ -93,17 +103,17 @@ def serial_reference(case, state, batches, replicas, optimizer_name):
     losses = []
     for step, (inputs, targets) in enumerate(batches):
         total = 0.0
-        for m in range(NUM_MICROBATCHES):
+        for m in range(num_microbatches):
             rows = slice(m * MICROBATCH_SIZE, (m + 1) * MICROBATCH_SIZE)
             before = {name: buffer.clone() for name, buffer in model.named_buffers()}
             torch.manual_seed(microbatch_seed(RUN_SEED, step, m))
             loss = case.loss(call(model, inputs, rows), *(y[rows] for y in targets))
-            (loss / NUM_MICROBATCHES).backward()
+            (loss / num_microbatches).backward()
             for name, buffer in model.named_buffers():
                 turns = replicas.get(name, (0,))
                 if turns[m % len(turns)]:
                     buffer.copy_(before[name])
-            total += loss.item() / NUM_MICROBATCHES
+            total += loss.item() / num_microbatches
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
@@ -124,14 +134,14 @@ def relative_error(found, wanted):
     return (found.double() - wanted.double()).norm().item() / (scale or 1.0)
 
 
-def run_case(captured, loops, layout, schedule, optimizer_name):
-    case, state, graph = loops.case, loops.state, captured.graph
-    plan = make_plan(graph, layout, schedule)
+def run_case(captured, loops, layout):
+    case, state, graph, optimizer_name = loops.case, loops.state, captured.graph, layout.optimizer
+    plan = make_plan(graph, layout)
     case.model.load_state_dict(state)
     session = open_session(
         captured, plan, lambda parameters: make_optimizer(optimizer_name, parameters, None), run_seed=RUN_SEED
     )
-    found, losses = train_session(case, captured, session, loops.batches)
+    found, losses = train_session(case, captured, session, loops.batches(plan.num_microbatches))
     if found is None:
         return None
     wanted, wanted_losses = loops.train(plan, graph, optimizer_name)
@@ -145,7 +155,8 @@ def train_session(case, captured, session, batches):
     for step, (inputs, targets) in enumerate(batches):
         tensors = flatten_batch(captured, inputs, targets)
         mine = session.run_step(step, tensors).get(captured.graph.outputs[0], [])
-        total = sum((loss.double() for loss in mine), torch.zeros((), dtype=torch.float64)) / NUM_MICROBATCHES
+        total = sum((loss.double() for loss in mine), torch.zeros((), dtype=torch.float64))
+        total /= session.plan.num_microbatches
         dist.all_reduce(total)
         losses.append(total.item())
     found = gather_state(case.model, session)
@@ -164,12 +175,12 @@ def errors(found, wanted, state, losses, wanted_losses):
     }
 
 
-def run_models(models, cases, world_size: str, dtype_name: str, out: str) -> None:
-    """Train every model in every case of a world size; rank 0 writes the results."""
+def run_models(models, cases_of, world_size: str, dtype_name: str, out: str) -> None:
+    """Train every model in its cases for a world size, ``cases_of(model, size)``; rank 0 writes the results."""
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, dtype_name))
     captured = {name: capture_case(make) for name, make in models.items()}
-    fork_ranks(int(world_size), lambda: train_all(captured, cases[int(world_size)], Path(out)))
+    fork_ranks(int(world_size), lambda: train_all(captured, cases_of, int(world_size), Path(out)))
 
 
 def capture_case(make):
@@ -182,14 +193,14 @@ def capture_case(make):
     return captured, SerialLoops(case, {key: value.clone() for key, value in case.model.state_dict().items()})
 
 
-def train_all(captured_models, cases, out):
+def train_all(captured_models, cases_of, world_size, out):
     dist.init_process_group("gloo")
     results = {}
     for name, (captured, loops) in captured_models.items():
-        for key, layout, schedule, optimizer in cases:
-            result = run_case(captured, loops, layout, schedule, optimizer)
+        for layout in cases_of(name, world_size):
+            result = run_case(captured, loops, layout)
             if result is not None:
-                results[f"{name}/{key}"] = result
+                results[f"{name}/{layout.key}"] = result
     if dist.get_rank() == 0:
         out.write_text(json.dumps(results))
     dist.barrier()
@@ -197,4 +208,5 @@ def train_all(captured_models, cases, out):
 
 
 if __name__ == "__main__":
-    run_models(MODELS, CASES, *sys.argv[1:])
+    size, which, *others = sys.argv[1:]
+    run_models(MODELS, {"main": main_cases, "all": all_cases}[which], size, *others)

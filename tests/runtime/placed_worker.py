@@ -23,11 +23,12 @@ from meshwright.program import build_placed_program
 from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import Opcode, Placement, Workload, decode_document, encode_document
 from tests.processes import fork_ranks
-from tests.runtime.cases import MICROBATCH_SIZE, NUM_MICROBATCHES, RUN_SEED
+from tests.runtime.cases import MICROBATCH_SIZE, RUN_SEED
 from tests.runtime.equality_worker import call, errors, make_optimizer, serial_reference, train_session
 from tests.runtime.placed_models import PLACED_MODELS
 from tests.simulator.plans import FixedCost, small_cluster
 
+NUM_MICROBATCHES = 6
 GLOBAL_BATCH = MICROBATCH_SIZE * NUM_MICROBATCHES
 # Computing is dear and sending cheap: whatever can run side by side does.
 COST = FixedCost(cluster=small_cluster(devices=2), forward=1e-3, backward=2e-3, send=1e-6)
@@ -70,7 +71,7 @@ def train(case, captured, state, batches, placement, optimizer_name):
     found, losses = train_session(case, captured, session, batches)
     if found is None:
         return None
-    wanted, wanted_losses = serial_reference(case, state, batches, {}, optimizer_name)
+    wanted, wanted_losses = serial_reference(case, state, batches, {}, optimizer_name, NUM_MICROBATCHES)
     return facts(placement, captured.graph) | errors(found, wanted, state, losses, wanted_losses)
 
 

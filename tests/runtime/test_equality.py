@@ -1,4 +1,7 @@
-"""Training under any plan gives the numbers of one process (design: Trust), in float64 to 1e-9 per tensor."""
+"""Training under any plan gives the numbers of one process (design: Trust), in float64 to 1e-9 per tensor.
+
+Every layout is tried with two models, one optimizer each, and the other models in few; the whole matrix is slow.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +10,57 @@ import json
 import pytest
 
 from tests.processes import run_ranks
-from tests.runtime.cases import CASES
+from tests.runtime.cases import CASES, all_cases, main_cases
 from tests.runtime.models import MODELS
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("equality")
 
-    def run(world_size, dtype):
-        path = folder / f"{world_size}-{dtype}.json"
+    def run(which, world_size, dtype):
+        path = folder / f"{which}-{world_size}-{dtype}.json"
         if not path.exists():
-            run_ranks("tests.runtime.equality_worker", world_size, dtype, str(path), timeout_s=500)
+            run_ranks("tests.runtime.equality_worker", world_size, which, dtype, str(path), timeout_s=800)
         return json.loads(path.read_text())
 
     return run
 
 
-def cases(world_size):
-    return [f"{model}/{key}" for model in MODELS for key, *_ in CASES[world_size]]
+def cases(worlds, optimizers=("sgd", "adamw")):
+    """Which run a case is of, the world size, and its name."""
+    found = []
+    for world in worlds:
+        for model in MODELS:
+            main = [case.key for case in main_cases(model, world)]
+            for case in all_cases(model, world):
+                if case.optimizer in optimizers:
+                    which, marks = ("main", []) if case.key in main else ("all", [pytest.mark.slow])
+                    name = f"{model}/{case.key}"
+                    found.append(pytest.param(which, world, name, id=f"{world}-{name}", marks=marks))
+    return found
 
 
-@pytest.mark.parametrize(("world_size", "case"), [(w, case) for w in CASES for case in cases(w)])
-def test_state_and_losses_equal_a_serial_loop(results, world_size, case):
-    result = results(world_size, "float64")[case]
+@pytest.mark.parametrize(("which", "world_size", "case"), cases(CASES))
+def test_state_and_losses_equal_a_serial_loop(results, which, world_size, case):
+    result = results(which, world_size, "float64")[case]
     assert result["moved"] > 1e-4, "training must change the model, or equality says nothing"
     assert max(result["tensors"].values()) <= 1e-9, result["tensors"]
     found, wanted = result["losses"]
     assert found == pytest.approx(wanted, rel=1e-9)
 
 
-@pytest.mark.parametrize("case", [case for case in cases(2) if case.endswith("sgd")])
-def test_float32_sgd(results, case):
-    result = results(2, "float32")[case]
+@pytest.mark.slow
+@pytest.mark.parametrize(("which", "world_size", "case"), cases([2], ["sgd"]))
+def test_float32_sgd(results, which, world_size, case):
+    result = results(which, world_size, "float32")[case]
     assert max(result["tensors"].values()) <= 1e-5, result["tensors"]
 
 
-@pytest.mark.parametrize("case", [case for case in cases(2) if case.endswith("adamw")])
-def test_float32_adamw_losses(results, case):
-    found, wanted = results(2, "float32")[case]["losses"]
+@pytest.mark.slow
+@pytest.mark.parametrize(("which", "world_size", "case"), cases([2], ["adamw"]))
+def test_float32_adamw_losses(results, which, world_size, case):
+    found, wanted = results(which, world_size, "float32")[case]["losses"]
     assert found == pytest.approx(wanted, rel=1e-4)

@@ -21,7 +21,7 @@ def results(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("case", [f"{model}/{key}" for model in MODELS for key, *_ in PIPELINES[2]])
+@pytest.mark.parametrize("case", [f"{model}/{case.key}" for model in MODELS for case in PIPELINES])
 def test_state_and_losses_equal_a_serial_loop(results, case):
     result = results[case]
     assert result["moved"] > 1e-4, "training must change the model, or equality says nothing"

@@ -20,7 +20,7 @@ def results(tmp_path_factory):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("layout", [key for key, *_ in CASES[2]])
+@pytest.mark.parametrize("layout", [case.key for case in CASES])
 @pytest.mark.parametrize("name", SIZES)
 def test_state_and_losses_equal_a_serial_loop(results, name, layout):
     result = results[f"{name}/{layout}"]

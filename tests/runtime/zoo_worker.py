@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from meshwright.zoo import load_shape
+from tests.runtime.cases import Layout
 from tests.runtime.equality_worker import run_models
 from tests.runtime.models import Case
 
@@ -35,8 +36,8 @@ def load_case(name: str) -> Case:
 
 
 MODELS = {name: partial(load_case, name) for name in SIZES}
-CASES = {2: [("-".join(map(str, layout)), layout, "1f1b", "sgd") for layout in ((1, 1), (2,))]}
+CASES = [Layout(stages, "1f1b", "sgd") for stages in ((1, 1), (2,))]
 
 
 if __name__ == "__main__":
-    run_models(MODELS, CASES, *sys.argv[1:])
+    run_models(MODELS, lambda *_: CASES, *sys.argv[1:])

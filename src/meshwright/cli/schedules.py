@@ -84,7 +84,7 @@ FindOrdersOption = Annotated[
 ]
 WholeOption = Annotated[
     bool,
-    typer.Option("--whole-backwards", help="With --find-orders: no backward in two parts, so that it can be run."),
+    typer.Option("--whole-backwards", help="With --find-orders: no backward in two parts."),
 ]
 
 

@@ -25,9 +25,19 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.planner.evaluate import RankedPlan, evaluate_plan
 from meshwright.planner.layouts import memory_limit
-from meshwright.program import SCHEDULES, FoundOrders, Order, compute_orders, find_orders, with_schedule, write_orders
+from meshwright.program import (
+    SCHEDULE_LAYOUTS,
+    SCHEDULES,
+    FoundOrders,
+    Order,
+    compute_orders,
+    find_orders,
+    with_schedule,
+    write_orders,
+)
 from meshwright.simulator import Contention, stage_times
 from meshwright.spec import Cluster, Graph, Opcode, Plan, PlanError, format_seconds, with_branches, write_text
+from meshwright.spec.plan import ScheduleName
 
 # How often the limits are drawn tighter where the simulator finds more than they allow for.
 _MAX_ATTEMPTS = 4
@@ -136,18 +146,21 @@ def find_order(
 def _named(plan: Plan, evaluate: Callable[[Plan], RankedPlan], *, whole: bool) -> Iterator[RankedPlan]:
     """The plan under every named schedule that takes its stages as they lie, and under its own.
 
-    ``whole``: those with whole backwards, and of one stage on a rank those that the runtime executes.
+    ``whole``: those with whole backwards, and of one stage on a rank those that are made for that.
     """
-    others = [with_schedule(plan, name) for name in SCHEDULES]
+    others = [with_schedule(plan, name) for name in SCHEDULES if not whole or _is_made_for(name, plan)]
     for other in dict.fromkeys([*others, plan]):
-        if whole and not (other.is_runnable or plan.has_virtual_stages):
-            continue
         try:
             orders = compute_orders(other)
         except PlanError:
             continue
         if not whole or not any((order.columns.opcode == Opcode.BACKWARD_INPUT).any() for order in orders):
             yield evaluate(other)
+
+
+def _is_made_for(name: ScheduleName, plan: Plan) -> bool:
+    """Whether a schedule is more than another one by name for a plan of one stage on every rank."""
+    return plan.has_virtual_stages or SCHEDULE_LAYOUTS[name] == "single"
 
 
 def _limits(kept: NDArray[np.int64], named: Sequence[RankedPlan], limits: Sequence[int]) -> NDArray[np.int64]:

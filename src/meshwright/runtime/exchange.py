@@ -7,7 +7,7 @@ is full its mark is raised. After the sum the parameters' ``.grad`` are views of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -19,6 +19,7 @@ class BucketBuffer:
 
     def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.index = bucket.index
+        self.stages = bucket.stages
         self.parameters = list(parameters)
         total = sum(parameter.numel() for parameter in self.parameters)
         self.flat = torch.zeros(total, dtype=self.parameters[0].dtype, device=self.parameters[0].device)
@@ -32,12 +33,15 @@ class BucketBuffer:
 
 
 class BucketExchange:
-    """Fills the buckets of a rank; calls ``on_ready(index)`` in order, once a bucket and all before are full."""
+    """Fills the buckets of a rank; calls ``on_ready(index)`` in order, once a bucket and all before are full.
+
+    Of a rank with several stages each has buckets of its own; those that stages share are final with the last of them.
+    """
 
     def __init__(self, buckets: Sequence[BucketBuffer], on_ready: Callable[[int], None]) -> None:
         self._buckets = list(buckets)
         self._on_ready = on_ready
-        self._collecting = False
+        self._filling: list[BucketBuffer] = []
         self._next = 0
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket, place))
@@ -50,22 +54,27 @@ class BucketExchange:
         """The flat buffers."""
         return [item.flat for item in self._buckets]
 
-    def begin(self) -> None:
-        """The last backward starts: gradients are final from now on."""
-        self._collecting = True
+    @property
+    def stages(self) -> dict[int, tuple[int, ...]]:
+        """The stages whose parameters are in a bucket, by its index."""
+        return {item.index: item.stages for item in self._buckets}
+
+    def begin(self, buckets: Collection[int]) -> None:
+        """The last backward of these buckets starts: their gradients are final from now on."""
+        self._filling = [item for item in self._buckets if item.index in buckets]
         self._next = 0
-        for bucket in self._buckets:
+        for bucket in self._filling:
             bucket.missing = len(bucket.parameters)
 
     def finish(self) -> None:
         """The last backward is over: parameters that it did not reach contribute what they have, or zero."""
-        self._collecting = False
-        for bucket in self._buckets[self._next :]:
+        for bucket in self._filling[self._next :]:
             for place, parameter in enumerate(bucket.parameters):
                 if parameter.grad is not bucket.views[place]:
                     self._collect(bucket, place, parameter)
             bucket.missing = 0
         self._raise_marks()
+        self._filling = []
 
     def flat(self, bucket: int) -> torch.Tensor:
         """The buffer to sum for a bucket."""
@@ -78,7 +87,7 @@ class BucketExchange:
 
     def _hook(self, bucket: BucketBuffer, place: int) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
-            if self._collecting:
+            if bucket in self._filling:
                 self._collect(bucket, place, parameter)
                 bucket.missing -= 1
                 if not bucket.missing:
@@ -95,6 +104,6 @@ class BucketExchange:
         parameter.grad = view
 
     def _raise_marks(self) -> None:
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._on_ready(self._buckets[self._next].index)
+        while self._next < len(self._filling) and not self._filling[self._next].missing:
+            self._on_ready(self._filling[self._next].index)
             self._next += 1

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import assert_never
 
 import torch
@@ -59,7 +60,7 @@ class Executor:
     """Runs the body of a program on one rank, step after step.
 
     ``runners`` run the rank's ``stages``, each at its place; what one hands to another does not travel. ``layouts``
-    gives the wire layouts of (source stage, target stage, payload). ``optimizer_step`` updates and clears the rank's
+    gives the wire layouts of (source stage, target stage, payload). ``optimizer_step(stage)`` updates and clears its
     parameters. Arguments are what `runtime.session` makes of a plan; use that unless you bring your own parts.
     """
 
@@ -72,7 +73,7 @@ class Executor:
         transport: Transport,
         exchange: BucketExchange | None,
         layouts: dict[tuple[int, int, str], tuple[Layout, ...]],
-        optimizer_step: Callable[[], None],
+        optimizer_step: Callable[[int], None],
         recorder: Recorder,
         device: torch.device,
         run_seed: int = 0,
@@ -90,6 +91,7 @@ class Executor:
         self._bound_gradient_sends = bound_gradient_sends
         self._channels = {(channel.source, channel.target): channel for stage in stages for channel in stage.outgoing}
         self._first = [(item, self._bind_issue(item)) for item in rank_program.first]
+        self._finals = _last_backwards(rank_program, exchange.stages if exchange is not None else {})
         self._computations = [self._bind(item) for item in rank_program.computations]
         self._marked = {
             item.instruction.bucket: item
@@ -154,15 +156,15 @@ class Executor:
             case Forward(stage=stage, microbatch=microbatch):
                 return item, lambda: self._forward(stage, microbatch), then
             case Backward(stage=stage, microbatch=microbatch):
-                last = bool(item.marked) or any(isinstance(other.instruction, AllReduce) for other in item.then)
-                return item, lambda: self._backward(stage, microbatch, last), then
-            case OptimizerStep():
-                return item, self._optimizer_step, then
-            case BackwardInput() | BackwardWeight():
-                raise ProgramError(
-                    f"{instruction} is one part of a backward; the runtime runs backwards as a whole. Simulate this "
-                    "program, or choose a schedule with whole backwards to run."
-                )
+                final = self._finals.get(item.index, ())
+                return item, lambda: self._backward(stage, microbatch, final), then
+            case BackwardInput(stage=stage, microbatch=microbatch):
+                return item, lambda: self._backward_input(stage, microbatch), then
+            case BackwardWeight(stage=stage, microbatch=microbatch):
+                final = self._finals.get(item.index, ())
+                return item, lambda: self._backward_weight(stage, microbatch, final), then
+            case OptimizerStep(stage=stage):
+                return item, lambda: self._optimizer_step(stage), then
             case Stash() | Drop() | Merge():
                 raise ProgramError(
                     f"{instruction} belongs to an asynchronous schedule; the runtime runs schedules that flush. "
@@ -255,13 +257,35 @@ class Executor:
             # Nobody else reads what came; what is handed on or sent is held by those who have it.
             del self._activations[stage, microbatch]
 
-    def _backward(self, stage: int, microbatch: int, last: bool) -> None:
-        facts, received = self._stages[stage], self._gradients.pop((stage, microbatch), {})
-        if last and self._exchange is not None:
-            self._exchange.begin()
-        self._input_gradients = self._runners[stage].backward(microbatch, received)
-        if last and self._exchange is not None:
+    def _backward(self, stage: int, microbatch: int, final: Collection[int]) -> None:
+        received = self._gradients[stage, microbatch]
+        with self._filling(final):
+            self._input_gradients = self._runners[stage].backward(microbatch, received)
+        self._hand_back(stage, microbatch)
+        self._give_back(stage, microbatch)
+
+    def _backward_input(self, stage: int, microbatch: int) -> None:
+        received = self._gradients[stage, microbatch]
+        self._input_gradients = self._runners[stage].backward_input(microbatch, received)
+        self._hand_back(stage, microbatch)
+
+    def _backward_weight(self, stage: int, microbatch: int, final: Collection[int]) -> None:
+        with self._filling(final):
+            self._runners[stage].backward_weight(microbatch)
+        self._give_back(stage, microbatch)
+
+    @contextmanager
+    def _filling(self, buckets: Collection[int]) -> Iterator[None]:
+        """The last backward of some buckets: they leave as soon as they are full."""
+        if buckets and self._exchange is not None:
+            self._exchange.begin(buckets)
+        yield
+        if buckets and self._exchange is not None:
             self._exchange.finish()
+
+    def _hand_back(self, stage: int, microbatch: int) -> None:
+        """Gradients go to the stages before; what was sent to those behind has arrived."""
+        facts, received = self._stages[stage], self._gradients[stage, microbatch]
         for source, gradients in self._input_gradients.items():
             if source in self._stages:
                 self._gradients[source, microbatch][stage] = gradients
@@ -271,6 +295,10 @@ class Executor:
             sent = self._activation_sends.pop((stage, channel.target, microbatch), None)
             if sent is not None and channel.target in received:
                 self._wait(sent)
+
+    def _give_back(self, stage: int, microbatch: int) -> None:
+        """Nobody reads any more what came for a microbatch."""
+        received = self._gradients.pop((stage, microbatch), {})
         arrived = self._activations.pop((stage, microbatch), {})
         for source, tensors in (*received.items(), *arrived.items()):
             if source not in self._stages:
@@ -305,3 +333,15 @@ class Executor:
     def _all_reduce(self, bucket: int, group: tuple[int, ...]) -> list[dist.Work]:
         assert self._exchange is not None, "a rank that sums has buckets"
         return self._transport.sum_over(self._exchange.flat(bucket), group)
+
+
+def _last_backwards(program: RankProgram, stages_of: Mapping[int, Collection[int]]) -> dict[int, tuple[int, ...]]:
+    """Buckets that are final with a computation, by its index: the last one that adds to gradients in them."""
+    found: dict[int, int] = {}
+    for item in program.computations:
+        if isinstance(item.instruction, Backward | BackwardWeight):
+            found |= {bucket: item.index for bucket, stages in stages_of.items() if item.instruction.stage in stages}
+    finals: defaultdict[int, list[int]] = defaultdict(list)
+    for bucket, index in found.items():
+        finals[index].append(bucket)
+    return {index: tuple(buckets) for index, buckets in finals.items()}

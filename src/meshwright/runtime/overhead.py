@@ -54,7 +54,7 @@ def _tiny_executor(num_microbatches: int) -> Executor:
         transport=Transport(program, device),
         exchange=None,
         layouts={},
-        optimizer_step=lambda: None,
+        optimizer_step=lambda _: None,
         recorder=Recorder(),
         device=device,
     )

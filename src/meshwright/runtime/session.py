@@ -22,10 +22,13 @@ from meshwright.runtime.layouts import channel_layouts
 from meshwright.runtime.placed import check_placed_writes
 from meshwright.runtime.rank_program import arrange_rank
 from meshwright.runtime.recorder import Recorder
+from meshwright.runtime.split_backward import SplitPart
 from meshwright.runtime.stage import StageRunner, stage_feeds, stage_fetches
+from meshwright.runtime.stage_steps import StageSteps
 from meshwright.runtime.transport import Transport
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.graph import Graph
+from meshwright.spec.instructions import BackwardInput, OptimizerStep
 from meshwright.spec.placed_slices import slice_stages
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import BASIC_SCHEDULES, Plan, check_plan
@@ -94,9 +97,9 @@ def check_runnable(plan: Plan) -> None:
     """Raise PlanError for a plan that can only be simulated."""
     if plan.only_simulated:
         raise PlanError(
-            f"The plan {plan.only_simulated}, which can only be simulated; the runtime executes "
-            f"{', '.join(BASIC_SCHEDULES)} and your own schedules, with one stage of whole ops on every rank. Plan "
-            f"with --schedule {BASIC_SCHEDULES[-1]}, and nothing split, sharded or computed again, to run."
+            f"The plan {plan.only_simulated}, which can only be simulated; the runtime executes schedules that flush, "
+            f"with whole ops and all-reduces of gradients. Plan with --schedule {BASIC_SCHEDULES[-1]}, and nothing "
+            "split, sharded or computed again, to run."
         )
 
 
@@ -134,7 +137,7 @@ def open_session(
     buffers = [
         BucketBuffer(bucket, [parameters[tensor] for tensor in bucket.parameters])
         for bucket in (gradient_buckets(graph, plan) if isinstance(plan, Plan) else ())
-        if mine[0].index in bucket.stages
+        if any(stage.index in bucket.stages for stage in mine)
     ]
 
     def raise_mark(bucket: int) -> None:
@@ -143,17 +146,20 @@ def open_session(
 
     exchange = BucketExchange(buffers, raise_mark) if buffers else None
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    scale = 1.0 / plan.num_microbatches
+    scale, arranged = 1.0 / plan.num_microbatches, arrange_rank(program, program.body, rank)
+    stepping = [item.instruction.stage for item in arranged.computations if isinstance(item.instruction, OptimizerStep)]
+    split = {item.instruction.stage for item in arranged.computations if isinstance(item.instruction, BackwardInput)}
     executor = Executor(
-        rank_program=arrange_rank(program, program.body, rank),
+        rank_program=arranged,
         stages=mine,
         runners=tuple(
-            StageRunner(module, graph, stage, scale, device) for stage, module in zip(mine, modules, strict=True)
+            StageRunner(SplitPart(module) if stage.index in split else module, graph, stage, scale, device)
+            for stage, module in zip(mine, modules, strict=True)
         ),
         transport=Transport(program, device),
         exchange=exchange,
         layouts=channel_layouts(captured, stages, plan.microbatch_size, device),
-        optimizer_step=_optimizer_step(make_optimizer(trainable) if trainable else None, trainable),
+        optimizer_step=StageSteps(make_optimizer(trainable) if trainable else None, parameters, mine, stepping),
         recorder=recorder,
         device=device,
         run_seed=run_seed,
@@ -210,15 +216,3 @@ def split_batch(
         for microbatch, row in enumerate(rows):
             row.append(value.narrow(0, microbatch * size, size) if batched else value)
     return rows
-
-
-def _optimizer_step(
-    optimizer: torch.optim.Optimizer | None, parameters: list[torch.nn.Parameter]
-) -> Callable[[], None]:
-    def step() -> None:
-        if optimizer is not None:
-            optimizer.step()
-        for parameter in parameters:
-            parameter.grad = None
-
-    return step

@@ -8,23 +8,25 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.runtime.random_state import read_generator, seed_generator, write_generator
+from meshwright.runtime.split_backward import Notes, SplitPart
 from meshwright.spec.graph import Graph
 from meshwright.spec.slices import Channel, StageSlice
 
 
 @dataclass(slots=True)
 class _Tape:
-    """What a microbatch keeps between its forward and its backward."""
+    """What a microbatch keeps between its forward and its backward; ``notes``, between both parts of the latter."""
 
     leaves: dict[int, torch.Tensor]
     outputs: dict[int, torch.Tensor]
+    notes: Notes
 
 
 class StageRunner:
     """Runs a stage's part: ``part(*values)`` takes the values of `stage_feeds` and returns those of `stage_fetches`.
 
-    ``loss_scale`` multiplies the loss's gradient: 1 / number of microbatches, so that a step's loss is the mean over
-    them.
+    A `SplitPart` can also run backwards in two parts. ``loss_scale`` multiplies the loss's gradient: 1 / number of
+    microbatches, so that a step's loss is the mean over them.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class StageRunner:
         self._loss = graph.outputs[0] if graph.has_loss and graph.outputs[0] in stage.outputs else None
         self._loss_scale = loss_scale
         self._tapes: dict[int, _Tape] = {}
+        self._notes: dict[int, Notes] = {}
 
     def forward(
         self,
@@ -69,7 +72,8 @@ class StageRunner:
                 self._restore_generator(received, seed)
             outputs = dict(zip(self._fetches, self._part(*values), strict=True))
         if self._training:
-            self._tapes[microbatch] = _Tape(leaves, outputs)
+            notes = self._part.notes if isinstance(self._part, SplitPart) else []
+            self._tapes[microbatch] = _Tape(leaves, outputs, notes)
         return outputs
 
     def backward(
@@ -79,6 +83,20 @@ class StageRunner:
 
         ``received`` maps a target stage to the gradients of its channel.
         """
+        found = self.backward_input(microbatch, received)
+        self.backward_weight(microbatch)
+        return found
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add to the parameters' gradients what `backward_input` left; nothing if the part is not split."""
+        notes = self._notes.pop(microbatch)
+        if isinstance(self._part, SplitPart):
+            self._part.finish(notes)
+
+    def backward_input(
+        self, microbatch: int, received: Mapping[int, Sequence[torch.Tensor]]
+    ) -> dict[int, list[torch.Tensor]]:
+        """The gradients to send, as of `backward`. A part that is not split adds to its parameters' gradients, too."""
         tape = self._tapes.pop(microbatch)
         gradients: dict[int, torch.Tensor] = {}
         for channel in self._stage.outgoing:
@@ -89,6 +107,7 @@ class StageRunner:
             loss = tape.outputs[self._loss]
             gradients[self._loss] = torch.full_like(loss, self._loss_scale)
         torch.autograd.backward([tape.outputs[tensor] for tensor in gradients], list(gradients.values()))
+        self._notes[microbatch] = tape.notes
         return {
             channel.source: [_gradient(tape.leaves[tensor]) for tensor in channel.gradients]
             for channel in self._stage.incoming

@@ -36,7 +36,7 @@ AsynchronousName = Literal["pipedream", "pipedream-vertical", "pipedream-2bw", "
 ScheduleName = SynchronousName | AsynchronousName
 ASYNCHRONOUS_SCHEDULES: tuple[AsynchronousName, ...] = get_args(AsynchronousName)
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = (*get_args(SynchronousName), *ASYNCHRONOUS_SCHEDULES)
-# One stage on every rank and whole backwards: what slicings are searched for, and what the runtime executes.
+# One stage on every rank and whole backwards: what slicings are searched for.
 BASIC_SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 _HASH = re.compile(r"[0-9a-f]{16}")
 
@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the runtime executes it: one stage on every rank, whole backwards, sums of buckets.
+        """Whether the runtime executes it: whole ops, a schedule that flushes, sums of buckets.
 
         Every plan can be simulated.
         """
@@ -149,9 +149,8 @@ class Plan:
             return "computes parts of the model again"
         if self.offload != ON_DEVICE:
             return f"keeps {self.offload.describe()}"
-        if self.has_virtual_stages or not (self.has_own_schedule or self.schedule in BASIC_SCHEDULES):
-            several = " with several stages on a rank" if self.has_virtual_stages else ""
-            return f"follows the schedule {self.schedule}{several}"
+        if self.is_asynchronous:
+            return f"follows the schedule {self.schedule}, which never flushes"
         if self.workload.loader is not None:
             return "has an input pipeline with a rate of its own"
         return "" if self.exchange.is_plain else "exchanges gradients in another way than by sums of buckets"

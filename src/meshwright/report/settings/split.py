@@ -70,10 +70,12 @@ def _unknown(part: Any, place: str) -> Iterator[str]:
 def refuse_unknown(plan: Plan) -> None:
     """Raise PlanError for a plan that decides what no export says."""
     plain = replace(plan, sharding=UNSHARDED, recompute=(), offload=ON_DEVICE, exchange=replace(plan.exchange, zero=0))
-    if plain.only_simulated:
+    several = " with several stages on a rank" * plain.has_virtual_stages
+    follows = several or not (plain.has_own_schedule or plain.schedule in BASIC_SCHEDULES)
+    if wrong := plain.only_simulated or (f"follows the schedule {plain.schedule}{several}" if follows else ""):
         raise PlanError(
-            f"The plan {plain.only_simulated}; settings are written for {', '.join(BASIC_SCHEDULES)} and your own "
-            "schedules, with one stage on every rank. Plan so."
+            f"The plan {wrong}; settings are written for {', '.join(BASIC_SCHEDULES)} and your own schedules, with one "
+            "stage on every rank. Plan so."
         )
     if unknown := unknown_choices(plan):
         raise PlanError(

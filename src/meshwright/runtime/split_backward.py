@@ -1,0 +1,214 @@
+"""Backwards in two parts: gradients of what a stage received first, those of its parameters later.
+
+Every op of a part that reads a trainable parameter becomes an autograd node of its own (`_Later`), which runs the op
+on copies that are cut off from what came before. Its backward asks autograd for the gradients of its activations
+alone, so that no parameter's is computed, and notes where its small graph ends and what arrived there. `finish` goes
+on from those notes to the parameters. Nothing is computed twice: together both parts do what one backward does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+# Where the backward of an op goes on towards its parameters, and the gradients that arrived there.
+Notes = list[tuple[GradientEdge, torch.Tensor]]
+
+
+class SplitPart:
+    """Runs a part like the part itself; what a microbatch notes is between `begin` and `finish`."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        assert isinstance(part, fx.GraphModule), "parts are cut as graphs"
+        self._sink = _Sink([])
+        self._module = _defer(part, self._sink)
+        self._trainable = [parameter for parameter in part.parameters() if parameter.requires_grad]
+
+    def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The part's fetches; the backwards of its ops will note what they leave for later in a list of their own."""
+        self._sink.notes = []
+        found: tuple[torch.Tensor, ...] = self._module(*values)
+        return found
+
+    @property
+    def notes(self) -> Notes:
+        """The list of the last call."""
+        return self._sink.notes
+
+    def finish(self, notes: Notes) -> None:
+        """Add the gradients of the parameters that were left for later."""
+        if notes:
+            edges, gradients = zip(*notes, strict=True)
+            torch.autograd.backward(edges, gradients, inputs=self._trainable)
+        notes.clear()
+
+
+@dataclass(slots=True)
+class _Sink:
+    """Where ops that are called note what they leave for later."""
+
+    notes: Notes
+
+
+class _Slot(NamedTuple):
+    """The place of an input in the arguments of an op."""
+
+    place: int
+    is_weight: bool
+
+
+class _LaterOp(torch.nn.Module):
+    """An op with parameters among its inputs: called with its other inputs, then those."""
+
+    def __init__(self, target: Callable[..., Any], args: Any, kwargs: Any, sink: _Sink) -> None:
+        super().__init__()
+        self._target, self._args, self._kwargs, self._sink = target, args, kwargs, sink
+        self._written = _written_slots(target, args, kwargs)
+
+    def forward(self, values: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Any:
+        anchor = torch.zeros((), requires_grad=True)
+        return _Later.apply(self, weights, self._sink.notes, anchor, *values)
+
+    def run(self, values: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Any:
+        """The op itself."""
+        given = (values, weights)
+
+        def fill(item: Any) -> Any:
+            if isinstance(item, _Slot):
+                return given[item.is_weight][item.place]
+            if isinstance(item, list):
+                return [fill(value) for value in item]
+            if isinstance(item, tuple):
+                return tuple(fill(value) for value in item)
+            return {key: fill(value) for key, value in item.items()} if isinstance(item, dict) else item
+
+        return self._target(*fill(self._args), **fill(self._kwargs))
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Those of its values that the op writes in place."""
+        return self._written
+
+
+class _Later(torch.autograd.Function):
+    """An op whose parameters' gradients are computed later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        op: _LaterOp,
+        weights: Sequence[torch.Tensor],
+        notes: Notes,
+        anchor: torch.Tensor,  # noqa: ARG004 - with it the op is always reached by a backward
+        *values: torch.Tensor,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        given = [value.detach().requires_grad_(value.requires_grad) for value in values]
+        with torch.enable_grad():
+            # What is written in place must not be a leaf.
+            fresh = [value.clone() if place in op.written else value for place, value in enumerate(given)]
+            made = op.run(fresh, weights)
+        several = isinstance(made, list | tuple)
+        outputs = list(made) if several else [made]
+        ctx.wanted = [get_gradient_edge(value) if value.requires_grad else None for value in given]
+        ctx.ends = [get_gradient_edge(value) if _is_differentiable(value) else None for value in outputs]
+        ctx.notes = notes
+        returned = [value.detach() if isinstance(value, torch.Tensor) else value for value in outputs]
+        for place in op.written:
+            with torch.no_grad():
+                values[place].copy_(fresh[place])
+            ctx.mark_dirty(values[place])
+            pairs = zip(outputs, returned, strict=True)
+            returned = [values[place] if value is fresh[place] else back for value, back in pairs]
+        ends = zip(returned, ctx.ends, strict=True)
+        ctx.mark_non_differentiable(*(back for back, end in ends if end is None and isinstance(back, torch.Tensor)))
+        return tuple(returned) if several else returned[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        pairs = [
+            (end, gradient)
+            for end, gradient in zip(ctx.ends, gradients, strict=True)
+            if end is not None and gradient is not None
+        ]
+        places = [place for place, edge in enumerate(ctx.wanted) if edge is not None]
+        found: list[torch.Tensor | None] = [None] * len(ctx.wanted)
+        if pairs and places:
+            ends, arrived = zip(*pairs, strict=True)
+            edges = [ctx.wanted[place] for place in places]
+            made = torch.autograd.grad(ends, edges, arrived, retain_graph=True, allow_unused=True)
+            for place, gradient in zip(places, made, strict=True):
+                found[place] = gradient
+        ctx.notes.extend(pairs)
+        return (None, None, None, None, *found)
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _defer(part: fx.GraphModule, sink: _Sink) -> fx.GraphModule:
+    """The part with ops that read trainable parameters, or values made of these alone, as `_LaterOp`."""
+    trainable = {name for name, parameter in part.named_parameters() if parameter.requires_grad}
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    weights: set[fx.Node] = set()
+    state: set[fx.Node] = set()
+    operations = dict[str, _LaterOp]()
+
+    def defer(target: Callable[..., Any], args: Any, kwargs: Any, inputs: Sequence[fx.Node]) -> fx.Node:
+        values = [item for item in inputs if item not in weights]
+        held = [item for item in inputs if item in weights]
+        slots = {item: _Slot(values.index(item), False) for item in values}
+        slots |= {item: _Slot(held.index(item), True) for item in held}
+        name = f"later_{len(operations)}"
+        operations[name] = _LaterOp(target, _with_slots(args, slots), _with_slots(kwargs, slots), sink)
+        return graph.call_module(name, ([made[item] for item in values], [made[item] for item in held]))
+
+    for node in part.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "output":
+            # A parameter that leaves as it is becomes a value like others.
+            made |= {item: defer(torch.clone, (item,), {}, [item]) for item in inputs if item in weights}
+        elif node.op == "get_attr":
+            (weights if node.target in trainable else state).add(node)
+        elif node.op == "call_function" and inputs and all(item in weights or item in state for item in inputs):
+            # Made of parameters alone, as their transposes are: it belongs to them.
+            (weights if any(item in weights for item in inputs) else state).add(node)
+        elif node.op == "call_function" and any(item in weights for item in inputs):
+            made[node] = defer(node.target, node.args, node.kwargs, inputs)
+            continue
+        made[node] = graph.node_copy(node, made.__getitem__)
+    return fx.GraphModule({**_attributes(part), **operations}, graph, class_name="SplitPart")
+
+
+def _attributes(part: fx.GraphModule) -> dict[str, Any]:
+    return {node.target: operator.attrgetter(node.target)(part) for node in part.graph.nodes if node.op == "get_attr"}
+
+
+def _with_slots(item: Any, slots: dict[fx.Node, _Slot]) -> Any:
+    """Arguments with slots in place of nodes."""
+    if isinstance(item, fx.Node):
+        return slots[item]
+    if isinstance(item, list):
+        return [_with_slots(value, slots) for value in item]
+    if isinstance(item, tuple):
+        return tuple(_with_slots(value, slots) for value in item)
+    return {key: _with_slots(value, slots) for key, value in item.items()} if isinstance(item, dict) else item
+
+
+def _written_slots(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, ...]:
+    """Places, among an op's values, of those that its schema says are written."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return ()
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+    written = (argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write)
+    slots = (given.get(name) for name in written)
+    return tuple(slot.place for slot in slots if isinstance(slot, _Slot) and not slot.is_weight)
