@@ -1,4 +1,4 @@
-"""Climb on the simulator: take the first small change of a plan that is faster, until none is, or the time is over."""
+"""Climb on the simulator: take the first small change of a plan that is better, until none is, or the time is over."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def climb(start: RankedPlan, changes: Callable[[Plan], Iterable[Plan]], state: S
             tried.add(plan)
             state.events.progress("change the best plan", len(tried) - 1, most)
             item = yield Proposal(plan)
-            if item is not None and item.fits and item.step_time_s < best.step_time_s:
+            if item is not None and item.fits and item.aimed_s < best.aimed_s:
                 best, improved = item, True
                 break
 
