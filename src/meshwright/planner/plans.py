@@ -81,15 +81,15 @@ class Plans:
         ``microbatch_size``, ``schedule``, ``split`` (axes, ZeRO and recompute, in short), ``step_time_s``,
         ``samples_per_s``, ``peak_memory_bytes`` (of the fullest rank), ``bubble_share``, ``mfu_share``,
         ``estimate_s``, and the terms of the breakdown: ``compute_s``, ``inside_s`` (exchanges inside of passes),
-        ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``. Where they
-        were asked for, ``latency_s``, ``makespan_s`` and those of `PlanPrice`.
+        ``bubble_s``, ``communication_s``, ``exchange_s``, ``optimizer_s``.
+        Where they were asked for, ``latency_s``, ``makespan_s`` and those of `PlanPrice`.
         """
         return [_row(place, item) for place, item in enumerate(self.ranked, 1)]
 
     def search_row(self) -> dict[str, Any]:
         """How the plans were found, as one plain row.
 
-        Keys: those of `Coverage`; ``bound_s`` and ``gap_share`` (None where nothing was proven), ``bound_covers``;
+        Keys: those of `Coverage`; ``bound_s``, ``gap_share`` and ``bound_covers`` (None where nothing was proven);
         ``front``, each with ``plan``, ``step_time_s``, ``peak_memory_bytes``, ``device_seconds`` and, with prices,
         those of `PlanPrice`; ``notes``.
         """
@@ -104,7 +104,11 @@ class Plans:
             for item in self.front
         ]
         covers = "plans by the rules of sharding" if self.is_bound_of_rules else "all allowed plans"
-        proven = {"bound_s": self.bound_s or None, "gap_share": self.gap, "bound_covers": covers}
+        proven = {
+            "bound_s": self.bound_s or None,
+            "gap_share": self.gap,
+            "bound_covers": covers if self.bound_s else None,
+        }
         return {**asdict(self.coverage), **proven, "front": front, "notes": list(self.notes)}
 
     def explain(self, plan: Plan | None = None) -> str:

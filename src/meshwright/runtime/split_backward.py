@@ -22,7 +22,7 @@ Notes = list[tuple[GradientEdge, torch.Tensor]]
 
 
 class SplitPart:
-    """Runs a part like the part itself; what a microbatch notes is between `begin` and `finish`."""
+    """Runs a part like the part itself; a backward then leaves notes of the microbatch, which `finish` goes on from."""
 
     def __init__(self, part: torch.nn.Module) -> None:
         assert isinstance(part, fx.GraphModule), "parts are cut as graphs"
@@ -69,7 +69,8 @@ class _LaterOp(torch.nn.Module):
     def __init__(self, target: Callable[..., Any], args: Any, kwargs: Any, sink: _Sink) -> None:
         super().__init__()
         self._target, self._args, self._kwargs, self._sink = target, args, kwargs, sink
-        self._written = _written_slots(target, args, kwargs)
+        # Those of its values that the op writes in place.
+        self.written = _written_slots(target, args, kwargs)
 
     def forward(self, values: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Any:
         anchor = torch.zeros((), requires_grad=True)
@@ -89,11 +90,6 @@ class _LaterOp(torch.nn.Module):
             return {key: fill(value) for key, value in item.items()} if isinstance(item, dict) else item
 
         return self._target(*fill(self._args), **fill(self._kwargs))
-
-    @property
-    def written(self) -> tuple[int, ...]:
-        """Those of its values that the op writes in place."""
-        return self._written
 
 
 class _Later(torch.autograd.Function):

@@ -21,25 +21,26 @@ from meshwright.planner.microbatches import divisors
 from meshwright.planner.problem import Problem, Space
 from meshwright.spec import Plan, StagePlan
 
-# Plans that are simulated for every plan that was asked for, and at least.
+# Plans that fit and are simulated, for every plan that was asked for, and at least.
 _PER_ANSWER, _LEAST = 4, 24
+# Plans that are simulated at most for each of these, where memory is short.
+_TRIES = 4
 
 
 def latency(problem: Problem, state: SearchState) -> Steps:
     """Propose uniform pipelines of all settings, the shortest estimate first."""
     candidates = sorted((item for space in problem.spaces() for item in _candidates(space)), key=lambda item: item[0])
     state.count(considered=len(candidates))
-    fitting = 0
-    for estimate_s, _, plan in islice(candidates, _PER_ANSWER * max(state.max_plans, _LEAST)):
-        if fitting >= max(_PER_ANSWER * state.max_plans, _LEAST) or (fitting and state.seconds_left() <= 0):
+    wanted, fitting = max(_PER_ANSWER * state.max_plans, _LEAST), 0
+    for estimate_s, plan in islice(candidates, _TRIES * wanted):
+        if fitting == wanted or (fitting and state.seconds_left() <= 0):
             return
         item = yield Proposal(plan, estimate_s)
         fitting += item is not None and item.fits
 
 
-def _candidates(space: Space) -> Iterator[tuple[float, int, Plan]]:
-    """Estimate, a number that tells equal ones apart, and the whole plan."""
-    place = 0
+def _candidates(space: Space) -> Iterator[tuple[float, Plan]]:
+    """Estimate and whole plan."""
     kinds = space.cluster.device_kinds
     for size in space.microbatch_sizes:
         graph = space.graph_for(size)
@@ -58,5 +59,4 @@ def _candidates(space: Space) -> Iterator[tuple[float, int, Plan]]:
                 for index, (start, stop) in enumerate(bounds)
             )
             plan = space.make_plan(stages, size, space.schedules[0])
-            place += 1
-            yield float(seconds.sum()) + (-(-count // replicas) - 1) * longest, place, space.whole(plan)
+            yield float(seconds.sum()) + (-(-count // replicas) - 1) * longest, space.whole(plan)
