@@ -43,6 +43,7 @@ LEAST_PLANS = 64
 _WARM_UP, _ROUND = 16, 32
 # Moves that lead to no new plan, before the chain is at its end.
 _MOST_IDLE = 200
+# FlexFlow's: a millisecond for each MB beyond the memory.
 _PENALTY_S_PER_BYTE = 1e-9
 
 
