@@ -1,13 +1,13 @@
 """Runs Programs on torch.distributed: the same instructions that the simulator prices, with real tensors.
 
-    session         from a plan and a captured model to a rank that is ready; it puts together
-    rank_program    what one rank issues, and when
-    executor        issues it, step after step, with
-    stage           forwards and backwards of one stage; `split_backward` where they come in two parts
-    transport       sends, receives and sums, in `layouts` that both ends know
-    exchange        buckets of gradients
-    stage_steps     the optimizer, stage by stage
-    recorder        spans of all ranks on one clock
+session         from a plan and a captured model to a rank that is ready; it puts the others together
+rank_program    what one rank issues, and when
+executor        issues it, step after step
+stage           forwards and backwards of one stage; `split_backward` where they come in two parts
+transport       sends, receives and sums, in `layouts` that both ends know
+exchange        buckets of gradients
+stage_steps     the optimizer, stage by stage
+recorder        spans of all ranks on one clock
 """
 
 from meshwright.runtime.executor import Executor
