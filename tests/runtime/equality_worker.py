@@ -66,12 +66,12 @@ class SerialLoops:
         self._batches = {}
         self._known = {}
 
-    def batches(self, num_microbatches):
+    def batches(self, num_microbatches, num_steps=NUM_STEPS):
         """The batches of all steps."""
         if num_microbatches not in self._batches:
             torch.manual_seed(99)
             size = MICROBATCH_SIZE * num_microbatches
-            self._batches[num_microbatches] = [self.case.make_batch(size) for _ in range(NUM_STEPS)]
+            self._batches[num_microbatches] = [self.case.make_batch(size) for _ in range(num_steps)]
         return self._batches[num_microbatches]
 
     def train(self, plan, graph, optimizer_name):
@@ -155,7 +155,7 @@ def train_session(case, captured, session, batches):
     for step, (inputs, targets) in enumerate(batches):
         tensors = flatten_batch(captured, inputs, targets)
         mine = session.run_step(step, tensors).get(captured.graph.outputs[0], [])
-        total = sum((loss.double() for loss in mine), torch.zeros((), dtype=torch.float64))
+        total = sum((loss.value.double() for loss in mine), torch.zeros((), dtype=torch.float64))
         total /= session.plan.num_microbatches
         dist.all_reduce(total)
         losses.append(total.item())
@@ -175,12 +175,12 @@ def errors(found, wanted, state, losses, wanted_losses):
     }
 
 
-def run_models(models, cases_of, world_size: str, dtype_name: str, out: str) -> None:
+def run_models(models, cases_of, world_size: str, dtype_name: str, out: str, run=run_case) -> None:
     """Train every model in its cases for a world size, ``cases_of(model, size)``; rank 0 writes the results."""
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, dtype_name))
     captured = {name: capture_case(make) for name, make in models.items()}
-    fork_ranks(int(world_size), lambda: train_all(captured, cases_of, int(world_size), Path(out)))
+    fork_ranks(int(world_size), lambda: train_all(captured, cases_of, int(world_size), Path(out), run))
 
 
 def capture_case(make):
@@ -193,12 +193,12 @@ def capture_case(make):
     return captured, SerialLoops(case, {key: value.clone() for key, value in case.model.state_dict().items()})
 
 
-def train_all(captured_models, cases_of, world_size, out):
+def train_all(captured_models, cases_of, world_size, out, run):
     dist.init_process_group("gloo")
     results = {}
     for name, (captured, loops) in captured_models.items():
         for layout in cases_of(name, world_size):
-            result = run_case(captured, loops, layout)
+            result = run(captured, loops, layout)
             if result is not None:
                 results[f"{name}/{layout.key}"] = result
     if dist.get_rank() == 0:

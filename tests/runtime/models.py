@@ -39,15 +39,18 @@ class Attention(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class TiedGPT(nn.Module):
-    """A GPT whose head is its embedding."""
+class GPT(nn.Module):
+    """A small GPT; ``tied``: its head is its embedding."""
 
-    def __init__(self, depth: int = 4, width: int = 16, vocabulary: int = 23, length: int = 10) -> None:
+    def __init__(
+        self, depth: int = 4, width: int = 16, vocabulary: int = 23, length: int = 10, *, tied: bool = True
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Attention(width, 2) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, ids):
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
@@ -163,6 +166,10 @@ def two_losses(outputs, labels, original):
     return F.cross_entropy(outputs["classes"], labels) + 0.5 * F.mse_loss(outputs["rebuilt"], original)
 
 
+def _token_loss(outputs, targets):
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
 def _tokens(n):
     ids = torch.randint(23, (n, 11))
     return (ids[:, :-1].contiguous(),), (ids[:, 1:].contiguous(),)
@@ -179,7 +186,8 @@ def _stranger():
 
 
 MODELS: dict[str, Callable[[], Case]] = {
-    "gpt-tied": lambda: Case(TiedGPT(), lambda o, y: F.cross_entropy(o.flatten(0, 1), y.flatten()), _tokens),
+    "gpt-tied": lambda: Case(GPT(), _token_loss, _tokens),
+    "gpt": lambda: Case(GPT(tied=False), _token_loss, _tokens),
     "u-net": lambda: Case(
         UNet(),
         F.mse_loss,

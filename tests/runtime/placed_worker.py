@@ -82,7 +82,8 @@ def infer(case, captured, batches, placement):
     for step, (inputs, _) in enumerate(batches):
         made = session.run_step(step, flatten_batch(captured, inputs))
         gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, made)
+        values = {tensor: [item.value for item in items] for tensor, items in made.items()}
+        dist.all_gather_object(gathered, values)
         found.append({tensor: values for part in gathered for tensor, values in part.items()})
     session.close()
     same, count = True, 0

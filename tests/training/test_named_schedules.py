@@ -1,4 +1,4 @@
-"""Real runs under schedules that flush: the losses are those of 1F1B, in the order that the program says."""
+"""Real runs under named schedules: the losses are those of 1F1B where they flush, the order is the program's."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def run(known, warm_ranks, monkeypatch):
     found, folder = known
     monkeypatch.chdir(ROOT)
 
-    def run_under(schedule):
+    def run_under(schedule, model="gpt-tiny", num_steps=3):
         if schedule not in found:
-            edges, ranks = LAYOUTS[schedule]
+            graph = load_shipped_graph(model)
+            edges, ranks = LAYOUTS.get(schedule, (TWO, [(0,), (1,)]))
             plan = Plan(
-                model="gpt-tiny",
-                graph_hash=GRAPH.content_hash,
+                model=model,
+                graph_hash=graph.content_hash,
                 cluster="2xcpu",
                 workload=Workload(global_batch=16),
                 stages=tuple(
@@ -56,7 +57,8 @@ def run(known, warm_ranks, monkeypatch):
                 schedule=schedule,
             )
             path = write_document(plan, folder / f"{schedule}.json")
-            found[schedule] = plan, run_plan(Job(plan=str(path), num_steps=3, num_recorded_steps=1), folder / schedule)
+            job = Job(plan=str(path), num_steps=num_steps, num_recorded_steps=1)
+            found[schedule] = plan, run_plan(job, folder / schedule)
         return found[schedule]
 
     return run_under
@@ -93,3 +95,16 @@ def test_losses_are_those_of_1f1b_and_the_order_is_the_programs(run, schedule):
     timeline, program = read_document(Timeline, result.timeline), build_program(plan, GRAPH)
     for rank in range(2):
         assert issued(timeline, rank) == asked(program, rank)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["pipedream", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pipedream-2bw", "hetpipe"))]
+)
+def test_a_schedule_that_never_flushes_trains_and_keeps_the_programs_order(run, schedule):
+    plan, result = run(schedule, "llama-tiny", 6)
+    assert len(result.losses) == 6
+    assert result.losses[-1] < result.losses[0]
+    timeline, program = read_document(Timeline, result.timeline), build_program(plan, load_shipped_graph("llama-tiny"))
+    for rank in range(2):
+        found, wanted = issued(timeline, rank), asked(program, rank)
+        assert found == wanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -17,6 +17,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.timeline import Timeline
 
 if TYPE_CHECKING:
+    from meshwright.runtime import RepairKind
     from meshwright.training import RunResult
 
 
@@ -28,6 +29,11 @@ def run(
         float | None, typer.Option(help="Learning rate; by default the optimizer's usual.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and dropout.")] = 0,
+    repair: Annotated[
+        str | None,
+        typer.Option(help="Under a schedule that never flushes: predict weights, or discount learning rates."),
+    ] = None,
+    repair_fade: Annotated[int, typer.Option(help="Updates in which a discount fades; 0: it stays.", min=0)] = 0,
     save_model: Annotated[Path | None, typer.Option(help="Write the trained weights to this file (.pt).")] = None,
     trace: TraceOption = None,
     trace_ranks: TraceRanksOption = None,
@@ -48,6 +54,8 @@ def run(
         num_steps=steps,
         learning_rate=learning_rate,
         seed=seed,
+        repair=cast("RepairKind | None", repair),
+        repair_fade=repair_fade,
         save_model=str(save_model.resolve()) if save_model is not None else None,
     )
     is_rank = started_by_torchrun()

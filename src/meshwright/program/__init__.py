@@ -31,7 +31,15 @@ from meshwright.program.placed import PLACED, build_placed_program, trained_stag
 from meshwright.program.priorities import ReadyPart, order_parts
 from meshwright.program.progress import picture_schedule
 from meshwright.program.repeat import Repeated, repeat_body
-from meshwright.program.schedules import SCHEDULE_LAYOUTS, SCHEDULES, local_microbatches, num_active, stays_on_rank
+from meshwright.program.schedules import (
+    SCHEDULE_LAYOUTS,
+    SCHEDULES,
+    local_microbatches,
+    minibatches_per_update,
+    num_active,
+    num_filling_steps,
+    stays_on_rank,
+)
 from meshwright.program.sharding import (
     GroupCollective,
     ParameterGroup,
@@ -85,9 +93,11 @@ __all__ = [
     "lower_plan",
     "max_in_flight",
     "measure_orders",
+    "minibatches_per_update",
     "name_schedule",
     "num_active",
     "num_bucket_copies",
+    "num_filling_steps",
     "order_parts",
     "own_workload",
     "padded_bytes",

@@ -2,19 +2,23 @@
 
 session         from a plan and a captured model to a rank that is ready; it puts the others together
 rank_program    what one rank issues, and when
-executor        issues it, step after step
-stage           forwards and backwards of one stage; `split_backward` where they come in two parts
+executor        issues it
+steps           which section of it, batch by batch
+stage           forwards and backwards of one stage; `split_backward` where they come in two parts, `versions` where
+weights change meanwhile
 transport       sends, receives and sums, in `layouts` that both ends know
-exchange        buckets of gradients
+repairs         what may be done about gradients that are stale
+exchange        buckets of gradients; `waves` of what virtual workers changed
 stage_steps     the optimizer, stage by stage
 recorder        spans of all ranks on one clock
 """
 
-from meshwright.runtime.executor import Executor
+from meshwright.runtime.executor import Executor, Output
 from meshwright.runtime.overhead import measure_overhead
 from meshwright.runtime.random_state import microbatch_seed
 from meshwright.runtime.rank_program import RankProgram, arrange_rank, issue_order
 from meshwright.runtime.recorder import Recorder, gather_timeline, make_timeline, measure_clock_offset
+from meshwright.runtime.repairs import REPAIRS, Repair, RepairKind, check_repair
 from meshwright.runtime.session import (
     Session,
     check_runnable,
@@ -24,11 +28,16 @@ from meshwright.runtime.session import (
 )
 
 __all__ = [
+    "REPAIRS",
     "Executor",
+    "Output",
     "RankProgram",
     "Recorder",
+    "Repair",
+    "RepairKind",
     "Session",
     "arrange_rank",
+    "check_repair",
     "check_runnable",
     "gather_timeline",
     "issue_order",

@@ -7,11 +7,42 @@ is full its mark is raised. After the sum the parameters' ``.grad`` are views of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from meshwright.program import Bucket
+
+
+class Exchange(Protocol):
+    """What a rank sums with others, in buckets."""
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """The memory that it holds."""
+
+    @property
+    def stages(self) -> Mapping[int, Collection[int]]:
+        """The stages whose gradients a bucket takes in their last backward, by its index."""
+
+    def begin(self, buckets: Collection[int]) -> None:
+        """The last backward of these buckets starts."""
+
+    def finish(self) -> None:
+        """The last backward is over."""
+
+    def to_sum(self, bucket: int) -> torch.Tensor:
+        """What to sum, in place, for a bucket now."""
+
+    def merge(self) -> None:
+        """Take in the oldest sums."""
+
+    def restart(self) -> None:
+        """What was summed came to its end; the weights are where it begins again."""
+
+    def close(self) -> None:
+        """Leave the user's parameters as they were."""
 
 
 class BucketBuffer:
@@ -76,9 +107,15 @@ class BucketExchange:
         self._raise_marks()
         self._filling = []
 
-    def flat(self, bucket: int) -> torch.Tensor:
+    def to_sum(self, bucket: int) -> torch.Tensor:
         """The buffer to sum for a bucket."""
         return next(item.flat for item in self._buckets if item.index == bucket)
+
+    def merge(self) -> None:
+        """Gradients are summed where the optimizer reads them: there is nothing to take in."""
+
+    def restart(self) -> None:
+        """Nothing lasts longer than a step."""
 
     def close(self) -> None:
         """Remove the hooks from the user's parameters."""

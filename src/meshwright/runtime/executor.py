@@ -2,7 +2,8 @@
 
 One thread issues everything, in the order that `rank_program` worked out: computations run here and now, transfers
 and sums are asynchronous, and a computation waits for what it needs. The executor decides nothing: order, partners,
-buckets and microbatches come from the program, tensors and parts from the captured graph.
+buckets and microbatches come from the program, tensors and parts from the captured graph. Which section runs when, and
+with which batches, `steps` says.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import assert_never
+from dataclasses import dataclass
+from typing import NamedTuple, assert_never
 
 import torch
 import torch.distributed as dist
 
-from meshwright.runtime.exchange import BucketExchange
+from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.random_state import microbatch_seed, read_generator, write_generator
-from meshwright.runtime.rank_program import Computed, Issued, RankProgram
+from meshwright.runtime.rank_program import Computed, Issued, RankProgram, SectionName
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import StageRunner
 from meshwright.runtime.transport import Layout, Transport
@@ -31,6 +33,7 @@ from meshwright.spec.instructions import (
     BackwardWeight,
     Drop,
     Forward,
+    Instruction,
     Load,
     Merge,
     OptimizerStep,
@@ -53,11 +56,49 @@ _MAX_GRADIENT_SENDS = 4
 
 Inputs = Sequence[Sequence[torch.Tensor]]
 # A stage and a microbatch.
-_Visit = tuple[int, int]
+_Own = tuple[int, int]
+# A place among the sections that run, and an instruction of the section there.
+_Key = tuple[int, int]
+_Issue = Callable[[], list[dist.Work]]
+
+
+class Output(NamedTuple):
+    """An output of the graph for one microbatch of the global batch of a step, detached."""
+
+    step: int
+    value: torch.Tensor
+
+
+# By tensor id, in the order in which they were made.
+Outputs = dict[int, list[Output]]
+
+
+class Visit(NamedTuple):
+    """A section at a place: its microbatches and the versions of the weights are counted on from its columns'.
+
+    ``first_step`` is the step whose batch has microbatch 0.
+    """
+
+    section: SectionName
+    place: int
+    first_step: int
+    microbatches_on: int = 0
+    versions_on: int = 0
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A computation as calls. ``microbatch`` of a forward, else -1."""
+
+    item: Computed
+    run: Callable[[], None]
+    then: list[tuple[Issued, _Issue]]
+    marked: dict[int, Issued]
+    microbatch: int
 
 
 class Executor:
-    """Runs the body of a program on one rank, step after step.
+    """Runs the sections of a program on one rank.
 
     ``runners`` run the rank's ``stages``, each at its place; what one hands to another does not travel. ``layouts``
     gives the wire layouts of (source stage, target stage, payload). ``optimizer_step(stage)`` updates and clears its
@@ -67,11 +108,12 @@ class Executor:
     def __init__(
         self,
         *,
-        rank_program: RankProgram,
+        rank_programs: Mapping[SectionName, RankProgram],
+        num_microbatches: int,
         stages: Sequence[StageSlice],
         runners: Sequence[StageRunner],
         transport: Transport,
-        exchange: BucketExchange | None,
+        exchange: Exchange | None,
         layouts: dict[tuple[int, int, str], tuple[Layout, ...]],
         optimizer_step: Callable[[int], None],
         recorder: Recorder,
@@ -79,6 +121,7 @@ class Executor:
         run_seed: int = 0,
         bound_gradient_sends: bool = True,
     ) -> None:
+        self._num_microbatches = num_microbatches
         self._stages = {stage.index: stage for stage in stages}
         self._runners = {stage.index: runner for stage, runner in zip(stages, runners, strict=True)}
         self._transport = transport
@@ -89,87 +132,117 @@ class Executor:
         self._device = device
         self._run_seed = run_seed
         self._bound_gradient_sends = bound_gradient_sends
+        self._draws_random = any(stage.draws_random for stage in stages)
         self._channels = {(channel.source, channel.target): channel for stage in stages for channel in stage.outgoing}
-        self._first = [(item, self._bind_issue(item)) for item in rank_program.first]
-        self._finals = _last_backwards(rank_program, exchange.stages if exchange is not None else {})
-        self._computations = [self._bind(item) for item in rank_program.computations]
-        self._marked = {
-            item.instruction.bucket: item
-            for computation in rank_program.computations
-            for item in computation.marked
-            if isinstance(item.instruction, AllReduce)
+        self._firsts = {
+            name: [(item, self._bind_issue(item)) for item in program.first] for name, program in rank_programs.items()
         }
-        self._step = 0
-        self._inputs: Mapping[int, Inputs] = {}
-        self._clear()
-
-    def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> dict[int, list[torch.Tensor]]:
-        """Run one step; ``inputs[s][m]`` are the graph inputs that stage s reads of microbatch m, in its order.
-
-        Returns the outputs of the graph that this rank makes, by tensor id: of each its microbatches, detached and in
-        the order in which they ran.
-        """
-        self._step, self._inputs = step, inputs
-        draws_random = any(stage.draws_random for stage in self._stages.values())
-        saved = read_generator(self._device) if draws_random else None
-        for item, issue in self._first:
-            self._issue(item, issue)
-        for computation, run, then in self._computations:
-            for index in computation.awaits:
-                self._wait(index)
-            if self._recorder.active:
-                start = time.perf_counter_ns()
-                run()
-                self._recorder.add(computation.index, step, start, time.perf_counter_ns())
-            else:
-                run()
-            for item, issue in then:
-                self._issue(item, issue)
-        for index in list(self._pending):
-            self._wait(index)
-        if saved is not None:
-            write_generator(self._device, saved)
-        outputs = self._made
-        self._clear()
-        return outputs
-
-    def _clear(self) -> None:
-        self._pending: dict[int, tuple[list[dist.Work], int]] = {}
-        self._gradient_sends: deque[int] = deque()
-        self._activation_sends: dict[tuple[int, int, int], int] = {}
+        self._computations = {name: self._bind_all(program) for name, program in rank_programs.items()}
+        self._visit = Visit("body", 0, 0)
+        self._position = 0
+        self._reached = 0
+        self._marked: dict[int, Issued] = {}
+        self._sections: dict[int, SectionName] = {}
+        self._batches: dict[int, Mapping[int, Inputs]] = {}
+        self._pending: dict[_Key, tuple[list[dist.Work], int]] = {}
+        self._gradient_sends: deque[_Key] = deque()
+        self._activation_sends: dict[tuple[int, int, int], _Key] = {}
         # What a stage has of a microbatch, by the stage that it comes from.
-        self._activations: defaultdict[_Visit, dict[int, list[torch.Tensor]]] = defaultdict(dict)
-        self._gradients: defaultdict[_Visit, dict[int, list[torch.Tensor]]] = defaultdict(dict)
+        self._activations: defaultdict[_Own, dict[int, list[torch.Tensor]]] = defaultdict(dict)
+        self._gradients: defaultdict[_Own, dict[int, list[torch.Tensor]]] = defaultdict(dict)
         self._outputs: dict[int, torch.Tensor] = {}
         self._input_gradients: dict[int, list[torch.Tensor]] = {}
-        self._made: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._made: defaultdict[int, list[Output]] = defaultdict(list)
+
+    def feed(self, batch: int, inputs: Mapping[int, Inputs]) -> None:
+        """Give batch number ``batch``: ``inputs[s][m]`` are the graph inputs that stage s reads of its microbatch m."""
+        self._batches[batch] = inputs
+
+    def release(self) -> None:
+        """Forget batches before that of the last forward."""
+        for batch in [batch for batch in self._batches if batch < self._reached // self._num_microbatches]:
+            del self._batches[batch]
+
+    def restart(self) -> None:
+        """Begin again with microbatch 0 and version 0, after everything came to its end."""
+        self._batches.clear()
+        self._reached = 0
+        if self._exchange is not None:
+            self._exchange.restart()
+        for runner in self._runners.values():
+            runner.restart()
+
+    def begin(self, visit: Visit) -> None:
+        """Enter a section, and issue what waits for nothing in it."""
+        self._visit, self._position = visit, 0
+        self._sections[visit.place] = visit.section
+        for item, issue in self._firsts[visit.section]:
+            self._issue(item, issue)
+
+    def go_on(self, end: int | None = None) -> bool:
+        """Run the section on, up to a forward of a microbatch from ``end`` on; whether it is done."""
+        saved = read_generator(self._device) if self._draws_random else None
+        computations = self._computations[self._visit.section]
+        on = self._visit.microbatches_on
+        while self._position < len(computations):
+            bound = computations[self._position]
+            if end is not None and bound.microbatch >= 0 and bound.microbatch + on >= end:
+                break
+            self._run(bound)
+            self._position += 1
+        if saved is not None:
+            write_generator(self._device, saved)
+        return self._position == len(computations)
+
+    def settle(self, place: int | None = None) -> None:
+        """Wait for everything that was issued, or for what was up to a place."""
+        for key in [key for key in self._pending if place is None or key[0] <= place]:
+            self._wait(key)
+        for passed in [other for other in self._sections if place is None or other < place]:
+            del self._sections[passed]
+        if place is None:
+            self._gradient_sends.clear()
+            self._activation_sends.clear()
+
+    def take_outputs(self) -> Outputs:
+        """The outputs of the graph that this rank made since the last call."""
+        made, self._made = dict(self._made), defaultdict(list)
+        return made
 
     # --- binding: instructions become calls, once
     # -------------------------------------------------------------------------
 
-    def _bind(
-        self, item: Computed
-    ) -> tuple[Computed, Callable[[], None], list[tuple[Issued, Callable[[], list[dist.Work]]]]]:
-        then = [(other, self._bind_issue(other)) for other in item.then]
-        instruction = item.instruction
+    def _bind_all(self, program: RankProgram) -> list[_Bound]:
+        finals = _last_backwards(program, self._exchange.stages if self._exchange is not None else {})
+        return [
+            _Bound(
+                item,
+                self._bind(item.instruction, finals.get(item.index, ())),
+                [(other, self._bind_issue(other)) for other in item.then],
+                {other.instruction.bucket: other for other in item.marked if isinstance(other.instruction, AllReduce)},
+                item.instruction.microbatch if isinstance(item.instruction, Forward) else -1,
+            )
+            for item in program.computations
+        ]
+
+    def _bind(self, instruction: Instruction, final: Collection[int]) -> Callable[[], None]:
         match instruction:
-            case Forward(stage=stage, microbatch=microbatch):
-                return item, lambda: self._forward(stage, microbatch), then
+            case Forward(stage=stage, microbatch=microbatch, version=version):
+                return lambda: self._forward(stage, microbatch, version)
             case Backward(stage=stage, microbatch=microbatch):
-                final = self._finals.get(item.index, ())
-                return item, lambda: self._backward(stage, microbatch, final), then
+                return lambda: self._backward(stage, microbatch, final)
             case BackwardInput(stage=stage, microbatch=microbatch):
-                return item, lambda: self._backward_input(stage, microbatch), then
+                return lambda: self._backward_input(stage, microbatch)
             case BackwardWeight(stage=stage, microbatch=microbatch):
-                final = self._finals.get(item.index, ())
-                return item, lambda: self._backward_weight(stage, microbatch, final), then
+                return lambda: self._backward_weight(stage, microbatch, final)
             case OptimizerStep(stage=stage):
-                return item, lambda: self._optimizer_step(stage), then
-            case Stash() | Drop() | Merge():
-                raise ProgramError(
-                    f"{instruction} belongs to an asynchronous schedule; the runtime runs schedules that flush. "
-                    "Simulate this program, or choose such a schedule to run."
-                )
+                return lambda: self._update(stage)
+            case Merge(stage=stage):
+                return lambda: self._merge(stage)
+            case Stash(stage=stage, version=version):
+                return lambda: self._runners[stage].versions.stash(version + self._visit.versions_on)
+            case Drop(stage=stage, version=version):
+                return lambda: self._runners[stage].versions.drop(version + self._visit.versions_on)
             case Send() | Receive() | AllReduce() | ReduceScatter() | AllGather() | Push() | Sum() | Pull() | Load():
                 raise ProgramError(
                     f"{instruction} stands in a compute stream; communication belongs to its own streams."
@@ -179,7 +252,7 @@ class Executor:
             case _:
                 assert_never(instruction)
 
-    def _bind_issue(self, item: Issued) -> Callable[[], list[dist.Work]]:
+    def _bind_issue(self, item: Issued) -> _Issue:
         instruction = item.instruction
         match instruction:
             case Send():
@@ -225,25 +298,52 @@ class Executor:
     # --- execution
     # --------------------------------------------------------------------------------------------------------
 
-    def _issue(self, item: Issued, issue: Callable[[], list[dist.Work]]) -> None:
-        start = time.perf_counter_ns()
-        self._pending[item.index] = (issue(), start)
+    def _run(self, bound: _Bound) -> None:
+        item, place = bound.item, self._visit.place
+        for index in item.awaits:
+            self._wait((place, index))
+        for late in item.late:
+            if self._sections.get(place - late.lag) == late.section:
+                self._wait((place - late.lag, late.index))
+        self._marked = bound.marked
+        if self._recorder.active:
+            start = time.perf_counter_ns()
+            bound.run()
+            self._record(item.index, place, start)
+        else:
+            bound.run()
+        for other, issue in bound.then:
+            self._issue(other, issue)
 
-    def _wait(self, index: int) -> None:
-        if index in self._pending:
-            works, start = self._pending.pop(index)
+    def _issue(self, item: Issued, issue: _Issue) -> None:
+        start = time.perf_counter_ns()
+        self._pending[self._visit.place, item.index] = (issue(), start)
+
+    def _wait(self, key: _Key) -> None:
+        if key in self._pending:
+            works, start = self._pending.pop(key)
             for work in works:
                 work.wait()
             if self._recorder.active:
-                self._recorder.add(index, self._step, start, time.perf_counter_ns())
+                self._record(key[1], key[0], start)
 
-    def _forward(self, stage: int, microbatch: int) -> None:
-        runner, facts = self._runners[stage], self._stages[stage]
+    def _record(self, index: int, place: int, start: int) -> None:
+        """Steps are repetitions of the body; what fills and empties the pipeline belongs to none."""
+        if self._sections[place] == "body":
+            self._recorder.add(index, place, start, time.perf_counter_ns())
+
+    def _forward(self, stage: int, microbatch: int, version: int) -> None:
+        runner, facts, visit = self._runners[stage], self._stages[stage], self._visit
+        microbatch += visit.microbatches_on
+        self._reached = microbatch
+        batch, place = divmod(microbatch, self._num_microbatches)
+        step = visit.first_step + batch
         self._outputs = runner.forward(
             microbatch,
-            self._inputs[stage][microbatch],
+            self._batches[batch][stage][place],
             self._activations[stage, microbatch],
-            microbatch_seed(self._run_seed, self._step, microbatch),
+            microbatch_seed(self._run_seed, step, place),
+            version + visit.versions_on,
         )
         for channel in facts.outgoing:
             if channel.target in self._stages:
@@ -252,12 +352,13 @@ class Executor:
         for tensor in facts.outputs:
             value = self._outputs[tensor].detach()
             # With a backward, what was received goes back to a pool, and an output may be a view of it.
-            self._made[tensor].append(value.clone() if facts.has_backward else value)
+            self._made[tensor].append(Output(step, value.clone() if facts.has_backward else value))
         if not facts.has_backward:
             # Nobody else reads what came; what is handed on or sent is held by those who have it.
             del self._activations[stage, microbatch]
 
     def _backward(self, stage: int, microbatch: int, final: Collection[int]) -> None:
+        microbatch += self._visit.microbatches_on
         received = self._gradients[stage, microbatch]
         with self._filling(final):
             self._input_gradients = self._runners[stage].backward(microbatch, received)
@@ -265,14 +366,25 @@ class Executor:
         self._give_back(stage, microbatch)
 
     def _backward_input(self, stage: int, microbatch: int) -> None:
+        microbatch += self._visit.microbatches_on
         received = self._gradients[stage, microbatch]
         self._input_gradients = self._runners[stage].backward_input(microbatch, received)
         self._hand_back(stage, microbatch)
 
     def _backward_weight(self, stage: int, microbatch: int, final: Collection[int]) -> None:
+        microbatch += self._visit.microbatches_on
         with self._filling(final):
             self._runners[stage].backward_weight(microbatch)
         self._give_back(stage, microbatch)
+
+    def _update(self, stage: int) -> None:
+        self._optimizer_step(stage)
+        self._runners[stage].updated()
+
+    def _merge(self, stage: int) -> None:
+        assert self._exchange is not None, "a rank that merges exchanges"
+        self._exchange.merge()
+        self._runners[stage].updated()
 
     @contextmanager
     def _filling(self, buckets: Collection[int]) -> Iterator[None]:
@@ -305,13 +417,14 @@ class Executor:
                 self._transport.recycle(tensors)
 
     def _send(self, index: int, instruction: Send, target: int) -> list[dist.Work]:
-        stage, peer = instruction.stage, instruction.peer
+        stage, peer, key = instruction.stage, instruction.peer, (self._visit.place, index)
         layouts = self._layouts[stage, peer, instruction.payload]
         if instruction.payload == "activation":
-            self._activation_sends[stage, peer, instruction.microbatch] = index
+            microbatch = instruction.microbatch + self._visit.microbatches_on
+            self._activation_sends[stage, peer, microbatch] = key
             tensors = self._runners[stage].leaving(self._channels[stage, peer], self._outputs)
         else:
-            self._gradient_sends.append(index)
+            self._gradient_sends.append(key)
             if self._bound_gradient_sends and len(self._gradient_sends) > _MAX_GRADIENT_SENDS:
                 self._wait(self._gradient_sends.popleft())
             tensors = self._input_gradients[peer]
@@ -321,27 +434,36 @@ class Executor:
         layouts = self._layouts[instruction.peer, instruction.stage, instruction.payload]
         tensors, works = self._transport.receive(layouts, source)
         inbox = self._activations if instruction.payload == "activation" else self._gradients
-        inbox[instruction.stage, instruction.microbatch][instruction.peer] = tensors
+        microbatch = instruction.microbatch + self._visit.microbatches_on
+        inbox[instruction.stage, microbatch][instruction.peer] = tensors
         return works
 
     def raise_mark(self, bucket: int) -> None:
         """A bucket is ready: issue its sum if the program lets it leave during the backward."""
-        if bucket in self._marked:
-            item = self._marked[bucket]
+        item = self._marked.get(bucket)
+        if item is not None:
             self._issue(item, lambda: self._all_reduce(bucket, item.group))
 
     def _all_reduce(self, bucket: int, group: tuple[int, ...]) -> list[dist.Work]:
         assert self._exchange is not None, "a rank that sums has buckets"
-        return self._transport.sum_over(self._exchange.flat(bucket), group)
+        return self._transport.sum_over(self._exchange.to_sum(bucket), group)
 
 
 def _last_backwards(program: RankProgram, stages_of: Mapping[int, Collection[int]]) -> dict[int, tuple[int, ...]]:
-    """Buckets that are final with a computation, by its index: the last one that adds to gradients in them."""
-    found: dict[int, int] = {}
-    for item in program.computations:
-        if isinstance(item.instruction, Backward | BackwardWeight):
-            found |= {bucket: item.index for bucket, stages in stages_of.items() if item.instruction.stage in stages}
+    """Buckets that are final with a computation, by its index: the last one before an update that adds to them."""
+    last: dict[int, int] = {}
+    updated: set[int] = set()
     finals: defaultdict[int, list[int]] = defaultdict(list)
-    for bucket, index in found.items():
+    for item in program.computations:
+        stage = item.instruction.stage
+        if isinstance(item.instruction, OptimizerStep):
+            updated.add(stage)
+        elif isinstance(item.instruction, Backward | BackwardWeight):
+            for bucket in (bucket for bucket, stages in stages_of.items() if stage in stages):
+                if bucket in last and stage in updated:
+                    finals[last[bucket]].append(bucket)
+                last[bucket] = item.index
+            updated.discard(stage)
+    for bucket, index in last.items():
         finals[index].append(bucket)
     return {index: tuple(buckets) for index, buckets in finals.items()}

@@ -18,18 +18,19 @@ from meshwright.runtime.executor import Executor
 from meshwright.runtime.rank_program import arrange_rank
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import StageRunner
+from meshwright.runtime.steps import FlushingSteps
 from meshwright.runtime.transport import Transport
 from meshwright.spec import Extent, Graph, Layer, Op, Plan, StagePlan, Tensor, Workload, slice_graph
 
 
 def measure_overhead(num_microbatches: int = 64, repeats: int = 15) -> float:
     """Median seconds per instruction over ``repeats`` steps of ``2 * num_microbatches + 1`` instructions."""
-    executor = _tiny_executor(num_microbatches)
+    steps = FlushingSteps(_tiny_executor(num_microbatches))
     inputs = [[torch.ones(1, 1)] for _ in range(num_microbatches)]
     seconds = []
     for step in range(repeats + 1):
         start = time.perf_counter()
-        executor.run_step(step, {0: inputs})
+        steps.run_step(step, {0: inputs})
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:]) / (2 * num_microbatches + 1)
 
@@ -48,7 +49,8 @@ def _tiny_executor(num_microbatches: int) -> Executor:
     program = build_program(plan, graph)
     device = torch.device("cpu")
     return Executor(
-        rank_program=arrange_rank(program, program.body, 0),
+        rank_programs={"body": arrange_rank(program, program.body, 0)},
+        num_microbatches=num_microbatches,
         stages=(stage,),
         runners=(StageRunner(_Add(), graph, stage, 1.0, device),),
         transport=Transport(program, device),

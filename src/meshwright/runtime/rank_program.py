@@ -9,6 +9,7 @@ itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -16,7 +17,11 @@ from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import Instruction
 from meshwright.spec.program import Program, Section
 
+SectionName = Literal["prologue", "body", "epilogue"]
+
 _BEFORE_ALL = -1
+# What late waits call the sections that others can wait for.
+_LATE_SECTIONS: tuple[SectionName, ...] = ("prologue", "body")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +35,17 @@ class Issued:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LateWait:
+    """A wait for ``index`` of another section, ``lag`` sections earlier; only if ``section`` stands there then."""
+
+    section: SectionName
+    index: int
+    lag: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """An instruction of the compute stream: first wait for ``awaits``, run, then issue ``then``.
+    """An instruction of the compute stream: first wait for ``awaits`` and ``late``, run, then issue ``then``.
 
     ``marked`` are issued while it runs, one after the other, each as soon as its bucket is ready.
     """
@@ -42,11 +56,12 @@ class Computed:
     awaits: tuple[int, ...]
     then: tuple[Issued, ...]
     marked: tuple[Issued, ...]
+    late: tuple[LateWait, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """What one rank issues in one repetition: ``first`` at once, then the computations in order."""
+    """What one rank issues in one run of a section: ``first`` at once, then the computations in order."""
 
     rank: int
     first: tuple[Issued, ...]
@@ -66,6 +81,7 @@ def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
     order = {index: place for stream in compute for place, index in enumerate(section.stream_range(stream))}
     then: dict[int, list[Issued]] = {place: [] for place in (_BEFORE_ALL, *order.values())}
     marked: dict[int, list[Issued]] = {place: [] for place in order.values()}
+    late = _late_waits(section)
     asynchronous: set[int] = set()
     for stream in streams:
         if stream in compute:
@@ -87,6 +103,7 @@ def arrange_rank(program: Program, section: Section, rank: int) -> RankProgram:
                 awaits=_awaits(section, order, asynchronous, index, place),
                 then=tuple(then[place]),
                 marked=tuple(marked[place]),
+                late=late.get(index, ()),
             )
             for index, place in order.items()
         ),
@@ -119,6 +136,19 @@ def _awaits(section: Section, order: dict[int, int], asynchronous: set[int], ind
                 "of its own rank."
             )
     return tuple(waits)
+
+
+def _late_waits(section: Section) -> dict[int, tuple[LateWait, ...]]:
+    found: dict[int, list[LateWait]] = {}
+    for waiting, name, awaited, lag in zip(
+        section.late_instruction.tolist(),
+        section.late_section.tolist(),
+        section.late_awaited.tolist(),
+        section.late_lag.tolist(),
+        strict=True,
+    ):
+        found.setdefault(waiting, []).append(LateWait(section=_LATE_SECTIONS[name], index=awaited, lag=lag))
+    return {waiting: tuple(waits) for waiting, waits in found.items()}
 
 
 def _issued(program: Program, section: Section, index: int, stream: int) -> Issued:

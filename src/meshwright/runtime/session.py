@@ -7,31 +7,44 @@ parameters on the device, the process groups, the buckets, and the executor.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from meshwright.capture import Captured, part
-from meshwright.program import build_placed_program, build_program, gradient_buckets
-from meshwright.runtime.exchange import BucketBuffer, BucketExchange
-from meshwright.runtime.executor import Executor, Inputs
+from meshwright.capture import Captured
+from meshwright.capture import part as cut_part
+from meshwright.program import (
+    build_placed_program,
+    build_program,
+    gradient_buckets,
+    minibatches_per_update,
+    num_filling_steps,
+)
+from meshwright.runtime.exchange import BucketBuffer, BucketExchange, Exchange
+from meshwright.runtime.executor import Executor, Inputs, Outputs
 from meshwright.runtime.layouts import channel_layouts
 from meshwright.runtime.placed import check_placed_writes
-from meshwright.runtime.rank_program import arrange_rank
+from meshwright.runtime.rank_program import RankProgram, SectionName, arrange_rank
 from meshwright.runtime.recorder import Recorder
+from meshwright.runtime.repairs import Repair, check_repair, find_staleness
 from meshwright.runtime.split_backward import SplitPart
-from meshwright.runtime.stage import StageRunner, stage_feeds, stage_fetches
+from meshwright.runtime.stage import Part, StageRunner, stage_feeds, stage_fetches
 from meshwright.runtime.stage_steps import StageSteps
+from meshwright.runtime.steps import EndlessSteps, FlushingSteps, Steps
 from meshwright.runtime.transport import Transport
+from meshwright.runtime.versions import VersionedPart
+from meshwright.runtime.waves import WaveExchange
 from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.exchange import WAVES
 from meshwright.spec.graph import Graph
-from meshwright.spec.instructions import BackwardInput, OptimizerStep
+from meshwright.spec.instructions import BackwardInput, Instruction, OptimizerStep, Stash
 from meshwright.spec.placed_slices import slice_stages
 from meshwright.spec.placement import Placement
-from meshwright.spec.plan import BASIC_SCHEDULES, Plan, check_plan
+from meshwright.spec.plan import Plan, check_plan
 from meshwright.spec.program import Program
 from meshwright.spec.slices import StageSlice
 
@@ -41,17 +54,21 @@ COMMUNICATION_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Everything one rank holds while it works on a plan or a placement: its ``stages``, and the module of each."""
+    """Everything one rank holds while it works on a plan or a placement: its ``stages``, and the module of each.
+
+    ``parts`` are the modules as the program calls them.
+    """
 
     rank: int
     plan: Plan | Placement
     graph: Graph
     program: Program
     stages: tuple[StageSlice, ...]
-    executor: Executor
+    steps: Steps
     recorder: Recorder
-    exchange: BucketExchange | None
+    exchange: Exchange | None
     modules: tuple[torch.nn.Module, ...]
+    parts: tuple[Part, ...]
     parameters: dict[int, torch.nn.Parameter]
     device: torch.device
 
@@ -62,12 +79,20 @@ class Session:
         """
         return {stage.index: split_batch(self.plan, self.graph, stage, tensors, self.device) for stage in self.stages}
 
-    def run_step(self, step: int, tensors: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-        """Run one step on a global batch (graph inputs in order); the outputs that this rank makes, by tensor id.
+    def run_step(self, step: int, tensors: Sequence[torch.Tensor]) -> Outputs:
+        """Run on with the global batch of a step (graph inputs in order); the outputs that this rank made.
 
-        Of each output its microbatches, detached. Raises PlanError if the sizes do not fit.
+        Under a schedule that never flushes they may be those of earlier steps; `finish` gives the last ones. Raises
+        PlanError if the sizes do not fit, RunError for a step out of order.
         """
-        return self.executor.run_step(step, self.microbatch_inputs(tensors))
+        return self.steps.run_step(step, self.microbatch_inputs(tensors))
+
+    def finish(self) -> Outputs:
+        """Run to its end what is under way; the outputs that this rank made. All ranks call it together.
+
+        Raises RunError if fewer steps were run than a schedule takes to fill and empty its pipeline.
+        """
+        return self.steps.finish()
 
     def close(self) -> None:
         """Give the user's parameters back without hooks."""
@@ -97,9 +122,8 @@ def check_runnable(plan: Plan) -> None:
     """Raise PlanError for a plan that can only be simulated."""
     if plan.only_simulated:
         raise PlanError(
-            f"The plan {plan.only_simulated}, which can only be simulated; the runtime executes schedules that flush, "
-            f"with whole ops and all-reduces of gradients. Plan with --schedule {BASIC_SCHEDULES[-1]}, and nothing "
-            "split, sharded or computed again, to run."
+            f"The plan {plan.only_simulated}, which can only be simulated; the runtime executes whole ops and "
+            "all-reduces of gradients. Plan with nothing split, sharded or computed again, to run."
         )
 
 
@@ -109,13 +133,16 @@ def open_session(
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer | None],
     *,
     run_seed: int = 0,
+    repair: Repair | None = None,
 ) -> Session:
     """Make this rank ready to execute ``plan``. All ranks of the process group call it together.
 
-    ``make_optimizer`` gets the trainable parameters of the rank's stages. Raises PlanError if the plan does not fit
-    the graph or the number of processes, or parts what writes to the same memory.
+    ``make_optimizer`` gets the trainable parameters of the rank's stages. ``repair`` is what is done about gradients
+    that are stale. Raises PlanError if the plan does not fit the graph, the repair or the number of processes, or parts
+    what writes to the same memory.
     """
     graph = captured.graph
+    check_repair(plan, repair)
     if isinstance(plan, Plan):
         check_plan(plan, graph)
         check_runnable(plan)
@@ -134,32 +161,41 @@ def open_session(
     parameters = _parameters(graph, mine, modules)
     recorder = Recorder()
     executor: Executor | None = None
-    buffers = [
-        BucketBuffer(bucket, [parameters[tensor] for tensor in bucket.parameters])
-        for bucket in (gradient_buckets(graph, plan) if isinstance(plan, Plan) else ())
-        if any(stage.index in bucket.stages for stage in mine)
-    ]
 
     def raise_mark(bucket: int) -> None:
         assert executor is not None, "marks are raised while the executor runs"
         executor.raise_mark(bucket)
 
-    exchange = BucketExchange(buffers, raise_mark) if buffers else None
+    exchange = _make_exchange(plan, graph, mine, parameters, raise_mark)
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    scale, arranged = 1.0 / plan.num_microbatches, arrange_rank(program, program.body, rank)
-    stepping = [item.instruction.stage for item in arranged.computations if isinstance(item.instruction, OptimizerStep)]
-    split = {item.instruction.stage for item in arranged.computations if isinstance(item.instruction, BackwardInput)}
+    names: tuple[SectionName, ...] = ("prologue", "body", "epilogue") if program.advance else ("body",)
+    arranged = {name: arrange_rank(program, getattr(program, name), rank) for name in names}
+    doing = _stages_doing(arranged)
+    stale = find_staleness(arranged["body"]) if repair is not None else {}
+    ahead = stale if repair is not None and repair.kind == "predict" else {}
+    parts = tuple(
+        _make_part(module, stage.index, doing, ahead.get(stage.index, 0))
+        for stage, module in zip(mine, modules, strict=True)
+    )
+    loss_scale, scales = _gradient_scales(plan, mine)
     executor = Executor(
-        rank_program=arranged,
+        rank_programs=arranged,
+        num_microbatches=plan.num_microbatches,
         stages=mine,
         runners=tuple(
-            StageRunner(SplitPart(module) if stage.index in split else module, graph, stage, scale, device)
-            for stage, module in zip(mine, modules, strict=True)
+            StageRunner(part, graph, stage, loss_scale, device) for stage, part in zip(mine, parts, strict=True)
         ),
         transport=Transport(program, device),
         exchange=exchange,
         layouts=channel_layouts(captured, stages, plan.microbatch_size, device),
-        optimizer_step=StageSteps(make_optimizer(trainable) if trainable else None, parameters, mine, stepping),
+        optimizer_step=StageSteps(
+            make_optimizer(trainable) if trainable else None,
+            parameters,
+            mine,
+            doing[OptimizerStep],
+            scales,
+            lambda stage, updates: repair.rate(stale.get(stage, 0), updates) if repair is not None else 1.0,
+        ),
         recorder=recorder,
         device=device,
         run_seed=run_seed,
@@ -171,17 +207,69 @@ def open_session(
         graph=graph,
         program=program,
         stages=mine,
-        executor=executor,
+        steps=_make_steps(executor, plan, program, rank),
         recorder=recorder,
         exchange=exchange,
         modules=modules,
+        parts=parts,
         parameters=parameters,
         device=device,
     )
 
 
+def _make_steps(executor: Executor, plan: Plan | Placement, program: Program, rank: int) -> Steps:
+    if isinstance(plan, Plan) and plan.is_asynchronous:
+        return EndlessSteps(executor, program, rank, num_filling_steps(plan))
+    return FlushingSteps(executor)
+
+
+def _make_exchange(
+    plan: Plan | Placement,
+    graph: Graph,
+    stages: Sequence[StageSlice],
+    parameters: dict[int, torch.nn.Parameter],
+    raise_mark: Callable[[int], None],
+) -> Exchange | None:
+    """What this rank sums with others; None if nothing."""
+    buckets = [
+        (bucket, [parameters[tensor] for tensor in bucket.parameters])
+        for bucket in (gradient_buckets(graph, plan) if isinstance(plan, Plan) else ())
+        if any(stage.index in bucket.stages for stage in stages)
+    ]
+    if not buckets:
+        return None
+    if isinstance(plan, Plan) and plan.schedule == WAVES:
+        return WaveExchange(buckets)
+    return BucketExchange([BucketBuffer(bucket, held) for bucket, held in buckets], raise_mark)
+
+
+def _gradient_scales(plan: Plan | Placement, stages: Sequence[StageSlice]) -> tuple[float, dict[int, float]]:
+    """What the loss's gradient is multiplied with, and then those of each stage: an update takes a mean."""
+    if isinstance(plan, Placement) or not plan.is_asynchronous:
+        return 1.0 / plan.num_microbatches, {}
+    return 1.0, {stage.index: 1.0 / minibatches_per_update(plan, stage.index) for stage in stages}
+
+
+def _stages_doing(arranged: Mapping[SectionName, RankProgram]) -> Mapping[type[Instruction], tuple[int, ...]]:
+    """The stages that a rank computes some kind of instruction for, in the order in which they come."""
+    found: defaultdict[type[Instruction], dict[int, None]] = defaultdict(dict)
+    for section in arranged.values():
+        for item in section.computations:
+            found[type(item.instruction)][item.instruction.stage] = None
+    return defaultdict(tuple, {kind: tuple(stages) for kind, stages in found.items()})
+
+
+def _make_part(
+    module: torch.nn.Module, stage: int, doing: Mapping[type[Instruction], tuple[int, ...]], ahead: int
+) -> Part:
+    """A stage's module as its program calls it: with backwards in two parts, or weights of several versions."""
+    if stage in doing[BackwardInput]:
+        return SplitPart(module)
+    return VersionedPart(module, ahead) if stage in doing[Stash] else module
+
+
 def _cut_out(captured: Captured, stage: StageSlice, batch_size: int, device: torch.device) -> torch.nn.Module:
-    module = part(captured, stage_feeds(stage), stage_fetches(stage), batch_size=batch_size, ops=stage.ops)
+    module = cut_part(captured, stage_feeds(stage), stage_fetches(stage), batch_size=batch_size, ops=stage.ops)
     return module.to(device)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from meshwright.runtime.random_state import read_generator, seed_generator, write_generator
 from meshwright.runtime.split_backward import Notes, SplitPart
+from meshwright.runtime.versions import VersionedPart
+from meshwright.spec.errors import ProgramError
 from meshwright.spec.graph import Graph
 from meshwright.spec.slices import Channel, StageSlice
+
+Part = torch.nn.Module | SplitPart | VersionedPart
 
 
 @dataclass(slots=True)
@@ -20,18 +24,19 @@ class _Tape:
     leaves: dict[int, torch.Tensor]
     outputs: dict[int, torch.Tensor]
     notes: Notes
+    version: int
 
 
 class StageRunner:
     """Runs a stage's part: ``part(*values)`` takes the values of `stage_feeds` and returns those of `stage_fetches`.
 
-    A `SplitPart` can also run backwards in two parts. ``loss_scale`` multiplies the loss's gradient: 1 / number of
-    microbatches, so that a step's loss is the mean over them.
+    A `SplitPart` can also run backwards in two parts, a `VersionedPart` with older weights. ``loss_scale`` multiplies
+    the loss's gradient: 1 / number of microbatches, so that a step's loss is the mean over them.
     """
 
     def __init__(
         self,
-        part: Callable[..., tuple[torch.Tensor, ...]],
+        part: Part,
         graph: Graph,
         stage: StageSlice,
         loss_scale: float,
@@ -53,13 +58,13 @@ class StageRunner:
         inputs: Sequence[torch.Tensor],
         received: Mapping[int, Sequence[torch.Tensor]],
         seed: int,
+        version: int = 0,
     ) -> dict[int, torch.Tensor]:
         """Run forward; returns the fetched values by tensor id.
 
         ``inputs`` are this microbatch's graph inputs in the order of the stage; ``received`` maps a source stage to
-        the channel's
-        tensors, followed by the generator's state if the channel carries it. ``seed`` starts the generator if no
-        state arrives.
+        the channel's tensors, followed by the generator's state if the channel carries it. ``seed`` starts the
+        generator if no state arrives. ``version`` of the weights: of a `VersionedPart`.
         """
         leaves: dict[int, torch.Tensor] = {}
         for channel in self._stage.incoming:
@@ -70,10 +75,11 @@ class StageRunner:
         with torch.set_grad_enabled(self._training):
             if self._stage.draws_random:
                 self._restore_generator(received, seed)
-            outputs = dict(zip(self._fetches, self._part(*values), strict=True))
+            made = self._part(version, *values) if isinstance(self._part, VersionedPart) else self._part(*values)
+            outputs = dict(zip(self._fetches, made, strict=True))
         if self._training:
             notes = self._part.notes if isinstance(self._part, SplitPart) else []
-            self._tapes[microbatch] = _Tape(leaves, outputs, notes)
+            self._tapes[microbatch] = _Tape(leaves, outputs, notes, version)
         return outputs
 
     def backward(
@@ -108,11 +114,33 @@ class StageRunner:
             gradients[self._loss] = torch.full_like(loss, self._loss_scale)
         torch.autograd.backward([tape.outputs[tensor] for tensor in gradients], list(gradients.values()))
         self._notes[microbatch] = tape.notes
+        if isinstance(self._part, VersionedPart):
+            self._part.went_back(tape.version)
         return {
             channel.source: [_gradient(tape.leaves[tensor]) for tensor in channel.gradients]
             for channel in self._stage.incoming
             if channel.gradients
         }
+
+    @property
+    def versions(self) -> VersionedPart:
+        """The versions of the stage's weights. Raises ProgramError if it has only one."""
+        if not isinstance(self._part, VersionedPart):
+            raise ProgramError(
+                f"Weights of stage {self._stage.index} were to be kept or given up, but it has one version of them. "
+                "Build the program again from its plan."
+            )
+        return self._part
+
+    def updated(self) -> None:
+        """The optimizer made a new version of the stage's weights."""
+        if isinstance(self._part, VersionedPart):
+            self._part.updated()
+
+    def restart(self) -> None:
+        """The stage's weights, as they are, become version 0."""
+        if isinstance(self._part, VersionedPart):
+            self._part.restart()
 
     def leaving(self, channel: Channel, outputs: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """What a channel carries right after a forward: its tensors, and the generator's state if it carries that."""

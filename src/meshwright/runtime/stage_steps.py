@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -14,7 +15,9 @@ class StageSteps:
 
     Optimizers pass over parameters without a gradient; those of other stages are taken away meanwhile. What several
     stages of the rank hold is updated with the first of them that is: its gradient has the parts of all by then.
-    ``stepping`` are the stages that the program has a step for; the last one takes what no other holds.
+    ``stepping`` are the stages that the program has a step for; the last one takes what no other holds. ``scales``
+    multiply the gradients of a stage first, where they are not 1; ``rate(stage, updates)`` the learning rates, after
+    so many updates of the stage.
     """
 
     def __init__(
@@ -23,8 +26,13 @@ class StageSteps:
         parameters: Mapping[int, torch.nn.Parameter],
         stages: Sequence[StageSlice],
         stepping: Sequence[int],
+        scales: Mapping[int, float],
+        rate: Callable[[int, int], float] = lambda _stage, _updates: 1.0,
     ) -> None:
         self._optimizer = optimizer
+        self._rate = rate
+        self._num_updates = dict.fromkeys(stepping, 0)
+        self._scales = scales
         self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         held = {stage.index: [i for i in stage.parameters if parameters[i].requires_grad] for stage in stages}
         left = {i for stage, owned in held.items() if stage not in stepping for i in owned}
@@ -40,9 +48,30 @@ class StageSteps:
         others = [(item, item.grad) for item in self._trained if id(item) not in chosen and item.grad is not None]
         for parameter, _ in others:
             parameter.grad = None
-        if self._optimizer is not None and any(parameter.grad is not None for parameter in own):
-            self._optimizer.step()
+        found = [parameter.grad for parameter in own if parameter.grad is not None]
+        if found and self._scales.get(stage, 1.0) != 1.0:
+            torch._foreach_mul_(found, self._scales[stage])
+        if self._optimizer is not None and found:
+            with _scaled_rates(self._optimizer, self._rate(stage, self._num_updates[stage])):
+                self._optimizer.step()
+        self._num_updates[stage] += 1
         for parameter in own:
             parameter.grad = None
         for parameter, gradient in others:
             parameter.grad = gradient
+
+
+@contextmanager
+def _scaled_rates(optimizer: torch.optim.Optimizer, scale: float) -> Iterator[None]:
+    """Other learning rates for one step; the user's own, which a scheduler may change, come back."""
+    if scale == 1.0:
+        yield
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * scale
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

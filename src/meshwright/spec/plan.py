@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the runtime executes it: whole ops, a schedule that flushes, sums of buckets.
+        """Whether the runtime executes it: whole ops, sums of buckets.
 
         Every plan can be simulated.
         """
@@ -149,8 +149,6 @@ class Plan:
             return "computes parts of the model again"
         if self.offload != ON_DEVICE:
             return f"keeps {self.offload.describe()}"
-        if self.is_asynchronous:
-            return f"follows the schedule {self.schedule}, which never flushes"
         if self.workload.loader is not None:
             return "has an input pipeline with a rate of its own"
         return "" if self.exchange.is_plain else "exchanges gradients in another way than by sums of buckets"

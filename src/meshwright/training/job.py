@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch.utils import _pytree as pytree
 
+from meshwright.runtime import Repair, RepairKind
 from meshwright.spec.codec import write_document
+from meshwright.spec.errors import PlanError
 from meshwright.spec.files import write_text
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
@@ -38,7 +40,10 @@ def error_file(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every worker is told: the plan's file, the number of steps and of recorded last steps, seeds, outputs."""
+    """What every worker is told: the plan's file, the number of steps and of recorded last steps, seeds, outputs.
+
+    ``repair`` of stale gradients, and the updates in which it fades.
+    """
 
     plan: str
     num_steps: int
@@ -47,8 +52,21 @@ class Job:
     seed: int = 0
     save_model: str | None = None
     pin_cores: bool = True
+    repair: RepairKind | None = None
+    repair_fade: int = 0
 
     SCHEMA_VERSION: ClassVar[int] = 1
+
+
+def job_repair(job: Job) -> Repair | None:
+    """What the job does about stale gradients. Raises PlanError for what is none."""
+    if job.repair is None:
+        if job.repair_fade:
+            raise PlanError(
+                f"{job.repair_fade} updates were given in which a repair fades, but no repair. Give --repair discount."
+            )
+        return None
+    return Repair(kind=job.repair, fade_updates=job.repair_fade)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

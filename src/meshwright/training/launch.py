@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import signal
 import sys
 import tempfile
@@ -22,8 +23,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from meshwright.program import compute_orders
-from meshwright.runtime import check_runnable
+from meshwright.program import compute_orders, num_filling_steps
+from meshwright.runtime import check_repair, check_runnable
 from meshwright.spec.codec import read_document, write_document
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.events import EventSink, NullSink
@@ -33,7 +34,17 @@ from meshwright.spec.model_files import read_model_file
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
-from meshwright.training.job import PROGRESS_FILE, RESULT_FILE, TIMELINE_FILE, Job, RunResult, error_file, write_results
+from meshwright.spec.units import format_count
+from meshwright.training.job import (
+    PROGRESS_FILE,
+    RESULT_FILE,
+    TIMELINE_FILE,
+    Job,
+    RunResult,
+    error_file,
+    job_repair,
+    write_results,
+)
 
 _MONITOR_INTERVAL_S = 0.2
 
@@ -84,15 +95,27 @@ def read_runnable_plan(job: Job) -> Plan | Placement:
             f"The plan was made from the stored graph {plan.model!r}, which has no code and no weights to run. "
             "Plan again from the model's own reference (a zoo name or path/to/file.py:function)."
         )
+    check_repair(plan, job_repair(job))
     if isinstance(plan, Plan):
         check_runnable(plan)
         compute_orders(plan)
+        _check_steps(plan, job.num_steps)
     elif plan.workload.kind != "training":
         raise PlanError(
             f"{job.plan} places a graph for inference, but `run` trains. Run it with "
             "`meshwright.runtime.open_session`, or place the graph of a training step."
         )
     return plan
+
+
+def _check_steps(plan: Plan, num_steps: int) -> None:
+    filling = num_filling_steps(plan)
+    if num_steps <= filling and filling:
+        raise PlanError(
+            f"{format_count(num_steps, 'step')} of the schedule {plan.schedule} were asked for, which takes {filling} "
+            f"to fill and to empty the pipeline; expected {filling + 1} or more. Give --steps {filling + 1}, or choose "
+            "a schedule that flushes."
+        )
 
 
 def torchrun_command(plan: Plan, script: str = "your_script.py") -> str:
@@ -201,7 +224,8 @@ def _follow(path: Path, num_steps: int, events: EventSink, done: threading.Event
                 while (line := file.readline()).endswith("\n"):
                     position = file.tell()
                     row = json.loads(line)
-                    events.metric("loss", row["loss"], row["step"])
+                    if not math.isnan(row["loss"]):
+                        events.metric("loss", row["loss"], row["step"])
                     events.metric("samples_per_s", row["samples_per_s"], row["step"])
                     events.progress("training", row["step"], num_steps)
         if finished:

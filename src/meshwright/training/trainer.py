@@ -13,6 +13,7 @@ the DataLoader stay the user's own.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured, capture_model, flatten_batch
-from meshwright.runtime import Session, gather_timeline, join_group, measure_clock_offset, open_session
+from meshwright.runtime import Repair, Session, gather_timeline, join_group, measure_clock_offset, open_session
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
 from meshwright.spec.timeline import Timeline
+from meshwright.training.losses import Losses
 from meshwright.training.memory import MemoryMeter
 from meshwright.training.state import gather_state, save_state
 
@@ -42,6 +44,7 @@ def prepare(
     *,
     plan: Plan | Placement | Path | str,
     run_seed: int = 0,
+    repair: Repair | None = None,
     verify: bool = True,
 ) -> Trainer:
     """Capture the model, cut out this rank's stage, and make it ready to train. All ranks call it together.
@@ -55,6 +58,7 @@ def prepare(
         batch: an example batch ``(inputs, targets)``; only its shapes matter.
         plan: a Plan, a Placement or the file of either.
         run_seed: seed of dropout and other random ops.
+        repair: what is done about stale gradients under a schedule that never flushes; by default nothing.
         verify: compare the captured model with the eager one first.
 
     Raises PlanError (or GraphMismatchError) if the plan does not fit, CaptureError if the model cannot be captured
@@ -70,7 +74,9 @@ def prepare(
         # The model bakes its batch size in: capture it at the size at which it will run.
         inputs, targets = _first_samples(batch, plan.microbatch_size)
         captured = capture_model(model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=False)
-    session = open_session(captured, plan, lambda parameters: _own_optimizer(optimizer, parameters), run_seed=run_seed)
+    session = open_session(
+        captured, plan, lambda parameters: _own_optimizer(optimizer, parameters), run_seed=run_seed, repair=repair
+    )
     _release_other_parameters(model, session)
     return Trainer(model, captured, session)
 
@@ -83,6 +89,7 @@ class Trainer:
         self._captured = captured
         self._session = session
         self._steps = 0
+        self._losses = Losses(session)
         self._clock_offset_ns = measure_clock_offset()
         self._memory = MemoryMeter(session.device, session.parameters.values())
 
@@ -99,19 +106,31 @@ class Trainer:
     def step(self, inputs: Any, targets: Any = ()) -> float:
         """Train one step on a global batch; returns its loss (the mean over the microbatches), the same on every rank.
 
-        Raises PlanError if the batch has another size than the plan's global batch, RunError if the ranks were given
-        different batches.
+        Under a schedule that never flushes, the loss is that of the newest batch that is known to have run through
+        its forwards; nan while the pipeline fills. `losses` has all of them. Raises PlanError if the batch has another
+        size than the plan's global batch, RunError if the ranks were given different batches.
         """
         tensors = flatten_batch(self._captured, inputs, targets)
         if self._steps == 0:
             _check_same_batch(tensors)
-        losses = self._session.run_step(self._steps, tensors).get(self._session.graph.outputs[0], [])
+        self._losses.add(self._steps, self._session.run_step(self._steps, tensors))
         self._steps += 1
-        total = torch.zeros((), dtype=torch.float64, device=self._session.device)
-        for loss in losses:
-            total += loss
-        dist.all_reduce(total)
-        return float(total) / self.plan.num_microbatches
+        return self._losses.known[-1] if self._losses.known else math.nan
+
+    def finish(self) -> None:
+        """Run to its end what is under way, under a schedule that never flushes; the next step fills it again.
+
+        All ranks call it together. Raises RunError if fewer steps were run than it takes to fill and empty the
+        pipeline.
+        """
+        if self._session.steps.num_filling:
+            self._losses.add(self._steps - 1, self._session.finish())
+            self._losses.finish()
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The loss of every batch that is known, from the first on; of all behind `finish`."""
+        return tuple(self._losses.known)
 
     def held_bytes(self, inputs: Any, targets: Any = ()) -> int:
         """Bytes that this rank holds before a step on such a batch: its stage's state, buckets, its microbatches."""
@@ -149,9 +168,10 @@ class Trainer:
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """The whole model's state under the user's names, in rank 0's host memory; None elsewhere.
 
-        All ranks call it together. Every tensor comes from the first replica of the first stage that holds it;
-        parameters that the graph does not use keep rank 0's values.
+        All ranks call it together. What is under way is brought to its end first (`finish`). Every tensor comes from
+        the first replica of the first stage that holds it; parameters that the graph does not use keep rank 0's values.
         """
+        self.finish()
         return gather_state(self._model, self._session)
 
     def save(self, path: Path | str) -> None:

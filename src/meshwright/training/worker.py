@@ -30,6 +30,7 @@ from meshwright.training.job import (
     PROGRESS_FILE,
     Job,
     error_file,
+    job_repair,
     load_source,
     make_batches,
     make_optimizer,
@@ -42,7 +43,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """What is known after a step (the first is 1)."""
+    """What is known after a step (the first is 1); the loss is nan while a pipeline that never flushes fills."""
 
     step: int
     loss: float
@@ -121,8 +122,8 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         (source.inputs, source.targets),
         plan=plan,
         run_seed=job.seed,
+        repair=job_repair(job),
     )
-    losses: list[float] = []
     seconds: list[float] = []
     first_recorded = max(job.num_steps - job.num_recorded_steps, 0)
     batches = make_batches(source, plan.workload.global_batch, job.seed)
@@ -130,13 +131,14 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         if step == first_recorded:
             trainer.record()
         start = time.perf_counter()
-        losses.append(trainer.step(inputs, targets))
+        loss = trainer.step(inputs, targets)
         seconds.append(time.perf_counter() - start)
         if trainer.rank == 0:
             per_s = plan.workload.global_batch / seconds[-1]
-            report(StepFacts(step=step + 1, loss=losses[-1], samples_per_s=per_s))
+            report(StepFacts(step=step + 1, loss=loss, samples_per_s=per_s))
+    trainer.finish()
     timeline = trainer.timeline()
     if job.save_model is not None:
         trainer.save(job.save_model)
     text = None if timeline is None else dump_json(encode_document(timeline))
-    return text, tuple(losses), tuple(seconds)
+    return text, trainer.losses, tuple(seconds)

@@ -20,6 +20,7 @@ from typing import Literal
 
 from meshwright.program.schedules.bidirectional import dualpipe, dualpipe_v, zb_v
 from meshwright.program.schedules.columns import OrderColumns, RankOrders
+from meshwright.program.schedules.endless import minibatches_per_update, num_filling_steps
 from meshwright.program.schedules.layouts import local_microbatches, num_active, stays_on_rank
 from meshwright.program.schedules.single import gpipe, one_forward_one_backward, zb_h1, zb_h2
 from meshwright.program.schedules.virtual import interleaved, looped_breadth_first
@@ -64,6 +65,8 @@ __all__ = [
     "OrderColumns",
     "RankOrders",
     "local_microbatches",
+    "minibatches_per_update",
     "num_active",
+    "num_filling_steps",
     "stays_on_rank",
 ]

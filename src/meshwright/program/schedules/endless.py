@@ -133,6 +133,20 @@ def endless_order(plan: Plan, rank: int) -> EndlessOrder:
     )
 
 
+def minibatches_per_update(plan: Plan, stage: int) -> int:
+    """How many minibatches' gradients an update of a stage takes the mean of: all microbatches if the plan flushes."""
+    if not plan.is_asynchronous:
+        return plan.num_microbatches
+    turns = _RULES[_name(plan)][1](plan, stage)
+    # Virtual workers update by themselves; other replicas together.
+    return turns if plan.schedule == WAVES else turns * len(plan.stages[stage].ranks)
+
+
+def num_filling_steps(plan: Plan) -> int:
+    """Global batches that enter before the body and behind it; 0 if the plan flushes. A run takes as many or more."""
+    return 2 * _fill(plan) // plan.num_microbatches if plan.is_asynchronous else 0
+
+
 def _fill(plan: Plan) -> int:
     """Minibatches that run through before the body, and that enter after it: W."""
     under_way = max(num_active(plan, stage) * len(item.ranks) for stage, item in enumerate(plan.stages))

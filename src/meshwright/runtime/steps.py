@@ -1,0 +1,132 @@
+"""Which sections of a program run when a global batch arrives: all of a step, or the next piece of an endless stream.
+
+A program that flushes is its body, once per step. One that never flushes has W microbatches in its prologue and as many
+more that enter in its epilogue; with M of them in a global batch, that is A = W / M batches each.
+
+    batch b < 2 A     the prologue, as far as the microbatches that are there allow
+    batch b >= 2 A    the body once more: it lets A batches enter that came before, so that none is missing
+    finish            the epilogue: what entered leaves, and the last A batches enter and leave
+
+Nothing is waited for in between but what the program says: sends and sums of one repetition go on in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from meshwright.runtime.executor import Executor, Inputs, Outputs, Visit
+from meshwright.runtime.rank_program import SectionName
+from meshwright.spec.errors import RunError
+from meshwright.spec.instructions import UPDATES
+from meshwright.spec.program import Program
+from meshwright.spec.units import format_count
+
+_PROLOGUE = -1
+
+
+class Steps(Protocol):
+    """Runs a program batch by batch."""
+
+    # So many batches fill and empty the pipeline; a run takes as many or more.
+    num_filling: int
+
+    def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
+        """Run on with the batch of a step: ``inputs[s][m]`` are what stage s reads of microbatch m, in its order."""
+
+    def finish(self) -> Outputs:
+        """Run what is still under way to its end."""
+
+
+class FlushingSteps:
+    """Every batch is a step by itself."""
+
+    num_filling = 0
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
+        """Run a step to its end."""
+        self._executor.feed(0, inputs)
+        self._executor.begin(Visit("body", step, step))
+        self._executor.go_on()
+        self._executor.settle()
+        return self._executor.take_outputs()
+
+    def finish(self) -> Outputs:
+        """Nothing is under way."""
+        return {}
+
+
+class EndlessSteps:
+    """Batches enter one behind the other; the outputs of a call may be those of earlier batches.
+
+    Streams may follow each other: after `finish` the next batch fills the pipeline again.
+    """
+
+    def __init__(self, executor: Executor, program: Program, rank: int, num_filling: int) -> None:
+        self._executor = executor
+        self._size = program.advance
+        self.num_filling = num_filling
+        own = np.concatenate([program.body.stream_range(stream) for stream in program.streams_of(rank)])
+        self._updates = int(np.isin(program.body.opcode[own.astype(np.int64)], UPDATES).sum())
+        self._first = 0
+        self._fed = 0
+        self._is_filled = False
+
+    def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
+        """Let a batch in, and run what is due.
+
+        Raises RunError for a step that does not follow the one before.
+        """
+        if self._fed and step != self._first + self._fed:
+            raise RunError(
+                f"Step {step} was given behind step {self._first + self._fed - 1}, while minibatches are under way. "
+                "Number steps on, or call `finish` in between."
+            )
+        if not self._fed:
+            self._first = step
+            self._executor.begin(self._visit(_PROLOGUE))
+        self._executor.feed(self._fed, inputs)
+        self._fed += 1
+        if not self._is_filled:
+            self._is_filled = self._executor.go_on(self._fed * self._size)
+        elif self._fed > self.num_filling:
+            place = self._fed - self.num_filling - 1
+            self._executor.begin(self._visit(place))
+            self._executor.go_on()
+            # The others have long received what was sent then: this frees memory that no answer has freed.
+            self._executor.settle(place - self.num_filling // 2 - 1)
+        self._executor.release()
+        return self._executor.take_outputs()
+
+    def finish(self) -> Outputs:
+        """Empty the pipeline.
+
+        Raises RunError if fewer batches came than it takes to fill and empty it.
+        """
+        if not self._fed:
+            return {}
+        repetitions = self._fed - self.num_filling
+        if repetitions < 0:
+            raise RunError(
+                f"The pipeline was given {format_count(self._fed, 'step')}; expected at least {self.num_filling}, "
+                "which this schedule takes to fill and to empty it. Run more steps, or choose a schedule that flushes."
+            )
+        self._executor.begin(self._visit(repetitions))
+        self._executor.go_on()
+        self._executor.settle()
+        self._executor.restart()
+        self._fed, self._is_filled = 0, False
+        return self._executor.take_outputs()
+
+    def _visit(self, place: int) -> Visit:
+        """The section at a place; sections are numbered as if the body came once, so one behind it is one less on."""
+        if place == _PROLOGUE:
+            return Visit("prologue", place, self._first)
+        name: SectionName = "epilogue" if place == self._fed - self.num_filling else "body"
+        on = place - (name == "epilogue")
+        return Visit(name, place, self._first, on * self._size, on * self._updates)

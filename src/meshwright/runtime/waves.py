@@ -1,0 +1,85 @@
+"""Virtual workers: what the replicas of a stage changed in a wave of minibatches is summed, and merged a while later.
+
+Each replica updates weights of its own. At the end of a wave, d = w - w', with w' those at its beginning, is what it
+changed; the sum over the replicas less its own d, what the others did. A merge adds the latter to the weights
+(`program.schedules.endless`; Park et al., HetPipe, ATC 2020).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from meshwright.program import Bucket
+
+
+class _WaveBucket:
+    """Parameters that are summed together; ``begun`` is what they were when the wave began."""
+
+    def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.index = bucket.index
+        self.parameters = list(parameters)
+        self.sizes = [parameter.numel() for parameter in parameters]
+        self.begun = self.flatten()
+        # Of the waves that are not merged yet: what this replica changed, and the sum over all.
+        self.waves: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+
+    def flatten(self) -> torch.Tensor:
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+
+    def end_wave(self) -> torch.Tensor:
+        now = self.flatten()
+        own = now - self.begun
+        self.begun = now
+        self.waves.append((own, own.clone()))
+        return self.waves[-1][1]
+
+    def merge(self) -> None:
+        own, total = self.waves.popleft()
+        others = (total - own).split(self.sizes)
+        for parameter, change in zip(self.parameters, others, strict=True):
+            parameter.data.add_(change.view_as(parameter))
+        self.begun = self.flatten()
+
+
+class WaveExchange:
+    """The buckets of a rank whose updates are summed by waves."""
+
+    def __init__(self, buckets: Sequence[tuple[Bucket, Sequence[torch.nn.Parameter]]]) -> None:
+        self._buckets = {bucket.index: _WaveBucket(bucket, parameters) for bucket, parameters in buckets}
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The weights with which the wave began."""
+        return [bucket.begun for bucket in self._buckets.values()]
+
+    @property
+    def stages(self) -> Mapping[int, Collection[int]]:
+        """No gradients are summed."""
+        return {}
+
+    def begin(self, buckets: Collection[int]) -> None:
+        """No gradients are summed."""
+
+    def finish(self) -> None:
+        """No gradients are summed."""
+
+    def to_sum(self, bucket: int) -> torch.Tensor:
+        """The wave is over: what this replica changed, to be summed over all in place."""
+        return self._buckets[bucket].end_wave()
+
+    def merge(self) -> None:
+        """Add what the others changed in the oldest wave that was summed."""
+        for bucket in self._buckets.values():
+            bucket.merge()
+
+    def restart(self) -> None:
+        """Forget the waves that nobody merged."""
+        for bucket in self._buckets.values():
+            bucket.waves.clear()
+            bucket.begun = bucket.flatten()
+
+    def close(self) -> None:
+        """Nothing was hooked into the parameters."""
