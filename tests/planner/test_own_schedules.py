@@ -92,7 +92,7 @@ def test_an_own_schedule_that_equals_a_named_one_is_worth_the_same(mine, own, na
     pairs = list(zip(sorted(ours.ranked, key=key), sorted(theirs.ranked, key=key), strict=True))
     assert all(key(item) == key(other) for item, other in pairs)
     for item, other in pairs:
-        # Under an own schedule the runtime waits for no sent gradient before the step's end (runtime/executor.py).
+        # Under an own schedule the runtime waits for no sent gradient before the step's end (runtime/messages.py).
         size = max(tensor.num_bytes(item.plan.microbatch_size) for tensor in chain_graph(8).tensors)
         more = np.subtract(item.peak_memory_bytes, other.peak_memory_bytes)
         assert (more >= 0).all()

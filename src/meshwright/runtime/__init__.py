@@ -2,12 +2,12 @@
 
 session         from a plan and a captured model to a rank that is ready; it puts the others together
 rank_program    what one rank issues, and when
-executor        issues it
-steps           which section of it, batch by batch
+executor        issues it; `messages` hold what crosses between stages, `bucket_sums` what is summed, `pending` what
+is under way
+steps           which section of it runs, batch by batch
 stage           forwards and backwards of one stage; `split_backward` where they come in two parts, `versions` where
-weights change meanwhile
+weights change meanwhile, `repairs` what may be done about that
 transport       sends, receives and sums, in `layouts` that both ends know
-repairs         what may be done about gradients that are stale
 exchange        buckets of gradients; `waves` of what virtual workers changed
 stage_steps     the optimizer, stage by stage
 recorder        spans of all ranks on one clock

@@ -9,22 +9,24 @@ with which batches, `steps` says.
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
 
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.bucket_sums import BucketSums
 from meshwright.runtime.exchange import Exchange
+from meshwright.runtime.messages import Messages
+from meshwright.runtime.pending import Key, Pending
 from meshwright.runtime.random_state import microbatch_seed, read_generator, write_generator
 from meshwright.runtime.rank_program import Computed, Issued, RankProgram, SectionName
 from meshwright.runtime.recorder import Recorder
+from meshwright.runtime.refusals import wrong_beside, wrong_in_compute
 from meshwright.runtime.stage import StageRunner
 from meshwright.runtime.transport import Layout, Transport
-from meshwright.spec.errors import ProgramError
 from meshwright.spec.instructions import (
     AllGather,
     AllReduce,
@@ -48,17 +50,7 @@ from meshwright.spec.instructions import (
 from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
 from meshwright.spec.slices import StageSlice
 
-# Gradient sends that may be under way before the oldest is waited for. The wait only bounds the memory that they
-# hold: they are
-# awaited by stages before this one, never by one after it, so it cannot close a circle. Under an own schedule the
-# replicas of such a stage may wait for each other's next gradients, and nothing is bounded.
-_MAX_GRADIENT_SENDS = 4
-
 Inputs = Sequence[Sequence[torch.Tensor]]
-# A stage and a microbatch.
-_Own = tuple[int, int]
-# A place among the sections that run, and an instruction of the section there.
-_Key = tuple[int, int]
 _Issue = Callable[[], list[dist.Work]]
 
 
@@ -93,7 +85,6 @@ class _Bound:
     item: Computed
     run: Callable[[], None]
     then: list[tuple[Issued, _Issue]]
-    marked: dict[int, Issued]
     microbatch: int
 
 
@@ -124,14 +115,15 @@ class Executor:
         self._num_microbatches = num_microbatches
         self._stages = {stage.index: stage for stage in stages}
         self._runners = {stage.index: runner for stage, runner in zip(stages, runners, strict=True)}
-        self._transport = transport
-        self._exchange = exchange
-        self._layouts = layouts
+        self._pending = Pending(recorder)
+        self._messages = Messages(
+            self._stages, transport, layouts, self._pending, bound_gradient_sends=bound_gradient_sends
+        )
+        self._sums = BucketSums(exchange, transport, self._issue_marked)
         self._optimizer_step = optimizer_step
         self._recorder = recorder
         self._device = device
         self._run_seed = run_seed
-        self._bound_gradient_sends = bound_gradient_sends
         self._draws_random = any(stage.draws_random for stage in stages)
         self._channels = {(channel.source, channel.target): channel for stage in stages for channel in stage.outgoing}
         self._firsts = {
@@ -141,15 +133,7 @@ class Executor:
         self._visit = Visit("body", 0, 0)
         self._position = 0
         self._reached = 0
-        self._marked: dict[int, Issued] = {}
-        self._sections: dict[int, SectionName] = {}
         self._batches: dict[int, Mapping[int, Inputs]] = {}
-        self._pending: dict[_Key, tuple[list[dist.Work], int]] = {}
-        self._gradient_sends: deque[_Key] = deque()
-        self._activation_sends: dict[tuple[int, int, int], _Key] = {}
-        # What a stage has of a microbatch, by the stage that it comes from.
-        self._activations: defaultdict[_Own, dict[int, list[torch.Tensor]]] = defaultdict(dict)
-        self._gradients: defaultdict[_Own, dict[int, list[torch.Tensor]]] = defaultdict(dict)
         self._outputs: dict[int, torch.Tensor] = {}
         self._input_gradients: dict[int, list[torch.Tensor]] = {}
         self._made: defaultdict[int, list[Output]] = defaultdict(list)
@@ -167,15 +151,14 @@ class Executor:
         """Begin again with microbatch 0 and version 0, after everything came to its end."""
         self._batches.clear()
         self._reached = 0
-        if self._exchange is not None:
-            self._exchange.restart()
+        self._sums.restart()
         for runner in self._runners.values():
             runner.restart()
 
     def begin(self, visit: Visit) -> None:
         """Enter a section, and issue what waits for nothing in it."""
         self._visit, self._position = visit, 0
-        self._sections[visit.place] = visit.section
+        self._pending.begin(visit.place, visit.section)
         for item, issue in self._firsts[visit.section]:
             self._issue(item, issue)
 
@@ -196,30 +179,29 @@ class Executor:
 
     def settle(self, place: int | None = None) -> None:
         """Wait for everything that was issued, or for what was up to a place."""
-        for key in [key for key in self._pending if place is None or key[0] <= place]:
-            self._wait(key)
-        for passed in [other for other in self._sections if place is None or other < place]:
-            del self._sections[passed]
+        self._pending.settle(place)
         if place is None:
-            self._gradient_sends.clear()
-            self._activation_sends.clear()
+            self._messages.settled()
 
     def take_outputs(self) -> Outputs:
         """The outputs of the graph that this rank made since the last call."""
         made, self._made = dict(self._made), defaultdict(list)
         return made
 
+    def raise_mark(self, bucket: int) -> None:
+        """A bucket is ready: its sum leaves if the program lets it leave during the backward."""
+        self._sums.raise_mark(bucket)
+
     # --- binding: instructions become calls, once
     # -------------------------------------------------------------------------
 
     def _bind_all(self, program: RankProgram) -> list[_Bound]:
-        finals = _last_backwards(program, self._exchange.stages if self._exchange is not None else {})
+        finals = self._sums.last_backwards(program)
         return [
             _Bound(
                 item,
                 self._bind(item.instruction, finals.get(item.index, ())),
                 [(other, self._bind_issue(other)) for other in item.then],
-                {other.instruction.bucket: other for other in item.marked if isinstance(other.instruction, AllReduce)},
                 item.instruction.microbatch if isinstance(item.instruction, Forward) else -1,
             )
             for item in program.computations
@@ -243,12 +225,23 @@ class Executor:
                 return lambda: self._runners[stage].versions.stash(version + self._visit.versions_on)
             case Drop(stage=stage, version=version):
                 return lambda: self._runners[stage].versions.drop(version + self._visit.versions_on)
-            case Send() | Receive() | AllReduce() | ReduceScatter() | AllGather() | Push() | Sum() | Pull() | Load():
-                raise ProgramError(
-                    f"{instruction} stands in a compute stream; communication belongs to its own streams."
-                )
-            case CopyDown() | HostStep() | CopyUp() | ReadStates() | WriteStates():
-                raise ProgramError(f"{instruction} stands in a compute stream; what the host does has its own streams.")
+            case (
+                Send()
+                | Receive()
+                | AllReduce()
+                | ReduceScatter()
+                | AllGather()
+                | Push()
+                | Sum()
+                | Pull()
+                | Load()
+                | CopyDown()
+                | HostStep()
+                | CopyUp()
+                | ReadStates()
+                | WriteStates()
+            ):
+                raise wrong_in_compute(instruction)
             case _:
                 assert_never(instruction)
 
@@ -260,29 +253,20 @@ class Executor:
             case Receive():
                 return lambda: self._receive(instruction, item.group[0])
             case AllReduce(bucket=bucket):
-                return lambda: self._all_reduce(bucket, item.group)
-            case ReduceScatter() | AllGather():
-                raise ProgramError(
-                    f"{instruction} belongs to an optimizer that is sharded; the runtime sums whole buckets. Simulate "
-                    "this program, or plan with `zero` 0 to run."
-                )
-            case Load():
-                raise ProgramError(
-                    f"{instruction} belongs to an input pipeline; the runtime is given its inputs. Simulate this "
-                    "program, or plan without a loader to run."
-                )
-            case CopyDown() | HostStep() | CopyUp() | ReadStates() | WriteStates():
-                raise ProgramError(
-                    f"{instruction} belongs to an optimizer on the host; the runtime steps on the device. Simulate "
-                    "this program, or plan without `offload` to run."
-                )
-            case Push() | Sum() | Pull():
-                raise ProgramError(
-                    f"{instruction} belongs to parameter servers; the runtime sums by all-reduces. Simulate this "
-                    "program, or plan without `servers` to run."
-                )
+                return lambda: self._sums.sum_up(bucket, item.group)
             case (
-                Forward()
+                ReduceScatter()
+                | AllGather()
+                | Push()
+                | Sum()
+                | Pull()
+                | Load()
+                | CopyDown()
+                | HostStep()
+                | CopyUp()
+                | ReadStates()
+                | WriteStates()
+                | Forward()
                 | Backward()
                 | BackwardInput()
                 | BackwardWeight()
@@ -291,7 +275,7 @@ class Executor:
                 | Drop()
                 | Merge()
             ):
-                raise ProgramError(f"{instruction} stands in a communication stream; it belongs to the compute stream.")
+                raise wrong_beside(instruction)
             case _:
                 assert_never(instruction)
 
@@ -301,15 +285,15 @@ class Executor:
     def _run(self, bound: _Bound) -> None:
         item, place = bound.item, self._visit.place
         for index in item.awaits:
-            self._wait((place, index))
+            self._pending.wait(Key(place, index))
         for late in item.late:
-            if self._sections.get(place - late.lag) == late.section:
-                self._wait((place - late.lag, late.index))
-        self._marked = bound.marked
+            if self._pending.section_at(place - late.lag) == late.section:
+                self._pending.wait(Key(place - late.lag, late.index))
+        self._sums.expect(item.marked)
         if self._recorder.active:
             start = time.perf_counter_ns()
             bound.run()
-            self._record(item.index, place, start)
+            self._pending.record(Key(place, item.index), start)
         else:
             bound.run()
         for other, issue in bound.then:
@@ -317,20 +301,10 @@ class Executor:
 
     def _issue(self, item: Issued, issue: _Issue) -> None:
         start = time.perf_counter_ns()
-        self._pending[self._visit.place, item.index] = (issue(), start)
+        self._pending.add(Key(self._visit.place, item.index), issue(), start)
 
-    def _wait(self, key: _Key) -> None:
-        if key in self._pending:
-            works, start = self._pending.pop(key)
-            for work in works:
-                work.wait()
-            if self._recorder.active:
-                self._record(key[1], key[0], start)
-
-    def _record(self, index: int, place: int, start: int) -> None:
-        """Steps are repetitions of the body; what fills and empties the pipeline belongs to none."""
-        if self._sections[place] == "body":
-            self._recorder.add(index, place, start, time.perf_counter_ns())
+    def _issue_marked(self, item: Issued) -> None:
+        self._issue(item, self._bind_issue(item))
 
     def _forward(self, stage: int, microbatch: int, version: int) -> None:
         runner, facts, visit = self._runners[stage], self._stages[stage], self._visit
@@ -341,129 +315,56 @@ class Executor:
         self._outputs = runner.forward(
             microbatch,
             self._batches[batch][stage][place],
-            self._activations[stage, microbatch],
+            self._messages.activations(stage, microbatch),
             microbatch_seed(self._run_seed, step, place),
             version + visit.versions_on,
         )
         for channel in facts.outgoing:
             if channel.target in self._stages:
-                handed_on = [value.detach() for value in runner.leaving(channel, self._outputs)]
-                self._activations[channel.target, microbatch][stage] = handed_on
+                self._messages.hand_on(stage, channel.target, microbatch, runner.leaving(channel, self._outputs))
         for tensor in facts.outputs:
             value = self._outputs[tensor].detach()
             # With a backward, what was received goes back to a pool, and an output may be a view of it.
             self._made[tensor].append(Output(step, value.clone() if facts.has_backward else value))
         if not facts.has_backward:
-            # Nobody else reads what came; what is handed on or sent is held by those who have it.
-            del self._activations[stage, microbatch]
+            self._messages.forget(stage, microbatch)
 
     def _backward(self, stage: int, microbatch: int, final: Collection[int]) -> None:
         microbatch += self._visit.microbatches_on
-        received = self._gradients[stage, microbatch]
-        with self._filling(final):
+        received = self._messages.gradients(stage, microbatch)
+        with self._sums.filling(final):
             self._input_gradients = self._runners[stage].backward(microbatch, received)
-        self._hand_back(stage, microbatch)
-        self._give_back(stage, microbatch)
+        self._messages.hand_back(stage, microbatch, self._input_gradients)
+        self._messages.give_back(stage, microbatch)
 
     def _backward_input(self, stage: int, microbatch: int) -> None:
         microbatch += self._visit.microbatches_on
-        received = self._gradients[stage, microbatch]
+        received = self._messages.gradients(stage, microbatch)
         self._input_gradients = self._runners[stage].backward_input(microbatch, received)
-        self._hand_back(stage, microbatch)
+        self._messages.hand_back(stage, microbatch, self._input_gradients)
 
     def _backward_weight(self, stage: int, microbatch: int, final: Collection[int]) -> None:
         microbatch += self._visit.microbatches_on
-        with self._filling(final):
+        with self._sums.filling(final):
             self._runners[stage].backward_weight(microbatch)
-        self._give_back(stage, microbatch)
+        self._messages.give_back(stage, microbatch)
 
     def _update(self, stage: int) -> None:
         self._optimizer_step(stage)
         self._runners[stage].updated()
 
     def _merge(self, stage: int) -> None:
-        assert self._exchange is not None, "a rank that merges exchanges"
-        self._exchange.merge()
+        self._sums.merge()
         self._runners[stage].updated()
 
-    @contextmanager
-    def _filling(self, buckets: Collection[int]) -> Iterator[None]:
-        """The last backward of some buckets: they leave as soon as they are full."""
-        if buckets and self._exchange is not None:
-            self._exchange.begin(buckets)
-        yield
-        if buckets and self._exchange is not None:
-            self._exchange.finish()
-
-    def _hand_back(self, stage: int, microbatch: int) -> None:
-        """Gradients go to the stages before; what was sent to those behind has arrived."""
-        facts, received = self._stages[stage], self._gradients[stage, microbatch]
-        for source, gradients in self._input_gradients.items():
-            if source in self._stages:
-                self._gradients[source, microbatch][stage] = gradients
-        for channel in facts.outgoing:
-            # The gradient came back, so what was sent has arrived: this wait returns at once and frees the sender's
-            # buffers.
-            sent = self._activation_sends.pop((stage, channel.target, microbatch), None)
-            if sent is not None and channel.target in received:
-                self._wait(sent)
-
-    def _give_back(self, stage: int, microbatch: int) -> None:
-        """Nobody reads any more what came for a microbatch."""
-        received = self._gradients.pop((stage, microbatch), {})
-        arrived = self._activations.pop((stage, microbatch), {})
-        for source, tensors in (*received.items(), *arrived.items()):
-            if source not in self._stages:
-                self._transport.recycle(tensors)
-
-    def _send(self, index: int, instruction: Send, target: int) -> list[dist.Work]:
-        stage, peer, key = instruction.stage, instruction.peer, (self._visit.place, index)
-        layouts = self._layouts[stage, peer, instruction.payload]
-        if instruction.payload == "activation":
-            microbatch = instruction.microbatch + self._visit.microbatches_on
-            self._activation_sends[stage, peer, microbatch] = key
-            tensors = self._runners[stage].leaving(self._channels[stage, peer], self._outputs)
-        else:
-            self._gradient_sends.append(key)
-            if self._bound_gradient_sends and len(self._gradient_sends) > _MAX_GRADIENT_SENDS:
-                self._wait(self._gradient_sends.popleft())
-            tensors = self._input_gradients[peer]
-        return self._transport.send(tensors, layouts, target)
-
-    def _receive(self, instruction: Receive, source: int) -> list[dist.Work]:
-        layouts = self._layouts[instruction.peer, instruction.stage, instruction.payload]
-        tensors, works = self._transport.receive(layouts, source)
-        inbox = self._activations if instruction.payload == "activation" else self._gradients
+    def _send(self, index: int, instruction: Send, rank: int) -> list[dist.Work]:
+        stage, peer, key = instruction.stage, instruction.peer, Key(self._visit.place, index)
+        if instruction.payload == "gradient":
+            return self._messages.send_gradients(key, stage, peer, self._input_gradients[peer], rank)
         microbatch = instruction.microbatch + self._visit.microbatches_on
-        inbox[instruction.stage, microbatch][instruction.peer] = tensors
-        return works
+        tensors = self._runners[stage].leaving(self._channels[stage, peer], self._outputs)
+        return self._messages.send_activations(key, stage, peer, microbatch, tensors, rank)
 
-    def raise_mark(self, bucket: int) -> None:
-        """A bucket is ready: issue its sum if the program lets it leave during the backward."""
-        item = self._marked.get(bucket)
-        if item is not None:
-            self._issue(item, lambda: self._all_reduce(bucket, item.group))
-
-    def _all_reduce(self, bucket: int, group: tuple[int, ...]) -> list[dist.Work]:
-        assert self._exchange is not None, "a rank that sums has buckets"
-        return self._transport.sum_over(self._exchange.to_sum(bucket), group)
-
-
-def _last_backwards(program: RankProgram, stages_of: Mapping[int, Collection[int]]) -> dict[int, tuple[int, ...]]:
-    """Buckets that are final with a computation, by its index: the last one before an update that adds to them."""
-    last: dict[int, int] = {}
-    updated: set[int] = set()
-    finals: defaultdict[int, list[int]] = defaultdict(list)
-    for item in program.computations:
-        stage = item.instruction.stage
-        if isinstance(item.instruction, OptimizerStep):
-            updated.add(stage)
-        elif isinstance(item.instruction, Backward | BackwardWeight):
-            for bucket in (bucket for bucket, stages in stages_of.items() if stage in stages):
-                if bucket in last and stage in updated:
-                    finals[last[bucket]].append(bucket)
-                last[bucket] = item.index
-            updated.discard(stage)
-    for bucket, index in last.items():
-        finals[index].append(bucket)
-    return {index: tuple(buckets) for index, buckets in finals.items()}
+    def _receive(self, instruction: Receive, rank: int) -> list[dist.Work]:
+        microbatch = instruction.microbatch + self._visit.microbatches_on
+        return self._messages.receive(instruction.stage, instruction.peer, microbatch, instruction.payload, rank)

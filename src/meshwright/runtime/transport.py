@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 import torch.distributed as dist
 
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.program import Program
+
+_TAGS = count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +39,22 @@ class Transport:
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._device = device
+        # What one session still expects must not be answered by another: all ranks open theirs in the same order.
+        self._tag = next(_TAGS)
         self._free: defaultdict[Layout, list[torch.Tensor]] = defaultdict(list)
         self._groups = _make_groups(program)
 
     def send(self, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout], target: int) -> list[dist.Work]:
         """Send tensors to a rank, in order; the works keep them alive."""
         return [
-            _work(dist.isend(_on_wire(item, layout), target)) for item, layout in zip(tensors, layouts, strict=True)
+            _work(dist.isend(_on_wire(item, layout), target, tag=self._tag))
+            for item, layout in zip(tensors, layouts, strict=True)
         ]
 
     def receive(self, layouts: Sequence[Layout], source: int) -> tuple[list[torch.Tensor], list[dist.Work]]:
         """Receive tensors of known layouts from a rank; they are filled when the works are done."""
         tensors = [self._take(layout) for layout in layouts]
-        return tensors, [_work(dist.irecv(_storage_order(item), source)) for item in tensors]
+        return tensors, [_work(dist.irecv(_storage_order(item), source, tag=self._tag)) for item in tensors]
 
     def recycle(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give received tensors back; nobody reads them any more."""

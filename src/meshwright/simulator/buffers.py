@@ -5,7 +5,7 @@ The runtime holds both longer than their transfers take, by the order of its com
     receives   are issued `RECEIVE_LOOKAHEAD` computations before their consumer and held until the microbatch's
                backward is done; buffers go back to a pool by size and are never given up (runtime/transport.py), so
                what was most of each size is there all the time
-    sends      of gradients hold them until the oldest of `MAX_GRADIENT_SENDS` is waited for (runtime/executor.py)
+    sends      of gradients hold them until the oldest of `MAX_GRADIENT_SENDS` is waited for (runtime/messages.py)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-# As runtime/executor.py has it; under an own schedule, or placed, nothing is waited for before the step's end.
+# As runtime/messages.py has it; under an own schedule, or placed, nothing is waited for before the step's end.
 MAX_GRADIENT_SENDS = 4
 
 

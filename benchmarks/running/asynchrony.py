@@ -1,0 +1,256 @@
+"""The loss that asynchrony costs, per update and per second, and what two repairs give back.
+
+Four stages of a small Llama on bytes train under every schedule, from the same weights on the same samples in the same
+order; every arm makes one update per 16 samples, so that arms differ in their delays alone:
+
+    flush                 1F1B, 4 microbatches of 4: no delay. The reference
+    stashing              pipedream, minibatches of 16: 3, 2, 1 and 0 updates of delay
+    vertical sync         pipedream-vertical: 3 everywhere
+    2bw                   4 microbatches of 4, 1 everywhere
+    naive                 stashing without stashes: backwards meet other weights than their forwards. Negative control
+    stashing, predict     weights extrapolated by as many updates as are missing
+    stashing, discount    learning rates over the delay, which fades in a quarter of the run
+
+The learning rate of an optimizer is the best of `RATES` for flush, on a seed that is not scored; all arms get it. Scored
+is the loss on 256 held-out samples after `UPDATES` updates; its gap to flush is paired by seed. Per second: the time
+until the running mean of training losses falls to that of flush after 80 % of its updates, with an update's time as the
+simulator has it for four devices, each priced by ops that were measured here.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from harness import make_row
+
+from meshwright.capture import capture_model, flatten_batch
+from meshwright.cost import CostModel
+from meshwright.measurement import run_ranks
+from meshwright.runtime import Repair, open_session
+from meshwright.runtime.versions import VersionedPart
+from meshwright.simulator import simulate_plan
+from meshwright.spec import Optimizer, Plan, StagePlan, Workload, load_cluster
+from meshwright.training import measure_here
+from meshwright.training.state import gather_state
+from meshwright.training.text import text_batches
+from meshwright.zoo import load_model
+
+MODEL, SIZES = "llama-tiny", {"sequence_length": 32}
+STAGES = 4
+SAMPLES = 16
+PARTS = 4
+UPDATES, QUICK_UPDATES = 480, 64
+SEEDS, QUICK_SEEDS = (1, 2, 3, 4, 5, 6), (1, 2)
+TUNING_SEED, HELD_OUT_SEED = 100, 999
+RATES = {"sgd": (0.1, 0.2, 0.4, 0.8), "adamw": (1e-3, 2e-3, 4e-3, 8e-3)}
+WINDOW = 40
+# Schedule, repair, and whether stashes are left out.
+ARMS = {
+    "flush": ("1f1b", None, False),
+    "stashing": ("pipedream", None, False),
+    "vertical sync": ("pipedream-vertical", None, False),
+    "2bw": ("pipedream-2bw", None, False),
+    "naive": ("pipedream", None, True),
+    "stashing, predict": ("pipedream", "predict", False),
+    "stashing, discount": ("pipedream", "discount", False),
+}
+NOTES = (
+    "Held-out loss: value = mean over the seeds, baseline = that of flush, spread = half the middle 80 % of the seeds. "
+    "Gap: mean of the paired differences to flush, spread = their standard error. Share closed: 1 - gap of the repair "
+    "over gap of stashing. Seconds: until the running mean of training losses reaches that of flush after 80 % of its "
+    "updates; baseline = flush; nan: never."
+)
+
+
+def per_update(schedule):
+    """Whether minibatches are whole updates; else a step of the plan is one update of several microbatches."""
+    return schedule in ("pipedream", "pipedream-vertical")
+
+
+def make_plan(graph, schedule, optimizer):
+    edges = [len(graph.layers) * index // STAGES for index in range(STAGES + 1)]
+    return Plan(
+        model=MODEL,
+        model_sizes=tuple(SIZES.items()),
+        graph_hash=graph.content_hash,
+        cluster=f"{STAGES}xcpu",
+        workload=Workload(
+            global_batch=SAMPLES * (PARTS if per_update(schedule) else 1),
+            optimizer=Optimizer(kind=optimizer, momentum=optimizer == "sgd"),
+        ),
+        stages=tuple(StagePlan(start=edges[i], stop=edges[i + 1], ranks=(i,)) for i in range(STAGES)),
+        num_microbatches=PARTS,
+        schedule=schedule,
+    )
+
+
+def make_optimizer(kind, rate):
+    if kind == "sgd":
+        return lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=0.9)
+    return lambda parameters: torch.optim.AdamW(parameters, lr=rate)
+
+
+class Overwritten(VersionedPart):
+    """Keeps nothing: a backward meets what the optimizer has made of the weights meanwhile."""
+
+    def stash(self, version):
+        self._kept[version] = [item.data for item in self._trained.values()]
+        self._open = 0
+
+    def drop(self, version):
+        self._kept.pop(version)
+
+
+class Trainee:
+    """The model, captured once; trained again and again on this rank."""
+
+    def __init__(self):
+        self.source = load_model(MODEL, batch_size=SAMPLES, **SIZES)
+        source = self.source
+        self.captured = capture_model(
+            source.model, source.inputs, targets=source.targets, loss=source.loss, verify=False
+        )
+        self.held_out = next(text_batches(256, SIZES["sequence_length"], HELD_OUT_SEED))
+
+    def weights(self, seed):
+        torch.manual_seed(seed)
+        return {
+            name: torch.randn_like(value) * 0.02 if value.ndim > 1 else torch.ones_like(value)
+            for name, value in sorted(self.source.model.state_dict().items())
+            if value.dtype.is_floating_point
+        }
+
+    def train(self, arm, optimizer, rate, seed, updates):
+        """Training loss per update, and on rank 0 the loss on the held-out samples."""
+        schedule, kind, overwrites = ARMS[arm]
+        model, graph = self.source.model, self.captured.graph
+        model.load_state_dict(self.weights(seed), strict=False)
+        plan = make_plan(graph, schedule, optimizer)
+        repair = None
+        if kind is not None:
+            repair = Repair(kind=kind, fade_updates=updates // 4 if kind == "discount" else 0)
+        session = open_session(self.captured, plan, make_optimizer(optimizer, rate), repair=repair)
+        if overwrites:
+            for part in session.parts:
+                if isinstance(part, VersionedPart):
+                    part.__class__ = Overwritten
+        stream = text_batches(plan.workload.global_batch, SIZES["sequence_length"], seed)
+        steps = updates * SAMPLES // plan.workload.global_batch
+        losses = torch.zeros(steps, dtype=torch.float64)
+        for step in range(steps):
+            inputs, targets = next(stream)
+            add(losses, session.run_step(step, flatten_batch(self.captured, (inputs,), (targets,))), graph)
+        add(losses, session.finish(), graph)
+        dist.all_reduce(losses)
+        state = gather_state(model, session)
+        session.close()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return losses.numpy() / plan.num_microbatches, self.score(state)
+
+    def score(self, state):
+        if state is None:
+            return float("nan")
+        kept = {name: value.clone() for name, value in self.source.model.state_dict().items()}
+        self.source.model.load_state_dict(state)
+        with torch.no_grad():
+            inputs, targets = self.held_out
+            found = float(self.source.loss(self.source.model(inputs), targets))
+        self.source.model.load_state_dict(kept)
+        return found
+
+
+def add(losses, outputs, graph):
+    for step, value in outputs.get(graph.outputs[0], []):
+        losses[step] += value.double()
+
+
+def tune(_context, optimizer, updates):
+    """The held-out loss of flush with each rate, on rank 0."""
+    trainee = Trainee()
+    return {rate: trainee.train("flush", optimizer, rate, TUNING_SEED, updates)[1] for rate in RATES[optimizer]}
+
+
+def study(_context, optimizer, rate, updates, seeds):
+    """By arm and seed: losses per step of the plan, and the held-out loss, on rank 0."""
+    trainee = Trainee()
+    return {arm: [trainee.train(arm, optimizer, rate, seed, updates) for seed in seeds] for arm in ARMS}
+
+
+def curve(losses, updates):
+    """Running mean of the training loss, per update."""
+    repeated = np.repeat(losses, updates // len(losses))
+    return np.convolve(repeated, np.ones(WINDOW) / WINDOW, mode="valid")
+
+
+def seconds_to(level, losses, updates, update_s):
+    """Seconds until the running mean has come down to a level; nan if never."""
+    below = np.flatnonzero(curve(losses, updates) <= level)
+    return (below[0] + WINDOW) * update_s if len(below) else float("nan")
+
+
+def update_seconds(graph, optimizer):
+    """Seconds per update of each schedule on four devices, as simulated from ops that are measured here."""
+    cluster = load_cluster(f"{STAGES}xcpu")
+    table = measure_here(MODEL, [SAMPLES // PARTS, SAMPLES], sizes=tuple(SIZES.items()), num_ranks=2)
+    cost = CostModel(cluster=cluster, measurements=table)
+    found = {}
+    for schedule in {schedule for schedule, _, _ in ARMS.values()}:
+        plan = make_plan(graph, schedule, optimizer)
+        step_s = simulate_plan(plan, graph, cluster, cost=cost, num_steps=4).step_time_s
+        found[schedule] = step_s / (PARTS if per_update(schedule) else 1)
+    return found
+
+
+def rows(quick: bool):
+    """Held-out losses, gaps, shares closed and seconds, for both optimizers."""
+    updates, seeds = (QUICK_UPDATES, QUICK_SEEDS) if quick else (UPDATES, SEEDS)
+    graph = Trainee().captured.graph
+    table = []
+    for optimizer in RATES:
+        scores = run_ranks(tune, optimizer, updates, num_ranks=STAGES, timeout_s=1500)[0]
+        rate = min(scores, key=lambda item: (np.isnan(scores[item]), scores[item]))
+        print(f"{optimizer}: rates {scores}, chosen {rate}", file=sys.stderr)
+        found = run_ranks(study, optimizer, rate, updates, seeds, num_ranks=STAGES, timeout_s=3000)[0]
+        table += optimizer_rows(optimizer, rate, found, updates, update_seconds(graph, optimizer))
+    return table
+
+
+def optimizer_rows(optimizer, rate, found, updates, update_s):
+    table = []
+    held = {arm: np.array([score for _, score in runs]) for arm, runs in found.items()}
+    label = f"{optimizer}, rate {rate:g}"
+    flush_s = np.zeros(0)
+    gaps = {}
+    for arm, runs in found.items():
+        low, high = np.quantile(held[arm], [0.1, 0.9])
+        usual = float(held["flush"].mean())
+        mean = float(held[arm].mean())
+        table.append(make_row(f"{label}: {arm}, held-out loss", mean, "", baseline=usual, spread=(high - low) / 2))
+        differences = held[arm] - held["flush"]
+        gaps[arm] = float(differences.mean())
+        if arm != "flush":
+            error = float(differences.std(ddof=1) / len(differences) ** 0.5)
+            table.append(make_row(f"{label}: {arm}, gap", gaps[arm], "", spread=error))
+        levels = [curve(losses, updates)[int(0.8 * updates) - WINDOW] for losses, _ in found["flush"]]
+        per_update_s = update_s[ARMS[arm][0]]
+        times = np.array(
+            [seconds_to(level, losses, updates, per_update_s) for level, (losses, _) in zip(levels, runs, strict=True)]
+        )
+        if arm == "flush":
+            flush_s = times
+        reached = float(np.mean(times))
+        table.append(
+            make_row(
+                f"{label}: {arm}, seconds",
+                reached,
+                "s",
+                baseline=float(flush_s.mean()),
+                ratio=reached / float(flush_s.mean()),
+            )
+        )
+    closed = {arm: 1 - gaps[arm] / gaps["stashing"] for arm in ("stashing, predict", "stashing, discount")}
+    return [*table, *(make_row(f"{label}: {arm}, share closed", share, "") for arm, share in closed.items())]

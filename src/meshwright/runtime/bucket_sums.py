@@ -1,0 +1,93 @@
+"""When buckets fill, and when their sums leave: the exchange as the program has it.
+
+A sum may leave inside the backward that fills its bucket, as soon as that is ready: its mark is raised. Sums of a rank
+leave in the order of their stream, so that all ranks of a group sum the same bucket at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from meshwright.runtime.exchange import Exchange
+from meshwright.runtime.rank_program import Issued, RankProgram
+from meshwright.runtime.transport import Transport
+from meshwright.spec.instructions import AllReduce, Backward, BackwardWeight, Instruction, OptimizerStep
+
+
+class BucketSums:
+    """Fills the buckets of an exchange and sums them; ``issue(item)`` is called for those that leave at a mark."""
+
+    def __init__(self, exchange: Exchange | None, transport: Transport, issue: Callable[[Issued], None]) -> None:
+        self._exchange, self._transport, self._issue = exchange, transport, issue
+        # What may leave inside the computation that runs, and which buckets are ready but have not left.
+        self._marked: deque[Issued] = deque()
+        self._ready: set[int] = set()
+
+    def expect(self, marked: Collection[Issued]) -> None:
+        """These may leave from now on."""
+        if marked:
+            self._marked.extend(marked)
+            self._let_go()
+
+    def raise_mark(self, bucket: int) -> None:
+        """A bucket is ready."""
+        self._ready.add(bucket)
+        self._let_go()
+
+    def sum_up(self, bucket: int, group: tuple[int, ...]) -> list[dist.Work]:
+        """Sum a bucket over a group."""
+        assert self._exchange is not None, "a rank that sums has buckets"
+        self._ready.discard(bucket)
+        return self._transport.sum_over(self._exchange.to_sum(bucket), group)
+
+    def merge(self) -> None:
+        """Take in the oldest sums."""
+        assert self._exchange is not None, "a rank that merges has buckets"
+        self._exchange.merge()
+
+    def restart(self) -> None:
+        """What was summed came to its end."""
+        if self._exchange is not None:
+            self._exchange.restart()
+
+    @contextmanager
+    def filling(self, buckets: Collection[int]) -> Iterator[None]:
+        """The last backward of some buckets: they leave as soon as they are full."""
+        if buckets and self._exchange is not None:
+            self._exchange.begin(buckets)
+        yield
+        if buckets and self._exchange is not None:
+            self._exchange.finish()
+
+    def last_backwards(self, program: RankProgram) -> dict[int, tuple[int, ...]]:
+        """Buckets that are final with a computation, by its index: the last one before an update that adds to them."""
+        stages_of: Mapping[int, Collection[int]] = self._exchange.stages if self._exchange is not None else {}
+        last: dict[int, int] = {}
+        updated: set[int] = set()
+        finals: defaultdict[int, list[int]] = defaultdict(list)
+        for item in program.computations:
+            stage = item.instruction.stage
+            if isinstance(item.instruction, OptimizerStep):
+                updated.add(stage)
+            elif isinstance(item.instruction, Backward | BackwardWeight):
+                for bucket in (bucket for bucket, stages in stages_of.items() if stage in stages):
+                    if bucket in last and stage in updated:
+                        finals[last[bucket]].append(bucket)
+                    last[bucket] = item.index
+                updated.discard(stage)
+        for bucket, index in last.items():
+            finals[index].append(bucket)
+        return {index: tuple(buckets) for index, buckets in finals.items()}
+
+    def _let_go(self) -> None:
+        while self._marked and _bucket(self._marked[0].instruction) in self._ready:
+            self._issue(self._marked.popleft())
+
+
+def _bucket(instruction: Instruction) -> int:
+    assert isinstance(instruction, AllReduce), "marks are of buckets"
+    return instruction.bucket
