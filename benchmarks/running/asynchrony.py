@@ -11,15 +11,16 @@ order; every arm makes one update per 16 samples, so that arms differ in their d
     stashing, predict     weights extrapolated by as many updates as are missing
     stashing, discount    learning rates over the delay, which fades in a quarter of the run
 
-The learning rate of an optimizer is the best of `RATES` for flush, on a seed that is not scored; all arms get it. Scored
-is the loss on 256 held-out samples after `UPDATES` updates; its gap to flush is paired by seed. Per second: the time
-until the running mean of training losses falls to that of flush after 80 % of its updates, with an update's time as the
-simulator has it for four devices, each priced by ops that were measured here.
+Rates are chosen among `RATES` by the held-out loss, on a seed that is not scored: once for flush, which all arms get,
+and once for each arm. Scored is the loss on 256 held-out samples after `UPDATES` updates; its gap to flush is paired by
+seed. Per second: the time until the running mean of training losses falls to that of flush after 80 % of its updates;
+an update takes what the simulator says for four devices, with ops that were measured here.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,14 +39,14 @@ from meshwright.training.state import gather_state
 from meshwright.training.text import text_batches
 from meshwright.zoo import load_model
 
-MODEL, SIZES = "llama-tiny", {"sequence_length": 32}
+MODEL, SIZES = str(Path(__file__).with_name("llama.toml")), {"sequence_length": 32}
 STAGES = 4
 SAMPLES = 16
 PARTS = 4
-UPDATES, QUICK_UPDATES = 480, 64
+UPDATES, QUICK_UPDATES = 240, 64
 SEEDS, QUICK_SEEDS = (1, 2, 3, 4, 5, 6), (1, 2)
 TUNING_SEED, HELD_OUT_SEED = 100, 999
-RATES = {"sgd": (0.1, 0.2, 0.4, 0.8), "adamw": (1e-3, 2e-3, 4e-3, 8e-3)}
+RATES = {"sgd": (0.0125, 0.025, 0.05, 0.1, 0.2), "adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
 WINDOW = 40
 # Schedule, repair, and whether stashes are left out.
 ARMS = {
@@ -169,15 +170,18 @@ def add(losses, outputs, graph):
 
 
 def tune(_context, optimizer, updates):
-    """The held-out loss of flush with each rate, on rank 0."""
+    """The held-out loss of each arm with each rate, on rank 0."""
     trainee = Trainee()
-    return {rate: trainee.train("flush", optimizer, rate, TUNING_SEED, updates)[1] for rate in RATES[optimizer]}
+    return {
+        arm: {rate: trainee.train(arm, optimizer, rate, TUNING_SEED, updates)[1] for rate in RATES[optimizer]}
+        for arm in ARMS
+    }
 
 
-def study(_context, optimizer, rate, updates, seeds):
+def study(_context, optimizer, rates, updates, seeds):
     """By arm and seed: losses per step of the plan, and the held-out loss, on rank 0."""
     trainee = Trainee()
-    return {arm: [trainee.train(arm, optimizer, rate, seed, updates) for seed in seeds] for arm in ARMS}
+    return {arm: [trainee.train(arm, optimizer, rate, seed, updates) for seed in seeds] for arm, rate in rates.items()}
 
 
 def curve(losses, updates):
@@ -206,51 +210,54 @@ def update_seconds(graph, optimizer):
 
 
 def rows(quick: bool):
-    """Held-out losses, gaps, shares closed and seconds, for both optimizers."""
+    """Held-out losses, gaps, shares closed and seconds, for both optimizers, with the rate of flush and with own ones."""
     updates, seeds = (QUICK_UPDATES, QUICK_SEEDS) if quick else (UPDATES, SEEDS)
     graph = Trainee().captured.graph
+    seconds = {optimizer: update_seconds(graph, optimizer) for optimizer in RATES}
+    print("seconds per update", seconds, file=sys.stderr)
     table = []
     for optimizer in RATES:
-        scores = run_ranks(tune, optimizer, updates, num_ranks=STAGES, timeout_s=1500)[0]
-        rate = min(scores, key=lambda item: (np.isnan(scores[item]), scores[item]))
-        print(f"{optimizer}: rates {scores}, chosen {rate}", file=sys.stderr)
-        found = run_ranks(study, optimizer, rate, updates, seeds, num_ranks=STAGES, timeout_s=3000)[0]
-        table += optimizer_rows(optimizer, rate, found, updates, update_seconds(graph, optimizer))
+        scores = run_ranks(tune, optimizer, updates, num_ranks=STAGES, timeout_s=3600)[0]
+        best = {arm: min(found, key=lambda rate, found=found: lowest(found[rate])) for arm, found in scores.items()}
+        print(f"{optimizer}: held-out losses {scores}", file=sys.stderr)
+        alike = dict.fromkeys(ARMS, best["flush"])
+        found = run_ranks(study, optimizer, alike, updates, seeds, num_ranks=STAGES, timeout_s=3600)[0]
+        table += arm_rows(f"{optimizer}, rate of flush", alike, found, updates, seconds[optimizer])
+        others = {arm: rate for arm, rate in best.items() if rate != best["flush"]}
+        tuned = run_ranks(study, optimizer, others, updates, seeds, num_ranks=STAGES, timeout_s=3600)[0]
+        table += arm_rows(f"{optimizer}, own rates", best, {**found, **tuned}, updates, seconds[optimizer])
     return table
 
 
-def optimizer_rows(optimizer, rate, found, updates, update_s):
-    table = []
+def lowest(loss):
+    """A loss to compare by; one that is none is the worst."""
+    return float("inf") if np.isnan(loss) else loss
+
+
+def arm_rows(label, rates, found, updates, update_s):
+    """The rows of all arms with their rates."""
+    levels = [curve(losses, updates)[int(0.8 * updates) - WINDOW] for losses, _ in found["flush"]]
     held = {arm: np.array([score for _, score in runs]) for arm, runs in found.items()}
-    label = f"{optimizer}, rate {rate:g}"
-    flush_s = np.zeros(0)
-    gaps = {}
-    for arm, runs in found.items():
+    usual = float(held["flush"].mean())
+    table, gaps, flush_s = [], {}, float("nan")
+    for arm in ARMS:
+        name = f"{label}: {arm} ({rates[arm]:g})"
         low, high = np.quantile(held[arm], [0.1, 0.9])
-        usual = float(held["flush"].mean())
-        mean = float(held[arm].mean())
-        table.append(make_row(f"{label}: {arm}, held-out loss", mean, "", baseline=usual, spread=(high - low) / 2))
-        differences = held[arm] - held["flush"]
-        gaps[arm] = float(differences.mean())
-        if arm != "flush":
-            error = float(differences.std(ddof=1) / len(differences) ** 0.5)
-            table.append(make_row(f"{label}: {arm}, gap", gaps[arm], "", spread=error))
-        levels = [curve(losses, updates)[int(0.8 * updates) - WINDOW] for losses, _ in found["flush"]]
-        per_update_s = update_s[ARMS[arm][0]]
-        times = np.array(
-            [seconds_to(level, losses, updates, per_update_s) for level, (losses, _) in zip(levels, runs, strict=True)]
-        )
-        if arm == "flush":
-            flush_s = times
+        table.append(make_row(f"{name}, held-out loss", held[arm].mean(), "", baseline=usual, spread=(high - low) / 2))
+        times = [
+            seconds_to(level, losses, updates, update_s[ARMS[arm][0]])
+            for level, (losses, _) in zip(levels, found[arm], strict=True)
+        ]
         reached = float(np.mean(times))
-        table.append(
-            make_row(
-                f"{label}: {arm}, seconds",
-                reached,
-                "s",
-                baseline=float(flush_s.mean()),
-                ratio=reached / float(flush_s.mean()),
-            )
-        )
-    closed = {arm: 1 - gaps[arm] / gaps["stashing"] for arm in ("stashing, predict", "stashing, discount")}
-    return [*table, *(make_row(f"{label}: {arm}, share closed", share, "") for arm, share in closed.items())]
+        if arm == "flush":
+            flush_s = reached
+        else:
+            differences = held[arm] - held["flush"]
+            gaps[arm] = float(differences.mean())
+            error = float(differences.std(ddof=1) / len(differences) ** 0.5)
+            table.append(make_row(f"{name}, gap", gaps[arm], "", spread=error))
+        table.append(make_row(f"{name}, seconds", reached, "s", baseline=flush_s, ratio=reached / flush_s))
+    for arm in ("stashing, predict", "stashing, discount"):
+        share = 1 - gaps[arm] / gaps["stashing"]
+        table += [make_row(f"{label}: {arm}, share of the gap closed", share, "")]
+    return table
