@@ -210,7 +210,7 @@ def update_seconds(graph, optimizer):
 
 
 def rows(quick: bool):
-    """Held-out losses, gaps, shares closed and seconds, for both optimizers, with the rate of flush and with own ones."""
+    """Held-out losses, gaps, shares closed and seconds of both optimizers, with the rate of flush and with own ones."""
     updates, seeds = (QUICK_UPDATES, QUICK_SEEDS) if quick else (UPDATES, SEEDS)
     graph = Trainee().captured.graph
     seconds = {optimizer: update_seconds(graph, optimizer) for optimizer in RATES}

@@ -27,15 +27,10 @@ def test_a_rebuilt_module_gives_the_same_loss_and_gradients(name):
     made = rebuild(graph, stage.inputs, stage.outputs, stage.ops, batch_size=size, converters={})
     values = {name: torch.rand(value.shape).mul(0.1).to(value.dtype) for name, value in made.state_dict().items()}
     made.load_state_dict(values, assign=True)
-    names = {name: graph.tensors[int(name.removeprefix("state_"))].name for name in values}
-    for ours, theirs in names.items():
-        holder, _, leaf = theirs.rpartition(".")
+    for name, value in values.items():
+        holder, _, leaf = name.rpartition(".")
         module = own.get_submodule(holder)
-        setattr(
-            module,
-            leaf,
-            torch.nn.Parameter(values[ours].clone()) if leaf in module._parameters else values[ours].clone(),
-        )
+        setattr(module, leaf, torch.nn.Parameter(value.clone()) if leaf in module._parameters else value.clone())
     for parameter in made.parameters():
         parameter.requires_grad_()
     given = dict(zip(graph.inputs, flatten_batch(captured, source.inputs, source.targets), strict=True))
@@ -44,10 +39,52 @@ def test_a_rebuilt_module_gives_the_same_loss_and_gradients(name):
     assert found.item() == expected.item()
     expected.backward()
     found.backward()
-    for ours, theirs in names.items():
-        parameter = dict(made.named_parameters()).get(ours)
-        if parameter is not None and parameter.grad is not None:
-            assert torch.equal(parameter.grad, dict(own.named_parameters())[theirs].grad), theirs
+    wanted = dict(own.named_parameters())
+    for name, parameter in made.named_parameters():
+        if parameter.grad is not None:
+            assert torch.equal(parameter.grad, wanted[name].grad), name
+
+
+def test_state_is_given_and_modules_stand_in_for_ops():
+    source = load_model("llama-tiny")
+    captured = capture_model(
+        source.model, source.inputs, targets=source.targets, loss=source.loss, name="llama", verify=False
+    )
+    graph = captured.graph
+    (stage,) = slice_graph(graph, [(0, len(graph.layers))])
+    product = next(i for i, op in enumerate(graph.ops) if op.kind == "aten.linear.default")
+    seen = []
+
+    class Linear(torch.nn.Module):
+        def forward(self, x, weight):
+            seen.append(weight)
+            return torch.nn.functional.linear(x, weight)
+
+    state = {graph.tensors[i].name: item for i, item in held(captured).items()}
+    made = rebuild(
+        graph,
+        stage.inputs,
+        stage.outputs,
+        stage.ops,
+        batch_size=8,
+        converters={},
+        modules={product: Linear()},
+        state=lambda i: state[graph.tensors[i].name],
+    )
+    feeds = dict(zip(graph.inputs, flatten_batch(captured, source.inputs, source.targets), strict=True))
+    own = part(captured, stage.inputs, stage.outputs, batch_size=8, ops=stage.ops)
+    given = [feeds[i] for i in stage.inputs]
+    assert torch.equal(made(*given)[0], own(*given)[0])
+    assert seen[0] is captured.trace.attribute(graph.tensors[graph.ops[product].inputs[1]].name)
+    assert all(item is state[name] for name, item in made.named_parameters())
+
+
+def held(captured):
+    return {
+        i: captured.trace.attribute(tensor.name)
+        for i, tensor in enumerate(captured.graph.tensors)
+        if tensor.role in ("parameter", "buffer", "constant")
+    }
 
 
 def run_seeded(module, feeds):

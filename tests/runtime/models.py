@@ -22,9 +22,9 @@ class Case:
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -36,18 +36,29 @@ class Attention(nn.Module):
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(b, t, d))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        y = self.up(self.norm2(x))
+        if self.dropout:
+            x, y = F.dropout(x, self.dropout), F.dropout(y, self.dropout)
+        return x + self.down(F.gelu(y))
 
 
 class GPT(nn.Module):
     """A small GPT; ``tied``: its head is its embedding."""
 
     def __init__(
-        self, depth: int = 4, width: int = 16, vocabulary: int = 23, length: int = 10, *, tied: bool = True
+        self,
+        depth: int = 4,
+        width: int = 16,
+        vocabulary: int = 23,
+        length: int = 10,
+        *,
+        tied: bool = True,
+        heads: int = 2,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Attention(width, 2) for _ in range(depth))
+        self.blocks = nn.ModuleList(Attention(width, heads, dropout) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.head.weight = self.tokens.weight

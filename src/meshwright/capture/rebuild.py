@@ -1,7 +1,7 @@
 """A runnable module of a graph alone: its operators, attributes and shapes, without the model that it came from.
 
-The local graph of a sharding has no module that computes it; to time its ops, one is made. Parameters and buffers are
-left unallocated (on device "meta"); whoever runs the module gives them values.
+The local graph of a sharding has no module that computes it; to run its ops, one is made. Parameters and buffers are
+given, or left unallocated (on device "meta"), and whoever runs the module gives them values.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def rebuild(
     *,
     batch_size: int,
     converters: Mapping[str, Callable[..., torch.Tensor]],
+    modules: Mapping[int, nn.Module] | None = None,
+    state: Callable[[int], torch.Tensor] | None = None,
 ) -> fx.GraphModule:
     """The module that computes ``fetches`` from ``feeds`` (tensor ids) by some ops of the graph.
 
@@ -40,30 +42,46 @@ def rebuild(
         ops: ids of the ops to run, ascending; nodes are named like them.
         batch_size: samples per call.
         converters: by kind, what computes an op that torch does not have, from its input and its output's shape.
+        modules: by op, what computes its only output from its inputs instead.
+        state: the parameter, buffer or constant of a tensor id, which the module holds under the tensor's name.
 
     Raises GraphError for an op that cannot be called by its kind, attributes and inputs.
     """
     graph.check_batch_size(batch_size)
-    builder = _Builder(graph, batch_size, converters)
+    builder = _Builder(graph, batch_size, converters, modules or {}, state)
     for i in feeds:
         builder.feed(i)
     for index in ops:
-        builder.run(graph.ops[index])
+        builder.run(index)
     return builder.module(fetches)
 
 
 class _Builder:
-    def __init__(self, graph: Graph, batch_size: int, converters: Mapping[str, Callable[..., torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        batch_size: int,
+        converters: Mapping[str, Callable[..., torch.Tensor]],
+        modules: Mapping[int, nn.Module],
+        state: Callable[[int], torch.Tensor] | None,
+    ) -> None:
         self._given, self._batch_size, self._converters = graph, batch_size, converters
+        self._modules, self._held = modules, state or self._unallocated
         self._graph = fx.Graph()
         self._made: dict[int, fx.Node] = {}
-        self._root = nn.Module()
+        self._root: dict[str, Any] = {}
 
     def feed(self, tensor: int) -> None:
         self._made[tensor] = self._graph.placeholder(f"feed_{tensor}")
 
-    def run(self, op: Op) -> None:
+    def run(self, index: int) -> None:
+        op = self._given.ops[index]
         inputs = [self._value(i) for i in op.inputs]
+        if index in self._modules:
+            self._root[f"op_{index}"] = self._modules[index]
+            node = self._graph.create_node("call_module", f"op_{index}", tuple(inputs), {}, name=op.name)
+            self._made[op.outputs[0]] = node
+            return
         if op.kind in self._converters:
             shape = self._shape(op.outputs[0])
             target: Callable[..., Any] = self._converters[op.kind]
@@ -88,18 +106,19 @@ class _Builder:
         return self._made[tensor]
 
     def _state(self, tensor: int) -> fx.Node:
-        held, name = self._given.tensors[tensor], f"state_{tensor}"
+        held = self._given.tensors[tensor]
         if held.role not in ("parameter", "buffer", "constant"):
             raise GraphError(
                 f"The ops need tensor {tensor} ({held.name!r}), which is neither among the feeds nor computed by them. "
                 "Feed it, or take feeds and ops from `slice_graph`."
             )
+        self._root[held.name] = self._held(tensor)
+        return self._graph.create_node("get_attr", held.name, name=f"state_{tensor}")
+
+    def _unallocated(self, tensor: int) -> torch.Tensor:
+        held = self._given.tensors[tensor]
         value = torch.empty(self._shape(tensor), dtype=getattr(torch, held.dtype), device="meta")
-        if held.role == "parameter":
-            self._root.register_parameter(name, nn.Parameter(value, requires_grad=held.requires_grad))
-        else:
-            self._root.register_buffer(name, value)
-        return self._graph.create_node("get_attr", name, name=name)
+        return nn.Parameter(value, requires_grad=held.requires_grad) if held.role == "parameter" else value
 
     def _shape(self, tensor: int) -> tuple[int, ...]:
         return tuple(extent.at(self._batch_size) for extent in self._given.tensors[tensor].shape)

@@ -26,10 +26,12 @@ from meshwright.runtime.session import (
     open_session,
     split_batch,
 )
+from meshwright.runtime.stage_steps import OptimizerArgument
 
 __all__ = [
     "REPAIRS",
     "Executor",
+    "OptimizerArgument",
     "Output",
     "RankProgram",
     "Recorder",

@@ -6,24 +6,33 @@ metadata.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.capture import Captured, part
 from meshwright.runtime.random_state import read_generator
 from meshwright.runtime.transport import Layout
+from meshwright.spec.graph import Graph
 from meshwright.spec.slices import StageSlice
 
 
 def channel_layouts(
-    captured: Captured, stages: Sequence[StageSlice], batch_size: int, device: torch.device
+    graph: Graph,
+    make_module: Callable[[tuple[int, ...]], torch.nn.Module],
+    stages: Sequence[StageSlice],
+    batch_size: int,
+    device: torch.device,
 ) -> dict[tuple[int, int, str], tuple[Layout, ...]]:
-    """Layouts by (source stage, target stage, payload) for microbatches of ``batch_size`` samples."""
+    """Layouts by (source stage, target stage, payload) for microbatches of ``batch_size`` samples.
+
+    ``make_module(tensors)`` makes what computes tensors of the graph from its inputs.
+    """
     channels = [channel for stage in stages for channel in stage.outgoing]
     crossing = tuple(sorted({tensor for channel in channels for tensor in channel.tensors}))
-    tensors = dict(zip(crossing, _fake_values(captured, crossing, batch_size), strict=True)) if crossing else {}
+    tensors = (
+        dict(zip(crossing, _fake_values(graph, make_module(crossing), batch_size), strict=True)) if crossing else {}
+    )
     layouts: dict[tuple[int, int, str], tuple[Layout, ...]] = {}
     for channel in channels:
         activations = tuple(tensors[tensor] for tensor in channel.tensors)
@@ -34,10 +43,10 @@ def channel_layouts(
     return layouts
 
 
-def _fake_values(captured: Captured, tensors: tuple[int, ...], batch_size: int) -> list[Layout]:
-    graph = captured.graph
-    module = part(captured, graph.inputs, tensors, batch_size=batch_size)
+def _fake_values(graph: Graph, module: torch.nn.Module, batch_size: int) -> list[Layout]:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        if any(item.is_meta for item in (*module.parameters(), *module.buffers())):
+            module.to_empty(device="cpu")
         inputs = [
             torch.empty(
                 [extent.at(batch_size) for extent in graph.tensors[tensor].shape],

@@ -79,16 +79,22 @@ def _answer_clock(other: int) -> None:
 
 
 def gather_timeline(
-    program: Program, section: Section, rows: np.ndarray, clock_offset_ns: int, peak_memory_bytes: int
+    program: Program, section: Section, rows: np.ndarray, clock_offset_ns: int, peak_memory_bytes: int, width: int = 1
 ) -> Timeline | None:
-    """Merge the rows of all ranks into one timeline on rank 0; None on the others. All ranks call it together."""
+    """Merge the rows of all processes into one timeline on the first; None on the others. All call it together.
+
+    Each rank of the program is a team of ``width`` processes, which wait for each other: the spans of the first of them
+    count, and the memory of the fullest.
+    """
     own = rows.copy()
     own[:, 2:] += clock_offset_ns
     gathered: list[tuple[np.ndarray, int]] | None = [(own, 0)] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((own, peak_memory_bytes), gathered)
     if gathered is None:
         return None
-    return make_timeline(program, section, [item for item, _ in gathered], tuple(peak for _, peak in gathered))
+    peaks = [peak for _, peak in gathered]
+    fullest = tuple(max(peaks[first : first + width]) for first in range(0, len(peaks), width))
+    return make_timeline(program, section, [item for item, _ in gathered[::width]], fullest)
 
 
 def make_timeline(

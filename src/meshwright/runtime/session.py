@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from meshwright.capture import Captured
-from meshwright.capture import part as cut_part
 from meshwright.program import (
     build_placed_program,
     build_program,
@@ -27,14 +26,16 @@ from meshwright.program import (
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange, Exchange
 from meshwright.runtime.executor import Executor, Inputs, Outputs
 from meshwright.runtime.layouts import channel_layouts
+from meshwright.runtime.models import Model, make_model
 from meshwright.runtime.placed import check_placed_writes
 from meshwright.runtime.rank_program import RankProgram, SectionName, arrange_rank
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.repairs import Repair, check_repair, find_staleness
 from meshwright.runtime.split_backward import SplitPart
 from meshwright.runtime.stage import Part, StageRunner, stage_feeds, stage_fetches
-from meshwright.runtime.stage_steps import StageSteps
+from meshwright.runtime.stage_steps import OptimizerArgument, StageSteps, own_optimizer
 from meshwright.runtime.steps import EndlessSteps, FlushingSteps, Steps
+from meshwright.runtime.teams import Grid, make_grid
 from meshwright.runtime.transport import Transport
 from meshwright.runtime.versions import VersionedPart
 from meshwright.runtime.waves import WaveExchange
@@ -46,6 +47,7 @@ from meshwright.spec.placed_slices import slice_stages
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan, check_plan
 from meshwright.spec.program import Program
+from meshwright.spec.sharding import UNSHARDED
 from meshwright.spec.slices import StageSlice
 
 # A rank that waits longer than this for a message gives up: the other end is dead or stuck.
@@ -56,12 +58,13 @@ COMMUNICATION_TIMEOUT = timedelta(minutes=10)
 class Session:
     """Everything one rank holds while it works on a plan or a placement: its ``stages``, and the module of each.
 
-    ``parts`` are the modules as the program calls them.
+    ``plan`` is the whole plan, ``model`` what this process has of it; ``parts`` are the modules as the program calls
+    them.
     """
 
-    rank: int
+    grid: Grid
     plan: Plan | Placement
-    graph: Graph
+    model: Model
     program: Program
     stages: tuple[StageSlice, ...]
     steps: Steps
@@ -77,7 +80,17 @@ class Session:
 
         Raises PlanError if the sizes do not fit.
         """
-        return {stage.index: split_batch(self.plan, self.graph, stage, tensors, self.device) for stage in self.stages}
+        return {stage.index: split_batch(self.plan, self.model, stage, tensors, self.device) for stage in self.stages}
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self.grid.process
+
+    @property
+    def graph(self) -> Graph:
+        """What this process computes of the model."""
+        return self.model.graph
 
     def run_step(self, step: int, tensors: Sequence[torch.Tensor]) -> Outputs:
         """Run on with the global batch of a step (graph inputs in order); the outputs that this rank made.
@@ -122,42 +135,46 @@ def check_runnable(plan: Plan) -> None:
     """Raise PlanError for a plan that can only be simulated."""
     if plan.only_simulated:
         raise PlanError(
-            f"The plan {plan.only_simulated}, which can only be simulated; the runtime executes whole ops and "
-            "all-reduces of gradients. Plan with nothing split, sharded or computed again, to run."
+            f"The plan {plan.only_simulated}, which can only be simulated; the runtime sums whole buckets, and "
+            "computes nothing again. Plan without that to run."
         )
 
 
 def open_session(
     captured: Captured,
     plan: Plan | Placement,
-    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer | None],
+    optimizer: OptimizerArgument,
     *,
     run_seed: int = 0,
     repair: Repair | None = None,
 ) -> Session:
     """Make this rank ready to execute ``plan``. All ranks of the process group call it together.
 
-    ``make_optimizer`` gets the trainable parameters of the rank's stages. ``repair`` is what is done about gradients
-    that are stale. Raises PlanError if the plan does not fit the graph, the repair or the number of processes, or parts
-    what writes to the same memory.
+    ``optimizer`` is one over the model's parameters, or makes one from those of the rank's stages. ``repair`` is what
+    is done about gradients that are stale. Raises PlanError if the plan does not fit the graph, the repair or the
+    number of processes, splits what cannot be run in shares, or parts what writes to the same memory.
     """
-    graph = captured.graph
     check_repair(plan, repair)
     if isinstance(plan, Plan):
-        check_plan(plan, graph)
+        check_plan(plan, captured.graph)
         check_runnable(plan)
     else:
         check_placed_writes(captured, plan)
-    rank, device = join_group()
-    if plan.num_ranks != dist.get_world_size():
+    process, device = join_group()
+    sharding = plan.sharding if isinstance(plan, Plan) else UNSHARDED
+    num_processes = plan.num_ranks * sharding.width
+    if num_processes != dist.get_world_size():
         raise PlanError(
-            f"The plan is for {plan.num_ranks} ranks, but {dist.get_world_size()} processes were started. "
-            f"Start it with `torchrun --nproc-per-node {plan.num_ranks}` or `meshwright run`."
+            f"The plan is for {num_processes} ranks, but {dist.get_world_size()} processes were started. "
+            f"Start it with `torchrun --nproc-per-node {num_processes}` or `meshwright run`."
         )
-    stages = slice_stages(graph, plan)
+    grid = make_grid(sharding, process, plan.num_ranks)
+    model, rank = make_model(captured, plan, grid), grid.rank
+    own, graph = model.plan, model.graph
+    stages = slice_stages(graph, own)
     mine = tuple(stages[index] for index in plan.stages_of(rank))
-    program = build_program(plan, graph) if isinstance(plan, Plan) else build_placed_program(plan, graph)
-    modules = tuple(_cut_out(captured, stage, plan.microbatch_size, device) for stage in mine)
+    program = build_program(plan, captured.graph) if isinstance(plan, Plan) else build_placed_program(plan, graph)
+    modules = tuple(model.module(stage_feeds(item), stage_fetches(item), item.ops).to(device) for item in mine)
     parameters = _parameters(graph, mine, modules)
     recorder = Recorder()
     executor: Executor | None = None
@@ -166,7 +183,7 @@ def open_session(
         assert executor is not None, "marks are raised while the executor runs"
         executor.raise_mark(bucket)
 
-    exchange = _make_exchange(plan, graph, mine, parameters, raise_mark)
+    exchange = _make_exchange(own, graph, mine, parameters, raise_mark)
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
     names: tuple[SectionName, ...] = ("prologue", "body", "epilogue") if program.advance else ("body",)
     arranged = {name: arrange_rank(program, getattr(program, name), rank) for name in names}
@@ -177,24 +194,26 @@ def open_session(
         _make_part(module, stage.index, doing, ahead.get(stage.index, 0))
         for stage, module in zip(mine, modules, strict=True)
     )
-    loss_scale, scales = _gradient_scales(plan, mine)
+    loss_scale, scales = _gradient_scales(own, mine)
     executor = Executor(
         rank_programs=arranged,
         num_microbatches=plan.num_microbatches,
         stages=mine,
         runners=tuple(
-            StageRunner(part, graph, stage, loss_scale, device) for stage, part in zip(mine, parts, strict=True)
+            StageRunner(part, graph, stage, loss_scale / model.loss_parts, device)
+            for stage, part in zip(mine, parts, strict=True)
         ),
-        transport=Transport(program, device),
+        transport=Transport(program, device, grid),
         exchange=exchange,
-        layouts=channel_layouts(captured, stages, plan.microbatch_size, device),
+        layouts=channel_layouts(graph, model.stand_in, stages, own.microbatch_size, device),
         optimizer_step=StageSteps(
-            make_optimizer(trainable) if trainable else None,
+            own_optimizer(optimizer, trainable, model.replaced),
             parameters,
             mine,
             doing[OptimizerStep],
             scales,
-            lambda stage, updates: repair.rate(stale.get(stage, 0), updates) if repair is not None else 1.0,
+            rate=lambda stage, updates: repair.rate(stale.get(stage, 0), updates) if repair is not None else 1.0,
+            sum_parts=lambda stage: model.sum_parts(stages[stage], parameters),
         ),
         recorder=recorder,
         device=device,
@@ -202,9 +221,9 @@ def open_session(
         bound_gradient_sends=isinstance(plan, Plan) and not plan.has_own_schedule,
     )
     return Session(
-        rank=rank,
+        grid=grid,
         plan=plan,
-        graph=graph,
+        model=model,
         program=program,
         stages=mine,
         steps=_make_steps(executor, plan, program, rank),
@@ -268,11 +287,6 @@ def _make_part(
     return VersionedPart(module, ahead) if stage in doing[Stash] else module
 
 
-def _cut_out(captured: Captured, stage: StageSlice, batch_size: int, device: torch.device) -> torch.nn.Module:
-    module = cut_part(captured, stage_feeds(stage), stage_fetches(stage), batch_size=batch_size, ops=stage.ops)
-    return module.to(device)
-
-
 def _parameters(
     graph: Graph, stages: Sequence[StageSlice], modules: Sequence[torch.nn.Module]
 ) -> dict[int, torch.nn.Parameter]:
@@ -285,10 +299,14 @@ def _parameters(
 
 
 def split_batch(
-    plan: Plan | Placement, graph: Graph, stage: StageSlice, tensors: Sequence[torch.Tensor], device: torch.device
+    plan: Plan | Placement, model: Model, stage: StageSlice, tensors: Sequence[torch.Tensor], device: torch.device
 ) -> Inputs:
-    """Microbatch m is rows ``m * size : (m + 1) * size`` of every input with a batch dim; others go whole to all."""
-    size, count, batch = plan.microbatch_size, plan.num_microbatches, plan.workload.global_batch
+    """Microbatch m is rows ``m * size : (m + 1) * size`` of every input with a batch dim; others go whole to all.
+
+    Where inputs are split, this process gets its share.
+    """
+    graph, batch, count = model.whole, plan.workload.global_batch, plan.num_microbatches
+    size = batch // count
     rows: list[list[torch.Tensor]] = [[] for _ in range(count)]
     position = {tensor: place for place, tensor in enumerate(graph.inputs)}
     for tensor in stage.inputs:
@@ -302,5 +320,6 @@ def split_batch(
             )
         value = value.to(device)
         for microbatch, row in enumerate(rows):
-            row.append(value.narrow(0, microbatch * size, size) if batched else value)
+            given = value.narrow(0, microbatch * size, size) if batched else value
+            row.append(model.own_inputs(given, tensor))
     return rows

@@ -17,6 +17,8 @@ import torch
 from torch import fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+_CALLS = ("call_function", "call_module")
+
 # Where the backward of an op goes on towards its parameters, and the gradients that arrived there.
 Notes = list[tuple[GradientEdge, torch.Tensor]]
 
@@ -174,18 +176,20 @@ def _defer(part: fx.GraphModule, sink: _Sink) -> fx.GraphModule:
             made |= {item: defer(torch.clone, (item,), {}, [item]) for item in inputs if item in weights}
         elif node.op == "get_attr":
             (weights if node.target in trainable else state).add(node)
-        elif node.op == "call_function" and inputs and all(item in weights or item in state for item in inputs):
+        elif node.op in _CALLS and inputs and all(item in weights or item in state for item in inputs):
             # Made of parameters alone, as their transposes are: it belongs to them.
             (weights if any(item in weights for item in inputs) else state).add(node)
-        elif node.op == "call_function" and any(item in weights for item in inputs):
-            made[node] = defer(node.target, node.args, node.kwargs, inputs)
+        elif node.op in _CALLS and any(item in weights for item in inputs):
+            target = part.get_submodule(node.target) if node.op == "call_module" else node.target
+            made[node] = defer(target, node.args, node.kwargs, inputs)
             continue
         made[node] = graph.node_copy(node, made.__getitem__)
     return fx.GraphModule({**_attributes(part), **operations}, graph, class_name="SplitPart")
 
 
 def _attributes(part: fx.GraphModule) -> dict[str, Any]:
-    return {node.target: operator.attrgetter(node.target)(part) for node in part.graph.nodes if node.op == "get_attr"}
+    nodes = (node for node in part.graph.nodes if node.op in ("get_attr", "call_module"))
+    return {node.target: operator.attrgetter(node.target)(part) for node in nodes}
 
 
 def _with_slots(item: Any, slots: dict[fx.Node, _Slot]) -> Any:

@@ -7,7 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
+from meshwright.spec.errors import PlanError
 from meshwright.spec.slices import StageSlice
+
+OptimizerArgument = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer | None]
 
 
 class StageSteps:
@@ -17,7 +20,7 @@ class StageSteps:
     stages of the rank hold is updated with the first of them that is: its gradient has the parts of all by then.
     ``stepping`` are the stages that the program has a step for; the last one takes what no other holds. ``scales``
     multiply the gradients of a stage first, where they are not 1; ``rate(stage, updates)`` the learning rates, after
-    so many updates of the stage.
+    so many updates of the stage. ``sum_parts(stage)`` completes gradients of which the processes of a team have parts.
     """
 
     def __init__(
@@ -27,10 +30,12 @@ class StageSteps:
         stages: Sequence[StageSlice],
         stepping: Sequence[int],
         scales: Mapping[int, float],
+        *,
         rate: Callable[[int, int], float] = lambda _stage, _updates: 1.0,
+        sum_parts: Callable[[int], None] = lambda _stage: None,
     ) -> None:
         self._optimizer = optimizer
-        self._rate = rate
+        self._rate, self._sum_parts = rate, sum_parts
         self._num_updates = dict.fromkeys(stepping, 0)
         self._scales = scales
         self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
@@ -44,6 +49,7 @@ class StageSteps:
     def __call__(self, stage: int) -> None:
         """Update one stage."""
         own = self._of_stage[stage]
+        self._sum_parts(stage)
         chosen = {id(parameter) for parameter in own}
         others = [(item, item.grad) for item in self._trained if id(item) not in chosen and item.grad is not None]
         for parameter, _ in others:
@@ -75,3 +81,30 @@ def _scaled_rates(optimizer: torch.optim.Optimizer, scale: float) -> Iterator[No
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def own_optimizer(
+    optimizer: OptimizerArgument, parameters: list[torch.nn.Parameter], replaced: dict[int, torch.Tensor]
+) -> torch.optim.Optimizer | None:
+    """An optimizer over this rank's parameters only; None if it has none to train.
+
+    ``replaced``: by the id of a parameter, the share that takes its place. Raises PlanError if the optimizer lacks
+    some.
+    """
+    if not parameters:
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer(parameters)
+    own = {id(parameter) for parameter in parameters}
+    groups = [
+        [replaced.get(id(parameter), parameter) for parameter in group["params"]] for group in optimizer.param_groups
+    ]
+    known = {id(parameter) for group in groups for parameter in group}
+    if not own <= known:
+        raise PlanError(
+            f"The optimizer holds {len(known & own)} of this stage's {len(own)} trainable parameters. Make it over "
+            "model.parameters(), or pass a function that makes an optimizer from a list of parameters."
+        )
+    for group, held in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [parameter for parameter in held if id(parameter) in own]
+    return optimizer

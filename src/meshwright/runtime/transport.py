@@ -15,6 +15,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.teams.grid import Grid
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.program import Program
 
@@ -35,26 +36,31 @@ class Layout:
 
 
 class Transport:
-    """Sends, receives, and sums over groups; every call returns at once with works to wait for."""
+    """Sends, receives, and sums over groups; every call returns at once with works to wait for.
 
-    def __init__(self, program: Program, device: torch.device) -> None:
+    Ranks are those of the plan; where they are teams, each process deals with those at its own place (`teams`).
+    """
+
+    def __init__(self, program: Program, device: torch.device, grid: Grid) -> None:
         self._device = device
+        self._grid = grid
         # What one session still expects must not be answered by another: all ranks open theirs in the same order.
         self._tag = next(_TAGS)
         self._free: defaultdict[Layout, list[torch.Tensor]] = defaultdict(list)
-        self._groups = _make_groups(program)
+        self._groups = _make_groups(program, grid)
 
     def send(self, tensors: Sequence[torch.Tensor], layouts: Sequence[Layout], target: int) -> list[dist.Work]:
         """Send tensors to a rank, in order; the works keep them alive."""
+        process = self._grid.process_of(target)
         return [
-            _work(dist.isend(_on_wire(item, layout), target, tag=self._tag))
+            _work(dist.isend(_on_wire(item, layout), process, tag=self._tag))
             for item, layout in zip(tensors, layouts, strict=True)
         ]
 
     def receive(self, layouts: Sequence[Layout], source: int) -> tuple[list[torch.Tensor], list[dist.Work]]:
         """Receive tensors of known layouts from a rank; they are filled when the works are done."""
-        tensors = [self._take(layout) for layout in layouts]
-        return tensors, [_work(dist.irecv(_storage_order(item), source, tag=self._tag)) for item in tensors]
+        tensors, process = [self._take(layout) for layout in layouts], self._grid.process_of(source)
+        return tensors, [_work(dist.irecv(_storage_order(item), process, tag=self._tag)) for item in tensors]
 
     def recycle(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give received tensors back; nobody reads them any more."""
@@ -70,16 +76,22 @@ class Transport:
         return free.pop() if free else layout.empty(self._device)
 
 
-def _make_groups(program: Program) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
-    """A process group for every set of ranks that sums; all ranks make all groups, in the program's order."""
+def _make_groups(program: Program, grid: Grid) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+    """A process group for every set of ranks that sums; all processes make all groups, in the program's order."""
     reducing = {
         int(group) for _, section in program.sections() for group in section.group[section.opcode == Opcode.ALL_REDUCE]
     }
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for index, ranks in enumerate(program.groups):
-        if index in reducing:
-            everyone = len(ranks) == dist.get_world_size()
-            groups[ranks] = None if everyone else dist.new_group(list(ranks))
+        if index not in reducing:
+            continue
+        if len(ranks) == dist.get_world_size():
+            groups[ranks] = None
+            continue
+        for place in range(grid.width):
+            made = dist.new_group([rank * grid.width + place for rank in ranks])
+            if place == grid.place:
+                groups[ranks] = made
     return groups
 
 

@@ -61,7 +61,7 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=plan.num_ranks,
+            nproc_per_node=num_processes(plan),
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
@@ -85,6 +85,11 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
                 "Start it again with the same command."
             ) from None
         return _keep_results(Path(scratch), folder)
+
+
+def num_processes(plan: Plan | Placement) -> int:
+    """One for each device: of a plan that splits ops, several for each of its ranks."""
+    return plan.num_devices if isinstance(plan, Plan) else plan.num_ranks
 
 
 def read_runnable_plan(job: Job) -> Plan | Placement:
@@ -120,7 +125,7 @@ def _check_steps(plan: Plan, num_steps: int) -> None:
 
 def torchrun_command(plan: Plan, script: str = "your_script.py") -> str:
     """The line that starts a script of your own under this plan on one host."""
-    return f"torchrun --standalone --nproc-per-node {plan.num_ranks} {script}"
+    return f"torchrun --standalone --nproc-per-node {num_processes(plan)} {script}"
 
 
 @contextlib.contextmanager

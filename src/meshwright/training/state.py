@@ -28,19 +28,21 @@ def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Te
         for name, item in chain(module.named_parameters(), module.named_buffers())
     }
     state: dict[str, torch.Tensor] = {}
-    for tensor, owner in owners.items():
+    for tensor, holders in owners.items():
         facts = session.graph.tensors[tensor]
-        if session.rank == owner:
-            value = own[facts.name].detach()
-            if owner == 0:
-                state[facts.name] = value.cpu().clone()
-            else:
-                dist.send(value.contiguous(), 0)
-        elif session.rank == 0:
+        if session.rank in holders and session.rank != 0:
+            dist.send(own[facts.name].detach().contiguous(), 0)
+        if session.rank == 0:
             shape = [extent.at(0) for extent in facts.shape]
-            value = torch.empty(shape, dtype=getattr(torch, facts.dtype), device=session.device)
-            dist.recv(value, owner)
-            state[facts.name] = value.cpu()
+            shares = []
+            for holder in holders:
+                value = torch.empty(shape, dtype=getattr(torch, facts.dtype), device=session.device)
+                if holder == 0:
+                    value = own[facts.name].detach()
+                else:
+                    dist.recv(value, holder)
+                shares.append(value)
+            state[facts.name] = session.model.join(shares, tensor).cpu().clone()
     if session.rank != 0:
         return None
     names = {alias: session.graph.tensors[i].name for i in owners for alias in session.graph.tensors[i].aliases}
@@ -66,10 +68,13 @@ def save_state(state: dict[str, torch.Tensor], path: Path) -> None:
         raise
 
 
-def _owners(session: Session) -> dict[int, int]:
-    """Tensor id of every parameter and buffer → the rank that speaks for it."""
-    owners: dict[int, int] = {}
-    for stage in slice_stages(session.graph, session.plan):
+def _owners(session: Session) -> dict[int, tuple[int, ...]]:
+    """Tensor id of every parameter and buffer → the processes that speak for it: several that have shares, or one."""
+    owners: dict[int, tuple[int, ...]] = {}
+    width = session.grid.width
+    for stage in slice_stages(session.graph, session.model.plan):
+        first = session.plan.stages[stage.index].ranks[0] * width
         for tensor in (*stage.parameters, *stage.buffers):
-            owners.setdefault(tensor, session.plan.stages[stage.index].ranks[0])
+            count = width if session.model.is_split(tensor) else 1
+            owners.setdefault(tensor, tuple(range(first, first + count)))
     return owners

@@ -23,8 +23,16 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured, capture_model, flatten_batch
-from meshwright.runtime import Repair, Session, gather_timeline, join_group, measure_clock_offset, open_session
-from meshwright.spec.errors import PlanError, RunError
+from meshwright.runtime import (
+    OptimizerArgument,
+    Repair,
+    Session,
+    gather_timeline,
+    join_group,
+    measure_clock_offset,
+    open_session,
+)
+from meshwright.spec.errors import RunError
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
@@ -32,8 +40,6 @@ from meshwright.spec.timeline import Timeline
 from meshwright.training.losses import Losses
 from meshwright.training.memory import MemoryMeter
 from meshwright.training.state import gather_state, save_state
-
-OptimizerArgument = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def prepare(
@@ -74,9 +80,7 @@ def prepare(
         # The model bakes its batch size in: capture it at the size at which it will run.
         inputs, targets = _first_samples(batch, plan.microbatch_size)
         captured = capture_model(model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=False)
-    session = open_session(
-        captured, plan, lambda parameters: _own_optimizer(optimizer, parameters), run_seed=run_seed, repair=repair
-    )
+    session = open_session(captured, plan, optimizer, run_seed=run_seed, repair=repair)
     _release_other_parameters(model, session)
     return Trainer(model, captured, session)
 
@@ -141,7 +145,7 @@ class Trainer:
             (index, item.data_ptr()): item.nbytes
             for stage, microbatches in given.items()
             for index, items in enumerate(microbatches)
-            if self.plan.stages[stage].rank_of(index) == self.rank
+            if self.plan.stages[stage].rank_of(index) == session.grid.rank
             for item in items
         }
         state = [item for module in session.modules for item in (*module.parameters(), *module.buffers())]
@@ -163,6 +167,7 @@ class Trainer:
             session.recorder.rows(),
             self._clock_offset_ns,
             self._memory.peak_bytes(),
+            session.grid.width,
         )
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
@@ -184,22 +189,6 @@ class Trainer:
     def close(self) -> None:
         """Remove what was hooked into the user's parameters."""
         self._session.close()
-
-
-def _own_optimizer(optimizer: OptimizerArgument, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer over this rank's parameters only."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer(parameters)
-    own = {id(parameter) for parameter in parameters}
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not own <= known:
-        raise PlanError(
-            f"The optimizer holds {len(known & own)} of this stage's {len(own)} trainable parameters. Make it over "
-            "model.parameters(), or pass a function that makes an optimizer from a list of parameters."
-        )
-    for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
-    return optimizer
 
 
 def _release_other_parameters(model: torch.nn.Module, session: Session) -> None:

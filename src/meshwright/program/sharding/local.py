@@ -119,6 +119,9 @@ def _local_attributes(state: State, index: int, tensors: list[Tensor]) -> tuple[
         if name == "sizes":
             first = int(dict(op.attributes)["dim"]) % len(facts.shapes[op.inputs[0]])
             return _local_sizes(text, old[first:], new[first:])
+        if name == "split_size":
+            dim = int(dict(op.attributes).get("dim", "0")) % len(old)
+            return str(new[dim]) if text == str(old[dim]) else text
         if name == "num_groups" and old[1] != new[1]:
             return str(int(text) // facts.size)
         return str(new[0]) if name == "end" and not op.inputs and text == str(old[0]) else text

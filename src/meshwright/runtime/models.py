@@ -1,0 +1,111 @@
+"""The model as the runtime asks for it: as a process has it whose ops are whole, or shared out (`teams`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from meshwright.capture import Captured, part
+from meshwright.runtime.teams import Grid, local_model
+from meshwright.spec.graph import Graph
+from meshwright.spec.placement import Placement
+from meshwright.spec.plan import Plan
+from meshwright.spec.slices import StageSlice
+
+
+class Model(Protocol):
+    """What a process computes, and of which parts; ``plan`` and ``graph`` are its own, ``whole`` is the graph of all.
+
+    Tensors of the whole graph have the same ids in both.
+    """
+
+    @property
+    def plan(self) -> Plan | Placement:
+        """The plan as this process follows it: one that splits nothing."""
+
+    @property
+    def graph(self) -> Graph:
+        """What it computes."""
+
+    @property
+    def whole(self) -> Graph:
+        """What all compute together."""
+
+    @property
+    def loss_parts(self) -> int:
+        """Of how many parts' mean the loss is made in a team."""
+
+    @property
+    def replaced(self) -> dict[int, torch.Tensor]:
+        """By the id of a parameter of the user's, the share that stands for it here."""
+
+    def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
+        """What computes ``fetches`` from ``feeds`` by some ops."""
+
+    def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
+        """What computes tensors from all inputs of the graph, run for shapes and strides alone."""
+
+    def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
+        """What this process reads of a graph input for one microbatch."""
+
+    def sum_parts(self, stage: StageSlice, parameters: dict[int, torch.nn.Parameter]) -> None:
+        """Sum the gradients of which each process of the team has a part, before the stage is updated."""
+
+    def is_split(self, tensor: int) -> bool:
+        """Whether the processes of a team have different parts of a tensor."""
+
+    def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:
+        """The whole of a tensor from what they have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """A process whose ops are whole."""
+
+    plan: Plan | Placement
+    graph: Graph
+    captured: Captured
+    loss_parts: int = 1
+
+    @property
+    def whole(self) -> Graph:
+        """The graph is that of all."""
+        return self.graph
+
+    @property
+    def replaced(self) -> dict[int, torch.Tensor]:
+        """Parameters are the user's own."""
+        return {}
+
+    def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
+        """The part of the captured model."""
+        return part(self.captured, feeds, fetches, batch_size=self.plan.microbatch_size, ops=ops)
+
+    def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
+        """The part that makes them."""
+        return part(self.captured, self.graph.inputs, fetches, batch_size=self.plan.microbatch_size)
+
+    def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:  # noqa: ARG002 - nothing is split
+        """All of it."""
+        return value
+
+    def sum_parts(self, stage: StageSlice, parameters: dict[int, torch.nn.Parameter]) -> None:
+        """Gradients are whole."""
+
+    def is_split(self, tensor: int) -> bool:  # noqa: ARG002 - nothing is split
+        """Nothing is."""
+        return False
+
+    def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:  # noqa: ARG002 - one of its kind
+        """The tensor itself."""
+        return shares[0]
+
+
+def make_model(captured: Captured, plan: Plan | Placement, grid: Grid) -> Model:
+    """The model of this process. Raises PlanError for a split that cannot be run."""
+    if isinstance(plan, Plan) and not plan.sharding.is_whole:
+        return local_model(captured, plan, grid)
+    return WholeModel(plan=plan, graph=captured.graph, captured=captured)

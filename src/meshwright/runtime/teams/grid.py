@@ -1,0 +1,63 @@
+"""Where a process stands: process p of w in a team is device p % w of the rank p // w of the plan (`spec.teams`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from meshwright.spec.collective import Axis
+from meshwright.spec.sharding import AXES, Sharding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisGroup:
+    """The processes of one axis that exchange with each other: their ``ranks``, and the own place among them."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """One process among teams of ``width``: the ``rank`` of the plan that it is part of, and its place in the team."""
+
+    process: int
+    width: int
+    axes: dict[Axis, AxisGroup] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """The plan's rank."""
+        return self.process // self.width
+
+    @property
+    def place(self) -> int:
+        """The place in the team."""
+        return self.process % self.width
+
+    def process_of(self, rank: int) -> int:
+        """The process of another team that stands where this one does."""
+        return rank * self.width + self.place
+
+
+def make_grid(sharding: Sharding, process: int, num_ranks: int) -> Grid:
+    """The grid, and a process group for every row of every axis; all processes make all groups in one order."""
+    axes: dict[Axis, AxisGroup] = {}
+    for axis in AXES:
+        size, stride = sharding.size(axis), sharding.stride(axis)
+        if size == 1:
+            continue
+        firsts = [p for p in range(num_ranks * sharding.width) if p // stride % size == 0]
+        for first in firsts:
+            ranks = tuple(first + stride * index for index in range(size))
+            group = dist.new_group(list(ranks))
+            if process in ranks:
+                axes[axis] = AxisGroup(group=group, ranks=ranks, index=ranks.index(process))
+    return Grid(process=process, width=sharding.width, axes=axes)

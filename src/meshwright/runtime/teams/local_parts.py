@@ -1,0 +1,252 @@
+"""The model as one process of a team has it: its shares of the parameters, and its share of every op.
+
+The graph is the local one that the simulator prices (`program.lowering`): the same ops in the same order, conversions
+among them. Each op is torch's operator on local tensors, but for those of `conversions` and `operators`. Parameters and
+buffers that are whole stay the user's own objects; shares of others are new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from meshwright.capture import Captured, rebuild
+from meshwright.program import lower_plan, shard_graph
+from meshwright.program.sharding import MESH, ShardedGraph
+from meshwright.runtime.teams.conversions import Conversion, Convert
+from meshwright.runtime.teams.grid import AxisGroup, Grid
+from meshwright.runtime.teams.operators import (
+    BIASES,
+    AddOnce,
+    AddWhole,
+    Attend,
+    CountOn,
+    CrossEntropy,
+    DropOut,
+    LookUp,
+    refuse_random,
+)
+from meshwright.runtime.teams.shares import cut_of, find_uneven, is_split, join_shares, own_share, whole_shape
+from meshwright.spec.collective import Axis
+from meshwright.spec.errors import PlanError
+from meshwright.spec.graph import Graph, Op
+from meshwright.spec.plan import Plan
+from meshwright.spec.sharding import Layout, Partial, Shard
+from meshwright.spec.slices import StageSlice
+
+# Means: parts of one are averaged, not summed.
+_MEANS = ("aten.mean", "aten.cross_entropy", "aten.mse_loss", "aten.binary")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalModel:
+    """``plan`` and ``graph`` are those of one process; ``whole`` is the graph of all."""
+
+    plan: Plan
+    graph: Graph
+    whole: Graph
+    sharded: ShardedGraph
+    grid: Grid
+    plan_of_all: Plan
+    captured: Captured
+    shares: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
+        """What computes ``fetches`` from ``feeds`` by some ops, with this process's shares of what they read."""
+        size = self.plan.microbatch_size
+        modules = {index: module for index in ops if (module := self._module_of(index)) is not None}
+        return rebuild(
+            self.graph, feeds, fetches, ops, batch_size=size, converters={}, modules=modules, state=self._share_of
+        )
+
+    def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
+        """The same for all ops, without exchanges: only shapes and strides come out right."""
+        size = self.plan.microbatch_size
+        ops = range(len(self.graph.ops))
+        modules = {index: self._stand_in(index) for index in ops if self._module_of(index) is not None}
+        return rebuild(self.graph, self.graph.inputs, fetches, ops, batch_size=size, converters={}, modules=modules)
+
+    def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
+        """What this process reads of a graph input for one microbatch."""
+        return self._own(value, tensor).contiguous() if is_split(tensor, self.sharded.layouts) else value
+
+    def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:
+        """The whole of a tensor from what the processes of a team have, in their order."""
+        size = self.plan.microbatch_size
+        return join_shares(shares, tensor, self.sharded.layouts, self.plan_of_all.sharding, size)
+
+    def is_split(self, tensor: int) -> bool:
+        """Whether the processes of a team have different parts of a tensor."""
+        return is_split(tensor, self.sharded.layouts)
+
+    @property
+    def loss_parts(self) -> int:
+        """Of how many parts' mean the loss is made in a team."""
+        layouts = self.sharded.layouts
+        parts = [self.plan_of_all.sharding.size(axis) for axis in layouts if self._lies(axis, self.graph.outputs[0])]
+        return int(torch.tensor(parts or [1]).prod())
+
+    def sum_parts(self, stage: StageSlice, parameters: dict[int, torch.nn.Parameter]) -> None:
+        """Sum the gradients of which each process of the team has a part, before the stage is updated."""
+        for item in self.graph.collectives:
+            if item.phase == "step" and item.tensor in stage.parameters:
+                parameter = parameters[item.tensor]
+                if parameter.requires_grad:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    dist.all_reduce(parameter.grad, group=self.grid.axes[item.axis].group)
+
+    def _lies(self, axis: Axis, tensor: int) -> bool:
+        return isinstance(self.sharded.layouts[axis][tensor], Partial)
+
+    def _own(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
+        places = {axis: group.index for axis, group in self.grid.axes.items()}
+        return own_share(
+            value, tensor, self.sharded.layouts, places, self.plan_of_all.sharding, self.plan.microbatch_size
+        )
+
+    def _share_of(self, tensor: int) -> torch.Tensor:
+        """The user's own parameter, buffer or constant; a share of it if it is split, the same for all stages."""
+        held: torch.Tensor = self.captured.trace.attribute(self.graph.tensors[tensor].name)
+        if not self.is_split(tensor):
+            return held
+        if tensor not in self.shares:
+            share = self._own(held.detach(), tensor).clone(memory_format=torch.contiguous_format)
+            is_parameter = isinstance(held, torch.nn.Parameter)
+            self.shares[tensor] = torch.nn.Parameter(share, held.requires_grad) if is_parameter else share
+        return self.shares[tensor]
+
+    @property
+    def replaced(self) -> dict[int, torch.Tensor]:
+        """By the id of a parameter of the user's, the share that stands for it here."""
+        names = {tensor: self.graph.tensors[tensor].name for tensor in self.shares}
+        return {id(self.captured.trace.attribute(name)): self.shares[tensor] for tensor, name in names.items()}
+
+    def _stand_in(self, index: int) -> torch.nn.Module:
+        output = self.graph.tensors[self.graph.ops[index].outputs[0]]
+        shape = tuple(extent.at(self.plan.microbatch_size) for extent in output.shape)
+        return _Empty(shape, getattr(torch, output.dtype))
+
+    def _module_of(self, index: int) -> torch.nn.Module | None:
+        """What computes an op otherwise than torch's operator on local tensors does."""
+        op = self.graph.ops[index]
+        if op.kind.startswith(MESH):
+            return self._conversion(index, op)
+        if op.random and self.is_split(op.outputs[0]):
+            return self._random(op)
+        made: torch.nn.Module | None = None
+        for axis, group in self.grid.axes.items():
+            layouts = self.sharded.layouts[axis]
+            call = made or _Plain(self.graph, index, self.plan.microbatch_size)
+            made = _special(op, group, layouts, call) or made
+        return made
+
+    def _conversion(self, index: int, op: Op) -> Convert:
+        source, made = op.inputs[0], op.outputs[0]
+        listed = [item for item in self.sharded.collectives if item.at == index]
+        layouts = self.sharded.layouts
+        moved = [axis for axis in layouts if layouts[axis][source] != layouts[axis][made]]
+        axis = listed[0].axis if listed else (moved or list(layouts))[0]
+        goes_round = op.kind.startswith(f"{MESH}ring")
+        backward = next((item.kind for item in listed if item.phase == "backward"), None)
+        size = self.plan.microbatch_size
+        return Convert(
+            Conversion(
+                axis=self.grid.axes[axis],
+                have=cut_of(layouts[axis][source], size),
+                want=cut_of(layouts[axis][made], size),
+                sums=isinstance(layouts[axis][source], Partial),
+                # What goes round a ring is listed where attention waits for it.
+                backward="send" if goes_round else backward,
+                is_mean=any(source in other.outputs and other.kind.startswith(_MEANS) for other in self.graph.ops),
+                goes_round=goes_round,
+            )
+        )
+
+    def _random(self, op: Op) -> torch.nn.Module:
+        if not op.kind.startswith("aten.dropout."):
+            raise refuse_random(op)
+        made, size = op.outputs[0], self.plan.microbatch_size
+        local = [extent.at(size) for extent in self.graph.tensors[made].shape]
+        whole = whole_shape(local, made, self.sharded.layouts, self.plan_of_all.sharding, size)
+        return DropOut(op, whole, lambda mask: self._own(mask, made))
+
+
+def local_model(captured: Captured, plan: Plan, grid: Grid) -> LocalModel:
+    """The model of this process under a plan that splits ops.
+
+    Raises PlanError for what cannot be split evenly, or is gathered again.
+    """
+    if plan.sharding.regather:
+        raise PlanError(
+            "The plan gathers again in the backward what sequence parallelism split (`regather`), which can only be "
+            "simulated. Plan without it to run."
+        )
+    local_plan, graph = lower_plan(plan, captured.graph)
+    sharded = shard_graph(captured.graph, plan.sharding)
+    uneven = find_uneven(captured.graph, graph, sharded.layouts, plan.sharding)
+    if uneven is not None:
+        tensor = captured.graph.tensors[uneven]
+        raise PlanError(
+            f"The plan splits {tensor.name!r}, of shape {list(map(str, tensor.shape))}, which "
+            f"{plan.sharding.describe()} does not divide; such a plan can only be simulated. Choose sizes that divide "
+            "it, or place the ops that read it whole (`--placement NAME=tensor`)."
+        )
+    return LocalModel(
+        plan=local_plan,
+        graph=graph,
+        whole=captured.graph,
+        sharded=sharded,
+        grid=grid,
+        plan_of_all=plan,
+        captured=captured,
+    )
+
+
+def _special(op: Op, axis: AxisGroup, layouts: tuple[Layout, ...], call: torch.nn.Module) -> torch.nn.Module | None:
+    """What an op needs on an axis; None if its operator does it alone."""
+    name = op.kind.split(".")[1]
+    read, made = [layouts[i] for i in op.inputs], layouts[op.outputs[0]]
+    first = read[0] if read else None
+    if name == "embedding" and first == Shard(0):
+        return LookUp(op, axis)
+    if name == "cross_entropy_loss" and isinstance(first, Shard) and first.dim == 1:
+        return CrossEntropy(op, axis)
+    if name == "scaled_dot_product_attention" and isinstance(made, Shard) and made.dim == 2:
+        return Attend(op, axis, call)
+    if name == "arange" and isinstance(made, Shard):
+        return CountOn(axis, call)
+    if not isinstance(made, Partial):
+        return None
+    if name in BIASES and len(op.inputs) > 2:
+        return AddOnce(BIASES[name], axis, call)
+    if Partial() in read and len(read) > 1:
+        return AddWhole(tuple(not isinstance(item, Partial) for item in read), axis.size, call)
+    return None
+
+
+class _Plain(torch.nn.Module):
+    """An op as torch has it, called with its inputs."""
+
+    def __init__(self, graph: Graph, index: int, batch_size: int) -> None:
+        super().__init__()
+        op = graph.ops[index]
+        feeds = tuple(dict.fromkeys(op.inputs))
+        self._places = tuple(op.inputs.index(i) for i in feeds)
+        self._call = rebuild(graph, feeds, op.outputs[:1], [index], batch_size=batch_size, converters={})
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        found: tuple[torch.Tensor] = self._call(*(given[place] for place in self._places))
+        return found[0]
+
+
+class _Empty(torch.nn.Module):
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._shape, self._dtype = shape, dtype
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - only the shape counts
+        return torch.empty(self._shape, dtype=self._dtype)

@@ -1,0 +1,98 @@
+"""What one of several processes has of a tensor, by its layout; and the whole of what they all have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.spec.collective import Axis
+from meshwright.spec.graph import Graph
+from meshwright.spec.sharding import Layout, Shard, Sharding
+
+# What an axis splits was split by those before it, tokens for instance.
+SPLITTING_ORDER: tuple[Axis, ...] = ("expert", "context", "tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a tensor of a known batch size is cut along a dim: ``parts`` equal parts, each shared out by itself."""
+
+    dim: int
+    parts: int
+
+    def shares(self, value: torch.Tensor, size: int) -> list[torch.Tensor]:
+        """What each of ``size`` processes has."""
+        pieces = [piece.chunk(size, self.dim) for piece in value.chunk(self.parts, self.dim)]
+        if len(pieces) == 1:
+            return list(pieces[0])
+        return [torch.cat([piece[index] for piece in pieces], self.dim) for index in range(size)]
+
+    def join(self, shares: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole of what they have."""
+        pieces = [share.chunk(self.parts, self.dim) for share in shares]
+        return torch.cat([piece for group in zip(*pieces, strict=True) for piece in group], self.dim)
+
+
+def cut_of(layout: Layout, batch_size: int) -> Cut | None:
+    """How a layout cuts; None if every process has a tensor of full size."""
+    return Cut(layout.dim, layout.parts.at(batch_size)) if isinstance(layout, Shard) else None
+
+
+Layouts = Mapping[Axis, tuple[Layout, ...]]
+
+
+def own_share(
+    value: torch.Tensor, tensor: int, layouts: Layouts, places: Mapping[Axis, int], sharding: Sharding, batch_size: int
+) -> torch.Tensor:
+    """What the process at ``places`` has of a whole tensor, by its id."""
+    for axis in SPLITTING_ORDER:
+        if axis in layouts and (cut := cut_of(layouts[axis][tensor], batch_size)) is not None:
+            value = cut.shares(value, sharding.size(axis))[places[axis]]
+    return value
+
+
+def join_shares(
+    shares: Sequence[torch.Tensor], tensor: int, layouts: Layouts, sharding: Sharding, batch_size: int
+) -> torch.Tensor:
+    """The whole of what the processes of a team have, in the order of their places."""
+    found = list(shares)
+    # Of the team's places the tensor axis runs fastest.
+    for axis in reversed(SPLITTING_ORDER):
+        size = sharding.size(axis)
+        if size == 1:
+            continue
+        cut = cut_of(layouts[axis][tensor], batch_size)
+        groups = [found[start : start + size] for start in range(0, len(found), size)]
+        found = [cut.join(group) if cut is not None else group[0] for group in groups]
+    return found[0]
+
+
+def whole_shape(
+    shape: Sequence[int], tensor: int, layouts: Layouts, sharding: Sharding, batch_size: int
+) -> tuple[int, ...]:
+    """The shape of a tensor of which one process has a share of ``shape``."""
+    found = list(shape)
+    for axis, given in layouts.items():
+        if (cut := cut_of(given[tensor], batch_size)) is not None:
+            found[cut.dim] *= sharding.size(axis)
+    return tuple(found)
+
+
+def is_split(tensor: int, layouts: Layouts) -> bool:
+    """Whether processes have different parts of a tensor."""
+    return any(isinstance(given[tensor], Shard) for given in layouts.values())
+
+
+def find_uneven(whole: Graph, local: Graph, layouts: Layouts, sharding: Sharding) -> int | None:
+    """The first tensor that its axes do not divide; None if all are even."""
+    batch_size = whole.batch_size or 2
+    samples = batch_size * sharding.size("expert")
+    for tensor, (ours, theirs) in enumerate(zip(whole.tensors, local.tensors, strict=False)):
+        if theirs.role == "saved":
+            continue
+        found = whole_shape([extent.at(batch_size) for extent in theirs.shape], tensor, layouts, sharding, batch_size)
+        if found != tuple(extent.at(samples) for extent in ours.shape):
+            return tensor
+    return None

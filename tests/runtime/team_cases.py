@@ -1,0 +1,79 @@
+"""Plans that split ops, under which training is compared with a serial loop: layouts of ranks, and shardings."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.spec import OpPlacement, Sharding
+from tests.runtime.cases import OPTIMIZERS, on
+
+
+class TeamLayout(NamedTuple):
+    """Stages with their replicas, the schedule, how ops are split, and the optimizer."""
+
+    stages: tuple
+    schedule: str
+    split: str
+    optimizer: str
+
+    @property
+    def key(self):
+        """``1-1/1f1b/tensor/sgd``."""
+        stages = "-".join("@" + "+".join(map(str, s.ranks)) if isinstance(s, on) else str(s) for s in self.stages)
+        return f"{stages}/{self.schedule}/{self.split}/{self.optimizer}"
+
+
+SPLITS = {
+    "tensor": Sharding(tensor=2),
+    "sequence": Sharding(tensor=2, sequence_parallel=True),
+    "ring": Sharding(context=2),
+    "context": Sharding(context=2, context_method="all_gather"),
+    "tensor4": Sharding(tensor=4),
+    "tensor-context": Sharding(tensor=2, context=2),
+    "expert": Sharding(expert=2),
+    "expert4": Sharding(expert=4),
+    "expert-tensor": Sharding(expert=2, tensor=2),
+    "whole-head": Sharding(tensor=2, placements=(OpPlacement(op="head"),)),
+}
+_THERE_AND_BACK = (on((0,)), on((1,)), on((1,)), on((0,)))
+# World size -> (stages, schedule, split).
+_LAYOUTS = {
+    2: [((1,), "1f1b", split) for split in ("tensor", "sequence", "ring", "context", "whole-head", "expert")],
+    4: [
+        ((1,), "1f1b", "tensor4"),
+        ((1,), "1f1b", "tensor-context"),
+        ((2,), "1f1b", "tensor"),
+        ((2,), "gpipe", "ring"),
+        ((1, 1), "1f1b", "tensor"),
+        ((1, 1), "1f1b", "sequence"),
+        ((1, 1), "gpipe", "context"),
+        ((1, 1), "zb-h1", "tensor"),
+        (_THERE_AND_BACK, "zb-v", "sequence"),
+        ((1, 1), "pipedream", "tensor"),
+        ((1, 1), "pipedream-2bw", "sequence"),
+        ((1,), "1f1b", "expert4"),
+        ((1,), "1f1b", "expert-tensor"),
+        ((2,), "1f1b", "expert"),
+        ((1, 1), "1f1b", "expert"),
+    ],
+}
+CASES = {
+    world: [TeamLayout(*layout, optimizer) for layout in layouts for optimizer in OPTIMIZERS]
+    for world, layouts in _LAYOUTS.items()
+}
+# Of every model, and of those that it is tried with always.
+_EXPERTS = ("expert", "expert4", "expert-tensor")
+
+
+def all_cases(model, world):
+    """The layouts that a model takes."""
+    found = [case for case in CASES[world] if (case.split in _EXPERTS) == (model == "mixtral")]
+    return [case for case in found if not (model == "gpt-tied" and case.schedule.startswith("pipedream"))]
+
+
+def main_cases(model, world):
+    """Those that are always tried: every layout with one optimizer, of one model or another."""
+    found = all_cases(model, world)
+    if model in ("gpt", "mixtral"):
+        return [case for place, case in enumerate(found) if place % 2 == place // 2 % 2]
+    return [case for case in found if case.optimizer == "adamw" and case.split in ("tensor", "sequence", "ring")][:3]

@@ -1,0 +1,149 @@
+"""The processes of tests of plans that split ops: every case of a world size, compared with a serial loop."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from meshwright.capture import flatten_batch
+from meshwright.runtime import microbatch_seed, open_session
+from meshwright.spec import Plan, StagePlan, Workload
+from meshwright.training.losses import Losses
+from meshwright.training.state import gather_state
+from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
+from tests.runtime.delayed import Stream, train_delayed
+from tests.runtime.equality_worker import errors, make_optimizer, run_models
+from tests.runtime.team_cases import SPLITS, all_cases, main_cases
+from tests.runtime.team_models import MODELS
+
+NUM_MICROBATCHES = 4
+
+
+def make_plan(graph, layout):
+    sharding = SPLITS[layout.split]
+    count, stages, rank = len(graph.layers), [], 0
+    for index, item in enumerate(layout.stages):
+        start, stop = (count * place // len(layout.stages) for place in (index, index + 1))
+        ranks = item.ranks if isinstance(item, on) else tuple(range(rank, rank + item))
+        rank += 0 if isinstance(item, on) else item
+        stages.append(StagePlan(start=start, stop=stop, ranks=ranks))
+    return Plan(
+        model="test",
+        graph_hash=graph.content_hash,
+        cluster="test",
+        workload=Workload(global_batch=MICROBATCH_SIZE * NUM_MICROBATCHES * sharding.expert),
+        stages=tuple(stages),
+        num_microbatches=NUM_MICROBATCHES,
+        schedule=layout.schedule,
+        sharding=sharding,
+    )
+
+
+def train(captured, loops, layout):
+    """On rank 0 how far the trained model is from that of a serial loop."""
+    case, graph = loops.case, captured.graph
+    plan = make_plan(graph, layout)
+    size = MICROBATCH_SIZE * plan.sharding.expert
+    num_steps = 4 if plan.is_asynchronous else NUM_STEPS
+    torch.manual_seed(99)
+    batches = [case.make_batch(size * NUM_MICROBATCHES) for _ in range(num_steps)]
+
+    def optimizer(parameters):
+        return make_optimizer(layout.optimizer, parameters, None)
+
+    case.model.load_state_dict(loops.state)
+    session = open_session(captured, plan, optimizer, run_seed=RUN_SEED)
+    losses, exchanged = Losses(session), []
+    for step, (inputs, targets) in enumerate(batches):
+        tensors = flatten_batch(captured, inputs, targets)
+        with recorded(exchanged if step == 0 else []):
+            made = session.run_step(step, tensors)
+        losses.add(step, made)
+    losses.add(num_steps - 1, session.finish())
+    losses.finish()
+    found = gather_state(case.model, session)
+    session.close()
+    case.model.load_state_dict(loops.state)
+    if found is None:
+        return None
+    for parameter in case.model.parameters():
+        parameter.grad = None
+    model = copy.deepcopy(case.model)
+    expected = expected_collectives(session) if len(plan.stages) == 1 else []
+    stream = Stream(case, batches, plan, graph, size, lambda step, m: microbatch_seed(RUN_SEED, step, m))
+    if plan.is_asynchronous:
+        wanted, wanted_losses = train_delayed(model, plan, graph, stream, optimizer)
+    else:
+        wanted, wanted_losses = train_serially(model, stream, optimizer)
+    found = errors(found, wanted, loops.state, losses.known, wanted_losses)
+    return found | {"exchanged": exchanged, "expected": expected}
+
+
+KINDS = {
+    "all_reduce": "all_reduce",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_single": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+@contextmanager
+def recorded(into):
+    """Note what collectives are called, with the bytes of the full tensor."""
+    kept = {name: getattr(dist, name) for name in KINDS}
+
+    def noting(name):
+        def call(first, *others, **options):
+            full = max([first, *(item for item in others if isinstance(item, torch.Tensor))], key=torch.numel)
+            into.append([KINDS[name], full.numel() * full.element_size()])
+            return kept[name](first, *others, **options)
+
+        return call
+
+    for name in KINDS:
+        setattr(dist, name, noting(name))
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+def expected_collectives(session):
+    """What the local graph lists for a step of one stage that runs each microbatch forward and at once backward."""
+    graph, plan = session.graph, session.model.plan
+
+    def listed(phase):
+        items = [item for item in graph.collectives if item.phase == phase]
+        return [[item.kind, item.num_bytes(graph, plan.microbatch_size, 8)] for item in items]
+
+    return (listed("forward") + listed("backward")) * plan.num_microbatches + listed("step")
+
+
+def train_serially(model, stream, make_optimizer):
+    """State and losses of the batches; the model is trained itself."""
+    optimizer, losses = make_optimizer(list(model.parameters())), []
+    for step in range(len(stream.batches)):
+        total = 0.0
+        for m in range(stream.count):
+
+            def backward(compute_loss):
+                loss = compute_loss(model)
+                (loss / stream.count).backward()
+                return loss.item()
+
+            total += stream.run(model, step * stream.count + m, backward) / stream.count
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return {name: value.clone() for name, value in model.state_dict().items()}, losses
+
+
+if __name__ == "__main__":
+    world, which, *others = sys.argv[1:]
+    run_models(MODELS, {"main": main_cases, "all": all_cases}[which], world, *others, run=train)
+    assert not dist.is_initialized()
