@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 
 from meshwright.capture import Captured, part
+from meshwright.program import lower_plan
+from meshwright.runtime.recompute import with_recompute
 from meshwright.runtime.teams import Grid, local_model
 from meshwright.spec.graph import Graph
 from meshwright.spec.placement import Placement
@@ -73,7 +75,7 @@ class WholeModel:
     @property
     def whole(self) -> Graph:
         """The graph is that of all."""
-        return self.graph
+        return self.captured.graph
 
     @property
     def replaced(self) -> dict[int, torch.Tensor]:
@@ -82,7 +84,8 @@ class WholeModel:
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
         """The part of the captured model."""
-        return part(self.captured, feeds, fetches, batch_size=self.plan.microbatch_size, ops=ops)
+        made = part(self.captured, feeds, fetches, batch_size=self.plan.microbatch_size, ops=ops)
+        return with_recompute(made, self.graph, ops)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
         """The part that makes them."""
@@ -108,4 +111,7 @@ def make_model(captured: Captured, plan: Plan | Placement, grid: Grid) -> Model:
     """The model of this process. Raises PlanError for a split that cannot be run."""
     if isinstance(plan, Plan) and not plan.sharding.is_whole:
         return local_model(captured, plan, grid)
+    if isinstance(plan, Plan):
+        plan, graph = lower_plan(plan, captured.graph)
+        return WholeModel(plan=plan, graph=graph, captured=captured)
     return WholeModel(plan=plan, graph=captured.graph, captured=captured)

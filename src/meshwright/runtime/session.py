@@ -29,6 +29,7 @@ from meshwright.runtime.layouts import channel_layouts
 from meshwright.runtime.models import Model, make_model
 from meshwright.runtime.placed import check_placed_writes
 from meshwright.runtime.rank_program import RankProgram, SectionName, arrange_rank
+from meshwright.runtime.recompute import Again
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.repairs import Repair, check_repair, find_staleness
 from meshwright.runtime.split_backward import SplitPart
@@ -135,8 +136,8 @@ def check_runnable(plan: Plan) -> None:
     """Raise PlanError for a plan that can only be simulated."""
     if plan.only_simulated:
         raise PlanError(
-            f"The plan {plan.only_simulated}, which can only be simulated; the runtime sums whole buckets, and "
-            "computes nothing again. Plan without that to run."
+            f"The plan {plan.only_simulated}, which can only be simulated; the runtime sums whole buckets, on "
+            "the device. Plan without that to run."
         )
 
 
@@ -283,6 +284,11 @@ def _make_part(
 ) -> Part:
     """A stage's module as its program calls it: with backwards in two parts, or weights of several versions."""
     if stage in doing[BackwardInput]:
+        if any(isinstance(item, Again) for item in module.modules()):
+            raise PlanError(
+                "The plan computes parts again under a schedule whose backwards come in two parts, each of which would "
+                "run them again; such a plan can only be simulated. Choose 1f1b, or compute nothing again."
+            )
         return SplitPart(module)
     return VersionedPart(module, ahead) if stage in doing[Stash] else module
 

@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the runtime executes it: nothing computed again or kept away, sums of buckets.
+        """Whether the runtime executes it: nothing kept away, sums of buckets.
 
         Every plan can be simulated.
         """
@@ -143,8 +143,6 @@ class Plan:
     @property
     def only_simulated(self) -> str:
         """What the runtime does not execute, in words; nothing of a plan that it does."""
-        if self.recompute:
-            return "computes parts of the model again"
         if self.offload != ON_DEVICE:
             return f"keeps {self.offload.describe()}"
         if self.workload.loader is not None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from meshwright.capture import Captured, rebuild
 from meshwright.program import lower_plan, shard_graph
 from meshwright.program.sharding import MESH, ShardedGraph
+from meshwright.runtime.recompute import with_recompute
 from meshwright.runtime.teams.conversions import Conversion, Convert
 from meshwright.runtime.teams.grid import AxisGroup, Grid
 from meshwright.runtime.teams.operators import (
@@ -58,9 +59,10 @@ class LocalModel:
         """What computes ``fetches`` from ``feeds`` by some ops, with this process's shares of what they read."""
         size = self.plan.microbatch_size
         modules = {index: module for index in ops if (module := self._module_of(index)) is not None}
-        return rebuild(
+        made = rebuild(
             self.graph, feeds, fetches, ops, batch_size=size, converters={}, modules=modules, state=self._share_of
         )
+        return with_recompute(made, self.graph, ops)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
         """The same for all ops, without exchanges: only shapes and strides come out right."""
