@@ -13,8 +13,8 @@ order; every arm makes one update per 16 samples, so that arms differ in their d
 
 Rates are chosen among `RATES` by the held-out loss, on a seed that is not scored: once for flush, which all arms get,
 and once for each arm. Scored is the loss on 256 held-out samples after `UPDATES` updates; its gap to flush is paired by
-seed. Per second: the time until the running mean of training losses falls to that of flush after 80 % of its updates;
-an update takes what the simulator says for four devices, with ops that were measured here.
+seed. Per second: every arm trains, with its own rate, as many updates as take it the time of flush's; an update takes
+what the simulator says for four devices, with ops that were measured here.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ MODEL, SIZES = str(Path(__file__).with_name("llama.toml")), {"sequence_length": 
 STAGES = 4
 SAMPLES = 16
 PARTS = 4
-UPDATES, QUICK_UPDATES = 240, 64
-SEEDS, QUICK_SEEDS = (1, 2, 3, 4, 5, 6), (1, 2)
+UPDATES, QUICK_UPDATES = 160, 32
+SEEDS, QUICK_SEEDS = (1, 2, 3, 4, 5), (1, 2)
 TUNING_SEED, HELD_OUT_SEED = 100, 999
-RATES = {"sgd": (0.0125, 0.025, 0.05, 0.1, 0.2), "adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
-WINDOW = 40
+RATES = {"sgd": (0.003, 0.006, 0.012, 0.024, 0.048), "adamw": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)}
 # Schedule, repair, and whether stashes are left out.
 ARMS = {
     "flush": ("1f1b", None, False),
@@ -61,8 +60,7 @@ ARMS = {
 NOTES = (
     "Held-out loss: value = mean over the seeds, baseline = that of flush, spread = half the middle 80 % of the seeds. "
     "Gap: mean of the paired differences to flush, spread = their standard error. Share closed: 1 - gap of the repair "
-    "over gap of stashing. Seconds: until the running mean of training losses reaches that of flush after 80 % of its "
-    "updates; baseline = flush; nan: never."
+    "over gap of stashing. Equal time: as many updates as take an arm the time of flush's."
 )
 
 
@@ -178,22 +176,13 @@ def tune(_context, optimizer, updates):
     }
 
 
-def study(_context, optimizer, rates, updates, seeds):
-    """By arm and seed: losses per step of the plan, and the held-out loss, on rank 0."""
+def study(_context, optimizer, arms, seeds):
+    """By arm, of which rate and updates are given: the held-out loss with each seed, on rank 0."""
     trainee = Trainee()
-    return {arm: [trainee.train(arm, optimizer, rate, seed, updates) for seed in seeds] for arm, rate in rates.items()}
-
-
-def curve(losses, updates):
-    """Running mean of the training loss, per update."""
-    repeated = np.repeat(losses, updates // len(losses))
-    return np.convolve(repeated, np.ones(WINDOW) / WINDOW, mode="valid")
-
-
-def seconds_to(level, losses, updates, update_s):
-    """Seconds until the running mean has come down to a level; nan if never."""
-    below = np.flatnonzero(curve(losses, updates) <= level)
-    return (below[0] + WINDOW) * update_s if len(below) else float("nan")
+    return {
+        arm: np.array([trainee.train(arm, optimizer, rate, seed, updates)[1] for seed in seeds])
+        for arm, (rate, updates) in arms.items()
+    }
 
 
 def update_seconds(graph, optimizer):
@@ -210,7 +199,7 @@ def update_seconds(graph, optimizer):
 
 
 def rows(quick: bool):
-    """Held-out losses, gaps, shares closed and seconds of both optimizers, with the rate of flush and with own ones."""
+    """Held-out losses, gaps and shares closed of both optimizers: per update at two choices of rates, and per second."""
     updates, seeds = (QUICK_UPDATES, QUICK_SEEDS) if quick else (UPDATES, SEEDS)
     graph = Trainee().captured.graph
     seconds = {optimizer: update_seconds(graph, optimizer) for optimizer in RATES}
@@ -218,15 +207,25 @@ def rows(quick: bool):
     table = []
     for optimizer in RATES:
         scores = run_ranks(tune, optimizer, updates, num_ranks=STAGES, timeout_s=3600)[0]
-        best = {arm: min(found, key=lambda rate, found=found: lowest(found[rate])) for arm, found in scores.items()}
         print(f"{optimizer}: held-out losses {scores}", file=sys.stderr)
-        alike = dict.fromkeys(ARMS, best["flush"])
-        found = run_ranks(study, optimizer, alike, updates, seeds, num_ranks=STAGES, timeout_s=3600)[0]
-        table += arm_rows(f"{optimizer}, rate of flush", alike, found, updates, seconds[optimizer])
-        others = {arm: rate for arm, rate in best.items() if rate != best["flush"]}
-        tuned = run_ranks(study, optimizer, others, updates, seeds, num_ranks=STAGES, timeout_s=3600)[0]
-        table += arm_rows(f"{optimizer}, own rates", best, {**found, **tuned}, updates, seconds[optimizer])
+        best = {arm: min(found, key=lambda rate, found=found: lowest(found[rate])) for arm, found in scores.items()}
+        usual = best["flush"]
+        flush = run_ranks(study, optimizer, {"flush": (usual, updates)}, seeds, num_ranks=STAGES, timeout_s=3600)[0]
+        others = [arm for arm in ARMS if arm != "flush"]
+        for label, arms in (
+            ("rate of flush", {arm: (usual, updates) for arm in others}),
+            ("own rates", {arm: (best[arm], updates) for arm in others}),
+            ("own rates, equal time", {arm: (best[arm], in_time(arm, updates, seconds[optimizer])) for arm in others}),
+        ):
+            found = run_ranks(study, optimizer, arms, seeds, num_ranks=STAGES, timeout_s=3600)[0]
+            table += arm_rows(f"{optimizer}, {label}", {"flush": (usual, updates), **arms}, {**flush, **found})
     return table
+
+
+def in_time(arm, updates, update_s):
+    """The updates that an arm makes while flush makes some: whole steps of its plan."""
+    count = updates * update_s["1f1b"] / update_s[ARMS[arm][0]]
+    return round(count / PARTS) * PARTS
 
 
 def lowest(loss):
@@ -234,29 +233,20 @@ def lowest(loss):
     return float("inf") if np.isnan(loss) else loss
 
 
-def arm_rows(label, rates, found, updates, update_s):
-    """The rows of all arms with their rates."""
-    levels = [curve(losses, updates)[int(0.8 * updates) - WINDOW] for losses, _ in found["flush"]]
-    held = {arm: np.array([score for _, score in runs]) for arm, runs in found.items()}
+def arm_rows(label, arms, held):
+    """The rows of all arms with their rates and updates."""
     usual = float(held["flush"].mean())
-    table, gaps, flush_s = [], {}, float("nan")
+    table, gaps = [], {}
     for arm in ARMS:
-        name = f"{label}: {arm} ({rates[arm]:g})"
+        rate, updates = arms[arm]
+        name = f"{label}: {arm} (rate {rate:g}, {updates} updates)"
         low, high = np.quantile(held[arm], [0.1, 0.9])
         table.append(make_row(f"{name}, held-out loss", held[arm].mean(), "", baseline=usual, spread=(high - low) / 2))
-        times = [
-            seconds_to(level, losses, updates, update_s[ARMS[arm][0]])
-            for level, (losses, _) in zip(levels, found[arm], strict=True)
-        ]
-        reached = float(np.mean(times))
-        if arm == "flush":
-            flush_s = reached
-        else:
+        if arm != "flush":
             differences = held[arm] - held["flush"]
             gaps[arm] = float(differences.mean())
             error = float(differences.std(ddof=1) / len(differences) ** 0.5)
             table.append(make_row(f"{name}, gap", gaps[arm], "", spread=error))
-        table.append(make_row(f"{name}, seconds", reached, "s", baseline=flush_s, ratio=reached / flush_s))
     for arm in ("stashing, predict", "stashing, discount"):
         share = 1 - gaps[arm] / gaps["stashing"]
         table += [make_row(f"{label}: {arm}, share of the gap closed", share, "")]
