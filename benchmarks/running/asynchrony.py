@@ -199,7 +199,7 @@ def update_seconds(graph, optimizer):
 
 
 def rows(quick: bool):
-    """Held-out losses, gaps and shares closed of both optimizers: per update at two choices of rates, and per second."""
+    """Held-out losses, gaps and shares closed of both optimizers: per update at two choices of rates, per second."""
     updates, seeds = (QUICK_UPDATES, QUICK_SEEDS) if quick else (UPDATES, SEEDS)
     graph = Trainee().captured.graph
     seconds = {optimizer: update_seconds(graph, optimizer) for optimizer in RATES}
@@ -213,7 +213,7 @@ def rows(quick: bool):
         flush = run_ranks(study, optimizer, {"flush": (usual, updates)}, seeds, num_ranks=STAGES, timeout_s=3600)[0]
         others = [arm for arm in ARMS if arm != "flush"]
         for label, arms in (
-            ("rate of flush", {arm: (usual, updates) for arm in others}),
+            ("rate of flush", dict.fromkeys(others, (usual, updates))),
             ("own rates", {arm: (best[arm], updates) for arm in others}),
             ("own rates, equal time", {arm: (best[arm], in_time(arm, updates, seconds[optimizer])) for arm in others}),
         ):

@@ -88,14 +88,25 @@ def test_what_cannot_be_split_is_refused(run, options, message):
     assert message in error
 
 
-def test_a_split_plan_is_not_run(run, tmp_path):
+def test_what_a_split_plan_cannot_do_is_not_run(run, tmp_path):
     path = tmp_path / "layout"
-    code, out, _ = run(*PLAN[:-1], "--tensor", 2, "--out", path)
+    code, out, _ = run(*PLAN[:-1], "--tensor", 2, "--zero", 1, "--out", path)
     assert code == 0
-    assert "no script: the plan splits ops over devices (tensor 2)" in " ".join(out.split())
+    assert "no script: the plan exchanges gradients in another way" in " ".join(out.split())
     code, _, error = run("run", path / "plan.json")
     assert code != 0
-    assert "splits ops over devices (tensor 2), which can only be simulated" in error
+    assert "exchanges gradients in another way than by sums of buckets, which can only be simulated" in error
+
+
+def test_a_split_plan_comes_with_the_script_that_starts_it(run, tmp_path):
+    path = tmp_path / "layout"
+    code, _, _ = run(*PLAN[:-1], "--tensor", 2, "--out", path)
+    assert code == 0
+    plan = read_document(Plan, path / "plan.json")
+    assert plan.num_devices == 2 * plan.num_ranks
+    script = (path / "launch.sh").read_text()
+    assert "--nnodes=2" in script
+    assert "--nproc-per-node=4" in script
 
 
 def test_a_split_plan_is_said_in_other_words_or_refused(run, tmp_path):

@@ -23,7 +23,10 @@ class TeamLayout(NamedTuple):
         return f"{stages}/{self.schedule}/{self.split}/{self.optimizer}"
 
 
+# Behind a name: every block runs again in the backward.
+AGAIN = "+again"
 SPLITS = {
+    "whole": Sharding(),
     "tensor": Sharding(tensor=2),
     "sequence": Sharding(tensor=2, sequence_parallel=True),
     "ring": Sharding(context=2),
@@ -38,7 +41,12 @@ SPLITS = {
 _THERE_AND_BACK = (on((0,)), on((1,)), on((1,)), on((0,)))
 # World size -> (stages, schedule, split).
 _LAYOUTS = {
-    2: [((1,), "1f1b", split) for split in ("tensor", "sequence", "ring", "context", "whole-head", "expert")],
+    2: [
+        *(((1,), "1f1b", split) for split in ("tensor", "sequence", "ring", "context", "whole-head", "expert")),
+        ((1,), "1f1b", "sequence" + AGAIN),
+        ((1, 1), "1f1b", "whole" + AGAIN),
+        ((1, 1), "pipedream", "whole" + AGAIN),
+    ],
     4: [
         ((1,), "1f1b", "tensor4"),
         ((1,), "1f1b", "tensor-context"),
@@ -51,6 +59,8 @@ _LAYOUTS = {
         (_THERE_AND_BACK, "zb-v", "sequence"),
         ((1, 1), "pipedream", "tensor"),
         ((1, 1), "pipedream-2bw", "sequence"),
+        ((1, 1), "pipedream", "tensor" + AGAIN),
+        ((2,), "gpipe", "ring" + AGAIN),
         ((1,), "1f1b", "expert4"),
         ((1,), "1f1b", "expert-tensor"),
         ((2,), "1f1b", "expert"),

@@ -12,19 +12,20 @@ import torch.distributed as dist
 from meshwright.capture import flatten_batch
 from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import Plan, StagePlan, Workload
+from meshwright.spec.recompute import recompute_choices
 from meshwright.training.losses import Losses
 from meshwright.training.state import gather_state
 from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models
-from tests.runtime.team_cases import SPLITS, all_cases, main_cases
+from tests.runtime.team_cases import AGAIN, SPLITS, all_cases, main_cases
 from tests.runtime.team_models import MODELS
 
 NUM_MICROBATCHES = 4
 
 
 def make_plan(graph, layout):
-    sharding = SPLITS[layout.split]
+    sharding = SPLITS[layout.split.removesuffix(AGAIN)]
     count, stages, rank = len(graph.layers), [], 0
     for index, item in enumerate(layout.stages):
         start, stop = (count * place // len(layout.stages) for place in (index, index + 1))
@@ -40,6 +41,7 @@ def make_plan(graph, layout):
         num_microbatches=NUM_MICROBATCHES,
         schedule=layout.schedule,
         sharding=sharding,
+        recompute=recompute_choices(graph)["full"] if layout.split.endswith(AGAIN) else (),
     )
 
 

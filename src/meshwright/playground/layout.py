@@ -135,10 +135,10 @@ def state_of_plan(plan: Plan, state: State) -> State:
             "The plan gives replicas shares of the microbatches, which the controls of the playground do not say. Use "
             "`meshwright simulate` for this plan."
         )
-    if plan.only_simulated:
+    if unsaid := _unsaid(plan):
         raise PlaygroundError(
-            f"The plan {plan.only_simulated}, which the controls of the playground do not say. Use "
-            "`meshwright simulate` for this plan."
+            f"The plan {unsaid}, which the controls of the playground do not say. Use `meshwright simulate` for this "
+            "plan."
         )
     return replace(
         state,
@@ -155,6 +155,13 @@ def state_of_plan(plan: Plan, state: State) -> State:
         precision=plan.workload.precision,
         optimizer=plan.workload.optimizer.option,
     )
+
+
+def _unsaid(plan: Plan) -> str:
+    """What a plan does that no control stands for, in words; nothing of most."""
+    if not plan.sharding.is_whole:
+        return f"splits ops over devices ({plan.sharding.describe()})"
+    return "computes parts of the model again" if plan.recompute else plan.only_simulated
 
 
 def _layout_of(plan: Plan, replicas: tuple[int, ...]) -> LayoutName:
