@@ -34,6 +34,9 @@ def run(
         typer.Option(help="Under a schedule that never flushes: predict weights, or discount learning rates."),
     ] = None,
     repair_fade: Annotated[int, typer.Option(help="Updates in which a discount fades; 0: it stays.", min=0)] = 0,
+    autocast: Annotated[
+        bool, typer.Option("--autocast", help="Compute forwards in bfloat16 where torch's autocast does; weights stay.")
+    ] = False,
     save_model: Annotated[Path | None, typer.Option(help="Write the trained weights to this file (.pt).")] = None,
     trace: TraceOption = None,
     trace_ranks: TraceRanksOption = None,
@@ -56,6 +59,7 @@ def run(
         seed=seed,
         repair=cast("RepairKind | None", repair),
         repair_fade=repair_fade,
+        autocast="bfloat16" if autocast else None,
         save_model=str(save_model.resolve()) if save_model is not None else None,
     )
     is_rank = started_by_torchrun()

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.runtime.random_state import read_generator
+from meshwright.runtime.stage import autocasting
 from meshwright.runtime.transport import Layout
 from meshwright.spec.graph import Graph
 from meshwright.spec.slices import StageSlice
@@ -23,6 +24,7 @@ def channel_layouts(
     stages: Sequence[StageSlice],
     batch_size: int,
     device: torch.device,
+    autocast: torch.dtype | None = None,
 ) -> dict[tuple[int, int, str], tuple[Layout, ...]]:
     """Layouts by (source stage, target stage, payload) for microbatches of ``batch_size`` samples.
 
@@ -31,7 +33,9 @@ def channel_layouts(
     channels = [channel for stage in stages for channel in stage.outgoing]
     crossing = tuple(sorted({tensor for channel in channels for tensor in channel.tensors}))
     tensors = (
-        dict(zip(crossing, _fake_values(graph, make_module(crossing), batch_size), strict=True)) if crossing else {}
+        dict(zip(crossing, _fake_values(graph, make_module(crossing), batch_size, autocast), strict=True))
+        if crossing
+        else {}
     )
     layouts: dict[tuple[int, int, str], tuple[Layout, ...]] = {}
     for channel in channels:
@@ -43,7 +47,7 @@ def channel_layouts(
     return layouts
 
 
-def _fake_values(graph: Graph, module: torch.nn.Module, batch_size: int) -> list[Layout]:
+def _fake_values(graph: Graph, module: torch.nn.Module, batch_size: int, autocast: torch.dtype | None) -> list[Layout]:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         if any(item.is_meta for item in (*module.parameters(), *module.buffers())):
             module.to_empty(device="cpu")
@@ -55,5 +59,7 @@ def _fake_values(graph: Graph, module: torch.nn.Module, batch_size: int) -> list
             for tensor in graph.inputs
         ]
         # A copy that preserves the format is dense: expanded dims (stride 0) do not travel.
-        values = [value.clone(memory_format=torch.preserve_format) for value in module(*inputs)]
+        with autocasting(torch.device("cpu"), autocast):
+            made = module(*inputs)
+        values = [value.clone(memory_format=torch.preserve_format) for value in made]
     return [Layout(tuple(value.shape), value.stride(), value.dtype) for value in values]

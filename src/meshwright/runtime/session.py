@@ -148,11 +148,13 @@ def open_session(
     *,
     run_seed: int = 0,
     repair: Repair | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Session:
     """Make this rank ready to execute ``plan``. All ranks of the process group call it together.
 
     ``optimizer`` is one over the model's parameters, or makes one from those of the rank's stages. ``repair`` is what
-    is done about gradients that are stale. Raises PlanError if the plan does not fit the graph, the repair or the
+    is done about gradients that are stale, ``autocast`` the type in which forwards compute what torch's autocast lets
+    them. Raises PlanError if the plan does not fit the graph, the repair or the
     number of processes, splits what cannot be run in shares, or parts what writes to the same memory.
     """
     check_repair(plan, repair)
@@ -201,12 +203,12 @@ def open_session(
         num_microbatches=plan.num_microbatches,
         stages=mine,
         runners=tuple(
-            StageRunner(part, graph, stage, loss_scale / model.loss_parts, device)
+            StageRunner(part, graph, stage, loss_scale / model.loss_parts, device, autocast)
             for stage, part in zip(mine, parts, strict=True)
         ),
         transport=Transport(program, device, grid),
         exchange=exchange,
-        layouts=channel_layouts(graph, model.stand_in, stages, own.microbatch_size, device),
+        layouts=channel_layouts(graph, model.stand_in, stages, own.microbatch_size, device, autocast),
         optimizer_step=StageSteps(
             own_optimizer(optimizer, trainable, model.replaced),
             parameters,

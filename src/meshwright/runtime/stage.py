@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,7 +33,8 @@ class StageRunner:
     """Runs a stage's part: ``part(*values)`` takes the values of `stage_feeds` and returns those of `stage_fetches`.
 
     A `SplitPart` can also run backwards in two parts, a `VersionedPart` with older weights. ``loss_scale`` multiplies
-    the loss's gradient: 1 / number of microbatches, so that a step's loss is the mean over them.
+    the loss's gradient: 1 / number of microbatches, so that a step's loss is the mean over them. ``autocast``: forwards
+    run under torch's autocast to that type.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class StageRunner:
         stage: StageSlice,
         loss_scale: float,
         device: torch.device,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self._part = part
         self._device = device
@@ -49,6 +53,7 @@ class StageRunner:
         self._fetches = stage_fetches(stage)
         self._loss = graph.outputs[0] if graph.has_loss and graph.outputs[0] in stage.outputs else None
         self._loss_scale = loss_scale
+        self._autocast = autocast
         self._tapes: dict[int, _Tape] = {}
         self._notes: dict[int, Notes] = {}
 
@@ -72,7 +77,7 @@ class StageRunner:
             for tensor, value in zip(channel.tensors, received[channel.source], strict=False):
                 leaves[tensor] = value.detach().requires_grad_() if tensor in needs_gradient else value
         values = [*inputs, *leaves.values()]
-        with torch.set_grad_enabled(self._training):
+        with torch.set_grad_enabled(self._training), autocasting(self._device, self._autocast):
             if self._stage.draws_random:
                 self._restore_generator(received, seed)
             made = self._part(version, *values) if isinstance(self._part, VersionedPart) else self._part(*values)
@@ -153,6 +158,11 @@ class StageRunner:
                 write_generator(self._device, received[channel.source][-1])
                 return
         seed_generator(self._device, seed)
+
+
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Torch's autocast to a type; nothing for none."""
+    return torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
 
 
 def stage_feeds(stage: StageSlice) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.utils import _pytree as pytree
@@ -42,7 +42,7 @@ def error_file(folder: Path, rank: int) -> Path:
 class Job:
     """What every worker is told: the plan's file, the number of steps and of recorded last steps, seeds, outputs.
 
-    ``repair`` of stale gradients, and the updates in which it fades.
+    ``repair`` of stale gradients, and the updates in which it fades; ``autocast`` of forwards.
     """
 
     plan: str
@@ -54,6 +54,7 @@ class Job:
     pin_cores: bool = True
     repair: RepairKind | None = None
     repair_fade: int = 0
+    autocast: Literal["bfloat16"] | None = None
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

@@ -51,6 +51,7 @@ def prepare(
     plan: Plan | Placement | Path | str,
     run_seed: int = 0,
     repair: Repair | None = None,
+    autocast: torch.dtype | None = None,
     verify: bool = True,
 ) -> Trainer:
     """Capture the model, cut out this rank's stage, and make it ready to train. All ranks call it together.
@@ -65,6 +66,8 @@ def prepare(
         plan: a Plan, a Placement or the file of either.
         run_seed: seed of dropout and other random ops.
         repair: what is done about stale gradients under a schedule that never flushes; by default nothing.
+        autocast: compute forwards under torch's autocast to this type, as ``torch.bfloat16``; weights, gradients and
+            the optimizer stay as they are.
         verify: compare the captured model with the eager one first.
 
     Raises PlanError (or GraphMismatchError) if the plan does not fit, CaptureError if the model cannot be captured
@@ -80,7 +83,7 @@ def prepare(
         # The model bakes its batch size in: capture it at the size at which it will run.
         inputs, targets = _first_samples(batch, plan.microbatch_size)
         captured = capture_model(model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=False)
-    session = open_session(captured, plan, optimizer, run_seed=run_seed, repair=repair)
+    session = open_session(captured, plan, optimizer, run_seed=run_seed, repair=repair, autocast=autocast)
     _release_other_parameters(model, session)
     return Trainer(model, captured, session)
 

@@ -58,7 +58,9 @@ class CrossEntropy(torch.nn.Module):
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss, the same on every process."""
-        rows = logits.movedim(1, -1).flatten(0, -2)
+        # As under autocast, sums of exponentials are never in half precision.
+        exact = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        rows = exact.movedim(1, -1).flatten(0, -2)
         found: torch.Tensor = _CrossEntropy.apply(rows, target.flatten(), self._ignored, self._is_mean, self._axis)
         return found
 
