@@ -23,8 +23,10 @@ class TeamLayout(NamedTuple):
         return f"{stages}/{self.schedule}/{self.split}/{self.optimizer}"
 
 
-# Behind a name: every block runs again in the backward.
+# Behind a name: every block runs again in the backward; gradients are clipped to a norm.
 AGAIN = "+again"
+CLIP = "+clip"
+MAX_NORM = 0.3
 SPLITS = {
     "whole": Sharding(),
     "tensor": Sharding(tensor=2),
@@ -46,6 +48,10 @@ _LAYOUTS = {
         ((1,), "1f1b", "sequence" + AGAIN),
         ((1, 1), "1f1b", "whole" + AGAIN),
         ((1, 1), "pipedream", "whole" + AGAIN),
+        ((1,), "1f1b", "sequence" + CLIP),
+        ((1, 1), "1f1b", "whole" + CLIP),
+        ((2,), "gpipe", "whole" + CLIP),
+        ((1,), "1f1b", "expert" + CLIP),
     ],
     4: [
         ((1,), "1f1b", "tensor4"),
@@ -61,6 +67,11 @@ _LAYOUTS = {
         ((1, 1), "pipedream-2bw", "sequence"),
         ((1, 1), "pipedream", "tensor" + AGAIN),
         ((2,), "gpipe", "ring" + AGAIN),
+        ((1, 1), "zb-h1", "sequence" + CLIP),
+        ((2,), "1f1b", "tensor" + CLIP),
+        ((2, 2), "1f1b", "whole" + CLIP),
+        ((1,), "1f1b", "tensor-context" + CLIP),
+        ((1,), "1f1b", "expert-tensor" + CLIP),
         ((1,), "1f1b", "expert4"),
         ((1,), "1f1b", "expert-tensor"),
         ((2,), "1f1b", "expert"),
@@ -77,7 +88,7 @@ _EXPERTS = ("expert", "expert4", "expert-tensor")
 
 def all_cases(model, world):
     """The layouts that a model takes."""
-    found = [case for case in CASES[world] if (case.split in _EXPERTS) == (model == "mixtral")]
+    found = [case for case in CASES[world] if (case.split.split("+")[0] in _EXPERTS) == (model == "mixtral")]
     return [case for case in found if not (model == "gpt-tied" and case.schedule.startswith("pipedream"))]
 
 
@@ -86,4 +97,6 @@ def main_cases(model, world):
     found = all_cases(model, world)
     if model in ("gpt", "mixtral"):
         return [case for place, case in enumerate(found) if place % 2 == place // 2 % 2]
+    if model == "gpt-tied":
+        return [case for case in found if case.optimizer == "sgd" and case.split.startswith("whole")]
     return [case for case in found if case.optimizer == "adamw" and case.split in ("tensor", "sequence", "ring")][:3]

@@ -18,14 +18,14 @@ from meshwright.training.state import gather_state
 from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models
-from tests.runtime.team_cases import AGAIN, SPLITS, all_cases, main_cases
+from tests.runtime.team_cases import AGAIN, CLIP, MAX_NORM, SPLITS, all_cases, main_cases
 from tests.runtime.team_models import MODELS
 
 NUM_MICROBATCHES = 4
 
 
 def make_plan(graph, layout):
-    sharding = SPLITS[layout.split.removesuffix(AGAIN)]
+    sharding = SPLITS[layout.split.split("+")[0]]
     count, stages, rank = len(graph.layers), [], 0
     for index, item in enumerate(layout.stages):
         start, stop = (count * place // len(layout.stages) for place in (index, index + 1))
@@ -58,7 +58,8 @@ def train(captured, loops, layout):
         return make_optimizer(layout.optimizer, parameters, None)
 
     case.model.load_state_dict(loops.state)
-    session = open_session(captured, plan, optimizer, run_seed=RUN_SEED)
+    max_norm = MAX_NORM if layout.split.endswith(CLIP) else None
+    session = open_session(captured, plan, optimizer, run_seed=RUN_SEED, clip_norm=max_norm)
     losses, exchanged = Losses(session), []
     for step, (inputs, targets) in enumerate(batches):
         tensors = flatten_batch(captured, inputs, targets)
@@ -80,7 +81,7 @@ def train(captured, loops, layout):
     if plan.is_asynchronous:
         wanted, wanted_losses = train_delayed(model, plan, graph, stream, optimizer)
     else:
-        wanted, wanted_losses = train_serially(model, stream, optimizer)
+        wanted, wanted_losses = train_serially(model, stream, optimizer, max_norm)
     found = errors(found, wanted, loops.state, losses.known, wanted_losses)
     return found | {"exchanged": exchanged, "expected": expected}
 
@@ -126,7 +127,7 @@ def expected_collectives(session):
     return (listed("forward") + listed("backward")) * plan.num_microbatches + listed("step")
 
 
-def train_serially(model, stream, make_optimizer):
+def train_serially(model, stream, make_optimizer, max_norm):
     """State and losses of the batches; the model is trained itself."""
     optimizer, losses = make_optimizer(list(model.parameters())), []
     for step in range(len(stream.batches)):
@@ -139,6 +140,9 @@ def train_serially(model, stream, make_optimizer):
                 return loss.item()
 
             total += stream.run(model, step * stream.count + m, backward) / stream.count
+        if max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            assert norm > 1.5 * max_norm, "clipping must show, or equality says nothing"
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)

@@ -34,6 +34,9 @@ def run(
         typer.Option(help="Under a schedule that never flushes: predict weights, or discount learning rates."),
     ] = None,
     repair_fade: Annotated[int, typer.Option(help="Updates in which a discount fades; 0: it stays.", min=0)] = 0,
+    clip_norm: Annotated[
+        float | None, typer.Option(help="The norm that all gradients together have at most.", min=0.0)
+    ] = None,
     autocast: Annotated[
         bool, typer.Option("--autocast", help="Compute forwards in bfloat16 where torch's autocast does; weights stay.")
     ] = False,
@@ -59,6 +62,7 @@ def run(
         seed=seed,
         repair=cast("RepairKind | None", repair),
         repair_fade=repair_fade,
+        clip_norm=clip_norm,
         autocast="bfloat16" if autocast else None,
         save_model=str(save_model.resolve()) if save_model is not None else None,
     )

@@ -7,6 +7,7 @@ is under way
 steps           which section of it runs, batch by batch
 stage           forwards and backwards of one stage; `split_backward` where they come in two parts, `versions` where
 weights change meanwhile, `repairs` what may be done about that
+clipping        the norm of all gradients
 transport       sends, receives and sums, in `layouts` that both ends know
 exchange        buckets of gradients; `waves` of what virtual workers changed
 stage_steps     the optimizer, stage by stage
@@ -25,6 +26,7 @@ from meshwright.runtime.session import (
     join_group,
     open_session,
     split_batch,
+    with_clipping,
 )
 from meshwright.runtime.stage_steps import OptimizerArgument
 
@@ -50,4 +52,5 @@ __all__ = [
     "microbatch_seed",
     "open_session",
     "split_batch",
+    "with_clipping",
 ]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from meshwright.runtime.clipping import NormClip
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.rank_program import Issued, RankProgram
 from meshwright.runtime.transport import Transport
@@ -19,10 +20,19 @@ from meshwright.spec.instructions import AllReduce, Backward, BackwardWeight, In
 
 
 class BucketSums:
-    """Fills the buckets of an exchange and sums them; ``issue(item)`` is called for those that leave at a mark."""
+    """Fills the buckets of an exchange and sums them; ``issue(item)`` is called for those that leave at a mark.
 
-    def __init__(self, exchange: Exchange | None, transport: Transport, issue: Callable[[Issued], None]) -> None:
-        self._exchange, self._transport, self._issue = exchange, transport, issue
+    What is summed and is none of its buckets is the norm of all gradients, where these are clipped.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange | None,
+        transport: Transport,
+        issue: Callable[[Issued], None],
+        clip: NormClip | None,
+    ) -> None:
+        self._exchange, self._transport, self._issue, self._clip = exchange, transport, issue, clip
         # What may leave inside the computation that runs, and which buckets are ready but have not left.
         self._marked: deque[Issued] = deque()
         self._ready: set[int] = set()
@@ -40,6 +50,8 @@ class BucketSums:
 
     def sum_up(self, bucket: int, group: tuple[int, ...]) -> list[dist.Work]:
         """Sum a bucket over a group."""
+        if self._clip is not None and (self._exchange is None or bucket not in self._exchange.stages):
+            return self._clip.begin(group)
         assert self._exchange is not None, "a rank that sums has buckets"
         self._ready.discard(bucket)
         return self._transport.sum_over(self._exchange.to_sum(bucket), group)

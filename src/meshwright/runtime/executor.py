@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.runtime.bucket_sums import BucketSums
+from meshwright.runtime.clipping import NormClip
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.messages import Messages
 from meshwright.runtime.pending import Key, Pending
@@ -111,6 +112,7 @@ class Executor:
         device: torch.device,
         run_seed: int = 0,
         bound_gradient_sends: bool = True,
+        clip: NormClip | None = None,
     ) -> None:
         self._num_microbatches = num_microbatches
         self._stages = {stage.index: stage for stage in stages}
@@ -119,7 +121,7 @@ class Executor:
         self._messages = Messages(
             self._stages, transport, layouts, self._pending, bound_gradient_sends=bound_gradient_sends
         )
-        self._sums = BucketSums(exchange, transport, self._issue_marked)
+        self._sums = BucketSums(exchange, transport, self._issue_marked, clip)
         self._optimizer_step = optimizer_step
         self._recorder = recorder
         self._device = device
@@ -300,6 +302,8 @@ class Executor:
             self._issue(other, issue)
 
     def _issue(self, item: Issued, issue: _Issue) -> None:
+        for index in item.awaits:
+            self._pending.wait(Key(self._visit.place, index))
         start = time.perf_counter_ns()
         self._pending.add(Key(self._visit.place, item.index), issue(), start)
 

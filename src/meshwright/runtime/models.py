@@ -59,6 +59,9 @@ class Model(Protocol):
     def is_split(self, tensor: int) -> bool:
         """Whether the processes of a team have different parts of a tensor."""
 
+    def alike(self, tensor: int) -> int:
+        """How many processes of a team have the same of a tensor."""
+
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:
         """The whole of a tensor from what they have."""
 
@@ -101,6 +104,10 @@ class WholeModel:
     def is_split(self, tensor: int) -> bool:  # noqa: ARG002 - nothing is split
         """Nothing is."""
         return False
+
+    def alike(self, tensor: int) -> int:  # noqa: ARG002 - nothing is split
+        """The only one."""
+        return 1
 
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:  # noqa: ARG002 - one of its kind
         """The tensor itself."""

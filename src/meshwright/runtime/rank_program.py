@@ -26,12 +26,16 @@ _LATE_SECTIONS: tuple[SectionName, ...] = ("prologue", "body")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
-    """An asynchronous instruction: its id in the program, its row, and the ranks that take part."""
+    """An asynchronous instruction: its id in the program, its row, and the ranks that take part.
+
+    ``awaits``: others before it in its stream that must be done first.
+    """
 
     index: int
     stream: int
     instruction: Instruction
     group: tuple[int, ...]
+    awaits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +157,14 @@ def _late_waits(section: Section) -> dict[int, tuple[LateWait, ...]]:
 
 def _issued(program: Program, section: Section, index: int, stream: int) -> Issued:
     group = int(section.group[index])
+    before = section.stream_offsets[stream]
+    awaits = tuple(wait for wait in section.waits_of(index).tolist() if before <= wait < index)
     return Issued(
         index=index,
         stream=stream,
         instruction=section.instruction(index),
         group=program.groups[group] if group >= 0 else (),
+        awaits=awaits,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -23,6 +23,7 @@ from meshwright.program import (
     minibatches_per_update,
     num_filling_steps,
 )
+from meshwright.runtime.clipping import NormClip
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange, Exchange
 from meshwright.runtime.executor import Executor, Inputs, Outputs
 from meshwright.runtime.layouts import channel_layouts
@@ -149,15 +150,17 @@ def open_session(
     run_seed: int = 0,
     repair: Repair | None = None,
     autocast: torch.dtype | None = None,
+    clip_norm: float | None = None,
 ) -> Session:
     """Make this rank ready to execute ``plan``. All ranks of the process group call it together.
 
     ``optimizer`` is one over the model's parameters, or makes one from those of the rank's stages. ``repair`` is what
     is done about gradients that are stale, ``autocast`` the type in which forwards compute what torch's autocast lets
-    them. Raises PlanError if the plan does not fit the graph, the repair or the
+    them, ``clip_norm`` the norm that all gradients together have at most. Raises PlanError if the plan does not fit the graph, the repair or the
     number of processes, splits what cannot be run in shares, or parts what writes to the same memory.
     """
     check_repair(plan, repair)
+    plan = with_clipping(plan, clip_norm)
     if isinstance(plan, Plan):
         check_plan(plan, captured.graph)
         check_runnable(plan)
@@ -186,6 +189,10 @@ def open_session(
         assert executor is not None, "marks are raised while the executor runs"
         executor.raise_mark(bucket)
 
+    def complete_gradients() -> None:
+        for stage in mine:
+            model.sum_parts(stage, parameters)
+
     exchange = _make_exchange(own, graph, mine, parameters, raise_mark)
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
     names: tuple[SectionName, ...] = ("prologue", "body", "epilogue") if program.advance else ("body",)
@@ -197,6 +204,17 @@ def open_session(
         _make_part(module, stage.index, doing, ahead.get(stage.index, 0))
         for stage, module in zip(mine, modules, strict=True)
     )
+    transport, clip = Transport(program, device, grid), None
+    if clip_norm is not None:
+        clip = NormClip(
+            clip_norm,
+            parameters,
+            _count_holders(model, stages, own),
+            complete_gradients,
+            grid,
+            transport,
+            device,
+        )
     loss_scale, scales = _gradient_scales(own, mine)
     executor = Executor(
         rank_programs=arranged,
@@ -206,7 +224,7 @@ def open_session(
             StageRunner(part, graph, stage, loss_scale / model.loss_parts, device, autocast)
             for stage, part in zip(mine, parts, strict=True)
         ),
-        transport=Transport(program, device, grid),
+        transport=transport,
         exchange=exchange,
         layouts=channel_layouts(graph, model.stand_in, stages, own.microbatch_size, device, autocast),
         optimizer_step=StageSteps(
@@ -216,12 +234,15 @@ def open_session(
             doing[OptimizerStep],
             scales,
             rate=lambda stage, updates: repair.rate(stale.get(stage, 0), updates) if repair is not None else 1.0,
-            sum_parts=lambda stage: model.sum_parts(stages[stage], parameters),
+            # Before gradients are clipped, all are completed.
+            sum_parts=lambda stage: model.sum_parts(stages[stage], parameters) if clip is None else None,
+            clip=clip.coefficient if clip is not None else None,
         ),
         recorder=recorder,
         device=device,
         run_seed=run_seed,
         bound_gradient_sends=isinstance(plan, Plan) and not plan.has_own_schedule,
+        clip=clip,
     )
     return Session(
         grid=grid,
@@ -237,6 +258,31 @@ def open_session(
         parameters=parameters,
         device=device,
     )
+
+
+def with_clipping(plan: Plan | Placement, max_norm: float | None) -> Plan | Placement:
+    """The plan in which ranks agree on the norm of all gradients, if these are to be clipped.
+
+    Raises PlanError for a norm that is none, a plan that asks for one where none is given, or one that cannot clip.
+    """
+    if max_norm is None:
+        if isinstance(plan, Plan) and plan.exchange.clip_norm:
+            raise PlanError("The plan clips gradients, but no norm was given. Give one: --clip-norm 1.0.")
+        return plan
+    if not max_norm > 0:
+        raise PlanError(f"Gradients were to be clipped to a norm of {max_norm}; expected more than 0.")
+    if isinstance(plan, Placement):
+        raise PlanError("Gradients cannot be clipped under a placement yet. Leave the norm out, or plan by layers.")
+    return replace(plan, exchange=replace(plan.exchange, clip_norm=True))
+
+
+def _count_holders(model: Model, stages: Sequence[StageSlice], plan: Plan | Placement) -> dict[int, int]:
+    """By parameter, how many processes hold it, or the same share of it."""
+    ranks: defaultdict[int, set[int]] = defaultdict(set)
+    for stage in stages:
+        for parameter in stage.parameters:
+            ranks[parameter].update(plan.stages[stage.index].ranks)
+    return {parameter: len(found) * model.alike(parameter) for parameter, found in ranks.items()}
 
 
 def _make_steps(executor: Executor, plan: Plan | Placement, program: Program, rank: int) -> Steps:

@@ -20,7 +20,8 @@ class StageSteps:
     stages of the rank hold is updated with the first of them that is: its gradient has the parts of all by then.
     ``stepping`` are the stages that the program has a step for; the last one takes what no other holds. ``scales``
     multiply the gradients of a stage first, where they are not 1; ``rate(stage, updates)`` the learning rates, after
-    so many updates of the stage. ``sum_parts(stage)`` completes gradients of which the processes of a team have parts.
+    so many updates of the stage. ``sum_parts(stage)`` completes gradients of which the processes of a team have parts;
+    ``clip()`` is what all gradients are multiplied with.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class StageSteps:
         *,
         rate: Callable[[int, int], float] = lambda _stage, _updates: 1.0,
         sum_parts: Callable[[int], None] = lambda _stage: None,
+        clip: Callable[[], torch.Tensor] | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._rate, self._sum_parts = rate, sum_parts
+        self._rate, self._sum_parts, self._clip = rate, sum_parts, clip
         self._num_updates = dict.fromkeys(stepping, 0)
         self._scales = scales
         self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
@@ -57,6 +59,10 @@ class StageSteps:
         found = [parameter.grad for parameter in own if parameter.grad is not None]
         if found and self._scales.get(stage, 1.0) != 1.0:
             torch._foreach_mul_(found, self._scales[stage])
+        if found and self._clip is not None:
+            coefficient = self._clip()
+            for gradient in found:
+                gradient.mul_(coefficient.to(gradient.dtype))
         if self._optimizer is not None and found:
             with _scaled_rates(self._optimizer, self._rate(stage, self._num_updates[stage])):
                 self._optimizer.step()

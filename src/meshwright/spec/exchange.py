@@ -70,8 +70,13 @@ class GradientExchange:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all-reduces of buckets are all there is, which is what the runtime executes."""
+        """Whether all-reduces of buckets are all there is."""
         return self == GradientExchange(bucket_bytes=self.bucket_bytes, overlap=self.overlap, staleness=self.staleness)
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether the runtime executes it: all-reduces of buckets, and of a norm to clip by."""
+        return replace(self, clip_norm=False).is_plain
 
     def describe_changes(self) -> str:
         """What is not as by default, for messages: ``zero = 3, clip_norm = True``."""

@@ -147,7 +147,7 @@ class Plan:
             return f"keeps {self.offload.describe()}"
         if self.workload.loader is not None:
             return "has an input pipeline with a rate of its own"
-        return "" if self.exchange.is_plain else "exchanges gradients in another way than by sums of buckets"
+        return "" if self.exchange.is_runnable else "exchanges gradients in another way than by sums of buckets"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Indices of the stages that a rank works for, ascending; at least one."""

@@ -42,7 +42,8 @@ def error_file(folder: Path, rank: int) -> Path:
 class Job:
     """What every worker is told: the plan's file, the number of steps and of recorded last steps, seeds, outputs.
 
-    ``repair`` of stale gradients, and the updates in which it fades; ``autocast`` of forwards.
+    ``repair`` of stale gradients, and the updates in which it fades; ``autocast`` of forwards, and the
+    norm to which gradients are clipped.
     """
 
     plan: str
@@ -55,6 +56,7 @@ class Job:
     repair: RepairKind | None = None
     repair_fade: int = 0
     autocast: Literal["bfloat16"] | None = None
+    clip_norm: float | None = None
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

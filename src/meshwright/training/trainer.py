@@ -52,6 +52,7 @@ def prepare(
     run_seed: int = 0,
     repair: Repair | None = None,
     autocast: torch.dtype | None = None,
+    clip_norm: float | None = None,
     verify: bool = True,
 ) -> Trainer:
     """Capture the model, cut out this rank's stage, and make it ready to train. All ranks call it together.
@@ -68,6 +69,7 @@ def prepare(
         repair: what is done about stale gradients under a schedule that never flushes; by default nothing.
         autocast: compute forwards under torch's autocast to this type, as ``torch.bfloat16``; weights, gradients and
             the optimizer stay as they are.
+        clip_norm: the norm that all gradients of the model together have at most, as torch's clip_grad_norm_ does it.
         verify: compare the captured model with the eager one first.
 
     Raises PlanError (or GraphMismatchError) if the plan does not fit, CaptureError if the model cannot be captured
@@ -83,7 +85,9 @@ def prepare(
         # The model bakes its batch size in: capture it at the size at which it will run.
         inputs, targets = _first_samples(batch, plan.microbatch_size)
         captured = capture_model(model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=False)
-    session = open_session(captured, plan, optimizer, run_seed=run_seed, repair=repair, autocast=autocast)
+    session = open_session(
+        captured, plan, optimizer, run_seed=run_seed, repair=repair, autocast=autocast, clip_norm=clip_norm
+    )
     _release_other_parameters(model, session)
     return Trainer(model, captured, session)
 

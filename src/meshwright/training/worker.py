@@ -123,6 +123,7 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         plan=plan,
         run_seed=job.seed,
         repair=job_repair(job),
+        clip_norm=job.clip_norm,
         autocast=getattr(torch, job.autocast) if job.autocast is not None else None,
     )
     seconds: list[float] = []

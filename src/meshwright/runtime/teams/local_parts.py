@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -84,12 +85,16 @@ class LocalModel:
         """Whether the processes of a team have different parts of a tensor."""
         return is_split(tensor, self.sharded.layouts)
 
+    def alike(self, tensor: int) -> int:
+        """How many processes of a team have the same of a tensor."""
+        sharding, layouts = self.plan_of_all.sharding, self.sharded.layouts
+        return prod(sharding.size(axis) for axis in layouts if not isinstance(layouts[axis][tensor], Shard))
+
     @property
     def loss_parts(self) -> int:
         """Of how many parts' mean the loss is made in a team."""
         layouts = self.sharded.layouts
-        parts = [self.plan_of_all.sharding.size(axis) for axis in layouts if self._lies(axis, self.graph.outputs[0])]
-        return int(torch.tensor(parts or [1]).prod())
+        return prod(self.plan_of_all.sharding.size(axis) for axis in layouts if self._lies(axis, self.graph.outputs[0]))
 
     def sum_parts(self, stage: StageSlice, parameters: dict[int, torch.nn.Parameter]) -> None:
         """Sum the gradients of which each process of the team has a part, before the stage is updated."""
