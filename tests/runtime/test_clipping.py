@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients: what is refused, and that torch's own function agrees (`test_teams` has runs)."""
+"""Clipping by the norm of all gradients: what is refused, and that torch agrees (runs are in `test_teams`)."""
 
 from __future__ import annotations
 

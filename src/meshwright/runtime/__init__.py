@@ -1,6 +1,8 @@
 """Runs Programs on torch.distributed: the same instructions that the simulator prices, with real tensors.
 
-session         from a plan and a captured model to a rank that is ready; it puts the others together
+opening         from a plan and a captured model to a rank that is ready, a `session`; it puts the others together
+models          what a process computes: the captured model, or its share in a team (`teams`); `recompute` runs parts of
+it again
 rank_program    what one rank issues, and when
 executor        issues it; `messages` hold what crosses between stages, `bucket_sums` what is summed, `pending` what
 is under way
@@ -14,20 +16,15 @@ stage_steps     the optimizer, stage by stage
 recorder        spans of all ranks on one clock
 """
 
+from meshwright.runtime.clipping import with_clipping
 from meshwright.runtime.executor import Executor, Output
+from meshwright.runtime.opening import open_session
 from meshwright.runtime.overhead import measure_overhead
 from meshwright.runtime.random_state import microbatch_seed
 from meshwright.runtime.rank_program import RankProgram, arrange_rank, issue_order
 from meshwright.runtime.recorder import Recorder, gather_timeline, make_timeline, measure_clock_offset
 from meshwright.runtime.repairs import REPAIRS, Repair, RepairKind, check_repair
-from meshwright.runtime.session import (
-    Session,
-    check_runnable,
-    join_group,
-    open_session,
-    split_batch,
-    with_clipping,
-)
+from meshwright.runtime.session import Session, check_runnable, join_group, split_batch
 from meshwright.runtime.stage_steps import OptimizerArgument
 
 __all__ = [

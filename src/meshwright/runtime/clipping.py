@@ -7,16 +7,47 @@ multiplied with max_norm / (norm + 1e-6), at most 1, as torch's clip_grad_norm_ 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from meshwright.runtime.teams import Grid
 from meshwright.runtime.transport import Transport
+from meshwright.spec.errors import PlanError
+from meshwright.spec.placement import Placement
+from meshwright.spec.plan import Plan
+from meshwright.spec.slices import StageSlice
 
 # What torch.nn.utils.clip_grad_norm_ adds to the norm.
 _EPSILON = 1e-6
+
+
+def with_clipping(plan: Plan | Placement, max_norm: float | None) -> Plan | Placement:
+    """The plan in which ranks agree on the norm of all gradients, if these are to be clipped.
+
+    Raises PlanError for a norm that is none, a plan that asks for one where none is given, or one that cannot clip.
+    """
+    if max_norm is None:
+        if isinstance(plan, Plan) and plan.exchange.clip_norm:
+            raise PlanError("The plan clips gradients, but no norm was given. Give one: --clip-norm 1.0.")
+        return plan
+    if not max_norm > 0:
+        raise PlanError(f"Gradients were to be clipped to a norm of {max_norm}; expected more than 0.")
+    if isinstance(plan, Placement):
+        raise PlanError("Gradients cannot be clipped under a placement yet. Leave the norm out, or plan by layers.")
+    return replace(plan, exchange=replace(plan.exchange, clip_norm=True))
+
+
+def count_holders(stages: Sequence[StageSlice], plan: Plan | Placement, alike: Callable[[int], int]) -> dict[int, int]:
+    """By parameter, how many processes hold it, or the same share of it; of a team, ``alike(parameter)`` do."""
+    ranks: defaultdict[int, set[int]] = defaultdict(set)
+    for stage in stages:
+        for parameter in stage.parameters:
+            ranks[parameter].update(plan.stages[stage.index].ranks)
+    return {parameter: len(found) * alike(parameter) for parameter, found in ranks.items()}
 
 
 class NormClip:
