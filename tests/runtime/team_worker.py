@@ -102,7 +102,9 @@ def recorded(into):
     def noting(name):
         def call(first, *others, **options):
             full = max([first, *(item for item in others if isinstance(item, torch.Tensor))], key=torch.numel)
-            into.append([KINDS[name], full.numel() * full.element_size()])
+            # How many targets count is a number that the local graph does not list.
+            if full.numel() > 1:
+                into.append([KINDS[name], full.numel() * full.element_size()])
             return kept[name](first, *others, **options)
 
         return call

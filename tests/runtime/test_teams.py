@@ -13,12 +13,19 @@ import torch
 from torch import nn
 
 from meshwright.capture import capture_model
+from meshwright.runtime.stage_steps import own_optimizer
 from meshwright.runtime.teams import Grid, local_model
+from meshwright.runtime.teams.grid import AxisGroup
 from meshwright.runtime.teams.shares import Cut
-from meshwright.spec import Plan, PlanError, Sharding, StagePlan, Workload
+from meshwright.spec import Plan, PlanError, Sharding, StagePlan, Workload, slice_graph
 from tests.processes import run_ranks
+from tests.runtime.models import GPT
 from tests.runtime.team_cases import CASES, all_cases, main_cases
 from tests.runtime.team_models import MODELS
+
+
+def GPT24():  # noqa: N802 - stands beside classes of models
+    return GPT(depth=1, vocabulary=24, length=8, heads=4, tied=False)
 
 
 @pytest.fixture(scope="module")
@@ -74,40 +81,116 @@ def test_what_is_cut_is_joined_again(parts):
     assert torch.equal(Cut(1, parts).join(shares), value)
 
 
-class Odd(nn.Module):
-    """Three hidden values, which two processes cannot share alike."""
+class MLP(nn.Module):
+    """Two products, with something between them."""
 
-    def __init__(self, hidden):
+    def __init__(self, between=torch.relu, hidden=4):
         super().__init__()
-        self.up, self.down = nn.Linear(4, hidden), nn.Linear(hidden, 2)
+        self.up, self.down, self.between = nn.Linear(4, hidden), nn.Linear(hidden, 2), between
 
     def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
+        return self.down(self.between(self.up(x)))
 
 
-class Bernoulli(Odd):
-    """Random numbers otherwise than by dropout, of which processes have shares."""
+class Normed(nn.Module):
+    """Statistics of a share."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
 
     def forward(self, x):
-        hidden = torch.relu(self.up(x))
-        return self.down(hidden * torch.bernoulli(torch.full_like(hidden, 0.5)))
+        return self.down(torch.relu(self.norm(self.up(x)))).mean((2, 3))
 
 
-def open_local(model, **changes):
-    x, y = torch.randn(4, 4), torch.randn(4, 2)
-    captured = capture_model(model, (x,), targets=(y,), loss=nn.functional.mse_loss, verify=False)
+class Running(MLP):
+    """A running mean of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("run", torch.ones(4))
+
+    def forward(self, x):
+        hidden = self.up(x)
+        self.run.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        return self.down(torch.relu(hidden) * self.run)
+
+
+class Forgetful(nn.Module):
+    """Attention that drops some of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = (item.view(*x.shape[:2], 2, 4).transpose(1, 2) for item in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+def at_most(hidden):
+    return torch.clamp(hidden, max=torch.ones(4))
+
+
+def weighed(outputs, targets):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), weight=torch.rand(24))
+
+
+def masked_mean(outputs, targets):
+    losses = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
+    mask = (targets.flatten() > 5).to(losses.dtype)
+    return (losses * mask).sum() / mask.sum()
+
+
+def open_local(model, loss=nn.functional.mse_loss, batch=None, **sharding):
+    x, y = batch or (torch.randn(4, 4), torch.randn(4, 2))
+    captured = capture_model(model, (x,), targets=(y,), loss=loss, verify=False)
+    graph = captured.graph
     plan = Plan(
-        model="odd",
-        graph_hash=captured.graph.content_hash,
+        model="own",
+        graph_hash=graph.content_hash,
         cluster="",
         workload=Workload(global_batch=4),
-        stages=(StagePlan(start=0, stop=len(captured.graph.layers), ranks=(0,)),),
+        stages=(StagePlan(start=0, stop=len(graph.layers), ranks=(0,)),),
         num_microbatches=1,
-        sharding=Sharding(tensor=2, **changes),
+        sharding=Sharding(**(sharding or {"tensor": 2})),
     )
-    return local_model(captured, plan, Grid(process=0, width=2))
+    axes = {axis: AxisGroup(group=None, ranks=(0, 1), index=0) for axis in ("tensor", "context") if axis in sharding}
+    local = local_model(captured, plan, Grid(process=0, width=2, axes=axes))
+    (stage,) = slice_graph(local.graph, plan.bounds)
+    return local.module(stage.inputs, stage.outputs, stage.ops)
 
 
-def test_what_is_gathered_again_is_refused():
-    with pytest.raises(PlanError, match="which can only be simulated"):
-        open_local(Odd(4), sequence_parallel=True, regather=True)
+TEXT = torch.randint(24, (4, 8)), torch.randint(24, (4, 8))
+SEQUENCES = torch.randn(4, 6, 8), torch.randn(4, 6, 8)
+IMAGES = torch.randn(4, 3, 8, 8), torch.randn(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (MLP, {"tensor": 2, "sequence_parallel": True, "regather": True}, "which can only be simulated"),
+        (Forgetful, {"tensor": 2, "batch": SEQUENCES}, "draws random numbers otherwise than by dropout"),
+        (lambda: MLP(at_most), {"tensor": 2}, "some of its tensors are left out"),
+        (Normed, {"tensor": 2, "batch": IMAGES}, "'norm.running_mean' as it runs: from its share"),
+        (Running, {"tensor": 2}, "'run' as it runs: from its share"),
+        (GPT24, {"tensor": 2, "batch": TEXT, "loss": weighed}, "weighs classes"),
+        (GPT24, {"context": 2, "batch": TEXT, "loss": masked_mean}, "needs a sum of which processes have parts"),
+    ],
+)
+def test_what_cannot_be_computed_in_shares_is_refused(make, options, words):
+    torch.manual_seed(0)
+    with pytest.raises(PlanError, match=words):
+        open_local(make().train(), **options)
+
+
+def test_an_optimizer_with_state_of_what_is_split_is_refused():
+    whole, share = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([whole], lr=0.1, momentum=0.9)
+    assert own_optimizer(optimizer, [share], {id(whole): share}).param_groups[0]["params"] == [share]
+    optimizer = torch.optim.SGD([whole], lr=0.1, momentum=0.9)
+    whole.grad = torch.ones(2)
+    optimizer.step()
+    with pytest.raises(PlanError, match="state of parameters that the plan splits"):
+        own_optimizer(optimizer, [share], {id(whole): share})

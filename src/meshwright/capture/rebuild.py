@@ -18,6 +18,8 @@ from meshwright.spec import DTYPE_BYTES, Extent, Graph, GraphError, Op
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+# Operators whose optional tensors are given from the first one on: a weight, then a bias.
+_IN_ORDER = ("layer_norm", "group_norm", "native_layer_norm", "native_group_norm", "rms_norm")
 _NUMBER = re.compile(r"-?\d+")
 _LIST = re.compile(r"\[(.*)\]")
 
@@ -128,6 +130,7 @@ class _Builder:
         attributes, given = dict(op.attributes), list(inputs)
         tensors = [item for item in function._schema.arguments if _is_tensor(item) and item.name not in attributes]
         needed = sum(not item.has_default_value() for item in tensors)
+        self._check_optional(op, len(tensors) - needed, len(inputs) - needed)
         found: dict[str, Any] = {}
         for item in function._schema.arguments:
             kind = str(item.type)
@@ -147,6 +150,11 @@ class _Builder:
         if given or attributes:
             raise _cannot_call(op, f"{len(given)} inputs and the attributes {sorted(attributes)} have no argument")
         return found
+
+    def _check_optional(self, op: Op, optional: int, given: int) -> None:
+        """Raise GraphError where some tensors are left out, and it is not told which."""
+        if 0 < given < optional and op.kind.split(".")[1] not in _IN_ORDER:
+            raise _cannot_call(op, "some of its tensors are left out, and it is not told which")
 
     def _first_indexed(self, op: Op) -> int:
         """The first dim of the indexed tensor that has an index; what others have is told by the output's shape."""

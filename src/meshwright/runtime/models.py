@@ -37,8 +37,8 @@ class Model(Protocol):
         """What all compute together."""
 
     @property
-    def loss_parts(self) -> int:
-        """Of how many parts' mean the loss is made in a team."""
+    def loss_share(self) -> float:
+        """What to multiply each process's loss with, so that those of a team add up to the loss."""
 
     @property
     def replaced(self) -> dict[int, torch.Tensor]:
@@ -73,7 +73,7 @@ class WholeModel:
     plan: Plan | Placement
     graph: Graph
     captured: Captured
-    loss_parts: int = 1
+    loss_share: float = 1.0
 
     @property
     def whole(self) -> Graph:

@@ -236,7 +236,7 @@ def _make_runners(
     # Where stages update at different times, each takes the mean itself (`_make_updates`).
     scale = 1.0 if _updates_by_stage(plan) else 1.0 / plan.num_microbatches
     return tuple(
-        StageRunner(part, model.graph, stage, scale / model.loss_parts, device, autocast)
+        StageRunner(part, model.graph, stage, scale, device, autocast)
         for stage, part in zip(share.stages, parts, strict=True)
     )
 

@@ -114,16 +114,24 @@ def _enclose(module: fx.GraphModule, name: str, nodes: list[fx.Node]) -> None:
 
 
 def _check_writes(graph: Graph, number: int, ops: set[int]) -> None:
-    """Running again would write once more to what was made outside."""
+    """Raise PlanError if running again would write twice, or read what was written since."""
+    start, stop = graph.recompute[number]
     made = {graph.tensors[i].storage for op in ops for i in graph.ops[op].outputs if graph.tensors[i].storage == i}
-    for op in ops:
-        item = graph.ops[op]
+    given = {graph.tensors[i].storage for op in ops for i in graph.ops[op].inputs} - made
+    for op, item in enumerate(graph.ops):
         name = item.kind.split(".")[1] if item.kind.count(".") else item.kind
-        storage = graph.tensors[item.inputs[0]].storage if item.inputs else -1
-        is_state = bool(item.inputs) and graph.tensors[storage].role in ("parameter", "buffer")
-        if name.endswith("_") and not name.endswith("__") and storage not in made and not is_state:
-            start, stop = graph.recompute[number]
-            raise PlanError(
-                f"The plan computes ops {start}:{stop} again, of which {item.name!r} writes to a value that is made "
-                "before them: running it again would write twice. Choose ranges that hold both, or whole layers."
-            )
+        if not item.inputs or not name.endswith("_") or name.endswith("__"):
+            continue
+        storage = graph.tensors[item.inputs[0]].storage
+        target = graph.tensors[storage]
+        # Whole numbers are counters, which nothing is computed from.
+        if storage not in given or (op not in ops and op < stop) or not target.dtype.startswith("float"):
+            continue
+        is_state = target.role in ("buffer", "parameter")
+        if op not in ops and is_state:
+            continue
+        raise PlanError(
+            f"The plan computes ops {start}:{stop} again, of which some read {target.name!r}, which {item.name!r} "
+            "writes in place: running them again would read what was written. Choose other ranges, or compute nothing "
+            "again."
+        )

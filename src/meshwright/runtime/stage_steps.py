@@ -101,6 +101,11 @@ def own_optimizer(
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer(parameters)
+    if any(id(parameter) in replaced for parameter in optimizer.state):
+        raise PlanError(
+            "The optimizer was given with state of parameters that the plan splits, which has no share of them. Make a "
+            "new optimizer, or plan without splitting ops."
+        )
     own = {id(parameter) for parameter in parameters}
     groups = [
         [replaced.get(id(parameter), parameter) for parameter in group["params"]] for group in optimizer.param_groups

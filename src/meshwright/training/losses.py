@@ -20,8 +20,8 @@ class Losses:
         self._window = session.steps.num_filling + 1
         self._output = session.graph.outputs[0]
         self._num_microbatches = session.plan.num_microbatches
-        # Of a team each process has the loss, or a part of their mean.
-        self._share = 1.0 / session.grid.width
+        # Of a team each process has the loss, or a part of it; and all of them count a microbatch.
+        self._loss_share, self._share = session.model.loss_share, 1.0 / session.grid.width
         self._device = session.device
         self._under_way: tuple[int, torch.Tensor, dist.Work] | None = None
         # Sum of the losses, and number of microbatches, of batches that have run in part.
@@ -32,7 +32,7 @@ class Losses:
         """What this rank made up to the batch of a step. All ranks call it together."""
         sums = torch.zeros(self._window, 2, dtype=torch.float64, device=self._device)
         for made, loss in outputs.get(self._output, []):
-            sums[made - step - 1, 0] += self._share * loss
+            sums[made - step - 1, 0] += self._loss_share * loss
             sums[made - step - 1, 1] += self._share
         self._take()
         work = dist.all_reduce(sums, async_op=True)

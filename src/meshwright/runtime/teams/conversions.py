@@ -28,7 +28,7 @@ from meshwright.spec.collective import CollectiveKind
 class Conversion:
     """``have`` and ``want``: how it is cut, None where all have full size; ``sums`` where these are parts of a sum.
 
-    ``is_mean``: parts of a mean over the processes. ``goes_round``: shares travel round a ring.
+    ``goes_round``: shares travel round a ring.
     """
 
     axis: AxisGroup
@@ -36,7 +36,6 @@ class Conversion:
     want: Cut | None
     sums: bool
     backward: CollectiveKind | None
-    is_mean: bool = False
     goes_round: bool = False
 
 
@@ -59,8 +58,7 @@ class _Convert(torch.autograd.Function):
         ctx.conversion = conversion
         axis, have, want = conversion.axis, conversion.have, conversion.want
         if conversion.sums:
-            made = sum_shares(value, want, axis) if want is not None else sum_up(value, axis)
-            return made / axis.size if conversion.is_mean else made
+            return sum_shares(value, want, axis) if want is not None else sum_up(value, axis)
         if have is None:
             return want.shares(value, axis.size)[axis.index].contiguous() if want is not None else value.view_as(value)
         if want is not None:
@@ -88,8 +86,6 @@ class _Convert(torch.autograd.Function):
                 made = swap(gradient, want, have, axis) if have is not None else want.join(gather(gradient, axis))
             case None:
                 made = have.shares(gradient, axis.size)[axis.index] if have is not None else gradient
-        if conversion.sums and conversion.is_mean:
-            made = made / axis.size
         return made, None
 
 

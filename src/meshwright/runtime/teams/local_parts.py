@@ -7,7 +7,7 @@ buffers that are whole stay the user's own objects; shares of others are new one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -23,24 +23,41 @@ from meshwright.runtime.teams.grid import AxisGroup, Grid
 from meshwright.runtime.teams.operators import (
     BIASES,
     AddOnce,
-    AddWhole,
+    AddShare,
     Attend,
     CountOn,
     CrossEntropy,
     DropOut,
     LookUp,
+    MeanShare,
+    RowLoss,
     refuse_random,
+    refuse_share,
 )
 from meshwright.runtime.teams.shares import cut_of, find_uneven, is_split, join_shares, own_share, whole_shape
-from meshwright.spec.collective import Axis
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import GraphError, PlanError
 from meshwright.spec.graph import Graph, Op
 from meshwright.spec.plan import Plan
-from meshwright.spec.sharding import Layout, Partial, Shard
+from meshwright.spec.sharding import Layout, Partial, Replicate, Shard
 from meshwright.spec.slices import StageSlice
 
-# Means: parts of one are averaged, not summed.
-_MEANS = ("aten.mean", "aten.cross_entropy", "aten.mse_loss", "aten.binary")
+# What a part of a sum may go through by itself; others would need the sum.
+_LINEAR = (
+    "neg",
+    "view",
+    "reshape",
+    "squeeze",
+    "unsqueeze",
+    "clone",
+    "detach",
+    "to",
+    "_to_copy",
+    "sum",
+    "mean",
+    "alias",
+)
+_SUMS = ("add", "add_", "sub", "sub_")
+_FACTORS = ("mul", "mul_", "div", "div_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +74,24 @@ class LocalModel:
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
-        """What computes ``fetches`` from ``feeds`` by some ops, with this process's shares of what they read."""
+        """What computes ``fetches`` from ``feeds`` by some ops, with this process's shares of what they read.
+
+        Raises PlanError for an op that cannot be computed in shares.
+        """
         size = self.plan.microbatch_size
-        modules = {index: module for index in ops if (module := self._module_of(index)) is not None}
-        made = rebuild(
-            self.graph, feeds, fetches, ops, batch_size=size, converters={}, modules=modules, state=self._share_of
-        )
+        converted = {op.outputs[0]: op.inputs[0] for op in self.graph.ops if op.kind.startswith(MESH)}
+        for index in ops:
+            self._check_written(self.graph.ops[index], converted)
+        try:
+            modules = {index: module for index in ops if (module := self._module_of(index)) is not None}
+            made = rebuild(
+                self.graph, feeds, fetches, ops, batch_size=size, converters={}, modules=modules, state=self._share_of
+            )
+        except GraphError as error:
+            raise PlanError(
+                f"The plan splits ops, and this model cannot be run so: {error.args[0].split(';')[0]}. Plan without "
+                f"{self.plan_of_all.sharding.describe()} to run."
+            ) from None
         return with_recompute(made, self.graph, ops)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
@@ -91,23 +120,20 @@ class LocalModel:
         return prod(sharding.size(axis) for axis in layouts if not isinstance(layouts[axis][tensor], Shard))
 
     @property
-    def loss_parts(self) -> int:
-        """Of how many parts' mean the loss is made in a team."""
-        layouts = self.sharded.layouts
-        return prod(self.plan_of_all.sharding.size(axis) for axis in layouts if self._lies(axis, self.graph.outputs[0]))
+    def loss_share(self) -> float:
+        """What to multiply each process's loss with, so that those of a team, parts or the whole, add up to it."""
+        layouts, sharding = self.sharded.layouts, self.plan_of_all.sharding
+        loss = self.graph.outputs[0]
+        return 1.0 / prod(sharding.size(axis) for axis in layouts if not isinstance(layouts[axis][loss], Partial))
 
     def sum_parts(self, stage: StageSlice, parameters: dict[int, torch.nn.Parameter]) -> None:
         """Sum the gradients of which each process of the team has a part, before the stage is updated."""
         for item in self.graph.collectives:
             if item.phase == "step" and item.tensor in stage.parameters:
                 parameter = parameters[item.tensor]
-                if parameter.requires_grad:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
+                # All processes of a team run the same ops: what has no gradient here has none anywhere.
+                if parameter.grad is not None:
                     dist.all_reduce(parameter.grad, group=self.grid.axes[item.axis].group)
-
-    def _lies(self, axis: Axis, tensor: int) -> bool:
-        return isinstance(self.sharded.layouts[axis][tensor], Partial)
 
     def _own(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
         places = {axis: group.index for axis, group in self.grid.axes.items()}
@@ -132,6 +158,34 @@ class LocalModel:
         names = {tensor: self.graph.tensors[tensor].name for tensor in self.shares}
         return {id(self.captured.trace.attribute(name)): self.shares[tensor] for tensor, name in names.items()}
 
+    def _check_written(self, op: Op, converted: Mapping[int, int]) -> None:
+        """Running statistics of a share are not those of the whole."""
+        name = op.kind.split(".")[1] if op.kind.count(".") else op.kind
+        if not ("batch_norm" in name or "instance_norm" in name or (name.endswith("_") and not name.endswith("__"))):
+            return
+        roots = [self._root(i, converted) for i in op.inputs]
+        buffers = [root for root, _ in roots if self.graph.tensors[root].role == "buffer"]
+        layouts = self.sharded.layouts.values()
+        is_whole = all(isinstance(given[i], Replicate) for given in layouts for i in (*op.inputs, *op.outputs))
+        if buffers and (not is_whole or any(is_converted for _, is_converted in roots)):
+            raise PlanError(
+                f"The plan splits {op.name!r}, which updates {self.graph.tensors[buffers[0]].name!r} as it runs: from "
+                f"its share a process would make other statistics. Place the op whole (`--placement '{op.name}=tensor'`"
+                "), freeze the statistics, or plan without the axis."
+            )
+
+    def _root(self, tensor: int, converted: Mapping[int, int]) -> tuple[int, bool]:
+        """The tensor in whose memory, or from which, one was made; and whether it was converted on the way."""
+        is_converted = False
+        while True:
+            storage = self.graph.tensors[tensor].storage
+            if tensor in converted:
+                tensor, is_converted = converted[tensor], True
+            elif storage != tensor:
+                tensor = storage
+            else:
+                return tensor, is_converted
+
     def _stand_in(self, index: int) -> torch.nn.Module:
         output = self.graph.tensors[self.graph.ops[index].outputs[0]]
         shape = tuple(extent.at(self.plan.microbatch_size) for extent in output.shape)
@@ -142,8 +196,10 @@ class LocalModel:
         op = self.graph.ops[index]
         if op.kind.startswith(MESH):
             return self._conversion(index, op)
-        if op.random and self.is_split(op.outputs[0]):
+        if op.random and op.outputs and self.is_split(op.outputs[0]):
             return self._random(op)
+        if op.kind.startswith("aten.cross_entropy_loss."):
+            return self._cross_entropy(op)
         made: torch.nn.Module | None = None
         for axis, group in self.grid.axes.items():
             layouts = self.sharded.layouts[axis]
@@ -156,6 +212,7 @@ class LocalModel:
         listed = [item for item in self.sharded.collectives if item.at == index]
         layouts = self.sharded.layouts
         moved = [axis for axis in layouts if layouts[axis][source] != layouts[axis][made]]
+        assert len(moved) <= 1, "a conversion is one of one axis"
         axis = listed[0].axis if listed else (moved or list(layouts))[0]
         goes_round = op.kind.startswith(f"{MESH}ring")
         backward = next((item.kind for item in listed if item.phase == "backward"), None)
@@ -168,10 +225,19 @@ class LocalModel:
                 sums=isinstance(layouts[axis][source], Partial),
                 # What goes round a ring is listed where attention waits for it.
                 backward="send" if goes_round else backward,
-                is_mean=any(source in other.outputs and other.kind.startswith(_MEANS) for other in self.graph.ops),
                 goes_round=goes_round,
             )
         )
+
+    def _cross_entropy(self, op: Op) -> torch.nn.Module | None:
+        layouts = self.sharded.layouts
+        rows = [group for axis, group in self.grid.axes.items() if layouts[axis][op.outputs[0]] == Partial()]
+        for axis, group in self.grid.axes.items():
+            logits = layouts[axis][op.inputs[0]]
+            if isinstance(logits, Shard) and logits.dim == 1:
+                return CrossEntropy(op, group, rows)
+        is_mean = dict(op.attributes).get("reduction", "1") == "1"
+        return RowLoss(op, rows) if rows and is_mean else None
 
     def _random(self, op: Op) -> torch.nn.Module:
         if not op.kind.startswith("aten.dropout."):
@@ -216,23 +282,45 @@ def local_model(captured: Captured, plan: Plan, grid: Grid) -> LocalModel:
 def _special(op: Op, axis: AxisGroup, layouts: tuple[Layout, ...], call: torch.nn.Module) -> torch.nn.Module | None:
     """What an op needs on an axis; None if its operator does it alone."""
     name = op.kind.split(".")[1]
+    if not op.outputs:
+        return None
     read, made = [layouts[i] for i in op.inputs], layouts[op.outputs[0]]
     first = read[0] if read else None
     if name == "embedding" and first == Shard(0):
         return LookUp(op, axis)
-    if name == "cross_entropy_loss" and isinstance(first, Shard) and first.dim == 1:
-        return CrossEntropy(op, axis)
     if name == "scaled_dot_product_attention" and isinstance(made, Shard) and made.dim == 2:
         return Attend(op, axis, call)
     if name == "arange" and isinstance(made, Shard):
         return CountOn(axis, call)
+    if (
+        name == "embedding"
+        and not isinstance(made, Replicate)
+        and dict(op.attributes).get("scale_grad_by_freq") == "True"
+    ):
+        raise refuse_share(op, "scales gradients by how often a token comes")
+    if Partial() in read and not _keeps_sums(name, read):
+        raise refuse_share(op, "needs a sum of which processes have parts")
     if not isinstance(made, Partial):
         return None
     if name in BIASES and len(op.inputs) > 2:
         return AddOnce(BIASES[name], axis, call)
-    if Partial() in read and len(read) > 1:
-        return AddWhole(tuple(not isinstance(item, Partial) for item in read), axis.size, call)
+    if name in _SUMS and len(read) > 1 and any(not isinstance(item, Partial) for item in read):
+        return AddShare(tuple(not isinstance(item, Partial) for item in read), axis.size, call)
+    is_mean = name == "mean" or (
+        ("loss" in name or "binary" in name) and dict(op.attributes).get("reduction", "1") == "1"
+    )
+    if is_mean and Partial() not in read:
+        return MeanShare(axis.size, call)
     return None
+
+
+def _keeps_sums(name: str, read: Sequence[Layout]) -> bool:
+    """Whether an op on parts of a sum makes parts of its result."""
+    if name in _FACTORS:
+        return isinstance(read[0], Partial) != (len(read) > 1 and isinstance(read[1], Partial)) and not (
+            name.startswith("div") and len(read) > 1 and isinstance(read[1], Partial)
+        )
+    return name in (*_LINEAR, *_SUMS)
 
 
 class _Plain(torch.nn.Module):

@@ -7,12 +7,13 @@ attention       a process has some of the queries, behind those of the processes
 arange          a process counts on from those before it
 dropout         all processes draw the whole mask, as one process would, and use their share
 products        of which each process has a part of the sum: one of them adds the bias
-sums            what is added to a part of a mean has its whole gradient on every process
+means           every process has a part of the sum over the number of all, for cross entropy of the targets that count
+sums            of parts and of what all have: each process adds its share of the latter, whose gradient is whole
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,33 +43,41 @@ class LookUp(torch.nn.Module):
 
 
 class CrossEntropy(torch.nn.Module):
-    """Cross entropy of logits whose classes, dim 1, are shared out."""
+    """Cross entropy of logits whose classes, dim 1, are shared out; so may their ``rows`` be, over other axes."""
 
-    def __init__(self, op: Op, axis: AxisGroup) -> None:
+    def __init__(self, op: Op, axis: AxisGroup, rows: Sequence[AxisGroup]) -> None:
         super().__init__()
         attributes = dict(op.attributes)
         # As in torch: 1 is the mean, 2 the sum.
         self._is_mean = attributes.get("reduction", "1") == "1"
         self._ignored = int(attributes.get("ignore_index", "-100"))
-        self._axis = axis
+        self._axis, self._rows = axis, tuple(rows)
         if attributes.get("reduction", "1") not in ("1", "2") or float(attributes.get("label_smoothing", "0")):
-            raise _refuse(op, "smooths labels or keeps the loss of every target")
+            raise refuse_share(op, "smooths labels or keeps the loss of every target")
         if len(op.inputs) > 2:
-            raise _refuse(op, "weighs classes")
+            raise refuse_share(op, "weighs classes")
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss, the same on every process."""
         # As under autocast, sums of exponentials are never in half precision.
         exact = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         rows = exact.movedim(1, -1).flatten(0, -2)
-        found: torch.Tensor = _CrossEntropy.apply(rows, target.flatten(), self._ignored, self._is_mean, self._axis)
+        found: torch.Tensor = _CrossEntropy.apply(
+            rows, target.flatten(), self._ignored, self._is_mean, self._axis, self._rows
+        )
         return found
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignored: int, is_mean: bool, axis: AxisGroup
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        ignored: int,
+        is_mean: bool,
+        axis: AxisGroup,
+        others: Sequence[AxisGroup],
     ) -> torch.Tensor:
         largest = logits.max(-1).values
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
@@ -81,6 +90,8 @@ class _CrossEntropy(torch.autograd.Function):
         dist.all_reduce(own, group=axis.group)
         counts = target != ignored
         number = counts.sum() if is_mean else torch.ones((), device=logits.device)
+        for other in others if is_mean else ():
+            dist.all_reduce(number, group=other.group)
         ctx.save_for_backward(shares, total, local, mine, counts, number)
         losses = total.log() + largest - own
         return (losses * counts).sum() / number
@@ -90,7 +101,7 @@ class _CrossEntropy(torch.autograd.Function):
         shares, total, local, mine, counts, number = ctx.saved_tensors
         made = shares / total.unsqueeze(-1)
         made.scatter_add_(-1, (local * mine).unsqueeze(-1), -mine.to(made.dtype).unsqueeze(-1))
-        return made * (gradient * counts / number).unsqueeze(-1), None, None, None, None
+        return made * (gradient * counts / number).unsqueeze(-1), None, None, None, None, None
 
 
 class Attend(torch.nn.Module):
@@ -171,8 +182,8 @@ class _Once(torch.autograd.Function):
         return gradient, None
 
 
-class AddWhole(torch.nn.Module):
-    """A sum of parts of means and of ``whole`` inputs, the gradient of which is ``size`` times that of a part."""
+class AddShare(torch.nn.Module):
+    """A sum of parts of a sum and of ``whole`` inputs: each process adds a share of these; their gradient is whole."""
 
     def __init__(self, whole: tuple[bool, ...], size: int, call: torch.nn.Module) -> None:
         super().__init__()
@@ -181,19 +192,64 @@ class AddWhole(torch.nn.Module):
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
         """The own part of the sum."""
         pairs = zip(given, self._whole, strict=True)
-        found: torch.Tensor = self._call(*(_Times.apply(x, self._size) if is_whole else x for x, is_whole in pairs))
+        found: torch.Tensor = self._call(*(_Divide.apply(x, self._size) if is_whole else x for x, is_whole in pairs))
         return found
 
 
-class _Times(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.size = size
-        return value.view_as(value)
+class _Divide(torch.autograd.Function):
+    """A share of a value, whose gradient is that of the whole."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.size, None
+    def forward(ctx: Any, value: torch.Tensor, size: int) -> torch.Tensor:  # noqa: ARG004 - autograd's
+        return value / size
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
+        return gradient, None
+
+
+class MeanShare(torch.nn.Module):
+    """A mean of which every process has an equal number of terms: the own part of it."""
+
+    def __init__(self, size: int, call: torch.nn.Module) -> None:
+        super().__init__()
+        self._size, self._call = size, call
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        """The own terms over the number of all."""
+        found: torch.Tensor = self._call(*given)
+        return found / self._size
+
+
+class RowLoss(torch.nn.Module):
+    """Mean cross entropy of some of the targets: the own part of it, over what all count, or weigh, together."""
+
+    def __init__(self, op: Op, rows: Sequence[AxisGroup]) -> None:
+        super().__init__()
+        attributes = dict(op.attributes)
+        self._ignored = int(attributes.get("ignore_index", "-100"))
+        self._smoothing = float(attributes.get("label_smoothing", "0"))
+        self._rows = tuple(rows)
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """The own losses over the number of all targets that count."""
+        if target.dtype.is_floating_point:
+            total = torch.tensor(float(target.numel() // target.shape[1]), dtype=torch.float64, device=logits.device)
+        else:
+            counts = target != self._ignored
+            shares = counts if weight is None else counts * weight[target * counts]
+            total = shares.sum().double()
+        for axis in self._rows:
+            dist.all_reduce(total, group=axis.group)
+        losses = F.cross_entropy(
+            logits,
+            target,
+            weight,
+            reduction="sum",
+            ignore_index=self._ignored,
+            label_smoothing=self._smoothing,
+        )
+        return losses / total.to(losses.dtype)
 
 
 # Where products have their bias.
@@ -208,7 +264,8 @@ BIASES: Mapping[str, int] = {
 }
 
 
-def _refuse(op: Op, why: str) -> PlanError:
+def refuse_share(op: Op, why: str) -> PlanError:
+    """The error for an op that cannot be computed in shares, and why."""
     return PlanError(
         f"The plan splits {op.name!r}, which {why}; that cannot be computed in shares here. Place the op whole "
         f"(`--placement '{op.name}=tensor'`), or plan without the axis."
@@ -217,4 +274,4 @@ def _refuse(op: Op, why: str) -> PlanError:
 
 def refuse_random(op: Op) -> PlanError:
     """The error for an op that draws random numbers, of which processes have shares."""
-    return _refuse(op, "draws random numbers otherwise than by dropout")
+    return refuse_share(op, "draws random numbers otherwise than by dropout")
