@@ -114,7 +114,8 @@ class EndlessSteps:
         if repetitions < 0:
             raise RunError(
                 f"The pipeline was given {format_count(self._fed, 'step')}; expected at least {self.num_filling}, "
-                "which this schedule takes to fill and to empty it. Run more steps, or choose a schedule that flushes."
+                f"which this schedule takes to fill and to empty it. Run {-repetitions} more, then finish or save "
+                "again; what was saved before is whole."
             )
         self._executor.begin(self._visit(repetitions))
         self._executor.go_on()

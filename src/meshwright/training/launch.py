@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import signal
 import sys
 import tempfile
@@ -230,8 +229,8 @@ def _follow(path: Path, num_steps: int, events: EventSink, done: threading.Event
                 while (line := file.readline()).endswith("\n"):
                     position = file.tell()
                     row = json.loads(line)
-                    if not math.isnan(row["loss"]):
-                        events.metric("loss", row["loss"], row["step"])
+                    for place, loss in enumerate(row["losses"], row["last_loss"] - len(row["losses"]) + 1):
+                        events.metric("loss", loss, place)
                     events.metric("samples_per_s", row["samples_per_s"], row["step"])
                     events.progress("training", row["step"], num_steps)
         if finished:

@@ -7,7 +7,6 @@ alone writes the results.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -39,8 +38,8 @@ def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> R
     take_cores(job.pin_cores)
 
     def report(facts: StepFacts) -> None:
-        if not math.isnan(facts.loss):
-            sink.metric("loss", facts.loss, facts.step)
+        for place, loss in enumerate(facts.losses, facts.last_loss - len(facts.losses) + 1):
+            sink.metric("loss", loss, place)
         sink.metric("samples_per_s", facts.samples_per_s, facts.step)
         sink.progress("training", facts.step, job.num_steps)
 

@@ -41,12 +41,17 @@ from meshwright.training.trainer import prepare
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What is known after a step (the first is 1); the loss is nan while a pipeline that never flushes fills."""
+    """What is known after a step (the first is 1).
+
+    ``losses`` are those that became known with it, the last of them that of step ``last_loss``: under a schedule that
+    never flushes none at first, then those of steps before.
+    """
 
     step: int
-    loss: float
+    losses: tuple[float, ...]
+    last_loss: int
     samples_per_s: float
 
 
@@ -133,11 +138,12 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         if step == first_recorded:
             trainer.record()
         start = time.perf_counter()
-        loss = trainer.step(inputs, targets)
+        known = len(trainer.losses)
+        trainer.step(inputs, targets)
         seconds.append(time.perf_counter() - start)
         if trainer.rank == 0:
             per_s = plan.workload.global_batch / seconds[-1]
-            report(StepFacts(step=step + 1, loss=loss, samples_per_s=per_s))
+            report(StepFacts(step + 1, trainer.losses[known:], len(trainer.losses), per_s))
     trainer.finish()
     timeline = trainer.timeline()
     if job.save_model is not None:
