@@ -77,7 +77,7 @@ def test_only_trained_weights_are_kept_and_their_memory_comes_back(part, module)
         update(part, module)
         part.drop(version)
         assert part.num_sets == 2
-    assert len(seen) == 2, "the optimizer goes to and fro between two pieces of memory"
+    assert len(seen) == 2, "the optimizer goes back and forth between two pieces of memory"
     assert not part._kept
 
 
