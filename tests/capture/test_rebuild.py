@@ -14,12 +14,17 @@ from meshwright.zoo import load_model
 NAMES = ["llama-tiny", "t5-tiny", "resnet-tiny", "dlrm-tiny"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_rebuilt_module_gives_the_same_loss_and_gradients(name):
+def capture_zoo(name):
     source = load_model(name)
     captured = capture_model(
         source.model, source.inputs, targets=source.targets, loss=source.loss, name=name, verify=False
     )
+    return source, captured
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rebuilt_module_gives_the_same_loss_and_gradients(name):
+    source, captured = capture_zoo(name)
     graph = captured.graph
     (stage,) = slice_graph(graph, [(0, len(graph.layers))])
     size = graph.batch_size or len(source.targets)
@@ -46,10 +51,7 @@ def test_a_rebuilt_module_gives_the_same_loss_and_gradients(name):
 
 
 def test_state_is_given_and_modules_stand_in_for_ops():
-    source = load_model("llama-tiny")
-    captured = capture_model(
-        source.model, source.inputs, targets=source.targets, loss=source.loss, name="llama", verify=False
-    )
+    source, captured = capture_zoo("llama-tiny")
     graph = captured.graph
     (stage,) = slice_graph(graph, [(0, len(graph.layers))])
     product = next(i for i, op in enumerate(graph.ops) if op.kind == "aten.linear.default")
@@ -93,10 +95,7 @@ def run_seeded(module, feeds):
 
 
 def test_what_a_graph_does_not_say_is_refused():
-    source = load_model("gpt-tiny")
-    captured = capture_model(
-        source.model, source.inputs, targets=source.targets, loss=source.loss, name="gpt", verify=False
-    )
+    _, captured = capture_zoo("gpt-tiny")
     graph = captured.graph
     (stage,) = slice_graph(graph, [(0, len(graph.layers))])
     with pytest.raises(GraphError, match="neither among the feeds"):

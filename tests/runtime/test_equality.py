@@ -5,12 +5,10 @@ Every layout is tried with two models, one optimizer each, and the other models 
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.processes import run_ranks
 from tests.runtime.cases import CASES, all_cases, main_cases
+from tests.runtime.matrix import assert_equal, matrix_cases, matrix_runs
 from tests.runtime.models import MODELS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -18,38 +16,16 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("equality")
-
-    def run(which, world_size, dtype):
-        path = folder / f"{which}-{world_size}-{dtype}.json"
-        if not path.exists():
-            run_ranks("tests.runtime.equality_worker", world_size, which, dtype, str(path), timeout_s=800)
-        return json.loads(path.read_text())
-
-    return run
+    return matrix_runs("tests.runtime.equality_worker", tmp_path_factory.mktemp("equality"), timeout_s=800)
 
 
 def cases(worlds, optimizers=("sgd", "adamw")):
-    """Which run a case is of, the world size, and its name."""
-    found = []
-    for world in worlds:
-        for model in MODELS:
-            main = [case.key for case in main_cases(model, world)]
-            for case in all_cases(model, world):
-                if case.optimizer in optimizers:
-                    which, marks = ("main", []) if case.key in main else ("all", [pytest.mark.slow])
-                    name = f"{model}/{case.key}"
-                    found.append(pytest.param(which, world, name, id=f"{world}-{name}", marks=marks))
-    return found
+    return matrix_cases(worlds, MODELS, main_cases, all_cases, optimizers)
 
 
 @pytest.mark.parametrize(("which", "world_size", "case"), cases(CASES))
 def test_state_and_losses_equal_a_serial_loop(results, which, world_size, case):
-    result = results(which, world_size, "float64")[case]
-    assert result["moved"] > 1e-4, "training must change the model, or equality says nothing"
-    assert max(result["tensors"].values()) <= 1e-9, result["tensors"]
-    found, wanted = result["losses"]
-    assert found == pytest.approx(wanted, rel=1e-9)
+    assert_equal(results(which, world_size)[case])
 
 
 @pytest.mark.slow

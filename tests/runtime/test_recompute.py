@@ -11,10 +11,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.capture import capture_model, part
-from meshwright.runtime.recompute import with_recompute
+from meshwright.runtime.recompute import checkpoint_ranges
 from meshwright.spec import PlanError, slice_graph
-from meshwright.spec.recompute import computed_again, recompute_layers
-from meshwright.spec.recompute import with_recompute as graph_with_recompute
+from meshwright.spec.recompute import computed_again, recompute_layers, with_recompute
 from tests.runtime.models import MODELS, Case
 
 
@@ -64,11 +63,11 @@ def test_gradients_buffers_and_flops(name, layers):
     case = MODELS[name]()
     captured, values = capture(case)
     ranges = recompute_layers(captured.graph, range(len(captured.graph.layers))[layers])
-    graph = graph_with_recompute(captured.graph, ranges)
+    graph = with_recompute(captured.graph, ranges)
     (stage,) = slice_graph(graph, [(0, len(graph.layers))])
     state = {key: value.clone() for key, value in case.model.state_dict().items()}
     plain, again = (part(captured, graph.inputs, stage.outputs, batch_size=4, ops=stage.ops) for _ in range(2))
-    again = with_recompute(again, graph, stage.ops)
+    again = checkpoint_ranges(again, graph, stage.ops)
     wanted = run(case, plain, state, values)
     found = run(case, again, state, values)
     assert torch.equal(found[0], wanted[0])
@@ -85,12 +84,12 @@ def test_less_is_kept():
     case = MODELS["gpt"]()
     captured, values = capture(case)
     whole = captured.graph
-    graph = graph_with_recompute(whole, recompute_layers(whole, range(len(whole.layers))))
+    graph = with_recompute(whole, recompute_layers(whole, range(len(whole.layers))))
     (stage,) = slice_graph(graph, [(0, len(graph.layers))])
     kept = []
     for again in (False, True):
         module = part(captured, graph.inputs, stage.outputs, batch_size=4, ops=stage.ops)
-        module = with_recompute(module, graph, stage.ops) if again else module
+        module = checkpoint_ranges(module, graph, stage.ops) if again else module
         kept.append(held_bytes(lambda module=module: module(*values)[0]))
     assert kept[1] < 0.4 * kept[0]
 
@@ -113,4 +112,4 @@ def test_what_would_be_written_twice_is_refused():
     (stage,) = slice_graph(graph, [(0, len(graph.layers))])
     module = part(captured, graph.inputs, stage.outputs, batch_size=4, ops=stage.ops)
     with pytest.raises(PlanError, match="running them again would read what was written"):
-        with_recompute(module, graph, stage.ops)
+        checkpoint_ranges(module, graph, stage.ops)

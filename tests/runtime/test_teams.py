@@ -6,8 +6,6 @@ optimizer and some model, the whole matrix is slow.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -18,7 +16,7 @@ from meshwright.runtime.teams import Grid, local_model
 from meshwright.runtime.teams.grid import AxisGroup
 from meshwright.runtime.teams.shares import Cut
 from meshwright.spec import Plan, PlanError, Sharding, StagePlan, Workload, slice_graph
-from tests.processes import run_ranks
+from tests.runtime.matrix import assert_equal, matrix_cases, matrix_runs
 from tests.runtime.models import GPT
 from tests.runtime.team_cases import CASES, all_cases, main_cases
 from tests.runtime.team_models import MODELS
@@ -30,38 +28,14 @@ def GPT24():  # noqa: N802 - stands beside classes of models
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("teams")
-
-    def run(which, world_size):
-        path = folder / f"{which}-{world_size}.json"
-        if not path.exists():
-            run_ranks("tests.runtime.team_worker", world_size, which, "float64", str(path), timeout_s=500)
-        return json.loads(path.read_text())
-
-    return run
-
-
-def cases():
-    found = []
-    for world in CASES:
-        for model in MODELS:
-            main = [case.key for case in main_cases(model, world)]
-            for case in all_cases(model, world):
-                which, marks = ("main", []) if case.key in main else ("all", [pytest.mark.slow])
-                name = f"{model}/{case.key}"
-                found.append(pytest.param(which, world, name, id=f"{world}-{name}", marks=marks))
-    return found
+    return matrix_runs("tests.runtime.team_worker", tmp_path_factory.mktemp("teams"), timeout_s=500)
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("which", "world_size", "case"), cases())
+@pytest.mark.parametrize(("which", "world_size", "case"), matrix_cases(CASES, MODELS, main_cases, all_cases))
 def test_state_and_losses_are_those_of_one_process(results, which, world_size, case):
-    result = results(which, world_size)[case]
-    assert result["moved"] > 1e-4, "training must change the model, or equality says nothing"
-    assert max(result["tensors"].values()) <= 1e-9, result["tensors"]
-    found, wanted = result["losses"]
-    assert found == pytest.approx(wanted, rel=1e-9)
+    assert_equal(results(which, world_size)[case])
 
 
 @pytest.mark.distributed

@@ -25,11 +25,10 @@ from meshwright.runtime.pending import Key, Pending
 from meshwright.runtime.random_state import microbatch_seed, read_generator, write_generator
 from meshwright.runtime.rank_program import Computed, Issued, RankProgram, SectionName
 from meshwright.runtime.recorder import Recorder
-from meshwright.runtime.refusals import wrong_beside, wrong_in_compute
+from meshwright.runtime.refusals import Beside, wrong_beside, wrong_in_compute
 from meshwright.runtime.stage import StageRunner
 from meshwright.runtime.transport import Layout, Transport
 from meshwright.spec.instructions import (
-    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -37,18 +36,12 @@ from meshwright.spec.instructions import (
     Drop,
     Forward,
     Instruction,
-    Load,
     Merge,
     OptimizerStep,
-    Pull,
-    Push,
     Receive,
-    ReduceScatter,
     Send,
     Stash,
-    Sum,
 )
-from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
 from meshwright.spec.slices import StageSlice
 
 Inputs = Sequence[Sequence[torch.Tensor]]
@@ -94,7 +87,7 @@ class Executor:
 
     ``runners`` run the rank's ``stages``, each at its place; what one hands to another does not travel. ``layouts``
     gives the wire layouts of (source stage, target stage, payload). ``optimizer_step(stage)`` updates and clears its
-    parameters. Arguments are what `runtime.session` makes of a plan; use that unless you bring your own parts.
+    parameters. Arguments are what `runtime.opening` makes of a plan; use that unless you bring your own parts.
     """
 
     def __init__(
@@ -210,6 +203,8 @@ class Executor:
         ]
 
     def _bind(self, instruction: Instruction, final: Collection[int]) -> Callable[[], None]:
+        if isinstance(instruction, Beside):
+            raise wrong_in_compute(instruction)
         match instruction:
             case Forward(stage=stage, microbatch=microbatch, version=version):
                 return lambda: self._forward(stage, microbatch, version)
@@ -227,23 +222,6 @@ class Executor:
                 return lambda: self._runners[stage].versions.stash(version + self._visit.versions_on)
             case Drop(stage=stage, version=version):
                 return lambda: self._runners[stage].versions.drop(version + self._visit.versions_on)
-            case (
-                Send()
-                | Receive()
-                | AllReduce()
-                | ReduceScatter()
-                | AllGather()
-                | Push()
-                | Sum()
-                | Pull()
-                | Load()
-                | CopyDown()
-                | HostStep()
-                | CopyUp()
-                | ReadStates()
-                | WriteStates()
-            ):
-                raise wrong_in_compute(instruction)
             case _:
                 assert_never(instruction)
 
@@ -256,30 +234,8 @@ class Executor:
                 return lambda: self._receive(instruction, item.group[0])
             case AllReduce(bucket=bucket):
                 return lambda: self._sums.sum_up(bucket, item.group)
-            case (
-                ReduceScatter()
-                | AllGather()
-                | Push()
-                | Sum()
-                | Pull()
-                | Load()
-                | CopyDown()
-                | HostStep()
-                | CopyUp()
-                | ReadStates()
-                | WriteStates()
-                | Forward()
-                | Backward()
-                | BackwardInput()
-                | BackwardWeight()
-                | OptimizerStep()
-                | Stash()
-                | Drop()
-                | Merge()
-            ):
-                raise wrong_beside(instruction)
             case _:
-                assert_never(instruction)
+                raise wrong_beside(instruction)
 
     # --- execution
     # --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.capture import Captured, part
 from meshwright.program import lower_plan
-from meshwright.runtime.recompute import with_recompute
+from meshwright.runtime.recompute import checkpoint_ranges
 from meshwright.runtime.teams import Grid, local_model
 from meshwright.spec.graph import Graph
 from meshwright.spec.placement import Placement
@@ -88,7 +88,7 @@ class WholeModel:
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
         """The part of the captured model."""
         made = part(self.captured, feeds, fetches, batch_size=self.plan.microbatch_size, ops=ops)
-        return with_recompute(made, self.graph, ops)
+        return checkpoint_ranges(made, self.graph, ops)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
         """The part that makes them."""

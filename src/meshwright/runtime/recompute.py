@@ -17,14 +17,15 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.cost.traits import is_in_place
 from meshwright.spec.errors import PlanError
 from meshwright.spec.graph import Graph
 
 
-def with_recompute(module: torch.nn.Module, graph: Graph, ops: Sequence[int]) -> torch.nn.Module:
+def checkpoint_ranges(module: torch.nn.Module, graph: Graph, ops: Sequence[int]) -> torch.nn.Module:
     """The module of a stage's ``ops``, with those in the graph's ranges computed again.
 
-    Raises PlanError for a range that writes to what is made outside of it.
+    Raises PlanError for a range that writes to what is made outside of it, or that reads what is written later.
     """
     assert isinstance(module, fx.GraphModule), "parts are cut as graphs"
     home = {op: number for number, (start, stop) in enumerate(graph.recompute) for op in range(start, stop)}
@@ -36,9 +37,8 @@ def with_recompute(module: torch.nn.Module, graph: Graph, ops: Sequence[int]) ->
         if op in home:
             chosen.setdefault(home[op], []).append(node)
     for number, nodes in chosen.items():
-        held = [node for node in nodes if node in owner]
-        _check_writes(graph, number, {owner[node] for node in held})
-        _enclose(module, f"again_{number}", held)
+        _check_writes(graph, number, {owner[node] for node in nodes})
+        _enclose(module, f"again_{number}", nodes)
     module.graph.lint()
     module.recompile()
     return module
@@ -119,16 +119,14 @@ def _check_writes(graph: Graph, number: int, ops: set[int]) -> None:
     made = {graph.tensors[i].storage for op in ops for i in graph.ops[op].outputs if graph.tensors[i].storage == i}
     given = {graph.tensors[i].storage for op in ops for i in graph.ops[op].inputs} - made
     for op, item in enumerate(graph.ops):
-        name = item.kind.split(".")[1] if item.kind.count(".") else item.kind
-        if not item.inputs or not name.endswith("_") or name.endswith("__"):
+        if not item.inputs or not is_in_place(item):
             continue
         storage = graph.tensors[item.inputs[0]].storage
         target = graph.tensors[storage]
         # Whole numbers are counters, which nothing is computed from.
         if storage not in given or (op not in ops and op < stop) or not target.dtype.startswith("float"):
             continue
-        is_state = target.role in ("buffer", "parameter")
-        if op not in ops and is_state:
+        if op not in ops and target.role in ("buffer", "parameter"):
             continue
         raise PlanError(
             f"The plan computes ops {start}:{stop} again, of which some read {target.name!r}, which {item.name!r} "

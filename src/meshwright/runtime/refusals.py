@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from meshwright.spec.errors import ProgramError
-from meshwright.spec.instructions import AllGather, Instruction, Load, Pull, Push, ReduceScatter, Sum
-from meshwright.spec.offload_instructions import CopyDown, CopyUp, HostStep, ReadStates, WriteStates
+from meshwright.spec.instructions import (
+    AllGather,
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Drop,
+    Exchange,
+    Forward,
+    Instruction,
+    Load,
+    Merge,
+    OptimizerStep,
+    Pull,
+    Push,
+    Receive,
+    ReduceScatter,
+    Send,
+    Stash,
+    Sum,
+)
+from meshwright.spec.offload_instructions import (
+    CopyDown,
+    CopyUp,
+    HostStep,
+    Offloading,
+    ReadStates,
+    WriteStates,
+)
+
+# What stands in streams beside that of the computations.
+Beside = Send | Receive | Exchange | Load | Offloading
 
 
-def wrong_in_compute(instruction: Instruction) -> ProgramError:
-    """The error for an instruction in a compute stream that is no computation."""
+def wrong_in_compute(instruction: Beside) -> ProgramError:
+    """The error for an instruction in a compute stream that stands beside it."""
     return ProgramError(
         f"{instruction} stands in a compute stream; communication, loading and what the host does have their own "
         "streams."
@@ -38,5 +70,19 @@ def wrong_beside(instruction: Instruction) -> ProgramError:
                 f"{instruction} belongs to parameter servers; the runtime sums by all-reduces. Simulate this "
                 "program, or plan without `servers` to run."
             )
+        case (
+            Forward()
+            | Backward()
+            | BackwardInput()
+            | BackwardWeight()
+            | OptimizerStep()
+            | Stash()
+            | Drop()
+            | Merge()
+            | Send()
+            | Receive()
+            | AllReduce()
+        ):
+            return ProgramError(f"{instruction} stands in a stream that is not its own. Build the program again.")
         case _:
-            return ProgramError(f"{instruction} stands in a communication stream; it belongs to the compute stream.")
+            assert_never(instruction)

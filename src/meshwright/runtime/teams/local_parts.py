@@ -7,7 +7,7 @@ buffers that are whole stay the user's own objects; shares of others are new one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright.capture import Captured, rebuild
+from meshwright.cost.traits import is_in_place, operator_name
 from meshwright.program import lower_plan, shard_graph
 from meshwright.program.sharding import MESH, ShardedGraph
-from meshwright.runtime.recompute import with_recompute
+from meshwright.runtime.recompute import checkpoint_ranges
 from meshwright.runtime.teams.conversions import Conversion, Convert
 from meshwright.runtime.teams.grid import AxisGroup, Grid
 from meshwright.runtime.teams.operators import (
@@ -31,14 +32,13 @@ from meshwright.runtime.teams.operators import (
     LookUp,
     MeanShare,
     RowLoss,
-    refuse_random,
     refuse_share,
 )
 from meshwright.runtime.teams.shares import cut_of, find_uneven, is_split, join_shares, own_share, whole_shape
 from meshwright.spec.errors import GraphError, PlanError
 from meshwright.spec.graph import Graph, Op
 from meshwright.spec.plan import Plan
-from meshwright.spec.sharding import Layout, Partial, Replicate, Shard
+from meshwright.spec.sharding import Layout, Partial, Replicate, Shard, Sharding
 from meshwright.spec.slices import StageSlice
 
 # What a part of a sum may go through by itself; others would need the sum.
@@ -62,16 +62,20 @@ _FACTORS = ("mul", "mul_", "div", "div_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalModel:
-    """``plan`` and ``graph`` are those of one process; ``whole`` is the graph of all."""
+    """``plan`` and ``graph`` are those of one process, made by a ``sharding``."""
 
     plan: Plan
     graph: Graph
-    whole: Graph
+    sharding: Sharding
     sharded: ShardedGraph
     grid: Grid
-    plan_of_all: Plan
     captured: Captured
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> Graph:
+        """The graph of all."""
+        return self.captured.graph
 
     def module(self, feeds: Sequence[int], fetches: Sequence[int], ops: Sequence[int]) -> torch.nn.Module:
         """What computes ``fetches`` from ``feeds`` by some ops, with this process's shares of what they read.
@@ -90,9 +94,9 @@ class LocalModel:
         except GraphError as error:
             raise PlanError(
                 f"The plan splits ops, and this model cannot be run so: {error.args[0].split(';')[0]}. Plan without "
-                f"{self.plan_of_all.sharding.describe()} to run."
+                f"{self.sharding.describe()} to run."
             ) from None
-        return with_recompute(made, self.graph, ops)
+        return checkpoint_ranges(made, self.graph, ops)
 
     def stand_in(self, fetches: Sequence[int]) -> torch.nn.Module:
         """The same for all ops, without exchanges: only shapes and strides come out right."""
@@ -108,7 +112,7 @@ class LocalModel:
     def join(self, shares: Sequence[torch.Tensor], tensor: int) -> torch.Tensor:
         """The whole of a tensor from what the processes of a team have, in their order."""
         size = self.plan.microbatch_size
-        return join_shares(shares, tensor, self.sharded.layouts, self.plan_of_all.sharding, size)
+        return join_shares(shares, tensor, self.sharded.layouts, self.sharding, size)
 
     def is_split(self, tensor: int) -> bool:
         """Whether the processes of a team have different parts of a tensor."""
@@ -116,13 +120,13 @@ class LocalModel:
 
     def alike(self, tensor: int) -> int:
         """How many processes of a team have the same of a tensor."""
-        sharding, layouts = self.plan_of_all.sharding, self.sharded.layouts
+        sharding, layouts = self.sharding, self.sharded.layouts
         return prod(sharding.size(axis) for axis in layouts if not isinstance(layouts[axis][tensor], Shard))
 
     @property
     def loss_share(self) -> float:
         """What to multiply each process's loss with, so that those of a team, parts or the whole, add up to it."""
-        layouts, sharding = self.sharded.layouts, self.plan_of_all.sharding
+        layouts, sharding = self.sharded.layouts, self.sharding
         loss = self.graph.outputs[0]
         return 1.0 / prod(sharding.size(axis) for axis in layouts if not isinstance(layouts[axis][loss], Partial))
 
@@ -137,9 +141,7 @@ class LocalModel:
 
     def _own(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
         places = {axis: group.index for axis, group in self.grid.axes.items()}
-        return own_share(
-            value, tensor, self.sharded.layouts, places, self.plan_of_all.sharding, self.plan.microbatch_size
-        )
+        return own_share(value, tensor, self.sharded.layouts, places, self.sharding, self.plan.microbatch_size)
 
     def _share_of(self, tensor: int) -> torch.Tensor:
         """The user's own parameter, buffer or constant; a share of it if it is split, the same for all stages."""
@@ -160,8 +162,7 @@ class LocalModel:
 
     def _check_written(self, op: Op, converted: Mapping[int, int]) -> None:
         """Running statistics of a share are not those of the whole."""
-        name = op.kind.split(".")[1] if op.kind.count(".") else op.kind
-        if not ("batch_norm" in name or "instance_norm" in name or (name.endswith("_") and not name.endswith("__"))):
+        if not (is_in_place(op) or any(word in operator_name(op) for word in ("batch_norm", "instance_norm"))):
             return
         roots = [self._root(i, converted) for i in op.inputs]
         buffers = [root for root, _ in roots if self.graph.tensors[root].role == "buffer"]
@@ -202,9 +203,9 @@ class LocalModel:
             return self._cross_entropy(op)
         made: torch.nn.Module | None = None
         for axis, group in self.grid.axes.items():
-            layouts = self.sharded.layouts[axis]
-            call = made or _Plain(self.graph, index, self.plan.microbatch_size)
-            made = _special(op, group, layouts, call) or made
+            make = _special(self.graph, op, group, self.sharded.layouts[axis])
+            if make is not None:
+                made = make(made or _Plain(self.graph, index, self.plan.microbatch_size))
         return made
 
     def _conversion(self, index: int, op: Op) -> Convert:
@@ -241,10 +242,10 @@ class LocalModel:
 
     def _random(self, op: Op) -> torch.nn.Module:
         if not op.kind.startswith("aten.dropout."):
-            raise refuse_random(op)
+            raise refuse_share(op, "draws random numbers otherwise than by dropout")
         made, size = op.outputs[0], self.plan.microbatch_size
         local = [extent.at(size) for extent in self.graph.tensors[made].shape]
-        whole = whole_shape(local, made, self.sharded.layouts, self.plan_of_all.sharding, size)
+        whole = whole_shape(local, made, self.sharded.layouts, self.sharding, size)
         return DropOut(op, whole, lambda mask: self._own(mask, made))
 
 
@@ -271,56 +272,54 @@ def local_model(captured: Captured, plan: Plan, grid: Grid) -> LocalModel:
     return LocalModel(
         plan=local_plan,
         graph=graph,
-        whole=captured.graph,
+        sharding=plan.sharding,
         sharded=sharded,
         grid=grid,
-        plan_of_all=plan,
         captured=captured,
     )
 
 
-def _special(op: Op, axis: AxisGroup, layouts: tuple[Layout, ...], call: torch.nn.Module) -> torch.nn.Module | None:
-    """What an op needs on an axis; None if its operator does it alone."""
-    name = op.kind.split(".")[1]
+def _special(
+    graph: Graph, op: Op, axis: AxisGroup, layouts: tuple[Layout, ...]
+) -> Callable[[torch.nn.Module], torch.nn.Module] | None:
+    """What makes, of the operator as a module, what an op needs on an axis; None if its operator does it alone.
+
+    Raises PlanError for an op that cannot be computed in shares.
+    """
     if not op.outputs:
         return None
+    name, attributes = operator_name(op), dict(op.attributes)
     read, made = [layouts[i] for i in op.inputs], layouts[op.outputs[0]]
-    first = read[0] if read else None
-    if name == "embedding" and first == Shard(0):
-        return LookUp(op, axis)
+    if name == "embedding":
+        if not isinstance(made, Replicate) and attributes.get("scale_grad_by_freq") == "True":
+            raise refuse_share(op, "scales gradients by how often a token comes")
+        return (lambda _: LookUp(op, axis)) if read[0] == Shard(0) else None
     if name == "scaled_dot_product_attention" and isinstance(made, Shard) and made.dim == 2:
-        return Attend(op, axis, call)
+        return lambda call: Attend(op, axis, call)
     if name == "arange" and isinstance(made, Shard):
-        return CountOn(axis, call)
-    if (
-        name == "embedding"
-        and not isinstance(made, Replicate)
-        and dict(op.attributes).get("scale_grad_by_freq") == "True"
-    ):
-        raise refuse_share(op, "scales gradients by how often a token comes")
-    if Partial() in read and not _keeps_sums(name, read):
+        return lambda call: CountOn(axis, call)
+    is_part = [isinstance(item, Partial) for item in read]
+    if any(is_part) and not _keeps_sums(graph, op, is_part):
         raise refuse_share(op, "needs a sum of which processes have parts")
     if not isinstance(made, Partial):
         return None
     if name in BIASES and len(op.inputs) > 2:
-        return AddOnce(BIASES[name], axis, call)
-    if name in _SUMS and len(read) > 1 and any(not isinstance(item, Partial) for item in read):
-        return AddShare(tuple(not isinstance(item, Partial) for item in read), axis.size, call)
-    is_mean = name == "mean" or (
-        ("loss" in name or "binary" in name) and dict(op.attributes).get("reduction", "1") == "1"
-    )
-    if is_mean and Partial() not in read:
-        return MeanShare(axis.size, call)
-    return None
+        return lambda call: AddOnce(BIASES[name], axis, call)
+    if any(is_part):
+        is_whole = tuple(not part for part in is_part)
+        return (lambda call: AddShare(is_whole, axis.size, call)) if name in _SUMS and any(is_whole) else None
+    is_mean = name == "mean" or (("loss" in name or "binary" in name) and attributes.get("reduction", "1") == "1")
+    return (lambda call: MeanShare(axis.size, call)) if is_mean else None
 
 
-def _keeps_sums(name: str, read: Sequence[Layout]) -> bool:
-    """Whether an op on parts of a sum makes parts of its result."""
-    if name in _FACTORS:
-        return isinstance(read[0], Partial) != (len(read) > 1 and isinstance(read[1], Partial)) and not (
-            name.startswith("div") and len(read) > 1 and isinstance(read[1], Partial)
-        )
-    return name in (*_LINEAR, *_SUMS)
+def _keeps_sums(graph: Graph, op: Op, is_part: Sequence[bool]) -> bool:
+    """Whether an op on parts of a sum makes parts of its result, and each process knows the gradients of the rest."""
+    name = operator_name(op)
+    if name not in _FACTORS:
+        return name in (*_LINEAR, *_SUMS)
+    others = [i for i, part in zip(op.inputs, is_part, strict=True) if not part]
+    is_scaled = is_part.count(True) == 1 and (is_part[0] or name.startswith("mul"))
+    return is_scaled and not any(graph.tensors[i].requires_grad for i in others)
 
 
 class _Plain(torch.nn.Module):

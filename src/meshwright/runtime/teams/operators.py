@@ -270,8 +270,3 @@ def refuse_share(op: Op, why: str) -> PlanError:
         f"The plan splits {op.name!r}, which {why}; that cannot be computed in shares here. Place the op whole "
         f"(`--placement '{op.name}=tensor'`), or plan without the axis."
     )
-
-
-def refuse_random(op: Op) -> PlanError:
-    """The error for an op that draws random numbers, of which processes have shares."""
-    return refuse_share(op, "draws random numbers otherwise than by dropout")

@@ -1,0 +1,43 @@
+"""Matrices of models and layouts that ranks train in one spawn per world size: their cases, and their results."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.processes import run_ranks
+
+
+def matrix_cases(worlds, models, main_cases, all_cases, optimizers=("sgd", "adamw")):
+    """Which run a case is of, the world size, and its name; what is not always tried is slow."""
+    found = []
+    for world in worlds:
+        for model in models:
+            main = [case.key for case in main_cases(model, world)]
+            for case in all_cases(model, world):
+                if case.optimizer in optimizers:
+                    which, marks = ("main", []) if case.key in main else ("all", [pytest.mark.slow])
+                    name = f"{model}/{case.key}"
+                    found.append(pytest.param(which, world, name, id=f"{world}-{name}", marks=marks))
+    return found
+
+
+def matrix_runs(worker, folder, timeout_s):
+    """``run(which, world size, dtype)``: the results of all cases of a run, by name; each is run once."""
+
+    def run(which, world_size, dtype="float64"):
+        path = folder / f"{which}-{world_size}-{dtype}.json"
+        if not path.exists():
+            run_ranks(worker, world_size, which, dtype, str(path), timeout_s=timeout_s)
+        return json.loads(path.read_text())
+
+    return run
+
+
+def assert_equal(result):
+    """State and losses are those of the reference, to 1e-9 per tensor (design: Trust)."""
+    assert result["moved"] > 1e-4, "training must change the model, or equality says nothing"
+    assert max(result["tensors"].values()) <= 1e-9, result["tensors"]
+    found, wanted = result["losses"]
+    assert found == pytest.approx(wanted, rel=1e-9)
