@@ -1,27 +1,34 @@
-"""The executor against torch: pipelining's GPipe and 1F1B on the same stages, DDP at its best buckets, empty stages.
+"""The executor against torch: pipelining on the same stages, DDP at its best buckets, FSDP2, and empty stages.
 
-Two ranks, one pinned thread each, gloo. Both arms run the same cut parts, the same loss, the same microbatches and
-the same SGD; a pair is one step of each, alternated ABBA; a step's time is the slower rank's. An A/A pair (torch
-against torch) shows the noise.
+Two ranks, one pinned thread each, gloo. Both arms run the same cut parts (FSDP2 the eager model, by blocks), the same
+loss, the same microbatches and the same SGD; a pair is one step of each, alternated ABBA; a step's time is the slower
+rank's. An A/A pair (torch against torch) shows the noise. Before it is timed, a step of each arm is counted: operators
+and what reaches the process groups. Peak memory is the growth of a process's resident set over some steps, of processes
+that run one arm alone.
 """
 
 from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from harness import make_row, paired_ratios, ratio_row
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.capture import capture_model, flatten_batch, part
 from meshwright.measurement import run_ranks
 from meshwright.runtime import open_session
 from meshwright.runtime.stage import stage_feeds, stage_fetches
 from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, slice_graph
+from meshwright.training.memory import MemoryMeter
 from meshwright.zoo import load_model
 
 PAIRS, QUICK_PAIRS = 48, 8
@@ -30,6 +37,8 @@ MICROBATCH_SIZE = 4
 TARGET = 1.03
 MAX_OVERHEAD_S = 150e-6
 BUCKETS_MB = (1, 5, 25)
+# Models of blocks that FSDP2 is told to shard.
+BY_BLOCKS = ("llama",)
 MODELS = {
     "llama": ("llama-tiny", {"sequence_length": 128}),
     "resnet": ("resnet-tiny", {}),
@@ -47,7 +56,7 @@ def capture_zoo(name):
     return captured, flatten_batch(captured, source.inputs, source.targets)
 
 
-def make_plan(graph, stages, schedule, bucket_bytes=25 * 2**20):
+def make_plan(graph, stages, schedule, zero=0):
     return Plan(
         model="benchmark",
         graph_hash=graph.content_hash,
@@ -56,7 +65,7 @@ def make_plan(graph, stages, schedule, bucket_bytes=25 * 2**20):
         stages=stages,
         num_microbatches=NUM_MICROBATCHES,
         schedule=schedule,
-        exchange=GradientExchange(bucket_bytes=bucket_bytes),
+        exchange=GradientExchange(zero=zero),
     )
 
 
@@ -160,36 +169,118 @@ def ddp_step(captured, tensors, bucket_mb):
     return step
 
 
-def compare(_context, name, pairs):
-    """All comparisons of one model, on one rank."""
-    captured, tensors = capture_zoo(name)
-    graph = captured.graph
+def fsdp_step(name, zero):
+    """FSDP2 as its users write it: every block, then the model."""
+    reference, sizes = MODELS[name]
+    source = load_model(reference, batch_size=NUM_MICROBATCHES * MICROBATCH_SIZE, **sizes)
+    for block in source.model.blocks:
+        fully_shard(block, reshard_after_forward=zero == 3)
+    fully_shard(source.model, reshard_after_forward=False)
+    optimizer = make_sgd(source.model.parameters())
+    tensors = (source.inputs[0], source.targets[0])
+    rows = [
+        [tensor[m * MICROBATCH_SIZE : (m + 1) * MICROBATCH_SIZE] for tensor in tensors]
+        for m in range(dist.get_rank(), NUM_MICROBATCHES, 2)
+    ]
+
+    def step():
+        for inputs, targets in rows:
+            (source.loss(source.model(inputs), targets) / len(rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class Counting(TorchDispatchMode):
+    """Operators, and calls of process groups by kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func._schema.name if func.namespace == "c10d" else "operators"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count(step):
+    """What a step of this rank executes, in words."""
+    with Counting() as counting:
+        step()
+    dist.barrier()
+    return ", ".join(f"{number} {kind.removeprefix('c10d::')}" for kind, number in sorted(counting.counts.items()))
+
+
+def plans_of(graph):
+    """Stages of the pipeline, and of replicas."""
     half = len(graph.layers) // 2
     pipeline = (StagePlan(start=0, stop=half, ranks=(0,)), StagePlan(start=half, stop=len(graph.layers), ranks=(1,)))
-    everything = (StagePlan(start=0, stop=len(graph.layers), ranks=(0, 1)),)
-    results = {}
+    return pipeline, (StagePlan(start=0, stop=len(graph.layers), ranks=(0, 1)),)
+
+
+def compare(_context, name, pairs):
+    """All comparisons of one model, on one rank, and what each arm executes in a step."""
+    captured, tensors = capture_zoo(name)
+    graph = captured.graph
+    pipeline, everything = plans_of(graph)
+    results, executed = {}, {}
     for schedule, theirs_class in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
         plan = make_plan(graph, pipeline, schedule)
-        theirs = timed(torch_pipeline_step(captured, plan, tensors, theirs_class))
+        theirs_step = torch_pipeline_step(captured, plan, tensors, theirs_class)
         ours_step, session = our_step(captured, plan, tensors)
-        ours = timed(ours_step)
+        ours, theirs = timed(ours_step), timed(theirs_step)
+        executed[f"{name}, {schedule}"] = count(ours_step), count(theirs_step)
         for warm in (ours, theirs, ours, theirs):
             warm()
         results[f"{name}, {schedule}"] = paired_ratios(ours, theirs, pairs)
         if schedule == "gpipe":
             results[f"{name}, A/A (torch against torch)"] = paired_ratios(theirs, theirs, pairs)
         session.close()
-    steps = {mb: timed(ddp_step(captured, tensors, mb)) for mb in BUCKETS_MB}
+    bare = {mb: ddp_step(captured, tensors, mb) for mb in BUCKETS_MB}
+    steps = {mb: timed(step) for mb, step in bare.items()}
     for step in (*steps.values(), *steps.values()):
         step()  # warm
     best = min(steps, key=lambda mb: np.median([steps[mb]() for _ in range(8)]))
     ours_step, session = our_step(captured, make_plan(graph, everything, "1f1b"), tensors)
     ours = timed(ours_step)
     ours(), ours()
+    executed[f"{name}, data parallel"] = count(ours_step), count(bare[best])
     results[f"{name}, data parallel against DDP ({best} MB buckets)"] = paired_ratios(ours, steps[best], pairs)
     results[f"{name}, A/A (DDP against DDP)"] = paired_ratios(steps[best], steps[best], pairs)
     session.close()
-    return results
+    for zero in (2, 3) if name in BY_BLOCKS else ():
+        theirs_step = fsdp_step(name, zero)
+        ours_step, session = our_step(captured, make_plan(graph, everything, "1f1b", zero), tensors)
+        ours, theirs = timed(ours_step), timed(theirs_step)
+        for warm in (ours, theirs, ours, theirs):
+            warm()
+        executed[f"{name}, zero {zero}"] = count(ours_step), count(theirs_step)
+        results[f"{name}, zero {zero} against FSDP2"] = paired_ratios(ours, theirs, pairs)
+        session.close()
+    return results, executed
+
+
+def peak_memory(_context, name, arm, is_ours):
+    """Growth of the resident set over some steps of one arm, in bytes, its parameters included."""
+    captured, tensors = capture_zoo(name)
+    pipeline, everything = plans_of(captured.graph)
+    meter, held = MemoryMeter(torch.device("cpu"), ()), 0
+    if is_ours:
+        zero = 3 if arm == "fsdp2" else 0
+        plan = make_plan(captured.graph, pipeline if arm == "1f1b" else everything, "1f1b", zero)
+        step, session = our_step(captured, plan, tensors)
+        # Torch's arms train copies, which are new; ours the captured parameters themselves, where they are whole.
+        held = sum(item.nbytes for item in session.parameters.values()) if zero == 0 else 0
+    elif arm == "1f1b":
+        plan = make_plan(captured.graph, pipeline, "1f1b")
+        step = torch_pipeline_step(captured, plan, tensors, Schedule1F1B)
+    else:
+        step = fsdp_step(name, 3) if arm == "fsdp2" else ddp_step(captured, tensors, 25)
+    for _ in range(6):
+        step()
+    dist.barrier()
+    return meter.peak_bytes() + held
 
 
 class Tiny(torch.nn.Module):
@@ -232,8 +323,19 @@ def rows(quick: bool):
     pairs = QUICK_PAIRS if quick else PAIRS
     found = []
     for name in MODELS:
-        for label, (ours, theirs) in run_ranks(compare, name, pairs, num_ranks=2, timeout_s=1500)[0].items():
+        results, executed = run_ranks(compare, name, pairs, num_ranks=2, timeout_s=1500)[0]
+        for label, (ours, theirs) in results.items():
             found.append(ratio_row(label, ours, theirs, None if "A/A" in label else TARGET))
+        for label, (ours, theirs) in executed.items():
+            print(f"{label}, one step of rank 0\n  ours:   {ours}\n  torch's: {theirs}")
+        for arm in ("1f1b", "ddp", *(("fsdp2",) if name in BY_BLOCKS else ())):
+            peaks = [
+                [max(run_ranks(peak_memory, name, arm, is_ours, num_ranks=2, timeout_s=300)) for is_ours in order]
+                for order in ((True, False), (True, False), (True, False))
+            ]
+            ours, theirs = np.array(peaks, float).T
+            row = ratio_row(f"{name}, peak memory of the fuller rank, {arm}", ours, theirs, 1.0)
+            found.append(replace(row, unit="B"))
     seconds = np.concatenate(run_ranks(overhead, pairs, num_ranks=2, timeout_s=300))
     thread, process, torch_process = seconds.T
     low, high = np.quantile(thread, [0.1, 0.9])

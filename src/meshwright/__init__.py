@@ -35,6 +35,7 @@ _PUBLIC = {
     "simulate_plans": "meshwright.simulator:simulate_plans",
     # training
     "prepare": "meshwright.training:prepare",
+    "Feed": "meshwright.training:Feed",
 }
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  (the table is the one list of names)

@@ -320,7 +320,8 @@ def test_split_plans_on_processors():
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (replace(DATA, exchange=GradientExchange(clip_norm=True)), "another way"),
+        (replace(DATA, exchange=GradientExchange(every_steps=2)), "another way"),
+        (replace(DATA, exchange=GradientExchange(clip_norm=True)), "exchange.clip_norm = "),
         (replace(STAGES, stages=(replace(STAGES.stages[0], feeds=(1,)), STAGES.stages[1])), "stages.feeds = "),
         (split_of(WIDE, tensor=2, placements=(OpPlacement(op="head"),)), "sharding.placements = "),
         (split_of(WIDE, expert=2), "sharding.expert = 2"),

@@ -23,9 +23,10 @@ class TeamLayout(NamedTuple):
         return f"{stages}/{self.schedule}/{self.split}/{self.optimizer}"
 
 
-# Behind a name: every block runs again in the backward; gradients are clipped to a norm.
+# Behind a name: every block runs again in the backward; gradients are clipped to a norm; replicas share out states.
 AGAIN = "+again"
 CLIP = "+clip"
+ZERO = "+zero"
 MAX_NORM = 0.3
 SPLITS = {
     "whole": Sharding(),
@@ -52,6 +53,11 @@ _LAYOUTS = {
         ((1, 1), "1f1b", "whole" + CLIP),
         ((2,), "gpipe", "whole" + CLIP),
         ((1,), "1f1b", "expert" + CLIP),
+        *(((2,), "1f1b", f"whole{ZERO}{stage}") for stage in (1, 2, 3)),
+        ((2,), "gpipe", f"whole{ZERO}1{CLIP}"),
+        ((2,), "1f1b", f"whole{ZERO}3{AGAIN}{CLIP}"),
+        ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}3"),
+        ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}1"),
     ],
     4: [
         ((1,), "1f1b", "tensor4"),
@@ -76,6 +82,15 @@ _LAYOUTS = {
         ((1,), "1f1b", "expert-tensor"),
         ((2,), "1f1b", "expert"),
         ((1, 1), "1f1b", "expert"),
+        ((4,), "1f1b", f"whole{ZERO}3"),
+        ((2, 2), "1f1b", f"whole{ZERO}1"),
+        ((2, 2), "gpipe", f"whole{ZERO}2{CLIP}"),
+        ((2, 2), "1f1b", f"whole{ZERO}3{AGAIN}"),
+        ((2,), "1f1b", f"tensor{ZERO}1{CLIP}"),
+        ((2,), "1f1b", f"tensor{ZERO}2"),
+        ((2,), "1f1b", f"sequence{ZERO}3{CLIP}"),
+        ((2,), "gpipe", f"ring{ZERO}3"),
+        ((2,), "1f1b", f"expert{ZERO}3"),
     ],
 }
 CASES = {
@@ -103,5 +118,6 @@ def main_cases(model, world):
     if model == "gpt-ignoring":
         return [case for case in found if case.optimizer == "sgd" and case.split in ("ring", "context")]
     if model == "gpt-tied":
-        return [case for case in found if case.optimizer == "sgd" and case.split.startswith("whole")]
+        kept = ("whole+again", "whole+clip", "whole+zero3")
+        return [case for case in found if case.optimizer == "sgd" and case.split in kept]
     return [case for case in found if case.optimizer == "adamw" and case.split in ("tensor", "sequence", "ring")][:3]

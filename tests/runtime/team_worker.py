@@ -10,15 +10,17 @@ import torch
 import torch.distributed as dist
 
 from meshwright.capture import flatten_batch
+from meshwright.program import gradient_buckets
+from meshwright.program.sharding import fsdp_collectives, padded_bytes, parameter_groups
 from meshwright.runtime import microbatch_seed, open_session
-from meshwright.spec import Plan, StagePlan, Workload
+from meshwright.spec import GradientExchange, Plan, StagePlan, Workload
 from meshwright.spec.recompute import recompute_choices
 from meshwright.training.losses import Losses
 from meshwright.training.state import gather_state
 from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models
-from tests.runtime.team_cases import AGAIN, CLIP, MAX_NORM, SPLITS, all_cases, main_cases
+from tests.runtime.team_cases import AGAIN, CLIP, MAX_NORM, SPLITS, ZERO, all_cases, main_cases
 from tests.runtime.team_models import MODELS
 
 NUM_MICROBATCHES = 4
@@ -26,6 +28,7 @@ NUM_MICROBATCHES = 4
 
 def make_plan(graph, layout):
     sharding = SPLITS[layout.split.split("+")[0]]
+    zero = layout.split.partition(ZERO)[2]
     count, stages, rank = len(graph.layers), [], 0
     for index, item in enumerate(layout.stages):
         start, stop = (count * place // len(layout.stages) for place in (index, index + 1))
@@ -41,7 +44,8 @@ def make_plan(graph, layout):
         num_microbatches=NUM_MICROBATCHES,
         schedule=layout.schedule,
         sharding=sharding,
-        recompute=recompute_choices(graph)["full"] if layout.split.endswith(AGAIN) else (),
+        recompute=recompute_choices(graph)["full"] if AGAIN in layout.split else (),
+        exchange=GradientExchange(bucket_bytes=2**14, zero=int(zero[0]) if zero else 0),
     )
 
 
@@ -58,7 +62,7 @@ def train(captured, loops, layout):
         return make_optimizer(layout.optimizer, parameters, None)
 
     case.model.load_state_dict(loops.state)
-    max_norm = MAX_NORM if layout.split.endswith(CLIP) else None
+    max_norm = MAX_NORM if CLIP in layout.split else None
     session = open_session(captured, plan, optimizer, run_seed=RUN_SEED, clip_norm=max_norm)
     losses, exchanged = Losses(session), []
     for step, (inputs, targets) in enumerate(batches):
@@ -100,12 +104,13 @@ def recorded(into):
     kept = {name: getattr(dist, name) for name in KINDS}
 
     def noting(name):
-        def call(first, *others, **options):
-            full = max([first, *(item for item in others if isinstance(item, torch.Tensor))], key=torch.numel)
+        def call(*given, **options):
+            tensors = [item for item in (*given, *options.values()) if isinstance(item, torch.Tensor)]
+            full = max(tensors, key=torch.numel)
             # How many targets count is a number that the local graph does not list.
             if full.numel() > 1:
                 into.append([KINDS[name], full.numel() * full.element_size()])
-            return kept[name](first, *others, **options)
+            return kept[name](*given, **options)
 
         return call
 
@@ -126,7 +131,25 @@ def expected_collectives(session):
         items = [item for item in graph.collectives if item.phase == phase]
         return [[item.kind, item.num_bytes(graph, plan.microbatch_size, 8)] for item in items]
 
-    return (listed("forward") + listed("backward")) * plan.num_microbatches + listed("step")
+    inside = (listed("forward") + listed("backward")) * plan.num_microbatches + listed("step")
+    return inside or expected_of_replicas(session)
+
+
+def expected_of_replicas(session):
+    """What replicas that share out states exchange in a step: inside of passes, or by buckets."""
+    graph, plan = session.graph, session.model.plan
+    count = len(plan.stages[0].ranks)
+    if plan.exchange.zero >= 2:
+        groups = parameter_groups(graph)
+        passes = fsdp_collectives(groups, reshard=plan.exchange.zero == 3)
+        ids = [groups[c.group].parameters if c.kind == "all_gather" else groups[c.group].trained for c in passes]
+        found = [[c.kind, padded_bytes(graph, own, count, 8)] for c, own in zip(passes, ids, strict=True)]
+        return found * (plan.num_microbatches // count)
+    numbers = [sum(graph.tensors[i].num_elements(0) for i in b.parameters) for b in gradient_buckets(graph, plan)]
+    sizes = [-(-number // count) * count * 8 for number in numbers]
+    if plan.exchange.zero == 1:
+        return [["reduce_scatter", size] for size in sizes] + [["all_gather", size] for size in reversed(sizes)]
+    return [["all_reduce", size] for size in sizes]
 
 
 def train_serially(model, stream, make_optimizer, max_norm):

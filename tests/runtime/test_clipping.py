@@ -50,6 +50,7 @@ def test_the_coefficient_is_that_of_torch(max_norm):
     unused, frozen = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     held = dict(enumerate([*parameters, unused, frozen]))
     clip = NormClip(
+        0,
         max_norm,
         held,
         dict.fromkeys(held, 1),

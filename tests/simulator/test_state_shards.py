@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
 from meshwright.program import parameter_groups
+from meshwright.program.sharding import find_units
 from meshwright.simulator import simulate_plan
 from meshwright.simulator.stage_bytes import stage_bytes
-from meshwright.simulator.state_shards import StateShards, find_units, gather_waits
+from meshwright.simulator.state_shards import StateShards, gather_waits
 from meshwright.spec import GradientExchange, Opcode, load_cluster, load_shipped_graph, slice_graph
 from meshwright.spec.memory import GRADIENTS, WORKSPACE
 from tests.graphs import chain_graph, make_plan

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from meshwright.capture.examine import Examiner, Facts
@@ -52,7 +53,9 @@ def walk_trace(trace: Trace, batch_size: int) -> Walk:
             value.with_batch(batch_size) if grows else value
             for value, grows in zip(trace.values, trace.batched, strict=True)
         ]
-        walks[batch_size] = _Walker(examiner_of(trace), trace.attribute).run(trace.graph, inputs, batch_size)
+        # Whoever works with fake tensors of another mode meanwhile: modes do not mix.
+        with unset_fake_temporarily():
+            walks[batch_size] = _Walker(examiner_of(trace), trace.attribute).run(trace.graph, inputs, batch_size)
     return walks[batch_size]
 
 

@@ -9,8 +9,10 @@ others: then every rank meets the collectives in one global order and none can w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from meshwright.spec.collective import Axis, summing_axes
 from meshwright.spec.exchange import WAVES
@@ -98,6 +100,16 @@ def fill_buckets(graph: Graph, parameters: list[int], plan: Plan) -> list[tuple[
         total += num_bytes
         dtype = tensor.dtype
     return [*filled, (tuple(chosen), total)]
+
+
+def cut_pieces(sizes: Sequence[int], place: int, count: int) -> tuple[range, ...]:
+    """What of each parameter of a bucket, flat and padded to ``count`` equal parts, lies in the part at a place.
+
+    ``sizes`` are numbers of elements; the pieces are places in the own part.
+    """
+    own = -(-sum(sizes) // count)
+    ends = list(accumulate(sizes, initial=-place * own))
+    return tuple(range(max(begin, 0), max(min(end, own), begin, 0)) for begin, end in pairwise(ends))
 
 
 def num_bucket_copies(plan: Plan | Placement) -> int:

@@ -16,6 +16,7 @@ from meshwright.report.comparison import (
 )
 from meshwright.report.critical_path import explanation_rows, explanation_table
 from meshwright.report.curves import draw_curves
+from meshwright.report.deviations import Straggler, explain_difference, explain_stragglers, find_stragglers
 from meshwright.report.fit import fit_table
 from meshwright.report.grid import draw_grid
 from meshwright.report.layers import graph_rows, graph_total
@@ -59,6 +60,7 @@ __all__ = [
     "InstructionComparison",
     "RankComparison",
     "StepComparison",
+    "Straggler",
     "StreamOrder",
     "check_ranks",
     "cluster_rows",
@@ -77,9 +79,12 @@ __all__ = [
     "draw_schedule",
     "draw_slots",
     "exchanges_table",
+    "explain_difference",
     "explain_slots",
+    "explain_stragglers",
     "explanation_rows",
     "explanation_table",
+    "find_stragglers",
     "fit_table",
     "fit_transfers",
     "front_table",

@@ -15,8 +15,16 @@ import torch.distributed as dist
 from meshwright.runtime.clipping import NormClip
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.rank_program import Issued, RankProgram
+from meshwright.runtime.sharded_optimizer import ShardedBucket, ShardedBuckets
 from meshwright.runtime.transport import Transport
-from meshwright.spec.instructions import AllReduce, Backward, BackwardWeight, Instruction, OptimizerStep
+from meshwright.spec.instructions import (
+    AllReduce,
+    Backward,
+    BackwardWeight,
+    Instruction,
+    OptimizerStep,
+    ReduceScatter,
+)
 
 
 class BucketSums:
@@ -43,18 +51,23 @@ class BucketSums:
             self._marked.extend(marked)
             self._let_go()
 
-    def raise_mark(self, bucket: int) -> None:
-        """A bucket is ready."""
-        self._ready.add(bucket)
-        self._let_go()
-
     def sum_up(self, bucket: int, group: tuple[int, ...]) -> list[dist.Work]:
         """Sum a bucket over a group."""
-        if self._clip is not None and (self._exchange is None or bucket not in self._exchange.stages):
+        if self._clip is not None and bucket == self._clip.index:
             return self._clip.begin(group)
         assert self._exchange is not None, "a rank that sums has buckets"
         self._ready.discard(bucket)
-        return self._transport.sum_over(self._exchange.to_sum(bucket), group)
+        values = self._exchange.to_sum(bucket)
+        return self._transport.sum_over(values, group) if len(values) else []
+
+    def scatter(self, bucket: int, group: tuple[int, ...]) -> list[dist.Work]:
+        """Sum a bucket over a group, each rank its part."""
+        self._ready.discard(bucket)
+        return self._transport.share(self._sharded(bucket).scatter, group)
+
+    def gather(self, bucket: int, group: tuple[int, ...]) -> list[dist.Work]:
+        """Bring the parameters of a bucket together, of which each rank of a group updated its part."""
+        return self._transport.share(self._sharded(bucket).gather, group)
 
     def merge(self) -> None:
         """Take in the oldest sums."""
@@ -70,7 +83,7 @@ class BucketSums:
     def filling(self, buckets: Collection[int]) -> Iterator[None]:
         """The last backward of some buckets: they leave as soon as they are full."""
         if buckets and self._exchange is not None:
-            self._exchange.begin(buckets)
+            self._exchange.begin(buckets, self._raise_mark)
         yield
         if buckets and self._exchange is not None:
             self._exchange.finish()
@@ -95,11 +108,19 @@ class BucketSums:
             finals[index].append(bucket)
         return {index: tuple(buckets) for index, buckets in finals.items()}
 
+    def _sharded(self, bucket: int) -> ShardedBucket:
+        assert isinstance(self._exchange, ShardedBuckets), "a rank that scatters has parts of buckets"
+        return self._exchange.sharded[bucket]
+
+    def _raise_mark(self, bucket: int) -> None:
+        self._ready.add(bucket)
+        self._let_go()
+
     def _let_go(self) -> None:
         while self._marked and _bucket(self._marked[0].instruction) in self._ready:
             self._issue(self._marked.popleft())
 
 
 def _bucket(instruction: Instruction) -> int:
-    assert isinstance(instruction, AllReduce), "marks are of buckets"
+    assert isinstance(instruction, AllReduce | ReduceScatter), "marks are of buckets"
     return instruction.bucket

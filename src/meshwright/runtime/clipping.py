@@ -8,12 +8,13 @@ multiplied with max_norm / (norm + 1e-6), at most 1, as torch's clip_grad_norm_ 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.teams import Grid
 from meshwright.runtime.transport import Transport
 from meshwright.spec.errors import PlanError
@@ -41,20 +42,32 @@ def with_clipping(plan: Plan | Placement, max_norm: float | None) -> Plan | Plac
     return replace(plan, exchange=replace(plan.exchange, clip_norm=True))
 
 
-def count_holders(stages: Sequence[StageSlice], plan: Plan | Placement, alike: Callable[[int], int]) -> dict[int, int]:
-    """By parameter, how many processes hold it, or the same share of it; of a team, ``alike(parameter)`` do."""
+def count_holders(
+    stages: Sequence[StageSlice], plan: Plan | Placement, alike: Callable[[int], int], shared_out: Collection[int]
+) -> dict[int, int]:
+    """By parameter, how many processes hold it, or the same share of it; of a team, ``alike(parameter)`` do.
+
+    Of those that are ``shared_out`` among replicas, each of these has a part of its own.
+    """
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for stage in stages:
         for parameter in stage.parameters:
             ranks[parameter].update(plan.stages[stage.index].ranks)
-    return {parameter: len(found) * alike(parameter) for parameter, found in ranks.items()}
+    return {
+        parameter: (1 if parameter in shared_out else len(found)) * alike(parameter)
+        for parameter, found in ranks.items()
+    }
 
 
 class NormClip:
-    """The norm of a step. ``holders``: by tensor id, how many processes hold a parameter (or the same share) alike."""
+    """The norm of a step, in the program the all-reduce of a bucket number ``index``.
+
+    ``holders``: by tensor id, how many processes hold a parameter (or the same share) alike.
+    """
 
     def __init__(
         self,
+        index: int,
         max_norm: float,
         parameters: Mapping[int, torch.nn.Parameter],
         holders: Mapping[int, int],
@@ -63,6 +76,7 @@ class NormClip:
         transport: Transport,
         device: torch.device,
     ) -> None:
+        self.index = index
         self._max_norm = max_norm
         self._parameters = [(item, 1.0 / holders[i]) for i, item in parameters.items() if item.requires_grad]
         self._complete, self._grid, self._transport = complete, grid, transport
@@ -74,7 +88,7 @@ class NormClip:
         self._total.zero_()
         for parameter, share in self._parameters:
             if parameter.grad is not None:
-                self._total += share * parameter.grad.double().square().sum()
+                self._total += share * own_part(parameter.grad).double().square().sum()
         for axis in self._grid.axes.values():
             dist.all_reduce(self._total, group=axis.group)
         return self._transport.sum_over(self._total, ranks)

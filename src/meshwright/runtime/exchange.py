@@ -26,8 +26,8 @@ class Exchange(Protocol):
     def stages(self) -> Mapping[int, Collection[int]]:
         """The stages whose gradients a bucket takes in their last backward, by its index."""
 
-    def begin(self, buckets: Collection[int]) -> None:
-        """The last backward of these buckets starts."""
+    def begin(self, buckets: Collection[int], on_ready: Callable[[int], None]) -> None:
+        """The last backward of these buckets starts; ``on_ready`` is called with each as soon as it can be summed."""
 
     def finish(self) -> None:
         """The last backward is over."""
@@ -46,32 +46,36 @@ class Exchange(Protocol):
 
 
 class BucketBuffer:
-    """One bucket: its flat buffer and a view per parameter."""
+    """One bucket: its flat buffer, of a ``multiple`` of some elements, and a view per parameter."""
 
-    def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter], multiple: int = 1) -> None:
         self.index = bucket.index
         self.stages = bucket.stages
         self.parameters = list(parameters)
         total = sum(parameter.numel() for parameter in self.parameters)
-        self.flat = torch.zeros(total, dtype=self.parameters[0].dtype, device=self.parameters[0].device)
+        # Where gradients are summed inside of backwards, the replicas of a stage meet in a bucket of none.
+        first = self.parameters[0] if self.parameters else torch.empty(0)
+        self.flat = torch.zeros(-(-total // multiple) * multiple, dtype=first.dtype, device=first.device)
         self.views = [
             piece.view(parameter.shape)
             for piece, parameter in zip(
-                self.flat.split([parameter.numel() for parameter in self.parameters]), self.parameters, strict=True
+                self.flat[:total].split([parameter.numel() for parameter in self.parameters]),
+                self.parameters,
+                strict=True,
             )
         ]
         self.missing = 0
 
 
 class BucketExchange:
-    """Fills the buckets of a rank; calls ``on_ready(index)`` in order, once a bucket and all before are full.
+    """Fills the buckets of a rank; they are ready in order, once a bucket and all before are full.
 
     Of a rank with several stages each has buckets of its own; those that stages share are final with the last of them.
     """
 
-    def __init__(self, buckets: Sequence[BucketBuffer], on_ready: Callable[[int], None]) -> None:
+    def __init__(self, buckets: Sequence[BucketBuffer]) -> None:
         self._buckets = list(buckets)
-        self._on_ready = on_ready
+        self._on_ready: Callable[[int], None] = lambda _: None
         self._filling: list[BucketBuffer] = []
         self._next = 0
         self._handles = [
@@ -90,8 +94,9 @@ class BucketExchange:
         """The stages whose parameters are in a bucket, by its index."""
         return {item.index: item.stages for item in self._buckets}
 
-    def begin(self, buckets: Collection[int]) -> None:
+    def begin(self, buckets: Collection[int], on_ready: Callable[[int], None]) -> None:
         """The last backward of these buckets starts: their gradients are final from now on."""
+        self._on_ready = on_ready
         self._filling = [item for item in self._buckets if item.index in buckets]
         self._next = 0
         for bucket in self._filling:
@@ -136,6 +141,9 @@ class BucketExchange:
         view = bucket.views[place]
         if parameter.grad is None:
             view.zero_()
+            if len(bucket.stages) == 1:
+                # All replicas run the same ops, so none of them has a gradient: the optimizer is to see that.
+                return
         else:
             view.copy_(parameter.grad)
         parameter.grad = view

@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from meshwright.runtime.bucket_sums import BucketSums
 from meshwright.runtime.clipping import NormClip
+from meshwright.runtime.coming import Coming
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.messages import Messages
-from meshwright.runtime.pending import Key, Pending
+from meshwright.runtime.pending import Key, Pending, Work
 from meshwright.runtime.random_state import microbatch_seed, read_generator, write_generator
 from meshwright.runtime.rank_program import Computed, Issued, RankProgram, SectionName
 from meshwright.runtime.recorder import Recorder
@@ -29,6 +30,7 @@ from meshwright.runtime.refusals import Beside, wrong_beside, wrong_in_compute
 from meshwright.runtime.stage import StageRunner
 from meshwright.runtime.transport import Layout, Transport
 from meshwright.spec.instructions import (
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -36,16 +38,18 @@ from meshwright.spec.instructions import (
     Drop,
     Forward,
     Instruction,
+    Load,
     Merge,
     OptimizerStep,
     Receive,
+    ReduceScatter,
     Send,
     Stash,
 )
 from meshwright.spec.slices import StageSlice
 
 Inputs = Sequence[Sequence[torch.Tensor]]
-_Issue = Callable[[], list[dist.Work]]
+_Issue = Callable[[], Sequence[Work]]
 
 
 class Output(NamedTuple):
@@ -87,7 +91,8 @@ class Executor:
 
     ``runners`` run the rank's ``stages``, each at its place; what one hands to another does not travel. ``layouts``
     gives the wire layouts of (source stage, target stage, payload). ``optimizer_step(stage)`` updates and clears its
-    parameters. Arguments are what `runtime.opening` makes of a plan; use that unless you bring your own parts.
+    parameters. ``loss_scale`` multiplies each microbatch's loss: 1 / their number for the mean over a step. Arguments
+    are what `runtime.opening` makes of a plan; use that unless you bring your own parts.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class Executor:
         *,
         rank_programs: Mapping[SectionName, RankProgram],
         num_microbatches: int,
+        loss_scale: float,
         stages: Sequence[StageSlice],
         runners: Sequence[StageRunner],
         transport: Transport,
@@ -108,6 +114,7 @@ class Executor:
         clip: NormClip | None = None,
     ) -> None:
         self._num_microbatches = num_microbatches
+        self._loss_scale = loss_scale
         self._stages = {stage.index: stage for stage in stages}
         self._runners = {stage.index: runner for stage, runner in zip(stages, runners, strict=True)}
         self._pending = Pending(recorder)
@@ -123,6 +130,9 @@ class Executor:
         self._channels = {(channel.source, channel.target): channel for stage in stages for channel in stage.outgoing}
         self._firsts = {
             name: [(item, self._bind_issue(item)) for item in program.first] for name, program in rank_programs.items()
+        }
+        self._awaited_late = {
+            late.index for program in rank_programs.values() for item in program.computations for late in item.late
         }
         self._computations = {name: self._bind_all(program) for name, program in rank_programs.items()}
         self._visit = Visit("body", 0, 0)
@@ -178,14 +188,15 @@ class Executor:
         if place is None:
             self._messages.settled()
 
+    def end_step(self) -> None:
+        """Wait for what was issued, but for what computations of the next section wait for themselves."""
+        self._pending.settle(but=self._awaited_late)
+        self._messages.settled()
+
     def take_outputs(self) -> Outputs:
         """The outputs of the graph that this rank made since the last call."""
         made, self._made = dict(self._made), defaultdict(list)
         return made
-
-    def raise_mark(self, bucket: int) -> None:
-        """A bucket is ready: its sum leaves if the program lets it leave during the backward."""
-        self._sums.raise_mark(bucket)
 
     # --- binding: instructions become calls, once
     # -------------------------------------------------------------------------
@@ -232,8 +243,14 @@ class Executor:
                 return lambda: self._send(item.index, instruction, item.group[1])
             case Receive():
                 return lambda: self._receive(instruction, item.group[0])
+            case Load():
+                return lambda: self._load(instruction)
             case AllReduce(bucket=bucket):
                 return lambda: self._sums.sum_up(bucket, item.group)
+            case ReduceScatter(bucket=bucket):
+                return lambda: self._sums.scatter(bucket, item.group)
+            case AllGather(bucket=bucket):
+                return lambda: self._sums.gather(bucket, item.group)
             case _:
                 raise wrong_beside(instruction)
 
@@ -293,14 +310,14 @@ class Executor:
         microbatch += self._visit.microbatches_on
         received = self._messages.gradients(stage, microbatch)
         with self._sums.filling(final):
-            self._input_gradients = self._runners[stage].backward(microbatch, received)
+            self._input_gradients = self._runners[stage].backward(microbatch, received, self._loss_scale)
         self._messages.hand_back(stage, microbatch, self._input_gradients)
         self._messages.give_back(stage, microbatch)
 
     def _backward_input(self, stage: int, microbatch: int) -> None:
         microbatch += self._visit.microbatches_on
         received = self._messages.gradients(stage, microbatch)
-        self._input_gradients = self._runners[stage].backward_input(microbatch, received)
+        self._input_gradients = self._runners[stage].backward_input(microbatch, received, self._loss_scale)
         self._messages.hand_back(stage, microbatch, self._input_gradients)
 
     def _backward_weight(self, stage: int, microbatch: int, final: Collection[int]) -> None:
@@ -316,6 +333,11 @@ class Executor:
     def _merge(self, stage: int) -> None:
         self._sums.merge()
         self._runners[stage].updated()
+
+    def _load(self, instruction: Load) -> Sequence[Work]:
+        batch, place = divmod(instruction.microbatch + self._visit.microbatches_on, self._num_microbatches)
+        inputs = self._batches[batch][instruction.stage]
+        return [inputs.loading(place)] if isinstance(inputs, Coming) else []
 
     def _send(self, index: int, instruction: Send, rank: int) -> list[dist.Work]:
         stage, peer, key = instruction.stage, instruction.peer, Key(self._visit.place, index)

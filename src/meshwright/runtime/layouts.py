@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.runtime.random_state import read_generator
@@ -48,9 +49,9 @@ def channel_layouts(
 
 
 def _fake_values(graph: Graph, module: torch.nn.Module, batch_size: int, autocast: torch.dtype | None) -> list[Layout]:
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        if any(item.is_meta for item in (*module.parameters(), *module.buffers())):
-            module.to_empty(device="cpu")
+    # In a dry run all tensors are fake already, and modes do not mix.
+    with detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        _allocate(module)
         inputs = [
             torch.empty(
                 [extent.at(batch_size) for extent in graph.tensors[tensor].shape],
@@ -63,3 +64,14 @@ def _fake_values(graph: Graph, module: torch.nn.Module, batch_size: int, autocas
             made = module(*inputs)
         values = [value.clone(memory_format=torch.preserve_format) for value in made]
     return [Layout(tuple(value.shape), value.stride(), value.dtype) for value in values]
+
+
+def _allocate(module: torch.nn.Module) -> None:
+    """Put what is on device meta on the processor."""
+    for item in module.modules():
+        for held in (item._parameters, item._buffers):
+            for name, value in held.items():
+                if value is not None and value.is_meta:
+                    made = torch.empty_like(value, device="cpu")
+                    is_parameter = isinstance(value, torch.nn.Parameter)
+                    held[name] = torch.nn.Parameter(made, value.requires_grad) if is_parameter else made  # type: ignore[assignment]

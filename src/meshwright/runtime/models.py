@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,8 +53,8 @@ class Model(Protocol):
     def own_inputs(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
         """What this process reads of a graph input for one microbatch."""
 
-    def sum_parts(self, stage: StageSlice, parameters: dict[int, torch.nn.Parameter]) -> None:
-        """Sum the gradients of which each process of the team has a part, before the stage is updated."""
+    def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Sum the gradients (by parameter) of which each process of the team has a part, before an update."""
 
     def is_split(self, tensor: int) -> bool:
         """Whether the processes of a team have different parts of a tensor."""
@@ -98,7 +98,7 @@ class WholeModel:
         """All of it."""
         return value
 
-    def sum_parts(self, stage: StageSlice, parameters: dict[int, torch.nn.Parameter]) -> None:
+    def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
         """Gradients are whole."""
 
     def is_split(self, tensor: int) -> bool:  # noqa: ARG002 - nothing is split

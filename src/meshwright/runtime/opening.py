@@ -7,49 +7,50 @@ the process groups, the buckets, the updates, and the executor.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
+from meshwright import __version__
 from meshwright.capture import Captured
 from meshwright.program import (
-    build_placed_program,
     build_program,
     gradient_buckets,
     minibatches_per_update,
     num_filling_steps,
 )
+from meshwright.runtime.alike import begin_alike
 from meshwright.runtime.clipping import NormClip, count_holders, with_clipping
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange, Exchange
 from meshwright.runtime.executor import Executor
+from meshwright.runtime.fully_sharded import own_part
+from meshwright.runtime.holding import Holding, arrange_sections, make_sync, take_holding
 from meshwright.runtime.layouts import channel_layouts
-from meshwright.runtime.models import Model, make_model
 from meshwright.runtime.placed import check_placed_writes
-from meshwright.runtime.rank_program import RankProgram, SectionName, arrange_rank
+from meshwright.runtime.rank_program import RankProgram, SectionName
 from meshwright.runtime.recompute import Again
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.repairs import Repair, check_repair, find_staleness
 from meshwright.runtime.session import Session, check_runnable, join_group
+from meshwright.runtime.sharded_optimizer import ShardedBucket, ShardedBuckets, check_elementwise
 from meshwright.runtime.split_backward import SplitPart
-from meshwright.runtime.stage import Part, StageRunner, stage_feeds, stage_fetches
+from meshwright.runtime.stage import Part, StageRunner
 from meshwright.runtime.stage_steps import OptimizerArgument, StageSteps, own_optimizer
 from meshwright.runtime.steps import EndlessSteps, FlushingSteps, Steps
 from meshwright.runtime.teams import Grid, make_grid
 from meshwright.runtime.transport import Transport
 from meshwright.runtime.versions import VersionedPart
 from meshwright.runtime.waves import WaveExchange
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.exchange import WAVES
-from meshwright.spec.graph import Graph
 from meshwright.spec.instructions import BackwardInput, Instruction, OptimizerStep, Stash
-from meshwright.spec.placed_slices import slice_stages
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan, check_plan
 from meshwright.spec.program import Program
 from meshwright.spec.sharding import UNSHARDED
-from meshwright.spec.slices import StageSlice
 
 
 def open_session(
@@ -74,40 +75,47 @@ def open_session(
     plan = with_clipping(plan, clip_norm)
     _check_fit(captured, plan)
     grid, device = _join(plan)
-    share = _take_share(captured, plan, grid, device)
+    begin_alike(captured, device)
+    share = take_holding(captured, plan, grid, device)
     transport, recorder = Transport(share.program, device, grid), Recorder()
-    executor: Executor | None = None
-
-    def raise_mark(bucket: int) -> None:
-        assert executor is not None, "marks are raised while the executor runs"
-        executor.raise_mark(bucket)
-
-    exchange = _make_exchange(share, raise_mark)
-    clip = _make_clip(share, clip_norm, grid, transport, device) if clip_norm is not None else None
+    exchange = _make_exchange(share, grid)
+    updated = exchange.pieces(share.parameters) if isinstance(exchange, ShardedBuckets) else share.parameters
+    clip = _make_clip(share, updated, clip_norm, grid, transport, device) if clip_norm is not None else None
     stale = find_staleness(share.arranged["body"]) if repair is not None else {}
     parts = _make_parts(share, stale if repair is not None and repair.kind == "predict" else {})
-    executor = Executor(
-        rank_programs=share.arranged,
-        num_microbatches=plan.num_microbatches,
-        stages=share.stages,
-        runners=_make_runners(share, parts, device, autocast),
-        transport=transport,
-        exchange=exchange,
-        layouts=channel_layouts(
-            share.model.graph,
-            share.model.stand_in,
-            share.all_stages,
-            share.model.plan.microbatch_size,
-            device,
-            autocast,
-        ),
-        optimizer_step=_make_updates(share, optimizer, repair, stale, clip),
-        recorder=recorder,
-        device=device,
-        run_seed=run_seed,
-        bound_gradient_sends=isinstance(plan, Plan) and not plan.has_own_schedule,
-        clip=clip,
+    updates = _make_updates(share, updated, optimizer, repair, stale, clip)
+    runners = _make_runners(share, parts, device, autocast)
+    layouts = channel_layouts(
+        share.model.graph, share.model.stand_in, share.all_stages, share.model.plan.microbatch_size, device, autocast
     )
+
+    def make_executor(
+        arranged: Mapping[SectionName, RankProgram], num_microbatches: int, recorder: Recorder
+    ) -> Executor:
+        return Executor(
+            rank_programs=arranged,
+            num_microbatches=num_microbatches,
+            # Where stages update at different times, each takes the mean itself (`_make_updates`).
+            loss_scale=1.0 if _updates_by_stage(plan) else 1.0 / num_microbatches,
+            stages=share.stages,
+            runners=runners,
+            transport=transport,
+            exchange=exchange,
+            layouts=layouts,
+            optimizer_step=updates,
+            recorder=recorder,
+            device=device,
+            run_seed=run_seed,
+            bound_gradient_sends=isinstance(plan, Plan) and not plan.has_own_schedule,
+            clip=clip,
+        )
+
+    def make_shorter(count: int) -> Steps:
+        shorter = _shorten(plan, count)
+        program = build_program(shorter, captured.graph)
+        return FlushingSteps(make_executor(arrange_sections(program, grid.rank), count, Recorder()))
+
+    executor = make_executor(share.arranged, plan.num_microbatches, recorder)
     return Session(
         grid=grid,
         plan=plan,
@@ -117,10 +125,13 @@ def open_session(
         steps=_make_steps(executor, plan, share.program, grid.rank),
         recorder=recorder,
         exchange=exchange,
+        updates=updates,
         modules=share.modules,
         parts=parts,
         parameters=share.parameters,
         device=device,
+        sync_buffers=make_sync(captured, share, grid),
+        make_shorter=make_shorter,
     )
 
 
@@ -142,42 +153,42 @@ def _join(plan: Plan | Placement) -> tuple[Grid, torch.device]:
             f"The plan is for {num_processes} ranks, but {dist.get_world_size()} processes were started. "
             f"Start it with `torchrun --nproc-per-node {num_processes}` or `meshwright run`."
         )
+    _check_software()
     return make_grid(sharding, process, plan.num_ranks), device
 
 
-class _Share(NamedTuple):
-    """What a process has of a plan: its ``stages`` of ``all_stages``, what it issues for them, and their modules."""
-
-    model: Model
-    program: Program
-    arranged: dict[SectionName, RankProgram]
-    all_stages: tuple[StageSlice, ...]
-    stages: tuple[StageSlice, ...]
-    modules: tuple[torch.nn.Module, ...]
-    parameters: dict[int, torch.nn.Parameter]
-
-    @property
-    def plan(self) -> Plan | Placement:
-        """The plan as the process follows it."""
-        return self.model.plan
+def _check_software() -> None:
+    """Raise RunError unless all processes run the same torch and the same Meshwright."""
+    if dist.get_backend() == "fake":
+        return
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, f"torch {torch.__version__}, meshwright {__version__}")
+    for process, other in enumerate(found):
+        if other != found[0]:
+            raise RunError(
+                f"Rank {process} runs {other}, rank 0 runs {found[0]}: programs that differ cannot be trusted to do "
+                "the same. Install the same versions on all hosts (constraints.txt has those that are tested)."
+            )
 
 
-def _take_share(captured: Captured, plan: Plan | Placement, grid: Grid, device: torch.device) -> _Share:
-    model = make_model(captured, plan, grid)
-    program = build_program(plan, captured.graph) if isinstance(plan, Plan) else build_placed_program(plan, model.graph)
-    names: tuple[SectionName, ...] = ("prologue", "body", "epilogue") if program.advance else ("body",)
-    every = slice_stages(model.graph, model.plan)
-    stages = tuple(every[index] for index in plan.stages_of(grid.rank))
-    modules = tuple(model.module(stage_feeds(item), stage_fetches(item), item.ops).to(device) for item in stages)
-    return _Share(
-        model=model,
-        program=program,
-        arranged={name: arrange_rank(program, getattr(program, name), grid.rank) for name in names},
-        all_stages=every,
-        stages=stages,
-        modules=modules,
-        parameters=_parameters(model.graph, stages, modules),
-    )
+def _shorten(plan: Plan | Placement, count: int) -> Plan:
+    """The plan with fewer microbatches of the same size. Raises PlanError if it cannot have them."""
+    whole = plan.num_microbatches
+    advice = f"Give batches of {plan.workload.global_batch} samples only (DataLoader: drop_last=True)."
+    if isinstance(plan, Placement) or plan.is_asynchronous or any(stage.shares for stage in plan.stages):
+        raise PlanError(
+            f"A batch of {count} microbatches was given; expected the {whole} of the plan: placements, schedules that "
+            f"never flush and unequal shares have no shorter steps. {advice}"
+        )
+    size = plan.workload.global_batch // whole
+    try:
+        shorter = replace(plan, num_microbatches=count, workload=replace(plan.workload, global_batch=size * count))
+        check_runnable(shorter)
+    except PlanError as error:
+        raise PlanError(
+            f"A batch of {count} microbatches was given, where the plan has {whole}: {error} {advice}"
+        ) from None
+    return shorter
 
 
 def _make_steps(executor: Executor, plan: Plan | Placement, program: Program, rank: int) -> Steps:
@@ -186,7 +197,7 @@ def _make_steps(executor: Executor, plan: Plan | Placement, program: Program, ra
     return FlushingSteps(executor)
 
 
-def _make_exchange(share: _Share, raise_mark: Callable[[int], None]) -> Exchange | None:
+def _make_exchange(share: Holding, grid: Grid) -> Exchange | None:
     """What this rank sums with others; None if nothing."""
     plan, held = share.plan, {stage.index for stage in share.stages}
     buckets = [
@@ -198,19 +209,39 @@ def _make_exchange(share: _Share, raise_mark: Callable[[int], None]) -> Exchange
         return None
     if isinstance(plan, Plan) and plan.schedule == WAVES:
         return WaveExchange(buckets)
-    return BucketExchange([BucketBuffer(bucket, parameters) for bucket, parameters in buckets], raise_mark)
+    if isinstance(plan, Plan) and plan.exchange.shard_optimizer:
+        sharded = [
+            ShardedBucket(bucket, parameters, bucket.ranks.index(grid.rank), len(bucket.ranks))
+            for bucket, parameters in buckets
+        ]
+        return ShardedBuckets(sharded)
+    return BucketExchange([BucketBuffer(bucket, parameters) for bucket, parameters in buckets])
 
 
-def _make_clip(share: _Share, max_norm: float, grid: Grid, transport: Transport, device: torch.device) -> NormClip:
+def _make_clip(
+    share: Holding,
+    updated: Mapping[int, torch.nn.Parameter],
+    max_norm: float,
+    grid: Grid,
+    transport: Transport,
+    device: torch.device,
+) -> NormClip:
     def complete_gradients() -> None:
         for stage in share.stages:
-            share.model.sum_parts(stage, share.parameters)
+            share.model.sum_parts(stage, _gradients(updated))
 
-    holders = count_holders(share.all_stages, share.plan, share.model.alike)
-    return NormClip(max_norm, share.parameters, holders, complete_gradients, grid, transport, device)
+    shared_out = {i for i, own in updated.items() if own is not share.cut[i]}
+    holders = count_holders(share.all_stages, share.plan, share.model.alike, shared_out)
+    index = len(gradient_buckets(share.model.graph, share.plan)) if isinstance(share.plan, Plan) else 0
+    return NormClip(index, max_norm, updated, holders, complete_gradients, grid, transport, device)
 
 
-def _make_parts(share: _Share, ahead: Mapping[int, int]) -> tuple[Part, ...]:
+def _gradients(parameters: Mapping[int, torch.nn.Parameter]) -> dict[int, torch.Tensor]:
+    """What this process has of gradients, by parameter; of those that have one."""
+    return {i: own_part(item.grad) for i, item in parameters.items() if item.grad is not None}
+
+
+def _make_parts(share: Holding, ahead: Mapping[int, int]) -> tuple[Part, ...]:
     """Each stage's module as its program calls it: backwards in two parts, or weights of several versions."""
     doing = _stages_doing(share.arranged)
     found: list[Part] = []
@@ -221,6 +252,11 @@ def _make_parts(share: _Share, ahead: Mapping[int, int]) -> tuple[Part, ...]:
                     "The plan computes parts again under a schedule whose backwards come in two parts, each of which "
                     "would run them again; such a plan can only be simulated. Choose 1f1b, or compute nothing again."
                 )
+            if isinstance(module, FSDPModule):
+                raise PlanError(
+                    "The plan shares out gradients (ZeRO 2 or 3) under a schedule whose backwards come in two parts, "
+                    "of which FSDP2 knows one; such a plan can only be simulated. Choose 1f1b, or --zero 1 or 0."
+                )
             found.append(SplitPart(module))
         elif stage.index in doing[Stash]:
             found.append(VersionedPart(module, ahead.get(stage.index, 0)))
@@ -230,38 +266,39 @@ def _make_parts(share: _Share, ahead: Mapping[int, int]) -> tuple[Part, ...]:
 
 
 def _make_runners(
-    share: _Share, parts: Sequence[Part], device: torch.device, autocast: torch.dtype | None
+    share: Holding, parts: Sequence[Part], device: torch.device, autocast: torch.dtype | None
 ) -> tuple[StageRunner, ...]:
-    plan, model = share.plan, share.model
-    # Where stages update at different times, each takes the mean itself (`_make_updates`).
-    scale = 1.0 if _updates_by_stage(plan) else 1.0 / plan.num_microbatches
     return tuple(
-        StageRunner(part, model.graph, stage, scale, device, autocast)
+        StageRunner(part, share.model.graph, stage, device, autocast)
         for stage, part in zip(share.stages, parts, strict=True)
     )
 
 
 def _make_updates(
-    share: _Share,
+    share: Holding,
+    updated: Mapping[int, torch.nn.Parameter],
     optimizer: OptimizerArgument,
     repair: Repair | None,
     stale: Mapping[int, int],
     clip: NormClip | None,
 ) -> StageSteps:
-    plan, model, parameters = share.plan, share.model, share.parameters
+    plan, model = share.plan, share.model
     scales: dict[int, float] = {}
     if isinstance(plan, Plan) and _updates_by_stage(plan):
         scales = {stage.index: 1.0 / minibatches_per_update(plan, stage.index) for stage in share.stages}
-    trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    trainable = [parameter for parameter in updated.values() if parameter.requires_grad]
+    own = own_optimizer(optimizer, trainable, share.replaced(updated))
+    if isinstance(plan, Plan) and plan.exchange.shard_optimizer:
+        check_elementwise(own)
     return StageSteps(
-        own_optimizer(optimizer, trainable, model.replaced),
-        parameters,
+        own,
+        updated,
         share.stages,
         _stages_doing(share.arranged)[OptimizerStep],
         scales,
         rate=lambda stage, updates: repair.rate(stale.get(stage, 0), updates) if repair is not None else 1.0,
         # Before gradients are clipped, all are completed.
-        sum_parts=lambda stage: model.sum_parts(share.all_stages[stage], parameters) if clip is None else None,
+        sum_parts=lambda stage: model.sum_parts(share.all_stages[stage], _gradients(updated)) if clip is None else None,
         clip=clip.coefficient if clip is not None else None,
     )
 
@@ -277,14 +314,3 @@ def _stages_doing(arranged: Mapping[SectionName, RankProgram]) -> Mapping[type[I
         for item in section.computations:
             found[type(item.instruction)][item.instruction.stage] = None
     return defaultdict(tuple, {kind: tuple(stages) for kind, stages in found.items()})
-
-
-def _parameters(
-    graph: Graph, stages: Sequence[StageSlice], modules: Sequence[torch.nn.Module]
-) -> dict[int, torch.nn.Parameter]:
-    """The rank's parameters by tensor id, each once."""
-    found: dict[int, torch.nn.Parameter] = {}
-    for stage, module in zip(stages, modules, strict=True):
-        names = {graph.tensors[tensor].name: tensor for tensor in stage.parameters}
-        found |= {names[name]: parameter for name, parameter in module.named_parameters()}
-    return found

@@ -52,8 +52,9 @@ def _tiny_executor(num_microbatches: int) -> Executor:
     return Executor(
         rank_programs={"body": arrange_rank(program, program.body, 0)},
         num_microbatches=num_microbatches,
+        loss_scale=1.0,
         stages=(stage,),
-        runners=(StageRunner(_Add(), graph, stage, 1.0, device),),
+        runners=(StageRunner(_Add(), graph, stage, device),),
         transport=Transport(program, device, Grid(process=0, width=1)),
         exchange=None,
         layouts={},

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
 
-import torch.distributed as dist
-
+from meshwright.runtime.coming import Loading
 from meshwright.runtime.rank_program import SectionName
 from meshwright.runtime.recorder import Recorder
+
+
+class Work(Protocol):
+    """What goes on beside the computations."""
+
+    def wait(self) -> object:
+        """Come back when it is done."""
 
 
 class Key(NamedTuple):
@@ -23,7 +30,7 @@ class Pending:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._works: dict[Key, tuple[list[dist.Work], int]] = {}
+        self._works: dict[Key, tuple[Sequence[Work], int]] = {}
         self._sections: dict[int, SectionName] = {}
 
     def begin(self, place: int, section: SectionName) -> None:
@@ -34,7 +41,7 @@ class Pending:
         """The section at a place; None if everything of it has been waited for."""
         return self._sections.get(place)
 
-    def add(self, key: Key, works: list[dist.Work], start: int) -> None:
+    def add(self, key: Key, works: Sequence[Work], start: int) -> None:
         """Something was issued, at a time in nanoseconds."""
         self._works[key] = works, start
 
@@ -45,16 +52,21 @@ class Pending:
             for work in works:
                 work.wait()
             if self._recorder.active:
-                self.record(key, start)
+                # Of what is made beside, the maker knows when.
+                known = next((work.span for work in works if isinstance(work, Loading)), None)
+                self.record(key, *(known or (start,)))
 
-    def record(self, key: Key, start: int) -> None:
-        """A span from ``start`` to now. Steps are repetitions of the body; what fills and empties belongs to none."""
+    def record(self, key: Key, start: int, end: int | None = None) -> None:
+        """A span from ``start`` to ``end``, or to now. Steps are repetitions of the body; other sections have none."""
         if self._sections[key.place] == "body":
-            self._recorder.add(key.instruction, key.place, start, time.perf_counter_ns())
+            self._recorder.add(key.instruction, key.place, start, time.perf_counter_ns() if end is None else end)
 
-    def settle(self, place: int | None = None) -> None:
-        """Wait for everything, or for what was issued up to a place."""
+    def settle(self, place: int | None = None, but: Collection[int] = ()) -> None:
+        """Wait for everything, or for what was issued up to a place; ``but`` for some instructions."""
         for key in [key for key in self._works if place is None or key.place <= place]:
-            self.wait(key)
+            if key.instruction not in but:
+                self.wait(key)
+        under_way = {key.place for key in self._works}
         for passed in [other for other in self._sections if place is None or other <= place]:
-            del self._sections[passed]
+            if passed not in under_way:
+                del self._sections[passed]

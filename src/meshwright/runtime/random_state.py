@@ -7,6 +7,7 @@ draws the same numbers as any pipeline, whatever its cut, schedule or ranks.
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 _MASK = 2**64 - 1
 
@@ -37,7 +38,9 @@ def read_generator(device: torch.device) -> torch.Tensor:
 
 
 def write_generator(device: torch.device, state: torch.Tensor) -> None:
-    """Set the device's generator to a state that `read_generator` gave."""
+    """Set the device's generator to a state that `read_generator` gave; a fake one, of a dry run, says nothing."""
+    if isinstance(state, FakeTensor):
+        return
     if device.type == "cuda":
         torch.cuda.set_rng_state(state.cpu(), device)
     else:

@@ -50,16 +50,6 @@ def wrong_in_compute(instruction: Beside) -> ProgramError:
 def wrong_beside(instruction: Instruction) -> ProgramError:
     """The error for an instruction beside the compute stream that the executor does not issue."""
     match instruction:
-        case ReduceScatter() | AllGather():
-            return ProgramError(
-                f"{instruction} belongs to an optimizer that is sharded; the runtime sums whole buckets. Simulate "
-                "this program, or plan with `zero` 0 to run."
-            )
-        case Load():
-            return ProgramError(
-                f"{instruction} belongs to an input pipeline; the runtime is given its inputs. Simulate this "
-                "program, or plan without a loader to run."
-            )
         case CopyDown() | HostStep() | CopyUp() | ReadStates() | WriteStates():
             return ProgramError(
                 f"{instruction} belongs to an optimizer on the host; the runtime steps on the device. Simulate "
@@ -79,6 +69,9 @@ def wrong_beside(instruction: Instruction) -> ProgramError:
             | Stash()
             | Drop()
             | Merge()
+            | ReduceScatter()
+            | AllGather()
+            | Load()
             | Send()
             | Receive()
             | AllReduce()

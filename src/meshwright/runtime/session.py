@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from meshwright.runtime.alike import BufferSync
+from meshwright.runtime.coming import Coming, Made
 from meshwright.runtime.exchange import Exchange
 from meshwright.runtime.executor import Inputs, Outputs
+from meshwright.runtime.fully_sharded import own_part
 from meshwright.runtime.models import Model
 from meshwright.runtime.recorder import Recorder
 from meshwright.runtime.stage import Part
+from meshwright.runtime.stage_steps import StageSteps
 from meshwright.runtime.steps import Steps
 from meshwright.runtime.teams import Grid
 from meshwright.spec.errors import PlanError, RunError
@@ -33,7 +37,7 @@ class Session:
     """Everything one rank holds while it works on a plan or a placement: its ``stages``, and the module of each.
 
     ``plan`` is the whole plan, ``model`` what this process has of it; ``parts`` are the modules as the program calls
-    them.
+    them. ``make_shorter`` makes steps of fewer microbatches, of which those at hand are kept.
     """
 
     grid: Grid
@@ -44,22 +48,58 @@ class Session:
     steps: Steps
     recorder: Recorder
     exchange: Exchange | None
+    updates: StageSteps
     modules: tuple[torch.nn.Module, ...]
     parts: tuple[Part, ...]
     parameters: dict[int, torch.nn.Parameter]
     device: torch.device
+    sync_buffers: BufferSync
+    make_shorter: Callable[[int], Steps]
+    shorter: dict[int, Steps] = field(default_factory=dict)
+
+    def count_microbatches(self, tensors: Sequence[torch.Tensor]) -> int:
+        """The microbatches of a global batch (graph inputs in order); the last one of a data set may have fewer.
+
+        Raises PlanError for a batch that the plan's microbatches do not divide, or that is larger than the plan's.
+        """
+        graph, whole = self.model.whole, self.plan.workload.global_batch
+        count = self.plan.num_microbatches
+        size = whole // count
+        for tensor, value in zip(graph.inputs, tensors, strict=True):
+            if not _is_batched(graph, tensor):
+                continue
+            own, rest = divmod(value.shape[0], size)
+            if rest or not 0 < own <= count:
+                raise PlanError(
+                    f"Input {graph.tensors[tensor].name!r} has {value.shape[0]} samples, but the plan's global batch "
+                    f"is {whole} ({count} microbatches of {size}); expected that, or fewer microbatches of {size} at "
+                    f"the end of a data set. Give batches of {whole} samples (DataLoader: batch_size={whole}, "
+                    "drop_last=True), or plan again."
+                )
+            return own
+        return count
 
     def microbatch_inputs(self, tensors: Sequence[torch.Tensor]) -> dict[int, Inputs]:
         """Cut a global batch (graph inputs in order) into microbatches, for each stage what it reads.
 
         Raises PlanError if the sizes do not fit.
         """
-        return {stage.index: split_batch(self.plan, self.model, stage, tensors, self.device) for stage in self.stages}
+        count = self.count_microbatches(tensors)
+        return {
+            stage.index: _split_batch(self.plan, self.model, stage, tensors, self.device, count)
+            for stage in self.stages
+        }
 
     @property
     def rank(self) -> int:
         """This process."""
         return self.grid.process
+
+    @property
+    def own_state(self) -> list[torch.Tensor]:
+        """Parameters and buffers, as far as this process holds them."""
+        buffers = [item for module in self.modules for item in module.buffers()]
+        return [own_part(item) for item in (*self.parameters.values(), *buffers)]
 
     @property
     def graph(self) -> Graph:
@@ -72,7 +112,32 @@ class Session:
         Under a schedule that never flushes they may be those of earlier steps; `finish` gives the last ones. Raises
         PlanError if the sizes do not fit, RunError for a step out of order.
         """
-        return self.steps.run_step(step, self.microbatch_inputs(tensors))
+        return self.run_microbatches(step, self.count_microbatches(tensors), self.microbatch_inputs(tensors))
+
+    def run_microbatches(self, step: int, count: int, inputs: Mapping[int, Inputs]) -> Outputs:
+        """As `run_step`, with what each stage of this rank reads of each of ``count`` microbatches."""
+        self.sync_buffers()
+        if count == self.plan.num_microbatches:
+            return self.steps.run_step(step, inputs)
+        if count not in self.shorter:
+            self.shorter[count] = self.make_shorter(count)
+        self.steps.finish()
+        made = self.shorter[count].run_step(step, inputs)
+        self.shorter[count].finish()
+        return made
+
+    def reads(self, microbatch: int) -> bool:
+        """Whether a stage of this rank reads inputs of a microbatch."""
+        plans = self.plan.stages
+        return any(stage.inputs and plans[stage.index].rank_of(microbatch) == self.grid.rank for stage in self.stages)
+
+    def coming_inputs(self, count: int, take: Callable[[int], Made]) -> dict[int, Inputs]:
+        """For `run_microbatches`: ``take(m)`` waits for microbatch m of a global batch, graph inputs in order."""
+        return {stage.index: Coming(count, take, self._choose(stage)) for stage in self.stages}
+
+    def _choose(self, stage: StageSlice) -> Callable[[tuple[torch.Tensor, ...]], Sequence[torch.Tensor]]:
+        position = {tensor: place for place, tensor in enumerate(self.model.whole.inputs)}
+        return lambda tensors: [self.model.own_inputs(tensors[position[i]], i) for i in stage.inputs]
 
     def finish(self) -> Outputs:
         """Run to its end what is under way; the outputs that this rank made. All ranks call it together.
@@ -112,30 +177,46 @@ def check_runnable(plan: Plan) -> None:
             f"The plan {plan.only_simulated}, which can only be simulated; the runtime sums whole buckets, on "
             "the device. Plan without that to run."
         )
+    for index, stage in enumerate(plan.stages) if plan.exchange.zero >= 2 else ():
+        counts = stage.counts(plan.num_microbatches)
+        if len(set(counts)) > 1:
+            raise PlanError(
+                f"The replicas of stage {index} compute {' and '.join(map(str, sorted(set(counts))))} microbatches, "
+                f"while all of them gather and scatter in every one (ZeRO {plan.exchange.zero}). Choose a number of "
+                f"microbatches that {len(stage.ranks)} divides, or plan with --zero 1 or 0."
+            )
 
 
-def split_batch(
-    plan: Plan | Placement, model: Model, stage: StageSlice, tensors: Sequence[torch.Tensor], device: torch.device
+def _split_batch(
+    plan: Plan | Placement,
+    model: Model,
+    stage: StageSlice,
+    tensors: Sequence[torch.Tensor],
+    device: torch.device,
+    count: int,
 ) -> Inputs:
     """Microbatch m is rows ``m * size : (m + 1) * size`` of every input with a batch dim; others go whole to all.
 
     Where inputs are split, this process gets its share.
     """
-    graph, batch, count = model.whole, plan.workload.global_batch, plan.num_microbatches
-    size = batch // count
+    graph, size = model.whole, plan.workload.global_batch // plan.num_microbatches
     rows: list[list[torch.Tensor]] = [[] for _ in range(count)]
     position = {tensor: place for place, tensor in enumerate(graph.inputs)}
     for tensor in stage.inputs:
-        facts, value = graph.tensors[tensor], tensors[position[tensor]]
-        batched = bool(facts.shape) and (facts.shape[0].per_sample > 0 or facts.shape[0].fixed == graph.batch_size)
-        if batched and value.shape[0] != batch:
+        value = tensors[position[tensor]].to(device)
+        is_batched = _is_batched(graph, tensor)
+        if is_batched and len(value) != count * size:
             raise PlanError(
-                f"Input {facts.name!r} has {value.shape[0]} samples, but the plan's global batch is {batch} "
-                f"({count} microbatches of {size}). Give batches of {batch} samples "
-                f"(DataLoader: batch_size={batch}, drop_last=True), or plan again."
+                f"Input {graph.tensors[tensor].name!r} has {len(value)} samples, another one has {count * size}; "
+                "expected as many of all. Look at what the batch is made of."
             )
-        value = value.to(device)
         for microbatch, row in enumerate(rows):
-            given = value.narrow(0, microbatch * size, size) if batched else value
+            given = value.narrow(0, microbatch * size, size) if is_batched else value
             row.append(model.own_inputs(given, tensor))
     return rows
+
+
+def _is_batched(graph: Graph, tensor: int) -> bool:
+    """Whether the first dim of a graph input is that of samples."""
+    shape = graph.tensors[tensor].shape
+    return bool(shape) and (shape[0].per_sample > 0 or shape[0].fixed == graph.batch_size)

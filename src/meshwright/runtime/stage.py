@@ -32,9 +32,8 @@ class _Tape:
 class StageRunner:
     """Runs a stage's part: ``part(*values)`` takes the values of `stage_feeds` and returns those of `stage_fetches`.
 
-    A `SplitPart` can also run backwards in two parts, a `VersionedPart` with older weights. ``loss_scale`` multiplies
-    the loss's gradient: 1 / number of microbatches, so that a step's loss is the mean over them. ``autocast``: forwards
-    run under torch's autocast to that type.
+    A `SplitPart` can also run backwards in two parts, a `VersionedPart` with older weights. ``autocast``: forwards run
+    under torch's autocast to that type.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class StageRunner:
         part: Part,
         graph: Graph,
         stage: StageSlice,
-        loss_scale: float,
         device: torch.device,
         autocast: torch.dtype | None = None,
     ) -> None:
@@ -52,7 +50,6 @@ class StageRunner:
         self._training = graph.mode == "training" and stage.has_backward
         self._fetches = stage_fetches(stage)
         self._loss = graph.outputs[0] if graph.has_loss and graph.outputs[0] in stage.outputs else None
-        self._loss_scale = loss_scale
         self._autocast = autocast
         self._tapes: dict[int, _Tape] = {}
         self._notes: dict[int, Notes] = {}
@@ -88,13 +85,13 @@ class StageRunner:
         return outputs
 
     def backward(
-        self, microbatch: int, received: Mapping[int, Sequence[torch.Tensor]]
+        self, microbatch: int, received: Mapping[int, Sequence[torch.Tensor]], loss_scale: float
     ) -> dict[int, list[torch.Tensor]]:
         """Run backward, adding to the parameters' gradients; returns the gradients to send, by source stage.
 
-        ``received`` maps a target stage to the gradients of its channel.
+        ``received`` maps a target stage to the gradients of its channel; ``loss_scale`` is the loss's own.
         """
-        found = self.backward_input(microbatch, received)
+        found = self.backward_input(microbatch, received, loss_scale)
         self.backward_weight(microbatch)
         return found
 
@@ -105,7 +102,7 @@ class StageRunner:
             self._part.finish(notes)
 
     def backward_input(
-        self, microbatch: int, received: Mapping[int, Sequence[torch.Tensor]]
+        self, microbatch: int, received: Mapping[int, Sequence[torch.Tensor]], loss_scale: float
     ) -> dict[int, list[torch.Tensor]]:
         """The gradients to send, as of `backward`. A part that is not split adds to its parameters' gradients, too."""
         tape = self._tapes.pop(microbatch)
@@ -116,7 +113,7 @@ class StageRunner:
                     gradients[tensor] = gradients[tensor] + value if tensor in gradients else value
         if self._loss is not None:
             loss = tape.outputs[self._loss]
-            gradients[self._loss] = torch.full_like(loss, self._loss_scale)
+            gradients[self._loss] = torch.full_like(loss, loss_scale)
         torch.autograd.backward([tape.outputs[tensor] for tensor in gradients], list(gradients.values()))
         self._notes[microbatch] = tape.notes
         if isinstance(self._part, VersionedPart):

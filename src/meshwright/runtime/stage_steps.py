@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
+from meshwright.runtime.fully_sharded import own_part
 from meshwright.spec.errors import PlanError
 from meshwright.spec.slices import StageSlice
 
@@ -41,7 +45,10 @@ class StageSteps:
         self._num_updates = dict.fromkeys(stepping, 0)
         self._scales = scales
         self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-        held = {stage.index: [i for i in stage.parameters if parameters[i].requires_grad] for stage in stages}
+        held = {
+            stage.index: [i for i in stage.parameters if i in parameters and parameters[i].requires_grad]
+            for stage in stages
+        }
         left = {i for stage, owned in held.items() if stage not in stepping for i in owned}
         self._of_stage = {
             stage: [parameters[i] for i in dict.fromkeys((*held[stage], *(left if stage == stepping[-1] else ())))]
@@ -62,7 +69,7 @@ class StageSteps:
         if found and self._clip is not None:
             coefficient = self._clip()
             for gradient in found:
-                gradient.mul_(coefficient.to(gradient.dtype))
+                own_part(gradient).mul_(coefficient.to(gradient.dtype))
         if self._optimizer is not None and found:
             with _scaled_rates(self._optimizer, self._rate(stage, self._num_updates[stage])):
                 self._optimizer.step()
@@ -71,6 +78,33 @@ class StageSteps:
             parameter.grad = None
         for parameter, gradient in others:
             parameter.grad = gradient
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state, of parts where parameters are parts, and how often each stage was updated."""
+        found = self._optimizer.state_dict() if self._optimizer is not None else {}
+        return {
+            "optimizer": tree_map_only(torch.Tensor, own_part, found),
+            "num_updates": {str(stage): count for stage, count in self._num_updates.items()},
+        }
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`."""
+        self._num_updates = {stage: state["num_updates"][str(stage)] for stage in self._num_updates}
+        if self._optimizer is None:
+            return
+        self._optimizer.load_state_dict(state["optimizer"])
+        for parameter, held in self._optimizer.state.items():
+            for name, value in held.items():
+                held[name] = _like(parameter, value)
+
+
+def _like(parameter: torch.Tensor, value: Any) -> Any:
+    """A state of a parameter that is shared out, as its optimizer keeps it."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    return DTensor.from_local(
+        value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 @contextmanager
@@ -90,12 +124,12 @@ def _scaled_rates(optimizer: torch.optim.Optimizer, scale: float) -> Iterator[No
 
 
 def own_optimizer(
-    optimizer: OptimizerArgument, parameters: list[torch.nn.Parameter], replaced: dict[int, torch.Tensor]
+    optimizer: OptimizerArgument, parameters: list[torch.nn.Parameter], replaced: Mapping[int, torch.Tensor | None]
 ) -> torch.optim.Optimizer | None:
     """An optimizer over this rank's parameters only; None if it has none to train.
 
-    ``replaced``: by the id of a parameter, the share that takes its place. Raises PlanError if the optimizer lacks
-    some.
+    ``replaced``: by the id of a parameter, the share that takes its place; None if this rank has none. Raises PlanError
+    if the optimizer lacks some.
     """
     if not parameters:
         return None
@@ -110,7 +144,7 @@ def own_optimizer(
     groups = [
         [replaced.get(id(parameter), parameter) for parameter in group["params"]] for group in optimizer.param_groups
     ]
-    known = {id(parameter) for group in groups for parameter in group}
+    known = {id(parameter) for group in groups for parameter in group if parameter is not None}
     if not own <= known:
         raise PlanError(
             f"The optimizer holds {len(known & own)} of this stage's {len(own)} trainable parameters. Make it over "

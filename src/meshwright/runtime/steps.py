@@ -41,23 +41,26 @@ class Steps(Protocol):
 
 
 class FlushingSteps:
-    """Every batch is a step by itself."""
+    """Every batch is a step by itself; what the next one waits for may go on meanwhile."""
 
     num_filling = 0
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self._place = 0
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
         """Run a step to its end."""
         self._executor.feed(0, inputs)
-        self._executor.begin(Visit("body", step, step))
+        self._executor.begin(Visit("body", self._place, step))
         self._executor.go_on()
-        self._executor.settle()
+        self._executor.end_step()
+        self._place += 1
         return self._executor.take_outputs()
 
     def finish(self) -> Outputs:
-        """Nothing is under way."""
+        """Wait for what the next step would wait for."""
+        self._executor.settle()
         return {}
 
 

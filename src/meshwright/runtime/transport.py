@@ -8,10 +8,11 @@ so no metadata travels. Received tensors live in buffers that are used again onc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,8 @@ from meshwright.runtime.teams.grid import Grid
 from meshwright.spec.instructions import Opcode
 from meshwright.spec.program import Program
 
+# The description of groups in which instructions of the program sum.
+SUMS = "meshwright sums"
 _TAGS = count(1)
 
 
@@ -71,6 +74,12 @@ class Transport:
         """Sum a tensor in place over the ranks of a group."""
         return [_work(dist.all_reduce(tensor, group=self._groups[ranks], async_op=True))]
 
+    def share(
+        self, issue: Callable[[dist.ProcessGroup | None], dist.Work | None], ranks: tuple[int, ...]
+    ) -> list[dist.Work]:
+        """Issue something of the ranks of a group."""
+        return [_work(issue(self._groups[ranks]))]
+
     def _take(self, layout: Layout) -> torch.Tensor:
         free = self._free[layout]
         return free.pop() if free else layout.empty(self._device)
@@ -79,7 +88,9 @@ class Transport:
 def _make_groups(program: Program, grid: Grid) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
     """A process group for every set of ranks that sums; all processes make all groups, in the program's order."""
     reducing = {
-        int(group) for _, section in program.sections() for group in section.group[section.opcode == Opcode.ALL_REDUCE]
+        int(group)
+        for _, section in program.sections()
+        for group in section.group[np.isin(section.opcode, (Opcode.ALL_REDUCE, Opcode.REDUCE_SCATTER))]
     }
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for index, ranks in enumerate(program.groups):
@@ -89,7 +100,7 @@ def _make_groups(program: Program, grid: Grid) -> dict[tuple[int, ...], dist.Pro
             groups[ranks] = None
             continue
         for place in range(grid.width):
-            made = dist.new_group([rank * grid.width + place for rank in ranks])
+            made = dist.new_group([rank * grid.width + place for rank in ranks], group_desc=SUMS)
             if place == grid.place:
                 groups[ranks] = made
     return groups

@@ -8,7 +8,7 @@ changed; the sum over the replicas less its own d, what the others did. A merge 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -60,7 +60,7 @@ class WaveExchange:
         """No gradients are summed."""
         return {}
 
-    def begin(self, buckets: Collection[int]) -> None:
+    def begin(self, buckets: Collection[int], on_ready: Callable[[int], None]) -> None:
         """No gradients are summed."""
 
     def finish(self) -> None:

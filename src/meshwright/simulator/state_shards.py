@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from meshwright.cost import CostModel
 from meshwright.cost.collectives import CollectiveOp
 from meshwright.cost.memory import backend_of
-from meshwright.program import padded_bytes, parameter_groups
+from meshwright.program.sharding import Unit, find_units, padded_bytes
 from meshwright.spec import DTYPE_BYTES, DeviceKind, Graph, Placement, Plan, StageSlice
 from meshwright.spec.collective import summing_axes
 
@@ -73,14 +73,6 @@ class StateShards(NamedTuple):
 ALONE = StateShards(0, (0,), ())
 
 
-class Unit(NamedTuple):
-    """Parameters that are gathered together for the ops at places ``first`` to ``last`` of a stage."""
-
-    first: int
-    last: int
-    parameters: tuple[int, ...]
-
-
 def find_shards(plan: Plan | Placement, stage: int) -> StateShards:
     """How the replicas of a stage share its states; of a fold, ask its whole plan."""
     if isinstance(plan, Placement):
@@ -88,19 +80,6 @@ def find_shards(plan: Plan | Placement, stage: int) -> StateShards:
     beside = tuple(item.ranks for index, item in enumerate(plan.stages) if index != stage)
     on_host = plan.offload.parameters == "host"
     return StateShards(plan.exchange.zero, plan.stages[stage].ranks, beside, on_host)
-
-
-def find_units(graph: Graph, stage: StageSlice, kept: Set[int]) -> tuple[Unit, tuple[Unit, ...]]:
-    """What a stage has of the root group, and of the others (`parameter_groups`), less what is ``kept`` whole."""
-    place = {op: index for index, op in enumerate(stage.ops)}
-    held = set(stage.parameters) - kept
-    root, *groups = parameter_groups(graph)
-    units = []
-    for group in groups:
-        rows = [place[op] for op in range(group.start, group.stop) if op in place]
-        if rows:
-            units.append(Unit(rows[0], rows[-1], tuple(i for i in group.parameters if i in held)))
-    return Unit(0, len(stage.ops) - 1, tuple(i for i in root.parameters if i in held)), tuple(units)
 
 
 def gather_waits(

@@ -145,8 +145,6 @@ class Plan:
         """What the runtime does not execute, in words; nothing of a plan that it does."""
         if self.offload != ON_DEVICE:
             return f"keeps {self.offload.describe()}"
-        if self.workload.loader is not None:
-            return "has an input pipeline with a rate of its own"
         return "" if self.exchange.is_runnable else "exchanges gradients in another way than by sums of buckets"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

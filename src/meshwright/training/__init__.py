@@ -1,19 +1,27 @@
 """The user's training API: prepare, step, save; and the ready job that `meshwright run` starts."""
 
 from meshwright.training.calibrate import Calibration, calibrate_here
+from meshwright.training.dry import DryRun, dry_run
+from meshwright.training.feed import Feed
 from meshwright.training.job import Job, RunResult, load_source, make_batches, make_optimizer
 from meshwright.training.launch import run_plan, torchrun_command
 from meshwright.training.measure import measure_here
+from meshwright.training.outcome import Outcome, judge_run
 from meshwright.training.rank import leave, run_rank, started_by_torchrun
 from meshwright.training.text import text_batches
 from meshwright.training.trainer import Trainer, prepare
 
 __all__ = [
     "Calibration",
+    "DryRun",
+    "Feed",
     "Job",
+    "Outcome",
     "RunResult",
     "Trainer",
     "calibrate_here",
+    "dry_run",
+    "judge_run",
     "leave",
     "load_source",
     "make_batches",

@@ -7,13 +7,14 @@ synthetic batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
+from meshwright.capture import Captured, capture_model
 from meshwright.runtime import Repair, RepairKind
 from meshwright.spec.codec import write_document
 from meshwright.spec.errors import PlanError
@@ -40,15 +41,19 @@ def error_file(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every worker is told: the plan's file, the number of steps and of recorded last steps, seeds, outputs.
+    """What every worker is told: the plan's file, the number of steps and of recorded ones, seeds, outputs.
+
+    ``first_recorded``: the first step to record, by number from 0; if none is given, the last ones are recorded.
 
     ``repair`` of stale gradients, and the updates in which it fades; ``autocast`` of forwards, and the
-    norm to which gradients are clipped.
+    norm to which gradients are clipped. ``checkpoint``: the folder that checkpoints are written to, every so many
+    steps and at the end, and from which a run resumes; ``num_steps`` counts what was done before.
     """
 
     plan: str
     num_steps: int
     num_recorded_steps: int = 5
+    first_recorded: int | None = None
     learning_rate: float | None = None
     seed: int = 0
     save_model: str | None = None
@@ -57,6 +62,9 @@ class Job:
     repair_fade: int = 0
     autocast: Literal["bfloat16"] | None = None
     clip_norm: float | None = None
+    checkpoint: str | None = None
+    checkpoint_every: int = 0
+    resume: bool = False
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -74,25 +82,29 @@ def job_repair(job: Job) -> Repair | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What a run leaves behind: loss and seconds of every step, and where the measured timeline is."""
+    """What a run leaves behind: loss and seconds of every step, and where the measured timeline is.
+
+    ``num_before`` are steps that were done before, from a checkpoint; ``first_recorded`` is the number, from 0, of the
+    first step in the timeline.
+    """
 
     plan: str
     losses: tuple[float, ...]
     step_seconds: tuple[float, ...]
     timeline: str
+    num_before: int = 0
+    first_recorded: int = 0
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
 
-def write_results(
-    folder: Path, timeline: str, *, plan: str, losses: tuple[float, ...], step_seconds: tuple[float, ...]
-) -> RunResult:
+def write_results(folder: Path, timeline: str, result: RunResult) -> RunResult:
     """Write what a run leaves behind, each file whole or not at all; ``timeline`` is the text of its document.
 
     Raises DocumentError for a folder that cannot be written to.
     """
     path = write_text(timeline, folder / TIMELINE_FILE)
-    result = RunResult(plan=plan, losses=losses, step_seconds=step_seconds, timeline=str(path))
+    result = replace(result, timeline=str(path))
     write_document(result, folder / RESULT_FILE)
     return result
 
@@ -101,6 +113,26 @@ def load_source(plan: Plan | Placement, seed: int = 0) -> ModelSource:
     """The plan's model with an example batch; the same weights on every rank."""
     sizes: dict[str, Any] = dict(plan.model_sizes)
     return load_model(plan.model, seed=seed, **sizes)
+
+
+def capture_fake(plan: Plan, seed: int = 0) -> tuple[ModelSource, Captured]:
+    """The plan's model and its graph, all of it fake tensors: shapes without memory."""
+    sizes: dict[str, Any] = dict(plan.model_sizes)
+    batch_size: int | None = None
+    while True:
+        source = load_model(plan.model, seed=seed, batch_size=batch_size, fake=True, **sizes)
+        captured = capture_model(
+            source.model,
+            source.inputs,
+            targets=source.targets,
+            loss=source.loss,
+            mode=plan.workload.kind,
+            verify=False,
+        )
+        if captured.graph.batch_size in (None, plan.microbatch_size) or batch_size is not None:
+            return source, captured
+        # A model that bakes its batch size in is captured at the size at which it runs.
+        batch_size = plan.microbatch_size
 
 
 def make_optimizer(

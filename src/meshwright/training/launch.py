@@ -44,6 +44,7 @@ from meshwright.training.job import (
     job_repair,
     write_results,
 )
+from meshwright.training.out_of_memory import predict_memory
 
 _MONITOR_INTERVAL_S = 0.2
 
@@ -76,7 +77,7 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
             with _quiet_agent(), _forward_progress(Path(scratch), job.num_steps, events or NullSink()):
                 elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            raise RunError(_explain(error.failures, Path(scratch))) from None
+            raise RunError(_explain(error.failures, Path(scratch), job.plan)) from None
         except (KeyboardInterrupt, SignalException) as error:
             name = signal.Signals(error.sigval).name if isinstance(error, SignalException) else "SIGINT"
             raise RunError(
@@ -159,10 +160,10 @@ def _check_writable(folder: Path) -> None:
 def _keep_results(scratch: Path, folder: Path) -> RunResult:
     result = read_document(RunResult, scratch / RESULT_FILE)
     timeline = (scratch / TIMELINE_FILE).read_text(encoding="utf-8")
-    return write_results(folder, timeline, plan=result.plan, losses=result.losses, step_seconds=result.step_seconds)
+    return write_results(folder, timeline, result)
 
 
-def _explain(failures: dict[int, ProcessFailure], scratch: Path) -> str:
+def _explain(failures: dict[int, ProcessFailure], scratch: Path, plan: str) -> str:
     """One paragraph: the rank that failed first, how, and its own error."""
     killed = [rank for rank, item in failures.items() if item.exitcode < 0 and item.exitcode != -signal.SIGTERM]
     reports = []
@@ -173,13 +174,17 @@ def _explain(failures: dict[int, ProcessFailure], scratch: Path) -> str:
     if killed:
         rank = min(killed, key=lambda item: failures[item].timestamp)
         name = signal.Signals(-failures[rank].exitcode).name
-        hint = " (often the host ran out of memory)" if name == "SIGKILL" else ""
-        return (
-            f"Rank {rank} was killed by {name}{hint}; the other ranks were ended. "
-            "Start the run again with the same command."
-        )
+        advice = "Start the run again with the same command."
+        hint = ""
+        if name == "SIGKILL":
+            hint, advice = " (often the host ran out of memory)", predict_memory(plan, rank)
+        return f"Rank {rank} was killed by {name}{hint}; the other ranks were ended. {advice}"
     if reports:
         first = min(reports, key=lambda item: (_is_connection_error(item["message"]), item["time"]))
+        if first["out_of_memory"]:
+            what = first["message"].splitlines()[0]
+            advice = predict_memory(plan, first["rank"])
+            return f"Rank {first['rank']} ran out of memory: {what}; the other ranks were ended. {advice}"
         detail = f"\n{first['traceback'].rstrip()}" if first["traceback"] else ""
         return f"Rank {first['rank']} failed: {first['message']}{detail}"
     rank = min(failures, key=lambda item: failures[item].timestamp)

@@ -20,6 +20,7 @@ class Losses:
         self._window = session.steps.num_filling + 1
         self._output = session.graph.outputs[0]
         self._num_microbatches = session.plan.num_microbatches
+        self._expected: dict[int, int] = {}
         # Of a team each process has the loss, or a part of it; and all of them count a microbatch.
         self._loss_share, self._share = session.model.loss_share, 1.0 / session.grid.width
         self._device = session.device
@@ -28,8 +29,12 @@ class Losses:
         self._partial: dict[int, tuple[float, int]] = {}
         self.known: list[float] = []
 
-    def add(self, step: int, outputs: dict[int, list[Output]]) -> None:
-        """What this rank made up to the batch of a step. All ranks call it together."""
+    def add(self, step: int, outputs: dict[int, list[Output]], num_microbatches: int | None = None) -> None:
+        """What this rank made up to the batch of a step, which may have fewer microbatches than the plan's.
+
+        All ranks call it together.
+        """
+        self._expected[step] = num_microbatches or self._num_microbatches
         sums = torch.zeros(self._window, 2, dtype=torch.float64, device=self._device)
         for made, loss in outputs.get(self._output, []):
             sums[made - step - 1, 0] += self._loss_share * loss
@@ -58,6 +63,6 @@ class Losses:
                 self._partial[made] = before[0] + total, before[1] + round(count)
         for made in sorted(self._partial):
             total, number = self._partial[made]
-            if number == self._num_microbatches:
+            if number == self._expected[made]:
                 self.known.append(total / number)
-                del self._partial[made]
+                del self._partial[made], self._expected[made]

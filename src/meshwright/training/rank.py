@@ -44,12 +44,12 @@ def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> R
         sink.progress("training", facts.step, job.num_steps)
 
     with claimed(folder, job) if is_first else contextlib.nullcontext():
-        timeline, losses, seconds = train_job(job, report)
+        timeline, result = train_job(job, report)
         dist.barrier()
         dist.destroy_process_group()
         if timeline is None:
             return None
-        return write_results(folder, timeline, plan=job.plan, losses=losses, step_seconds=seconds)
+        return write_results(folder, timeline, result)
 
 
 def leave(code: int) -> None:

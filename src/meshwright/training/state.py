@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from meshwright.runtime import Session
 from meshwright.spec.errors import DocumentError
@@ -22,23 +22,24 @@ def gather_state(model: torch.nn.Module, session: Session) -> dict[str, torch.Te
     model.
     """
     owners = _owners(session)
-    own = {
-        name: item
-        for module in session.modules
-        for name, item in chain(module.named_parameters(), module.named_buffers())
-    }
+    buffers = {name: item for module in session.modules for name, item in module.named_buffers()}
     state: dict[str, torch.Tensor] = {}
     for tensor, holders in owners.items():
         facts = session.graph.tensors[tensor]
+        held: torch.Tensor | None = session.parameters.get(tensor, buffers.get(facts.name))
+        if isinstance(held, DTensor):
+            # Replicas that have parts of it put them together, at the same place in this loop.
+            held = held.full_tensor()
+        own = held.detach().contiguous() if held is not None else torch.empty(0)
         if session.rank in holders and session.rank != 0:
-            dist.send(own[facts.name].detach().contiguous(), 0)
+            dist.send(own, 0)
         if session.rank == 0:
             shape = [extent.at(0) for extent in facts.shape]
             shares = []
             for holder in holders:
                 value = torch.empty(shape, dtype=getattr(torch, facts.dtype), device=session.device)
                 if holder == 0:
-                    value = own[facts.name].detach()
+                    value = own
                 else:
                     dist.recv(value, holder)
                 shares.append(value)

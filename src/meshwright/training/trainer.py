@@ -13,8 +13,11 @@ the DataLoader stay the user's own.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from torch.utils import _pytree as pytree
 from meshwright.capture import Captured, capture_model, flatten_batch
 from meshwright.runtime import (
     OptimizerArgument,
+    Outputs,
     Repair,
     Session,
     gather_timeline,
@@ -37,6 +41,9 @@ from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
 from meshwright.spec.timeline import Timeline
+from meshwright.spec.workload import Loader
+from meshwright.training.checkpoint import load_checkpoint, save_checkpoint
+from meshwright.training.feed import Feed, MicrobatchQueue, to_device, unpack
 from meshwright.training.losses import Losses
 from meshwright.training.memory import MemoryMeter
 from meshwright.training.state import gather_state, save_state
@@ -53,6 +60,7 @@ def prepare(
     repair: Repair | None = None,
     autocast: torch.dtype | None = None,
     clip_norm: float | None = None,
+    feed: Feed | None = None,
     verify: bool = True,
 ) -> Trainer:
     """Capture the model, cut out this rank's stage, and make it ready to train. All ranks call it together.
@@ -70,6 +78,7 @@ def prepare(
         autocast: compute forwards under torch's autocast to this type, as ``torch.bfloat16``; weights, gradients and
             the optimizer stay as they are.
         clip_norm: the norm that all gradients of the model together have at most, as torch's clip_grad_norm_ does it.
+        feed: the data set that `Trainer.train` reads.
         verify: compare the captured model with the eager one first.
 
     Raises PlanError (or GraphMismatchError) if the plan does not fit, CaptureError if the model cannot be captured
@@ -77,6 +86,8 @@ def prepare(
     """
     rank, _ = join_group()
     plan = plan if isinstance(plan, Plan | Placement) else read_plan(plan)
+    if feed is not None:
+        plan = _with_loader(plan, feed)
     inputs, targets = batch
     captured = capture_model(
         model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=verify and rank == 0
@@ -89,20 +100,31 @@ def prepare(
         captured, plan, optimizer, run_seed=run_seed, repair=repair, autocast=autocast, clip_norm=clip_norm
     )
     _release_other_parameters(model, session)
-    return Trainer(model, captured, session)
+    return Trainer(model, captured, session, feed, run_seed)
 
 
 class Trainer:
     """A model in training under a plan; made by `prepare`."""
 
-    def __init__(self, model: torch.nn.Module, captured: Captured, session: Session) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        captured: Captured,
+        session: Session,
+        feed: Feed | None = None,
+        run_seed: int = 0,
+    ) -> None:
         self._model = model
+        self._feed = feed
+        self._run_seed = run_seed
+        self._num_resumed = 0
         self._captured = captured
         self._session = session
         self._steps = 0
+        self._is_checked = False
         self._losses = Losses(session)
         self._clock_offset_ns = measure_clock_offset()
-        self._memory = MemoryMeter(session.device, session.parameters.values())
+        self._memory = MemoryMeter(session.device, session.own_state)
 
     @property
     def plan(self) -> Plan | Placement:
@@ -118,13 +140,62 @@ class Trainer:
         """Train one step on a global batch; returns its loss (the mean over the microbatches), the same on every rank.
 
         Under a schedule that never flushes, the loss is that of the newest batch that is known to have run through
-        its forwards; nan while the pipeline fills. `losses` has all of them. Raises PlanError if the batch has another
-        size than the plan's global batch, RunError if the ranks were given different batches.
+        its forwards; nan while the pipeline fills. `losses` has all of them. The last batch of a data set may have
+        fewer microbatches of the plan's size. Raises PlanError for other sizes than that of the plan's global batch,
+        RunError if the ranks were given different batches.
         """
         tensors = flatten_batch(self._captured, inputs, targets)
-        if self._steps == 0:
+        if not self._is_checked:
             _check_same_batch(tensors)
-        self._losses.add(self._steps, self._session.run_step(self._steps, tensors))
+            self._is_checked = True
+        made = self._session.run_step(self._steps, tensors)
+        return self._took(made, self._session.count_microbatches(tensors))
+
+    def train(self) -> Iterator[float]:
+        """Train on the data set that `prepare` was given; yields, step by step, what `step` returns.
+
+        All ranks call it together. Raises RunError for what the data set raises, with what it was asked for, and if
+        the ranks were given different data sets.
+        """
+        if self._feed is None:
+            raise RunError("No data set was given to train on. Give one: prepare(..., feed=Feed(dataset)).")
+        feed, session = self._feed, self._session
+        _check_same("data sets, or orders of their samples", feed.describe())
+        plan = session.plan
+        size = plan.workload.global_batch // plan.num_microbatches
+        loader = plan.workload.loader
+        depth = feed.depth if loader is None else loader.depth
+        batches = feed.batches(plan.workload.global_batch, size, session.reads, self._num_resumed)
+        self._num_resumed = 0
+        with MicrobatchQueue(batches, self._collate, producers=feed.producers, depth=depth) as queue:
+            for index in itertools.count():
+                count = queue.next_batch()
+                if count is None:
+                    break
+                inputs = session.coming_inputs(count, partial(queue.take, index))
+                made = session.run_microbatches(self._steps, count, inputs)
+                queue.forget(index - session.steps.num_filling)
+                try:
+                    yield self._took(made, count)
+                except GeneratorExit:
+                    self._make_rest(queue, index + 1)
+                    raise
+            self._make_rest(queue, index)
+
+    def _make_rest(self, queue: MicrobatchQueue, end: int) -> None:
+        """Where pipelines are not drained between steps: have ready what the last batches before ``end`` still need."""
+        session = self._session
+        for index in range(max(end - session.steps.num_filling, 0), end):
+            for microbatch in filter(session.reads, range(session.plan.num_microbatches)):
+                queue.take(index, microbatch)
+
+    def _collate(self, samples: list[Any]) -> tuple[torch.Tensor, ...]:
+        assert self._feed is not None, "a trainer that reads a data set has one"
+        return to_device(flatten_batch(self._captured, *unpack(self._feed.collate(samples))), self._session.device)
+
+    def _took(self, made: Outputs, count: int) -> float:
+        """Count a step, and its losses."""
+        self._losses.add(self._steps, made, count)
         self._steps += 1
         return self._losses.known[-1] if self._losses.known else math.nan
 
@@ -134,8 +205,9 @@ class Trainer:
         All ranks call it together. Raises RunError if fewer steps were run than it takes to fill and empty the
         pipeline.
         """
+        made = self._session.finish()
         if self._session.steps.num_filling:
-            self._losses.add(self._steps - 1, self._session.finish())
+            self._losses.add(self._steps - 1, made)
             self._losses.finish()
 
     @property
@@ -155,15 +227,18 @@ class Trainer:
             if self.plan.stages[stage].rank_of(index) == session.grid.rank
             for item in items
         }
-        state = [item for module in session.modules for item in (*module.parameters(), *module.buffers())]
         buckets = session.exchange.buffers if session.exchange is not None else []
-        held = {id(item): item.nbytes for item in (*state, *buckets)}
+        held = {id(item): item.nbytes for item in (*session.own_state, *buckets)}
         return sum(held.values()) + sum(mine.values())
 
     def record(self) -> None:
         """Record spans from the next step on (what was recorded before is dropped)."""
         dist.barrier()
         self._session.recorder.start()
+
+    def stop_recording(self) -> None:
+        """Record no more; what was recorded stays for `timeline`."""
+        self._session.recorder.active = False
 
     def timeline(self) -> Timeline | None:
         """The recorded steps of all ranks on one clock, on rank 0; None elsewhere. All ranks call it together."""
@@ -193,6 +268,26 @@ class Trainer:
             save_state(state, Path(path))
         dist.barrier()
 
+    def save_checkpoint(self, folder: Path | str, keep: int = 2) -> Path:
+        """Write what it takes to go on later, beside the ``keep - 1`` checkpoints before. All ranks call it together.
+
+        What is under way is brought to its end first (`finish`). Raises RunError if a rank cannot write.
+        """
+        self.finish()
+        return save_checkpoint(self._session, Path(folder), self._steps, self._run_seed, keep)
+
+    def resume(self, folder: Path | str) -> int:
+        """Go on from the newest checkpoint of a folder; returns the number of steps that are done.
+
+        Call it before the first step, all ranks together: weights, optimizer states, random numbers and the order of a
+        `Feed` go on as if nothing had happened. Learning-rate schedulers are your own. Raises RunError for a folder
+        without a checkpoint, or one of another plan, number of processes or seed.
+        """
+        if self._steps:
+            raise RunError(f"{self._steps} steps were run already. Resume before the first one.")
+        self._steps = self._num_resumed = load_checkpoint(self._session, Path(folder), self._run_seed)
+        return self._steps
+
     def close(self) -> None:
         """Remove what was hooked into the user's parameters."""
         self._session.close()
@@ -219,13 +314,24 @@ def _check_same_batch(tensors: Iterable[torch.Tensor]) -> None:
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    own = int.from_bytes(digest.digest()[:6], "big")
+    _check_same("first batches", digest.hexdigest())
+
+
+def _check_same(what: str, own: str) -> None:
+    """Raise RunError unless all ranks say the same."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     different = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
     if different:
         raise RunError(
-            f"Ranks {', '.join(map(str, different))} read another first batch than rank 0. Every rank must read the "
+            f"Ranks {', '.join(map(str, different))} read other {what} than rank 0. Every rank must read the "
             "same global batches: seed the shuffling alike on all ranks (torch.manual_seed, or DataLoader's generator) "
             "and use no DistributedSampler."
         )
+
+
+def _with_loader(plan: Plan | Placement, feed: Feed) -> Plan | Placement:
+    """The plan with instructions to load microbatches, where schedules have them; its own depth counts."""
+    if isinstance(plan, Placement) or plan.is_asynchronous or plan.workload.loader is not None:
+        return plan
+    return replace(plan, workload=replace(plan.workload, loader=Loader(seconds_per_sample=0.0, depth=feed.depth)))

@@ -23,12 +23,13 @@ import torch.distributed as dist
 
 from meshwright.runtime import join_group
 from meshwright.spec.codec import dump_json, encode_document, read_document
-from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.errors import MeshwrightError, RunError
 from meshwright.spec.files import write_text
 from meshwright.spec.plan_files import read_plan
 from meshwright.training.job import (
     PROGRESS_FILE,
     Job,
+    RunResult,
     error_file,
     job_repair,
     load_source,
@@ -36,7 +37,8 @@ from meshwright.training.job import (
     make_optimizer,
     write_results,
 )
-from meshwright.training.trainer import prepare
+from meshwright.training.out_of_memory import is_out_of_memory
+from meshwright.training.trainer import Trainer, prepare
 
 _PR_SET_PDEATHSIG = 1
 
@@ -73,6 +75,7 @@ def main(job_path: str, folder: str) -> int:
             "kind": type(error).__name__,
             "message": str(error) if known else f"{type(error).__name__}: {error}",
             "traceback": "" if known else traceback.format_exc(),
+            "out_of_memory": is_out_of_memory(error),
         }
         write_text(json.dumps(report), error_file(Path(folder), rank))
         return 1
@@ -107,12 +110,12 @@ def _run(job: Job, folder: Path) -> None:
             progress.write(json.dumps(asdict(facts)) + "\n")
             progress.flush()
 
-        timeline, losses, seconds = train_job(job, report)
+        timeline, result = train_job(job, report)
     if timeline is not None:
-        write_results(folder, timeline, plan=job.plan, losses=losses, step_seconds=seconds)
+        write_results(folder, timeline, result)
 
 
-def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None, tuple[float, ...], tuple[float, ...]]:
+def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None, RunResult]:
     """Train on this rank; returns the measured timeline as text (rank 0 only), and loss and seconds of every step.
 
     ``report`` is called on rank 0 after every step.
@@ -132,21 +135,52 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         autocast=getattr(torch, job.autocast) if job.autocast is not None else None,
     )
     seconds: list[float] = []
-    first_recorded = max(job.num_steps - job.num_recorded_steps, 0)
+    done = _resume(trainer, job)
+    last_ones = job.num_steps - job.num_recorded_steps
+    first_recorded = max(last_ones if job.first_recorded is None else job.first_recorded, done)
     batches = make_batches(source, plan.workload.global_batch, job.seed)
-    for step, (inputs, targets) in enumerate(islice(batches, job.num_steps)):
+    for step, (inputs, targets) in enumerate(islice(batches, done, job.num_steps), done):
         if step == first_recorded:
             trainer.record()
+        if step == first_recorded + job.num_recorded_steps:
+            trainer.stop_recording()
         start = time.perf_counter()
         known = len(trainer.losses)
         trainer.step(inputs, targets)
         seconds.append(time.perf_counter() - start)
         if trainer.rank == 0:
             per_s = plan.workload.global_batch / seconds[-1]
-            report(StepFacts(step + 1, trainer.losses[known:], len(trainer.losses), per_s))
+            report(StepFacts(step + 1, trainer.losses[known:], done + len(trainer.losses), per_s))
+        if job.checkpoint is not None and _is_due(step + 1, job):
+            trainer.save_checkpoint(job.checkpoint)
     trainer.finish()
     timeline = trainer.timeline()
     if job.save_model is not None:
         trainer.save(job.save_model)
     text = None if timeline is None else dump_json(encode_document(timeline))
-    return text, trainer.losses, tuple(seconds)
+    result = RunResult(
+        plan=job.plan,
+        losses=trainer.losses,
+        step_seconds=tuple(seconds),
+        timeline="",
+        num_before=done,
+        first_recorded=first_recorded,
+    )
+    return text, result
+
+
+def _resume(trainer: Trainer, job: Job) -> int:
+    """Steps that were done before. Raises RunError if there are none to go on from, or none left to do."""
+    if not job.resume or job.checkpoint is None:
+        return 0
+    done = trainer.resume(job.checkpoint)
+    if done >= job.num_steps:
+        raise RunError(
+            f"The checkpoint has {done} steps, and {job.num_steps} were asked for, those included. Give more --steps."
+        )
+    return done
+
+
+def _is_due(num_steps: int, job: Job) -> bool:
+    """Whether a checkpoint is to be written after so many steps."""
+    return num_steps == job.num_steps or (job.checkpoint_every > 0 and num_steps % job.checkpoint_every == 0)

@@ -11,6 +11,8 @@ from meshwright.program.sharding.sharded import MESH, ShardedGraph
 from meshwright.program.sharding.zero import (
     GroupCollective,
     ParameterGroup,
+    Unit,
+    find_units,
     fsdp_collectives,
     padded_bytes,
     parameter_groups,
@@ -21,6 +23,8 @@ __all__ = [
     "GroupCollective",
     "ParameterGroup",
     "ShardedGraph",
+    "Unit",
+    "find_units",
     "fsdp_collectives",
     "padded_bytes",
     "parameter_groups",

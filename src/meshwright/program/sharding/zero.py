@@ -17,15 +17,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from meshwright.spec.units import DTYPE_BYTES, FLOAT_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Set
 
     from meshwright.spec.collective import Phase
     from meshwright.spec.graph import Graph
+    from meshwright.spec.slices import StageSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,27 @@ def _group(
 ) -> ParameterGroup:
     frozen = tuple(i for i in parameters if not graph.tensors[i].requires_grad)
     return ParameterGroup(name=name, start=start, stop=stop, parameters=parameters, frozen=frozen, is_root=is_root)
+
+
+class Unit(NamedTuple):
+    """Parameters that are gathered together for the ops at places ``first`` to ``last`` of a stage."""
+
+    first: int
+    last: int
+    parameters: tuple[int, ...]
+
+
+def find_units(graph: Graph, stage: StageSlice, kept: Set[int]) -> tuple[Unit, tuple[Unit, ...]]:
+    """What a stage has of the root group, and of the others (`parameter_groups`), less what is ``kept`` whole."""
+    place = {op: index for index, op in enumerate(stage.ops)}
+    held = set(stage.parameters) - kept
+    root, *groups = parameter_groups(graph)
+    units = []
+    for group in groups:
+        rows = [place[op] for op in range(group.start, group.stop) if op in place]
+        if rows:
+            units.append(Unit(rows[0], rows[-1], tuple(i for i in group.parameters if i in held)))
+    return Unit(0, len(stage.ops) - 1, tuple(i for i in root.parameters if i in held)), tuple(units)
 
 
 def fsdp_collectives(groups: tuple[ParameterGroup, ...], *, reshard: bool = True) -> tuple[GroupCollective, ...]:

@@ -130,14 +130,12 @@ class LocalModel:
         loss = self.graph.outputs[0]
         return 1.0 / prod(sharding.size(axis) for axis in layouts if not isinstance(layouts[axis][loss], Partial))
 
-    def sum_parts(self, stage: StageSlice, parameters: dict[int, torch.nn.Parameter]) -> None:
+    def sum_parts(self, stage: StageSlice, gradients: Mapping[int, torch.Tensor]) -> None:
         """Sum the gradients of which each process of the team has a part, before the stage is updated."""
         for item in self.graph.collectives:
-            if item.phase == "step" and item.tensor in stage.parameters:
-                parameter = parameters[item.tensor]
-                # All processes of a team run the same ops: what has no gradient here has none anywhere.
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad, group=self.grid.axes[item.axis].group)
+            # All processes of a team run the same ops: what has no gradient here has none anywhere.
+            if item.phase == "step" and item.tensor in stage.parameters and item.tensor in gradients:
+                dist.all_reduce(gradients[item.tensor], group=self.grid.axes[item.axis].group)
 
     def _own(self, value: torch.Tensor, tensor: int) -> torch.Tensor:
         places = {axis: group.index for axis, group in self.grid.axes.items()}

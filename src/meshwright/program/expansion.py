@@ -1,0 +1,167 @@
+"""What instructions of a program are expected to exchange inside of their spans, one by one and with their bytes.
+
+A forward, a backward or an update is one instruction; what the processes of a team and the replicas that share out
+parameters exchange meanwhile stands in the local graph (`sharding`, `Graph.collectives`) and in `sharding.zero`. The
+simulator prices it as a part of the span; here it is listed in the order in which it is issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from meshwright.program.buckets import cut_pieces, gradient_buckets
+from meshwright.program.sharding.zero import find_units, padded_bytes
+from meshwright.spec.collective import Axis, Phase
+from meshwright.spec.graph import Graph
+from meshwright.spec.instructions import Backward, BackwardInput, Forward, Instruction, OptimizerStep
+from meshwright.spec.plan import Plan
+from meshwright.spec.recompute import computed_again
+from meshwright.spec.slices import StageSlice
+from meshwright.spec.units import DTYPE_BYTES
+
+_ROOT = -1
+
+
+class Exchanged(NamedTuple):
+    """A collective of full tensors of ``num_bytes``, of the ranks of an axis or of a stage's replicas."""
+
+    kind: str
+    axis: Axis | Literal["replicas"]
+    num_bytes: int
+
+
+class _Event(NamedTuple):
+    """Before all else in its pass by ``place``, then by ``turn``, then as listed."""
+
+    place: int
+    turn: int
+    item: Exchanged
+
+
+# At one place: parameters are gathered, what is not there is computed again, the op itself runs, gradients leave.
+_GATHER, _AGAIN, _OWN, _SCATTER = range(4)
+
+
+class Expansion:
+    """Expands the instructions of one rank, in the order in which they are issued.
+
+    ``plan`` and ``graph`` are the local ones (`lowering`), ``stages`` those of the rank. What is gathered for one
+    microbatch serves others that are under way, until a backward lets it go.
+    """
+
+    def __init__(self, plan: Plan, graph: Graph, stages: Sequence[StageSlice], rank: int) -> None:
+        self._plan, self._graph = plan, graph
+        self._stages = {stage.index: stage for stage in stages}
+        buckets = gradient_buckets(graph, plan)
+        kept = {i for bucket in buckets for i in bucket.parameters}
+        # Elements of parameters that the rank updates, where each updates its part of every bucket.
+        self._pieces: dict[int, int] = {}
+        for bucket in buckets if plan.exchange.shard_optimizer else ():
+            if rank in bucket.ranks:
+                sizes = [graph.tensors[i].num_elements(0) for i in bucket.parameters]
+                own = cut_pieces(sizes, bucket.ranks.index(rank), len(bucket.ranks))
+                self._pieces |= {i: len(piece) for i, piece in zip(bucket.parameters, own, strict=True)}
+        shares_out = plan.exchange.zero >= 2
+        self._units = {
+            stage.index: find_units(graph, stage, kept)
+            for stage in stages
+            if shares_out and len(plan.stages[stage.index].ranks) > 1
+        }
+        self._gathered: set[tuple[int, int]] = set()
+
+    def expand(self, instruction: Instruction) -> list[Exchanged]:
+        """What an instruction exchanges inside of its span; nothing for those that are exchanges themselves."""
+        match instruction:
+            case Forward(stage=stage):
+                return _in_order([*self._inside(stage, "forward"), *self._gathers(stage)])
+            case Backward(stage=stage) | BackwardInput(stage=stage):
+                return _in_order([*self._again(stage), *self._inside(stage, "backward"), *self._scatters(stage)])
+            case OptimizerStep(stage=stage):
+                held = self._stages[stage].parameters
+                summed = [item for item in self._graph.collectives if item.phase == "step" and item.tensor in held]
+                found = [Exchanged(item.kind, item.axis, self._gradient_bytes(item.tensor, stage)) for item in summed]
+                return [item for item in found if item.num_bytes]
+            case _:
+                return []
+
+    def _inside(self, stage: int, phase: Phase) -> list[_Event]:
+        """What the team exchanges in a pass."""
+        ops, size = set(self._stages[stage].ops), self._plan.microbatch_size
+        sign = 1 if phase == "forward" else -1
+        return [
+            _Event(sign * item.at, _OWN, Exchanged(item.kind, item.axis, item.num_bytes(self._graph, size)))
+            for item in self._graph.collectives
+            if item.phase == phase and item.at in ops
+            for _ in range(item.count)
+        ]
+
+    def _again(self, stage: int) -> list[_Event]:
+        """What ranges exchange that run again, as soon as the backward of an op asks for what it saved."""
+        graph, ops, size = self._graph, set(self._stages[stage].ops), self._plan.microbatch_size
+        found = []
+        for start, stop in graph.recompute:
+            asking = max((op for op in range(start, stop) if graph.ops[op].saved), default=start)
+            again = ops.intersection(computed_again(graph, start, stop))
+            found += [
+                _Event(-asking, _AGAIN, Exchanged(item.kind, item.axis, item.num_bytes(graph, size)))
+                for item in graph.collectives
+                if item.phase == "forward" and item.at in again
+                for _ in range(item.count)
+            ]
+        return found
+
+    def _gathers(self, stage: int) -> list[_Event]:
+        """Parameters that a forward gathers, those of the root unit first."""
+        if stage not in self._units:
+            return []
+        ops, (root, units) = self._stages[stage].ops, self._units[stage]
+        found = []
+        for number, unit in ((_ROOT, root), *enumerate(units)):
+            if unit.parameters and (stage, number) not in self._gathered:
+                place = -1 if number == _ROOT else ops[unit.first]
+                found.append(_Event(place, _GATHER, self._flat("all_gather", stage, unit.parameters)))
+                if number == _ROOT or self._plan.exchange.zero == 2:
+                    self._gathered.add((stage, number))
+        return found
+
+    def _scatters(self, stage: int) -> list[_Event]:
+        """Parameters that a backward gathers, the unit before each ahead of time, and gradients that it scatters."""
+        if stage not in self._units:
+            return []
+        ops, (root, units) = self._stages[stage].ops, self._units[stage]
+        order = [(number, unit) for number, unit in reversed([*enumerate(units)]) if unit.parameters]
+        # What a backward meets first tells its unit: of the stage's last value, the unit that made it before the root.
+        met = [*order]
+        met.insert(int(bool(order) and order[0][1].last == root.last), (_ROOT, root))
+        found, there = [], {number for held, number in self._gathered if held == stage}
+        for number, unit in met:
+            following = 0 if number == _ROOT else order.index((number, unit)) + 1
+            ahead = order[following : following + 1] if self._plan.exchange.zero == 3 else []
+            for other, held in [(number, unit), *ahead]:
+                if other not in there and held.parameters:
+                    there.add(other)
+                    found.append(_Event(-ops[unit.last], _GATHER, self._flat("all_gather", stage, held.parameters)))
+            trained = [i for i in unit.parameters if self._graph.tensors[i].requires_grad]
+            if trained:
+                first = -1 if number == _ROOT else ops[unit.first]
+                found.append(_Event(-first, _SCATTER, self._flat("reduce_scatter", stage, trained)))
+        self._gathered -= {(held, number) for held, number in self._gathered if held == stage}
+        return found
+
+    def _flat(self, kind: str, stage: int, parameters: Sequence[int]) -> Exchanged:
+        count = len(self._plan.stages[stage].ranks)
+        return Exchanged(kind, "replicas", padded_bytes(self._graph, parameters, count))
+
+    def _gradient_bytes(self, parameter: int, stage: int) -> int:
+        """Of a gradient that is summed before an update: of what this rank updates."""
+        facts, count = self._graph.tensors[parameter], len(self._plan.stages[stage].ranks)
+        if parameter in self._pieces:
+            return self._pieces[parameter] * DTYPE_BYTES[facts.dtype]
+        if stage in self._units:
+            return padded_bytes(self._graph, (parameter,), count) // count
+        return facts.num_bytes(0)
+
+
+def _in_order(events: list[_Event]) -> list[Exchanged]:
+    return [event.item for event in sorted(events, key=lambda event: event[:2])]

@@ -1,0 +1,79 @@
+"""Processes that hold the same begin with the same, and replicas go on with the same buffers.
+
+As DistributedDataParallel does it: process 0 tells the others its weights and buffers before the first step, and the
+first replica of a stage tells the others, before every step, the buffers that the stage's ops write (running
+statistics). What all have already, by a checksum, is not sent.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from meshwright.capture import Captured
+
+# As DistributedDataParallel's first broadcast; larger ones gain nothing.
+_PIECE_BYTES = 250 * 2**20
+
+
+def begin_alike(captured: Captured, device: torch.device) -> None:
+    """Take process 0's weights and buffers, unless all have the same. All processes call it together."""
+    if dist.get_backend() == "fake":
+        return
+    graph = captured.graph
+    names = [item.name for item in graph.tensors if item.role in ("parameter", "buffer")]
+    tensors = [captured.trace.attribute(name).detach() for name in names]
+    sums = torch.tensor([_checksum(item) for item in tensors], dtype=torch.int64, device=device)
+    least, most = sums.clone(), sums.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    different = [item for item, is_alike in zip(tensors, (least == most).tolist(), strict=True) if not is_alike]
+    _tell(different, 0, None, device)
+
+
+class BufferSync:
+    """Before a step, the buffers of each stage that replicas hold, as its first one has them.
+
+    ``buffers`` by stage; ``groups`` are the first process of a stage that has replicas, and all of them.
+    """
+
+    def __init__(
+        self, buffers: Mapping[int, Sequence[torch.Tensor]], groups: Mapping[int, tuple[int, dist.ProcessGroup]]
+    ) -> None:
+        self._told = [(items, *groups[stage]) for stage, items in buffers.items() if items and stage in groups]
+
+    def __call__(self) -> None:
+        """Tell, or be told."""
+        for buffers, first, group in self._told:
+            _tell(buffers, first, group, buffers[0].device)
+
+
+def written_buffers(captured: Captured) -> frozenset[int]:
+    """The buffers, as tensor ids, in whose memory an op writes."""
+    table = captured.table
+    memory = {i: row.slot.storage if row.slot.storage >= 0 else -2 - i for i, row in enumerate(table.tensors)}
+    written = {memory[i] for row in table.ops for i in row.written}
+    return frozenset(i for i, row in enumerate(table.tensors) if row.role == "buffer" and memory[i] in written)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data)
+
+
+def _tell(tensors: Sequence[torch.Tensor], first: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Broadcast tensors, those of a kind that follow each other at once."""
+    piece: list[torch.Tensor] = []
+    for item in (*tensors, None):
+        full = sum(other.nbytes for other in piece) >= _PIECE_BYTES
+        if piece and (item is None or full or item.dtype != piece[0].dtype):
+            flat = torch.cat([other.to(device).reshape(-1) for other in piece])
+            dist.broadcast(flat, first, group=group)
+            for other, value in zip(piece, flat.split([other.numel() for other in piece]), strict=True):
+                other.copy_(value.view(other.shape))
+            piece = []
+        if item is not None:
+            piece.append(item)

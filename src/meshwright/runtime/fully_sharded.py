@@ -1,0 +1,122 @@
+"""Replicas of a stage that share out gradients and parameters (ZeRO 2 and 3): torch's FSDP2, told by the plan.
+
+What is gathered together is a unit (`program.sharding.zero`): each becomes a module of its own, which holds its
+parameters; the module of the stage holds those of the root unit. What the simulator counts on is set here, and not left
+to torch's defaults:
+
+    zero 3     units are let go behind their forward, and gathered again in the backward, each ahead of the unit whose
+               backward comes before its own
+    zero 2     units stay until their backward; in both the root unit does
+    sums       gradients are added up over the replicas behind each microbatch's backward, and not divided: losses have
+               their share of the mean already
+
+What several stages hold stays whole, and is summed in buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from meshwright.program.sharding import Unit, find_units
+from meshwright.runtime.ranges import enclose, find_ops
+from meshwright.runtime.teams import Grid
+from meshwright.spec.errors import PlanError
+from meshwright.spec.graph import Graph
+from meshwright.spec.plan import Plan
+from meshwright.spec.slices import StageSlice
+
+
+def replica_groups(plan: Plan, grid: Grid) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """The processes with which this one shares out stages, by the ranks of the plan. All processes call it together."""
+    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for ranks in dict.fromkeys(stage.ranks for stage in plan.stages if len(stage.ranks) > 1):
+        for place in range(grid.width):
+            made = dist.new_group([rank * grid.width + place for rank in ranks])
+            if place == grid.place:
+                found[ranks] = made
+    return found
+
+
+def share_out(
+    module: torch.nn.Module,
+    graph: Graph,
+    stage: StageSlice,
+    group: dist.ProcessGroup,
+    *,
+    kept: Collection[int],
+    let_go: bool,
+    device: torch.device,
+) -> Mapping[int, torch.nn.Parameter]:
+    """Share out the parameters of a stage's module but those ``kept``; returns, by tensor id, the own parts.
+
+    ``let_go``: units are let go behind their forward (zero 3). Raises PlanError for what FSDP2 cannot share out.
+    """
+    assert isinstance(module, fx.GraphModule), "parts are cut as graphs"
+    root, units = find_units(graph, stage, set(kept))
+    gathered = [
+        (unit.parameters, _enclose_unit(module, graph, stage, unit, f"unit_{number}"))
+        for number, unit in enumerate(units)
+        if unit.parameters
+    ]
+    gathered.append((root.parameters, module))
+    with unset_fake_temporarily():
+        mesh = DeviceMesh.from_group(group, device.type)
+    ignored = {module.get_parameter(graph.tensors[i].name) for i in kept if i in stage.parameters}
+    before: list[FSDPModule] = []
+    for _, item in gathered:
+        each = _fully_shard(item, mesh, let_go=let_go and item is not module, ignored=ignored)
+        each.set_gradient_divide_factor(1.0)
+        each.set_force_sum_reduction_for_comms(True)
+        each.set_modules_to_backward_prefetch(before if let_go else [])
+        before = [each]
+    return {i: item.get_parameter(graph.tensors[i].name) for parameters, item in gathered for i in parameters}
+
+
+def _fully_shard(
+    module: torch.nn.Module, mesh: DeviceMesh, *, let_go: bool, ignored: set[torch.nn.Parameter]
+) -> FSDPModule:
+    try:
+        return fully_shard(module, mesh=mesh, reshard_after_forward=let_go, ignored_params=ignored)
+    except (ValueError, NotImplementedError) as error:
+        raise PlanError(
+            f"The plan shares out parameters (ZeRO), and torch's FSDP2 cannot do that for this model: {error} Change "
+            "the parameter, or plan with --zero 1 or 0."
+        ) from None
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor that may be shared out."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _enclose_unit(module: fx.GraphModule, graph: Graph, stage: StageSlice, unit: Unit, name: str) -> torch.nn.Module:
+    """The module of the ops of a unit, which holds its parameters in place of the stage's module."""
+    first, last = stage.ops[unit.first], stage.ops[unit.last]
+    nodes = []
+    for node in module.graph.nodes:
+        ops = find_ops(node)
+        if ops is None or ops[1] < first or ops[0] > last:
+            continue
+        if ops[0] < first or ops[1] > last:
+            raise PlanError(
+                f"The plan computes ops {ops[0]}:{ops[1] + 1} again, and gathers the parameters of ops "
+                f"{first}:{last + 1} for themselves (ZeRO). Compute whole layers again, or parts of one."
+            )
+        nodes.append(node)
+    names = {graph.tensors[i].name for i in unit.parameters}
+    enclose(module, name, nodes, lambda body: body, names)
+    for node in [node for node in module.graph.nodes if node.op == "get_attr" and node.target in names]:
+        module.graph.erase_node(node)
+    for each in names:
+        owner, _, leaf = each.rpartition(".")
+        del module.get_submodule(owner)._parameters[leaf]
+    module.recompile()
+    return module.get_submodule(name)

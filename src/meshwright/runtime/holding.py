@@ -1,0 +1,130 @@
+"""What one process has of a plan: its stages' modules, parameters and program, or its parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from meshwright.capture import Captured
+from meshwright.program import build_placed_program, build_program, gradient_buckets
+from meshwright.runtime.alike import BufferSync, written_buffers
+from meshwright.runtime.fully_sharded import replica_groups, share_out
+from meshwright.runtime.models import Model, make_model
+from meshwright.runtime.rank_program import RankProgram, SectionName, arrange_rank
+from meshwright.runtime.stage import stage_feeds, stage_fetches
+from meshwright.runtime.teams import Grid
+from meshwright.spec.graph import Graph
+from meshwright.spec.placed_slices import slice_stages
+from meshwright.spec.placement import Placement
+from meshwright.spec.plan import Plan
+from meshwright.spec.program import Program
+from meshwright.spec.slices import StageSlice
+
+
+class Holding(NamedTuple):
+    """What a process has of a plan: its ``stages`` of ``all_stages``, what it issues for them, and their modules.
+
+    ``parameters`` are those of the modules by tensor id; ``cut``, before replicas shared them out.
+    """
+
+    model: Model
+    program: Program
+    arranged: dict[SectionName, RankProgram]
+    all_stages: tuple[StageSlice, ...]
+    stages: tuple[StageSlice, ...]
+    modules: tuple[torch.nn.Module, ...]
+    cut: dict[int, torch.nn.Parameter]
+    parameters: dict[int, torch.nn.Parameter]
+
+    @property
+    def plan(self) -> Plan | Placement:
+        """The plan as the process follows it."""
+        return self.model.plan
+
+    def replaced(self, updated: Mapping[int, torch.nn.Parameter]) -> dict[int, torch.Tensor | None]:
+        """By the id of a parameter of the user's, what is updated in its place; None for what others update."""
+        last = {id(given): updated.get(i) for i, given in self.cut.items() if updated.get(i) is not given}
+        first = {user: last.get(id(own), own) for user, own in self.model.replaced.items()}
+        return {**last, **first}
+
+
+def take_holding(captured: Captured, plan: Plan | Placement, grid: Grid, device: torch.device) -> Holding:
+    """Cut out what this process holds. Raises PlanError for what cannot be run so. All processes call it together."""
+    model = make_model(captured, plan, grid)
+    program = build_program(plan, captured.graph) if isinstance(plan, Plan) else build_placed_program(plan, model.graph)
+    every = slice_stages(model.graph, model.plan)
+    stages = tuple(every[index] for index in plan.stages_of(grid.rank))
+    modules = tuple(
+        _on_device(model.module(stage_feeds(item), stage_fetches(item), item.ops), device) for item in stages
+    )
+    cut = _parameters(model.graph, stages, modules)
+    return Holding(
+        model=model,
+        program=program,
+        arranged=arrange_sections(program, grid.rank),
+        all_stages=every,
+        stages=stages,
+        modules=modules,
+        cut=cut,
+        parameters={**cut, **_share_out(model, stages, modules, grid, device)},
+    )
+
+
+def _share_out(
+    model: Model, stages: Sequence[StageSlice], modules: Sequence[torch.nn.Module], grid: Grid, device: torch.device
+) -> dict[int, torch.nn.Parameter]:
+    """Where replicas share out parameters or gradients, this rank's parts by tensor id."""
+    plan = model.plan
+    if not isinstance(plan, Plan) or plan.exchange.zero < 2:
+        return {}
+    groups = replica_groups(plan, grid)
+    kept = {i for bucket in gradient_buckets(model.graph, plan) for i in bucket.parameters}
+    found: dict[int, torch.nn.Parameter] = {}
+    for stage, module in zip(stages, modules, strict=True):
+        if (ranks := plan.stages[stage.index].ranks) in groups:
+            let_go = plan.exchange.zero == 3
+            found |= share_out(module, model.graph, stage, groups[ranks], kept=kept, let_go=let_go, device=device)
+    return found
+
+
+def make_sync(captured: Captured, share: Holding, grid: Grid) -> BufferSync:
+    """What replicas tell each other before every step; nothing where they run at their own pace."""
+    plan, written = share.plan, written_buffers(captured)
+    if not isinstance(plan, Plan) or plan.is_asynchronous or not written:
+        return BufferSync({}, {})
+    groups = replica_groups(plan, grid)
+    told: dict[int, list[torch.Tensor]] = {}
+    first: dict[int, tuple[int, dist.ProcessGroup]] = {}
+    for stage, module in zip(share.stages, share.modules, strict=True):
+        ranks = plan.stages[stage.index].ranks
+        names = {share.model.graph.tensors[i].name for i in stage.buffers if i in written}
+        told[stage.index] = [item for name, item in module.named_buffers() if name in names]
+        if ranks in groups:
+            first[stage.index] = grid.process_of(ranks[0]), groups[ranks]
+    return BufferSync(told, first)
+
+
+def arrange_sections(program: Program, rank: int) -> dict[SectionName, RankProgram]:
+    """What a rank issues in each section of a program."""
+    names: tuple[SectionName, ...] = ("prologue", "body", "epilogue") if program.advance else ("body",)
+    return {name: arrange_rank(program, getattr(program, name), rank) for name in names}
+
+
+def _on_device(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """The module there; left alone if it is, for fake tensors cannot be moved."""
+    is_there = all(item.device == device for item in (*module.parameters(), *module.buffers()))
+    return module if is_there else module.to(device)
+
+
+def _parameters(
+    graph: Graph, stages: Sequence[StageSlice], modules: Sequence[torch.nn.Module]
+) -> dict[int, torch.nn.Parameter]:
+    """The rank's parameters by tensor id, each once."""
+    found: dict[int, torch.nn.Parameter] = {}
+    for stage, module in zip(stages, modules, strict=True):
+        names = {graph.tensors[tensor].name: tensor for tensor in stage.parameters}
+        found |= {names[name]: parameter for name, parameter in module.named_parameters()}
+    return found

@@ -1,0 +1,123 @@
+"""Replicas that share out optimizer states (ZeRO 1): each updates its part of every bucket.
+
+The parameters of a bucket lie in one flat buffer, padded to equal parts, as their gradients do. Sums of gradients are
+scattered, the optimizer updates the pieces of parameters that lie in the own part, and the parts are gathered again
+while the next step begins. An update must treat each element by itself: whether the optimizer's does is tried.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from meshwright.program import Bucket, cut_pieces
+from meshwright.runtime.exchange import BucketBuffer, BucketExchange
+from meshwright.spec.errors import PlanError
+
+
+class ShardedBucket(BucketBuffer):
+    """A bucket of which this rank has the part at a ``place`` among ``count``.
+
+    ``pieces`` are what of its parameters lies in that, by tensor id; ``values`` all of them, flat.
+    """
+
+    def __init__(self, bucket: Bucket, parameters: Sequence[torch.nn.Parameter], place: int, count: int) -> None:
+        super().__init__(bucket, parameters, count)
+        self.tensors = bucket.parameters
+        self.values = torch.zeros_like(self.flat)
+        size = len(self.flat) // count
+        self.own_values = self.values.narrow(0, place * size, size)
+        self.own_gradients = torch.zeros_like(self.own_values)
+        self.pieces: dict[int, torch.nn.Parameter] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+        sizes = [parameter.numel() for parameter in parameters]
+        whole = self.values[: sum(sizes)].split(sizes)
+        for tensor, parameter, value, own in zip(
+            bucket.parameters, parameters, whole, cut_pieces(sizes, place, count), strict=True
+        ):
+            value.copy_(parameter.detach().reshape(-1))
+            parameter.data = value.view(parameter.shape)
+            if own:
+                self.pieces[tensor] = torch.nn.Parameter(self.own_values[own.start : own.stop])
+                self._gradients[tensor] = self.own_gradients[own.start : own.stop]
+
+    def scatter(self, group: dist.ProcessGroup | None) -> dist.Work | None:
+        """Sum up over the group, each its part."""
+        # A parameter that has no gradient has none on any replica.
+        absent = {i for i, parameter in zip(self.tensors, self.parameters, strict=True) if parameter.grad is None}
+        for tensor, piece in self.pieces.items():
+            piece.grad = self._gradients[tensor] if tensor not in absent else None
+        work: dist.Work | None = dist.reduce_scatter_single(self.own_gradients, self.flat, group=group, async_op=True)
+        return work
+
+    def gather(self, group: dist.ProcessGroup | None) -> dist.Work | None:
+        """Bring the updated parts of all together; gradients are done with."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        # Gathering into the memory that is sent is not allowed everywhere.
+        own = self.own_values.clone()
+        work: dist.Work | None = dist.all_gather_single(self.values, own, group=group, async_op=True)
+        return work
+
+
+class ShardedBuckets(BucketExchange):
+    """The buckets of a rank that updates its part of each."""
+
+    def __init__(self, buckets: Sequence[ShardedBucket]) -> None:
+        super().__init__(buckets)
+        self.sharded = {bucket.index: bucket for bucket in buckets}
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The flat gradients, all and the own ones."""
+        return [*super().buffers, *(bucket.own_gradients for bucket in self.sharded.values())]
+
+    def pieces(self, parameters: dict[int, torch.nn.Parameter]) -> dict[int, torch.nn.Parameter]:
+        """What of a rank's parameters it updates, by tensor id: its pieces, and what is in no bucket."""
+        shared = {id(parameter) for bucket in self.sharded.values() for parameter in bucket.parameters}
+        own = {tensor: parameter for tensor, parameter in parameters.items() if id(parameter) not in shared}
+        for bucket in self.sharded.values():
+            own |= bucket.pieces
+        return {tensor: own[tensor] for tensor in parameters if tensor in own}
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise PlanError for an optimizer whose updates of a tensor are not those of its pieces, by trying some."""
+    if optimizer is not None:
+        # In a dry run, too: what is tried are real tensors.
+        with unset_fake_temporarily():
+            _try_pieces(optimizer)
+
+
+def _try_pieces(optimizer: torch.optim.Optimizer) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, 6, 4, generator=generator, dtype=torch.float64)
+    whole = torch.nn.Parameter(start.clone())
+    pieces = [torch.nn.Parameter(item.clone()) for item in start.flatten().split((9, 15))]
+    name = type(optimizer).__name__
+    try:
+        make: Callable[..., torch.optim.Optimizer] = type(optimizer)
+        accepted = inspect.signature(make).parameters
+        options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+        optimizers = make([whole], **options), make(pieces, **options)
+        for gradient in gradients:
+            whole.grad = gradient.clone()
+            for piece, value in zip(pieces, gradient.flatten().split((9, 15)), strict=True):
+                piece.grad = value.clone()
+            for item in optimizers:
+                item.step()
+    except Exception as error:
+        raise PlanError(
+            f"The plan shares out the states of the optimizer (--zero 1), so that it updates pieces of parameters; "
+            f"{name} could not be tried on such: {error} Choose another optimizer, or plan with --zero 0."
+        ) from None
+    if not torch.allclose(torch.cat([piece.detach() for piece in pieces]), whole.detach().flatten(), rtol=1e-9):
+        raise PlanError(
+            f"The plan shares out the states of the optimizer (--zero 1), so that it updates pieces of parameters; "
+            f"{name} updates a tensor otherwise than its pieces. Choose an optimizer that treats each element by "
+            "itself, as AdamW does, or plan with --zero 0."
+        )

@@ -1,0 +1,161 @@
+"""Checkpoints of one plan: what every process holds, whole or not at all, to go on with the same plan later.
+
+    folder/step-00000020/meta.json        plan, processes, steps
+                        /process-3.pt     that process's parameters, buffers and optimizer states, or its parts of them
+
+All processes write into a folder beside, which is renamed when all are done: one that was interrupted is never found.
+Files are tensors and plain values, loaded with ``weights_only``. On several nodes the folder must be one that all see.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from meshwright.runtime import Session
+from meshwright.runtime.fully_sharded import own_part
+from meshwright.spec.codec import content_hash, read_document, write_document
+from meshwright.spec.errors import RunError
+
+_NAME = re.compile(r"step-(\d{8,})")
+_META = "meta.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointMeta:
+    """What a checkpoint is of."""
+
+    plan_hash: str
+    num_processes: int
+    num_steps: int
+    run_seed: int
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+
+def save_checkpoint(session: Session, folder: Path, num_steps: int, run_seed: int, keep: int) -> Path:
+    """Write a checkpoint after so many steps, and drop all but the newest ``keep``. All processes call it together.
+
+    Nothing may be under way (`Session.finish`). Raises RunError on all of them if one cannot write.
+    """
+    name = f"step-{num_steps:08d}"
+    beside = folder / _agree(f".{name}.{secrets.token_hex(4)}")
+    error = ""
+    try:
+        beside.mkdir(parents=True, exist_ok=True)
+        torch.save(_own_state(session), beside / f"process-{session.rank}.pt")
+    except OSError as problem:
+        error = f"{folder}: process {session.rank} cannot write a checkpoint there ({problem.strerror})."
+    errors = [found for found in _gather(error) if found]
+    if session.rank == 0:
+        if errors:
+            shutil.rmtree(beside, ignore_errors=True)
+        else:
+            meta = CheckpointMeta(
+                plan_hash=content_hash(session.plan),
+                num_processes=dist.get_world_size(),
+                num_steps=num_steps,
+                run_seed=run_seed,
+            )
+            write_document(meta, beside / _META)
+            shutil.rmtree(folder / name, ignore_errors=True)
+            beside.rename(folder / name)
+            _drop_old(folder, keep)
+    dist.barrier()
+    if errors:
+        raise RunError(f"{errors[0]} Choose a folder that all processes can write to, with room for their states.")
+    return folder / name
+
+
+def load_checkpoint(session: Session, folder: Path, run_seed: int) -> int:
+    """Take the newest checkpoint of a folder; returns its number of steps. All processes call it together.
+
+    Raises RunError for a folder without one, or one of another plan, number of processes or seed.
+    """
+    newest = find_newest(folder)
+    if newest is None:
+        raise RunError(f"{folder}: no checkpoint is there. Give the folder that checkpoints were written to.")
+    meta = read_document(CheckpointMeta, newest / _META)
+    wanted = {
+        "plan": content_hash(session.plan),
+        "number of processes": dist.get_world_size(),
+        "seed": run_seed,
+    }
+    found = {"plan": meta.plan_hash, "number of processes": meta.num_processes, "seed": meta.run_seed}
+    for what, value in wanted.items():
+        if found[what] != value:
+            raise RunError(
+                f"{newest}: the checkpoint is of {what} {found[what]}, and {value} is run. Go on with the same one, or "
+                "start from the weights alone, which `--save-model` writes."
+            )
+    path = newest / f"process-{session.rank}.pt"
+    try:
+        state = torch.load(path, map_location=session.device, weights_only=True)
+    except Exception as error:
+        raise RunError(f"{path}: cannot be read ({type(error).__name__}: {error}). Take an older checkpoint.") from None
+    _take_state(session, state, path)
+    return meta.num_steps
+
+
+def find_newest(folder: Path) -> Path | None:
+    """The checkpoint of a folder with the most steps."""
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / _META).is_file()]
+    return max(found, key=lambda path: int(path.name.partition("-")[2]), default=None)
+
+
+def _own_state(session: Session) -> dict[str, Any]:
+    """What this process holds, as plain tensors."""
+    return {
+        "parameters": {str(i): own_part(item.detach()) for i, item in session.parameters.items()},
+        "buffers": {f"{place}.{name}": item for place, name, item in _buffers(session)},
+        "updates": session.updates.state(),
+    }
+
+
+def _take_state(session: Session, state: dict[str, Any], path: Path) -> None:
+    own = {str(i): own_part(item.detach()) for i, item in session.parameters.items()}
+    own |= {f"{place}.{name}": item for place, name, item in _buffers(session)}
+    saved = {**state["parameters"], **state["buffers"]}
+    if own.keys() != saved.keys() or any(own[key].shape != saved[key].shape for key in own):
+        raise RunError(f"{path}: holds other tensors than this model has. Go on with the model that it was saved of.")
+    with torch.no_grad():
+        for key, value in saved.items():
+            own[key].copy_(value)
+    session.updates.take_state(state["updates"])
+    if session.exchange is not None:
+        session.exchange.restart()
+
+
+def _buffers(session: Session) -> list[tuple[int, str, torch.Tensor]]:
+    return [
+        (place, name, item) for place, module in enumerate(session.modules) for name, item in module.named_buffers()
+    ]
+
+
+def _drop_old(folder: Path, keep: int) -> None:
+    """Remove what was interrupted, and all but the newest checkpoints."""
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    whole = sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
+    for path in whole[: max(len(whole) - keep, 0)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _agree(own: str) -> str:
+    """What the first process says."""
+    said = [own]
+    dist.broadcast_object_list(said, 0)
+    return said[0]
+
+
+def _gather(own: str) -> list[str]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found

@@ -1,0 +1,281 @@
+"""One step of one process of many, without the others and without memory: does it issue what was predicted?
+
+The process group is torch's fake one, tensors are fake, so the real executor runs the real program of a plan for
+hundreds of devices in seconds on any machine. Every send, receive and collective that reaches torch is noted and
+compared with what the program and the local graph say: issued instructions in their order, and what is exchanged inside
+of forwards, backwards and updates in its own.
+
+Counted and not compared: numbers of at most 8 bytes (how many targets count in a loss, a norm), and messages of rings,
+whose backward sends less than is priced (docs/concepts/split-plans.md).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._library.fake_class_registry import FakeScriptObject
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.capture import Captured, flatten_batch
+from meshwright.program import gradient_buckets, num_filling_steps
+from meshwright.program.expansion import Expansion
+from meshwright.runtime import Session, issue_order, open_session, with_clipping
+from meshwright.runtime.rank_program import SectionName, arrange_rank
+from meshwright.runtime.transport import SUMS
+from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.instructions import AllGather, AllReduce, Instruction, Receive, ReduceScatter, Send
+from meshwright.spec.plan import Plan
+from meshwright.spec.plan_files import read_plan
+from meshwright.spec.units import DTYPE_BYTES
+from meshwright.training.job import Job, capture_fake, tile
+
+# What a number takes; that many bytes are no tensor.
+_NUMBER_BYTES = 8
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "send": "send",
+    "recv_": "receive",
+}
+
+
+# In place of a peer.
+EVERYBODY = -1
+
+
+class Call(NamedTuple):
+    """Something that is exchanged: with the processes of a group, or with ``peer`` alone (`EVERYBODY`: with all)."""
+
+    kind: str
+    num_processes: int
+    peer: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What one process did in ``num_steps`` steps: instructions by kind, and the calls that it made.
+
+    ``issued`` are instructions of the program, ``inside`` calls are made in spans of others; ``numbers`` and
+    ``ring_messages`` are not compared.
+    """
+
+    process: int
+    num_processes: int
+    stages: tuple[int, ...]
+    num_steps: int
+    instructions: dict[str, int]
+    issued: tuple[Call, ...]
+    inside: tuple[Call, ...]
+    numbers: int
+    ring_messages: int
+
+    def rows(self) -> list[dict[str, Any]]:
+        """How often what is exchanged by how many processes, and bytes of full tensors in all."""
+        found: dict[tuple[str, str, int], list[int]] = {}
+        for where, calls in (("program", self.issued), ("passes", self.inside)):
+            for call in calls:
+                found.setdefault((call.kind, where, call.num_processes), []).append(call.num_bytes)
+        return [
+            {"exchange": kind, "issued_by": where, "processes": count, "calls": len(sizes), "total_bytes": sum(sizes)}
+            for (kind, where, count), sizes in found.items()
+        ]
+
+
+def dry_run(job: Job, process: int) -> DryRun:
+    """Run a step of a plan as one of its processes. A fake process group is made, and ended.
+
+    Raises RunError if what was issued is not what was predicted, PlanError for a process that the plan does not have,
+    and what opening a session raises.
+    """
+    plan = read_plan(job.plan)
+    if not isinstance(plan, Plan):
+        raise PlanError("A placement was given; a dry run takes plans by layers. Run it, or plan by layers.")
+    plan = with_clipping(plan, job.clip_norm)
+    assert isinstance(plan, Plan), "clipping keeps a plan a plan"
+    if not 0 <= process < plan.num_devices:
+        raise PlanError(
+            f"Process {process} was asked for; expected one of 0 to {plan.num_devices - 1}, as the plan has."
+        )
+    num_steps = num_filling_steps(plan) + 1 if plan.is_asynchronous else 1
+    with _fake_processes(process, plan.num_devices):
+        captured, tensors, mode = _capture(plan, job.seed)
+        with mode:
+            session = open_session(
+                captured,
+                plan,
+                # An update exchanges nothing by itself, and one with states would ask fake tensors for their values.
+                lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+                run_seed=job.seed,
+                clip_norm=job.clip_norm,
+                autocast=getattr(torch, job.autocast) if job.autocast is not None else None,
+            )
+            with _Noting() as noting:
+                for step in range(num_steps):
+                    session.steps.run_step(step, session.microbatch_inputs(tensors))
+                session.finish()
+    instructions = _instructions(session)
+    issued, inside = _predict(session, instructions)
+    _compare("issues", noting.issued, issued, process)
+    _compare("exchanges inside of passes", noting.inside, inside, process)
+    return DryRun(
+        process=process,
+        num_processes=plan.num_devices,
+        stages=tuple(stage.index for stage in session.stages),
+        num_steps=num_steps,
+        instructions=dict(Counter(type(item).__name__ for item, _ in instructions)),
+        issued=tuple(noting.issued),
+        inside=tuple(noting.inside),
+        numbers=noting.numbers,
+        ring_messages=noting.ring_messages,
+    )
+
+
+@contextmanager
+def _fake_processes(process: int, count: int) -> Iterator[None]:
+    if dist.is_initialized():
+        raise RunError("This process is one of a group already; a dry run makes one of its own. Start it by itself.")
+    dist.init_process_group("fake", store=FakeStore(), rank=process, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _capture(plan: Plan, seed: int) -> tuple[Captured, Sequence[torch.Tensor], FakeTensorMode]:
+    """The plan's model and a global batch as fake tensors, and their mode."""
+    source, captured = capture_fake(plan, seed)
+    mode = next(
+        item.fake_mode for item in (*source.model.parameters(), *source.model.buffers()) if isinstance(item, FakeTensor)
+    )
+    with mode:
+        count = plan.workload.global_batch
+        inputs, targets = pytree.tree_map_only(
+            torch.Tensor, lambda item: tile(item, count), (source.inputs, source.targets)
+        )
+        return captured, flatten_batch(captured, inputs, targets), mode
+
+
+class _Noting(TorchDispatchMode):
+    """Notes what reaches torch's process groups: ``issued`` by the program, or ``inside`` of its spans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.issued: list[Call] = []
+        self.inside: list[Call] = []
+        self.numbers = self.ring_messages = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note a call, then let it happen."""
+        if func.namespace == "c10d" and (kind := _KINDS.get(func._schema.name.split("::")[1])) is not None:
+            self._note(kind, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, kind: str, args: tuple[Any, ...]) -> None:
+        leaves = pytree.tree_leaves(args)
+        num_bytes = max(item.nbytes for item in leaves if isinstance(item, torch.Tensor))
+        group = next(
+            dist.ProcessGroup.unbox(item)  # type: ignore[arg-type]  # the fake one wraps the real one
+            for item in leaves
+            if isinstance(item, torch.ScriptObject | FakeScriptObject)
+        )
+        if kind in ("send", "receive"):
+            # Behind the tensors and the group: the other end, in the group.
+            peer = next(item for item in leaves if isinstance(item, int) and not isinstance(item, bool))
+            ranks = dist.get_process_group_ranks(group)
+            if group.group_desc == "default_pg":
+                self.issued.append(Call(kind, 2, ranks[peer], num_bytes))
+            else:
+                self.ring_messages += 1
+        elif num_bytes <= _NUMBER_BYTES:
+            self.numbers += 1
+        else:
+            # Of an all-to-all a process has what it hands out.
+            full = num_bytes * group.size() if kind == "all_to_all" else num_bytes
+            call = Call(kind, group.size(), EVERYBODY, full)
+            (self.issued if group.group_desc in ("default_pg", SUMS) else self.inside).append(call)
+
+
+def _instructions(session: Session) -> list[tuple[Instruction, tuple[int, ...]]]:
+    """What a process is to issue, with the ranks that take part, in order."""
+    program = session.program
+    names: tuple[SectionName, ...] = ("prologue", "body", "epilogue") if program.advance else ("body",)
+    found: list[tuple[Instruction, tuple[int, ...]]] = []
+    for name in names:
+        section = getattr(program, name)
+        for index in issue_order(arrange_rank(program, section, session.grid.rank)).tolist():
+            group = int(section.group[index])
+            found.append((section.instruction(index), program.groups[group] if group >= 0 else ()))
+    return found
+
+
+def _predict(
+    session: Session, instructions: Iterable[tuple[Instruction, tuple[int, ...]]]
+) -> tuple[list[Call], list[Call]]:
+    """The calls of instructions that are exchanges, and of those inside of others."""
+    plan, graph, grid = session.model.plan, session.graph, session.grid
+    assert isinstance(plan, Plan), "dry runs are of plans"
+    expansion = Expansion(plan, graph, session.stages, grid.rank)
+    channels = {(item.source, item.target): item for stage in session.stages for item in stage.outgoing}
+    channels |= {(item.source, item.target): item for stage in session.stages for item in stage.incoming}
+    buckets = {bucket.index: bucket for bucket in gradient_buckets(graph, plan)}
+    issued: list[Call] = []
+    inside: list[Call] = []
+
+    def messages(item: Send | Receive, kind: str, other: int) -> Iterator[Call]:
+        is_forward = item.payload == "activation"
+        there, back = (item.stage, item.peer) if kind == "send" else (item.peer, item.stage)
+        channel = channels[(there, back) if is_forward else (back, there)]
+        for tensor in channel.tensors if is_forward else channel.gradients:
+            yield Call(kind, 2, grid.process_of(other), graph.tensors[tensor].num_bytes(plan.microbatch_size))
+        if is_forward and channel.carries_rng:
+            yield Call(kind, 2, grid.process_of(other), torch.get_rng_state().nbytes)
+
+    for item, ranks in instructions:
+        match item:
+            case Send():
+                issued.extend(messages(item, "send", ranks[1]))
+            case Receive():
+                issued.extend(messages(item, "receive", ranks[0]))
+            case AllReduce(bucket=number) | ReduceScatter(bucket=number) | AllGather(bucket=number):
+                if number not in buckets or not buckets[number].parameters:
+                    continue
+                count = len(ranks)
+                elements = sum(graph.tensors[i].num_elements(0) for i in buckets[number].parameters)
+                width = DTYPE_BYTES[graph.tensors[buckets[number].parameters[0]].dtype]
+                is_cut = not isinstance(item, AllReduce)
+                total = -(-elements // count) * count if is_cut else elements
+                kind = {AllReduce: "all_reduce", ReduceScatter: "reduce_scatter", AllGather: "all_gather"}[type(item)]
+                issued.append(Call(kind, count, EVERYBODY, total * width))
+            case _:
+                for each in expansion.expand(item):
+                    size = len(plan.stages[item.stage].ranks) if each.axis == "replicas" else grid.axes[each.axis].size
+                    if each.kind != "send":
+                        inside.append(Call(each.kind, size, EVERYBODY, each.num_bytes))
+    return issued, inside
+
+
+def _compare(what: str, found: list[Call], wanted: list[Call], process: int) -> None:
+    """Raise RunError at the first difference."""
+    if found == wanted:
+        return
+    place = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), None)
+    place = min(len(found), len(wanted)) if place is None else place
+    first, predicted = (items[place] if place < len(items) else None for items in (found, wanted))
+    raise RunError(
+        f"Process {process} {what} {len(found)} times, {len(wanted)} were predicted; at place {place}: {first} instead "
+        f"of {predicted}. The plan would run, but not as it was priced. Please report it with the plan."
+    )

@@ -1,0 +1,320 @@
+"""Data sets as they are read under a plan: every rank makes the microbatches that its own stages read, and no others.
+
+Sample order is that of the data set, or of a permutation drawn from (seed, epoch): sample k of an epoch is in global
+batch k // G, there in microbatch (k mod G) // S, whatever the number of ranks. Map-style data sets are asked for the
+samples of a rank's own microbatches; iterable ones are read by every rank from end to end, which drops those of others.
+
+    producers   threads that fetch, collate and move microbatches to the device, several at a time
+    depth       as many microbatches may be ahead of the forwards (`program.loading` has the same queue): when they are,
+                producers wait
+    failure     what a data set raises is raised where its microbatch is awaited, and nothing is read any more
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from meshwright.runtime.coming import Made
+from meshwright.spec.errors import PlanError, RunError
+
+# A producer that is told to end does so behind the sample that it fetches.
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """A data set, and how it is read.
+
+    Args:
+        dataset: map-style (``len`` and ``[index]``) or iterable (``iter``); a sample is ``(inputs, targets)``, or
+            inputs alone where the model returns its loss.
+        shuffle: draw a new order for every epoch; map-style only.
+        seed: of that order.
+        epochs: how often the data set is read.
+        producers: threads that make microbatches; a data set must allow as many readers at once.
+        depth: microbatches that may be ahead.
+        collate: makes a batch of a list of samples; by default torch's.
+        drop_last: leave out samples at the end of an epoch that fill no global batch. Otherwise they are a shorter
+            step, if they are whole microbatches.
+    """
+
+    dataset: Any
+    shuffle: bool = False
+    seed: int = 0
+    epochs: int = 1
+    producers: int = 1
+    depth: int = 2
+    collate: Callable[[list[Any]], Any] = default_collate
+    drop_last: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("producers", 1), ("depth", 1)):
+            if getattr(self, name) < least:
+                raise RunError(f"A feed with {name} = {getattr(self, name)} was given; expected {least} or more.")
+        if self.is_iterable and self.shuffle:
+            raise RunError(
+                f"{type(self.dataset).__name__} is an iterable data set, which has an order of its own, and was to be "
+                "shuffled. Shuffle in the data set, by a seed that is the same on all ranks, or give a map-style one."
+            )
+        if not self.is_iterable and not (hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")):
+            raise RunError(
+                f"A data set of type {type(self.dataset).__name__} was given; expected one with `len` and `[index]`, "
+                "or one to iterate over."
+            )
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether it is read from end to end."""
+        is_map = hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
+        return isinstance(self.dataset, IterableDataset) or (hasattr(self.dataset, "__iter__") and not is_map)
+
+    def describe(self) -> str:
+        """What all ranks must agree on."""
+        size = "iterable" if self.is_iterable else len(self.dataset)
+        return f"{type(self.dataset).__name__} {size} {self.shuffle} {self.seed} {self.epochs} {self.drop_last}"
+
+    def order(self, epoch: int) -> Sequence[int]:
+        """Indices of the samples of an epoch, in their order."""
+        count = len(self.dataset)
+        if not self.shuffle:
+            return range(count)
+        generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+        order: list[int] = torch.randperm(count, generator=generator).tolist()
+        return order
+
+    def batches(
+        self, global_batch: int, microbatch: int, own: Callable[[int], bool], first: int = 0
+    ) -> Iterator[Batch]:
+        """Global batches from number ``first`` on; of the microbatches that are ``own``, how to fetch their samples.
+
+        Raises RunError for a rest that is no whole number of microbatches, if it is not to be left out.
+        """
+        for epoch in range(self.epochs):
+            samples: Iterator[Any] = iter(self.dataset) if self.is_iterable else iter(self.order(epoch))
+            while True:
+                fetched: dict[int, list[Any]] = {}
+                count = 0
+                for place, sample in enumerate(itertools.islice(samples, global_batch)):
+                    if own(place // microbatch):
+                        fetched.setdefault(place // microbatch, []).append(sample)
+                    count = place + 1
+                whole, rest = divmod(count, microbatch)
+                if count < global_batch and (self.drop_last or not count):
+                    break
+                if rest:
+                    raise RunError(
+                        f"Epoch {epoch} ends with {count} samples, which are {whole} microbatches of {microbatch} and "
+                        f"{rest} samples more. Give `drop_last=True`, or a data set of a multiple of {microbatch}."
+                    )
+                if first:
+                    first -= 1
+                    continue
+                yield Batch(whole, {index: self._fetch(items) for index, items in fetched.items()})
+
+    def _fetch(self, items: list[Any]) -> Callable[[], list[Any]]:
+        if self.is_iterable:
+            return lambda: items
+        return lambda: [self.dataset[index] for index in items]
+
+
+class Batch(NamedTuple):
+    """A global batch: how many microbatches it has, and by microbatch how to fetch its samples, of those wanted."""
+
+    num_microbatches: int
+    fetch: Mapping[int, Callable[[], list[Any]]]
+
+
+class _Ticket(NamedTuple):
+    batch: int
+    microbatch: int
+    fetch: Callable[[], list[Any]]
+
+
+class MicrobatchQueue:
+    """Microbatches made ahead by several producers, taken one after the other.
+
+    ``make(samples)`` collates them and moves them to the device.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        make: Callable[[list[Any]], tuple[torch.Tensor, ...]],
+        *,
+        producers: int,
+        depth: int,
+    ) -> None:
+        self._batches, self._make, self._depth = batches, make, depth
+        self._changed = threading.Condition()
+        self._counts: deque[int] = deque()
+        self._tickets: deque[_Ticket] = deque()
+        self._made: dict[tuple[int, int], Made | BaseException] = {}
+        self._num_read = self._num_begun = self._num_taken = 0
+        self._taken: set[tuple[int, int]] = set()
+        self._making: set[tuple[int, int]] = set()
+        self._failure: BaseException | None = None
+        self._is_reading = self._is_over = self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._produce, name=f"meshwright-producer-{index}", daemon=True)
+            for index in range(producers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> MicrobatchQueue:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def num_ahead(self) -> int:
+        """Microbatches that were begun and not taken."""
+        return self._num_begun - self._num_taken
+
+    def next_batch(self) -> int | None:
+        """The number of microbatches of the next global batch; None behind the last one.
+
+        Raises RunError with what the data set raised.
+        """
+        with self._changed:
+            while not self._counts and not self._is_over:
+                self._read()
+            if self._failure is not None and not self._counts:
+                raise _failed("reading it", self._failure)
+            return self._counts.popleft() if self._counts else None
+
+    def take(self, batch: int, microbatch: int) -> Made:
+        """A microbatch of this rank's; waits for it. Raises RunError with what the data set raised."""
+        key = batch, microbatch
+        with self._changed:
+            if key not in self._taken:
+                self._taken.add(key)
+                self._num_taken += 1
+                self._changed.notify_all()
+            while key not in self._made:
+                if self._is_closed or (self._failure is not None and key not in self._making):
+                    raise _failed(f"microbatch {microbatch} of batch {batch}", self._failure)
+                self._changed.wait()
+            made = self._made[key]
+            if isinstance(made, BaseException):
+                raise _failed(f"microbatch {microbatch} of batch {batch}", made)
+            return made
+
+    def forget(self, before: int) -> None:
+        """Batches before this one will not be asked for again."""
+        with self._changed:
+            for held in (self._made, self._taken):
+                for key in [key for key in held if key[0] < before]:
+                    held.pop(key) if isinstance(held, dict) else held.discard(key)
+
+    def close(self) -> None:
+        """End the producers."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+
+    def _read(self) -> None:
+        """Read on by a global batch, or wait while another does. The lock is held, but not while it reads."""
+        if self._is_reading:
+            self._changed.wait()
+            return
+        self._is_reading = True
+        found: Batch | None = None
+        self._changed.release()
+        try:
+            found = next(self._batches, None)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._changed.acquire()
+            self._is_reading = False
+        if found is None:
+            self._is_over = True
+        else:
+            self._counts.append(found.num_microbatches)
+            self._tickets.extend(_Ticket(self._num_read, m, fetch) for m, fetch in sorted(found.fetch.items()))
+            self._num_read += 1
+        self._changed.notify_all()
+
+    def _next_ticket(self) -> _Ticket | None:
+        """Something to make, as soon as there is room; None at the end. The lock is held."""
+        while not self._is_closed:
+            if self._num_begun < self._num_taken + self._depth:
+                # Ranks that read nothing find no tickets; they read on when they come to a batch.
+                if not self._tickets and not self._is_over and len(self._counts) < 2:
+                    self._read()
+                if self._tickets:
+                    self._num_begun += 1
+                    ticket = self._tickets.popleft()
+                    self._making.add((ticket.batch, ticket.microbatch))
+                    return ticket
+                if self._is_over:
+                    return None
+            self._changed.wait()
+        return None
+
+    def _produce(self) -> None:
+        while True:
+            with self._changed:
+                ticket = self._next_ticket()
+            if ticket is None:
+                return
+            start = time.perf_counter_ns()
+            found: Made | BaseException
+            try:
+                tensors = self._make(ticket.fetch())
+                found = Made(tensors, start, time.perf_counter_ns())
+            except BaseException as error:
+                found = error
+            with self._changed:
+                self._made[ticket.batch, ticket.microbatch] = found
+                self._making.discard((ticket.batch, ticket.microbatch))
+                if isinstance(found, BaseException):
+                    self._failure, self._is_over = found, True
+                    self._tickets.clear()
+                self._changed.notify_all()
+
+
+def _failed(what: str, error: BaseException | None) -> RunError:
+    if error is None:
+        return RunError(f"The feed was closed before {what} was made. Take microbatches before it is closed.")
+    if isinstance(error, PlanError | RunError):
+        return RunError(str(error))
+    failed = RunError(f"The data set failed at {what}: {type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
+
+
+def unpack(batch: Any) -> tuple[Any, Any]:
+    """Inputs and targets of what `collate` made: a pair, or inputs alone."""
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        inputs, targets = batch
+        return inputs, targets
+    return batch, ()
+
+
+def to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Tensors on a device; to a GPU from pinned memory, on a stream of their own, and there when this returns."""
+    if device.type != "cuda":
+        return tuple(item.to(device) for item in tensors)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        moved = tuple(item.pin_memory().to(device, non_blocking=True) for item in tensors)
+    # The producer waits, not the device: whoever takes the tensors finds them whole.
+    stream.synchronize()
+    return moved

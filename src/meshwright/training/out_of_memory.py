@@ -1,0 +1,53 @@
+"""A rank that ran out of memory: what was predicted for it, and what to change."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.cost import CostModel
+from meshwright.simulator import form_teams, simulate_plan
+from meshwright.spec import MeshwrightError, Plan, load_cluster
+from meshwright.spec.plan_files import read_plan
+from meshwright.spec.units import format_bytes, format_count
+from meshwright.training.job import capture_fake
+
+_HELP = (
+    "What helps: smaller microbatches (plan -m), --recompute full, --zero 1 to 3, more stages, or fewer ranks on a "
+    "host; `meshwright show PLAN` tells what the memory goes to."
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or in host memory."""
+    # Torch's allocator for processors has no error of its own (c10/core/impl/alloc_cpu.cpp).
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def predict_memory(plan_file: str, process: int) -> str:
+    """What was predicted for a process, and what helps; why not, where that cannot be told here."""
+    try:
+        known = _predict(plan_file, process)
+    except (MeshwrightError, OSError) as error:
+        known = f"What was predicted for it cannot be told: {error}"
+    return f"{known} {_HELP}".strip()
+
+
+def _predict(plan_file: str, process: int) -> str:
+    plan = read_plan(plan_file)
+    if not isinstance(plan, Plan):
+        return ""
+    width = plan.sharding.width
+    cluster = load_cluster(plan.cluster)
+    cost = CostModel(cluster=cluster, precision=plan.workload.precision)
+    _, captured = capture_fake(plan)
+    local, graph, devices, prices = form_teams(plan, captured.graph, cluster, cost)
+    peaks = simulate_plan(local, graph, devices, cost=prices).peak_memory_bytes
+    has = cluster.device_kind(process).memory_bytes
+    together = ""
+    if cluster.device_kind(process).name == "cpu" and plan.num_devices > 1:
+        total = sum(peaks) * width
+        together = f"; all {format_count(plan.num_devices, 'rank')} together, {format_bytes(total)}"
+    return (
+        f"Predicted for it were {format_bytes(peaks[process // width])} of {format_bytes(has)}{together}, without the "
+        "interpreter and its libraries."
+    )

@@ -1,0 +1,115 @@
+"""Dry runs: what one process of many issues is what the program and the local graph say, and a difference is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwright.program.expansion import Expansion
+from meshwright.spec import (
+    GradientExchange,
+    Plan,
+    PlanError,
+    RunError,
+    Sharding,
+    StagePlan,
+    Workload,
+    write_document,
+)
+from meshwright.spec.recompute import recompute_choices
+from meshwright.spec.shipped import load_shipped_graph
+from meshwright.training import Job, dry_run
+
+
+def job_of(folder, model, stages, *, size=1, num_microbatches=4, again=False, **options):
+    graph = load_shipped_graph(model)
+    count, sharding = len(graph.layers), options.get("sharding", Sharding())
+    bounds = [count * place // len(stages) for place in range(len(stages) + 1)]
+    plan = Plan(
+        model=model,
+        graph_hash=graph.content_hash,
+        cluster="",
+        workload=Workload(global_batch=size * num_microbatches * sharding.expert),
+        stages=tuple(
+            StagePlan(start=start, stop=stop, ranks=tuple(ranks))
+            for start, stop, ranks in zip(bounds[:-1], bounds[1:], stages, strict=True)
+        ),
+        num_microbatches=num_microbatches,
+        recompute=recompute_choices(graph)["full"] if again else (),
+        **options,
+    )
+    return Job(plan=str(write_document(plan, folder / "plan.json")), num_steps=1)
+
+
+TWO = ((0, 1), (2, 3))
+TENSOR = Sharding(tensor=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "options", "process", "kinds"),
+    [
+        ("gpt-tiny", TWO, {}, 3, {"send", "receive", "all_reduce"}),
+        ("gpt-tiny", ((0,), (1,)), {"schedule": "gpipe", "sharding": TENSOR, "again": True}, 2, {"all_gather"}),
+        ("llama-tiny", TWO, {"exchange": GradientExchange(zero=1), "sharding": TENSOR}, 6, {"reduce_scatter"}),
+        ("llama-tiny", TWO, {"exchange": GradientExchange(zero=2)}, 0, {"reduce_scatter", "all_gather"}),
+        (
+            "gpt-tiny",
+            (*TWO, *TWO),
+            {"schedule": "interleaved", "exchange": GradientExchange(zero=3)},
+            1,
+            {"all_gather"},
+        ),
+        ("llama-tiny", TWO, {"schedule": "pipedream"}, 1, {"send", "receive"}),
+        ("gpt-tiny", ((0, 1),), {"sharding": Sharding(context=2)}, 1, {"all_reduce"}),
+        ("mixtral-tiny", ((0, 1),), {"sharding": Sharding(expert=2)}, 3, {"all_to_all", "all_reduce"}),
+    ],
+)
+def test_a_process_issues_what_is_predicted(tmp_path, model, stages, options, process, kinds):
+    job = job_of(tmp_path, model, stages, **options)
+    found = dry_run(job, process)
+    assert kinds <= {call.kind for call in (*found.issued, *found.inside)}
+    assert sum(row["calls"] for row in found.rows()) == len(found.issued) + len(found.inside)
+    assert not dist.is_initialized()
+
+
+def test_one_of_256_processes(tmp_path):
+    """Pipeline 4 × data 8 × tensor 8."""
+    stages = tuple(tuple(range(8 * place, 8 * place + 8)) for place in range(4))
+    sharding = Sharding(tensor=8, sequence_parallel=True)
+    found = dry_run(job_of(tmp_path, "llama3-8b", stages, num_microbatches=32, sharding=sharding), 137)
+    assert (found.num_processes, found.stages) == (256, (2,))
+    # Of 32 microbatches each of 8 replicas has 4, and they come from and go to processes at its own place.
+    assert Counter((call.kind, call.peer % 8) for call in found.issued if call.peer >= 0) == {
+        ("send", 1): 8,
+        ("receive", 1): 8,
+    }
+    assert {call.num_processes for call in found.inside} == {8}
+    assert len(found.inside) == 272
+
+
+def test_a_difference_is_told(tmp_path, monkeypatch):
+    job = job_of(tmp_path, "gpt-tiny", ((0,),), sharding=Sharding(tensor=2))
+    expand = Expansion.expand
+    monkeypatch.setattr(Expansion, "expand", lambda self, item: expand(self, item)[1:])
+    with pytest.raises(RunError, match=r"Process 1 exchanges inside of passes .* were predicted; at place 8"):
+        dry_run(job, 1)
+    monkeypatch.undo()
+    monkeypatch.setattr("meshwright.training.dry.gradient_buckets", lambda *_: ())
+    job = job_of(tmp_path, "gpt-tiny", ((0, 1),))
+    with pytest.raises(RunError, match="Process 0 issues 1 times, 0 were predicted; at place 0: Call"):
+        dry_run(job, 0)
+
+
+def test_what_cannot_be_run_dry_is_refused(tmp_path):
+    job = job_of(tmp_path, "gpt-tiny", TWO)
+    with pytest.raises(PlanError, match="Process 4 was asked for; expected one of 0 to 3"):
+        dry_run(job, 4)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        with pytest.raises(RunError, match="one of a group already"):
+            dry_run(job, 0)
+    finally:
+        dist.destroy_process_group()
