@@ -81,6 +81,8 @@ CONFIGURATIONS = [
     Configuration(model=model, kind=kind, microbatch=size)
     for model, size in (("gpt-tiny", 8), ("llama-tiny", 8), ("bert-tiny", 8))
     for kind in KINDS
+    # BERT's attention drops weights, which shares of heads cannot do alike (docs/concepts/split-plans.md).
+    if (model, kind) != ("bert-tiny", "tensor")
 ]
 CONFIGURATIONS += [Configuration(model="gpt-tiny", kind=kind, microbatch=8) for kind in MORE_KINDS]
 CONFIGURATIONS += [Configuration(model="gpt-tiny", kind=kind, microbatch=8, num_ranks=4) for kind in KINDS]

@@ -78,7 +78,11 @@ def train(zero):
     before = model.unheard.weight.tolist()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = open_session(captured, plan_of(captured.graph, zero=zero), optimizer)
-    for step in range(3):
+    for step in range(4):
+        if step == 1:
+            session.recorder.start(session.steps.next_repetition)
+        if step == 3:
+            session.recorder.stop(session.steps.next_repetition)
         images, targets = torch.randn(BATCH, 3, 6, 6), torch.randint(5, (BATCH,))
         session.run_step(step, flatten_batch(captured, (images,), (targets,)))
     session.finish()
@@ -89,7 +93,8 @@ def train(zero):
     ]
     state = gather_state(model, session)
     session.close()
-    found = {"held": held, "before": before, "buffers": [gather_buffers(session)]}
+    spans = torch.bincount(torch.from_numpy(session.recorder.rows()[:, 1])).tolist()
+    found = {"held": held, "before": before, "spans": spans, "buffers": [gather_buffers(session)]}
     session.sync_buffers()
     found["buffers"].append(gather_buffers(session))
     return None if state is None else found | {"state": {key: value.tolist() for key, value in state.items()}}

@@ -60,6 +60,19 @@ def test_replicas_take_the_buffers_of_the_first_one(results):
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("zero", range(4))
+def test_what_goes_on_in_the_next_step_is_recorded_in_its_own(results, zero):
+    before, *recorded = results[str(zero)]["spans"]
+    assert before == 0
+    assert len(recorded) == 2
+    assert len(set(recorded)) == 1
+    # Two passes of two microbatches, an update, and sums by buckets; with zero 1 as many gathers of them.
+    buckets = results["0"]["spans"][1] - 5
+    assert buckets > 1
+    assert recorded[0] == {0: 5 + buckets, 1: 5 + 2 * buckets}.get(zero, recorded[0])
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("case", ["2 0", "1 0", "1 1", "1 3"])
 def test_the_last_batch_may_have_fewer_microbatches(results, case):
     found = results[f"less {case}"]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from meshwright.cli.output import print_json, print_tables, terminal_sink
 from meshwright.spec.errors import MeasurementError
 from meshwright.spec.units import format_seconds
+
+if TYPE_CHECKING:
+    from meshwright.training import Calibration
 
 
 def calibrate_table(
@@ -24,7 +28,6 @@ def calibrate_table(
     Raises MeasurementError if there is no table.
     """
     from meshwright.records import load_measurements, save_measurements
-    from meshwright.report import make_table
     from meshwright.spec import load_cluster
     from meshwright.training import calibrate_here
 
@@ -41,30 +44,15 @@ def calibrate_table(
     if not found.why_kept:
         save_measurements(found.table, out)
     if as_json:
-        print_json(
-            {
-                "corrections": [
-                    {
-                        "part": item.part,
-                        "predicted_s": item.predicted_s,
-                        "measured_s": item.measured_s,
-                        "factor": item.factor,
-                    }
-                    for item in found.corrections
-                ],
-                "steps_fitted": found.num_fitted,
-                "steps_judged": found.num_judged,
-                "step_measured_s": found.measured_s,
-                "step_before_s": found.before_s,
-                "step_after_s": found.after_s,
-                "error_before": found.error_before,
-                "error_after": found.error_after,
-                "scatter": found.scatter,
-                "why_kept": found.why_kept or None,
-                "file": str(out),
-            }
-        )
+        print_json({**found.row(), "file": str(out)})
         return
+    print_tables(*calibration_tables(found, model, out))
+
+
+def calibration_tables(found: Calibration, model: str, out: Path) -> list[Any]:
+    """The corrections, what they did to the predicted step, and where the table is."""
+    from meshwright.report import make_table
+
     parts = [
         {
             "part": item.part,
@@ -82,9 +70,9 @@ def calibrate_table(
             ("predicted after", found.after_s, f"{found.error_after:+.1%}"),
         )
     ]
-    print_tables(
+    return [
         f"{'corrections' if found.why_kept else 'corrected'} by {found.num_fitted} steps of {model}:",
         make_table(parts),
         make_table(steps),
         found.why_kept or f"measurements written to {out}",
-    )
+    ]

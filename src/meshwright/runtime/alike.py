@@ -65,9 +65,9 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _tell(tensors: Sequence[torch.Tensor], first: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Broadcast tensors, those of a kind that follow each other at once."""
+    """Broadcast tensors, those of a type together."""
     piece: list[torch.Tensor] = []
-    for item in (*tensors, None):
+    for item in (*sorted(tensors, key=lambda tensor: str(tensor.dtype)), None):
         full = sum(other.nbytes for other in piece) >= _PIECE_BYTES
         if piece and (item is None or full or item.dtype != piece[0].dtype):
             flat = torch.cat([other.to(device).reshape(-1) for other in piece])

@@ -1,8 +1,8 @@
-"""Gradient buckets of one rank: gather what the last backward makes, sum it, let the optimizer read the sums.
+"""Gradient buckets of one rank: gather what backwards make, sum it, let the optimizer read the sums.
 
-During accumulation gradients stay where autograd puts them. In the last backward each parameter's hook copies its
-finished gradient into the bucket's flat buffer (one pass over memory, while it is still in the cache); when a bucket
-is full its mark is raised. After the sum the parameters' ``.grad`` are views of the buffer.
+In the first backward of a step each parameter's hook copies its gradient into the bucket's flat buffer (one pass over
+memory, while it is still in the cache), of which ``.grad`` is a view from then on: autograd adds further microbatches
+there, so that gradients are in memory once. In the last backward the mark of a bucket is raised when it is full.
 """
 
 from __future__ import annotations
@@ -128,9 +128,12 @@ class BucketExchange:
             handle.remove()
 
     def _hook(self, bucket: BucketBuffer, place: int) -> Callable[[torch.Tensor], None]:
+        view = bucket.views[place]
+
         def collect(parameter: torch.Tensor) -> None:
-            if bucket in self._filling:
+            if parameter.grad is not view:
                 self._collect(bucket, place, parameter)
+            if bucket in self._filling:
                 bucket.missing -= 1
                 if not bucket.missing:
                     self._raise_marks()

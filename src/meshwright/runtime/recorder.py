@@ -9,6 +9,7 @@ gives the offset (Cristian 1989). Its error is at most half that round trip.
 
 from __future__ import annotations
 
+import sys
 import time
 from array import array
 
@@ -29,15 +30,23 @@ class Recorder:
     def __init__(self) -> None:
         self.active = False
         self._rows = array("q")
+        self._first_step = 0
+        self._end_step = sys.maxsize
 
-    def start(self) -> None:
-        """Drop what was recorded and record from now on."""
+    def start(self, first_step: int = 0) -> None:
+        """Drop what was recorded and record from a step on; what goes on from steps before belongs to none."""
         self._rows = array("q")
+        self._first_step, self._end_step = first_step, sys.maxsize
         self.active = True
+
+    def stop(self, end_step: int) -> None:
+        """Record no step from this one on; what goes on from those before still belongs to them."""
+        self._end_step = end_step
 
     def add(self, index: int, step: int, start_ns: int, end_ns: int) -> None:
         """Record one span."""
-        self._rows.extend((index, step, start_ns, end_ns))
+        if self._first_step <= step < self._end_step:
+            self._rows.extend((index, step, start_ns, end_ns))
 
     def rows(self) -> np.ndarray:
         """What was recorded, shape (spans, 4)."""

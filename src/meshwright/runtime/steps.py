@@ -33,6 +33,10 @@ class Steps(Protocol):
     # So many batches fill and empty the pipeline; a run takes as many or more.
     num_filling: int
 
+    @property
+    def next_repetition(self) -> int:
+        """The repetition of the body that comes next, as the recorder numbers them."""
+
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
         """Run on with the batch of a step: ``inputs[s][m]`` are what stage s reads of microbatch m, in its order."""
 
@@ -48,6 +52,11 @@ class FlushingSteps:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._place = 0
+
+    @property
+    def next_repetition(self) -> int:
+        """The next step."""
+        return self._place
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
         """Run a step to its end."""
@@ -79,6 +88,11 @@ class EndlessSteps:
         self._first = 0
         self._fed = 0
         self._is_filled = False
+
+    @property
+    def next_repetition(self) -> int:
+        """That of the next batch, once the pipeline is full."""
+        return max(self._fed - self.num_filling, 0)
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
         """Let a batch in, and run what is due.

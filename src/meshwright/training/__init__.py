@@ -1,11 +1,13 @@
 """The user's training API: prepare, step, save; and the ready job that `meshwright run` starts."""
 
-from meshwright.training.calibrate import Calibration, calibrate_here
+from meshwright.training.calibrate import Calibration, calibrate_here, correct_table
+from meshwright.training.check import check_losses, refuse_unchecked
 from meshwright.training.dry import DryRun, dry_run
 from meshwright.training.feed import Feed
 from meshwright.training.job import Job, RunResult, load_source, make_batches, make_optimizer
 from meshwright.training.launch import run_plan, torchrun_command
 from meshwright.training.measure import measure_here
+from meshwright.training.metrics import watching
 from meshwright.training.outcome import Outcome, judge_run
 from meshwright.training.rank import leave, run_rank, started_by_torchrun
 from meshwright.training.text import text_batches
@@ -20,6 +22,8 @@ __all__ = [
     "RunResult",
     "Trainer",
     "calibrate_here",
+    "check_losses",
+    "correct_table",
     "dry_run",
     "judge_run",
     "leave",
@@ -28,9 +32,11 @@ __all__ = [
     "make_optimizer",
     "measure_here",
     "prepare",
+    "refuse_unchecked",
     "run_plan",
     "run_rank",
     "started_by_torchrun",
     "text_batches",
     "torchrun_command",
+    "watching",
 ]

@@ -8,8 +8,9 @@ after.
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,6 +65,21 @@ class Calibration:
     def error_after(self) -> float:
         """As `error_before`, with the corrected table."""
         return self.after_s / self.measured_s - 1.0
+
+    def row(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "corrections": [asdict(item) | {"factor": item.factor} for item in self.corrections],
+            "steps_fitted": self.num_fitted,
+            "steps_judged": self.num_judged,
+            "step_measured_s": self.measured_s,
+            "step_before_s": self.before_s,
+            "step_after_s": self.after_s,
+            "error_before": self.error_before,
+            "error_after": self.error_after,
+            "scatter": self.scatter,
+            "why_kept": self.why_kept or None,
+        }
 
     @property
     def why_kept(self) -> str:

@@ -234,11 +234,11 @@ class Trainer:
     def record(self) -> None:
         """Record spans from the next step on (what was recorded before is dropped)."""
         dist.barrier()
-        self._session.recorder.start()
+        self._session.recorder.start(self._session.steps.next_repetition)
 
     def stop_recording(self) -> None:
         """Record no more; what was recorded stays for `timeline`."""
-        self._session.recorder.active = False
+        self._session.recorder.stop(self._session.steps.next_repetition)
 
     def timeline(self) -> Timeline | None:
         """The recorded steps of all ranks on one clock, on rank 0; None elsewhere. All ranks call it together."""

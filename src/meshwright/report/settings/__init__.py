@@ -9,7 +9,7 @@ from collections.abc import Callable
 from meshwright.report.settings.accelerate import export_accelerate
 from meshwright.report.settings.deepspeed import export_deepspeed
 from meshwright.report.settings.facts import Facts, gather_facts
-from meshwright.report.settings.launch import launch_script, ranks_per_node, slurm_script
+from meshwright.report.settings.launch import launch_lines, launch_script, ranks_per_node, slurm_script
 from meshwright.report.settings.megatron import export_megatron
 from meshwright.report.settings.orders import export_orders
 from meshwright.report.settings.settings import Settings, Unsaid, notes
@@ -42,6 +42,7 @@ __all__ = [
     "export_orders",
     "export_settings",
     "gather_facts",
+    "launch_lines",
     "launch_script",
     "notes",
     "ranks_per_node",

@@ -66,6 +66,22 @@ def launch_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path
     return "\n".join(parts) + "\n"
 
 
+def launch_lines(plan: Plan, cluster: Cluster, plan_file: Path) -> list[str]:
+    """What to type on each of several nodes to start the plan with torchrun; nothing for a plan of one node."""
+    nodes = ranks_per_node(plan, cluster)
+    if len(nodes) == 1:
+        return []
+    place, count = "--master-addr=HOST", str(nodes[0]) if len(set(nodes)) == 1 else "RANKS"
+    told = [] if len(set(nodes)) == 1 else [f"RANKS of each node: {', '.join(map(str, nodes))}."]
+    return [
+        f"The plan is for {len(nodes)} nodes. Type on each, N being 0 to {len(nodes) - 1} and HOST the name of node 0; "
+        "all need the plan and the model's file at the same place:",
+        f"torchrun --nnodes={len(nodes)} --node-rank=N --nproc-per-node={count} {place} --master-port={DEFAULT_PORT} "
+        f"--module meshwright run {_quote(str(plan_file))}",
+        *told,
+    ]
+
+
 def slurm_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path) -> str:
     """The text of a script for sbatch, to be submitted from the folder in which the plan was made.
 

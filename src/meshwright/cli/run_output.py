@@ -1,0 +1,143 @@
+"""What `meshwright run` checks of its options, and what it prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from meshwright.cli.measure_calibrate import calibration_tables
+from meshwright.cli.models import graph_of_plan
+from meshwright.cli.output import print_json, print_tables
+from meshwright.spec.cluster import load_cluster
+from meshwright.spec.codec import read_document
+from meshwright.spec.errors import ClusterError
+from meshwright.spec.plan import Plan
+from meshwright.spec.plan_files import read_plan
+from meshwright.spec.timeline import Timeline
+from meshwright.spec.units import format_count
+
+if TYPE_CHECKING:
+    from meshwright.training import Calibration, Job, Outcome, RunResult
+
+
+def check_options(
+    given: dict[str, Path | None], *, dry: bool, process: int | None, calibrate: bool, resume: bool
+) -> None:
+    """Raise BadParameter for options that say nothing together."""
+    if calibrate and (given["--measurements"] is None or dry):
+        raise typer.BadParameter("--calibrate corrects the table of --measurements by a run: give it, and no --dry.")
+    if process is not None and not dry:
+        raise typer.BadParameter("--process says which one --dry runs; give --dry, too.")
+    written = [name for name in ("--trace", "--save-model", "--checkpoint") if given[name] is not None]
+    if dry and written:
+        raise typer.BadParameter(f"--dry trains nothing and takes no times: leave out {' and '.join(written)}.")
+    if given["--checkpoint"] is None and resume:
+        raise typer.BadParameter("--resume and --checkpoint-every need the folder: give --checkpoint FOLDER, too.")
+
+
+def print_dry_run(job: Job, process: int, as_json: bool) -> None:
+    """What one process exchanges in a step, which is what was predicted."""
+    from meshwright.report import make_table
+    from meshwright.training import dry_run
+
+    found = dry_run(job, process)
+    if as_json:
+        facts = {"process": found.process, "processes": found.num_processes, "stages": found.stages}
+        counts = {"instructions": found.instructions, "numbers": found.numbers, "ring_messages": found.ring_messages}
+        print_json({**facts, "steps": found.num_steps, **counts, "exchanges": found.rows()})
+        return
+    instructions = format_count(sum(found.instructions.values()), "instruction")
+    stages = ", ".join(map(str, found.stages))
+    apart = {"number": found.numbers, "message of rings": found.ring_messages}
+    several = {"number": "numbers", "message of rings": "messages of rings"}
+    others = ", ".join(format_count(count, what, several[what]) for what, count in apart.items() if count)
+    print_tables(
+        f"process {found.process} of {found.num_processes}, stage {stages}: {instructions} in "
+        f"{format_count(found.num_steps, 'step')}, nothing computed",
+        make_table(found.rows()),
+        f"{format_count(len(found.issued) + len(found.inside), 'exchange')} as predicted, in order and bytes"
+        + (f"; not compared: {others}" if others else ""),
+    )
+
+
+def lines_for_nodes(plan: Path) -> list[str]:
+    """How to start a plan for several nodes; nothing for others, and for clusters that are not known here."""
+    from meshwright.report.settings import launch_lines
+
+    document = read_plan(plan)
+    if not isinstance(document, Plan):
+        return []
+    try:
+        return launch_lines(document, load_cluster(document.cluster), plan)
+    except ClusterError:
+        return []
+
+
+def recorded_steps(given: str | None, num_steps: int) -> tuple[int | None, int]:
+    """The first step to record, from 0, and how many; none given: the last five."""
+    if given is None:
+        return None, 5
+    first, _, last = given.partition("-")
+    last = last or first
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= num_steps):
+        raise typer.BadParameter(f"--record {given}: expected a step of 1 to {num_steps}, or two with a dash: 3-5.")
+    return int(first) - 1, int(last) - int(first) + 1
+
+
+def judge(plan: Path, result: RunResult, measurements: Path | None) -> Outcome | None:
+    """The measured steps beside their prediction; None for placements."""
+    from meshwright.training import judge_run
+
+    document = read_plan(plan)
+    if not isinstance(document, Plan):
+        return None
+    timeline = read_document(Timeline, result.timeline)
+    return judge_run(document, graph_of_plan(document, None), timeline, result.first_recorded, measurements)
+
+
+def correct(plan: Path, result: RunResult, measurements: Path) -> Calibration:
+    """Correct a table by the recorded steps, and write it if other steps show it to be better."""
+    from meshwright.records import load_measurements, save_measurements
+    from meshwright.training import correct_table
+
+    document, timeline = read_document(Plan, plan), read_document(Timeline, result.timeline)
+    cluster = load_cluster(document.cluster)
+    known, graph = load_measurements(measurements, cluster), graph_of_plan(document, None)
+    found = correct_table(known, document, graph, cluster, timeline, document.model)
+    if not found.why_kept:
+        save_measurements(found.table, measurements)
+    return found
+
+
+def print_result(
+    result: RunResult,
+    outcome: Outcome | None,
+    corrected: Calibration | None,
+    table: Path | None,
+    off: float | None,
+    trace: Path | None,
+    ranks: tuple[int, ...] | None,
+    as_json: bool,
+) -> None:
+    """What a run prints, and the trace: with what was corrected at ``table``, and by how much losses are ``off``."""
+    from meshwright.report import timeline_rows, timeline_table, write_trace
+
+    timeline = read_document(Timeline, result.timeline)
+    if trace is not None:
+        write_trace([timeline], trace, ranks=ranks)
+    if as_json:
+        beside = outcome.row() if outcome is not None else {}
+        beside |= {"calibration": corrected.row()} if corrected is not None else {}
+        beside |= {"losses_off": off} if off is not None else {}
+        print_json({"losses": result.losses, **timeline_rows(timeline), **beside, "timeline": result.timeline})
+        return
+    first, last = result.losses[0], result.losses[-1]
+    in_all = f", {result.num_before + len(result.losses)} in all" if result.num_before else ""
+    print_tables(timeline_table(timeline), f"loss {first:.4f} → {last:.4f} in {len(result.losses)} steps{in_all}")
+    print_tables(*(outcome.explain() if outcome is not None else ()), f"timeline written to {result.timeline}")
+    if corrected is not None and table is not None:
+        print_tables(*calibration_tables(corrected, result.plan, table))
+    if off is not None:
+        print_tables(f"losses are those of one process, to {off:.1g} of each")

@@ -1,0 +1,84 @@
+"""Were the losses of a run those of one process? The same model, batches, seeds and optimizer, in a serial loop.
+
+A step adds up the gradients of its microbatches, each divided by their number, and updates all parameters at once.
+Under schedules that never flush weights are older than that, so only runs that flush can be checked.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import torch
+
+from meshwright.capture import capture_model, flatten_batch, part
+from meshwright.runtime import microbatch_seed
+from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.events import EventSink, NullSink
+from meshwright.spec.plan import Plan
+from meshwright.spec.plan_files import read_plan
+from meshwright.training.job import Job, RunResult, load_source, make_batches, make_optimizer
+
+# Sums in another order: float32 has 24 bits, a loss is a sum of some thousand terms, and updates pass differences on.
+TOLERANCE = 1e-3
+
+
+def refuse_unchecked(job: Job) -> None:
+    """Raise PlanError for a run whose losses one process would not have."""
+    plan = read_plan(job.plan)
+    why = ""
+    if not isinstance(plan, Plan) or plan.workload.kind != "training":
+        why = "a placement, or no training"
+    elif plan.is_asynchronous:
+        why = f"the schedule {plan.schedule}, under which weights are older than in one process"
+    elif job.autocast is not None:
+        why = "autocast, whose products round otherwise than those of smaller parts"
+    elif job.resume:
+        why = "a run that goes on from a checkpoint"
+    if why:
+        raise PlanError(f"Losses were to be checked of {why}. Leave out --check.")
+
+
+def check_losses(job: Job, result: RunResult, events: EventSink | None = None) -> float:
+    """The largest relative difference between losses of a run and those of one process.
+
+    Raises RunError if one is larger than `TOLERANCE`, with its step.
+    """
+    plan, sink = read_plan(job.plan), events or NullSink()
+    assert isinstance(plan, Plan), "`refuse_unchecked` comes first"
+    source = load_source(plan, job.seed)
+    batch = source.inputs, source.targets
+    captured = capture_model(source.model, batch[0], targets=batch[1], loss=source.loss, verify=False)
+    graph, size, count = captured.graph, plan.microbatch_size * plan.sharding.expert, plan.num_microbatches
+    module = part(captured, graph.inputs, graph.outputs[:1], batch_size=size)
+    parameters = [parameter for parameter in source.model.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(parameters, plan.workload.optimizer, job.learning_rate)
+    worst = 0.0
+    batches = make_batches(source, plan.workload.global_batch, job.seed)
+    for step, (inputs, targets) in enumerate(islice(batches, len(result.losses))):
+        tensors = flatten_batch(captured, inputs, targets)
+        loss = 0.0
+        for microbatch in range(count):
+            torch.manual_seed(microbatch_seed(job.seed, step, microbatch))
+            rows = [
+                item.narrow(0, microbatch * size, size)
+                if graph.tensors[i].shape and len(item) == size * count
+                else item
+                for i, item in zip(graph.inputs, tensors, strict=True)
+            ]
+            value = module(*rows)[0] / count
+            value.backward()
+            loss += value.item()
+        if job.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, job.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        off = abs(result.losses[step] - loss) / max(abs(loss), torch.finfo(torch.float32).tiny)
+        worst = max(worst, off)
+        if not off <= TOLERANCE:
+            raise RunError(
+                f"Step {step + 1} had loss {result.losses[step]:.6g}, one process has {loss:.6g}: {off:.2g} off, where "
+                f"{TOLERANCE:g} is expected at most. The schedule computes something else; losses and timeline are "
+                "written as they were."
+            )
+        sink.progress("checking", step + 1, len(result.losses))
+    return worst
