@@ -60,11 +60,11 @@ def test_a_plan_for_several_nodes_comes_with_the_line_that_starts_it(run, tmp_pa
 @pytest.mark.distributed
 @pytest.mark.timeout(180)
 def test_a_run_corrects_the_table_that_it_went_by(run, tmp_path, monkeypatch):
-    """A table that is three times too slow gets better by the run's own steps."""
+    """A table that is far too slow gets better by the run's own steps, however busy the machine is."""
     monkeypatch.chdir(tmp_path)
     path, cluster = write_plan(tmp_path, "2xcpu", 2), load_cluster("2xcpu")
     table = measure_here("resnet-tiny", [2], num_ranks=2, repeats=3)
-    slow = tuple(replace(op, forward_s=3 * op.forward_s, backward_s=3 * op.backward_s) for op in table.ops)
+    slow = tuple(replace(op, forward_s=30 * op.forward_s, backward_s=30 * op.backward_s) for op in table.ops)
     save_measurements(replace(table, ops=slow), tmp_path / "table.json")
     before = load_measurements(tmp_path / "table.json", cluster)
     options = ("--steps", 16, "--record", "5-16", "--measurements", "table.json", "--calibrate", "--json")

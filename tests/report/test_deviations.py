@@ -70,6 +70,13 @@ def test_stages_of_unequal_work_are_no_stragglers():
     assert find_stragglers(replace(before, origin="measured")) == []
 
 
+def test_replicas_with_unequal_shares_are_no_stragglers():
+    plan = make_plan(GRAPH, even_bounds(4, 1), [2], 4)
+    plan = replace(plan, stages=(replace(plan.stages[0], shares=(3, 1)),))
+    before = simulate_plan(plan, GRAPH, load_cluster("4xA100"), num_steps=STEPS).timeline
+    assert find_stragglers(replace(before, origin="measured")) == []
+
+
 def test_one_slow_step_and_what_was_over_in_time_are_none():
     before = predicted([4])
     assert find_stragglers(stretched(before, 3.0, opcode=Opcode.FORWARD, rank=1, since=STEPS - 1), before) == []

@@ -76,8 +76,17 @@ def train(zero):
             item.data.add_(1)
     captured = capture(model)
     before = model.unheard.weight.tolist()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    session = open_session(captured, plan_of(captured.graph, zero=zero), optimizer)
+    made = []
+
+    def make_optimizer(parameters):
+        """Products decay, vectors do not: told apart by their dims."""
+        groups = [[item for item in parameters if (item.ndim > 1) == wanted] for wanted in (True, False)]
+        decays = zip(groups, (0.1, 0.0), strict=True)
+        made.append(torch.optim.AdamW([{"params": own, "weight_decay": decay} for own, decay in decays], lr=1e-2))
+        return made[0]
+
+    session = open_session(captured, plan_of(captured.graph, zero=zero), make_optimizer)
+    optimizer = made[0]
     for step in range(4):
         if step == 1:
             session.recorder.start(session.steps.next_repetition)

@@ -132,6 +132,10 @@ def refusals(folder):
         trainer.resume(folder.parent / "nothing")
     except RunError as error:
         said["nothing"] = str(error)
+    try:
+        trainer.save_checkpoint(folder)
+    except RunError as error:
+        said["other run"] = str(error)
     # Those that were interrupted are passed over.
     if dist.get_rank() == 0:
         (folder / ".step-00000009.0123abcd").mkdir()

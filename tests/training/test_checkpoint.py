@@ -41,6 +41,7 @@ def test_what_does_not_fit_is_refused(results):
     assert "the checkpoint is of plan " in said["plan"]
     assert "the checkpoint is of seed 0, and 5 is run" in said["seed"]
     assert "no checkpoint is there" in said["nothing"]
+    assert "holds a checkpoint of 4 steps, and one of 0 was to be written" in said["other run"]
     assert said["interrupted"] == 4
     assert "4 steps were run already" in said["late"]
 

@@ -157,6 +157,15 @@ def test_what_a_data_set_raises_is_told_where_it_is_awaited(make_dataset, produc
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("meshwright-producer")]
 
 
+def test_microbatches_may_be_taken_in_another_order_than_they_come():
+    """An own schedule takes first what others take last: depth does not keep it waiting."""
+    feed = Feed(dataset=Numbers(32), depth=2)
+    with MicrobatchQueue(feed.batches(16, 2, lambda _: True), make(feed), producers=1, depth=2) as queue:
+        queue.next_batch()
+        for m in (0, 4, 1, 7, 2, 3, 6, 5):
+            assert queue.take(0, m).tensors[0].tolist() == [2 * m, 2 * m + 1]
+
+
 def test_producers_end_when_nobody_takes():
     feed = Feed(dataset=Numbers(64), producers=3, depth=2)
     queue = MicrobatchQueue(feed.batches(8, 2, lambda _: True), make(feed), producers=3, depth=2)

@@ -99,12 +99,26 @@ def run(
         watching,
     )
 
-    given = {"--trace": trace, "--save-model": save_model, "--checkpoint": checkpoint, "--measurements": measurements}
-    check_options(given, dry=dry, process=process, calibrate=calibrate, resume=resume or checkpoint_every > 0)
+    first_recorded, num_recorded = recorded_steps(record, steps)
+    given = {
+        "--trace": trace,
+        "--save-model": save_model,
+        "--checkpoint": checkpoint,
+        "--tensorboard": tensorboard,
+        "--measurements": measurements,
+    }
+    check_options(
+        given,
+        plan=plan,
+        num_recorded=num_recorded,
+        dry=dry,
+        process=process,
+        calibrate=calibrate,
+        resume=resume or checkpoint_every > 0,
+    )
     chosen = traced_ranks(trace, trace_ranks)
     if chosen is not None:
         check_ranks(chosen, read_document(Plan, plan).num_ranks)
-    first_recorded, num_recorded = recorded_steps(record, steps)
     job = Job(
         plan=str(plan.resolve()),
         num_steps=steps,

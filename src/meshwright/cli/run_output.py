@@ -9,10 +9,10 @@ import typer
 
 from meshwright.cli.measure_calibrate import calibration_tables
 from meshwright.cli.models import graph_of_plan
-from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.output import note, print_json, print_tables
 from meshwright.spec.cluster import load_cluster
 from meshwright.spec.codec import read_document
-from meshwright.spec.errors import ClusterError
+from meshwright.spec.errors import ClusterError, DocumentError
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
 from meshwright.spec.timeline import Timeline
@@ -22,15 +22,36 @@ if TYPE_CHECKING:
     from meshwright.training import Calibration, Job, Outcome, RunResult
 
 
+def load_measurements_of(plan: Path, table: Path, *, calibrate: bool, num_recorded: int) -> None:
+    """Raise for a table that the plan cannot go by, or that its run cannot correct."""
+    from meshwright.records import load_measurements
+
+    document = read_plan(plan)
+    if calibrate and (not isinstance(document, Plan) or num_recorded < 2):
+        raise typer.BadParameter("--calibrate fits one recorded step and judges by another, of a plan by layers.")
+    load_measurements(table, load_cluster(document.cluster))
+
+
 def check_options(
-    given: dict[str, Path | None], *, dry: bool, process: int | None, calibrate: bool, resume: bool
+    given: dict[str, Path | None],
+    *,
+    plan: Path,
+    num_recorded: int,
+    dry: bool,
+    process: int | None,
+    calibrate: bool,
+    resume: bool,
 ) -> None:
     """Raise BadParameter for options that say nothing together."""
+    table = given["--measurements"]
+    if table is not None:
+        # What is wrong with it is said before anything is trained.
+        load_measurements_of(plan, table, calibrate=calibrate, num_recorded=num_recorded)
     if calibrate and (given["--measurements"] is None or dry):
         raise typer.BadParameter("--calibrate corrects the table of --measurements by a run: give it, and no --dry.")
     if process is not None and not dry:
         raise typer.BadParameter("--process says which one --dry runs; give --dry, too.")
-    written = [name for name in ("--trace", "--save-model", "--checkpoint") if given[name] is not None]
+    written = [name for name, place in given.items() if place is not None and name != "--measurements"]
     if dry and written:
         raise typer.BadParameter(f"--dry trains nothing and takes no times: leave out {' and '.join(written)}.")
     if given["--checkpoint"] is None and resume:
@@ -71,7 +92,7 @@ def lines_for_nodes(plan: Path) -> list[str]:
         return []
     try:
         return launch_lines(document, load_cluster(document.cluster), plan)
-    except ClusterError:
+    except (ClusterError, DocumentError):
         return []
 
 
@@ -94,7 +115,11 @@ def judge(plan: Path, result: RunResult, measurements: Path | None) -> Outcome |
     if not isinstance(document, Plan):
         return None
     timeline = read_document(Timeline, result.timeline)
-    return judge_run(document, graph_of_plan(document, None), timeline, result.first_recorded, measurements)
+    try:
+        return judge_run(document, graph_of_plan(document, None), timeline, result.first_recorded, measurements)
+    except (ClusterError, DocumentError) as error:
+        note(f"No prediction stands beside: {error}")
+        return None
 
 
 def correct(plan: Path, result: RunResult, measurements: Path) -> Calibration:
@@ -140,4 +165,4 @@ def print_result(
     if corrected is not None and table is not None:
         print_tables(*calibration_tables(corrected, result.plan, table))
     if off is not None:
-        print_tables(f"losses are those of one process, to {off:.1g} of each")
+        print_tables(f"losses are those of one process; the largest difference is {off:.1g} of a loss")

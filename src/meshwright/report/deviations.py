@@ -36,14 +36,19 @@ class Straggler(NamedTuple):
     since: int
 
 
-def seconds_by_kind(timeline: Timeline) -> dict[tuple[int, Opcode, int], Floats]:
-    """By rank, opcode and stage: seconds of each step."""
+def seconds_by_kind(timeline: Timeline, *, per_span: bool = False) -> dict[tuple[int, Opcode, int], Floats]:
+    """By rank, opcode and stage: seconds of each step, or of a span in it."""
     num_steps = int(timeline.step.max(initial=0)) + 1
     rank = np.array([stream.rank for stream in timeline.tracks], np.int64)[timeline.track]
     keys = np.stack([rank, timeline.opcode.astype(np.int64), timeline.stage.astype(np.int64)])
     kinds, which = np.unique(keys, axis=1, return_inverse=True)
     seconds = np.zeros((kinds.shape[1], num_steps))
-    np.add.at(seconds, (which.reshape(-1), timeline.step), (timeline.end_ps - timeline.start_ps) / 1e12)
+    places = which.reshape(-1), timeline.step
+    np.add.at(seconds, places, (timeline.end_ps - timeline.start_ps) / 1e12)
+    if per_span:
+        counts = np.zeros_like(seconds)
+        np.add.at(counts, places, 1.0)
+        seconds /= np.maximum(counts, 1.0)
     return {
         (int(r), Opcode(int(opcode)), int(stage)): row for (r, opcode, stage), row in zip(kinds.T, seconds, strict=True)
     }
@@ -76,7 +81,8 @@ def explain_difference(predicted: Timeline, measured: Timeline) -> str:
 
 def find_stragglers(measured: Timeline, predicted: Timeline | None = None) -> list[Straggler]:
     """Ranks that are slower than others at the same work, and since which of the recorded steps; the slowest first."""
-    seconds = seconds_by_kind(measured)
+    # Replicas may compute unequal numbers of microbatches.
+    seconds = seconds_by_kind(measured, per_span=True)
     wanted = _expected(seconds, predicted)
     work: dict[tuple[int, Opcode], list[Floats]] = {}
     for (rank, opcode, stage), row in seconds.items():
@@ -110,7 +116,7 @@ def _expected(
 ) -> dict[tuple[int, Opcode, int], float]:
     """Seconds per step that a kind of work is held against: predicted, or the median of those who do the same."""
     if predicted is not None:
-        return {key: float(row.mean()) for key, row in seconds_by_kind(predicted).items()}
+        return {key: float(row.mean()) for key, row in seconds_by_kind(predicted, per_span=True).items()}
     alike: dict[tuple[Opcode, int], list[float]] = {}
     for (_, opcode, stage), row in seconds.items():
         alike.setdefault((opcode, stage), []).append(float(np.median(row)))

@@ -115,6 +115,12 @@ def arrange_sections(program: Program, rank: int) -> dict[SectionName, RankProgr
 
 def _on_device(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """The module there; left alone if it is, for fake tensors cannot be moved."""
+    # What is computed again shares its buffers with the module around it, which `Module.to` would part.
+    moved: dict[int, torch.Tensor] = {}
+    for item in module.modules():
+        for name, value in item._buffers.items():
+            if value is not None and value.device != device:
+                item._buffers[name] = moved.setdefault(id(value), value.to(device))
     is_there = all(item.device == device for item in (*module.parameters(), *module.buffers()))
     return module if is_there else module.to(device)
 

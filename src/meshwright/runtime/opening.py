@@ -287,8 +287,12 @@ def _make_updates(
     if isinstance(plan, Plan) and _updates_by_stage(plan):
         scales = {stage.index: 1.0 / minibatches_per_update(plan, stage.index) for stage in share.stages}
     trainable = [parameter for parameter in updated.values() if parameter.requires_grad]
+    shards_optimizer = isinstance(plan, Plan) and plan.exchange.shard_optimizer
+    if shards_optimizer and not isinstance(optimizer, torch.optim.Optimizer):
+        # Functions look at parameters, as at the number of their dims, which pieces have not.
+        optimizer = optimizer([item for item in share.cut.values() if item.requires_grad]) or optimizer
     own = own_optimizer(optimizer, trainable, share.replaced(updated))
-    if isinstance(plan, Plan) and plan.exchange.shard_optimizer:
+    if shards_optimizer:
         check_elementwise(own)
     return StageSteps(
         own,

@@ -115,7 +115,9 @@ def _try_pieces(optimizer: torch.optim.Optimizer) -> None:
             f"The plan shares out the states of the optimizer (--zero 1), so that it updates pieces of parameters; "
             f"{name} could not be tried on such: {error} Choose another optimizer, or plan with --zero 0."
         ) from None
-    if not torch.allclose(torch.cat([piece.detach() for piece in pieces]), whole.detach().flatten(), rtol=1e-9):
+    if not torch.allclose(
+        torch.cat([piece.detach() for piece in pieces]), whole.detach().flatten(), rtol=1e-9, atol=0.0
+    ):
         raise PlanError(
             f"The plan shares out the states of the optimizer (--zero 1), so that it updates pieces of parameters; "
             f"{name} updates a tensor otherwise than its pieces. Choose an optimizer that treats each element by "

@@ -87,6 +87,11 @@ class StageSteps:
             "num_updates": {str(stage): count for stage, count in self._num_updates.items()},
         }
 
+    def set_rate(self, rate: float) -> None:
+        """A learning rate for all parameters from now on."""
+        for group in self._optimizer.param_groups if self._optimizer is not None else ():
+            group["lr"] = rate
+
     def take_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state`."""
         self._num_updates = {stage: state["num_updates"][str(stage)] for stage in self._num_updates}

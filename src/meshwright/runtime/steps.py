@@ -88,11 +88,13 @@ class EndlessSteps:
         self._first = 0
         self._fed = 0
         self._is_filled = False
+        # Places of streams that follow each other are numbered on.
+        self._base = 0
 
     @property
     def next_repetition(self) -> int:
         """That of the next batch, once the pipeline is full."""
-        return max(self._fed - self.num_filling, 0)
+        return self._base + max(self._fed - self.num_filling, 0)
 
     def run_step(self, step: int, inputs: Mapping[int, Inputs]) -> Outputs:
         """Let a batch in, and run what is due.
@@ -116,7 +118,7 @@ class EndlessSteps:
             self._executor.begin(self._visit(place))
             self._executor.go_on()
             # The others have long received what was sent then: this frees memory that no answer has freed.
-            self._executor.settle(place - self.num_filling // 2 - 1)
+            self._executor.settle(self._base + place - self.num_filling // 2 - 1)
         self._executor.release()
         return self._executor.take_outputs()
 
@@ -138,13 +140,14 @@ class EndlessSteps:
         self._executor.go_on()
         self._executor.settle()
         self._executor.restart()
+        self._base += repetitions + 2
         self._fed, self._is_filled = 0, False
         return self._executor.take_outputs()
 
     def _visit(self, place: int) -> Visit:
         """The section at a place; sections are numbered as if the body came once, so one behind it is one less on."""
         if place == _PROLOGUE:
-            return Visit("prologue", place, self._first)
+            return Visit("prologue", self._base + place, self._first)
         name: SectionName = "epilogue" if place == self._fed - self.num_filling else "body"
         on = place - (name == "epilogue")
-        return Visit(name, place, self._first, on * self._size, on * self._updates)
+        return Visit(name, self._base + place, self._first, on * self._size, on * self._updates)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from meshwright.runtime import Session
 from meshwright.runtime.fully_sharded import own_part
 from meshwright.spec.codec import content_hash, read_document, write_document
-from meshwright.spec.errors import RunError
+from meshwright.spec.errors import DocumentError, RunError
 
 _NAME = re.compile(r"step-(\d{8,})")
 _META = "meta.json"
@@ -43,33 +43,37 @@ class CheckpointMeta:
 def save_checkpoint(session: Session, folder: Path, num_steps: int, run_seed: int, keep: int) -> Path:
     """Write a checkpoint after so many steps, and drop all but the newest ``keep``. All processes call it together.
 
-    Nothing may be under way (`Session.finish`). Raises RunError on all of them if one cannot write.
+    Nothing may be under way (`Session.finish`). Raises RunError on all of them if one cannot write, or if the folder
+    has checkpoints of more steps, which are of another run.
     """
+    _refuse_others(folder, num_steps)
     name = f"step-{num_steps:08d}"
     beside = folder / _agree(f".{name}.{secrets.token_hex(4)}")
     error = ""
     try:
         beside.mkdir(parents=True, exist_ok=True)
         torch.save(_own_state(session), beside / f"process-{session.rank}.pt")
-    except OSError as problem:
-        error = f"{folder}: process {session.rank} cannot write a checkpoint there ({problem.strerror})."
+    except (OSError, RuntimeError) as problem:
+        # Torch's writer tells of a full disk by a RuntimeError.
+        error = f"{folder}: process {session.rank} cannot write a checkpoint there ({problem})."
     errors = [found for found in _gather(error) if found]
-    if session.rank == 0:
-        if errors:
-            shutil.rmtree(beside, ignore_errors=True)
-        else:
-            meta = CheckpointMeta(
-                plan_hash=content_hash(session.plan),
-                num_processes=dist.get_world_size(),
-                num_steps=num_steps,
-                run_seed=run_seed,
-            )
+    if session.rank == 0 and not errors:
+        meta = CheckpointMeta(
+            plan_hash=content_hash(session.plan),
+            num_processes=dist.get_world_size(),
+            num_steps=num_steps,
+            run_seed=run_seed,
+        )
+        try:
             write_document(meta, beside / _META)
             shutil.rmtree(folder / name, ignore_errors=True)
             beside.rename(folder / name)
             _drop_old(folder, keep)
-    dist.barrier()
+        except (OSError, DocumentError) as problem:
+            error = f"{folder}: a checkpoint cannot be written there ({problem})."
+    errors = errors or [found for found in _gather(error) if found]
     if errors:
+        shutil.rmtree(beside, ignore_errors=True)
         raise RunError(f"{errors[0]} Choose a folder that all processes can write to, with room for their states.")
     return folder / name
 
@@ -107,7 +111,7 @@ def load_checkpoint(session: Session, folder: Path, run_seed: int) -> int:
 def find_newest(folder: Path) -> Path | None:
     """The checkpoint of a folder with the most steps."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / _META).is_file()]
-    return max(found, key=lambda path: int(path.name.partition("-")[2]), default=None)
+    return max(found, key=_steps_of, default=None)
 
 
 def _own_state(session: Session) -> dict[str, Any]:
@@ -137,6 +141,19 @@ def _buffers(session: Session) -> list[tuple[int, str, torch.Tensor]]:
     return [
         (place, name, item) for place, module in enumerate(session.modules) for name, item in module.named_buffers()
     ]
+
+
+def _refuse_others(folder: Path, num_steps: int) -> None:
+    newest = find_newest(folder)
+    if newest is not None and _steps_of(newest) > num_steps:
+        raise RunError(
+            f"{folder}: holds a checkpoint of {_steps_of(newest)} steps, and one of {num_steps} was to be written. It "
+            "is of another run: resume that one, or choose another folder."
+        )
+
+
+def _steps_of(path: Path) -> int:
+    return int(path.name.partition("-")[2])
 
 
 def _drop_old(folder: Path, keep: int) -> None:

@@ -203,9 +203,15 @@ class MicrobatchQueue:
             if key not in self._taken:
                 self._taken.add(key)
                 self._num_taken += 1
+                # What is awaited is made next, whatever is ahead: schedules may have an order of their own.
+                awaited = next((ticket for ticket in self._tickets if (ticket.batch, ticket.microbatch) == key), None)
+                if awaited is not None:
+                    self._tickets.remove(awaited)
+                    self._tickets.appendleft(awaited)
                 self._changed.notify_all()
             while key not in self._made:
-                if self._is_closed or (self._failure is not None and key not in self._making):
+                is_coming = key in self._making or any((t.batch, t.microbatch) == key for t in self._tickets)
+                if self._is_closed or (self._failure is not None and not is_coming):
                     raise _failed(f"microbatch {microbatch} of batch {batch}", self._failure)
                 self._changed.wait()
             made = self._made[key]
@@ -254,7 +260,8 @@ class MicrobatchQueue:
     def _next_ticket(self) -> _Ticket | None:
         """Something to make, as soon as there is room; None at the end. The lock is held."""
         while not self._is_closed:
-            if self._num_begun < self._num_taken + self._depth:
+            first = (self._tickets[0].batch, self._tickets[0].microbatch) if self._tickets else None
+            if self._num_begun < self._num_taken + self._depth or first in self._taken:
                 # Ranks that read nothing find no tickets; they read on when they come to a batch.
                 if not self._tickets and not self._is_over and len(self._counts) < 2:
                     self._read()

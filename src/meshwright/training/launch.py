@@ -34,6 +34,7 @@ from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
 from meshwright.spec.units import format_count
+from meshwright.training.checkpoint import find_newest
 from meshwright.training.job import (
     PROGRESS_FILE,
     RESULT_FILE,
@@ -102,10 +103,14 @@ def read_runnable_plan(job: Job) -> Plan | Placement:
         )
     check_repair(plan, job_repair(job))
     plan = with_clipping(plan, job.clip_norm)
+    if job.checkpoint is not None and not job.resume and (found := find_newest(Path(job.checkpoint))) is not None:
+        raise RunError(
+            f"{found}: the folder holds checkpoints already. Go on from them with --resume, or choose another folder."
+        )
     if isinstance(plan, Plan):
         check_runnable(plan)
         compute_orders(plan)
-        _check_steps(plan, job.num_steps)
+        _check_steps(plan, job)
     elif plan.workload.kind != "training":
         raise PlanError(
             f"{job.plan} places a graph for inference, but `run` trains. Run it with "
@@ -114,8 +119,15 @@ def read_runnable_plan(job: Job) -> Plan | Placement:
     return plan
 
 
-def _check_steps(plan: Plan, num_steps: int) -> None:
-    filling = num_filling_steps(plan)
+def _check_steps(plan: Plan, job: Job) -> None:
+    filling, num_steps = num_filling_steps(plan), job.num_steps
+    rest = num_steps % job.checkpoint_every if job.checkpoint_every else 0
+    if filling and job.checkpoint_every and (job.checkpoint_every < filling or 0 < rest < filling):
+        raise PlanError(
+            f"Checkpoints every {job.checkpoint_every} of {num_steps} steps were asked for. For each the pipeline is "
+            f"emptied, and {plan.schedule} takes {filling} steps to fill and to empty it; expected as many or more "
+            "before each checkpoint, and behind the last one as many or none."
+        )
     if num_steps <= filling and filling:
         raise PlanError(
             f"{format_count(num_steps, 'step')} of the schedule {plan.schedule} were asked for, which takes {filling} "

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from meshwright.spec.errors import RunError
 from meshwright.spec.events import EventSink, NullSink
 from meshwright.training.job import Job, RunResult, write_results
 from meshwright.training.launch import claimed, read_runnable_plan
+from meshwright.training.out_of_memory import is_out_of_memory, predict_memory
 from meshwright.training.worker import StepFacts, take_cores, train_job
 
 
@@ -44,7 +46,14 @@ def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> R
         sink.progress("training", facts.step, job.num_steps)
 
     with claimed(folder, job) if is_first else contextlib.nullcontext():
-        timeline, result = train_job(job, report)
+        try:
+            timeline, result = train_job(job, report)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            process = int(os.environ["RANK"])
+            what, advice = str(error).splitlines()[0], predict_memory(job.plan, process)
+            raise RunError(f"Rank {process} ran out of memory: {what}. {advice}") from None
         dist.barrier()
         dist.destroy_process_group()
         if timeline is None:

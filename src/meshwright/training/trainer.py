@@ -288,6 +288,15 @@ class Trainer:
         self._steps = self._num_resumed = load_checkpoint(self._session, Path(folder), self._run_seed)
         return self._steps
 
+    @property
+    def num_filling_steps(self) -> int:
+        """Steps that a schedule that never flushes takes to fill and to empty its pipeline; 0 for one that flushes."""
+        return self._session.steps.num_filling
+
+    def set_learning_rate(self, rate: float) -> None:
+        """A learning rate for all parameters from now on, for instance another one behind `resume`."""
+        self._session.updates.set_rate(rate)
+
     def close(self) -> None:
         """Remove what was hooked into the user's parameters."""
         self._session.close()

@@ -178,6 +178,18 @@ def _resume(trainer: Trainer, job: Job) -> int:
         raise RunError(
             f"The checkpoint has {done} steps, and {job.num_steps} were asked for, those included. Give more --steps."
         )
+    left, filling = job.num_steps - done, trainer.num_filling_steps
+    if left < filling:
+        raise RunError(
+            f"{left} steps are left behind the checkpoint of {done}, and the schedule takes {filling} to fill and to "
+            f"empty the pipeline. Give --steps {done + filling} or more."
+        )
+    if job.first_recorded is not None and job.first_recorded < done:
+        raise RunError(
+            f"Step {job.first_recorded + 1} was to be recorded, and the checkpoint has {done} steps. Record later ones."
+        )
+    if job.learning_rate is not None:
+        trainer.set_learning_rate(job.learning_rate)
     return done
 
 

@@ -75,7 +75,7 @@ def launch_lines(plan: Plan, cluster: Cluster, plan_file: Path) -> list[str]:
     told = [] if len(set(nodes)) == 1 else [f"RANKS of each node: {', '.join(map(str, nodes))}."]
     return [
         f"The plan is for {len(nodes)} nodes. Type on each, N being 0 to {len(nodes) - 1} and HOST the name of node 0; "
-        "all need the plan and the model's file at the same place:",
+        "all need the plan and the model's file at the same place, and the options that you gave:",
         f"torchrun --nnodes={len(nodes)} --node-rank=N --nproc-per-node={count} {place} --master-port={DEFAULT_PORT} "
         f"--module meshwright run {_quote(str(plan_file))}",
         *told,
