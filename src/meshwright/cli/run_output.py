@@ -84,12 +84,17 @@ def print_dry_run(job: Job, process: int, as_json: bool) -> None:
 
 
 def lines_for_nodes(plan: Path) -> list[str]:
-    """How to start a plan for several nodes; nothing for others, and for clusters that are not known here."""
+    """How to start a plan for several nodes; nothing for others, and for clusters that are not known here.
+
+    Raises PlanError for a plan that can only be simulated.
+    """
+    from meshwright.runtime import check_runnable
     from meshwright.report.settings import launch_lines
 
     document = read_plan(plan)
     if not isinstance(document, Plan):
         return []
+    check_runnable(document)
     try:
         return launch_lines(document, load_cluster(document.cluster), plan)
     except (ClusterError, DocumentError):
