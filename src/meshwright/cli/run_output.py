@@ -88,8 +88,8 @@ def lines_for_nodes(plan: Path) -> list[str]:
 
     Raises PlanError for a plan that can only be simulated.
     """
-    from meshwright.runtime import check_runnable
     from meshwright.report.settings import launch_lines
+    from meshwright.runtime import check_runnable
 
     document = read_plan(plan)
     if not isinstance(document, Plan):

@@ -160,7 +160,7 @@ class Trainer:
         if self._feed is None:
             raise RunError("No data set was given to train on. Give one: prepare(..., feed=Feed(dataset)).")
         feed, session = self._feed, self._session
-        _check_same("data sets, or orders of their samples", feed.describe())
+        _check_same("read another data set than rank 0, or in another order", feed.describe())
         plan = session.plan
         size = plan.workload.global_batch // plan.num_microbatches
         loader = plan.workload.loader
@@ -323,7 +323,7 @@ def _check_same_batch(tensors: Iterable[torch.Tensor]) -> None:
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    _check_same("first batches", digest.hexdigest())
+    _check_same("read another first batch than rank 0", digest.hexdigest())
 
 
 def _check_same(what: str, own: str) -> None:
@@ -333,7 +333,7 @@ def _check_same(what: str, own: str) -> None:
     different = [rank for rank, other in enumerate(gathered) if other != gathered[0]]
     if different:
         raise RunError(
-            f"Ranks {', '.join(map(str, different))} read other {what} than rank 0. Every rank must read the "
+            f"Ranks {', '.join(map(str, different))} {what}. Every rank must read the "
             "same global batches: seed the shuffling alike on all ranks (torch.manual_seed, or DataLoader's generator) "
             "and use no DistributedSampler."
         )
