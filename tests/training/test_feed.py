@@ -114,8 +114,8 @@ def test_a_rest_is_left_out_or_makes_a_shorter_step(make_dataset):
         read(Feed(dataset=make_dataset(13), drop_last=False), 8, 2)
 
 
-@pytest.mark.parametrize(("producers", "depth"), [(1, 1), (3, 2), (2, 5)])
-def test_no_more_is_made_ahead_than_the_depth(producers, depth):
+@pytest.mark.parametrize(("producers", "depth"), [(1, 1), (3, 2), (2, 5), (1, 11)])
+def test_as_many_are_made_ahead_as_the_depth_says_and_no_more(producers, depth):
     dataset = Numbers(64)
     feed = Feed(dataset=dataset, producers=producers, depth=depth)
     with MicrobatchQueue(feed.batches(8, 2, lambda _: True), make(feed), producers=producers, depth=depth) as queue:
@@ -124,10 +124,10 @@ def test_no_more_is_made_ahead_than_the_depth(producers, depth):
                 assert queue.next_batch() == 4
             deadline = time.monotonic() + 5
             # Producers come to a stop with as many as are allowed, and go no further.
-            while queue.num_ahead < depth and time.monotonic() < deadline:
+            while queue.num_ahead < min(depth, 32 - 4 * index - m) and time.monotonic() < deadline:
                 time.sleep(0.001)
             time.sleep(0.005)
-            assert queue.num_ahead == depth
+            assert queue.num_ahead == min(depth, 32 - 4 * index - m)
             assert len(dataset.read) <= 2 * (4 * index + m + depth)
             queue.take(index, m)
 

@@ -163,7 +163,7 @@ class MicrobatchQueue:
         self._taken: set[tuple[int, int]] = set()
         self._making: set[tuple[int, int]] = set()
         self._failure: BaseException | None = None
-        self._is_reading = self._is_over = self._is_closed = False
+        self._is_reading = self._is_over = self._is_closed = self._makes_some = False
         self._threads = [
             threading.Thread(target=self._produce, name=f"meshwright-producer-{index}", daemon=True)
             for index in range(producers)
@@ -222,9 +222,8 @@ class MicrobatchQueue:
     def forget(self, before: int) -> None:
         """Batches before this one will not be asked for again."""
         with self._changed:
-            for held in (self._made, self._taken):
-                for key in [key for key in held if key[0] < before]:
-                    held.pop(key) if isinstance(held, dict) else held.discard(key)
+            self._made = {key: made for key, made in self._made.items() if key[0] >= before}
+            self._taken = {key for key in self._taken if key[0] >= before}
 
     def close(self) -> None:
         """End the producers."""
@@ -252,6 +251,7 @@ class MicrobatchQueue:
         if found is None:
             self._is_over = True
         else:
+            self._makes_some |= bool(found.fetch)
             self._counts.append(found.num_microbatches)
             self._tickets.extend(_Ticket(self._num_read, m, fetch) for m, fetch in sorted(found.fetch.items()))
             self._num_read += 1
@@ -262,8 +262,8 @@ class MicrobatchQueue:
         while not self._is_closed:
             first = (self._tickets[0].batch, self._tickets[0].microbatch) if self._tickets else None
             if self._num_begun < self._num_taken + self._depth or first in self._taken:
-                # Ranks that read nothing find no tickets; they read on when they come to a batch.
-                if not self._tickets and not self._is_over and len(self._counts) < 2:
+                # Ranks that make nothing find no tickets; they read on when they come to a batch.
+                if not self._tickets and not self._is_over and (self._makes_some or not self._counts):
                     self._read()
                 if self._tickets:
                     self._num_begun += 1
