@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from meshwright.measurement import run_ranks
 from meshwright.spec import MeasurementError
+from tests.events import SeenEvents
 
 pytestmark = pytest.mark.distributed
 LIMIT_S = 60.0
@@ -37,17 +38,6 @@ def _hang(context):
     signal.pause()
 
 
-class Events:
-    def __init__(self):
-        self.seen = []
-
-    def progress(self, task, done, total):
-        self.seen.append((task, done, total))
-
-    def metric(self, name, value, step):
-        self.seen.append((name, value, step))
-
-
 @pytest.fixture(autouse=True)
 def _nobody_is_left():
     yield
@@ -55,7 +45,7 @@ def _nobody_is_left():
 
 
 def test_results_come_by_rank_and_events_from_rank_0():
-    events = Events()
+    events = SeenEvents()
     results = run_ranks(_sum_ranks, 10, num_ranks=2, timeout_s=LIMIT_S, events=events)
     cores = sorted(os.sched_getaffinity(0))
     assert results == [(21, 1, [cores[rank % len(cores)]]) for rank in range(2)]

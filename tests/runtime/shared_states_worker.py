@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,7 +14,7 @@ from meshwright.runtime import open_session
 from meshwright.spec import GradientExchange, Plan, StagePlan, Workload
 from meshwright.training.losses import Losses
 from meshwright.training.state import gather_state
-from tests.processes import fork_ranks
+from tests.rank_results import write_results
 
 BATCH = 8
 
@@ -151,18 +148,12 @@ def train_on_less(stages, zero):
     return {"far": far, "losses": losses.known, "wanted": wanted}
 
 
-def run(out):
-    dist.init_process_group("gloo")
+def find(_folder):
     results = {zero: train(zero) for zero in range(4)}
     for stages, zero in ((2, 0), (1, 0), (1, 1), (1, 3)):
         results[f"less {stages} {zero}"] = train_on_less(stages, zero)
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    fork_ranks(int(sys.argv[1]), lambda: run(sys.argv[2]))
+    write_results(find)

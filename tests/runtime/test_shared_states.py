@@ -5,7 +5,6 @@ That they train as one process does is in `test_teams`.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -17,15 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwright.runtime import open_session
 from meshwright.runtime.sharded_optimizer import check_elementwise
 from meshwright.spec import PlanError, StagePlan
-from tests.processes import run_ranks
+from tests.rank_results import read_results
 from tests.runtime.shared_states_worker import Blocks, capture, plan_of
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    out = tmp_path_factory.mktemp("shared") / "out.json"
-    run_ranks("tests.runtime.shared_states_worker", 2, str(out))
-    return json.loads(out.read_text())
+    return read_results("tests.runtime.shared_states_worker", 2, tmp_path_factory.mktemp("shared"))
 
 
 @pytest.mark.distributed

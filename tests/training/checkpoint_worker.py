@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from meshwright import Feed, capture_model, prepare
 from meshwright.spec import GradientExchange, Plan, RunError, Sharding, StagePlan, Workload
-from tests.processes import fork_ranks
+from tests.rank_results import write_results
 
 BATCH, STEPS, STOP = 8, 6, 4
 LOSS = nn.functional.cross_entropy
@@ -150,18 +146,11 @@ def refusals(folder):
     return said
 
 
-def run(out):
-    dist.init_process_group("gloo")
-    folder = Path(out).parent
+def find(folder):
     results = {case: compare(case, folder / case) for case in CASES}
     results["said"] = refusals(folder / "pipeline")
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    fork_ranks(int(sys.argv[1]), lambda: run(sys.argv[2]))
+    write_results(find)

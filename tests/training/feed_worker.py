@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from itertools import islice
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,7 +12,7 @@ from torch import nn
 from meshwright import Feed, capture_model, prepare
 from meshwright.spec import Plan, StagePlan, Workload
 from meshwright.spec.instructions import Opcode
-from tests.processes import fork_ranks
+from tests.rank_results import write_results
 
 BATCH, MICROBATCHES, COUNT, EPOCHS = 8, 4, 28, 2
 LOSS = nn.functional.cross_entropy
@@ -119,22 +116,15 @@ def train_serially(feed):
     return losses
 
 
-def run(out):
-    dist.init_process_group("gloo")
+def find(_folder):
     feed = Feed(dataset=Samples(), shuffle=True, seed=5, epochs=EPOCHS)
-    results = {
+    return {
         "wanted": train_serially(feed),
         "pipeline": train(Samples(seconds=0.01), record=True),
         "replicas": train(Samples(), replicas=True),
         "stream": train(Stream([list(feed.order(epoch)) for epoch in range(EPOCHS)]), shuffle=False),
     }
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    fork_ranks(int(sys.argv[1]), lambda: run(sys.argv[2]))
+    write_results(find)

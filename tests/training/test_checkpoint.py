@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -14,15 +13,13 @@ import torch
 from meshwright.spec import Plan, StagePlan, Workload, write_document
 from meshwright.spec.shipped import load_shipped_graph
 from meshwright.training.checkpoint import find_newest
-from tests.processes import run_ranks
+from tests.rank_results import read_results
 from tests.training.checkpoint_worker import CASES
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    out = tmp_path_factory.mktemp("checkpoints") / "out.json"
-    run_ranks("tests.training.checkpoint_worker", 2, str(out))
-    return json.loads(out.read_text())
+    return read_results("tests.training.checkpoint_worker", 2, tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.mark.distributed

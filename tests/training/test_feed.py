@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright.spec import RunError
 from meshwright.training.feed import Feed, MicrobatchQueue, to_device, unpack
-from tests.processes import run_ranks
+from tests.rank_results import read_results
 
 
 class Numbers:
@@ -192,9 +191,7 @@ def test_what_is_no_feed_is_refused(options, words):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    out = tmp_path_factory.mktemp("feed") / "out.json"
-    run_ranks("tests.training.feed_worker", 2, str(out))
-    return json.loads(out.read_text())
+    return read_results("tests.training.feed_worker", 2, tmp_path_factory.mktemp("feed"))
 
 
 @pytest.mark.distributed

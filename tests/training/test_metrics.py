@@ -13,17 +13,7 @@ from meshwright.cli.main import invoke
 from meshwright.spec import Plan, RunError, StagePlan, Workload, write_document
 from meshwright.spec.shipped import load_shipped_graph
 from meshwright.training.metrics import PrometheusSink, TensorBoardSink, watching
-
-
-class Collector:
-    def __init__(self):
-        self.seen = []
-
-    def progress(self, task, done, total):
-        self.seen.append((task, done, total))
-
-    def metric(self, name, value, step):
-        self.seen.append((name, value, step))
+from tests.events import SeenEvents
 
 
 def scrape(port):
@@ -45,7 +35,7 @@ def free_port():
 
 
 def test_what_is_told_is_seen_by_all(tmp_path):
-    port, collector = free_port(), Collector()
+    port, collector = free_port(), SeenEvents()
     with watching(collector, tmp_path, port) as events:
         for step in (1, 2, 3):
             events.metric("loss", 1.0 / step, step)
