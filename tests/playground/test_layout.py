@@ -11,6 +11,7 @@ from meshwright.playground import state_of_plan
 from meshwright.playground.layout import make_plan, workload_of
 from meshwright.spec import (
     GradientExchange,
+    Loader,
     MeshwrightError,
     Offload,
     PlanError,
@@ -124,8 +125,12 @@ def test_plans_that_the_controls_cannot_say_are_refused():
     split = replace(plan, sharding=Sharding(tensor=2))
     with pytest.raises(PlaygroundError, match=r"splits ops over devices \(tensor 2\)"):
         state_of_plan(split, STATE)
-    with pytest.raises(PlaygroundError, match="exchanges gradients in another way"):
-        state_of_plan(replace(plan, exchange=GradientExchange(zero=1)), STATE)
+    for exchange in (GradientExchange(zero=1), GradientExchange(clip_norm=True)):
+        with pytest.raises(PlaygroundError, match="exchanges gradients in another way"):
+            state_of_plan(replace(plan, exchange=exchange), STATE)
+    fed = replace(plan, workload=replace(plan.workload, loader=Loader(seconds_per_sample=1e-3)))
+    with pytest.raises(PlaygroundError, match="waits for a loader"):
+        state_of_plan(fed, STATE)
     kept = replace(plan, offload=Offload(optimizer="host"))
     with pytest.raises(PlaygroundError, match="keeps optimizer states on the host"):
         state_of_plan(kept, STATE)

@@ -161,7 +161,13 @@ def _unsaid(plan: Plan) -> str:
     """What a plan does that no control stands for, in words; nothing of most."""
     if not plan.sharding.is_whole:
         return f"splits ops over devices ({plan.sharding.describe()})"
-    return "computes parts of the model again" if plan.recompute else plan.only_simulated
+    if plan.recompute:
+        return "computes parts of the model again"
+    if plan.workload.loader is not None:
+        return "waits for a loader of samples"
+    if not plan.exchange.is_plain:
+        return f"exchanges gradients in another way than by sums of buckets ({plan.exchange.describe_changes()})"
+    return plan.only_simulated
 
 
 def _layout_of(plan: Plan, replicas: tuple[int, ...]) -> LayoutName:
