@@ -11,7 +11,7 @@ PARALLEL := -n logical --maxprocesses 4
 export PYTHON TORCH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format docs clean distclean
+.PHONY: help demo test test-ci test-all lint format docs clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -24,7 +24,10 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt scripts/setup.sh
 demo: $(VENV)/.stamp-run ## capture, measure, plan, simulate, run and compare a small GPT; see demo-out/
 	$(BIN)/python examples/demo.py --out demo-out
 
-test: $(VENV)/.stamp-dev ## all tests but the slow ones
+test: $(VENV)/.stamp-dev ## all tests but the long and the slow ones, in about ten minutes on two cores
+	$(BIN)/python -m pytest -m "not slow and not long" $(PARALLEL) $(PYTEST_ARGS)
+
+test-ci: $(VENV)/.stamp-dev ## what CI runs: the long ones too, as every command of the pages
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.stamp-dev ## the slow ones too, with more examples for each property

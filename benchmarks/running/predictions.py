@@ -6,9 +6,11 @@
     others        schedules of a pipeline with a stage per rank (interleaved: two), of nearly equal numbers of layers,
                   and two microbatches for each rank
 
-All are run by `meshwright run`'s launcher. First the links are timed, then the ops of every share of a model with the
-neighbouring core busy; nothing is fitted to steps. A step is forward, backward and AdamW. The figure is
-|predicted - measured| / measured, measured being the median over the steps after the warm-up.
+All are run by `meshwright run`'s launcher. First the links are timed; then, for each configuration, half of its steps,
+the ops of its share of the model with the neighbouring core busy, and the other half, for the machine's speed drifts;
+nothing is fitted to steps. A step is forward, backward and AdamW. The figure is |predicted - measured| / measured,
+measured being the median over the steps after the warm-up. How far the second half is from the first, of the same
+program, says what of that is the machine's.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from meshwright.cost.collectives.fitting import fit_measured
 from meshwright.measurement import measure_links, measure_machine
 from meshwright.program import lower_graph
 from meshwright.report import compare_timelines
+from meshwright.runtime import measure_overhead
 from meshwright.simulator import Simulation, simulate_plan
 from meshwright.spec import (
     GradientExchange,
@@ -133,7 +136,6 @@ def fitted_links(num_ranks: int) -> tuple:
     return fit_measured(measure_links(num_ranks=num_ranks))
 
 
-@cache
 def measured_ops(model: str, microbatch: int, num_ranks: int, sharding: Sharding) -> Measurements:
     """Of whole ops the table also has transfers and what the runtime's own instructions cost."""
     if sharding.is_whole:
@@ -147,9 +149,8 @@ def predict(configuration: Configuration, plan: Plan, graph: Graph) -> Simulatio
     own, host = fitted_links(num_ranks)
     table = measured_ops(configuration.model, configuration.microbatch, num_ranks, plan.sharding)
     if not plan.sharding.is_whole:
-        # Its table is of ops alone; what instructions cost is the same.
-        whole = measured_ops(configuration.model, configuration.microbatch, num_ranks, UNSHARDED)
-        table = replace(table, overhead_s=whole.overhead_s)
+        # Its table is of ops alone.
+        table = replace(table, overhead_s=measure_overhead())
     cost = CostModel(cluster=cluster, measurements=table, collectives=own, collective_hosts=host)
     return simulate_plan(plan, graph, cluster, cost=cost, num_steps=3)
 
@@ -157,22 +158,27 @@ def predict(configuration: Configuration, plan: Plan, graph: Graph) -> Simulatio
 def rows(quick: bool):
     """One row per configuration, the score, and whether all issued what was predicted in that order."""
     steps = QUICK_STEPS if quick else NUM_STEPS
-    found, scored, in_order = [], [], []
+    found, scored, in_order, drifts = [], [], [], []
     for configuration in CONFIGURATIONS:
         graph = load_shipped_graph(configuration.model)
         plan = make_plan(configuration, graph)
+        before, _ = measure(plan, steps // 2)
         predicted = predict(configuration, plan, graph)
-        seconds, timeline = measure(plan, steps)
-        found.append(prediction_row(configuration.name, predicted.step_time_s, np.array(seconds[WARM_UP:])))
+        after, timeline = measure(plan, steps // 2)
+        halves = np.array([before, after])[:, WARM_UP:]
+        found.append(prediction_row(configuration.name, predicted.step_time_s, halves.ravel()))
         in_order.append(compare_timelines(predicted.timeline, timeline).same_order)
         if configuration.num_ranks == SCORED_RANKS:
             scored.append(found[-1])
+            drifts.append(abs(np.median(halves[1]) / np.median(halves[0]) - 1))
         print(
             f"{configuration.name}: predicted {predicted.step_time_s:.4f} s, measured {found[-1].baseline:.4f} s, "
             f"order {'as predicted' if in_order[-1] else 'another'}",
             file=sys.stderr,
         )
     found.append(score_row(scored, TARGET))
+    low, middle, high = np.quantile(drifts, [0.1, 0.5, 0.9])
+    found.append(make_row("median of second half / first half - 1, same program", middle, "", spread=(high - low) / 2))
     found.append(make_row("runs that issued another order than predicted", in_order.count(False), "", target=0))
     return found
 

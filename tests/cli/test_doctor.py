@@ -101,6 +101,7 @@ def test_doctor_works_without_torch(tmp_path):
     assert code in (0, 1)
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_the_cluster_file_loads_and_has_this_machine(run, tmp_path):
     code, out, err = run("measure", "--cluster", "--repeats", 2, "-o", "here.toml", "--json")

@@ -1,10 +1,13 @@
-"""`meshwright simulate --exchange`: ways of exchanging gradients, the bound and the verdict."""
+"""`simulate --exchange`: ways of exchanging gradients, the bound and the verdict; `plan --exchange`: an own order."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+
+from meshwright.spec import Plan, read_document
 
 MINE = '''"""Orders of an exchange."""
 
@@ -58,6 +61,23 @@ def test_programs_read_json(planned):
     assert exchanges["ways"][0]["step_time_s"] == found["step_time_s"]
     assert exchanges["is_worth_it"] is (exchanges["gain_share"] >= 0.03)
     assert "exchanges" not in json.loads(planned("simulate", "plan.json", "--json")[1])
+
+
+def test_the_best_plan_follows_an_own_order(planned):
+    options = ("gpt-tiny", "--cluster", "2xA100", "--batch", "64", "--stages", "1", "--out", "own.json")
+    code, out, error = planned("plan", *options, "--exchange", "mine.py:small_first")
+    assert code == 0, error
+    plan = read_document(Plan, Path("own.json"))
+    count = len(plan.exchange.sequence)
+    assert sorted(plan.exchange.sequence) == list(range(count))
+    assert f"Gradients leave as mine.py:small_first says, in {count} part" in " ".join(out.split())
+    code, _, error = planned("plan", *options[:-1], "other.json", "--exchange", "whole")
+    assert code == 2
+    assert "is no order of your own; give path/to/file.py:function" in " ".join(error.replace("│", " ").split())
+    code, _, error = planned("plan", *options[:-1], "other.json", "--exchange", "mine.py:half")
+    assert code == 1
+    assert "expected the `index` of each of its" in " ".join(error.split())
+    assert not Path("other.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ def write_plan(folder, cluster, ranks):
         ("--process 1", "give --dry, too"),
         ("--dry --save-model m.pt", "trains nothing and takes no times"),
         ("--dry --checkpoint kept", "trains nothing and takes no times"),
+        ("--dry --steps 3 --check", "leave out --steps and --check"),
+        ("--dry --record 3", "leave out --record"),
         ("--resume", "need the folder: give --checkpoint"),
         ("--checkpoint-every 3", "need the folder: give --checkpoint"),
         ("--calibrate", "corrects the table of --measurements"),
@@ -48,15 +50,17 @@ def test_options_that_say_nothing_are_refused(run, tmp_path, words, said):
 
 def test_a_plan_for_several_nodes_comes_with_the_line_that_starts_it(run, tmp_path):
     path = write_plan(tmp_path, "2x2xcpu", 4)
-    code, out, _ = run("run", path, "--steps", 2)
+    code, out, _ = run("run", path, "--steps", 2, "--autocast", "--out", "its results")
     assert code == 1
     words = " ".join(out.split())
     assert "torchrun --nnodes=2 --node-rank=N --nproc-per-node=2 --master-addr=HOST" in words
     assert "--module meshwright run" in words
+    assert "plan.json --steps 2 --out 'its results' --autocast" in words
     assert "N being 0 to 1" in words
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.timeout(180)
 def test_a_run_corrects_the_table_that_it_went_by(run, tmp_path, monkeypatch):

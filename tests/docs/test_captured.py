@@ -29,6 +29,7 @@ def capture_table(monkeypatch):
 
 
 # What these models use makes torch warn of its own parts; as an error, that would be one more refusal.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_refusals_are_told_as_the_page_says(capture_table):
     found = [list(row) for row in capture_table.refusals()]

@@ -10,8 +10,11 @@ from tests.docs.blocks import PAGES, ROOT, blocks_of, is_run, is_slow, run_page
 
 pytestmark = pytest.mark.timeout(300)
 
-
-RUN = [pytest.param(page, id=page, marks=[pytest.mark.slow] if is_slow(page) else []) for page in PAGES if is_run(page)]
+RUN = [
+    pytest.param(page, id=page, marks=pytest.mark.slow if is_slow(page) else pytest.mark.long)
+    for page in PAGES
+    if is_run(page)
+]
 
 
 @pytest.mark.parametrize("page", RUN)

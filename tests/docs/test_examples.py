@@ -30,6 +30,7 @@ def test_the_page_says_which_examples_need_no_torch():
     assert len(rows) == len(EXAMPLES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_an_example_without_torch_runs_where_torch_cannot_be_imported(name, tmp_path):
     command = [sys.executable, "-c", BLOCKED, str(ROOT / "examples" / name)]

@@ -34,6 +34,7 @@ def run_cases(count: int, seed: int, timeout_s: float) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_share_of_the_cases_is_taken_well():
     result = run_cases(150, seed=0, timeout_s=170)

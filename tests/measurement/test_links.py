@@ -32,6 +32,7 @@ def test_places_are_the_dimensions_of_all_meshes(num_ranks):
         assert all(np.all(np.diff(ranks) == place.stride) for ranks in place.groups)
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_every_collective_of_three_ranks_becomes_rows(warm_ranks):
     found = measure_links(num_ranks=3, sizes=(8, 2**14), budget_s=30.0, timeout_s=100)

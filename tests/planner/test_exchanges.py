@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright import Plan, Workload, load_cluster
-from meshwright.planner import EXCHANGE_NAMES, compare_exchanges, cut_into_layers
+from meshwright.planner import EXCHANGE_NAMES, compare_exchanges, cut_into_layers, follow_own_order
+from meshwright.planner.exchanges import PART_BYTES
 from meshwright.simulator import schedule_exchange, simulate_plan
 from meshwright.spec import Optimizer, PlanError, StagePlan
 from meshwright.spec.exchange import GradientExchange
@@ -120,6 +121,20 @@ def test_an_own_order_is_followed_and_checked():
     for wrong in (lambda parts: [0, 0, 1], lambda parts: None, lambda parts: ["0", 1, 2, 3], lambda parts: []):
         with pytest.raises(PlanError, match="expected the `index` of each of its 3 parts once"):
             schedule_exchange(plan, graph, cluster, cost=cost, own_order=wrong)
+
+
+def test_an_own_order_within_a_step_is_a_plan_that_runs():
+    graph, cluster = load_shipped_graph("gpt-tiny"), load_cluster("2xA100")
+    _, plan = data_parallel("gpt-tiny", cluster, 8)
+    found = follow_own_order(plan, graph, cluster, lambda parts: [part.index for part in reversed(parts)])
+    exchange = found.plan.exchange
+    assert found.plan.is_runnable
+    assert exchange.partition_bytes in PART_BYTES
+    assert exchange.sequence == tuple(reversed(range(len(exchange.sequence))))
+    assert found.step_time_s == simulate_plan(found.plan, graph, cluster).step_time_s
+    assert f"{len(exchange.sequence)} part" in found.plan.describe()
+    with pytest.raises(PlanError, match="zero = 1, which sums whole buckets"):
+        follow_own_order(replace(plan, exchange=GradientExchange(zero=1)), graph, cluster, lambda parts: [])
 
 
 def test_what_exchanges_nothing_is_refused():

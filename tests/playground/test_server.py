@@ -277,6 +277,7 @@ def test_a_defect_is_an_answer_with_a_status(monkeypatch):
         assert "ZeroDivisionError" in json.loads(body)["message"]
 
 
+@pytest.mark.long
 def test_a_silent_connection_is_closed_and_too_many_are_not_taken(monkeypatch):
     monkeypatch.setattr(server_module._Handler, "timeout", 0.3)
     with running() as server:

@@ -12,7 +12,7 @@ import pytest
 from tests.processes import run_ranks
 from tests.program.sharding_worker import MESHES, MODELS, cases
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

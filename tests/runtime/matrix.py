@@ -10,14 +10,15 @@ from tests.processes import run_ranks
 
 
 def matrix_cases(worlds, models, main_cases, all_cases, optimizers=("sgd", "adamw")):
-    """Which run a case is of, the world size, and its name; what is not always tried is slow."""
+    """Which run a case is of, the world size, and its name; what is not always tried is slow, more ranks are long."""
     found = []
     for world in worlds:
+        always = [] if world == min(worlds) else [pytest.mark.long]
         for model in models:
             main = [case.key for case in main_cases(model, world)]
             for case in all_cases(model, world):
                 if case.optimizer in optimizers:
-                    which, marks = ("main", []) if case.key in main else ("all", [pytest.mark.slow])
+                    which, marks = ("main", always) if case.key in main else ("all", [pytest.mark.slow])
                     name = f"{model}/{case.key}"
                     found.append(pytest.param(which, world, name, id=f"{world}-{name}", marks=marks))
     return found

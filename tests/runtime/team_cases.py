@@ -23,10 +23,12 @@ class TeamLayout(NamedTuple):
         return f"{stages}/{self.schedule}/{self.split}/{self.optimizer}"
 
 
-# Behind a name: every block runs again in the backward; gradients are clipped to a norm; replicas share out states.
+# Behind a name: every block runs again in the backward; gradients are clipped to a norm; replicas share out states;
+# gradients leave in parts of buckets, in an order of their own.
 AGAIN = "+again"
 CLIP = "+clip"
 ZERO = "+zero"
+PARTS = "+parts"
 MAX_NORM = 0.3
 SPLITS = {
     "whole": Sharding(),
@@ -54,6 +56,8 @@ _LAYOUTS = {
         ((2,), "gpipe", "whole" + CLIP),
         ((1,), "1f1b", "expert" + CLIP),
         *(((2,), "1f1b", f"whole{ZERO}{stage}") for stage in (1, 2, 3)),
+        ((2,), "1f1b", "whole" + PARTS),
+        ((on((0, 1)), on((0, 1))), "interleaved", f"whole{PARTS}{CLIP}"),
         ((2,), "gpipe", f"whole{ZERO}1{CLIP}"),
         ((2,), "1f1b", f"whole{ZERO}3{AGAIN}{CLIP}"),
         ((on((0, 1)), on((0, 1))), "interleaved", f"whole{ZERO}3"),
@@ -84,6 +88,8 @@ _LAYOUTS = {
         ((1, 1), "1f1b", "expert"),
         ((4,), "1f1b", f"whole{ZERO}3"),
         ((2, 2), "1f1b", f"whole{ZERO}1"),
+        ((2, 2), "1f1b", "whole" + PARTS),
+        ((2,), "1f1b", "tensor" + PARTS),
         ((2, 2), "gpipe", f"whole{ZERO}2{CLIP}"),
         ((2, 2), "1f1b", f"whole{ZERO}3{AGAIN}"),
         ((2,), "1f1b", f"tensor{ZERO}1{CLIP}"),
@@ -118,6 +124,6 @@ def main_cases(model, world):
     if model == "gpt-ignoring":
         return [case for case in found if case.optimizer == "sgd" and case.split in ("ring", "context")]
     if model == "gpt-tied":
-        kept = ("whole+again", "whole+clip", "whole+zero3")
+        kept = ("whole+again", "whole+clip", "whole+zero3", "whole+parts")
         return [case for case in found if case.optimizer == "sgd" and case.split in kept]
     return [case for case in found if case.optimizer == "adamw" and case.split in ("tensor", "sequence", "ring")][:3]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from meshwright.capture import flatten_batch
 from meshwright.program import gradient_buckets
+from meshwright.program.lowering import lower_plan
+from meshwright.program.parts import cut_parts
 from meshwright.program.sharding import fsdp_collectives, padded_bytes, parameter_groups
 from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import GradientExchange, Plan, StagePlan, Workload
@@ -20,7 +24,7 @@ from meshwright.training.state import gather_state
 from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models
-from tests.runtime.team_cases import AGAIN, CLIP, MAX_NORM, SPLITS, ZERO, all_cases, main_cases
+from tests.runtime.team_cases import AGAIN, CLIP, MAX_NORM, PARTS, SPLITS, ZERO, all_cases, main_cases
 from tests.runtime.team_models import MODELS
 
 NUM_MICROBATCHES = 4
@@ -35,7 +39,7 @@ def make_plan(graph, layout):
         ranks = item.ranks if isinstance(item, on) else tuple(range(rank, rank + item))
         rank += 0 if isinstance(item, on) else item
         stages.append(StagePlan(start=start, stop=stop, ranks=ranks))
-    return Plan(
+    plan = Plan(
         model="test",
         graph_hash=graph.content_hash,
         cluster="test",
@@ -47,6 +51,16 @@ def make_plan(graph, layout):
         recompute=recompute_choices(graph)["full"] if AGAIN in layout.split else (),
         exchange=GradientExchange(bucket_bytes=2**14, zero=int(zero[0]) if zero else 0),
     )
+    return in_parts(plan, graph) if PARTS in layout.split else plan
+
+
+def in_parts(plan, graph):
+    """The plan whose gradients leave in parts of buckets, every other one first."""
+    exchange = replace(plan.exchange, partition_bytes=3000)
+    local, lowered = lower_plan(replace(plan, exchange=exchange), graph)
+    count = len(cut_parts(gradient_buckets(lowered, local), exchange).bucket)
+    order = (*range(1, count, 2), *range(0, count, 2))
+    return replace(plan, exchange=replace(exchange, sequence=order))
 
 
 def train(captured, loops, layout):
@@ -145,11 +159,12 @@ def expected_of_replicas(session):
         ids = [groups[c.group].parameters if c.kind == "all_gather" else groups[c.group].trained for c in passes]
         found = [[c.kind, padded_bytes(graph, own, count, 8)] for c, own in zip(passes, ids, strict=True)]
         return found * (plan.num_microbatches // count)
-    numbers = [sum(graph.tensors[i].num_elements(0) for i in b.parameters) for b in gradient_buckets(graph, plan)]
-    sizes = [-(-number // count) * count * 8 for number in numbers]
+    buckets = gradient_buckets(graph, plan)
+    sizes = [-(-bucket.num_elements // count) * count * 8 for bucket in buckets]
     if plan.exchange.zero == 1:
         return [["reduce_scatter", size] for size in sizes] + [["all_gather", size] for size in reversed(sizes)]
-    return [["all_reduce", size] for size in sizes]
+    parts = cut_parts(buckets, plan.exchange)
+    return [["all_reduce", int(parts.stop[part] - parts.start[part]) * 8] for part in np.argsort(parts.place)]
 
 
 def train_serially(model, stream, make_optimizer, max_norm):

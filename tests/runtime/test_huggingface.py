@@ -11,7 +11,7 @@ from tests.processes import run_ranks
 pytest.importorskip("transformers")
 from tests.runtime.huggingface_worker import MODELS, PIPELINES
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from tests.processes import run_ranks
 from tests.runtime.placed_models import PLACED_MODELS
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.timeout(400)]
 HOW = ("searched", "thrown-1", "thrown-2")
 # What `place` puts on both devices of its own accord, for its branches are worth it.
 BRANCHED = ("branched", "cond", "u-net")

@@ -49,6 +49,7 @@ def test_state_and_losses_are_those_of_one_process(results, which, world_size, c
         "2/1f1b/whole+zero1/adamw",
         "2/1f1b/whole+zero2/sgd",
         "2/1f1b/whole+zero3/adamw",
+        "2/1f1b/whole+parts/sgd",
     ],
 )
 def test_the_collectives_of_a_step_are_those_that_are_predicted(results, case):

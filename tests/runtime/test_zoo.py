@@ -10,7 +10,7 @@ import pytest
 from tests.processes import run_ranks
 from tests.runtime.zoo_worker import CASES, SIZES
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -74,8 +74,8 @@ def step_us(order, sizes, forward, backward, num_layers, num_steps=12):
 )
 def test_the_next_forward_waits_for_its_own_layer_alone(num_layers, forward, backward, moving, num_parts, seed):
     graph = chain_graph(num_layers)
-    each = 4 * 4 * 4
-    plan = layered_plan(graph, 2, across_steps=True, bucket_bytes=1, partition_bytes=-(-each // num_parts))
+    elements = 4 * 4
+    plan = layered_plan(graph, 2, across_steps=True, bucket_bytes=1, partition_bytes=4 * -(-elements // num_parts))
     # Buckets are numbered from the last layer on.
     parts = [(num_layers - 1 - k // num_parts, k % num_parts) for k in range(num_layers * num_parts)]
     sequence = list(range(len(parts)))

@@ -43,8 +43,10 @@ def test_every_rank_has_a_stage_and_every_microbatch_one_rank(plan):
 def test_the_line_for_people():
     line = "2 stages [0:1 ×2, 1:2 ×1], 4 microbatches of 3, mine.py:waves"
     split = ", tensor 2 with sequence parallelism, context 2"
-    assert PLAN.describe() == f"{line}{split}, 1 part computed again"
-    assert replace(PLAN, sharding=UNSHARDED, recompute=()).describe() == line
+    order = ", 2 parts of gradients in order"
+    assert PLAN.describe() == f"{line}{split}{order}, 1 part computed again"
+    assert replace(PLAN, sharding=UNSHARDED, recompute=()).describe() == f"{line}{order}"
+    assert replace(PLAN, sharding=UNSHARDED, recompute=(), exchange=GradientExchange()).describe() == line
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_losses_are_those_of_one_process_under_autocast(plan, wanted, tmp_path, 
     assert found[-1] < found[0]
 
 
+@pytest.mark.long
 def test_the_command_line_has_it(tmp_path, warm_ranks, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     path = write_document(PLAN, tmp_path / "plan.json")

@@ -53,6 +53,7 @@ def said(process):
     return process.returncode, " ".join(text.split())
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_a_killed_run_goes_on(tmp_path):
     graph = load_shipped_graph("gpt-tiny")

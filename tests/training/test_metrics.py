@@ -78,6 +78,7 @@ def test_an_extra_that_is_missing_is_named(monkeypatch, module, make, extra):
         make()
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_a_run_is_watched(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -242,10 +242,10 @@ def test_a_model_that_bakes_its_batch_size_in_is_captured_at_the_microbatch_size
 @pytest.mark.parametrize(
     ("number", "delay_s"),
     [
-        (signal.SIGINT, 0.0),  # while the ranks' interpreters start
+        pytest.param(signal.SIGINT, 0.0, marks=pytest.mark.long),  # while the ranks' interpreters start
         (signal.SIGINT, 0.5),  # while they import torch
-        (signal.SIGINT, 5.0),  # while they train
-        (signal.SIGTERM, 0.5),
+        pytest.param(signal.SIGINT, 5.0, marks=pytest.mark.long),  # while they train
+        pytest.param(signal.SIGTERM, 0.5, marks=pytest.mark.long),
         (signal.SIGKILL, 2.0),
     ],
 )

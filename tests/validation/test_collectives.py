@@ -133,6 +133,7 @@ def test_sizes_left_out_of_one_fold():
 # --- shipped ---
 
 
+@pytest.mark.long
 def test_the_shipped_models_are_those_of_the_rows():
     shipped, anew = load_shipped(), fit_shipped()
     assert shipped.elsewhere.high == pytest.approx(anew.elsewhere.high, rel=1e-6)

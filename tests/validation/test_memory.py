@@ -37,6 +37,7 @@ def test_predictions_are_made_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [4, 10])
 def test_what_training_needs_now_is_what_was_measured(place):
     row = load_table("memory_training")[place]

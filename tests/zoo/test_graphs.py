@@ -18,7 +18,7 @@ def test_every_name_has_its_graph():
 
 def by_size(name):
     quick = name.endswith("-tiny") or name in QUICK
-    return pytest.param(name, marks=[] if quick else [pytest.mark.slow])
+    return pytest.param(name, marks=pytest.mark.long if quick else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [by_size(name) for name in shipped_graphs()])

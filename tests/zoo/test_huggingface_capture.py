@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 CONFIGS = Path(__file__).parent / "configs"
 TINY = sorted(path.stem for path in CONFIGS.glob("*.json"))
+QUICK = ("gpt2", "llama")
 
 
 def capture(reference, *, verify, **options):
@@ -28,7 +29,9 @@ def variant(tmp_path, name, **changes):
     return path
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in TINY]
+)
 def test_the_graph_computes_what_the_model_computes(name):
     # Loss, gradients and buffers of two steps; raises otherwise.
     graph = capture(CONFIGS / f"{name}.json", verify=True).graph

@@ -28,6 +28,34 @@ ExchangeOption = Annotated[
 ]
 
 
+OwnExchangeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--exchange",
+        help="Your own order in which parts of the best plan's gradients leave: file.py:function.",
+    ),
+]
+
+
+def load_order(reference: str) -> OwnOrder:
+    """The function of a reference; what it raises is told with its line. Raises BadParameter for what is none."""
+    parts = split_reference(reference)
+    if parts is None:
+        raise typer.BadParameter(
+            f"--exchange {reference!r} is no order of your own; give path/to/file.py:function. What the named ways "
+            "would gain, `meshwright simulate plan.json --exchange all` says."
+        )
+    path, name = parts
+    function = load_function(path, name, expected=_EXPECTED, error=ScheduleReferenceError)
+
+    def order(parts: Sequence[ReadyPart]) -> list[int]:
+        with importable(path.parent), reported(path, f"{reference} raised", ScheduleReferenceError):
+            answer = function(parts)
+            return list(answer) if isinstance(answer, Iterable) else answer
+
+    return order
+
+
 def compare_ways(
     plan: Plan,
     graph: Graph,
@@ -42,7 +70,7 @@ def compare_ways(
 
     if not asked:
         return {}, []
-    own = [(reference, _load(reference)) for reference in asked if split_reference(reference) is not None]
+    own = [(reference, load_order(reference)) for reference in asked if split_reference(reference) is not None]
     named = [name for name in asked if split_reference(name) is None]
     names = EXCHANGE_NAMES if "all" in named else tuple(dict.fromkeys(named))
     found = compare_exchanges(plan, graph, machine, names, own_orders=own, cost=cost, contention=contention)
@@ -56,18 +84,3 @@ def compare_ways(
         "ways": found.rows(),
     }
     return facts, ["", exchanges_table(found.rows()), found.explain()]
-
-
-def _load(reference: str) -> OwnOrder:
-    """The function of a reference; what it raises is told with its line."""
-    parts = split_reference(reference)
-    assert parts is not None, "only references are loaded"
-    path, name = parts
-    function = load_function(path, name, expected=_EXPECTED, error=ScheduleReferenceError)
-
-    def order(parts: Sequence[ReadyPart]) -> list[int]:
-        with importable(path.parent), reported(path, f"{reference} raised", ScheduleReferenceError):
-            answer = function(parts)
-            return list(answer) if isinstance(answer, Iterable) else answer
-
-    return order

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
+from meshwright.cli.exchanges import OwnExchangeOption, load_order
 from meshwright.cli.models import (
     ImageOption,
     JsonOption,
@@ -22,7 +23,7 @@ from meshwright.cli.models import (
 from meshwright.cli.output import terminal_sink
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path
 from meshwright.cli.plan_files import files_to_write
-from meshwright.cli.plan_output import PlanPlaces, order_best, put_plans
+from meshwright.cli.plan_output import PlanPlaces, exchange_best, order_best, put_plans
 from meshwright.cli.planning import (
     default_batch,
     default_precision,
@@ -145,6 +146,7 @@ def plan(
     context: ContextOption = None,
     expert: ExpertOption = None,
     placement: PlacementOption = None,
+    exchange: OwnExchangeOption = None,
     zero: ZeroOption = None,
     recompute: RecomputeOption = None,
     offload: OffloadOption = None,
@@ -244,6 +246,7 @@ def plan(
         )
         return
     away, rates = read_offload(offload or ()), read_prices(prices)
+    own_exchange = load_order(exchange) if exchange is not None else None
     files = files_to_write(model, out, launch, slurm)
     page = page_path(html, open_browser, "plan")
     place_of_orders(find_orders, whole_backwards)
@@ -322,6 +325,9 @@ def plan(
     found: list[str] = []
     if find_orders is not None:
         plans, found = order_best(plans, graph_for, cost, find_orders, whole=whole_backwards, limit_bytes=limit_bytes)
+    if exchange is not None and own_exchange is not None:
+        plans, said = exchange_best(plans, graph_for, cost, exchange, own_exchange, limit_bytes=limit_bytes)
+        found += said
     # The reference as it was given, so that `simulate` and `run` find the same cluster.
     named = replace(plans, ranked=tuple(on_cluster(item, cluster) for item in plans.ranked))
     places = PlanPlaces(files=files, orders=find_orders, page=page, opened=open_browser)

@@ -12,10 +12,12 @@ from rich.text import Text
 from meshwright.cli.output import print_json, print_tables
 from meshwright.cli.pages import provenance, put_page
 from meshwright.cli.plan_files import PlanFiles, no_files, write_plan_files
+from meshwright.spec.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from meshwright.cost import CostModel
     from meshwright.planner import Plans
+    from meshwright.simulator import OwnOrder
     from meshwright.spec.graph import Graph
 
 
@@ -54,6 +56,31 @@ def order_best(
     ranked = (first, *(item for item in plans.ranked if item.plan != first.plan))
     front = find_front((first, *plans.front))
     return replace(plans, ranked=ranked[: len(plans.ranked)], front=front), [sought.explain()]
+
+
+def exchange_best(
+    plans: Plans,
+    graph_for: Callable[[int], Graph],
+    cost: CostModel,
+    reference: str,
+    order: OwnOrder,
+    *,
+    limit_bytes: int | None,
+) -> tuple[Plans, list[str]]:
+    """The plans behind the best of them, whose gradients leave in an own order; and what to say of it."""
+    from meshwright.planner import follow_own_order
+
+    best = plans.best
+    graph = graph_for(best.plan.microbatch_size)
+    found = follow_own_order(best.plan, graph, cost.cluster, order, cost=cost, memory_limit_bytes=limit_bytes)
+    first = replace(found, price=best.price and best.price.at(found.step_time_s))
+    exchange = found.plan.exchange
+    said = (
+        f"Gradients leave as {reference} says, in {format_count(len(exchange.sequence), 'part')} of at most "
+        f"{format_bytes(exchange.partition_bytes)}: a step of {format_seconds(found.step_time_s)}, in buckets "
+        f"{format_seconds(best.step_time_s)}."
+    )
+    return replace(plans, ranked=(first, *plans.ranked[: len(plans.ranked) - 1])), [said]
 
 
 def put_plans(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -79,6 +80,17 @@ def given_options(context: typer.Context) -> tuple[str, ...]:
         if parameter.param_type_name == "option" and source is not None and source.name == "COMMANDLINE":
             given.append(max(parameter.opts, key=len))
     return tuple(given)
+
+
+def repeat_options(context: typer.Context) -> str:
+    """The options that the user typed, as a shell reads them."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        name = max(parameter.opts, key=len)
+        if name in given_options(context):
+            value = context.params[parameter.name or ""]
+            words += [name] if value is True else [name, str(value)]
+    return shlex.join(words)
 
 
 def read_prices(text: str | None) -> Scenario:

@@ -10,11 +10,13 @@ import typer
 
 from meshwright.cli.models import JsonOption, MeasurementsOption
 from meshwright.cli.output import print_tables, terminal_sink
+from meshwright.cli.planning import given_options, repeat_options
 from meshwright.cli.run_output import (
     check_options,
     correct,
     judge,
     lines_for_nodes,
+    load_measurements_of,
     print_dry_run,
     print_result,
     recorded_steps,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 
 def run(
+    call: typer.Context,
     plan: PlanArgument,
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 20,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the timeline and the results.")] = Path("run"),
@@ -100,22 +103,10 @@ def run(
     )
 
     first_recorded, num_recorded = recorded_steps(record, steps)
-    given = {
-        "--trace": trace,
-        "--save-model": save_model,
-        "--checkpoint": checkpoint,
-        "--tensorboard": tensorboard,
-        "--measurements": measurements,
-    }
-    check_options(
-        given,
-        plan=plan,
-        num_recorded=num_recorded,
-        dry=dry,
-        process=process,
-        calibrate=calibrate,
-        resume=resume or checkpoint_every > 0,
-    )
+    check_options(given_options(call))
+    if measurements is not None:
+        # What is wrong with it is said before anything is trained.
+        load_measurements_of(plan, measurements, calibrate=calibrate, num_recorded=num_recorded)
     chosen = traced_ranks(trace, trace_ranks)
     if chosen is not None:
         check_ranks(chosen, read_document(Plan, plan).num_ranks)
@@ -141,7 +132,7 @@ def run(
     if check:
         refuse_unchecked(job)
     is_rank = started_by_torchrun()
-    if not is_rank and not here and (lines := lines_for_nodes(plan)):
+    if not is_rank and not here and (lines := lines_for_nodes(plan, repeat_options(call))):
         print_tables(*lines, "With --here all of its ranks start on this host.")
         raise typer.Exit(1)
     is_first = not is_rank or os.environ["RANK"] == "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,29 +33,31 @@ def load_measurements_of(plan: Path, table: Path, *, calibrate: bool, num_record
     load_measurements(table, load_cluster(document.cluster))
 
 
-def check_options(
-    given: dict[str, Path | None],
-    *,
-    plan: Path,
-    num_recorded: int,
-    dry: bool,
-    process: int | None,
-    calibrate: bool,
-    resume: bool,
-) -> None:
+# What says something of a step in which nothing is computed.
+_OF_DRY_RUNS = frozenset(
+    {
+        "--dry",
+        "--process",
+        "--learning-rate",
+        "--seed",
+        "--repair",
+        "--repair-fade",
+        "--clip-norm",
+        "--autocast",
+        "--json",
+    }
+)
+
+
+def check_options(given: Sequence[str]) -> None:
     """Raise BadParameter for options that say nothing together."""
-    table = given["--measurements"]
-    if table is not None:
-        # What is wrong with it is said before anything is trained.
-        load_measurements_of(plan, table, calibrate=calibrate, num_recorded=num_recorded)
-    if calibrate and (given["--measurements"] is None or dry):
-        raise typer.BadParameter("--calibrate corrects the table of --measurements by a run: give it, and no --dry.")
-    if process is not None and not dry:
+    if "--dry" in given and (lost := [name for name in given if name not in _OF_DRY_RUNS]):
+        raise typer.BadParameter(f"--dry trains nothing and takes no times: leave out {' and '.join(lost)}.")
+    if "--process" in given and "--dry" not in given:
         raise typer.BadParameter("--process says which one --dry runs; give --dry, too.")
-    written = [name for name, place in given.items() if place is not None and name != "--measurements"]
-    if dry and written:
-        raise typer.BadParameter(f"--dry trains nothing and takes no times: leave out {' and '.join(written)}.")
-    if given["--checkpoint"] is None and resume:
+    if "--calibrate" in given and "--measurements" not in given:
+        raise typer.BadParameter("--calibrate corrects the table of --measurements by a run: give it, too.")
+    if "--checkpoint" not in given and ("--resume" in given or "--checkpoint-every" in given):
         raise typer.BadParameter("--resume and --checkpoint-every need the folder: give --checkpoint FOLDER, too.")
 
 
@@ -83,10 +86,10 @@ def print_dry_run(job: Job, process: int, as_json: bool) -> None:
     )
 
 
-def lines_for_nodes(plan: Path) -> list[str]:
-    """How to start a plan for several nodes; nothing for others, and for clusters that are not known here.
+def lines_for_nodes(plan: Path, options: str) -> list[str]:
+    """How to start a plan for several nodes with the same options.
 
-    Raises PlanError for a plan that can only be simulated.
+    Nothing for others, and for clusters not known here. Raises PlanError for a plan that can only be simulated.
     """
     from meshwright.report.settings import launch_lines
     from meshwright.runtime import check_runnable
@@ -96,7 +99,7 @@ def lines_for_nodes(plan: Path) -> list[str]:
         return []
     check_runnable(document)
     try:
-        return launch_lines(document, load_cluster(document.cluster), plan)
+        return launch_lines(document, load_cluster(document.cluster), plan, options)
     except (ClusterError, DocumentError):
         return []
 

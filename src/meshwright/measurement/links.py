@@ -9,6 +9,11 @@
 The seconds that are left are shared out evenly over the cells (op, place, size) that are left. A cell is repeated as
 often as its share allows; a size of which a few repetitions take several times that ends its series. Ranks agree on
 both, so that none waits alone. With GPUs the groups talk over NCCL, else over gloo.
+
+On processors the threads that compute and those that move share cores, and wait for each other's time slices: now and
+then a collective takes a slice longer, behind a computation more often than behind another collective, and then ranks
+do not begin together either. In a step collectives stand behind computations, so they do here, and since the times of a
+step add up, their mean counts, without the longest.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from meshwright.measurement.processes import RankContext, run_ranks
 from meshwright.measurement.transfers import BATCH, Timing, round_trip, time_messages
@@ -37,10 +43,15 @@ from meshwright.spec.measurements import TransferKind
 LINK_SIZES = tuple(4**exponent for exponent in range(2, 14))
 # With the start of the processes and the fit, under a minute.
 BUDGET_S = 30.0
-_MOST_REPEATS, _FEWEST_REPEATS = 20, 3
+_MOST_REPEATS, _FEWEST_REPEATS, _MOST_BEHIND = 20, 3, 60
 # Fewest repetitions that would take so many times the share of their cell end the series: larger sizes take longer.
 _PATIENCE = 4.0
 _ELEMENT_BYTES = 4
+# What a processor computes before each collective: a few of Linux' time slices, of 3 to 4 ms. A square product of so
+# many rows takes a fraction of one.
+_COMPUTE_S, _COMPUTE_ROWS = 0.01, 256
+# Of the longest that are left out of means: the host's other guests.
+_OUTLIERS = 0.05
 
 Device = Literal["cpu", "cuda"]
 
@@ -126,6 +137,7 @@ def _time_places(
     backend = "nccl" if device == "cuda" else "gloo"
     groups = {place: _own_group(place, backend) for place in places}
     live = list(_series(places))
+    compute = _make_computation() if device == "cpu" else None
     taken: dict[_Cell, Timing] = {}
     # Size by size over all series, so that where time runs out all lack their largest sizes and none lacks all.
     for index, size in enumerate(sorted(sizes)):
@@ -134,7 +146,9 @@ def _time_places(
             group = groups[place] if op != "send" or rank < 2 else None
             action, num_bytes = _prepare(op, size, place.num_ranks, group, device)
             num_left = len(live) * (len(sizes) - index) - done
-            batch, repeats = _agree(action, device, (budget_s - (time.monotonic() - start)) / num_left)
+            share_s = (budget_s - (time.monotonic() - start)) / num_left
+            behind = compute if op != "send" else None
+            batch, repeats = _agree(action, device, share_s, behind)
             if not repeats and index:
                 ended.append((op, place))
                 continue
@@ -143,8 +157,9 @@ def _time_places(
                 messages=2 if op == "send" else 1,
                 batch=batch or 1,
                 repeats=repeats or _FEWEST_REPEATS,  # every series has its smallest size
-                meet=dist.barrier,
+                meet=behind or dist.barrier,
                 finish=partial(_finish, device),
+                typical=_mean if behind else np.median,
             )
             if group is not None:
                 taken[op, place.num_ranks, len(place.groups), place.stride, num_bytes] = timing
@@ -188,15 +203,19 @@ def _prepare(
     return calls[op], count * _ELEMENT_BYTES
 
 
-def _agree(action: Callable[[], object], device: Device, share_s: float) -> tuple[int, int]:
+def _agree(
+    action: Callable[[], object], device: Device, share_s: float, behind: Callable[[], object] | None
+) -> tuple[int, int]:
     """(messages in a batch, batches) of a cell, by the slowest rank's second try and the smallest share; none to stop.
 
-    The first try opens connections.
+    The first try opens connections. What is timed ``behind`` something is no batch.
     """
     action()
     _finish(device)
     dist.barrier()
     start = time.perf_counter()
+    if behind is not None:
+        behind()
     action()
     _finish(device)
     worst = torch.tensor((time.perf_counter() - start, -share_s), dtype=torch.float64)
@@ -205,8 +224,30 @@ def _agree(action: Callable[[], object], device: Device, share_s: float) -> tupl
     if _FEWEST_REPEATS * once_s > _PATIENCE * share_s:
         return 0, 0
     affordable = int(share_s / max(once_s, 1e-9))
+    if behind is not None:
+        return 1, min(max(affordable, _FEWEST_REPEATS), _MOST_BEHIND)
     batch = min(max(affordable // _FEWEST_REPEATS, 1), BATCH)
     return batch, min(max(affordable // batch, _FEWEST_REPEATS), _MOST_REPEATS)
+
+
+def _make_computation() -> Callable[[], object]:
+    """Products that take a processor `_COMPUTE_S`; all ranks compute as many."""
+    factor = torch.full((_COMPUTE_ROWS, _COMPUTE_ROWS), 1 / _COMPUTE_ROWS)
+
+    def compute(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            factor @ factor
+        return time.perf_counter() - start
+
+    compute(10)
+    once = torch.tensor([compute(10) / 10], dtype=torch.float64)
+    dist.all_reduce(once, op=dist.ReduceOp.MAX)
+    return partial(compute, max(round(_COMPUTE_S / float(once)), 1))
+
+
+def _mean(seconds: NDArray[np.float64]) -> np.floating:
+    return np.mean(np.sort(seconds)[: max(round(len(seconds) * (1 - _OUTLIERS)), 1)])
 
 
 def _finish(device: Device) -> None:

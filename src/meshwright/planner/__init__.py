@@ -16,6 +16,7 @@ from meshwright.planner.exchanges import (
     ExchangedPlan,
     compare_exchanges,
     cut_into_layers,
+    follow_own_order,
 )
 from meshwright.planner.found_orders import FoundPlan, find_order
 from meshwright.planner.interval import explain_step_interval, predict_step_interval
@@ -60,6 +61,7 @@ __all__ = [
     "explain_difference",
     "explain_step_interval",
     "find_order",
+    "follow_own_order",
     "list_shardings",
     "place",
     "plans_document",

@@ -19,8 +19,16 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from meshwright.cost import CostModel
+from meshwright.planner.evaluate import RankedPlan, evaluate_plan
 from meshwright.program import gradient_buckets
-from meshwright.simulator import Contention, OwnOrder, Simulation, schedule_exchange, simulate_plan
+from meshwright.simulator import (
+    Contention,
+    OwnOrder,
+    Simulation,
+    form_teams,
+    schedule_exchange,
+    simulate_plan,
+)
 from meshwright.spec import Cluster, Graph, Plan, PlanError, StagePlan, format_percent, format_seconds, suggest
 from meshwright.spec.exchange import GradientExchange
 
@@ -167,6 +175,38 @@ def compare_exchanges(
         variants = _variants("priorities", plan, graph, cluster, cost, order)
         others += _fastest(name, variants, graph, cluster, cost, contention)
     return ExchangeComparison(own=own, others=tuple(others))
+
+
+def follow_own_order(
+    plan: Plan,
+    graph: Graph,
+    cluster: Cluster,
+    order: OwnOrder,
+    *,
+    cost: CostModel | None = None,
+    memory_limit_bytes: int | None = None,
+) -> RankedPlan:
+    """The plan whose gradients leave in an order of the user's, in parts of the size with which its step is shortest.
+
+    The exchange ends with the step, as the runtime executes it. Raises PlanError as `compare_exchanges`, and for plans
+    that scatter their sums.
+    """
+    cost = cost or CostModel(cluster=cluster, precision=plan.workload.precision)
+    if plan.exchange.zero:
+        raise PlanError(
+            f"An own order was given for a plan with zero = {plan.exchange.zero}, which sums whole buckets; expected "
+            "plain all-reduces. Plan with --zero 0."
+        )
+    seen = form_teams(plan, graph, cluster, cost)
+    _check_exchanges(seen.plan, seen.graph)
+    found = []
+    for size in PART_BYTES:
+        exchange = replace(plan.exchange, bucket_bytes=size, partition_bytes=size, sequence=())
+        cut = replace(seen.plan, exchange=exchange)
+        ordered = schedule_exchange(cut, seen.graph, seen.cluster, cost=seen.cost, own_order=order)
+        followed = replace(plan, exchange=ordered.exchange)
+        found.append(evaluate_plan(followed, graph, cluster, cost, memory_limit_bytes=memory_limit_bytes))
+    return min(found, key=lambda item: item.step_time_s)
 
 
 def cut_into_layers(plan: Plan, graph: Graph) -> Plan:

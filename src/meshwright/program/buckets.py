@@ -24,8 +24,9 @@ from meshwright.spec.slices import slice_graph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Gradients that are summed in one all-reduce. ``parameters`` are tensor ids in the order of readiness.
+    """Gradients that are summed together. ``parameters`` are tensor ids in the order of readiness.
 
+    ``num_elements`` of ``num_bytes`` are what travels, in the precision of the workload.
     ``axes``: where ranks are teams, those over which the devices of each sum them, too (`spec.collective`).
     """
 
@@ -33,6 +34,7 @@ class Bucket:
     parameters: tuple[int, ...]
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
+    num_elements: int
     num_bytes: int
     axes: tuple[Axis, ...] = ()
 
@@ -64,7 +66,13 @@ def gradient_buckets(graph: Graph, plan: Plan) -> tuple[Bucket, ...]:
         ready_order = sorted(parameters, key=lambda parameter: (-first_use[parameter], parameter))
         for chosen, num_bytes in fill_buckets(graph, ready_order, plan):
             bucket = Bucket(
-                index=len(buckets), parameters=chosen, stages=stages, ranks=ranks, num_bytes=num_bytes, axes=axes
+                index=len(buckets),
+                parameters=chosen,
+                stages=stages,
+                ranks=ranks,
+                num_elements=sum(graph.tensors[i].num_elements(0) for i in chosen),
+                num_bytes=num_bytes,
+                axes=axes,
             )
             buckets.append(bucket)
     return tuple(buckets)

@@ -1,8 +1,9 @@
 """What is exchanged, and in which order: buckets whole or in parts, as they become ready or in a given sequence.
 
-A bucket of b bytes is cut into ⌈b / s⌉ parts of nearly equal size, where s is the plan's ``partition_bytes``. Parts are
-numbered in the order of the buckets. They leave in the plan's ``sequence``, by default in the order of their numbers;
-every rank skips those that it does not hold, so that all meet the collectives in one order.
+A bucket of n elements is cut into ⌈n / s⌉ parts of nearly equal size, where s elements fit into the plan's
+``partition_bytes``, at least one. Parts are numbered in the order of the buckets. They leave in the plan's
+``sequence``, by default in the order of their numbers; every rank skips those that it does not hold, so that all meet
+the collectives in one order.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ Ids = NDArray[np.int64]
 
 
 class Parts(NamedTuple):
-    """Columns of shape (parts,): the bucket of each part, its bytes, and its place in the sequence.
+    """Columns of shape (parts,): the bucket of each part, the elements there, its bytes, and its place in the sequence.
 
     Bucket b has the parts ``offsets[b]:offsets[b + 1]``.
     """
 
     bucket: Ids
+    start: Ids
+    stop: Ids
     num_bytes: Ids
     place: Ids
     offsets: Ids
@@ -80,9 +83,10 @@ def append_rows(
 
 def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:
     """The parts of a plan's buckets. Raises PlanError if the plan's sequence is not one of them."""
-    whole = np.array([bucket.num_bytes for bucket in buckets], np.int64)
-    most = exchange.partition_bytes
-    counts = np.maximum(-(-whole // most), 1) if most else np.ones(len(whole), np.int64)
+    whole = np.array([bucket.num_elements for bucket in buckets], np.int64)
+    width = np.array([bucket.num_bytes for bucket in buckets], np.int64) // np.maximum(whole, 1)
+    most = np.maximum(exchange.partition_bytes // np.maximum(width, 1), 1)
+    counts = np.maximum(-(-whole // most), 1) if exchange.partition_bytes else np.ones(len(whole), np.int64)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     bucket = np.repeat(np.arange(len(whole)), counts)
     number = np.arange(offsets[-1]) - offsets[bucket]
@@ -96,7 +100,9 @@ def cut_parts(buckets: tuple[Bucket, ...], exchange: GradientExchange) -> Parts:
                 f"0 to {len(place) - 1} once. Leave the sequence out, or let `schedule_exchange` write it."
             )
         place[given] = np.arange(len(given))
-    return Parts(bucket=bucket, num_bytes=share + (number < rest), place=place, offsets=offsets)
+    start = number * share + np.minimum(number, rest)
+    stop = start + share + (number < rest)
+    return Parts(bucket, start, stop, (stop - start) * width[bucket], place, offsets)
 
 
 def parts_of(parts: Parts, buckets: Ids) -> tuple[Ids, Ids]:

@@ -8,7 +8,7 @@ statistics). What all have already, by a checksum, is not sent.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,13 +37,11 @@ def begin_alike(captured: Captured, device: torch.device) -> None:
 class BufferSync:
     """Before a step, the buffers of each stage that replicas hold, as its first one has them.
 
-    ``buffers`` by stage; ``groups`` are the first process of a stage that has replicas, and all of them.
+    ``told`` are the buffers of a stage, the first process that has it, and all that have it.
     """
 
-    def __init__(
-        self, buffers: Mapping[int, Sequence[torch.Tensor]], groups: Mapping[int, tuple[int, dist.ProcessGroup]]
-    ) -> None:
-        self._told = [(items, *groups[stage]) for stage, items in buffers.items() if items and stage in groups]
+    def __init__(self, told: Sequence[tuple[Sequence[torch.Tensor], int, dist.ProcessGroup]]) -> None:
+        self._told = [item for item in told if item[0]]
 
     def __call__(self) -> None:
         """Tell, or be told."""

@@ -41,7 +41,7 @@ class BucketSums:
         clip: NormClip | None,
     ) -> None:
         self._exchange, self._transport, self._issue, self._clip = exchange, transport, issue, clip
-        # What may leave inside the computation that runs, and which buckets are ready but have not left.
+        # What may leave inside the computation that runs, and which parts are ready but have not left.
         self._marked: deque[Issued] = deque()
         self._ready: set[int] = set()
 
@@ -51,13 +51,13 @@ class BucketSums:
             self._marked.extend(marked)
             self._let_go()
 
-    def sum_up(self, bucket: int, group: tuple[int, ...]) -> list[dist.Work]:
-        """Sum a bucket over a group."""
-        if self._clip is not None and bucket == self._clip.index:
+    def sum_up(self, part: int, group: tuple[int, ...]) -> list[dist.Work]:
+        """Sum a part of a bucket over a group."""
+        if self._clip is not None and part == self._clip.index:
             return self._clip.begin(group)
         assert self._exchange is not None, "a rank that sums has buckets"
-        self._ready.discard(bucket)
-        values = self._exchange.to_sum(bucket)
+        self._ready.discard(part)
+        values = self._exchange.to_sum(part)
         return self._transport.sum_over(values, group) if len(values) else []
 
     def scatter(self, bucket: int, group: tuple[int, ...]) -> list[dist.Work]:
@@ -112,8 +112,8 @@ class BucketSums:
         assert isinstance(self._exchange, ShardedBuckets), "a rank that scatters has parts of buckets"
         return self._exchange.sharded[bucket]
 
-    def _raise_mark(self, bucket: int) -> None:
-        self._ready.add(bucket)
+    def _raise_mark(self, part: int) -> None:
+        self._ready.add(part)
         self._let_go()
 
     def _let_go(self) -> None:

@@ -13,10 +13,11 @@ from typing import Protocol
 import torch
 
 from meshwright.program import Bucket
+from meshwright.program.parts import Parts
 
 
 class Exchange(Protocol):
-    """What a rank sums with others, in buckets."""
+    """What a rank sums with others, in buckets: whole, or in parts (`program.parts`)."""
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
@@ -27,13 +28,13 @@ class Exchange(Protocol):
         """The stages whose gradients a bucket takes in their last backward, by its index."""
 
     def begin(self, buckets: Collection[int], on_ready: Callable[[int], None]) -> None:
-        """The last backward of these buckets starts; ``on_ready`` is called with each as soon as it can be summed."""
+        """The last backward of these buckets starts; ``on_ready`` is called with parts when they can be summed."""
 
     def finish(self) -> None:
         """The last backward is over."""
 
-    def to_sum(self, bucket: int) -> torch.Tensor:
-        """What to sum, in place, for a bucket now."""
+    def to_sum(self, part: int) -> torch.Tensor:
+        """What to sum, in place, for a part now."""
 
     def merge(self) -> None:
         """Take in the oldest sums."""
@@ -73,8 +74,14 @@ class BucketExchange:
     Of a rank with several stages each has buckets of its own; those that stages share are final with the last of them.
     """
 
-    def __init__(self, buckets: Sequence[BucketBuffer]) -> None:
+    def __init__(self, buckets: Sequence[BucketBuffer], parts: Parts) -> None:
         self._buckets = list(buckets)
+        self._parts = {item.index: range(*parts.offsets[item.index : item.index + 2]) for item in buckets}
+        self._to_sum = {
+            part: item.flat[parts.start[part] : parts.stop[part]]
+            for item in buckets
+            for part in self._parts[item.index]
+        }
         self._on_ready: Callable[[int], None] = lambda _: None
         self._filling: list[BucketBuffer] = []
         self._next = 0
@@ -112,9 +119,9 @@ class BucketExchange:
         self._raise_marks()
         self._filling = []
 
-    def to_sum(self, bucket: int) -> torch.Tensor:
-        """The buffer to sum for a bucket."""
-        return next(item.flat for item in self._buckets if item.index == bucket)
+    def to_sum(self, part: int) -> torch.Tensor:
+        """The buffer of a part."""
+        return self._to_sum[part]
 
     def merge(self) -> None:
         """Gradients are summed where the optimizer reads them: there is nothing to take in."""
@@ -153,5 +160,6 @@ class BucketExchange:
 
     def _raise_marks(self) -> None:
         while self._next < len(self._filling) and not self._filling[self._next].missing:
-            self._on_ready(self._filling[self._next].index)
+            for part in self._parts[self._filling[self._next].index]:
+                self._on_ready(part)
             self._next += 1

@@ -27,7 +27,8 @@ from meshwright.spec.slices import StageSlice
 class Holding(NamedTuple):
     """What a process has of a plan: its ``stages`` of ``all_stages``, what it issues for them, and their modules.
 
-    ``parameters`` are those of the modules by tensor id; ``cut``, before replicas shared them out.
+    ``parameters`` are those of the modules by tensor id; ``cut``, before replicas shared them out. ``sync_buffers``
+    has replicas begin a step with the same buffers.
     """
 
     model: Model
@@ -38,6 +39,7 @@ class Holding(NamedTuple):
     modules: tuple[torch.nn.Module, ...]
     cut: dict[int, torch.nn.Parameter]
     parameters: dict[int, torch.nn.Parameter]
+    sync_buffers: BufferSync
 
     @property
     def plan(self) -> Plan | Placement:
@@ -61,6 +63,7 @@ def take_holding(captured: Captured, plan: Plan | Placement, grid: Grid, device:
         _on_device(model.module(stage_feeds(item), stage_fetches(item), item.ops), device) for item in stages
     )
     cut = _parameters(model.graph, stages, modules)
+    shared, sync = _join_replicas(captured, model, tuple(zip(stages, modules, strict=True)), grid, device)
     return Holding(
         model=model,
         program=program,
@@ -69,42 +72,43 @@ def take_holding(captured: Captured, plan: Plan | Placement, grid: Grid, device:
         stages=stages,
         modules=modules,
         cut=cut,
-        parameters={**cut, **_share_out(model, stages, modules, grid, device)},
+        parameters={**cut, **shared},
+        sync_buffers=sync,
     )
 
 
-def _share_out(
-    model: Model, stages: Sequence[StageSlice], modules: Sequence[torch.nn.Module], grid: Grid, device: torch.device
-) -> dict[int, torch.nn.Parameter]:
-    """Where replicas share out parameters or gradients, this rank's parts by tensor id."""
+def _join_replicas(
+    captured: Captured,
+    model: Model,
+    parts: Sequence[tuple[StageSlice, torch.nn.Module]],
+    grid: Grid,
+    device: torch.device,
+) -> tuple[dict[int, torch.nn.Parameter], BufferSync]:
+    """This rank's parts, by tensor id, of what replicas share out, and what they tell each other before a step."""
     plan = model.plan
-    if not isinstance(plan, Plan) or plan.exchange.zero < 2:
-        return {}
-    groups = replica_groups(plan, grid)
-    kept = {i for bucket in gradient_buckets(model.graph, plan) for i in bucket.parameters}
-    found: dict[int, torch.nn.Parameter] = {}
-    for stage, module in zip(stages, modules, strict=True):
-        if (ranks := plan.stages[stage.index].ranks) in groups:
-            let_go = plan.exchange.zero == 3
-            found |= share_out(module, model.graph, stage, groups[ranks], kept=kept, let_go=let_go, device=device)
-    return found
-
-
-def make_sync(captured: Captured, share: Holding, grid: Grid) -> BufferSync:
-    """What replicas tell each other before every step; nothing where they run at their own pace."""
-    plan, written = share.plan, written_buffers(captured)
-    if not isinstance(plan, Plan) or plan.is_asynchronous or not written:
-        return BufferSync({}, {})
-    groups = replica_groups(plan, grid)
-    told: dict[int, list[torch.Tensor]] = {}
-    first: dict[int, tuple[int, dist.ProcessGroup]] = {}
-    for stage, module in zip(share.stages, share.modules, strict=True):
-        ranks = plan.stages[stage.index].ranks
-        names = {share.model.graph.tensors[i].name for i in stage.buffers if i in written}
-        told[stage.index] = [item for name, item in module.named_buffers() if name in names]
-        if ranks in groups:
-            first[stage.index] = grid.process_of(ranks[0]), groups[ranks]
-    return BufferSync(told, first)
+    if not isinstance(plan, Plan):
+        return {}, BufferSync(())
+    shares_out = plan.exchange.zero >= 2
+    # Replicas that never flush run each at its own pace.
+    written = frozenset[int]() if plan.is_asynchronous else written_buffers(captured)
+    groups = replica_groups(plan, grid) if shares_out or written else {}
+    replicated = [
+        (stage, module, plan.stages[stage.index].ranks)
+        for stage, module in parts
+        if plan.stages[stage.index].ranks in groups
+    ]
+    shared: dict[int, torch.nn.Parameter] = {}
+    if shares_out:
+        kept = {i for bucket in gradient_buckets(model.graph, plan) for i in bucket.parameters}
+        let_go = plan.exchange.zero == 3
+        for stage, module, ranks in replicated:
+            shared |= share_out(module, model.graph, stage, groups[ranks], kept=kept, let_go=let_go, device=device)
+    told: list[tuple[list[torch.Tensor], int, dist.ProcessGroup]] = []
+    for stage, module, ranks in replicated:
+        names = {model.graph.tensors[i].name for i in stage.buffers if i in written}
+        buffers = [item for name, item in module.named_buffers() if name in names]
+        told.append((buffers, grid.process_of(ranks[0]), groups[ranks]))
+    return shared, BufferSync(told)
 
 
 def arrange_sections(program: Program, rank: int) -> dict[SectionName, RankProgram]:

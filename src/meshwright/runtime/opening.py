@@ -22,12 +22,13 @@ from meshwright.program import (
     minibatches_per_update,
     num_filling_steps,
 )
+from meshwright.program.parts import cut_parts
 from meshwright.runtime.alike import begin_alike
 from meshwright.runtime.clipping import NormClip, count_holders, with_clipping
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange, Exchange
 from meshwright.runtime.executor import Executor
 from meshwright.runtime.fully_sharded import own_part
-from meshwright.runtime.holding import Holding, arrange_sections, make_sync, take_holding
+from meshwright.runtime.holding import Holding, arrange_sections, take_holding
 from meshwright.runtime.layouts import channel_layouts
 from meshwright.runtime.placed import check_placed_writes
 from meshwright.runtime.rank_program import RankProgram, SectionName
@@ -130,7 +131,7 @@ def open_session(
         parts=parts,
         parameters=share.parameters,
         device=device,
-        sync_buffers=make_sync(captured, share, grid),
+        sync_buffers=share.sync_buffers,
         make_shorter=make_shorter,
     )
 
@@ -200,22 +201,26 @@ def _make_steps(executor: Executor, plan: Plan | Placement, program: Program, ra
 def _make_exchange(share: Holding, grid: Grid) -> Exchange | None:
     """What this rank sums with others; None if nothing."""
     plan, held = share.plan, {stage.index for stage in share.stages}
+    if not isinstance(plan, Plan):
+        return None
+    every = gradient_buckets(share.model.graph, plan)
     buckets = [
         (bucket, [share.parameters[tensor] for tensor in bucket.parameters])
-        for bucket in (gradient_buckets(share.model.graph, plan) if isinstance(plan, Plan) else ())
+        for bucket in every
         if held.intersection(bucket.stages)
     ]
     if not buckets:
         return None
-    if isinstance(plan, Plan) and plan.schedule == WAVES:
+    if plan.schedule == WAVES:
         return WaveExchange(buckets)
-    if isinstance(plan, Plan) and plan.exchange.shard_optimizer:
+    parts = cut_parts(every, plan.exchange)
+    if plan.exchange.shard_optimizer:
         sharded = [
             ShardedBucket(bucket, parameters, bucket.ranks.index(grid.rank), len(bucket.ranks))
             for bucket, parameters in buckets
         ]
-        return ShardedBuckets(sharded)
-    return BucketExchange([BucketBuffer(bucket, parameters) for bucket, parameters in buckets])
+        return ShardedBuckets(sharded, parts)
+    return BucketExchange([BucketBuffer(bucket, parameters) for bucket, parameters in buckets], parts)
 
 
 def _make_clip(
@@ -232,7 +237,10 @@ def _make_clip(
 
     shared_out = {i for i, own in updated.items() if own is not share.cut[i]}
     holders = count_holders(share.all_stages, share.plan, share.model.alike, shared_out)
-    index = len(gradient_buckets(share.model.graph, share.plan)) if isinstance(share.plan, Plan) else 0
+    plan = share.plan
+    index = (
+        len(cut_parts(gradient_buckets(share.model.graph, plan), plan.exchange).bucket) if isinstance(plan, Plan) else 0
+    )
     return NormClip(index, max_norm, updated, holders, complete_gradients, grid, transport, device)
 
 

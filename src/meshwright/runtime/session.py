@@ -174,8 +174,8 @@ def check_runnable(plan: Plan) -> None:
     """Raise PlanError for a plan that can only be simulated."""
     if plan.only_simulated:
         raise PlanError(
-            f"The plan {plan.only_simulated}, which can only be simulated; the runtime sums whole buckets, on "
-            "the device. Plan without that to run."
+            f"The plan {plan.only_simulated}, which can only be simulated; the runtime sums buckets, whole or in "
+            "parts, on the device. Plan without that to run."
         )
     for index, stage in enumerate(plan.stages) if plan.exchange.zero >= 2 else ():
         counts = stage.counts(plan.num_microbatches)

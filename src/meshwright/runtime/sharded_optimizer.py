@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from meshwright.program import Bucket, cut_pieces
+from meshwright.program.parts import Parts
 from meshwright.runtime.exchange import BucketBuffer, BucketExchange
 from meshwright.spec.errors import PlanError
 
@@ -67,8 +68,8 @@ class ShardedBucket(BucketBuffer):
 class ShardedBuckets(BucketExchange):
     """The buckets of a rank that updates its part of each."""
 
-    def __init__(self, buckets: Sequence[ShardedBucket]) -> None:
-        super().__init__(buckets)
+    def __init__(self, buckets: Sequence[ShardedBucket], parts: Parts) -> None:
+        super().__init__(buckets, parts)
         self.sharded = {bucket.index: bucket for bucket in buckets}
 
     @property

@@ -66,9 +66,9 @@ class WaveExchange:
     def finish(self) -> None:
         """No gradients are summed."""
 
-    def to_sum(self, bucket: int) -> torch.Tensor:
-        """The wave is over: what this replica changed, to be summed over all in place."""
-        return self._buckets[bucket].end_wave()
+    def to_sum(self, part: int) -> torch.Tensor:
+        """The wave is over: what this replica changed, to be summed over all in place. Buckets are not cut."""
+        return self._buckets[part].end_wave()
 
     def merge(self) -> None:
         """Add what the others changed in the oldest wave that was summed."""

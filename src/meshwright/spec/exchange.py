@@ -75,8 +75,10 @@ class GradientExchange:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the runtime executes it: sums of whole buckets, states that are shared out, a norm to clip by."""
-        return replace(self, clip_norm=False, zero=0).is_plain
+        """Whether the runtime executes it: sums of buckets or their parts, states shared out, a norm to clip by."""
+        return replace(
+            self, **{"zero": 0} if self.zero else {"partition_bytes": 0, "sequence": ()}, clip_norm=False
+        ).is_plain
 
     def describe_changes(self) -> str:
         """What is not as by default, for messages: ``zero = 3, clip_norm = True``."""

@@ -181,9 +181,14 @@ class Plan:
         waves = f" with staleness {ahead}" if ahead else ""
         split = f", {self.sharding.describe()}" if not self.sharding.is_whole else ""
         shared = f", ZeRO {self.exchange.zero}" if self.exchange.zero else ""
+        order = (
+            f", {format_count(len(self.exchange.sequence), 'part')} of gradients in order"
+            if self.exchange.sequence
+            else ""
+        )
         again = f", {format_count(len(self.recompute), 'part')} computed again" if self.recompute else ""
         away = f", {self.offload.describe()}" if self.offload != ON_DEVICE else ""
-        return f"{waves}{split}{shared}{again}{away}"
+        return f"{waves}{split}{shared}{order}{again}{away}"
 
 
 def name_stages(plan: Plan, rank: int) -> str:

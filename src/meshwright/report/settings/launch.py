@@ -66,8 +66,11 @@ def launch_script(plan: Plan, cluster: Cluster, *, script: Path, plan_file: Path
     return "\n".join(parts) + "\n"
 
 
-def launch_lines(plan: Plan, cluster: Cluster, plan_file: Path) -> list[str]:
-    """What to type on each of several nodes to start the plan with torchrun; nothing for a plan of one node."""
+def launch_lines(plan: Plan, cluster: Cluster, plan_file: Path, options: str = "") -> list[str]:
+    """What to type on each of several nodes to start the plan with torchrun; nothing for a plan of one node.
+
+    ``options`` of `meshwright run` are repeated.
+    """
     nodes = ranks_per_node(plan, cluster)
     if len(nodes) == 1:
         return []
@@ -75,9 +78,9 @@ def launch_lines(plan: Plan, cluster: Cluster, plan_file: Path) -> list[str]:
     told = [] if len(set(nodes)) == 1 else [f"RANKS of each node: {', '.join(map(str, nodes))}."]
     return [
         f"The plan is for {len(nodes)} nodes. Type on each, N being 0 to {len(nodes) - 1} and HOST the name of node 0; "
-        "all need the plan and the model's file at the same place, and the options that you gave:",
+        "all need the plan and the model's file at the same place:",
         f"torchrun --nnodes={len(nodes)} --node-rank=N --nproc-per-node={count} {place} --master-port={DEFAULT_PORT} "
-        f"--module meshwright run {_quote(str(plan_file))}",
+        f"--module meshwright run {_quote(str(plan_file))} {options}".rstrip(),
         *told,
     ]
 
