@@ -1,0 +1,37 @@
+"""On a CUDA device a run has the losses of one process on processors."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.spec import Plan, StagePlan, Workload, write_document
+from meshwright.spec.shipped import load_shipped_graph
+from meshwright.training import Job, check_losses, run_plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.distributed, pytest.mark.timeout(300)]
+
+
+def job_of(folder, **options):
+    graph = load_shipped_graph("gpt-tiny")
+    plan = Plan(
+        model="gpt-tiny",
+        graph_hash=graph.content_hash,
+        cluster="1xcpu",
+        workload=Workload(global_batch=4),
+        stages=(StagePlan(start=0, stop=len(graph.layers), ranks=(0,)),),
+        num_microbatches=2,
+    )
+    return Job(plan=str(write_document(plan, folder / "plan.json")), num_steps=6, **options)
+
+
+def test_losses_are_those_of_one_process(tmp_path):
+    job = job_of(tmp_path)
+    result = run_plan(job, tmp_path / "out")
+    check_losses(job, result)  # raises otherwise
+
+
+def test_under_autocast_it_learns_as_without(tmp_path):
+    plain = run_plan(job_of(tmp_path), tmp_path / "plain")
+    half = run_plan(job_of(tmp_path, autocast="bfloat16"), tmp_path / "half")
+    assert half.losses == pytest.approx(plain.losses, rel=2e-2)
+    assert half.losses[-1] < half.losses[0]
