@@ -223,6 +223,7 @@ for case in ("two_outputs", "cond", "dropout"):
 """
 
 
+@pytest.mark.long
 def test_two_processes_capture_the_same_graph():
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONHASHSEED": "77777", "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}

@@ -27,6 +27,7 @@ def model(tmp_path, monkeypatch):
     return "model/config.json"
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
 def test_a_configuration_is_planned_simulated_and_run(model, tmp_path, capsys, warm_ranks):

@@ -141,6 +141,7 @@ def test_links_that_cannot_be_fitted_are_not_written(run, tmp_path, monkeypatch)
     assert not (tmp_path / "measurements.parquet").exists()
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_links_become_rows_and_a_line_for_each_place(run, monkeypatch, warm_ranks):

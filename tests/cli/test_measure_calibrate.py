@@ -9,6 +9,7 @@ from meshwright.spec import Measurements, read_document, write_document
 from meshwright.training.calibrate import Calibration
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_the_command_corrects_the_table_by_real_steps(run, warm_ranks):

@@ -40,6 +40,7 @@ def codes(out):
     return [int(line.split()[1]) for line in out.splitlines() if line.startswith(b"code ")]
 
 
+@pytest.mark.long
 def test_every_small_model_is_planned(run):
     plans = [
         ["plan", name, "--cluster", "2xcpu", "--precision", "float32", "--batch", "8", "--top", "1"] for name in SMALL

@@ -230,6 +230,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_megatron_core_takes_its_arguments(tmp_path):
     require("megatron-core")
     rows = [{**export("megatron", plan).values, "world": plan.num_ranks} for plan in CUTS.values()]
@@ -244,6 +245,7 @@ def test_megatron_core_takes_its_arguments(tmp_path):
     assert found["apart"]["stages"] == [["embedding"], ["decoder"] * 32, ["loss"]]
 
 
+@pytest.mark.long
 def test_megatron_core_takes_split_plans(tmp_path):
     """Its rank generator makes the teams of the plans; its configurations check what goes together."""
     require("megatron-core")

@@ -35,7 +35,7 @@ def job_of(folder, *, ranks=((0,), (1,)), schedule="1f1b", sharding=None, zero=0
     "options",
     [
         {"schedule": "zb-h1", "clip_norm": 0.5},
-        {"ranks": ((0, 1),), "zero": 3},
+        pytest.param({"ranks": ((0, 1),), "zero": 3}, marks=pytest.mark.long),
         {"ranks": ((0,),), "sharding": Sharding(tensor=2)},
     ],
     ids=["zb-h1, clipped", "zero 3", "tensor"],

@@ -83,6 +83,7 @@ def asked(program, rank):
     return [(int(section.opcode[i]), int(section.stage[i]), int(section.microbatch[i])) for i in rows]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "schedule",
     [pytest.param(name, marks=[] if name == ALWAYS else pytest.mark.slow) for name in LAYOUTS if name != "1f1b"],

@@ -246,7 +246,7 @@ def test_a_model_that_bakes_its_batch_size_in_is_captured_at_the_microbatch_size
         (signal.SIGINT, 0.5),  # while they import torch
         pytest.param(signal.SIGINT, 5.0, marks=pytest.mark.long),  # while they train
         pytest.param(signal.SIGTERM, 0.5, marks=pytest.mark.long),
-        (signal.SIGKILL, 2.0),
+        pytest.param(signal.SIGKILL, 2.0, marks=pytest.mark.long),
     ],
 )
 def test_however_the_launcher_ends_no_rank_stays_and_no_trace_is_shown(gpt_plan, tmp_path, number, delay_s):

@@ -20,6 +20,7 @@ def graph_of(**options):
     return capture_model(source.model, source.inputs, verify=False, **kept, **options).graph
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_two_processes_train_as_one(tmp_path, warm_ranks):

@@ -42,6 +42,7 @@ def train_serially(source):
     return losses, {name: item.grad for name, item in model.named_parameters()}, dict(model.named_buffers())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_stages_train_as_the_model(captured_source, num_stages):
     source, captured = captured_source

@@ -8,12 +8,8 @@
 
 The seconds that are left are shared out evenly over the cells (op, place, size) that are left. A cell is repeated as
 often as its share allows; a size of which a few repetitions take several times that ends its series. Ranks agree on
-both, so that none waits alone. With GPUs the groups talk over NCCL, else over gloo.
-
-On processors the threads that compute and those that move share cores, and wait for each other's time slices: now and
-then a collective takes a slice longer, behind a computation more often than behind another collective, and then ranks
-do not begin together either. In a step collectives stand behind computations, so they do here, and since the times of a
-step add up, their mean counts, without the longest.
+both, so that none waits alone. With GPUs the groups talk over NCCL, else over gloo, where short collectives are timed
+between computations (`among`).
 """
 
 from __future__ import annotations
@@ -30,8 +26,8 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
+from meshwright.measurement.among import Computation, sample_seconds, time_among
 from meshwright.measurement.processes import RankContext, run_ranks
 from meshwright.measurement.transfers import BATCH, Timing, round_trip, time_messages
 from meshwright.records import Records, make_records, named_shapes
@@ -43,15 +39,12 @@ from meshwright.spec.measurements import TransferKind
 LINK_SIZES = tuple(4**exponent for exponent in range(2, 14))
 # With the start of the processes and the fit, under a minute.
 BUDGET_S = 30.0
-_MOST_REPEATS, _FEWEST_REPEATS, _MOST_BEHIND = 20, 3, 60
+_MOST_REPEATS, _FEWEST_REPEATS = 20, 3
 # Fewest repetitions that would take so many times the share of their cell end the series: larger sizes take longer.
 _PATIENCE = 4.0
 _ELEMENT_BYTES = 4
-# What a processor computes before each collective: a few of Linux' time slices, of 3 to 4 ms. A square product of so
-# many rows takes a fraction of one.
-_COMPUTE_S, _COMPUTE_ROWS = 0.01, 256
-# Of the longest that are left out of means: the host's other guests.
-_OUTLIERS = 0.05
+# Longer ones hide what processors do beside them.
+_SHORT_S = 0.02
 
 Device = Literal["cpu", "cuda"]
 
@@ -137,7 +130,7 @@ def _time_places(
     backend = "nccl" if device == "cuda" else "gloo"
     groups = {place: _own_group(place, backend) for place in places}
     live = list(_series(places))
-    compute = _make_computation() if device == "cpu" else None
+    computation = Computation() if device == "cpu" else None
     taken: dict[_Cell, Timing] = {}
     # Size by size over all series, so that where time runs out all lack their largest sizes and none lacks all.
     for index, size in enumerate(sorted(sizes)):
@@ -146,21 +139,24 @@ def _time_places(
             group = groups[place] if op != "send" or rank < 2 else None
             action, num_bytes = _prepare(op, size, place.num_ranks, group, device)
             num_left = len(live) * (len(sizes) - index) - done
-            share_s = (budget_s - (time.monotonic() - start)) / num_left
-            behind = compute if op != "send" else None
-            batch, repeats = _agree(action, device, share_s, behind)
-            if not repeats and index:
+            once_s, share_s = _agree(action, device, (budget_s - (time.monotonic() - start)) / num_left)
+            # Every series has its smallest size.
+            if index and _FEWEST_REPEATS * once_s > _PATIENCE * share_s:
                 ended.append((op, place))
                 continue
-            timing = time_messages(
-                action,
-                messages=2 if op == "send" else 1,
-                batch=batch or 1,
-                repeats=repeats or _FEWEST_REPEATS,  # every series has its smallest size
-                meet=behind or dist.barrier,
-                finish=partial(_finish, device),
-                typical=_mean if behind else np.median,
-            )
+            if computation is not None and op != "send" and once_s < _SHORT_S:
+                timing = time_among(action, computation, _repeats(share_s / sample_seconds(once_s)))
+            else:
+                affordable = int(share_s / once_s)
+                batch = min(max(affordable // _FEWEST_REPEATS, 1), BATCH)
+                timing = time_messages(
+                    action,
+                    messages=2 if op == "send" else 1,
+                    batch=batch,
+                    repeats=_repeats(affordable // batch),
+                    meet=dist.barrier,
+                    finish=partial(_finish, device),
+                )
             if group is not None:
                 taken[op, place.num_ranks, len(place.groups), place.stride, num_bytes] = timing
         live = [one for one in live if one not in ended]
@@ -203,51 +199,21 @@ def _prepare(
     return calls[op], count * _ELEMENT_BYTES
 
 
-def _agree(
-    action: Callable[[], object], device: Device, share_s: float, behind: Callable[[], object] | None
-) -> tuple[int, int]:
-    """(messages in a batch, batches) of a cell, by the slowest rank's second try and the smallest share; none to stop.
-
-    The first try opens connections. What is timed ``behind`` something is no batch.
-    """
+def _agree(action: Callable[[], object], device: Device, share_s: float) -> tuple[float, float]:
+    """Seconds of the slowest rank's second try, and the smallest share. The first try opens connections."""
     action()
     _finish(device)
     dist.barrier()
     start = time.perf_counter()
-    if behind is not None:
-        behind()
     action()
     _finish(device)
     worst = torch.tensor((time.perf_counter() - start, -share_s), dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    once_s, share_s = float(worst[0]), -float(worst[1])
-    if _FEWEST_REPEATS * once_s > _PATIENCE * share_s:
-        return 0, 0
-    affordable = int(share_s / max(once_s, 1e-9))
-    if behind is not None:
-        return 1, min(max(affordable, _FEWEST_REPEATS), _MOST_BEHIND)
-    batch = min(max(affordable // _FEWEST_REPEATS, 1), BATCH)
-    return batch, min(max(affordable // batch, _FEWEST_REPEATS), _MOST_REPEATS)
+    return max(float(worst[0]), 1e-9), -float(worst[1])
 
 
-def _make_computation() -> Callable[[], object]:
-    """Products that take a processor `_COMPUTE_S`; all ranks compute as many."""
-    factor = torch.full((_COMPUTE_ROWS, _COMPUTE_ROWS), 1 / _COMPUTE_ROWS)
-
-    def compute(count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            factor @ factor
-        return time.perf_counter() - start
-
-    compute(10)
-    once = torch.tensor([compute(10) / 10], dtype=torch.float64)
-    dist.all_reduce(once, op=dist.ReduceOp.MAX)
-    return partial(compute, max(round(_COMPUTE_S / float(once)), 1))
-
-
-def _mean(seconds: NDArray[np.float64]) -> np.floating:
-    return np.mean(np.sort(seconds)[: max(round(len(seconds) * (1 - _OUTLIERS)), 1)])
+def _repeats(affordable: float) -> int:
+    return min(max(int(affordable), _FEWEST_REPEATS), _MOST_REPEATS)
 
 
 def _finish(device: Device) -> None:

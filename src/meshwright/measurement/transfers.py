@@ -16,7 +16,6 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from meshwright.spec import EventSink, NullSink, TransferMeasurement
 from meshwright.spec.measurements import TransferKind
@@ -89,7 +88,7 @@ def _time(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds of a message, (p90 - p10) / median of them, seconds of the processor, and how many were timed."""
+    """Median seconds of a message, (p90 - p10) / median of them, seconds of the processor, and how many were timed."""
 
     seconds: float
     spread: float
@@ -105,12 +104,10 @@ def time_messages(
     repeats: int,
     meet: Callable[[], object],
     finish: Callable[[], object] = lambda: None,
-    typical: Callable[[NDArray[np.float64]], np.floating] = np.median,
 ) -> Timing:
     """Time an action of ``messages`` messages, in batches, so that the meeting before small ones does not count.
 
-    ``meet`` comes before each batch and is not timed; ``finish`` waits until a device has done what it was told;
-    ``typical`` makes one figure of those of all batches, shape (repeats,).
+    ``meet`` makes all ranks begin together; ``finish`` waits until a device has done what it was told.
     """
     samples = []
     for repeat in range(repeats + 1):
@@ -125,7 +122,7 @@ def time_messages(
     seconds, host_s = np.array(samples).T / 1e9 / (messages * batch)
     low, middle, high = np.percentile(seconds, (10, 50, 90))
     return Timing(
-        seconds=float(typical(seconds)),
+        seconds=float(middle),
         spread=float((high - low) / middle),
         host_s=float(np.median(host_s)),
         num_samples=repeats * batch,
