@@ -40,7 +40,7 @@ def test_what_is_told_is_seen_by_all(tmp_path):
         for step in (1, 2, 3):
             events.metric("loss", 1.0 / step, step)
             events.metric("samples_per_s", 10.0 * step, step)
-            events.progress("training", step, 3)
+            events.progress("steps", step, 3)
         assert scrape(port) == {
             "meshwright_loss": pytest.approx(1 / 3),
             "meshwright_samples_per_s": 30.0,

@@ -1,5 +1,7 @@
 """`run` trains a placement on two processes to what the plan of a single stage gives on one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,9 +59,13 @@ def test_two_processes_train_as_one(tmp_path, warm_ranks):
         torch.testing.assert_close(value, states[1][name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_placement_for_inference_is_not_trained(tmp_path):
+def test_a_placement_for_inference_runs_forward(tmp_path):
     graph = graph_of(mode="inference")
     placement = place(graph, load_cluster("1xcpu"), Workload(kind="inference", global_batch=4), model="unet-tiny")
     write_document(placement, tmp_path / "placed.json")
-    with pytest.raises(PlanError, match="for inference, but `run` trains"):
-        run_plan(Job(plan=str(tmp_path / "placed.json"), num_steps=1), tmp_path / "out")
+    job = Job(plan=str(tmp_path / "placed.json"), num_steps=2)
+    result = run_plan(job, tmp_path / "out")
+    assert result.losses == ()
+    assert len(result.step_seconds) == 2
+    with pytest.raises(PlanError, match="is for inference, which trains nothing: leave out --save-model"):
+        run_plan(replace(job, save_model=str(tmp_path / "model.pt")), tmp_path / "out")

@@ -166,9 +166,10 @@ def print_result(
         beside |= {"losses_off": off} if off is not None else {}
         print_json({"losses": result.losses, **timeline_rows(timeline), **beside, "timeline": result.timeline})
         return
-    first, last = result.losses[0], result.losses[-1]
     in_all = f", {result.num_before + len(result.losses)} in all" if result.num_before else ""
-    print_tables(timeline_table(timeline), f"loss {first:.4f} → {last:.4f} in {len(result.losses)} steps{in_all}")
+    count = format_count(len(result.losses or result.step_seconds), "step")
+    said = f"loss {result.losses[0]:.4f} → {result.losses[-1]:.4f} in {count}{in_all}" if result.losses else ""
+    print_tables(timeline_table(timeline), said or f"{count} of inference")
     print_tables(*(outcome.explain() if outcome is not None else ()), f"timeline written to {result.timeline}")
     if corrected is not None and table is not None:
         print_tables(*calibration_tables(corrected, result.plan, table))

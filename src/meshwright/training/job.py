@@ -110,17 +110,15 @@ def write_results(folder: Path, timeline: str, result: RunResult) -> RunResult:
 
 
 def load_source(plan: Plan | Placement, seed: int = 0) -> ModelSource:
-    """The plan's model with an example batch; the same weights on every rank."""
-    sizes: dict[str, Any] = dict(plan.model_sizes)
-    return load_model(plan.model, seed=seed, **sizes)
+    """The plan's model with an example batch, for inference without targets; the same weights on every rank."""
+    return _load(plan, seed=seed)
 
 
 def capture_fake(plan: Plan, seed: int = 0) -> tuple[ModelSource, Captured]:
     """The plan's model and its graph, all of it fake tensors: shapes without memory."""
-    sizes: dict[str, Any] = dict(plan.model_sizes)
     batch_size: int | None = None
     while True:
-        source = load_model(plan.model, seed=seed, batch_size=batch_size, fake=True, **sizes)
+        source = _load(plan, seed=seed, batch_size=batch_size, fake=True)
         captured = capture_model(
             source.model,
             source.inputs,
@@ -133,6 +131,12 @@ def capture_fake(plan: Plan, seed: int = 0) -> tuple[ModelSource, Captured]:
             return source, captured
         # A model that bakes its batch size in is captured at the size at which it runs.
         batch_size = plan.microbatch_size
+
+
+def _load(plan: Plan | Placement, **options: Any) -> ModelSource:
+    sizes: dict[str, Any] = dict(plan.model_sizes)
+    source = load_model(plan.model, **options, **sizes)
+    return source if plan.workload.kind == "training" else replace(source, targets=(), loss=None)
 
 
 def make_optimizer(

@@ -111,12 +111,22 @@ def read_runnable_plan(job: Job) -> Plan | Placement:
         check_runnable(plan)
         compute_orders(plan)
         _check_steps(plan, job)
-    elif plan.workload.kind != "training":
-        raise PlanError(
-            f"{job.plan} places a graph for inference, but `run` trains. Run it with "
-            "`meshwright.runtime.open_session`, or place the graph of a training step."
-        )
+    if plan.workload.kind != "training":
+        _refuse_training(job)
     return plan
+
+
+def _refuse_training(job: Job) -> None:
+    """Raise PlanError for what inference has not."""
+    given = {
+        "--learning-rate": job.learning_rate,
+        "--repair": job.repair,
+        "--clip-norm": job.clip_norm,
+        "--checkpoint": job.checkpoint,
+        "--save-model": job.save_model,
+    }
+    if lost := [name for name, value in given.items() if value is not None]:
+        raise PlanError(f"{job.plan} is for inference, which trains nothing: leave out {' and '.join(lost)}.")
 
 
 def _check_steps(plan: Plan, job: Job) -> None:
@@ -249,7 +259,7 @@ def _follow(path: Path, num_steps: int, events: EventSink, done: threading.Event
                     for place, loss in enumerate(row["losses"], row["last_loss"] - len(row["losses"]) + 1):
                         events.metric("loss", loss, place)
                     events.metric("samples_per_s", row["samples_per_s"], row["step"])
-                    events.progress("training", row["step"], num_steps)
+                    events.progress("steps", row["step"], num_steps)
         if finished:
             return
         time.sleep(0.1)

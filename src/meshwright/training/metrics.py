@@ -75,13 +75,13 @@ class PrometheusSink:
 
     def progress(self, task: str, done: int, total: int) -> None:
         """The step, and how many there are."""
-        if task == "training":
+        if task == "steps":
             self._set("step", done, "Steps that are done.")
             self._set("steps", total, "Steps of the run.")
 
     def metric(self, name: str, value: float, step: int) -> None:  # noqa: ARG002 - Prometheus has times of its own
         """The newest value."""
-        self._set(name, value, f"{name} of training, as newly known.")
+        self._set(name, value, f"{name}, as newly known.")
 
     def close(self) -> None:
         """Give up the port."""

@@ -43,7 +43,7 @@ def run_rank(job: Job, folder: Path | str, events: EventSink | None = None) -> R
         for place, loss in enumerate(facts.losses, facts.last_loss - len(facts.losses) + 1):
             sink.metric("loss", loss, place)
         sink.metric("samples_per_s", facts.samples_per_s, facts.step)
-        sink.progress("training", facts.step, job.num_steps)
+        sink.progress("steps", facts.step, job.num_steps)
 
     with claimed(folder, job) if is_first else contextlib.nullcontext():
         try:

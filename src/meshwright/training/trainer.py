@@ -36,7 +36,7 @@ from meshwright.runtime import (
     measure_clock_offset,
     open_session,
 )
-from meshwright.spec.errors import RunError
+from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
@@ -52,7 +52,7 @@ from meshwright.training.state import gather_state, save_state
 def prepare(
     model: torch.nn.Module,
     loss: Callable[..., torch.Tensor] | None,
-    optimizer: OptimizerArgument,
+    optimizer: OptimizerArgument | None,
     batch: tuple[Any, Any],
     *,
     plan: Plan | Placement | Path | str,
@@ -63,14 +63,14 @@ def prepare(
     feed: Feed | None = None,
     verify: bool = True,
 ) -> Trainer:
-    """Capture the model, cut out this rank's stage, and make it ready to train. All ranks call it together.
+    """Capture the model, cut out this rank's stage, and make it ready to run. All ranks call it together.
 
     Args:
         model: the whole model, equal on all ranks (build it after ``torch.manual_seed``); it is not changed, but the
             memory of the parameters that other ranks hold is released.
-        loss: ``loss(outputs, *targets) -> scalar``; None if the model returns its loss.
+        loss: ``loss(outputs, *targets) -> scalar``; None if the model returns its loss. A plan for inference has none.
         optimizer: a torch optimizer over ``model.parameters()`` (it keeps only this rank's parameters), or a function
-            that makes one from a list of parameters.
+            that makes one from a list of parameters; None for inference.
         batch: an example batch ``(inputs, targets)``; only its shapes matter.
         plan: a Plan, a Placement or the file of either.
         run_seed: seed of dropout and other random ops.
@@ -89,12 +89,17 @@ def prepare(
     if feed is not None:
         plan = _with_loader(plan, feed)
     inputs, targets = batch
+    infers = plan.workload.kind == "inference"
+    if infers:
+        loss, targets, optimizer = None, (), _no_optimizer
+    if optimizer is None:
+        raise PlanError("The plan is for training, and no optimizer was given. Give one over model.parameters().")
     captured = capture_model(
         model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=verify and rank == 0
     )
     if captured.graph.batch_size not in (None, plan.microbatch_size):
         # The model bakes its batch size in: capture it at the size at which it will run.
-        inputs, targets = _first_samples(batch, plan.microbatch_size)
+        inputs, targets = _first_samples((inputs, targets), plan.microbatch_size)
         captured = capture_model(model, inputs, targets=targets, loss=loss, mode=plan.workload.kind, verify=False)
     session = open_session(
         captured, plan, optimizer, run_seed=run_seed, repair=repair, autocast=autocast, clip_norm=clip_norm
@@ -122,7 +127,7 @@ class Trainer:
         self._session = session
         self._steps = 0
         self._is_checked = False
-        self._losses = Losses(session)
+        self._losses = Losses(session) if session.graph.has_loss else None
         self._clock_offset_ns = measure_clock_offset()
         self._memory = MemoryMeter(session.device, session.own_state)
 
@@ -142,14 +147,35 @@ class Trainer:
         Under a schedule that never flushes, the loss is that of the newest batch that is known to have run through
         its forwards; nan while the pipeline fills. `losses` has all of them. The last batch of a data set may have
         fewer microbatches of the plan's size. Raises PlanError for other sizes than that of the plan's global batch,
-        RunError if the ranks were given different batches.
+        RunError if the ranks were given different batches, or for a plan for inference.
         """
+        if self._losses is None:
+            raise RunError("The plan is for inference, which trains nothing. Call `infer`, or plan for training.")
+        tensors, made = self._run(inputs, targets)
+        return self._took(made, self._session.count_microbatches(tensors))
+
+    def infer(self, inputs: Any) -> dict[str, torch.Tensor]:
+        """Run a global batch forward; returns by name the outputs that this rank made, none on most ranks.
+
+        They are the rows of the rank's own microbatches, one behind the other: of a last stage that has replicas each
+        makes a part. Raises as `step`, for a plan for training.
+        """
+        if self._losses is not None:
+            raise RunError("The plan is for training, whose steps update weights. Call `step`, or plan for inference.")
+        _, made = self._run(inputs, ())
+        self._steps += 1
+        names = self._session.graph.tensors
+        return {
+            names[i].name: torch.cat([item.value if item.value.ndim else item.value[None] for item in items])
+            for i, items in made.items()
+        }
+
+    def _run(self, inputs: Any, targets: Any) -> tuple[tuple[torch.Tensor, ...], Outputs]:
         tensors = flatten_batch(self._captured, inputs, targets)
         if not self._is_checked:
             _check_same_batch(tensors)
             self._is_checked = True
-        made = self._session.run_step(self._steps, tensors)
-        return self._took(made, self._session.count_microbatches(tensors))
+        return tensors, self._session.run_step(self._steps, tensors)
 
     def train(self) -> Iterator[float]:
         """Train on the data set that `prepare` was given; yields, step by step, what `step` returns.
@@ -157,6 +183,8 @@ class Trainer:
         All ranks call it together. Raises RunError for what the data set raises, with what it was asked for, and if
         the ranks were given different data sets.
         """
+        if self._losses is None:
+            raise RunError("The plan is for inference, which trains nothing. Call `infer`, or plan for training.")
         if self._feed is None:
             raise RunError("No data set was given to train on. Give one: prepare(..., feed=Feed(dataset)).")
         feed, session = self._feed, self._session
@@ -195,6 +223,7 @@ class Trainer:
 
     def _took(self, made: Outputs, count: int) -> float:
         """Count a step, and its losses."""
+        assert self._losses is not None, "what trains has losses"
         self._losses.add(self._steps, made, count)
         self._steps += 1
         return self._losses.known[-1] if self._losses.known else math.nan
@@ -206,14 +235,14 @@ class Trainer:
         pipeline.
         """
         made = self._session.finish()
-        if self._session.steps.num_filling:
+        if self._losses is not None and self._session.steps.num_filling:
             self._losses.add(self._steps - 1, made)
             self._losses.finish()
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The loss of every batch that is known, from the first on; of all behind `finish`."""
-        return tuple(self._losses.known)
+        """The loss of every batch that is known, from the first on; of all behind `finish`. None in inference."""
+        return tuple(self._losses.known) if self._losses is not None else ()
 
     def held_bytes(self, inputs: Any, targets: Any = ()) -> int:
         """Bytes that this rank holds before a step on such a batch: its stage's state, buckets, its microbatches."""
@@ -300,6 +329,10 @@ class Trainer:
     def close(self) -> None:
         """Remove what was hooked into the user's parameters."""
         self._session.close()
+
+
+def _no_optimizer(_parameters: list[torch.nn.Parameter]) -> None:
+    """Nothing is updated."""
 
 
 def _release_other_parameters(model: torch.nn.Module, session: Session) -> None:

@@ -116,7 +116,7 @@ def _run(job: Job, folder: Path) -> None:
 
 
 def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None, RunResult]:
-    """Train on this rank; returns the measured timeline as text (rank 0 only), and loss and seconds of every step.
+    """Train on this rank, or infer; returns the measured timeline as text (rank 0 only), losses and seconds of steps.
 
     ``report`` is called on rank 0 after every step.
     """
@@ -135,6 +135,7 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         autocast=getattr(torch, job.autocast) if job.autocast is not None else None,
     )
     seconds: list[float] = []
+    trains = plan.workload.kind == "training"
     done = _resume(trainer, job)
     last_ones = job.num_steps - job.num_recorded_steps
     first_recorded = max(last_ones if job.first_recorded is None else job.first_recorded, done)
@@ -146,7 +147,10 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
             trainer.stop_recording()
         start = time.perf_counter()
         known = len(trainer.losses)
-        trainer.step(inputs, targets)
+        if trains:
+            trainer.step(inputs, targets)
+        else:
+            trainer.infer(inputs)
         seconds.append(time.perf_counter() - start)
         if trainer.rank == 0:
             per_s = plan.workload.global_batch / seconds[-1]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.capture import Captured, rebuild
-from meshwright.cost.traits import is_in_place, operator_name
+from meshwright.cost.traits import operator_name
 from meshwright.program import lower_plan, shard_graph
 from meshwright.program.sharding import MESH, ShardedGraph
 from meshwright.runtime.recompute import checkpoint_ranges
@@ -84,8 +84,10 @@ class LocalModel:
         """
         size = self.plan.microbatch_size
         converted = {op.outputs[0]: op.inputs[0] for op in self.graph.ops if op.kind.startswith(MESH)}
-        for index in ops:
-            self._check_written(self.graph.ops[index], converted)
+        writing = {op.name for op, row in zip(self.whole.ops, self.captured.table.ops, strict=True) if row.written}
+        for op in (self.graph.ops[index] for index in ops):
+            if op.name in writing:
+                self._check_written(op, converted)
         try:
             modules = {index: module for index in ops if (module := self._module_of(index)) is not None}
             made = rebuild(
@@ -160,8 +162,6 @@ class LocalModel:
 
     def _check_written(self, op: Op, converted: Mapping[int, int]) -> None:
         """Running statistics of a share are not those of the whole."""
-        if not (is_in_place(op) or any(word in operator_name(op) for word in ("batch_norm", "instance_norm"))):
-            return
         roots = [self._root(i, converted) for i in op.inputs]
         buffers = [root for root, _ in roots if self.graph.tensors[root].role == "buffer"]
         layouts = self.sharded.layouts.values()
@@ -259,6 +259,7 @@ def local_model(captured: Captured, plan: Plan, grid: Grid) -> LocalModel:
         )
     local_plan, graph = lower_plan(plan, captured.graph)
     sharded = shard_graph(captured.graph, plan.sharding)
+    _check_returned(captured.graph, plan, sharded)
     uneven = find_uneven(captured.graph, graph, sharded.layouts, plan.sharding)
     if uneven is not None:
         tensor = captured.graph.tensors[uneven]
@@ -275,6 +276,19 @@ def local_model(captured: Captured, plan: Plan, grid: Grid) -> LocalModel:
         grid=grid,
         captured=captured,
     )
+
+
+def _check_returned(graph: Graph, plan: Plan, sharded: ShardedGraph) -> None:
+    """Raise PlanError where processes would return parts. In training they return losses, which have their share."""
+    for axis, layouts in sharded.layouts.items() if plan.workload.kind == "inference" else ():
+        for tensor in graph.outputs:
+            if not isinstance(layouts[tensor], Replicate):
+                maker = next((op.name for op in graph.ops if tensor in op.outputs), "")
+                raise PlanError(
+                    f"The plan leaves each process of the {axis} axis a part of {graph.tensors[tensor].name!r}, which "
+                    f"the model returns. Place the op that makes it whole (`--placement '{maker}={axis}'`), or plan "
+                    "without the axis."
+                )
 
 
 def _special(
