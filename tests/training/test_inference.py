@@ -24,7 +24,7 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("name", ["pipeline", "replicas", "both"])
 def test_outputs_are_those_of_the_model(results, name):
     ranks = results[name]
-    assert max(rank["worst"] for rank in ranks) == 0.0
+    assert max(rank["worst"] for rank in ranks) <= 1e-12
     rows = {"pipeline": [0, 8], "replicas": [4, 4], "both": [4, 4]}[name]
     assert [rank["shapes"] for rank in ranks] == [[[n, 8], [n, 3]] if n else [] for n in rows]
     assert all(rank["losses"] == [] for rank in ranks)
