@@ -44,7 +44,24 @@ def ignoring_whole_head():
     return Case(case.model, ignoring, case.make_batch)
 
 
+class Tied(torch.nn.Module):
+    """One weight that is read by rows and as a product, a scale without dims, and a parameter that nothing reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, 16)
+        self.norm, self.inner = torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)
+        self.scale, self.unused = torch.nn.Parameter(torch.tensor(0.7)), torch.nn.Parameter(torch.ones(3))
+        self.head = torch.nn.Linear(16, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return self.head(x + self.scale * torch.tanh(self.inner(self.norm(x))))
+
+
 MODELS = {
+    "tied": lambda: Case(Tied(), _token_loss, tokens(VOCABULARY, LENGTH)),
     "gpt-ignoring": ignoring_whole_head,
     "gpt-tied": gpt(),
     "gpt": gpt(tied=False),

@@ -84,6 +84,10 @@ def test_ranks_together_read_what_one_reads(count, size, num_microbatches, ranks
     producers, depth = producing
     dataset = Stream(count) if stream else Numbers(count)
     feed = Feed(dataset=dataset, shuffle=shuffle and not stream, epochs=2, producers=producers, depth=depth, seed=3)
+    if count < size * num_microbatches:
+        with pytest.raises(RunError, match="there is nothing to train on"):
+            read(feed, size * num_microbatches, size)
+        return
     whole = read(feed, size * num_microbatches, size)
     parts = {}
     for rank in range(ranks):
@@ -92,6 +96,12 @@ def test_ranks_together_read_what_one_reads(count, size, num_microbatches, ranks
     used = count // (size * num_microbatches) * size * num_microbatches
     orders = [list(range(count)) if stream else list(feed.order(epoch)) for epoch in range(2)]
     assert list(itertools.chain(*whole.values())) == [sample for order in orders for sample in order[:used]]
+
+
+def test_what_can_be_read_once_has_one_epoch():
+    with pytest.raises(RunError, match="can be read once, and 2 epochs were asked for"):
+        Feed(dataset=iter(range(8)), epochs=2)
+    assert Feed(dataset=iter(range(8))).is_iterable
 
 
 def test_every_epoch_has_an_order_of_its_own():

@@ -283,7 +283,7 @@ def test_however_the_launcher_ends_no_rank_stays_and_no_trace_is_shown(gpt_plan,
     if number is not signal.SIGKILL:
         assert code == 1
         assert text == (
-            f"error: The run was stopped by {number.name}; all ranks were ended and nothing was written. "
+            f"error: The run was stopped by {number.name}; all ranks were ended and no results were written. "
             "Start it again with the same command.\n"
         )
         assert not (tmp_path / "o").exists()

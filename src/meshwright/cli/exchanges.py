@@ -1,4 +1,4 @@
-"""The option of `simulate` that compares ways of exchanging gradients."""
+"""``--exchange``: `simulate` compares ways of exchanging gradients, `plan` takes an own order in which they leave."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -38,7 +39,7 @@ def run(
     learning_rate: Annotated[
         float | None, typer.Option(help="Learning rate; by default the optimizer's usual.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights, data and dropout.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, data and dropout.", min=0, max=2**63 - 1)] = 0,
     repair: Annotated[
         str | None,
         typer.Option(help="Under a schedule that never flushes: predict weights, or discount learning rates."),
@@ -104,6 +105,8 @@ def run(
 
     first_recorded, num_recorded = recorded_steps(record, steps)
     check_options(given_options(call))
+    if learning_rate is not None and not 0 < learning_rate < math.inf:
+        raise typer.BadParameter(f"--learning-rate {learning_rate:g} is no rate to learn at; give one above 0.")
     if measurements is not None:
         # What is wrong with it is said before anything is trained.
         load_measurements_of(plan, measurements, calibrate=calibrate, num_recorded=num_recorded)

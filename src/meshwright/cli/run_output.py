@@ -144,6 +144,10 @@ def correct(plan: Path, result: RunResult, measurements: Path) -> Calibration:
     return found
 
 
+def _shown(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
+
+
 def print_result(
     result: RunResult,
     outcome: Outcome | None,
@@ -168,8 +172,13 @@ def print_result(
         return
     in_all = f", {result.num_before + len(result.losses)} in all" if result.num_before else ""
     count = format_count(len(result.losses or result.step_seconds), "step")
-    said = f"loss {result.losses[0]:.4f} → {result.losses[-1]:.4f} in {count}{in_all}" if result.losses else ""
-    print_tables(timeline_table(timeline), said or f"{count} of inference")
+    first, last = (_shown(result.losses[at]) if result.losses else "" for at in (0, -1))
+    print_tables(
+        timeline_table(timeline), f"loss {first} → {last} in {count}{in_all}" if first else f"{count} of inference"
+    )
+    if None in result.losses:
+        since = result.num_before + result.losses.index(None) + 1
+        print_tables(f"The loss is not finite since step {since}: lower the learning rate, or clip with --clip-norm.")
     print_tables(*(outcome.explain() if outcome is not None else ()), f"timeline written to {result.timeline}")
     if corrected is not None and table is not None:
         print_tables(*calibration_tables(corrected, result.plan, table))

@@ -2,17 +2,17 @@
 
 opening         from a plan and a captured model to a rank that is ready, a `session`; it puts the others together
 holding         what a process has of a plan: modules, parameters, program
-models          what a process computes: the captured model, or its share in a team (`teams`); `recompute` runs parts of
-it again
+models          what a process computes: the captured model, or its share in a team (`teams`); `recompute` runs parts
+                of it again
 rank_program    what one rank issues, and when
 executor        issues it; `messages` hold what crosses between stages, `bucket_sums` what is summed, `pending` what
-is under way
+                is under way
 steps           which section of it runs, batch by batch
 stage           forwards and backwards of one stage; `split_backward` where they come in two parts, `versions` where
-weights change meanwhile, `repairs` what may be done about that
+                weights change meanwhile, `repairs` what may be done about that
 clipping        the norm of all gradients
 fully_sharded   replicas that share out gradients and parameters, `sharded_optimizer` those that share out its states;
-`ranges` makes modules of ranges of ops
+                `ranges` makes modules of ranges of ops
 transport       sends, receives and sums, in `layouts` that both ends know
 exchange        buckets of gradients; `waves` of what virtual workers changed
 coming          inputs that are still being made

@@ -95,4 +95,4 @@ class NormClip:
 
     def coefficient(self) -> torch.Tensor:
         """What to multiply gradients with, behind `begin` and its works."""
-        return (self._max_norm / (self._total.sqrt() + _EPSILON)).clamp(max=1.0)
+        return (self._max_norm / (self._total[0].sqrt() + _EPSILON)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""One rank of a run, as torchrun's agent starts it: ``python -m meshwright.training JOB.json FOLDER``."""
+"""One rank of a run, as torchrun's agent starts it: ``python -m meshwright.training JOB.json FOLDER LAUNCHER``."""
 
 from __future__ import annotations
 
@@ -8,4 +8,5 @@ from meshwright.training.rank import leave
 from meshwright.training.worker import main
 
 if __name__ == "__main__":
-    leave(main(*sys.argv[1:]))
+    job, folder, launcher = sys.argv[1:]
+    leave(main(job, folder, int(launcher)))

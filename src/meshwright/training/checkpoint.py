@@ -9,10 +9,12 @@ Files are tensors and plain values, loaded with ``weights_only``. On several nod
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +25,8 @@ from meshwright.runtime import Session
 from meshwright.runtime.fully_sharded import own_part
 from meshwright.spec.codec import content_hash, read_document, write_document
 from meshwright.spec.errors import DocumentError, RunError
+from meshwright.spec.placement import Placement
+from meshwright.spec.plan import Plan
 
 _NAME = re.compile(r"step-(\d{8,})")
 _META = "meta.json"
@@ -30,17 +34,21 @@ _META = "meta.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointMeta:
-    """What a checkpoint is of."""
+    """What a checkpoint is of: ``settings`` of the run by name, and SHA-256 ``sums`` of the files of all processes."""
 
     plan_hash: str
     num_processes: int
     num_steps: int
     run_seed: int
+    settings: tuple[tuple[str, str], ...] = ()
+    sums: tuple[str, ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
 
-def save_checkpoint(session: Session, folder: Path, num_steps: int, run_seed: int, keep: int) -> Path:
+def save_checkpoint(
+    session: Session, folder: Path, num_steps: int, run_seed: int, settings: Mapping[str, str], keep: int
+) -> Path:
     """Write a checkpoint after so many steps, and drop all but the newest ``keep``. All processes call it together.
 
     Nothing may be under way (`Session.finish`). Raises RunError on all of them if one cannot write, or if the folder
@@ -49,20 +57,24 @@ def save_checkpoint(session: Session, folder: Path, num_steps: int, run_seed: in
     _refuse_others(folder, num_steps)
     name = f"step-{num_steps:08d}"
     beside = folder / _agree(f".{name}.{secrets.token_hex(4)}")
-    error = ""
+    error, own_sum = "", ""
     try:
         beside.mkdir(parents=True, exist_ok=True)
         torch.save(_own_state(session), beside / f"process-{session.rank}.pt")
+        own_sum = _sum_of(beside / f"process-{session.rank}.pt")
     except (OSError, RuntimeError) as problem:
         # Torch's writer tells of a full disk by a RuntimeError.
         error = f"{folder}: process {session.rank} cannot write a checkpoint there ({problem})."
     errors = [found for found in _gather(error) if found]
+    sums = tuple(_gather(own_sum))
     if session.rank == 0 and not errors:
         meta = CheckpointMeta(
-            plan_hash=content_hash(session.plan),
+            plan_hash=_hash_of(session.plan),
             num_processes=dist.get_world_size(),
             num_steps=num_steps,
             run_seed=run_seed,
+            settings=tuple(settings.items()),
+            sums=sums,
         )
         try:
             write_document(meta, beside / _META)
@@ -78,32 +90,39 @@ def save_checkpoint(session: Session, folder: Path, num_steps: int, run_seed: in
     return folder / name
 
 
-def load_checkpoint(session: Session, folder: Path, run_seed: int) -> int:
+def load_checkpoint(session: Session, folder: Path, run_seed: int, settings: Mapping[str, str]) -> int:
     """Take the newest checkpoint of a folder; returns its number of steps. All processes call it together.
 
-    Raises RunError for a folder without one, or one of another plan, number of processes or seed.
+    Raises RunError for a folder without one, or one of another plan, number of processes, seed or other settings.
     """
     newest = find_newest(folder)
     if newest is None:
         raise RunError(f"{folder}: no checkpoint is there. Give the folder that checkpoints were written to.")
     meta = read_document(CheckpointMeta, newest / _META)
     wanted = {
-        "plan": content_hash(session.plan),
+        "plan": _hash_of(session.plan),
         "number of processes": dist.get_world_size(),
         "seed": run_seed,
+        **settings,
     }
     found = {"plan": meta.plan_hash, "number of processes": meta.num_processes, "seed": meta.run_seed}
+    found |= {name: value for name, value in meta.settings if name in settings}
     for what, value in wanted.items():
-        if found[what] != value:
+        if found.get(what, value) != value:
             raise RunError(
                 f"{newest}: the checkpoint is of {what} {found[what]}, and {value} is run. Go on with the same one, or "
                 "start from the weights alone, which `--save-model` writes."
             )
     path = newest / f"process-{session.rank}.pt"
+    advice = f"Remove {newest} to go on from the checkpoint before."
     try:
+        if meta.sums and _sum_of(path) != meta.sums[session.rank]:
+            raise RunError(f"{path}: was changed since it was written. {advice}")
         state = torch.load(path, map_location=session.device, weights_only=True)
+    except RunError:
+        raise
     except Exception as error:
-        raise RunError(f"{path}: cannot be read ({type(error).__name__}: {error}). Take an older checkpoint.") from None
+        raise RunError(f"{path}: cannot be read ({type(error).__name__}: {error}). {advice}") from None
     _take_state(session, state, path)
     return meta.num_steps
 
@@ -135,6 +154,18 @@ def _take_state(session: Session, state: dict[str, Any], path: Path) -> None:
     session.updates.take_state(state["updates"])
     if session.exchange is not None:
         session.exchange.restart()
+
+
+def _hash_of(plan: Plan | Placement) -> str:
+    """Of a plan without its clipping, which is a setting."""
+    if isinstance(plan, Plan):
+        plan = replace(plan, exchange=replace(plan.exchange, clip_norm=False))
+    return content_hash(plan)
+
+
+def _sum_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _buffers(session: Session) -> list[tuple[int, str, torch.Tensor]]:

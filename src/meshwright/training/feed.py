@@ -71,6 +71,11 @@ class Feed:
                 f"A data set of type {type(self.dataset).__name__} was given; expected one with `len` and `[index]`, "
                 "or one to iterate over."
             )
+        if self.is_iterable and self.epochs > 1 and isinstance(self.dataset, Iterator):
+            raise RunError(
+                f"{type(self.dataset).__name__} can be read once, and {self.epochs} epochs were asked for. Give a data "
+                "set whose `__iter__` begins anew, or one epoch."
+            )
 
     @property
     def is_iterable(self) -> bool:
@@ -82,6 +87,11 @@ class Feed:
         """What all ranks must agree on."""
         size = "iterable" if self.is_iterable else len(self.dataset)
         return f"{type(self.dataset).__name__} {size} {self.shuffle} {self.seed} {self.epochs} {self.drop_last}"
+
+    def describe_order(self) -> str:
+        """What says which samples are in a global batch, of as many epochs as there are."""
+        size = "iterable" if self.is_iterable else f"of {len(self.dataset)} samples"
+        return f"{size}, {f'shuffled by seed {self.seed}' if self.shuffle else 'in its order'}"
 
     def order(self, epoch: int) -> Sequence[int]:
         """Indices of the samples of an epoch, in their order."""
@@ -99,6 +109,7 @@ class Feed:
 
         Raises RunError for a rest that is no whole number of microbatches, if it is not to be left out.
         """
+        num_batches = 0
         for epoch in range(self.epochs):
             samples: Iterator[Any] = iter(self.dataset) if self.is_iterable else iter(self.order(epoch))
             while True:
@@ -110,7 +121,13 @@ class Feed:
                     count = place + 1
                 whole, rest = divmod(count, microbatch)
                 if count < global_batch and (self.drop_last or not count):
+                    if not num_batches:
+                        raise RunError(
+                            f"The data set has {count} samples, and a global batch {global_batch}: there is nothing to "
+                            "train on. Give more samples, plan for smaller batches, or give `drop_last=False`."
+                        )
                     break
+                num_batches += 1
                 if rest:
                     raise RunError(
                         f"Epoch {epoch} ends with {count} samples, which are {whole} microbatches of {microbatch} and "

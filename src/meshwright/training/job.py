@@ -84,12 +84,12 @@ def job_repair(job: Job) -> Repair | None:
 class RunResult:
     """What a run leaves behind: loss and seconds of every step, and where the measured timeline is.
 
-    ``num_before`` are steps that were done before, from a checkpoint; ``first_recorded`` is the number, from 0, of the
-    first step in the timeline.
+    A loss that is not finite is None; a run of inference has none. ``num_before`` are steps that were done before, from
+    a checkpoint; ``first_recorded`` is the number, from 0, of the first step in the timeline.
     """
 
     plan: str
-    losses: tuple[float, ...]
+    losses: tuple[float | None, ...]
     step_seconds: tuple[float, ...]
     timeline: str
     num_before: int = 0

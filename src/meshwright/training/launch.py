@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -73,17 +74,16 @@ def run_plan(job: Job, folder: Path | str, events: EventSink | None = None) -> R
             # as SIGINT, a rank that is still importing would answer with a traceback.
             signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
         )
-        arguments = ("-m", "meshwright.training", str(Path(scratch) / "job.json"), scratch)
+        arguments = ("-m", "meshwright.training", str(Path(scratch) / "job.json"), scratch, str(os.getpid()))
         try:
             with _quiet_agent(), _forward_progress(Path(scratch), job.num_steps, events or NullSink()):
                 elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            raise RunError(_explain(error.failures, Path(scratch), job.plan)) from None
+            raise RunError(_explain(error.failures, Path(scratch), job)) from None
         except (KeyboardInterrupt, SignalException) as error:
             name = signal.Signals(error.sigval).name if isinstance(error, SignalException) else "SIGINT"
             raise RunError(
-                f"The run was stopped by {name}; all ranks were ended and nothing was written. "
-                "Start it again with the same command."
+                f"The run was stopped by {name}; all ranks were ended and no results were written. {_start_again(job)}"
             ) from None
         return _keep_results(Path(scratch), folder)
 
@@ -138,6 +138,11 @@ def _check_steps(plan: Plan, job: Job) -> None:
             f"emptied, and {plan.schedule} takes {filling} steps to fill and to empty it; expected as many or more "
             "before each checkpoint, and behind the last one as many or none."
         )
+    if job.first_recorded is not None and job.first_recorded < filling:
+        raise PlanError(
+            f"Step {job.first_recorded + 1} was to be recorded; {plan.schedule} takes {filling} steps to fill its "
+            f"pipeline, which have no repetition to show. Record step {filling + 1} or later ones."
+        )
     if num_steps <= filling and filling:
         raise PlanError(
             f"{format_count(num_steps, 'step')} of the schedule {plan.schedule} were asked for, which takes {filling} "
@@ -155,12 +160,13 @@ def torchrun_command(plan: Plan, script: str = "your_script.py") -> str:
 def claimed(folder: Path, job: Job) -> Iterator[None]:
     """Make sure before the first step that results can be written; leave no empty folder behind a failure."""
     wanted = [folder, *([Path(job.save_model).parent] if job.save_model is not None else [])]
+    wanted += [Path(job.checkpoint)] if job.checkpoint is not None else []
     made = [path for path in wanted if not path.exists()]
     try:
         for path in wanted:
             _check_writable(path)
-        for name in (TIMELINE_FILE, RESULT_FILE):
-            refuse_replacing(folder / name)
+        for path in (folder / TIMELINE_FILE, folder / RESULT_FILE, *map(Path, filter(None, [job.save_model]))):
+            refuse_replacing(path)
         yield
     finally:
         for path in made:
@@ -185,7 +191,14 @@ def _keep_results(scratch: Path, folder: Path) -> RunResult:
     return write_results(folder, timeline, result)
 
 
-def _explain(failures: dict[int, ProcessFailure], scratch: Path, plan: str) -> str:
+def _start_again(job: Job) -> str:
+    newest = find_newest(Path(job.checkpoint)) if job.checkpoint is not None else None
+    if newest is None:
+        return "Start it again with the same command."
+    return f"The newest checkpoint is {newest}: go on from there with the same command and --resume."
+
+
+def _explain(failures: dict[int, ProcessFailure], scratch: Path, job: Job) -> str:
     """One paragraph: the rank that failed first, how, and its own error."""
     killed = [rank for rank, item in failures.items() if item.exitcode < 0 and item.exitcode != -signal.SIGTERM]
     reports = []
@@ -196,16 +209,15 @@ def _explain(failures: dict[int, ProcessFailure], scratch: Path, plan: str) -> s
     if killed:
         rank = min(killed, key=lambda item: failures[item].timestamp)
         name = signal.Signals(-failures[rank].exitcode).name
-        advice = "Start the run again with the same command."
-        hint = ""
+        advice, hint = _start_again(job), ""
         if name == "SIGKILL":
-            hint, advice = " (often the host ran out of memory)", predict_memory(plan, rank)
+            hint, advice = " (often the host ran out of memory)", f"{predict_memory(job.plan, rank)} {advice}"
         return f"Rank {rank} was killed by {name}{hint}; the other ranks were ended. {advice}"
     if reports:
         first = min(reports, key=lambda item: (_is_connection_error(item["message"]), item["time"]))
         if first["out_of_memory"]:
             what = first["message"].splitlines()[0]
-            advice = predict_memory(plan, first["rank"])
+            advice = predict_memory(job.plan, first["rank"])
             return f"Rank {first['rank']} ran out of memory: {what}; the other ranks were ended. {advice}"
         detail = f"\n{first['traceback'].rstrip()}" if first["traceback"] else ""
         return f"Rank {first['rank']} failed: {first['message']}{detail}"

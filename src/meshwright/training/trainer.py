@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -105,7 +105,13 @@ def prepare(
         captured, plan, optimizer, run_seed=run_seed, repair=repair, autocast=autocast, clip_norm=clip_norm
     )
     _release_other_parameters(model, session)
-    return Trainer(model, captured, session, feed, run_seed)
+    settings = {
+        "clip norm": str(clip_norm),
+        "autocast": str(autocast),
+        "repair": str(repair),
+        "data set": feed.describe_order() if feed is not None else str(None),
+    }
+    return Trainer(model, captured, session, feed, run_seed, settings)
 
 
 class Trainer:
@@ -118,8 +124,10 @@ class Trainer:
         session: Session,
         feed: Feed | None = None,
         run_seed: int = 0,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         self._model = model
+        self._settings = settings or {}
         self._feed = feed
         self._run_seed = run_seed
         self._num_resumed = 0
@@ -242,7 +250,11 @@ class Trainer:
     @property
     def losses(self) -> tuple[float, ...]:
         """The loss of every batch that is known, from the first on; of all behind `finish`. None in inference."""
-        return tuple(self._losses.known) if self._losses is not None else ()
+        return self.losses_since(0)
+
+    def losses_since(self, count: int) -> tuple[float, ...]:
+        """The same without the first ``count``."""
+        return tuple(self._losses.known[count:]) if self._losses is not None else ()
 
     def held_bytes(self, inputs: Any, targets: Any = ()) -> int:
         """Bytes that this rank holds before a step on such a batch: its stage's state, buckets, its microbatches."""
@@ -303,18 +315,18 @@ class Trainer:
         What is under way is brought to its end first (`finish`). Raises RunError if a rank cannot write.
         """
         self.finish()
-        return save_checkpoint(self._session, Path(folder), self._steps, self._run_seed, keep)
+        return save_checkpoint(self._session, Path(folder), self._steps, self._run_seed, self._settings, keep)
 
     def resume(self, folder: Path | str) -> int:
         """Go on from the newest checkpoint of a folder; returns the number of steps that are done.
 
         Call it before the first step, all ranks together: weights, optimizer states, random numbers and the order of a
         `Feed` go on as if nothing had happened. Learning-rate schedulers are your own. Raises RunError for a folder
-        without a checkpoint, or one of another plan, number of processes or seed.
+        without a checkpoint, or one of another plan, number of processes, seed, data set, clipping, autocast or repair.
         """
         if self._steps:
             raise RunError(f"{self._steps} steps were run already. Resume before the first one.")
-        self._steps = self._num_resumed = load_checkpoint(self._session, Path(folder), self._run_seed)
+        self._steps = self._num_resumed = load_checkpoint(self._session, Path(folder), self._run_seed, self._settings)
         return self._steps
 
     @property
@@ -338,7 +350,7 @@ def _no_optimizer(_parameters: list[torch.nn.Parameter]) -> None:
 def _release_other_parameters(model: torch.nn.Module, session: Session) -> None:
     """Free the memory of parameters that only other ranks use; the bare model's state_dict then shows empty tensors."""
     own = {id(parameter) for parameter in session.parameters.values()}
-    used = {session.graph.tensors[tensor].name for tensor in session.graph.parameters}
+    used = {session.graph.tensors[tensor].name for op in session.graph.ops for tensor in op.inputs}
     for name, parameter in model.named_parameters():
         if name in used and id(parameter) not in own:
             parameter.data = torch.empty(0, dtype=parameter.dtype)

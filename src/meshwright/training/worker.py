@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import signal
 import sys
@@ -57,10 +58,10 @@ class StepFacts:
     samples_per_s: float
 
 
-def main(job_path: str, folder: str) -> int:
-    """Run the job; returns the exit code of this rank."""
+def main(job_path: str, folder: str, launcher: int) -> int:
+    """Run the job, started by the process ``launcher``; returns the exit code of this rank."""
     rank = int(os.environ.get("RANK", "0"))
-    end_with_parent()
+    end_with_parent(launcher)
     # The launcher answers Ctrl-C and ends its ranks; they go without a trace of their own.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -84,11 +85,12 @@ def main(job_path: str, folder: str) -> int:
     return 0
 
 
-def end_with_parent() -> None:
+def end_with_parent(launcher: int) -> None:
     """Let the kernel end this rank when the launcher dies, however it dies (Linux: prctl(2), PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:
+        # Orphans go to process 1, which in a container may be the launcher itself.
+        if os.getppid() == 1 != launcher:
             os._exit(1)
 
 
@@ -135,7 +137,7 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         autocast=getattr(torch, job.autocast) if job.autocast is not None else None,
     )
     seconds: list[float] = []
-    trains = plan.workload.kind == "training"
+    trains, known = plan.workload.kind == "training", 0
     done = _resume(trainer, job)
     last_ones = job.num_steps - job.num_recorded_steps
     first_recorded = max(last_ones if job.first_recorded is None else job.first_recorded, done)
@@ -146,7 +148,6 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         if step == first_recorded + job.num_recorded_steps:
             trainer.stop_recording()
         start = time.perf_counter()
-        known = len(trainer.losses)
         if trains:
             trainer.step(inputs, targets)
         else:
@@ -154,7 +155,9 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         seconds.append(time.perf_counter() - start)
         if trainer.rank == 0:
             per_s = plan.workload.global_batch / seconds[-1]
-            report(StepFacts(step + 1, trainer.losses[known:], done + len(trainer.losses), per_s))
+            new = trainer.losses_since(known)
+            known += len(new)
+            report(StepFacts(step + 1, new, done + known, per_s))
         if job.checkpoint is not None and _is_due(step + 1, job):
             trainer.save_checkpoint(job.checkpoint)
     trainer.finish()
@@ -164,7 +167,7 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
     text = None if timeline is None else dump_json(encode_document(timeline))
     result = RunResult(
         plan=job.plan,
-        losses=trainer.losses,
+        losses=tuple(loss if math.isfinite(loss) else None for loss in trainer.losses),
         step_seconds=tuple(seconds),
         timeline="",
         num_before=done,

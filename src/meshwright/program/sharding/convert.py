@@ -97,17 +97,33 @@ class Conversions:
         return not self.state.facts.shapes[tensor]
 
     def _readers(self) -> dict[tuple[int, Place, bool], list[_Reader]]:
-        """Readers of each tensor that must be converted, by what they want; True: they give parts of its gradient."""
+        """Readers of each tensor that must be converted, by what they want; True: they give parts of its gradient.
+
+        Parts of a parameter's gradient are summed once per step, unless other readers give all of it on every rank.
+        """
         state, facts = self.state, self.state.facts
         found: dict[tuple[int, Place, bool], list[_Reader]] = {}
+        mixed = self._mixed_gradients()
         for index, op in enumerate(facts.graph.ops):
             for position, (tensor, want) in enumerate(zip(op.inputs, state.wanted(index), strict=True)):
                 have, partial = state.places.get(tensor), state.sums_gradient(index, position)
-                if have == want and facts.is_parameter(tensor):
+                if have == want and facts.is_parameter(tensor) and not (partial and tensor in mixed):
                     self.reduced |= {tensor: None} if partial else {}
                 elif have != want or (have is None and partial):
                     found.setdefault((tensor, want, partial), []).append(_Reader(index, position))
         return found
+
+    def _mixed_gradients(self) -> set[int]:
+        """Parameters of whose gradients some readers give parts, and others, converted or not, the whole."""
+        state, facts = self.state, self.state.facts
+        parts: set[int] = set()
+        whole: set[int] = set()
+        for index, op in enumerate(facts.graph.ops):
+            for position, (tensor, want) in enumerate(zip(op.inputs, state.wanted(index), strict=True)):
+                if facts.is_parameter(tensor):
+                    is_part = state.places.get(tensor) == want and state.sums_gradient(index, position)
+                    (parts if is_part else whole).add(tensor)
+        return parts & whole
 
     def _convert(self, tensor: int, want: Place, readers: list[_Reader], *, partial: bool) -> None:
         facts = self.state.facts

@@ -1,0 +1,102 @@
+"""Runs that end in odd ways, and models with odd parameters, from the command line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.cli.main import invoke
+from meshwright.spec import read_document
+from meshwright.training.job import RunResult
+from tests.training.run_models import Partly
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+MODEL = f"{Path(__file__).with_name('run_models.py')}:partly"
+
+
+@pytest.fixture
+def meshwright(tmp_path, capsys, monkeypatch, warm_ranks):
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        code = invoke([str(word) for word in words])
+        said = capsys.readouterr()
+        return code, " ".join((said.out + said.err).split())
+
+    options = ("--cluster", "2xcpu", "--batch", 8, "--stages", 2, "-m", 4, "--schedule", "1f1b", "--out", "plan.json")
+    assert call("plan", MODEL, *options)[0] == 0
+    return call
+
+
+def test_scales_are_clipped_and_what_nothing_reads_is_saved(meshwright):
+    code, said = meshwright("run", "plan.json", "--steps", 4, "--clip-norm", 0.1, "--check", "--save-model", "m.pt")
+    assert code == 0, said
+    saved, fresh = torch.load("m.pt", weights_only=True), Partly()
+    fresh.load_state_dict(saved)
+    assert saved["never.weight"].shape == (3, 3)
+
+
+def test_a_loss_that_is_not_finite_loses_nothing(meshwright):
+    code, said = meshwright("run", "plan.json", "--steps", 6, "--learning-rate", 1e30)
+    assert code == 0, said
+    assert "The loss is not finite since step" in said
+    losses = read_document(RunResult, "run/result.json").losses
+    assert len(losses) == 6
+    assert losses[0] is not None
+    assert losses[-1] is None
+
+
+def test_a_checkpoint_that_was_changed_or_is_of_other_settings_is_refused(meshwright):
+    keep = ("--checkpoint", "kept", "--checkpoint-every", 2)
+    assert meshwright("run", "plan.json", "--steps", 4, *keep)[0] == 0
+    code, said = meshwright("run", "plan.json", "--steps", 6, "--checkpoint", "kept", "--resume", "--clip-norm", 1.0)
+    assert code == 1
+    assert "the checkpoint is of clip norm None, and 1.0 is run" in said
+    file = Path("kept/step-00000004/process-1.pt")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    code, said = meshwright("run", "plan.json", "--steps", 6, "--checkpoint", "kept", "--resume")
+    assert code == 1
+    assert "was changed since it was written. Remove" in said
+    shutil.rmtree(file.parent)
+    code, said = meshwright("run", "plan.json", "--steps", 6, "--checkpoint", "kept", "--resume")
+    assert code == 0, said
+    assert "6 in all" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--save-model", "folder"), "folder"),
+        (("--checkpoint", "file"), "results cannot be written there"),
+        (("--learning-rate", "nan"), "is no rate to learn at"),
+        (("--seed", "-1"), "greater than or equal to 0"),
+    ],
+)
+def test_what_could_not_be_kept_is_said_before_the_first_step(meshwright, words, said):
+    Path("folder").mkdir()
+    Path("file").write_text("")
+    code, found = meshwright("run", "plan.json", "--steps", 2, *words)
+    assert code in (1, 2)
+    assert said in found
+    assert "Rank 0" not in found
+    assert not Path("run").exists()
+
+
+@pytest.mark.long
+@pytest.mark.root
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_a_container_may_have_it_as_its_first_process(meshwright):
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "meshwright", "run", "plan.json"]
+    environment = {name: value for name, value in os.environ.items() if "WARM" not in name}
+    done = subprocess.run(
+        [*command, "--steps", "2"], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
