@@ -262,7 +262,8 @@ def test_however_the_launcher_ends_no_rank_stays_and_no_trace_is_shown(gpt_plan,
         str(tmp_path / "o"),
     ]
     with (tmp_path / "err.txt").open("w") as errors:
-        launcher = subprocess.Popen(command, stdout=errors, stderr=errors)
+        # Jobs that a shell starts in the background ignore SIGINT, and so would the tests' children.
+        launcher = subprocess.Popen(["env", "--default-signal=INT", *command], stdout=errors, stderr=errors)
         try:
             deadline = time.monotonic() + 60
             while len(worker_pids(0)) + len(worker_pids(1)) < 2 and time.monotonic() < deadline:

@@ -59,6 +59,7 @@ def test_two_processes_train_as_one(tmp_path, warm_ranks):
         torch.testing.assert_close(value, states[1][name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_placement_for_inference_runs_forward(tmp_path):
     graph = graph_of(mode="inference")
     placement = place(graph, load_cluster("1xcpu"), Workload(kind="inference", global_batch=4), model="unet-tiny")
