@@ -36,9 +36,9 @@ def matrix_runs(worker, folder, timeout_s):
     return run
 
 
-def assert_equal(result):
-    """State and losses are those of the reference, to 1e-9 per tensor (design: Trust)."""
+def assert_equal(result, tolerance=1e-9):
+    """State and losses are those of the reference, to 1e-9 per tensor (design: Trust) or what is said."""
     assert result["moved"] > 1e-4, "training must change the model, or equality says nothing"
-    assert max(result["tensors"].values()) <= 1e-9, result["tensors"]
+    assert max(result["tensors"].values()) <= tolerance, result["tensors"]
     found, wanted = result["losses"]
-    assert found == pytest.approx(wanted, rel=1e-9)
+    assert found == pytest.approx(wanted, rel=tolerance)

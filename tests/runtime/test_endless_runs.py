@@ -21,6 +21,7 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize(("which", "world_size", "case"), matrix_cases(CASES, MODELS, main_cases, all_cases))
 def test_state_and_losses_are_those_of_delayed_gradients(results, which, world_size, case):
     result = results(which, world_size)[case]
-    assert_equal(result)
+    # A prediction extrapolates weights by the last change, and multiplies what rounding left in it.
+    assert_equal(result, 1e-8 if "predict" in case else 1e-9)
     # Copies of weights: as many sets as the program has versions at once, never one per minibatch.
     assert result["sets"] == result["versions"]
