@@ -15,6 +15,7 @@ MeshwrightError                 exit code 1
 ├── ModelReferenceError         a model reference that leads nowhere
 ├── ScheduleReferenceError      a schedule reference that leads to no schedule, or to a changed one
 ├── CaptureError                a model that cannot be captured faithfully
+├── RewriteError                a rule, a set of rules or a graph that cannot be rewritten with
 ├── MeasurementError            a measurement that could not be taken
 ├── RunError                    a run that ended early; names the rank
 └── PlaygroundError             a link or request that means nothing, or a page that cannot be served
@@ -90,6 +91,10 @@ class ScheduleReferenceError(MeshwrightError):
 
 class CaptureError(MeshwrightError):
     """A model that cannot be captured faithfully; the message names module or source line."""
+
+
+class RewriteError(MeshwrightError):
+    """A rule, a set of rules or a graph that rewriting cannot work with."""
 
 
 class MeasurementError(MeshwrightError):

@@ -1,0 +1,1 @@
+"""Equivalent, cheaper graphs."""

@@ -1,0 +1,232 @@
+"""What is known of letters (their bounds), and what follows from it.
+
+A **guard** is a polynomial that is at least 0. Most questions are answered by putting bounds in for letters, or by an
+example among a few hundred random sizes and indices; what is left goes to z3, for all sizes at once. Where z3 does not
+know, neither do we: a guard is then not implied, and a set of guards counts as possible, so that nothing is proved that
+is false.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import z3
+
+from meshwright.rewrite.calculus.whole import Whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from numpy.typing import NDArray
+
+    from meshwright.rewrite.calculus.whole import Letter
+
+Guard: TypeAlias = Whole
+Guards: TypeAlias = "frozenset[Guard]"
+
+_Z3_MS = 500
+_NUM_EXAMPLES = 256
+# Sizes of examples exceed their least by less than this.
+_EXAMPLE_SPREAD = 6
+
+
+class Facts:
+    """Bounds of letters; letters are added, never changed, so that answers may be kept."""
+
+    def __init__(self) -> None:
+        self._bounds: dict[Letter, tuple[Whole, Whole | None]] = {}
+        self._order: dict[Letter, int] = {}
+        self._kept: dict[tuple[Guards, Guard | None], bool] = {}
+        self._constants: dict[Letter, z3.ArithRef] = {}
+        self._assumed: list[Guard] = []
+        self._zeros: list[Whole] = []
+        self._rng = np.random.default_rng(0)
+        self._examples: dict[Letter, NDArray[np.int64]] = {}
+        self._sound = np.ones(_NUM_EXAMPLES, bool)
+        self._quotients: dict[tuple[Whole, Whole], Whole] = {}
+        self.questions = 0
+
+    def declare(self, letter: Letter, low: int | Whole, high: int | Whole | None = None) -> Whole:
+        """Say that ``low <= letter < high``; returns the letter as a number."""
+        if letter not in self._bounds:
+            self._bounds[letter] = (Whole.of(low), None if high is None else Whole.of(high))
+            self._order[letter] = len(self._order)
+            self._draw(letter)
+        return Whole.letter(letter)
+
+    def fresh(self, prefix: str, low: int | Whole, high: int | Whole | None = None) -> Whole:
+        """A letter that is not there yet."""
+        return self.declare(f"{prefix}{len(self._order)}", low, high)
+
+    def assume(self, guard: Guard) -> None:
+        """Say that a guard holds everywhere."""
+        number = guard.constant
+        if (number is None or number < 0) and not self._at_least_0(guard):
+            self._assumed.append(guard)
+            self._sound &= self._values(guard) >= 0
+            self._kept.clear()
+
+    def allows(self, values: Mapping[Letter, Whole]) -> bool:
+        """Whether what is assumed holds for these values, as far as it is about their letters."""
+        for guard in self._assumed:
+            number = guard.substitute(values).constant
+            if number is not None and number < 0:
+                return False
+        return True
+
+    def assume_equal(self, one: Whole, other: Whole) -> None:
+        """Say that two numbers are equal everywhere."""
+        difference = self._reduced(one - other)
+        if difference.terms:
+            self._zeros.append(difference)
+            self.assume(difference)
+            self.assume(-difference)
+
+    def are_equal(self, one: Whole, other: Whole) -> bool:
+        """Whether it follows that two numbers are equal."""
+        difference = self._reduced(one - other)
+        if not difference.terms:
+            return True
+        return bool(self._assumed) and self.implies(frozenset(), difference) and self.implies(frozenset(), -difference)
+
+    def _reduced(self, number: Whole) -> Whole:
+        """The number with what is assumed to be 0 subtracted, so that each of those loses its last monomial."""
+        for zero in self._zeros:
+            last, factor = zero.terms[-1]
+            here = dict(number.terms).get(last, 0)
+            if here and here % factor == 0:
+                number = number - zero * (here // factor)
+        return number
+
+    def floored(self, number: Whole, by: Whole) -> Whole:
+        """The letter of a quotient that is rounded down; the same for the same numbers."""
+        if (number, by) not in self._quotients:
+            quotient = self.fresh("f", 0)
+            self._quotients[number, by] = quotient
+            self.assume(number - quotient * by)
+            self.assume(quotient * by + by - 1 - number)
+        return self._quotients[number, by]
+
+    def least(self, letter: Letter) -> Whole:
+        """The lower bound of a letter."""
+        return self._bounds[letter][0]
+
+    def is_positive(self, letter: Letter) -> bool:
+        """Whether a letter is at least 1 by its bound."""
+        low = self._bounds[letter][0].constant
+        return low is not None and low >= 1
+
+    def extent(self, letter: Letter) -> Whole | None:
+        """The upper bound of an index."""
+        return self._bounds[letter][1]
+
+    def implies(self, given: Guards, guard: Guard) -> bool:
+        """Whether the guard holds wherever ``given`` hold."""
+        number = guard.constant
+        if number is not None:
+            return number >= 0
+        if guard in given or guard in self._assumed or self._at_least_0(guard):
+            return True
+        key = (given, guard)
+        if key not in self._kept:
+            exception = (*given, -guard - 1)
+            self._kept[key] = not self._exemplified(exception) and self._impossible(exception)
+        return self._kept[key]
+
+    def possible(self, guards: Guards) -> bool:
+        """Whether some sizes and indices satisfy all guards; True where nobody knows."""
+        for guard in guards:
+            number = guard.constant
+            if (number is not None and number < 0) or -guard - 1 in guards or self._at_least_0(-guard - 1):
+                return False
+        left = frozenset(guard for guard in guards if guard.constant is None and not self._at_least_0(guard))
+        if not left:
+            return True
+        key = (left, None)
+        if key not in self._kept:
+            self._kept[key] = self._exemplified(left) or not self._impossible(left)
+        return self._kept[key]
+
+    def _at_least_0(self, guard: Guard) -> bool:
+        """Whether bounds alone show it: each index replaced by the end that makes the polynomial least."""
+        for letter in sorted(set(guard.letters()), key=lambda item: -self._order[item]):
+            low, high = self._bounds[letter]
+            factor = guard.factor_of(letter)
+            if letter in factor.letters():
+                return False
+            if self._never_negative(factor):
+                # A letter without upper bound stays; it is at least its lower bound.
+                guard = guard + factor * (low - Whole.letter(letter)) if high is not None else guard
+            elif high is not None and self._never_negative(-factor):
+                guard = guard + factor * (high - 1 - Whole.letter(letter))
+            else:
+                return False
+        return self._never_negative(guard)
+
+    def _never_negative(self, number: Whole) -> bool:
+        """Whether a polynomial of sizes has no negative coefficient, written in what each exceeds its least by."""
+        letters = set(number.letters())
+        if any(self._bounds[letter][1] is not None or self._bounds[letter][0].constant is None for letter in letters):
+            return False
+        moved = number.substitute({letter: Whole.letter(letter) + self._bounds[letter][0] for letter in letters})
+        return all(factor >= 0 for _, factor in moved.terms)
+
+    def _draw(self, letter: Letter) -> None:
+        """Examples of a letter between its bounds; those for which there is nothing between them are none."""
+        low, high = self._bounds[letter]
+        first = self._values(low)
+        room = np.full(_NUM_EXAMPLES, _EXAMPLE_SPREAD) if high is None else self._values(high) - first
+        self._sound &= room > 0
+        self._examples[letter] = first + self._rng.integers(0, np.maximum(room, 1))
+
+    def _values(self, number: Whole) -> NDArray[np.int64]:
+        total = np.zeros(_NUM_EXAMPLES, np.int64)
+        for monomial, factor in number.terms:
+            product = np.full(_NUM_EXAMPLES, factor, np.int64)
+            for letter in monomial:
+                product = product * self._examples[letter]
+            total += product
+        return total
+
+    def _exemplified(self, guards: Iterable[Guard]) -> bool:
+        """Whether an example satisfies all guards."""
+        sound = self._sound
+        for guard in guards:
+            sound = sound & (self._values(guard) >= 0)
+        return bool(sound.any())
+
+    def _impossible(self, guards: Iterable[Guard]) -> bool:
+        """Whether z3 shows that no sizes and indices satisfy all guards."""
+        self.questions += 1
+        asked = (*guards, *self._assumed)
+        linear = all(len(monomial) < 2 for guard in asked for monomial, _ in guard.terms)
+        solver = z3.Solver() if linear else z3.SolverFor("QF_NIA")
+        solver.set("timeout", _Z3_MS)
+        todo: list[Letter] = []
+        for guard in asked:
+            solver.add(self._in_z3(guard) >= 0)
+            todo += guard.letters()
+        seen: set[Letter] = set()
+        while todo:
+            letter = todo.pop()
+            if letter in seen:
+                continue
+            seen.add(letter)
+            low, high = self._bounds[letter]
+            constant = self._in_z3(Whole.letter(letter))
+            solver.add(constant >= self._in_z3(low))
+            todo += low.letters()
+            if high is not None:
+                solver.add(constant < self._in_z3(high))
+                todo += high.letters()
+        return bool(solver.check() == z3.unsat)
+
+    def _in_z3(self, number: Whole) -> z3.ArithRef:
+        total = z3.IntVal(0)
+        for monomial, factor in number.terms:
+            product = z3.IntVal(factor)
+            for letter in monomial:
+                product = product * self._constants.setdefault(letter, z3.Int(letter))
+            total = total + product
+        return total

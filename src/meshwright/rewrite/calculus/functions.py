@@ -1,0 +1,150 @@
+"""Functions of numbers: what they compute, over floats and over a prime field, and what is known of them.
+
+Over the field, an unknown function is a random one, so that only laws which hold for every function appear; numbers are
+ordered as -p/2 … p/2, so that the largest of some and what follows from it keep their laws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from math import erf
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshwright.rewrite.calculus.sums import Applied, Total, named_alike
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """``compute`` works on float64 arrays; ``in_field`` on whole ones (None: a random function of the field).
+
+    ``odd``: f(-x) = -f(x). ``even``: f(-x) = f(x). ``idempotent``: f(f(x)) = f(x). ``involution``: f(f(x)) = x.
+    ``at_0``: f(0), where it is whole. ``commutative``: of two arguments. ``positive``: f(x) >= 0 for all x.
+    """
+
+    compute: Callable[..., Any]
+    in_field: Callable[..., Any] | None = None
+    odd: bool = False
+    even: bool = False
+    idempotent: bool = False
+    involution: bool = False
+    at_0: int | None = None
+    commutative: bool = False
+    positive: bool = False
+
+
+def _erf(x: Any) -> Any:
+    return np.vectorize(erf, otypes=[np.float64])(x)
+
+
+def _gelu(x: Any) -> Any:
+    return 0.5 * x * (1 + _erf(x / np.sqrt(2.0)))
+
+
+def _gelu_tanh(x: Any) -> Any:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def _sigmoid(x: Any) -> Any:
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+def _positive(x: Any) -> Any:
+    return np.abs(x) + 1e-3
+
+
+FUNCTIONS: dict[str, Function] = {
+    "exp": Function(compute=np.exp, at_0=1, positive=True),
+    "log": Function(compute=lambda x: np.log(_positive(x))),
+    "sqrt": Function(compute=lambda x: np.sqrt(np.abs(x)), at_0=0, positive=True),
+    "rsqrt": Function(compute=lambda x: 1 / np.sqrt(_positive(x)), positive=True),
+    "reciprocal": Function(compute=lambda x: 1 / x, odd=True),
+    "tanh": Function(compute=np.tanh, odd=True, at_0=0),
+    "erf": Function(compute=_erf, odd=True, at_0=0),
+    "sin": Function(compute=np.sin, odd=True, at_0=0),
+    "cos": Function(compute=np.cos, even=True, at_0=1),
+    "sigmoid": Function(compute=_sigmoid, positive=True),
+    "gelu": Function(compute=_gelu, at_0=0),
+    "gelu_tanh": Function(compute=_gelu_tanh, at_0=0),
+    "sign": Function(compute=np.sign, in_field=np.sign, odd=True, idempotent=True, at_0=0),
+    "floor": Function(compute=np.floor, idempotent=True, at_0=0),
+    "ceil": Function(compute=np.ceil, idempotent=True, at_0=0),
+    "round": Function(compute=np.round, idempotent=True, odd=True, at_0=0),
+    "logical_not": Function(compute=lambda x: (x == 0) * 1.0, in_field=lambda x: (x == 0).astype(np.int64)),
+    "greater": Function(compute=lambda x, y: (x > y) * 1.0, in_field=lambda x, y: (x > y).astype(np.int64)),
+    "equal": Function(
+        compute=lambda x, y: (x == y) * 1.0, in_field=lambda x, y: (x == y).astype(np.int64), commutative=True
+    ),
+    "power": Function(compute=lambda x, y: np.power(_positive(x), y)),
+    "bitcast": Function(compute=lambda x: x),
+    "maximum": Function(compute=np.maximum, in_field=np.maximum, commutative=True),
+}
+
+
+def known_value(name: str, arguments: Sequence[Total]) -> Total:
+    """The function's normal form at totals, by what is known of it."""
+    function = FUNCTIONS[name]
+    first = arguments[0]
+    if len(arguments) == 1:
+        if function.at_0 is not None and not first.items:
+            return Total.number(function.at_0)
+        inner = first.only_atom
+        if isinstance(inner, Applied) and inner.function == name:
+            if function.idempotent:
+                return first
+            if function.involution:
+                return inner.arguments[0]
+        if (function.odd or function.even) and _is_negative(first):
+            turned = Total.atom(Applied(name, (first.scaled(-1),)))
+            return turned.scaled(-1) if function.odd else turned
+    if name == "exp":
+        return _exp(first)
+    if name == "reciprocal":
+        return _reciprocal(first)
+    if function.commutative:
+        arguments = sorted(arguments, key=_text)
+    return Total.atom(Applied(name, tuple(arguments)))
+
+
+def _is_negative(total: Total) -> bool:
+    """Whether the first of its products, by text, has a negative factor: one of x and -x is, the other is not."""
+    items = [(_text(Total({key: Fraction(1)})), factor) for key, factor in total.items]
+    return bool(items) and min(items)[1] < 0
+
+
+def _text(total: Total) -> str:
+    return repr(named_alike(total))
+
+
+def _exp(argument: Total) -> Total:
+    """exp(a + b) = exp(a) · exp(b)."""
+    result = Total.number(1)
+    for key, factor in argument.items:
+        whole = factor if factor.denominator == 1 and 0 < factor <= 4 else Fraction(1)
+        item = Total({key: factor / whole})
+        result = result * Total.atom(Applied("exp", (item,)), int(whole))
+    return result
+
+
+def _reciprocal(argument: Total) -> Total:
+    """1/(a·b) = 1/a · 1/b, and 1/(1/a) = a."""
+    if len(argument.items) != 1:
+        return Total.atom(Applied("reciprocal", (argument,)))
+    ((key, factor),) = argument.items
+    if key.binders or key.guards:
+        return Total.atom(Applied("reciprocal", (argument,)))
+    result = Total.number(1 / factor)
+    for atom, power in key.powers:
+        if isinstance(atom, Applied) and atom.function == "reciprocal":
+            part = atom.arguments[0]
+        else:
+            part = Total.atom(Applied("reciprocal", (Total.atom(atom),)))
+        for _ in range(power):
+            result = result * part
+    return result

@@ -1,0 +1,338 @@
+"""Normal form of one number of a tensor: a sum of products under summation signs.
+
+    total    = Σ factor · product
+    product  = Σ over binders, where guards hold, of Π atom^power
+    atom     = a tensor's number at indices · a function of totals · the largest of totals · a letter as a number
+
+Sums are multiplied out, so that laws of rings (distribution, association, exchange of summation signs) need no search:
+both sides of a true one have the same form once bound letters are named alike (`named_alike`).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import count, permutations, product
+from math import factorial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from meshwright.rewrite.calculus.whole import Whole, data_letter, data_value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from meshwright.rewrite.calculus.facts import Guards
+    from meshwright.rewrite.calculus.whole import Letter
+
+_MOST_ORDERS = 720
+_MOST_PRODUCTS = 4096
+_names = count()
+
+
+class TooLargeError(Exception):
+    """A normal form with more products than anyone wants to compare."""
+
+
+class Read(NamedTuple):
+    """A tensor's number at an index."""
+
+    tensor: str
+    place: tuple[Whole, ...]
+
+
+class Applied(NamedTuple):
+    """A function of numbers of which nothing else is known."""
+
+    function: str
+    arguments: tuple[Total, ...]
+
+
+class Branch(NamedTuple):
+    """A total for all values of the binders where the guards hold."""
+
+    binders: tuple[Binder, ...]
+    guards: Guards
+    value: Total
+
+
+class Largest(NamedTuple):
+    """The largest number of all branches."""
+
+    branches: frozenset[Branch]
+
+
+class Sized(NamedTuple):
+    """A size as a number."""
+
+    number: Whole
+
+
+Atom: TypeAlias = "Read | Applied | Largest | Sized"
+Binder: TypeAlias = "tuple[Letter, Whole]"
+
+
+class Product(NamedTuple):
+    """Powers of atoms, sorted, under binders and guards."""
+
+    binders: tuple[Binder, ...]
+    guards: Guards
+    powers: tuple[tuple[Atom, int], ...]
+
+
+ONE = Product((), frozenset(), ())
+
+
+class Total:
+    """Products with their factors; equal exactly if they are the same products. Immutable."""
+
+    __slots__ = ("_hash", "items")
+
+    def __init__(self, factors: Mapping[Product, Fraction]) -> None:
+        self.items = frozenset((key, factor) for key, factor in factors.items() if factor)
+        self._hash = hash(self.items)
+        if len(self.items) > _MOST_PRODUCTS:
+            raise TooLargeError
+
+    @staticmethod
+    def number(value: int | Fraction) -> Total:
+        """A constant."""
+        return Total({ONE: Fraction(value)})
+
+    @staticmethod
+    def atom(atom: Atom, power: int = 1) -> Total:
+        """One atom alone."""
+        return Total({Product((), frozenset(), ((atom, power),)): Fraction(1)})
+
+    @property
+    def constant(self) -> Fraction | None:
+        """The number, if nothing else is in it."""
+        if not self.items:
+            return Fraction(0)
+        ((key, factor), *rest) = self.items
+        return factor if not rest and key == ONE else None
+
+    @property
+    def only_atom(self) -> Atom | None:
+        """The atom, if it is the whole total."""
+        if len(self.items) != 1:
+            return None
+        ((key, factor),) = self.items
+        plain = factor == 1 and not key.binders and not key.guards and len(key.powers) == 1 and key.powers[0][1] == 1
+        return key.powers[0][0] if plain else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Total) and self.items == other.items
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return " + ".join(sorted(f"{factor}·{_product_text(key)}" for key, factor in self.items)) or "0"
+
+    def __add__(self, other: Total) -> Total:
+        sums = dict(self.items)
+        for key, factor in other.items:
+            sums[key] = sums.get(key, Fraction(0)) + factor
+        return Total(sums)
+
+    def __mul__(self, other: Total) -> Total:
+        products: dict[Product, Fraction] = {}
+        if len(self.items) * len(other.items) > _MOST_PRODUCTS:
+            raise TooLargeError
+        for (left, a), (right, b) in product(self.items, other.items):
+            key = _times(left, right)
+            products[key] = products.get(key, Fraction(0)) + a * b
+        return Total(products)
+
+    def scaled(self, factor: Fraction | int) -> Total:
+        """A multiple."""
+        return Total({key: old * factor for key, old in self.items})
+
+    def letters(self) -> set[Letter]:
+        """All letters in it, free or bound."""
+        return {letter for key, _ in self.items for letter in product_letters(key)}
+
+    def substitute(self, values: Mapping[Letter, Whole]) -> Total:
+        """Free letters exchanged; the values hold no letter that is bound in here."""
+        changed: dict[Product, Fraction] = {}
+        for key, factor in self.items:
+            new = substitute_product(key, values)
+            changed[new] = changed.get(new, Fraction(0)) + factor
+        return Total(changed)
+
+
+def make_product(binders: tuple[Binder, ...], guards: Guards, powers: Mapping[Atom, int]) -> Product:
+    """A product with its powers in order."""
+    kept = sorted(((atom, power) for atom, power in powers.items() if power), key=lambda item: _atom_text(item[0]))
+    return Product(binders, guards, tuple(kept))
+
+
+def product_letters(key: Product) -> set[Letter]:
+    """All letters of a product, free or bound."""
+    found = {letter for name, extent in key.binders for letter in (name, *extent.letters())}
+    for guard in key.guards:
+        found.update(guard.letters())
+    for atom, _ in key.powers:
+        found |= _atom_letters(atom)
+    for letter in tuple(found):
+        value = data_value(letter)
+        if value is not None:
+            found |= value.letters()
+    return found
+
+
+def substitute_product(key: Product, values: Mapping[Letter, Whole]) -> Product:
+    """Letters of a product exchanged, those of its binders only for other letters."""
+    powers: dict[Atom, int] = {}
+    for atom, power in key.powers:
+        new = _substitute_atom(atom, values)
+        powers[new] = powers.get(new, 0) + power
+    return make_product(
+        tuple(_substitute_binder(binder, values) for binder in key.binders),
+        frozenset(_in_number(guard, values) for guard in key.guards),
+        powers,
+    )
+
+
+def fresh_binders(binders: tuple[Binder, ...]) -> dict[Letter, Whole]:
+    """New names for bound letters."""
+    return {name: Whole.letter(f"~{next(_names)}") for name, _ in binders}
+
+
+def named_alike(total: Total, depth: int = 0) -> Total:
+    """The same total with bound letters named by their place, so that equal ones are equal in form."""
+    named: dict[Product, Fraction] = {}
+    for key, factor in total.items:
+        new = _named(key, depth)
+        named[new] = named.get(new, Fraction(0)) + factor
+    return Total(named)
+
+
+def _named(key: Product, depth: int) -> Product:
+    if not key.binders:
+        return _inner_named(key, depth + 1)
+    candidates = []
+    for order in _orders(key):
+        names = {name: Whole.letter(f"%{depth}.{place}") for place, name in enumerate(order)}
+        renamed = _inner_named(substitute_product(key, names), depth + 1)
+        candidates.append(renamed._replace(binders=tuple(sorted(renamed.binders, key=repr))))
+    return min(candidates, key=_product_text)
+
+
+def _orders(key: Product) -> Iterator[tuple[Letter, ...]]:
+    """Orders of the binders worth trying: by how each occurs; those that occur alike in all orders."""
+    alike: dict[str, list[Letter]] = {}
+    for name, extent in key.binders:
+        marks = {other: Whole.letter("*" if other == name else "?") for other, _ in key.binders}
+        marked = _inner_named(substitute_product(key, marks), 99)._replace(binders=())
+        alike.setdefault(f"{extent}|{_product_text(marked)}", []).append(name)
+    groups = [alike[text] for text in sorted(alike)]
+    num_orders = 1
+    for group in groups:
+        num_orders *= factorial(len(group))
+    if num_orders > _MOST_ORDERS:
+        yield tuple(name for group in groups for name in group)
+        return
+    for chosen in product(*(permutations(group) for group in groups)):
+        yield tuple(name for group in chosen for name in group)
+
+
+def _inner_named(key: Product, depth: int) -> Product:
+    powers: dict[Atom, int] = {}
+    for atom, power in key.powers:
+        new = _name_atom(atom, depth)
+        powers[new] = powers.get(new, 0) + power
+    return make_product(key.binders, key.guards, powers)
+
+
+def _name_atom(atom: Atom, depth: int) -> Atom:
+    if isinstance(atom, Applied):
+        return Applied(atom.function, tuple(named_alike(item, depth) for item in atom.arguments))
+    if isinstance(atom, Largest):
+        return Largest(frozenset(_name_branch(branch, depth) for branch in atom.branches))
+    return atom
+
+
+def _name_branch(branch: Branch, depth: int) -> Branch:
+    # A branch is named like a product whose only atom is its value.
+    key = Product(branch.binders, branch.guards, ((Applied("", (branch.value,)), 1),))
+    named = _named(key, depth)
+    (held, _) = named.powers[0]
+    assert isinstance(held, Applied)
+    return Branch(named.binders, named.guards, held.arguments[0])
+
+
+def _times(left: Product, right: Product) -> Product:
+    if left.binders and right.binders and {name for name, _ in left.binders} & {name for name, _ in right.binders}:
+        right = substitute_product(right, fresh_binders(right.binders))
+    powers = dict(left.powers)
+    for atom, power in right.powers:
+        powers[atom] = powers.get(atom, 0) + power
+    return make_product(left.binders + right.binders, left.guards | right.guards, powers)
+
+
+def _substitute_binder(binder: Binder, values: Mapping[Letter, Whole]) -> Binder:
+    name, extent = binder
+    renamed = values[name].single if name in values else name
+    assert renamed is not None, "a binder is renamed, never given a value"
+    return renamed, _in_number(extent, values)
+
+
+def _substitute_atom(atom: Atom, values: Mapping[Letter, Whole]) -> Atom:
+    if isinstance(atom, Read):
+        return Read(atom.tensor, tuple(_in_number(number, values) for number in atom.place))
+    if isinstance(atom, Applied):
+        return Applied(atom.function, tuple(item.substitute(values) for item in atom.arguments))
+    if isinstance(atom, Sized):
+        return Sized(_in_number(atom.number, values))
+    return Largest(
+        frozenset(
+            Branch(
+                tuple(_substitute_binder(binder, values) for binder in branch.binders),
+                frozenset(_in_number(guard, values) for guard in branch.guards),
+                branch.value.substitute(values),
+            )
+            for branch in atom.branches
+        )
+    )
+
+
+def _in_number(number: Whole, values: Mapping[Letter, Whole]) -> Whole:
+    """Letters of a number exchanged, also inside of indices that are data."""
+    inner = {}
+    for letter in number.letters():
+        value = data_value(letter)
+        if value is not None:
+            inner[letter] = Whole.letter(data_letter(value.substitute(values)))
+    return number.substitute({**values, **inner} if inner else values)
+
+
+def _atom_letters(atom: Atom) -> set[Letter]:
+    if isinstance(atom, Read):
+        return {letter for number in atom.place for letter in number.letters()}
+    if isinstance(atom, Applied):
+        return {letter for item in atom.arguments for letter in item.letters()}
+    if isinstance(atom, Sized):
+        return set(atom.number.letters())
+    found: set[Letter] = set()
+    for branch in atom.branches:
+        found |= branch.value.letters() | {letter for guard in branch.guards for letter in guard.letters()}
+        found |= {letter for name, extent in branch.binders for letter in (name, *extent.letters())}
+    return found
+
+
+def _product_text(key: Product) -> str:
+    binders = " ".join(f"{name}<{extent}" for name, extent in key.binders)
+    guards = " ".join(sorted(f"[{guard}]" for guard in key.guards))
+    atoms = " ".join(f"{_atom_text(atom)}^{power}" if power != 1 else _atom_text(atom) for atom, power in key.powers)
+    return f"Σ{binders}. {guards}{atoms or 1}" if binders else f"{guards}{atoms or 1}"
+
+
+def _atom_text(atom: Atom) -> str:
+    if isinstance(atom, Read):
+        return f"{atom.tensor}[{', '.join(map(str, atom.place))}]"
+    if isinstance(atom, Applied):
+        return f"{atom.function}({', '.join(map(repr, atom.arguments))})"
+    if isinstance(atom, Sized):
+        return f"({atom.number})"
+    texts = sorted(_product_text(Product(b.binders, b.guards, ((Applied("", (b.value,)), 1),))) for b in atom.branches)
+    return f"max({', '.join(texts)})"

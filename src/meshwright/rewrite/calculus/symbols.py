@@ -1,0 +1,480 @@
+"""`Symbols`: the machine that runs definitions for sizes that are letters.
+
+A scalar is a **value**: disjoint cases, each a set of guards with a `Total`, that together cover all indices. Where a
+definition asks for two sizes to be equal, or an index to be divided, and that is not known yet, an exception tells what
+letter to replace (`SizesDifferError`, `RefineError`); whoever runs the definition replaces it and begins again.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+from typing import TYPE_CHECKING, TypeAlias
+
+from meshwright.rewrite.calculus.facts import Facts, Guards
+from meshwright.rewrite.calculus.functions import known_value
+from meshwright.rewrite.calculus.sums import (
+    Applied,
+    Branch,
+    Largest,
+    Product,
+    Read,
+    Sized,
+    Total,
+    make_product,
+    named_alike,
+    product_letters,
+    substitute_product,
+)
+from meshwright.rewrite.calculus.whole import Whole, data_letter, data_value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from meshwright.rewrite.calculus.sums import Atom, Binder
+    from meshwright.rewrite.calculus.whole import Letter
+
+Condition: TypeAlias = "tuple[Whole, ...]"
+Case: TypeAlias = "tuple[Guards, Total]"
+
+_NOTHING: Guards = frozenset()
+_MOST_TERMS = 4
+_LOWEST = Total.atom(Applied("lowest", ()))
+
+
+class SizesDifferError(Exception):
+    """Two sizes have to be equal and are not in form."""
+
+    def __init__(self, one: Whole, other: Whole, why: str) -> None:
+        super().__init__(f"{why}: {one} and {other}")
+        self.one, self.other, self.why = one, other, why
+
+
+class RefineError(Exception):
+    """An index has to be divided: ``letter = quotient · by + rest``."""
+
+    def __init__(self, letter: Letter, quotient: Whole, by: Whole) -> None:
+        super().__init__(f"{letter} by {by}")
+        self.letter, self.quotient, self.by = letter, quotient, by
+
+
+class NotExpressibleError(Exception):
+    """A definition divides an index in a way that has no form here."""
+
+
+class Value:
+    """A scalar by cases."""
+
+    __slots__ = ("cases", "machine")
+
+    def __init__(self, machine: Symbols, cases: Iterable[Case]) -> None:
+        self.machine, self.cases = machine, tuple(cases)
+
+    def __add__(self, other: Value) -> Value:
+        return self.machine.combine(lambda one, two: one + two, self, other)
+
+    def __sub__(self, other: Value) -> Value:
+        return self.machine.combine(lambda one, two: one + two.scaled(-1), self, other)
+
+    def __mul__(self, other: Value) -> Value:
+        return self.machine.combine(lambda one, two: one * two, self, other)
+
+    def __neg__(self) -> Value:
+        return self.machine.combine(lambda one: one.scaled(-1), self)
+
+
+class Symbols:
+    """Runs definitions over letters; one object for all that is compared with each other."""
+
+    def __init__(self) -> None:
+        self.facts = Facts()
+        # Letters that a sum binds are renamed later: a quotient of one would keep the old name.
+        self._bound: set[Letter] = set()
+        self._quotients: dict[tuple[Whole, Whole], Whole] = {}
+        # Orders that were demanded and are to be shown later; None where they are demanded at once.
+        self.owed: list[Whole] | None = None
+
+    def read(self, tensor: str) -> Callable[..., Value]:
+        """The numbers of an operand."""
+        return lambda *index: self._plain(Total.atom(Read(tensor, tuple(map(Whole.of, index)))))
+
+    def total(self, extent: int | Whole, body: Callable[[Whole], Value]) -> Value:
+        """The sum over an index; a few terms are written out."""
+        number = Whole.of(extent).constant
+        if number is not None and 1 < number <= _MOST_TERMS:
+            first, *others = (body(Whole.of(place)) for place in range(number))
+            return sum(others, first)
+        return self._closed(Whole.of(extent), body, self._summed, self.total)
+
+    def largest(self, extent: int | Whole, body: Callable[[Whole], Value]) -> Value:
+        """The largest over an index."""
+        return self._closed(Whole.of(extent), body, self._maximised, self.largest)
+
+    def lowest(self) -> Value:
+        """What is below all numbers."""
+        return self._plain(_LOWEST)
+
+    def within(self, index: int | Whole, low: int | Whole, high: int | Whole) -> Condition:
+        """Whether ``low <= index < high``."""
+        place = Whole.of(index)
+        return (place - low, high - place - 1)
+
+    def both(self, *conditions: Condition) -> Condition:
+        """Whether all hold."""
+        return tuple(guard for condition in conditions for guard in condition)
+
+    def choose(self, condition: Condition, then: Value, otherwise: Value) -> Value:
+        """One of two values: cases where all guards hold, and where the first that fails is each of them."""
+        cases: list[Case] = []
+        held: Guards = _NOTHING
+        for guard in condition:
+            if self.facts.implies(held, guard):
+                continue
+            cases += self._restricted(otherwise, held | {-guard - 1})
+            held = held | {guard}
+        return Value(self, (*cases, *self._restricted(then, held)))
+
+    def apply(self, function: str, *arguments: Value) -> Value:
+        """A function of values, by what is known of it."""
+        if function == "maximum":
+            return self.combine(lambda *each: _largest_of([Branch((), _NOTHING, item) for item in each]), *arguments)
+        return self.combine(lambda *each: known_value(function, each), *arguments)
+
+    def number(self, value: float | Fraction | Whole) -> Value:
+        """A constant, or the letter of one."""
+        return self._plain(_size(value) if isinstance(value, Whole) else Total.number(Fraction(value)))
+
+    def size(self, extent: int | Whole) -> Value:
+        """A size as a number."""
+        return self._plain(_size(Whole.of(extent)))
+
+    def inverse_size(self, extent: int | Whole) -> Value:
+        """One divided by a size."""
+        extent = Whole.of(extent)
+        if extent.constant is not None:
+            return self.number(Fraction(1, extent.constant))
+        if len(extent.terms) > 1:
+            return self._plain(Total.atom(Sized(extent), -1))
+        ((monomial, factor),) = extent.terms
+        result = Total.number(Fraction(1, factor))
+        for letter in monomial:
+            result = result * Total.atom(Sized(Whole.letter(letter)), -1)
+        return self._plain(result)
+
+    def divided(self, index: int | Whole, by: int | Whole) -> tuple[Whole, Whole]:
+        """Quotient and remainder; RefineError if a letter has to be replaced first."""
+        index, by = Whole.of(index), Whole.of(by)
+        if by == 1:
+            return index, Whole.of(0)
+        split = index.split_by(by)
+        if split is not None and self._is_rest(split[1], by):
+            return split
+        if self._is_rest(index, by):
+            return Whole.of(0), index
+        letter = index.single
+        extent = None if letter is None else self.facts.extent(letter)
+        if letter is not None and extent is not None:
+            whole = extent.split_by(by)
+            if whole is not None and not whole[1].terms:
+                raise RefineError(letter, whole[0], by)
+        if any(item in self._bound or data_value(item) is not None for item in index.letters()):
+            raise NotExpressibleError(f"{index} by {by}")
+        quotient = self.facts.floored(index, by)
+        return quotient, index - quotient * by
+
+    def looked_up(self, value: Value, extent: int | Whole) -> Whole:
+        """A value as an index."""
+        if len(value.cases) != 1:
+            raise NotExpressibleError("an index that is data by cases")
+        return self.facts.declare(data_letter(value.cases[0][1]), 0, extent)
+
+    def same(self, one: int | Whole, other: int | Whole, why: str) -> None:
+        """Demand that two sizes are equal."""
+        one, other = Whole.of(one), Whole.of(other)
+        if one != other and not self.facts.are_equal(one, other):
+            raise SizesDifferError(one, other, why)
+
+    def quotient(self, extent: int | Whole, by: int | Whole, why: str) -> Whole:
+        """The whole quotient of a size that must be divisible."""
+        extent, by = Whole.of(extent), Whole.of(by)
+        if by == 1:
+            return extent
+        split = extent.split_by(by)
+        if split is not None and not split[1].terms:
+            return split[0]
+        key = (extent, by)
+        if key not in self._quotients:
+            self._quotients[key] = self.facts.fresh("q", 1)
+        if not self.facts.are_equal(extent, by * self._quotients[key]):
+            raise SizesDifferError(extent, by * self._quotients[key], why)
+        return self._quotients[key]
+
+    def ordered(self, low: int | Whole, high: int | Whole, why: str) -> None:
+        """Demand that one size is not above another: the other is the one and something more."""
+        low, high = Whole.of(low), Whole.of(high)
+        if self.owed is not None:
+            self.owed.append(high - low)
+        elif not self.facts.implies(_NOTHING, high - low):
+            raise SizesDifferError(high, low + self.facts.fresh("r", 0), why)
+
+    def floored(self, number: int | Whole, by: int | Whole) -> Whole:
+        """The quotient, rounded down."""
+        number, by = Whole.of(number), Whole.of(by)
+        return number if by == 1 else self.facts.floored(number, by)
+
+    def equal(self, one: Value, other: Value) -> tuple[Guards, Total] | None:
+        """None if both are the same number everywhere; else a case in which it was not shown, with the difference."""
+        for (given, left), (more, right) in product(one.cases, other.cases):
+            guards = given | more
+            if self.facts.possible(guards):
+                difference = self.simplified(left + right.scaled(-1), guards)
+                if difference.items:
+                    return guards, difference
+        return None
+
+    def simplified(self, total: Total, given: Guards) -> Total:
+        """The total where guards hold: with fewer guards inside, and bound letters named alike."""
+        return named_alike(self._pruned(total, given))
+
+    def combine(self, function: Callable[..., Total], *values: Value) -> Value:
+        """A function of totals, case by case."""
+        cases: list[Case] = [(_NOTHING, Total.number(0))]
+        chosen: list[tuple[Guards, tuple[Total, ...]]] = [(_NOTHING, ())]
+        for value in values:
+            chosen = [
+                (given | guards, (*totals, total))
+                for given, totals in chosen
+                for guards, total in value.cases
+                if not (given and guards) or given == guards or self.facts.possible(given | guards)
+            ]
+        cases = [(guards, function(*totals)) for guards, totals in chosen]
+        return Value(self, cases)
+
+    def _plain(self, total: Total) -> Value:
+        return Value(self, ((_NOTHING, total),))
+
+    def _restricted(self, value: Value, held: Guards) -> Iterator[Case]:
+        for guards, total in value.cases:
+            if self.facts.possible(guards | held):
+                yield guards | held, total
+
+    def _is_rest(self, number: Whole, by: Whole) -> bool:
+        return self.facts.implies(_NOTHING, number) and self.facts.implies(_NOTHING, by - 1 - number)
+
+    def _closed(
+        self,
+        extent: Whole,
+        body: Callable[[Whole], Value],
+        close: Callable[[Letter, Whole, list[Case]], Total],
+        again: Callable[..., Value],
+    ) -> Value:
+        """Bind a letter over the cases of a body: guards on bound letters go inside, the others stay cases."""
+        if extent == 1:
+            return body(Whole.of(0))
+        place = self.facts.fresh("k", 0, extent)
+        letter = place.single
+        assert letter is not None
+        self._bound.add(letter)
+        try:
+            value = body(place)
+        except RefineError as refine:
+            if refine.letter != letter:
+                raise
+            quotient, by = refine.quotient, refine.by
+            return again(quotient, lambda outer: again(by, lambda inner: body(outer * by + inner)))
+        split = [self._bound_guards(guards) for guards, _ in value.cases]
+        cases = []
+        for held in self._worlds({guard for _, free in split for guard in free}):
+            inside = [
+                (bound, total) for (bound, free), (_, total) in zip(split, value.cases, strict=True) if free <= held
+            ]
+            cases.append((held, close(letter, extent, inside)))
+        return Value(self, cases)
+
+    def _bound_guards(self, guards: Guards) -> tuple[Guards, Guards]:
+        """Guards on letters that a sum binds, this one or one around it, and the others."""
+        bound = frozenset(guard for guard in guards if not self._bound.isdisjoint(guard.letters()))
+        return bound, guards - bound
+
+    def _worlds(self, guards: set[Whole]) -> list[Guards]:
+        """All consistent ways in which guards hold or not."""
+        worlds: list[Guards] = [_NOTHING]
+        for guard in sorted(guards, key=repr):
+            opposite = -guard - 1
+            worlds = [
+                world | {choice}
+                for world in worlds
+                if guard not in world and opposite not in world
+                for choice in (guard, opposite)
+                if self.facts.possible(world | {choice})
+            ] + [world for world in worlds if guard in world or opposite in world]
+        return worlds
+
+    def _summed(self, letter: Letter, extent: Whole, cases: list[Case]) -> Total:
+        result: dict[Product, Fraction] = {}
+        for guards, total in cases:
+            for key, factor in total.items:
+                bound = self._bind(key, letter, extent, guards)
+                for item, scale in () if bound is None else bound.items:
+                    result[item] = result.get(item, Fraction(0)) + factor * scale
+        return Total(result)
+
+    def _bind(self, key: Product, letter: Letter, extent: Whole, guards: Guards) -> Total | None:
+        """Σ over the letter of one product; None if no index satisfies the guards."""
+        narrowed = self._narrow(letter, extent, key.guards | guards)
+        if narrowed is None:
+            return None
+        first, extent, left = narrowed
+        powers = dict(key.powers)
+        plain = Product(key.binders, left, key.powers)
+        if letter not in product_letters(plain):
+            if extent.constant == 1:
+                return Total({plain: Fraction(1)})
+            return Total({plain: Fraction(1)}) * _size(extent)
+        if extent.constant == 1:
+            return Total({substitute_product(plain, {letter: first}): Fraction(1)})
+        place = self.facts.fresh("k", 0, extent)
+        moved = substitute_product(make_product(key.binders, left, powers), {letter: place + first})
+        new = place.single
+        assert new is not None
+        return Total({moved._replace(binders=(*moved.binders, (new, extent))): Fraction(1)})
+
+    def _narrow(self, letter: Letter, extent: Whole, guards: Guards) -> tuple[Whole, Whole, Guards] | None:
+        """(first, count, guards that are left) of the range that guards on the letter leave of 0 <= letter < extent."""
+        if not self.facts.possible(guards):
+            return None
+        low, high = Whole.of(0), extent
+        left = set()
+        for guard in guards:
+            factor, rest = guard.factor_of(letter), guard.substitute({letter: Whole.of(0)})
+            if self.facts.implies(_NOTHING, guard):
+                continue
+            if factor == 1 and self._only_sizes(rest) and self._known_order(low, -rest):
+                low = -rest
+            elif factor == -1 and self._only_sizes(rest) and self._known_order(rest + 1, high):
+                high = rest + 1
+            else:
+                left.add(guard)
+        count = high - low
+        if not self.facts.implies(_NOTHING, count):
+            return Whole.of(0), extent, frozenset(g for g in guards if not self.facts.implies(_NOTHING, g))
+        if count == 0:
+            return None
+        return low, count, frozenset(left)
+
+    def _known_order(self, low: Whole, high: Whole) -> bool:
+        return self.facts.implies(_NOTHING, high - low)
+
+    def _only_sizes(self, number: Whole) -> bool:
+        return all(self.facts.extent(letter) is None for letter in number.letters())
+
+    def _maximised(self, letter: Letter, extent: Whole, cases: list[Case]) -> Total:
+        branches = []
+        for guards, total in cases:
+            narrowed = self._narrow(letter, extent, guards)
+            if narrowed is None or total == _LOWEST:
+                continue
+            first, count, left = narrowed
+            if letter not in total.letters() and not left:
+                branches.append(Branch((), _NOTHING, total))
+                continue
+            place = self.facts.fresh("k", 0, count)
+            new = place.single
+            assert new is not None
+            moved = total.substitute({letter: place + first})
+            kept = frozenset(guard.substitute({letter: place + first}) for guard in left)
+            branches.append(Branch(((new, count),), kept, moved))
+        return _largest_of(branches)
+
+    def _pruned(self, total: Total, given: Guards) -> Total:
+        kept: dict[Product, Fraction] = {}
+        for key, factor in total.items:
+            for name, extent in key.binders:
+                self.facts.declare(name, 0, extent)
+            guards = self._fewer(key.guards, given)
+            if guards is None:
+                continue
+            powers: dict[Atom, int] = {}
+            for atom, power in key.powers:
+                new = self._pruned_atom(atom, given | guards)
+                powers[new] = powers.get(new, 0) + power
+            new_key = make_product(key.binders, guards, powers)
+            kept[new_key] = kept.get(new_key, Fraction(0)) + factor
+        return Total(kept)
+
+    def _pruned_atom(self, atom: Atom, given: Guards) -> Atom:
+        if isinstance(atom, Applied):
+            return Applied(atom.function, tuple(self._pruned(item, given) for item in atom.arguments))
+        if not isinstance(atom, Largest):
+            return atom
+        branches = set()
+        for branch in atom.branches:
+            for name, extent in branch.binders:
+                self.facts.declare(name, 0, extent)
+            guards = self._fewer(branch.guards, given)
+            if guards is None:
+                continue
+            value = self._pruned(branch.value, given | guards)
+            bound = {name for name, _ in branch.binders}
+            if bound and not bound & value.letters() and self._is_met(branch.binders, guards, given):
+                branches.add(Branch((), _NOTHING, value))
+            else:
+                branches.add(Branch(branch.binders, guards, value))
+        return Largest(frozenset(branches))
+
+    def _is_met(self, binders: tuple[Binder, ...], guards: Guards, given: Guards) -> bool:
+        """Whether some values of the binders satisfy the guards, each of which is about one of them, wherever given."""
+        left = set(guards)
+        for name, extent in binders:
+            lows, highs = [Whole.of(0)], [extent - 1]
+            for guard in guards:
+                factor, rest = guard.factor_of(name), guard.substitute({name: Whole.of(0)})
+                if factor == 1:
+                    lows.append(-rest)
+                elif factor == -1:
+                    highs.append(rest)
+                else:
+                    continue
+                left.discard(guard)
+            if any(set(number.letters()) & {other for other, _ in binders} for number in (*lows, *highs)):
+                return False
+            if not all(self.facts.implies(given, high - low) for low in lows for high in highs):
+                return False
+        return not left
+
+    def _fewer(self, guards: Guards, given: Guards) -> Guards | None:
+        """Guards that do not follow from the given ones; None if they contradict them."""
+        if not guards:
+            return guards
+        if not self.facts.possible(guards | given):
+            return None
+        return frozenset(guard for guard in guards if not self.facts.implies(given, guard))
+
+
+def _size(extent: Whole) -> Total:
+    result = Total({})
+    for monomial, factor in extent.terms:
+        term = Total.number(factor)
+        for letter in monomial:
+            term = term * Total.atom(Sized(Whole.letter(letter)))
+        result = result + term
+    return result
+
+
+def _largest_of(branches: list[Branch]) -> Total:
+    """The largest of branches; those that are a largest themselves become their branches."""
+    flat: set[Branch] = set()
+    for branch in branches:
+        inner = branch.value.only_atom
+        if isinstance(inner, Largest):
+            flat.update(
+                Branch(branch.binders + each.binders, branch.guards | each.guards, each.value)
+                for each in inner.branches
+            )
+        else:
+            flat.add(branch)
+    if len(flat) == 1:
+        (only,) = flat
+        if not only.binders and not only.guards:
+            return only.value
+    return Total.atom(Largest(frozenset(flat)))

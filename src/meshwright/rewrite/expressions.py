@@ -1,0 +1,320 @@
+"""Expressions of operators, as rules have them: written and read as Python calls, never executed as Python.
+
+    matmul(x, concat(y, z, axis=1))
+
+Positional arguments are tensors: names or calls. Keyword arguments are attributes: whole numbers and names in
+``+ - * //``, tuples, text, ``True`` and ``False``, and the functions of `ATTRIBUTE_FUNCTIONS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from meshwright.rewrite.operators import OPERATORS
+from meshwright.spec import RewriteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from meshwright.rewrite.calculus import Indexed, Machine
+
+_MOST_CHARACTERS = 4096
+_MOST_OPERATORS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A tensor that is given."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator at operands; ``attributes`` in the operator's order."""
+
+    operator: str
+    operands: tuple[Expression, ...]
+    attributes: tuple[tuple[str, Attribute], ...] = ()
+
+    def __str__(self) -> str:
+        named = [f"{name}={_attribute_text(value)}" for name, value in self.attributes]
+        return f"{self.operator}({', '.join([*map(str, self.operands), *named])})"
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """An attribute that is computed: a name (``function`` ""), or a function of formulas."""
+
+    function: str
+    arguments: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        if not self.function:
+            return str(self.arguments[0])
+        texts = [_attribute_text(argument) for argument in self.arguments]
+        if self.function in _SIGNS and len(texts) == 2:
+            return f"({texts[0]} {self.function} {texts[1]})"
+        return f"{self.function}({', '.join(texts)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A comparison of attributes: one of ``== != <= <``."""
+
+    left: Attribute
+    sign: str
+    right: Attribute
+
+    def holds(self, tensors: Mapping[str, Indexed], letters: Mapping[str, Any]) -> bool:
+        """Whether it holds of values."""
+        sides = value_of(self.left, tensors, letters), value_of(self.right, tensors, letters)
+        return bool(COMPARISONS[self.sign](*sides))
+
+    def __str__(self) -> str:
+        return f"{_attribute_text(self.left)} {self.sign} {_attribute_text(self.right)}"
+
+
+Expression: TypeAlias = "Name | Call"
+Attribute: TypeAlias = "int | float | str | bool | Formula | tuple[Attribute, ...]"
+
+_SIGNS: dict[str, Callable[..., Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+}
+
+
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+
+
+def _undo(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(dim) for dim in range(len(order)))
+
+
+def _compose(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """The order of transposing by the first and then by the second."""
+    return tuple(first[dim] for dim in second)
+
+
+def _swap_last(rank: int) -> tuple[int, ...]:
+    return (*range(rank - 2), rank - 1, rank - 2)
+
+
+ATTRIBUTE_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **_SIGNS,
+    "undo": _undo,
+    "compose": _compose,
+    "swap_last": _swap_last,
+    "place": lambda order, dim: order.index(dim),
+    "at": lambda values, dim: values[dim],
+    "put": lambda values, dim, value: (*values[:dim], value, *values[dim + 1 :]),
+    "permuted": lambda values, order: tuple(values[dim] for dim in order),
+    "join": lambda one, other: (*one, *other),
+    "without": lambda values, dim: (*values[:dim], *values[dim + 1 :]),
+    "added": lambda one, other: tuple(a + b for a, b in zip(one, other, strict=True)),
+    "zeros": lambda count: (0,) * count,
+}
+
+# Functions of tensors' shapes, which stand in attributes by the tensors' names.
+SHAPE_FUNCTIONS = ("shape", "rank", "size")
+
+
+def names_of(expression: Expression) -> Iterator[str]:
+    """Names of the tensors that are given, in order, some several times."""
+    if isinstance(expression, Name):
+        yield expression.name
+        return
+    for operand in expression.operands:
+        yield from names_of(operand)
+
+
+def letters_of(expression: Expression) -> Iterator[tuple[str, str]]:
+    """(operator, attribute, name) of attributes that are plain names: letters of the rule."""
+    if isinstance(expression, Name):
+        return
+    for operand in expression.operands:
+        yield from letters_of(operand)
+    for attribute, value in expression.attributes:
+        for name in _formula_names(value):
+            yield attribute, name
+
+
+def num_operators(expression: Expression) -> int:
+    """Distinct calls of an expression."""
+    return len(set(_calls(expression)))
+
+
+def run(
+    expression: Expression,
+    machine: Machine,
+    tensors: Mapping[str, Indexed],
+    letters: Mapping[str, Any],
+    made: dict[Expression, Indexed] | None = None,
+    keep: Callable[[Indexed], Indexed] = lambda result: result,
+) -> Indexed:
+    """The tensor of an expression; ``made`` holds those of parts that were run, ``keep`` is called with each.
+
+    Raises IllTypedError, or what the machine raises, where operands do not fit.
+    """
+    made = {} if made is None else made
+    if isinstance(expression, Name):
+        return tensors[expression.name]
+    if expression not in made:
+        operands = [run(operand, machine, tensors, letters, made, keep) for operand in expression.operands]
+        attributes = {name: value_of(value, tensors, letters) for name, value in expression.attributes}
+        declared = OPERATORS[expression.operator]
+        declared.check(len(operands), attributes)
+        made[expression] = keep(declared.define(machine, *operands, **attributes))
+    return made[expression]
+
+
+def value_of(attribute: Attribute, tensors: Mapping[str, Indexed], letters: Mapping[str, Any]) -> Any:
+    """The attribute's value."""
+    if isinstance(attribute, tuple):
+        return tuple(value_of(item, tensors, letters) for item in attribute)
+    if not isinstance(attribute, Formula):
+        return attribute
+    if not attribute.function:
+        return letters[attribute.arguments[0]]
+    if attribute.function in SHAPE_FUNCTIONS:
+        tensor = tensors[attribute.arguments[0].arguments[0]]
+        if attribute.function == "shape":
+            return tensor.shape
+        if attribute.function == "rank":
+            return tensor.rank
+        return tensor.shape[value_of(attribute.arguments[1], tensors, letters)]
+    values = [value_of(item, tensors, letters) for item in attribute.arguments]
+    return ATTRIBUTE_FUNCTIONS[attribute.function](*values)
+
+
+def parse(text: str) -> Expression:
+    """Read an expression. Raises RewriteError with what is wrong."""
+    tree = _tree(text)
+    found = _read(tree, text)
+    if num_operators(found) > _MOST_OPERATORS:
+        raise RewriteError(f"{text!r} has more than {_MOST_OPERATORS} operators; rules are smaller.")
+    return found
+
+
+_COMPARISONS: dict[type[ast.cmpop], tuple[str, bool]] = {
+    ast.Eq: ("==", False),
+    ast.NotEq: ("!=", False),
+    ast.LtE: ("<=", False),
+    ast.Lt: ("<", False),
+    ast.GtE: ("<=", True),
+    ast.Gt: ("<", True),
+}
+
+
+def parse_condition(text: str) -> Condition:
+    """Read a comparison of attributes. Raises RewriteError with what is wrong."""
+    tree = _tree(text)
+    if not (isinstance(tree, ast.Compare) and len(tree.ops) == 1 and type(tree.ops[0]) in _COMPARISONS):
+        raise RewriteError(f"{text!r} is no condition; write it like size(x, 0) == 1, with one of == != <= < >= >.")
+    left, right = _read_attribute(tree.left, text), _read_attribute(tree.comparators[0], text)
+    sign, turned = _COMPARISONS[type(tree.ops[0])]
+    return Condition(right, sign, left) if turned else Condition(left, sign, right)
+
+
+def _tree(text: str) -> ast.expr:
+    if len(text) > _MOST_CHARACTERS:
+        raise RewriteError(f"An expression of {len(text)} characters was given; at most {_MOST_CHARACTERS} are read.")
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RewriteError(f"{text!r} is no expression ({error}); write it like matmul(x, relu(y)).") from error
+
+
+def _read(tree: ast.expr, text: str) -> Expression:
+    if isinstance(tree, ast.Name):
+        return Name(tree.id)
+    if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)):
+        raise RewriteError(f"{ast.unparse(tree)!r} in {text!r} is neither a tensor's name nor an operator's call.")
+    name = tree.func.id
+    if name not in OPERATORS:
+        raise RewriteError(f"{text!r} uses the operator {name!r}, which is not declared; known: {sorted(OPERATORS)}.")
+    known = OPERATORS[name]
+    attributes = {item.arg or "": _read_attribute(item.value, text) for item in tree.keywords}
+    if set(attributes) != set(known.attributes) or len(attributes) != len(tree.keywords):
+        raise RewriteError(
+            f"{ast.unparse(tree)!r} gives {name} the attributes {sorted(attributes)}; it has {list(known.attributes)}."
+        )
+    count = len(tree.args)
+    if count < known.fewest or (known.most is not None and count > known.most):
+        raise RewriteError(f"{ast.unparse(tree)!r} gives {name} {count} operands; it takes {_counts(known)}.")
+    return Call(
+        name, tuple(_read(item, text) for item in tree.args), tuple((key, attributes[key]) for key in known.attributes)
+    )
+
+
+def _counts(known: Any) -> str:
+    most = "or more" if known.most is None else f"to {known.most}"
+    return str(known.fewest) if known.fewest == known.most else f"{known.fewest} {most}"
+
+
+_BINARY = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//"}
+
+
+def _read_attribute(tree: ast.expr, text: str) -> Attribute:
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, int | float | str):
+        return tree.value
+    if isinstance(tree, ast.Name):
+        return Formula("", (tree.id,))
+    if isinstance(tree, ast.Tuple):
+        return tuple(_read_attribute(item, text) for item in tree.elts)
+    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
+        value = _read_attribute(tree.operand, text)
+        return -value if isinstance(value, int | float) else Formula("-", (0, value))
+    if isinstance(tree, ast.BinOp) and type(tree.op) in _BINARY:
+        sides = (_read_attribute(tree.left, text), _read_attribute(tree.right, text))
+        return Formula(_BINARY[type(tree.op)], sides)
+    if (
+        isinstance(tree, ast.Call)
+        and isinstance(tree.func, ast.Name)
+        and (tree.func.id in ATTRIBUTE_FUNCTIONS or tree.func.id in SHAPE_FUNCTIONS)
+        and not tree.keywords
+    ):
+        return Formula(tree.func.id, tuple(_read_attribute(item, text) for item in tree.args))
+    raise RewriteError(
+        f"{ast.unparse(tree)!r} in {text!r} is no attribute: expected numbers, names, tuples, text, + - * // and "
+        f"{', '.join(sorted({*ATTRIBUTE_FUNCTIONS, *SHAPE_FUNCTIONS} - {*_SIGNS}))}."
+    )
+
+
+def _attribute_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_attribute_text, value))}{',' if len(value) == 1 else ''})"
+    return str(value) if isinstance(value, Formula) else repr(value)
+
+
+def _formula_names(value: Attribute) -> Iterator[str]:
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _formula_names(item)
+    elif isinstance(value, Formula):
+        if not value.function:
+            yield value.arguments[0]
+        else:
+            # The first argument of a function of shapes is a tensor's name.
+            for item in value.arguments[value.function in SHAPE_FUNCTIONS :]:
+                yield from _formula_names(item)
+
+
+def _calls(expression: Expression) -> Iterator[Call]:
+    if isinstance(expression, Call):
+        yield expression
+        for operand in expression.operands:
+            yield from _calls(operand)

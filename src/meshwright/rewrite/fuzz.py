@@ -1,0 +1,235 @@
+"""Trials: both sides of a rule computed on random tensors of random sizes, and compared.
+
+Over a prime field, where equal is equal: two sides that differ agree by chance in one of 268 million numbers. Functions
+of which little is known are random ones there, so a law that needs more of a function (exp(a + b)) fails in the field;
+such a rule is tried over doubles, where it must fail, too, before it counts as refuted.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshwright.rewrite.calculus import Arrays, Doubles, IllTypedError, Indexed, PrimeField
+from meshwright.rewrite.calculus.symbols import SizesDifferError
+from meshwright.rewrite.calculus.whole import Whole
+from meshwright.rewrite.expressions import letters_of, run
+from meshwright.rewrite.instances import MOST_DIMS, instances
+from meshwright.rewrite.proofs import fit_right
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from meshwright.rewrite.calculus import Numbers
+    from meshwright.rewrite.expressions import Condition, Expression
+    from meshwright.rewrite.instances import Instance
+    from meshwright.rewrite.rules import Rule
+
+_MOST_DRAWS = 1000
+_MOST_ELEMENTS = 4096
+_SPREAD = 4
+_TOLERANCE = 1e-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterExample:
+    """Sizes and attributes with which the sides differ: output ``output``, by ``left`` and ``right`` at ``index``."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    letters: Mapping[str, Any]
+    output: int
+    index: tuple[int, ...]
+    left: float
+    right: float
+
+    def __str__(self) -> str:
+        sizes = ", ".join(
+            f"{name} of {'x'.join(map(str, shape)) or 'one number'}" for name, shape in self.shapes.items()
+        )
+        letters = "".join(f", {name} = {value}" for name, value in self.letters.items())
+        return f"{sizes}{letters}: output {self.output} at {self.index} is {self.left:g} and {self.right:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """How many sets of sizes agreed, and the first that did not."""
+
+    num_agreed: int
+    counter_example: CounterExample | None = None
+
+
+def try_rule(rule: Rule, *, num_sizes: int = 8, seed: int = 0, most_dims: int = MOST_DIMS) -> Trials:
+    """Compute both sides at ``num_sizes`` random sets of sizes for each choice of ranks, dims and orders."""
+    rng = np.random.default_rng(seed)
+    agreed = 0
+    for instance in instances(rule, most_dims):
+        with suppress(SizesDifferError, IllTypedError, IndexError, ValueError):
+            # Sizes for which both sides are well typed, where there are any.
+            fit_right(rule, instance)
+        for shapes, letters in draw_sizes(rule, instance, rng, num_sizes):
+            found = _compare(rule, shapes, letters, PrimeField(seed), rng)
+            if isinstance(found, CounterExample):
+                found = _compare(rule, shapes, letters, Doubles(), rng)
+            if isinstance(found, CounterExample):
+                return Trials(num_agreed=agreed, counter_example=found)
+            agreed += found is None
+    return Trials(num_agreed=agreed)
+
+
+def draw_sizes(
+    rule: Rule, instance: Instance, rng: np.random.Generator, count: int
+) -> Iterator[tuple[dict[str, tuple[int, ...]], dict[str, Any]]]:
+    """Random sizes and letters with which the left side of an instance is well typed."""
+    names = sorted(set(_letters(instance)))
+    if not names:
+        count = 1
+    made = 0
+    for _ in range(_MOST_DRAWS):
+        if made == count:
+            return
+        values = {
+            letter: Whole.of(int(rng.integers(0, _SPREAD)) + _number(instance.machine.facts.least(letter)))
+            for letter in names
+        }
+        if not instance.machine.facts.allows(values):
+            continue
+        shapes = {name: tuple(_number(size, values) for size in shape) for name, shape in instance.shapes.items()}
+        letters = {name: _plain(held, values) for name, held in instance.letters.items()}
+        small = all(np.prod(shape, dtype=np.float64) <= _MOST_ELEMENTS for shape in shapes.values())
+        if small and all(min(shape, default=1) >= 1 for shape in shapes.values()):
+            if any(_number(one, values) != _number(two, values) for one, two in instance.equations):
+                continue
+            if not all(_holds(condition, shapes, letters) for condition in rule.when):
+                continue
+            made += 1
+            yield shapes, letters
+
+
+def _compare(
+    rule: Rule, shapes: Mapping[str, tuple[int, ...]], letters: Mapping[str, Any], numbers: Numbers, rng: Any
+) -> CounterExample | str | None:
+    """None if both sides agree; why they cannot be compared."""
+    arrays = {name: numbers.random(rng, (1, *shape)) for name, shape in shapes.items()}
+    try:
+        lefts = compute(rule.left, arrays, letters, numbers)
+        known = {**letters, **_right_letters(rule, letters, [left.shape[1:] for left in lefts], arrays, numbers)}
+        rights = compute(rule.right, arrays, known, numbers)
+    except (IllTypedError, IndexError, ValueError) as error:
+        return str(error)
+    for output, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+        if left.shape != right.shape:
+            return CounterExample(
+                shapes=shapes, letters=known, output=output, index=(), left=float(left.size), right=float(right.size)
+            )
+        wrong = _differ(left, right, numbers)
+        if wrong.any():
+            place = tuple(map(int, np.argwhere(wrong)[0]))
+            values = float(left[place]), float(right[place])
+            return CounterExample(
+                shapes=shapes, letters=known, output=output, index=place[1:], left=values[0], right=values[1]
+            )
+    return None
+
+
+def compute(
+    sides: Sequence[Expression], arrays: Mapping[str, NDArray[Any]], letters: Mapping[str, Any], numbers: Numbers
+) -> list[NDArray[Any]]:
+    """The numbers of expressions, (draws, sizes...) each. Raises IllTypedError where operands do not fit."""
+    machine = Arrays(numbers)
+    tensors = {name: machine.operand(array) for name, array in arrays.items()}
+    made: dict[Expression, Indexed] = {}
+
+    def keep(result: Indexed) -> Indexed:
+        return machine.operand(machine.compute(result))
+
+    results = [run(side, machine, tensors, letters, made, keep) for side in sides]
+    return [machine.compute(result) for result in results]
+
+
+def _right_letters(
+    rule: Rule, letters: Mapping[str, Any], shapes: list[tuple[int, ...]], arrays: Mapping[str, Any], numbers: Numbers
+) -> dict[str, Any]:
+    """Values of the letters that only the right side has, with which its shapes are those of the left."""
+    missing = [name for name, _ in rule.letters if name not in letters]
+    if not missing:
+        return {}
+    most = max((sum(array.shape) for array in arrays.values()), default=1)
+    return next(_searched(rule, letters, missing, shapes, arrays, numbers, most), {})
+
+
+def _searched(
+    rule: Rule,
+    letters: Mapping[str, Any],
+    missing: list[str],
+    shapes: list[tuple[int, ...]],
+    arrays: Mapping[str, Any],
+    numbers: Numbers,
+    most: int,
+) -> Iterator[dict[str, Any]]:
+    if not missing:
+        try:
+            found = [result.shape[1:] for result in compute(rule.right, arrays, letters, numbers)]
+        except (IllTypedError, IndexError, ValueError):
+            return
+        if found == shapes:
+            yield {}
+        return
+    name, *others = missing
+    for value in range(most + 1):
+        more = {**letters, name: value}
+        for output, side in enumerate(rule.right):
+            # One output is enough to settle a letter, if it has all that it needs.
+            used = [letter for _, letter in letters_of(side)]
+            if name in used and all(letter in more for letter in used):
+                try:
+                    (result,) = compute([side], arrays, more, numbers)
+                except (IllTypedError, IndexError, ValueError):
+                    break
+                if result.shape[1:] != shapes[output]:
+                    break
+        else:
+            for rest in _searched(rule, more, others, shapes, arrays, numbers, most):
+                yield {name: value, **rest}
+
+
+def _holds(condition: Condition, shapes: Mapping[str, tuple[int, ...]], letters: Mapping[str, Any]) -> bool:
+    tensors = {name: Indexed(shape, lambda *_: None) for name, shape in shapes.items()}
+    return condition.holds(tensors, letters)
+
+
+def _differ(left: NDArray[Any], right: NDArray[Any], numbers: Numbers) -> NDArray[np.bool_]:
+    if numbers.dtype is not np.float64:
+        return np.asarray(left != right)
+    scale = np.maximum(np.abs(left), np.abs(right)) + 1
+    return np.asarray(~(np.abs(left - right) <= _TOLERANCE * scale) & ~(np.isnan(left) & np.isnan(right)))
+
+
+def _letters(instance: Instance) -> Iterator[Any]:
+    for shape in instance.shapes.values():
+        for size in shape:
+            yield from size.letters()
+    for held in instance.letters.values():
+        for item in held if isinstance(held, tuple) else (held,):
+            if isinstance(item, Whole):
+                yield from item.letters()
+    for one, two in instance.equations:
+        yield from one.letters()
+        yield from two.letters()
+
+
+def _number(size: Whole, values: Mapping[Any, Whole] | None = None) -> int:
+    number = size.substitute(values or {}).constant
+    if number is None:
+        raise ValueError(f"{size} has letters without values")
+    return number
+
+
+def _plain(held: Any, values: Mapping[Any, Whole]) -> Any:
+    if isinstance(held, tuple):
+        return tuple(_plain(item, values) for item in held)
+    return _number(held, values) if isinstance(held, Whole) else held

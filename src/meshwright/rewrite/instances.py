@@ -1,0 +1,253 @@
+"""The most general sizes for which a side of a rule is well typed.
+
+A rule says nothing of sizes: ``matmul(x, y)`` demands that they fit. `instances` tries all ranks, dims and orders of
+dims that the left side admits, and for each solves the equations that its operators demand: every size is a letter, and
+letters that have to be equal to something are replaced by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import permutations, product
+from typing import TYPE_CHECKING, Any
+
+from meshwright.rewrite.calculus import IllTypedError, Indexed
+from meshwright.rewrite.calculus.symbols import SizesDifferError, Symbols
+from meshwright.rewrite.calculus.whole import Whole
+from meshwright.rewrite.expressions import COMPARISONS, Call, Expression, letters_of, names_of, run, value_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from meshwright.rewrite.rules import Rule
+
+MOST_DIMS = 4
+_MOST_STEPS = 200
+
+# The least value of attributes that are numbers; all others are sizes, at least 1.
+_LEAST = {"padding": 0, "start": 0, "low": 0, "high": 0}
+_DIMS = {"axis"}
+_ORDERS = {"order"}
+_TUPLES = {"shape": None, "stride": 2, "padding": 2, "dilation": 2, "kernel": 2, "low": None, "high": None}
+_FLAGS = {"keep", "causal"}
+_TEXTS = {"dtype"}
+
+
+@dataclass(slots=True)
+class Instance:
+    """One choice of ranks, dims and orders, with sizes in letters that satisfy what an expression demands.
+
+    ``free``: letters that may be replaced. ``equations``: what is assumed, since no replacement achieves it.
+    """
+
+    machine: Symbols
+    shapes: dict[str, tuple[Whole, ...]]
+    letters: dict[str, Any]
+    free: set[Any] = field(default_factory=set)
+    equations: list[tuple[Whole, Whole]] = field(default_factory=list)
+
+    def tensors(self) -> dict[str, Indexed]:
+        """The operands."""
+        return {name: Indexed(shape, self.machine.read(name)) for name, shape in self.shapes.items()}
+
+    def results(self, sides: Sequence[Expression]) -> list[Indexed]:
+        """What the expressions are; SizesDifferError or IllTypedError where operands do not fit."""
+        made: dict[Expression, Indexed] = {}
+        tensors = self.tensors()
+        return [run(side, self.machine, tensors, self.letters, made) for side in sides]
+
+    def solve(self, sides: Sequence[Expression]) -> list[Indexed]:
+        """The same after replacing free letters, or assuming equations, so that operands fit."""
+        for _ in range(_MOST_STEPS):
+            try:
+                return self.results(sides)
+            except SizesDifferError as differ:
+                self.demand(differ)
+        raise IllTypedError("sizes that fit were not found")
+
+    def suppose(self, rule: Rule) -> bool:
+        """Take the rule's conditions for granted; False if one of them cannot hold."""
+        for condition in rule.when:
+            for _ in range(_MOST_STEPS):
+                values = [value_of(side, self.tensors(), self.letters) for side in (condition.left, condition.right)]
+                held = self._supposed(condition.sign, *values)
+                if held is not None:
+                    break
+            if not held:
+                return False
+            # What is demanded of sizes changes what the left side's operators demanded.
+            self.solve(rule.left)
+        return self.machine.facts.possible(frozenset())
+
+    def _supposed(self, sign: str, left: Any, right: Any) -> bool | None:
+        """Whether a comparison holds now; None if a letter was replaced and the values have to be taken again."""
+        if not isinstance(left, Whole) and not isinstance(right, Whole):
+            return bool(COMPARISONS[sign](left, right))
+        one, other = Whole.of(left), Whole.of(right)
+        if sign == "==":
+            if self.machine.facts.are_equal(one, other):
+                return True
+            self.demand(SizesDifferError(one, other, "a condition"))
+            return None
+        if sign == "!=":
+            raise IllTypedError("a condition that sizes are unlike is not known to the prover")
+        self.machine.facts.assume(other - one - (sign == "<"))
+        return True
+
+    def demand(self, differ: SizesDifferError) -> None:
+        """Replace a letter so that two sizes are equal; assume it, if that is not to be had."""
+        if not self.make_equal(differ.one, differ.other, differ.why):
+            self.machine.facts.assume_equal(differ.one, differ.other)
+            self.equations.append((differ.one, differ.other))
+            return
+        # What could not be solved before may be now.
+        for one, other in tuple(self.equations):
+            if one != other and self.make_equal(one, other, differ.why):
+                self.equations = [pair for pair in self.equations if pair[0] != pair[1]]
+
+    def make_equal(self, one: Whole, other: Whole, why: str, among: Callable[[str], bool] | None = None) -> bool:
+        """Replace a free letter so that two sizes are equal; False if there is none. IllTypedError for unlike numbers.
+
+        ``among``: which letters may be replaced; by default the free ones, and those that the machine made, which stand
+        for a quotient or a rest.
+        """
+        difference = one - other
+        if all(self.machine.facts.is_positive(letter) for letter in difference.letters()):
+            difference = difference.primitive()
+        if difference.constant is not None:
+            raise IllTypedError(f"{why}: {one} and {other}")
+        may = among or (lambda letter: letter in self.free or letter[0] in "qr")
+        names = set(difference.letters())
+        for letter in sorted(names, key=lambda name: (name[0] not in "qr", name)):
+            factor = difference.factor_of(letter).constant
+            if factor in (1, -1) and may(letter):
+                self._replace(letter, difference.substitute({letter: Whole.of(0)}) * -factor)
+                return True
+        return False
+
+    def _replace(self, letter: str, value: Whole) -> None:
+        change: dict[Any, Whole] = {letter: value}
+        facts = self.machine.facts
+        facts.assume(value - facts.least(letter))
+        self.free.discard(letter)
+        # A letter that the machine made becomes one of the sizes with its first use.
+        self.free.update(item for item in value.letters() if item[0] in "qr")
+        self.shapes = {name: tuple(size.substitute(change) for size in shape) for name, shape in self.shapes.items()}
+        self.letters = {name: _substituted(held, change) for name, held in self.letters.items()}
+        self.equations = [(first.substitute(change), second.substitute(change)) for first, second in self.equations]
+
+
+def instances(rule: Rule, most_dims: int = MOST_DIMS) -> Iterator[Instance]:
+    """All choices for which the left side is well typed, each with its most general sizes."""
+    fixed = dict(rule.ranks)
+    left = [letter for side in rule.left for _, letter in letters_of(side)]
+    choices = {letter: list(_choices(attribute, most_dims)) for letter, attribute in rule.letters if letter in left}
+    for ranks in _ranks(rule, fixed, most_dims, choices):
+        for chosen in product(*choices.values()):
+            instance = _instance(rule, ranks, dict(zip(choices, chosen, strict=True)))
+            try:
+                instance.solve(rule.left)
+                if not instance.suppose(rule):
+                    continue
+            except (IllTypedError, IndexError, ValueError):
+                continue
+            yield instance
+
+
+def _instance(rule: Rule, ranks: Mapping[str, int], chosen: Mapping[str, Any]) -> Instance:
+    machine = Symbols()
+    shapes = {
+        name: tuple(machine.facts.declare(f"{name}.{dim}", 1) for dim in range(rank)) for name, rank in ranks.items()
+    }
+    letters: dict[str, Any] = {}
+    free: set[Any] = {letter.single for shape in shapes.values() for letter in shape}
+    for name, attribute in rule.letters:
+        if name not in chosen:
+            continue
+        letters[name] = _letter(machine, free, name, attribute, chosen[name])
+    return Instance(machine, shapes, letters, free)
+
+
+def _letter(machine: Symbols, free: set[Any], name: str, attribute: str, choice: Any) -> Any:
+    """The value of an attribute's letter: the choice that was made, or letters for numbers."""
+    if not (isinstance(choice, tuple) and choice and choice[0] == "letters"):
+        return choice
+    least = _LEAST.get(attribute, 1)
+    if choice[1] is None:
+        free.add(f"${name}")
+        return machine.facts.declare(f"${name}", least)
+    names = [f"${name}.{place}" for place in range(choice[1])]
+    free.update(names)
+    return tuple(machine.facts.declare(item, least) for item in names)
+
+
+def _choices(attribute: str, most_dims: int) -> Iterator[Any]:
+    if attribute in _DIMS:
+        yield from range(most_dims)
+    elif attribute in _ORDERS:
+        for rank in range(1, most_dims + 1):
+            yield from permutations(range(rank))
+    elif attribute in _FLAGS:
+        yield from (True, False)
+    elif attribute in _TEXTS:
+        yield "text"
+    elif attribute in _TUPLES:
+        size = _TUPLES[attribute]
+        for count in (size,) if size is not None else range(1, most_dims + 1):
+            yield ("letters", count)
+    else:
+        yield ("letters", None)
+
+
+def _ranks(
+    rule: Rule, fixed: Mapping[str, int], most_dims: int, choices: Mapping[str, list[Any]]
+) -> Iterator[dict[str, int]]:
+    """Ranks of the given tensors with which no part of the left side is ill typed by itself."""
+    parts = [part for side in rule.left for part in _parts(side)]
+    known: dict[tuple[Any, ...], bool] = {}
+
+    def fits(part: Call, ranks: dict[str, int]) -> bool:
+        names = tuple(dict.fromkeys(names_of(part)))
+        key = (part, *(ranks[name] for name in names))
+        if key not in known:
+            known[key] = _is_typed(rule, part, {name: ranks[name] for name in names}, choices)
+        return known[key]
+
+    def extended(ranks: dict[str, int], left: tuple[str, ...]) -> Iterator[dict[str, int]]:
+        if not left:
+            yield ranks
+            return
+        name, *others = left
+        for rank in (fixed[name],) if name in fixed else range(most_dims + 1):
+            more = {**ranks, name: rank}
+            ready = [part for part in parts if name in names_of(part) and all(item in more for item in names_of(part))]
+            if all(fits(part, more) for part in ready):
+                yield from extended(more, tuple(others))
+
+    yield from extended({}, rule.names)
+
+
+def _parts(side: Expression) -> Iterator[Call]:
+    if isinstance(side, Call):
+        for operand in side.operands:
+            yield from _parts(operand)
+        yield side
+
+
+def _is_typed(rule: Rule, part: Call, ranks: Mapping[str, int], choices: Mapping[str, list[Any]]) -> bool:
+    used = {letter for _, letter in letters_of(part)}
+    some = {letter: held for letter, held in choices.items() if letter in used}
+    for chosen in product(*some.values()):
+        instance = _instance(rule, ranks, dict(zip(some, chosen, strict=True)))
+        try:
+            instance.solve([part])
+        except (IllTypedError, IndexError, ValueError):
+            continue
+        return True
+    return False
+
+
+def _substituted(held: Any, change: Mapping[Any, Whole]) -> Any:
+    if isinstance(held, Whole):
+        return held.substitute(change)
+    return tuple(_substituted(item, change) for item in held) if isinstance(held, tuple) else held

@@ -1,0 +1,6 @@
+"""Operators: what each number of a result is, one declaration each."""
+
+from meshwright.rewrite.operators import elementwise, layout, parallel, products, reductions
+from meshwright.rewrite.operators.declaration import OPERATORS, Operator, operator
+
+__all__ = ["OPERATORS", "Operator", "elementwise", "layout", "operator", "parallel", "products", "reductions"]

@@ -1,0 +1,160 @@
+"""Operators that work number by number; operands have one shape (what torch broadcasts is a `broadcast` of its own)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meshwright.rewrite.calculus import Indexed, Machine
+from meshwright.rewrite.operators.declaration import operator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def each(a: Machine, function: Callable[..., Any], *operands: Indexed) -> Indexed:
+    """The tensor of a function of operands of one shape."""
+    first = operands[0]
+    for other in operands[1:]:
+        a.same(first.rank, other.rank, "ranks of operands")
+        for one, two in zip(first.shape, other.shape, strict=True):
+            a.same(one, two, "sizes of operands")
+    return Indexed(first.shape, lambda *i: function(*(operand[i] for operand in operands)))
+
+
+def declare_function(name: str, function: str | None = None) -> None:
+    """Declare the pointwise operator of a function of one number."""
+
+    def define(a: Machine, x: Indexed) -> Indexed:
+        return each(a, lambda one: a.apply(function or name, one), x)
+
+    define.__name__ = name
+    operator(define, pointwise=True)
+
+
+UNARY = (
+    *("exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "sin", "cos", "sigmoid"),
+    *("gelu", "gelu_tanh", "sign", "floor", "ceil", "round"),
+)
+for _name in UNARY:
+    declare_function(_name)
+
+
+@operator(pointwise=True)
+def add(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda one, two: one + two, x, y)
+
+
+@operator(pointwise=True)
+def sub(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda one, two: one - two, x, y)
+
+
+@operator(pointwise=True)
+def mul(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda one, two: one * two, x, y)
+
+
+@operator(pointwise=True)
+def div(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda one, two: one * a.apply("reciprocal", two), x, y)
+
+
+@operator(pointwise=True)
+def pow_(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda one, two: a.apply("power", one, two), x, y)
+
+
+@operator(pointwise=True)
+def neg(a: Machine, x: Indexed) -> Indexed:
+    return each(a, lambda one: -one, x)
+
+
+@operator(pointwise=True)
+def square(a: Machine, x: Indexed) -> Indexed:
+    return each(a, lambda one: one * one, x)
+
+
+@operator(pointwise=True)
+def maximum(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda one, two: a.apply("maximum", one, two), x, y)
+
+
+@operator(pointwise=True)
+def minimum(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda one, two: -a.apply("maximum", -one, -two), x, y)
+
+
+@operator(pointwise=True)
+def relu(a: Machine, x: Indexed) -> Indexed:
+    return each(a, lambda one: a.apply("maximum", one, a.number(0)), x)
+
+
+@operator(pointwise=True)
+def abs_(a: Machine, x: Indexed) -> Indexed:
+    return each(a, lambda one: a.apply("maximum", one, -one), x)
+
+
+@operator(pointwise=True)
+def silu(a: Machine, x: Indexed) -> Indexed:
+    return each(a, lambda one: one * a.apply("sigmoid", one), x)
+
+
+@operator(pointwise=True)
+def clamp(a: Machine, x: Indexed, *, low: float, high: float) -> Indexed:
+    def limited(one: Any) -> Any:
+        return -a.apply("maximum", -a.apply("maximum", one, a.number(low)), -a.number(high))
+
+    return each(a, limited, x)
+
+
+@operator(pointwise=True, dtype="bool")
+def greater(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda one, two: a.apply("greater", one, two), x, y)
+
+
+@operator(pointwise=True, dtype="bool")
+def less(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda one, two: a.apply("greater", two, one), x, y)
+
+
+@operator(pointwise=True, dtype="bool")
+def less_equal(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda one, two: a.number(1) - a.apply("greater", one, two), x, y)
+
+
+@operator(pointwise=True, dtype="bool")
+def equal(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda one, two: a.apply("equal", one, two), x, y)
+
+
+@operator(pointwise=True, dtype="bool")
+def logical_not(a: Machine, x: Indexed) -> Indexed:
+    return each(a, lambda one: a.number(1) - one, x)
+
+
+@operator(pointwise=True, dtype="bool")
+def logical_and(a: Machine, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda one, two: one * two, x, y)
+
+
+@operator(pointwise=True)
+def where(a: Machine, condition: Indexed, x: Indexed, y: Indexed) -> Indexed:
+    return each(a, lambda c, one, two: c * one + (a.number(1) - c) * two, condition, x, y)
+
+
+@operator(pointwise=True, dtype="attribute")
+def bitcast(a: Machine, x: Indexed, *, dtype: str) -> Indexed:
+    """Bytes read as another dtype of the same width."""
+    return each(a, lambda one: a.apply("bitcast", one), x)
+
+
+@operator(pointwise=True, dtype="attribute")
+def cast(a: Machine, x: Indexed, *, dtype: str) -> Indexed:
+    """Numbers converted; nothing is known of rounding, so casts have laws only where both sides cast."""
+    return each(a, lambda one: a.apply("round", one), x)
+
+
+@operator
+def full(a: Machine, *, shape: tuple[Any, ...], value: float) -> Indexed:
+    """One number everywhere."""
+    return Indexed(tuple(shape), lambda *i: a.number(value))

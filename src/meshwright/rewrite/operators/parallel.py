@@ -1,0 +1,48 @@
+"""Operators of Unity that lay a tensor out on devices, as what they do to numbers.
+
+A tensor on several devices is written as one tensor, the parts beside each other in one dim: `partition` and `combine`
+change who holds what and no number; `replicate` puts copies beside each other; `reduce` adds the parts up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.rewrite.calculus import Indexed, Machine
+from meshwright.rewrite.operators.declaration import operator
+from meshwright.rewrite.operators.layout import check_axis, replaced
+
+
+@operator
+def partition(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
+    """The parts of one dim on ``degree`` devices."""
+    check_axis(x, axis)
+    a.quotient(x.shape[axis], degree, "a dim of equal parts")
+    return x
+
+
+@operator
+def combine(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
+    """The parts of one dim brought together (an all-gather)."""
+    check_axis(x, axis)
+    a.quotient(x.shape[axis], degree, "a dim of equal parts")
+    return x
+
+
+@operator
+def replicate(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
+    """Copies on ``degree`` devices."""
+    check_axis(x, axis)
+    size = x.shape[axis]
+    return Indexed(replaced(x.shape, axis, size * degree), lambda *i: x[replaced(i, axis, a.divided(i[axis], size)[1])])
+
+
+@operator
+def reduce(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
+    """The sum of the devices' parts (an all-reduce)."""
+    check_axis(x, axis)
+    part = a.quotient(x.shape[axis], degree, "a dim of equal parts")
+    return Indexed(
+        replaced(x.shape, axis, part),
+        lambda *i: a.total(degree, lambda k: x[replaced(i, axis, k * part + i[axis])]),
+    )

@@ -1,0 +1,221 @@
+"""Operators that bring many numbers down to one: sums, largest numbers, pools, normalisations, softmax."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meshwright.rewrite.calculus import IllTypedError, Indexed, Machine
+from meshwright.rewrite.operators.declaration import operator
+from meshwright.rewrite.operators.layout import check_axis, product_of, replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def _reduced(x: Indexed, axis: int, over: Callable[[Callable[[Any], Any]], Any], keep: bool) -> Indexed:
+    check_axis(x, axis)
+
+    def at(*i: Any) -> Any:
+        before, after = i[:axis], i[axis + 1 :] if keep else i[axis:]
+        return over(lambda k: x[(*before, k, *after)])
+
+    return Indexed((*x.shape[:axis], *((1,) if keep else ()), *x.shape[axis + 1 :]), at)
+
+
+@operator
+def sum_(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
+    return _reduced(x, axis, lambda body: a.total(x.shape[axis], body), keep)
+
+
+@operator
+def mean(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
+    check_axis(x, axis)
+    return _reduced(x, axis, lambda body: a.total(x.shape[axis], body) * a.inverse_size(x.shape[axis]), keep)
+
+
+@operator
+def amax(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
+    return _reduced(x, axis, lambda body: a.largest(x.shape[axis], body), keep)
+
+
+@operator
+def amin(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
+    return _reduced(x, axis, lambda body: -a.largest(x.shape[axis], lambda k: -body(k)), keep)
+
+
+@operator
+def softmax(a: Machine, x: Indexed, *, axis: int) -> Indexed:
+    """exp(x) / Σ exp(x): what torch computes after it subtracted the largest, which changes no exact result."""
+    check_axis(x, axis)
+
+    def at(*i: Any) -> Any:
+        sums = a.total(x.shape[axis], lambda k: a.apply("exp", x[replaced(i, axis, k)]))
+        return a.apply("exp", x[i]) * a.apply("reciprocal", sums)
+
+    return Indexed(x.shape, at)
+
+
+@operator
+def log_softmax(a: Machine, x: Indexed, *, axis: int) -> Indexed:
+    check_axis(x, axis)
+
+    def at(*i: Any) -> Any:
+        return x[i] - a.apply("log", a.total(x.shape[axis], lambda k: a.apply("exp", x[replaced(i, axis, k)])))
+
+    return Indexed(x.shape, at)
+
+
+@operator
+def avg_pool2d(
+    a: Machine, x: Indexed, *, kernel: tuple[Any, ...], stride: tuple[Any, ...], padding: tuple[Any, ...]
+) -> Indexed:
+    """Sums over windows, zeros around counted in, divided by the kernel's size."""
+
+    def window(body: Callable[..., Any], inside: Callable[..., Any]) -> Any:
+        taps = a.total(
+            kernel[0],
+            lambda row: a.total(kernel[1], lambda col: a.choose(inside(row, col), body(row, col), a.number(0))),
+        )
+        return taps * a.inverse_size(product_of(kernel))
+
+    return _pooled(a, x, kernel, stride, padding, window)
+
+
+@operator
+def max_pool2d(
+    a: Machine, x: Indexed, *, kernel: tuple[Any, ...], stride: tuple[Any, ...], padding: tuple[Any, ...]
+) -> Indexed:
+    """The largest of each window."""
+
+    def window(body: Callable[..., Any], inside: Callable[..., Any]) -> Any:
+        return a.largest(
+            kernel[0],
+            lambda row: a.largest(kernel[1], lambda col: a.choose(inside(row, col), body(row, col), a.lowest())),
+        )
+
+    return _pooled(a, x, kernel, stride, padding, window)
+
+
+def _pooled(
+    a: Machine,
+    x: Indexed,
+    kernel: tuple[Any, ...],
+    stride: tuple[Any, ...],
+    padding: tuple[Any, ...],
+    window: Callable[..., Any],
+) -> Indexed:
+    if x.rank != 4:
+        raise IllTypedError(f"a pool over 2 dims of a tensor of {x.rank} dims")
+    for before, size in zip(padding, kernel, strict=True):
+        # As torch demands; then no window is all padding.
+        a.ordered(2 * before, size, "a pool's padding")
+    height, width = x.shape[2:]
+    sizes = (
+        a.floored(height + 2 * padding[0] - kernel[0], stride[0]) + 1,
+        a.floored(width + 2 * padding[1] - kernel[1], stride[1]) + 1,
+    )
+
+    def at(n: Any, c: Any, row: Any, col: Any) -> Any:
+        def place(i: Any, j: Any) -> tuple[Any, Any]:
+            return row * stride[0] + i - padding[0], col * stride[1] + j - padding[1]
+
+        def inside(i: Any, j: Any) -> Any:
+            read = place(i, j)
+            return a.both(a.within(read[0], 0, height), a.within(read[1], 0, width))
+
+        return window(lambda i, j: x[(n, c, *place(i, j))], inside)
+
+    return Indexed((*x.shape[:2], *sizes), at)
+
+
+@operator
+def batch_norm(
+    a: Machine, x: Indexed, mean: Indexed, variance: Indexed, weight: Indexed, bias: Indexed, *, eps: float
+) -> Indexed:
+    """Normalised by given statistics of dim 1, as in inference."""
+    check_axis(x, 1)
+    for one in (mean, variance, weight, bias):
+        a.same(one.rank, 1, "dims of a channel's statistic")
+        a.same(one.shape[0], x.shape[1], "channels of a batch norm")
+
+    def at(*i: Any) -> Any:
+        channel = (i[1],)
+        scale = a.apply("rsqrt", variance[channel] + a.number(eps)) * weight[channel]
+        return (x[i] - mean[channel]) * scale + bias[channel]
+
+    return Indexed(x.shape, at)
+
+
+def _standardised(a: Machine, x: Any, total: Callable[..., Any], inverse: Any, eps: float, centre: bool) -> Any:
+    """(x - mean) / sqrt(variance + eps), or x / sqrt(mean square + eps), over what ``total`` sums."""
+    if not centre:
+        return x * a.apply("rsqrt", total(lambda one: one * one) * inverse + a.number(eps))
+    mean = total(lambda one: one) * inverse
+    variance = total(lambda one: one * one) * inverse - mean * mean
+    return (x - mean) * a.apply("rsqrt", variance + a.number(eps))
+
+
+@operator
+def layer_norm(
+    a: Machine, x: Indexed, weight: Indexed | None = None, bias: Indexed | None = None, *, eps: float
+) -> Indexed:
+    """Normalised over the last dim."""
+    return _last_normalised(a, x, weight, bias, eps, centre=True)
+
+
+@operator
+def rms_norm(a: Machine, x: Indexed, weight: Indexed | None = None, *, eps: float) -> Indexed:
+    """Divided by the root of the mean square over the last dim."""
+    return _last_normalised(a, x, weight, None, eps, centre=False)
+
+
+def _last_normalised(
+    a: Machine, x: Indexed, weight: Indexed | None, bias: Indexed | None, eps: float, *, centre: bool
+) -> Indexed:
+    check_axis(x, 0)
+    size = x.shape[-1]
+    for one in (weight, bias):
+        if one is not None:
+            a.same(one.rank, 1, "dims of a norm's weight")
+            a.same(one.shape[0], size, "size of a norm's weight")
+
+    def at(*i: Any) -> Any:
+        def total(function: Callable[[Any], Any]) -> Any:
+            return a.total(size, lambda k: function(x[(*i[:-1], k)]))
+
+        value = _standardised(a, x[i], total, a.inverse_size(size), eps, centre)
+        value = value if weight is None else value * weight[(i[-1],)]
+        return value if bias is None else value + bias[(i[-1],)]
+
+    return Indexed(x.shape, at)
+
+
+@operator
+def group_norm(
+    a: Machine, x: Indexed, weight: Indexed | None = None, bias: Indexed | None = None, *, groups: int, eps: float
+) -> Indexed:
+    """x: (n, c, h, w), normalised over c / groups, h and w."""
+    if x.rank != 4:
+        raise IllTypedError(f"a group norm over a tensor of {x.rank} dims, not 4")
+    per_group = a.quotient(x.shape[1], groups, "channels of a group norm")
+    for one in (weight, bias):
+        if one is not None:
+            a.same(one.rank, 1, "dims of a norm's weight")
+            a.same(one.shape[0], x.shape[1], "size of a norm's weight")
+
+    def at(n: Any, c: Any, *place: Any) -> Any:
+        first = a.divided(c, per_group)[0] * per_group
+
+        def total(function: Callable[[Any], Any]) -> Any:
+            rows, cols = x.shape[2:]
+            return a.total(
+                per_group,
+                lambda k: a.total(rows, lambda i: a.total(cols, lambda j: function(x[(n, first + k, i, j)]))),
+            )
+
+        inverse = a.inverse_size(per_group) * a.inverse_size(x.shape[2]) * a.inverse_size(x.shape[3])
+        value = _standardised(a, x[(n, c, *place)], total, inverse, eps, True)
+        value = value if weight is None else value * weight[(c,)]
+        return value if bias is None else value + bias[(c,)]
+
+    return Indexed(x.shape, at)

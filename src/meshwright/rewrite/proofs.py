@@ -1,0 +1,151 @@
+"""Proofs: that both sides of a rule have the same number at every index, for all sizes.
+
+A rule says: wherever both sides are well typed, they are equal. For each `Instance` of the left side, with what the
+right side demands besides, both have the same shapes, and at an index of letters the same normal form
+(`calculus.sums`). Nothing is searched for; what is not shown here may still be true.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshwright.rewrite.calculus import IllTypedError
+from meshwright.rewrite.calculus.sums import TooLargeError
+from meshwright.rewrite.calculus.symbols import NotExpressibleError, RefineError, SizesDifferError
+from meshwright.rewrite.calculus.whole import Whole
+from meshwright.rewrite.instances import MOST_DIMS, instances
+
+if TYPE_CHECKING:
+    from meshwright.rewrite.calculus import Indexed
+    from meshwright.rewrite.calculus.symbols import Symbols
+    from meshwright.rewrite.instances import Instance
+    from meshwright.rewrite.rules import Rule
+
+ILL_TYPED = "the right side is ill typed"
+_MOST_REFINEMENTS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What became of one instance; ``why`` it was not proved."""
+
+    instance: Instance
+    proved: bool
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """``status``: "proved" if all instances are, "empty" if there are none."""
+
+    rule: Rule
+    status: Literal["proved", "partly", "unproved", "empty"]
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def ranks(self) -> tuple[dict[str, int], ...]:
+        """Dims of the given tensors for which it is proved."""
+        found = [
+            {name: len(shape) for name, shape in each.instance.shapes.items()} for each in self.attempts if each.proved
+        ]
+        return tuple(dict(item) for item in dict.fromkeys(tuple(entry.items()) for entry in found))
+
+
+def prove(rule: Rule, most_dims: int = MOST_DIMS) -> Proof:
+    """Prove a rule for all sizes, at all ranks up to ``most_dims``."""
+    attempts = []
+    for instance in instances(rule, most_dims):
+        why = _failure(rule, instance)
+        attempts.append(Attempt(instance=instance, proved=why is None, why=why or ""))
+    good = sum(attempt.proved for attempt in attempts)
+    if not attempts:
+        return Proof(rule=rule, status="empty", attempts=())
+    status: Any = "proved" if good == len(attempts) else "partly" if good else "unproved"
+    return Proof(rule=rule, status=status, attempts=tuple(attempts))
+
+
+def _failure(rule: Rule, instance: Instance) -> str | None:
+    """Why the rule does not hold for an instance, as far as we see; None if it does."""
+    try:
+        if rule.left == rule.right:
+            return None
+        fit_right(rule, instance)
+        lefts, rights = instance.results(rule.left), instance.results(rule.right)
+        for left, right in zip(lefts, rights, strict=True):
+            found = _difference(instance.machine, left, right)
+            if found is not None:
+                return found
+    except (IllTypedError, IndexError, ValueError) as error:
+        return f"{ILL_TYPED}: {error}"
+    except SizesDifferError as differ:
+        return f"the sides have other sizes: {differ}"
+    except NotExpressibleError as error:
+        return f"not expressible: {error}"
+    except TooLargeError:
+        return "the normal form grows too large"
+    return None
+
+
+def fit_right(rule: Rule, instance: Instance) -> None:
+    """Make the right side well typed, too, which may demand more of the sizes.
+
+    Letters that only the right side has are chosen so that it has the shapes of the left, if it can. Raises
+    SizesDifferError if it cannot, IllTypedError if the right side is well typed for no sizes or letters are out of
+    range for some.
+    """
+    machine = instance.machine
+    new = [name for name, _ in rule.letters if name not in instance.letters]
+    if not new:
+        instance.solve(rule.right)
+        _check_shapes(machine, instance.results(rule.left), instance.results(rule.right))
+        return
+    instance.letters.update({name: machine.facts.declare(f"${name}", 0) for name in new})
+    chosen = {f"${name}" for name in new}
+    instance.free |= chosen
+    for _ in range(_MOST_REFINEMENTS):
+        machine.owed = []
+        try:
+            rights = instance.results(rule.right)
+            owed, machine.owed = machine.owed, None
+        except SizesDifferError as differ:
+            machine.owed = None
+            instance.demand(differ)
+            continue
+        try:
+            _check_shapes(machine, instance.results(rule.left), rights)
+        except SizesDifferError as differ:
+            if not instance.make_equal(differ.one, differ.other, differ.why, among=chosen.__contains__):
+                raise
+            continue
+        if not all(machine.facts.implies(frozenset(), guard) for guard in owed):
+            raise IllTypedError("attributes of the right side that fit are out of range for some sizes")
+        return
+    raise IllTypedError("attributes of the right side that fit were not found")
+
+
+def _check_shapes(machine: Symbols, lefts: list[Indexed], rights: list[Indexed]) -> None:
+    for left, right in zip(lefts, rights, strict=True):
+        machine.same(left.rank, right.rank, "ranks of the two sides")
+        for one, two in zip(left.shape, right.shape, strict=True):
+            machine.same(one, two, "sizes of the two sides")
+
+
+def _difference(machine: Symbols, left: Indexed, right: Indexed) -> str | None:
+    index = [machine.facts.fresh("i", 0, size) for size in left.shape]
+    for _ in range(_MOST_REFINEMENTS):
+        try:
+            found = machine.equal(left.at(*index), right.at(*index))
+        except RefineError as refine:
+            outer = machine.facts.fresh("i", 0, refine.quotient)
+            inner = machine.facts.fresh("i", 0, refine.by)
+            change = {refine.letter: outer * refine.by + inner}
+            index = [place.substitute(change) for place in index]
+            continue
+        return None if found is None else f"where {sorted(map(str, found[0]))} they differ by {found[1]}"
+    return "an index is divided too often"
+
+
+def describe_sizes(shapes: dict[str, tuple[Whole, ...]]) -> str:
+    """Shapes in words."""
+    return ", ".join(f"{name}: ({', '.join(map(str, shape))})" for name, shape in shapes.items())

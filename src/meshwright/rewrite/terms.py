@@ -1,0 +1,166 @@
+"""`Terms`: the graph that is rewritten: operators at operands, each term once.
+
+A term is the number of a node; equal nodes are one (common subexpressions cannot occur twice). Beside the declared
+operators there are ``input`` (a tensor that is given), ``opaque`` (something of torch that nobody declared, carried
+through untouched) and ``item`` (one of several results of an opaque node). Opaque nodes that draw random numbers or
+write to memory are ordered by a token: each takes the last one's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from meshwright.rewrite.calculus import Arrays, Doubles, IllTypedError, Indexed
+from meshwright.rewrite.operators import OPERATORS
+from meshwright.spec import RewriteError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+INPUT, OPAQUE, ITEM = "input", "opaque", "item"
+InputKind = Literal["batch", "parameter", "buffer", "constant"]
+TOKEN_DTYPE = "token"
+
+
+class TensorType(NamedTuple):
+    """Sizes and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{'x'.join(map(str, self.shape))}]"
+
+
+TOKEN = TensorType((), TOKEN_DTYPE)
+
+
+class Node(NamedTuple):
+    """An operator at terms; attributes in the operator's order."""
+
+    operator: str
+    operands: tuple[int, ...] = ()
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+    def attribute(self, name: str) -> Any:
+        """The attribute's value."""
+        return dict(self.attributes)[name]
+
+
+@dataclass(slots=True, eq=False)
+class Terms:
+    """Nodes with the types of their results; ``outputs`` are what the graph is for, in order."""
+
+    nodes: list[Node] = field(default_factory=list)
+    types: list[TensorType] = field(default_factory=list)
+    outputs: tuple[int, ...] = ()
+    _known: dict[Node, int] = field(default_factory=dict)
+
+    def input(self, name: str, type_: TensorType, kind: InputKind) -> int:
+        """A tensor that is given."""
+        return self._add(Node(INPUT, (), (("name", name), ("kind", kind))), type_)
+
+    def apply(self, operator: str, *operands: int, **attributes: Any) -> int:
+        """A declared operator at terms. Raises IllTypedError where they do not fit."""
+        declared = OPERATORS[operator]
+        node = Node(operator, operands, tuple((name, attributes[name]) for name in declared.attributes))
+        if node in self._known:
+            return self._known[node]
+        return self._add(node, type_of(node, [self.types[i] for i in operands]))
+
+    def opaque(self, key: str, operands: Iterable[int], types: Sequence[TensorType]) -> tuple[int, ...]:
+        """Something unknown with these results; ``key`` says what, for whoever writes the graph out again."""
+        node = Node(OPAQUE, tuple(operands), (("key", key),))
+        if len(types) == 1:
+            return (self._add(node, types[0]),)
+        whole = self._add(node, TOKEN)
+        return tuple(self._add(Node(ITEM, (whole,), (("place", place),)), type_) for place, type_ in enumerate(types))
+
+    def add(self, node: Node, type_: TensorType) -> int:
+        """A node whose type is known."""
+        return self._add(node, type_)
+
+    def needed(self, outputs: Iterable[int] | None = None) -> list[int]:
+        """The terms that outputs need, operands first."""
+        marked = set()
+        todo = list(self.outputs if outputs is None else outputs)
+        while todo:
+            term = todo.pop()
+            if term not in marked:
+                marked.add(term)
+                todo += self.nodes[term].operands
+        return sorted(marked)
+
+    def users(self) -> dict[int, list[int]]:
+        """By term, the terms that outputs need and that read it."""
+        found: dict[int, list[int]] = {}
+        for term in self.needed():
+            for operand in dict.fromkeys(self.nodes[term].operands):
+                found.setdefault(operand, []).append(term)
+        return found
+
+    def pruned(self) -> Terms:
+        """The same graph without terms that no output needs."""
+        made = Terms()
+        place: dict[int, int] = {}
+        for term in self.needed():
+            node = self.nodes[term]
+            moved = node._replace(operands=tuple(place[i] for i in node.operands))
+            place[term] = made._add(moved, self.types[term])
+        made.outputs = tuple(place[i] for i in self.outputs)
+        return made
+
+    def inputs(self) -> Iterator[int]:
+        """Terms that are given, in order."""
+        return (i for i, node in enumerate(self.nodes) if node.operator == INPUT)
+
+    def text(self) -> str:
+        """One line per term that is needed."""
+        lines = []
+        for term in self.needed():
+            node = self.nodes[term]
+            operands = [f"%{i}" for i in node.operands]
+            attributes = [f"{name}={value!r}" for name, value in node.attributes]
+            lines.append(f"%{term}: {self.types[term]} = {node.operator}({', '.join([*operands, *attributes])})")
+        return "\n".join([*lines, f"return {', '.join(f'%{i}' for i in self.outputs)}"])
+
+    def _add(self, node: Node, type_: TensorType) -> int:
+        if node in self._known:
+            return self._known[node]
+        if any(size < 0 for size in type_.shape):
+            raise RewriteError(f"{node.operator} would have the sizes {type_.shape}; none may be below 0.")
+        self._known[node] = len(self.nodes)
+        self.nodes.append(node)
+        self.types.append(type_)
+        return len(self.nodes) - 1
+
+
+def type_of(node: Node, operands: Sequence[TensorType]) -> TensorType:
+    """The type of a declared operator's result. Raises IllTypedError where operands do not fit."""
+    return _typed(node.operator, tuple(operands), node.attributes)
+
+
+@cache
+def _typed(operator: str, operands: tuple[TensorType, ...], attributes: tuple[tuple[str, Any], ...]) -> TensorType:
+    declared = OPERATORS[operator]
+    values = dict(attributes)
+    declared.check(len(operands), values)
+    tensors = [Indexed(type_.shape, _unread) for type_ in operands]
+    try:
+        result = declared.define(Arrays(Doubles()), *tensors, **values)
+    except (IndexError, ValueError, TypeError) as error:
+        raise IllTypedError(f"{operator}: {error}") from error
+    dtype = {"bool": "bool", "attribute": values.get("dtype", "")}.get(declared.dtype)
+    if dtype is None:
+        dtype = operands[_DTYPE_FROM.get(operator, 0)].dtype if operands else "float32"
+    return TensorType(tuple(int(size) for size in result.shape), dtype)
+
+
+# The operand that has the result's dtype, where it is not the first.
+_DTYPE_FROM = {"where": 1}
+
+
+def _unread(*_: Any) -> Any:
+    raise AssertionError("a shape needs no numbers")

@@ -1,0 +1,66 @@
+"""`verify`: is a rule true? Proved for all sizes, refuted by an example, or neither, and then why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.rewrite.fuzz import try_rule
+from meshwright.rewrite.instances import MOST_DIMS
+from meshwright.rewrite.proofs import ILL_TYPED, describe_sizes, prove
+
+if TYPE_CHECKING:
+    from meshwright.rewrite.fuzz import CounterExample
+    from meshwright.rewrite.proofs import Proof
+    from meshwright.rewrite.rules import Rule
+
+Status = Literal["proved", "refuted", "tested", "never fits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What was found out about a rule, and ``why``.
+
+    ``status``: "proved" for all sizes; "refuted"; "tested": no trial of ``num_agreed`` disagreed, but no proof was
+    found; "never fits": both sides are well typed for no sizes.
+    """
+
+    rule: Rule
+    status: Status
+    why: str
+    proof: Proof
+    num_agreed: int
+    counter_example: CounterExample | None = None
+
+
+def verify(rule: Rule, *, num_sizes: int = 8, seed: int = 0, most_dims: int = MOST_DIMS) -> Verdict:
+    """Try to prove the rule, and to refute it by trials at ``num_sizes`` sets of sizes per choice of ranks and dims."""
+    proof = prove(rule, most_dims)
+    trials = try_rule(rule, num_sizes=num_sizes, seed=seed, most_dims=most_dims)
+    open_ = [attempt for attempt in proof.attempts if not attempt.proved]
+    fitting = [attempt for attempt in open_ if not attempt.why.startswith(ILL_TYPED)]
+    status: Status
+    if trials.counter_example is not None:
+        status, why = "refuted", str(trials.counter_example)
+    elif proof.ranks and not fitting:
+        status, why = "proved", _ranks_text(proof)
+    elif fitting:
+        status, why = "tested", f"{describe_sizes(fitting[0].instance.shapes)}: {fitting[0].why}"
+    else:
+        status, why = "never fits", open_[0].why if open_ else "the left side is well typed for no sizes"
+    return Verdict(
+        rule=rule,
+        status=status,
+        why=why,
+        proof=proof,
+        num_agreed=trials.num_agreed,
+        counter_example=trials.counter_example,
+    )
+
+
+def _ranks_text(proof: Proof) -> str:
+    dims = sorted({tuple(entry.values()) for entry in proof.ranks})
+    names = ", ".join(proof.ranks[0])
+    listed = " or ".join(", ".join(map(str, entry)) for entry in dims[:6])
+    more = f" and {len(dims) - 6} more" if len(dims) > 6 else ""
+    return f"for all sizes of {names} with {listed} dims{more}"
