@@ -14,6 +14,7 @@ from meshwright.cli.compare import compare
 from meshwright.cli.console import accept_any_character
 from meshwright.cli.doctor import doctor
 from meshwright.cli.measure import measure
+from meshwright.cli.optimize import optimize
 from meshwright.cli.output import report_error
 from meshwright.cli.plan import plan
 from meshwright.cli.run import run as run_verb
@@ -27,6 +28,7 @@ EXTRAS = {
     "torch": ("torch", "torch"),
     "pyarrow": ("pyarrow", "tables"),
     "sklearn": ("scikit-learn", "validate"),
+    "z3": ("z3-solver", "rewrite"),
 }
 
 app = typer.Typer(
@@ -39,6 +41,7 @@ app = typer.Typer(
 )
 for verb in (capture, measure, plan, simulate, run_verb, compare, validate, show, doctor):
     app.command()(verb)
+app.add_typer(optimize)
 
 
 @app.callback(invoke_without_command=True)

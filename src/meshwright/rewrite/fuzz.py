@@ -21,7 +21,7 @@ from meshwright.rewrite.instances import MOST_DIMS, instances
 from meshwright.rewrite.proofs import fit_right
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -63,14 +63,21 @@ class Trials:
     counter_example: CounterExample | None = None
 
 
-def try_rule(rule: Rule, *, num_sizes: int = 8, seed: int = 0, most_dims: int = MOST_DIMS) -> Trials:
-    """Compute both sides at ``num_sizes`` random sets of sizes for each choice of ranks, dims and orders."""
+def try_rule(
+    rule: Rule,
+    *,
+    num_sizes: int = 8,
+    seed: int = 0,
+    most_dims: int = MOST_DIMS,
+    among: Iterable[Instance] | None = None,
+) -> Trials:
+    """Compute both sides at ``num_sizes`` random sets of sizes for each choice of ranks, dims and orders.
+
+    ``among``: the choices, where they are known, by default all.
+    """
     rng = np.random.default_rng(seed)
     agreed = 0
-    for instance in instances(rule, most_dims):
-        with suppress(SizesDifferError, IllTypedError, IndexError, ValueError):
-            # Sizes for which both sides are well typed, where there are any.
-            fit_right(rule, instance)
+    for instance in _fitted(rule, most_dims) if among is None else among:
         for shapes, letters in draw_sizes(rule, instance, rng, num_sizes):
             found = _compare(rule, shapes, letters, PrimeField(seed), rng)
             if isinstance(found, CounterExample):
@@ -79,6 +86,14 @@ def try_rule(rule: Rule, *, num_sizes: int = 8, seed: int = 0, most_dims: int = 
                 return Trials(num_agreed=agreed, counter_example=found)
             agreed += found is None
     return Trials(num_agreed=agreed)
+
+
+def _fitted(rule: Rule, most_dims: int) -> Iterator[Instance]:
+    """Choices with sizes for which both sides are well typed, where there are any."""
+    for instance in instances(rule, most_dims):
+        with suppress(SizesDifferError, IllTypedError, IndexError, ValueError):
+            fit_right(rule, instance)
+        yield instance
 
 
 def draw_sizes(

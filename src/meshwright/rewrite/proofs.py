@@ -18,7 +18,7 @@ from meshwright.rewrite.instances import MOST_DIMS, instances
 
 if TYPE_CHECKING:
     from meshwright.rewrite.calculus import Indexed
-    from meshwright.rewrite.calculus.symbols import Symbols
+    from meshwright.rewrite.calculus.symbols import Symbols, Value
     from meshwright.rewrite.instances import Instance
     from meshwright.rewrite.rules import Rule
 
@@ -137,13 +137,39 @@ def _difference(machine: Symbols, left: Indexed, right: Indexed) -> str | None:
         try:
             found = machine.equal(left.at(*index), right.at(*index))
         except RefineError as refine:
-            outer = machine.facts.fresh("i", 0, refine.quotient)
-            inner = machine.facts.fresh("i", 0, refine.by)
-            change = {refine.letter: outer * refine.by + inner}
-            index = [place.substitute(change) for place in index]
+            index = _refined(machine, index, refine)
             continue
         return None if found is None else f"where {sorted(map(str, found[0]))} they differ by {found[1]}"
     return "an index is divided too often"
+
+
+def number_at(rule: Rule, instance: Instance, output: int) -> tuple[list[str], list[str]]:
+    """The index and, case by case, the normal form of a proved output's number there."""
+    (tensor,) = instance.results([rule.left[output]])
+    machine = instance.machine
+    index = [machine.facts.fresh("i", 0, size) for size in tensor.shape]
+    lines = []
+    for given, total in _value_at(machine, tensor, index).cases:
+        where = f"  where {', '.join(sorted(f'{guard} ≥ 0' for guard in given))}" if given else ""
+        lines.append(f"{machine.simplified(total, given)}{where}")
+    return [str(place) for place in index], lines
+
+
+def _value_at(machine: Symbols, tensor: Indexed, index: list[Whole]) -> Value:
+    for _ in range(_MOST_REFINEMENTS):
+        try:
+            value: Value = tensor.at(*index)
+            return value
+        except RefineError as refine:
+            index[:] = _refined(machine, index, refine)
+    raise NotExpressibleError("an index is divided too often")
+
+
+def _refined(machine: Symbols, index: list[Whole], refine: RefineError) -> list[Whole]:
+    outer = machine.facts.fresh("i", 0, refine.quotient)
+    inner = machine.facts.fresh("i", 0, refine.by)
+    change = {refine.letter: outer * refine.by + inner}
+    return [place.substitute(change) for place in index]
 
 
 def describe_sizes(shapes: dict[str, tuple[Whole, ...]]) -> str:

@@ -36,7 +36,8 @@ class Verdict:
 def verify(rule: Rule, *, num_sizes: int = 8, seed: int = 0, most_dims: int = MOST_DIMS) -> Verdict:
     """Try to prove the rule, and to refute it by trials at ``num_sizes`` sets of sizes per choice of ranks and dims."""
     proof = prove(rule, most_dims)
-    trials = try_rule(rule, num_sizes=num_sizes, seed=seed, most_dims=most_dims)
+    tried = [attempt.instance for attempt in proof.attempts]
+    trials = try_rule(rule, num_sizes=num_sizes, seed=seed, among=tried)
     open_ = [attempt for attempt in proof.attempts if not attempt.proved]
     fitting = [attempt for attempt in open_ if not attempt.why.startswith(ILL_TYPED)]
     status: Status

@@ -126,7 +126,7 @@ class Total:
         return self._hash
 
     def __repr__(self) -> str:
-        return " + ".join(sorted(f"{factor}·{_product_text(key)}" for key, factor in self.items)) or "0"
+        return " + ".join(sorted(_multiple_text(key, factor) for key, factor in self.items)) or "0"
 
     def __add__(self, other: Total) -> Total:
         sums = dict(self.items)
@@ -320,11 +320,17 @@ def _atom_letters(atom: Atom) -> set[Letter]:
     return found
 
 
+def _multiple_text(key: Product, factor: Fraction) -> str:
+    if factor == 1 or (not key.powers and not key.binders):
+        return _product_text(key) if factor == 1 else str(factor)
+    return f"{factor} {_product_text(key)}"
+
+
 def _product_text(key: Product) -> str:
-    binders = " ".join(f"{name}<{extent}" for name, extent in key.binders)
-    guards = " ".join(sorted(f"[{guard}]" for guard in key.guards))
+    binders = ", ".join(f"{name} < {extent}" for name, extent in key.binders)
+    guards = " ".join(sorted(f"[{guard} ≥ 0]" for guard in key.guards))
     atoms = " ".join(f"{_atom_text(atom)}^{power}" if power != 1 else _atom_text(atom) for atom, power in key.powers)
-    return f"Σ{binders}. {guards}{atoms or 1}" if binders else f"{guards}{atoms or 1}"
+    return " ".join([*([f"Σ({binders})"] if binders else []), *([guards] if guards else []), atoms or "1"])
 
 
 def _atom_text(atom: Atom) -> str:

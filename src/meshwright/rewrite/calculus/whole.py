@@ -52,6 +52,8 @@ class Whole:
         return Whole({(name,): 1})
 
     def __add__(self, other: int | Whole) -> Whole:
+        if other == 0:
+            return self
         sums = dict(self.terms)
         for monomial, factor in Whole.of(other).terms:
             sums[monomial] = sums.get(monomial, 0) + factor
@@ -69,6 +71,8 @@ class Whole:
         return Whole.of(other) + -self
 
     def __mul__(self, other: int | Whole) -> Whole:
+        if other == 1:
+            return self
         products: dict[Monomial, int] = {}
         for left, a in self.terms:
             for right, b in Whole.of(other).terms:
@@ -79,16 +83,19 @@ class Whole:
     __rmul__ = __mul__
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, int):
-            other = Whole.of(other)
-        return isinstance(other, Whole) and self.terms == other.terms
+        if isinstance(other, Whole):
+            return self.terms == other.terms
+        return isinstance(other, int) and self.constant == other
 
     def __hash__(self) -> int:
         return self._hash
 
     def __repr__(self) -> str:
-        parts = ["*".join(([str(c)] if c != 1 or not m else []) + [str(x) for x in m]) for m, c in self.terms]
-        return "+".join(parts).replace("+-", "-") or "0"
+        parts = []
+        for monomial, factor in self.terms:
+            letters = "·".join(monomial)
+            parts.append(letters if letters and factor == 1 else f"{factor}·{letters}" if letters else str(factor))
+        return " + ".join(parts).replace("+ -1·", "- ").replace("+ -", "- ") or "0"
 
     @property
     def constant(self) -> int | None:
