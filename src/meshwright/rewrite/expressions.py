@@ -13,6 +13,7 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from meshwright.rewrite.calculus import IllTypedError
 from meshwright.rewrite.operators import OPERATORS
 from meshwright.spec import RewriteError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_CHARACTERS = 4096
 _MOST_OPERATORS = 64
+_LARGEST = 2**40
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,23 +135,44 @@ SHAPE_FUNCTIONS = ("shape", "rank", "size")
 
 
 def names_of(expression: Expression) -> Iterator[str]:
-    """Names of the tensors that are given, in order, some several times."""
+    """Names of the tensors that are given, in order, some several times; those whose shapes are read, too."""
+    yield from given_names(expression)
+    yield from shape_names(expression)
+
+
+def given_names(expression: Expression) -> Iterator[str]:
+    """Names of the tensors that stand in an expression."""
     if isinstance(expression, Name):
         yield expression.name
         return
     for operand in expression.operands:
-        yield from names_of(operand)
+        yield from given_names(operand)
+
+
+def shape_names(expression: Expression) -> Iterator[str]:
+    """Names of the tensors whose shapes are read in attributes."""
+    if isinstance(expression, Name):
+        return
+    for operand in expression.operands:
+        yield from shape_names(operand)
+    for _, value in expression.attributes:
+        yield from _read_names(value)
 
 
 def letters_of(expression: Expression) -> Iterator[tuple[str, str]]:
-    """(operator, attribute, name) of attributes that are plain names: letters of the rule."""
+    """(what it is, name) of the letters in attributes.
+
+    What it is: "operator.attribute" where the letter is the attribute; "" where it is part of a tuple or a formula, and
+    so a number.
+    """
     if isinstance(expression, Name):
         return
     for operand in expression.operands:
         yield from letters_of(operand)
     for attribute, value in expression.attributes:
+        whole = isinstance(value, Formula) and not value.function
         for name in _formula_names(value):
-            yield attribute, name
+            yield f"{expression.operator}.{attribute}" if whole else "", name
 
 
 def num_operators(expression: Expression) -> int:
@@ -174,10 +197,14 @@ def run(
         return tensors[expression.name]
     if expression not in made:
         operands = [run(operand, machine, tensors, letters, made, keep) for operand in expression.operands]
-        attributes = {name: value_of(value, tensors, letters) for name, value in expression.attributes}
         declared = OPERATORS[expression.operator]
-        declared.check(len(operands), attributes)
-        made[expression] = keep(declared.define(machine, *operands, **attributes))
+        try:
+            attributes = {name: value_of(value, tensors, letters) for name, value in expression.attributes}
+            declared.check(len(operands), attributes)
+            made[expression] = keep(declared.define(machine, *operands, **attributes))
+        except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
+            # An attribute of another kind than the operator's: a text for a number, one number for two.
+            raise IllTypedError(f"{expression}: {error}") from error
     return made[expression]
 
 
@@ -203,7 +230,10 @@ def value_of(attribute: Attribute, tensors: Mapping[str, Indexed], letters: Mapp
 def parse(text: str) -> Expression:
     """Read an expression. Raises RewriteError with what is wrong."""
     tree = _tree(text)
-    found = _read(tree, text)
+    try:
+        found = _read(tree, text)
+    except RecursionError as error:
+        raise RewriteError(f"{text[:80]!r}… is nested too deeply; rules are smaller.") from error
     if num_operators(found) > _MOST_OPERATORS:
         raise RewriteError(f"{text!r} has more than {_MOST_OPERATORS} operators; rules are smaller.")
     return found
@@ -219,6 +249,14 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[str, bool]] = {
 }
 
 
+def parse_attribute(text: str) -> Attribute:
+    """Read an attribute. Raises RewriteError with what is wrong."""
+    try:
+        return _read_attribute(_tree(text), text)
+    except RecursionError as error:
+        raise RewriteError(f"{text[:80]!r}… is nested too deeply; rules are smaller.") from error
+
+
 def parse_condition(text: str) -> Condition:
     """Read a comparison of attributes. Raises RewriteError with what is wrong."""
     tree = _tree(text)
@@ -227,6 +265,12 @@ def parse_condition(text: str) -> Condition:
     left, right = _read_attribute(tree.left, text), _read_attribute(tree.comparators[0], text)
     sign, turned = _COMPARISONS[type(tree.ops[0])]
     return Condition(right, sign, left) if turned else Condition(left, sign, right)
+
+
+def condition_names(condition: Condition) -> tuple[set[str], set[str]]:
+    """(tensors whose shapes a condition reads, letters)."""
+    sides = (condition.left, condition.right)
+    return {n for side in sides for n in _read_names(side)}, {n for side in sides for n in _formula_names(side)}
 
 
 def _tree(text: str) -> ast.expr:
@@ -270,6 +314,8 @@ _BINARY = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//"}
 
 def _read_attribute(tree: ast.expr, text: str) -> Attribute:
     if isinstance(tree, ast.Constant) and isinstance(tree.value, int | float | str):
+        if not isinstance(tree.value, str) and not abs(tree.value) <= _LARGEST:
+            raise RewriteError(f"{text[:80]!r} has the number {ast.unparse(tree)}; numbers are at most 2^40.")
         return tree.value
     if isinstance(tree, ast.Name):
         return Formula("", (tree.id,))
@@ -311,6 +357,16 @@ def _formula_names(value: Attribute) -> Iterator[str]:
             # The first argument of a function of shapes is a tensor's name.
             for item in value.arguments[value.function in SHAPE_FUNCTIONS :]:
                 yield from _formula_names(item)
+
+
+def _read_names(value: Attribute) -> Iterator[str]:
+    for item in value if isinstance(value, tuple) else value.arguments if isinstance(value, Formula) else ():
+        yield from _read_names(item)
+    if isinstance(value, Formula) and value.function in SHAPE_FUNCTIONS:
+        tensor = value.arguments[0] if value.arguments else None
+        if not isinstance(tensor, Formula) or tensor.function:
+            raise RewriteError(f"{value} reads the shape of no tensor; write it like {value.function}(x).")
+        yield tensor.arguments[0]
 
 
 def _calls(expression: Expression) -> Iterator[Call]:

@@ -18,7 +18,7 @@ from meshwright.rewrite.calculus.symbols import SizesDifferError
 from meshwright.rewrite.calculus.whole import Whole
 from meshwright.rewrite.expressions import letters_of, run
 from meshwright.rewrite.instances import MOST_DIMS, instances
-from meshwright.rewrite.proofs import fit_right
+from meshwright.rewrite.proofs import UnlikeError, fit_right
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.rewrite.instances import Instance
     from meshwright.rewrite.rules import Rule
 
-_MOST_DRAWS = 1000
+_MOST_DRAWS = 300
 _MOST_ELEMENTS = 4096
 _SPREAD = 4
 _TOLERANCE = 1e-8
@@ -76,37 +76,36 @@ def try_rule(
     ``among``: the choices, where they are known, by default all.
     """
     rng = np.random.default_rng(seed)
-    agreed = 0
+    total = 0
     for instance in _fitted(rule, most_dims) if among is None else among:
-        for shapes, letters in draw_sizes(rule, instance, rng, num_sizes):
+        agreed = 0
+        for shapes, letters in draw_sizes(rule, instance, rng):
             found = _compare(rule, shapes, letters, PrimeField(seed), rng)
             if isinstance(found, CounterExample):
                 found = _compare(rule, shapes, letters, Doubles(), rng)
             if isinstance(found, CounterExample):
-                return Trials(num_agreed=agreed, counter_example=found)
+                return Trials(num_agreed=total + agreed, counter_example=found)
             agreed += found is None
-    return Trials(num_agreed=agreed)
+            if agreed == num_sizes:
+                break
+        total += agreed
+    return Trials(num_agreed=total)
 
 
 def _fitted(rule: Rule, most_dims: int) -> Iterator[Instance]:
     """Choices with sizes for which both sides are well typed, where there are any."""
     for instance in instances(rule, most_dims):
-        with suppress(SizesDifferError, IllTypedError, IndexError, ValueError):
+        with suppress(SizesDifferError, UnlikeError, IllTypedError, IndexError, ValueError):
             fit_right(rule, instance)
         yield instance
 
 
 def draw_sizes(
-    rule: Rule, instance: Instance, rng: np.random.Generator, count: int
+    rule: Rule, instance: Instance, rng: np.random.Generator
 ) -> Iterator[tuple[dict[str, tuple[int, ...]], dict[str, Any]]]:
     """Random sizes and letters with which the left side of an instance is well typed."""
     names = sorted(set(_letters(instance)))
-    if not names:
-        count = 1
-    made = 0
-    for _ in range(_MOST_DRAWS):
-        if made == count:
-            return
+    for _ in range(_MOST_DRAWS if names else 1):
         values = {
             letter: Whole.of(int(rng.integers(0, _SPREAD)) + _number(instance.machine.facts.least(letter)))
             for letter in names
@@ -121,7 +120,6 @@ def draw_sizes(
                 continue
             if not all(_holds(condition, shapes, letters) for condition in rule.when):
                 continue
-            made += 1
             yield shapes, letters
 
 
@@ -220,8 +218,10 @@ def _holds(condition: Condition, shapes: Mapping[str, tuple[int, ...]], letters:
 def _differ(left: NDArray[Any], right: NDArray[Any], numbers: Numbers) -> NDArray[np.bool_]:
     if numbers.dtype is not np.float64:
         return np.asarray(left != right)
-    scale = np.maximum(np.abs(left), np.abs(right)) + 1
-    return np.asarray(~(np.abs(left - right) <= _TOLERANCE * scale) & ~(np.isnan(left) & np.isnan(right)))
+    with np.errstate(invalid="ignore"):
+        scale = np.maximum(np.abs(left), np.abs(right)) + 1
+        close = np.abs(left - right) <= _TOLERANCE * scale
+    return np.asarray(~close & (left != right) & ~(np.isnan(left) & np.isnan(right)))
 
 
 def _letters(instance: Instance) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from meshwright.rewrite.calculus import IllTypedError, Indexed
 from meshwright.rewrite.calculus.symbols import SizesDifferError, Symbols
 from meshwright.rewrite.calculus.whole import Whole
 from meshwright.rewrite.expressions import COMPARISONS, Call, Expression, letters_of, names_of, run, value_of
+from meshwright.spec import RewriteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 MOST_DIMS = 4
 _MOST_STEPS = 200
 
-# The least value of attributes that are numbers; all others are sizes, at least 1.
-_LEAST = {"padding": 0, "start": 0, "low": 0, "high": 0}
+# What attributes are, by name; all others are numbers. None is below 0, and these are at least 1.
+_POSITIVE = {"stride", "dilation", "kernel", "groups", "degree", "stop"}
 _DIMS = {"axis"}
 _ORDERS = {"order"}
 _TUPLES = {"shape": None, "stride": 2, "padding": 2, "dilation": 2, "kernel": 2, "low": None, "high": None}
+_NUMBERS = {"clamp.low", "clamp.high"}
+_LINES = {"conv1d.stride", "conv1d.padding", "conv1d.dilation"}
 _FLAGS = {"keep", "causal"}
 _TEXTS = {"dtype"}
 
@@ -37,7 +40,8 @@ _TEXTS = {"dtype"}
 class Instance:
     """One choice of ranks, dims and orders, with sizes in letters that satisfy what an expression demands.
 
-    ``free``: letters that may be replaced. ``equations``: what is assumed, since no replacement achieves it.
+    ``free``: letters that may be replaced. ``equations``: what is assumed, since no replacement achieves it. ``ones``:
+    whether sizes that may be 1 or equal to another are 1, in the order in which that came up.
     """
 
     machine: Symbols
@@ -45,10 +49,12 @@ class Instance:
     letters: dict[str, Any]
     free: set[Any] = field(default_factory=set)
     equations: list[tuple[Whole, Whole]] = field(default_factory=list)
+    ones: list[bool] = field(default_factory=list)
+    _asked: int = 0
 
     def tensors(self) -> dict[str, Indexed]:
         """The operands."""
-        return {name: Indexed(shape, self.machine.read(name)) for name, shape in self.shapes.items()}
+        return {name: Indexed(shape, self.machine.read(name, shape)) for name, shape in self.shapes.items()}
 
     def results(self, sides: Sequence[Expression]) -> list[Indexed]:
         """What the expressions are; SizesDifferError or IllTypedError where operands do not fit."""
@@ -90,12 +96,21 @@ class Instance:
             self.demand(SizesDifferError(one, other, "a condition"))
             return None
         if sign == "!=":
-            raise IllTypedError("a condition that sizes are unlike is not known to the prover")
+            least = next((low for low in (one, other) if low.constant is not None), None)
+            size = other if least is one else one
+            letter = size.single
+            if least is None or letter is None or self.machine.facts.least(letter) != least:
+                raise RewriteError(
+                    f"A condition {one} != {other} was given; of sizes, only != 1 can be worked with. State it by <."
+                )
+            one, other, sign = least, size, "<"
         self.machine.facts.assume(other - one - (sign == "<"))
         return True
 
     def demand(self, differ: SizesDifferError) -> None:
         """Replace a letter so that two sizes are equal; assume it, if that is not to be had."""
+        if differ.or_one and self._is_one():
+            differ = SizesDifferError(differ.one, Whole.of(1), differ.why)
         if not self.make_equal(differ.one, differ.other, differ.why):
             self.machine.facts.assume_equal(differ.one, differ.other)
             self.equations.append((differ.one, differ.other))
@@ -104,6 +119,14 @@ class Instance:
         for one, other in tuple(self.equations):
             if one != other and self.make_equal(one, other, differ.why):
                 self.equations = [pair for pair in self.equations if pair[0] != pair[1]]
+
+    def _is_one(self) -> bool:
+        """Whether a size that may be 1 or something else is 1: as was decided, or first not."""
+        place = self._asked
+        self._asked += 1
+        if place == len(self.ones):
+            self.ones.append(False)
+        return self.ones[place]
 
     def make_equal(self, one: Whole, other: Whole, why: str, among: Callable[[str], bool] | None = None) -> bool:
         """Replace a free letter so that two sizes are equal; False if there is none. IllTypedError for unlike numbers.
@@ -116,9 +139,9 @@ class Instance:
             difference = difference.primitive()
         if difference.constant is not None:
             raise IllTypedError(f"{why}: {one} and {other}")
-        may = among or (lambda letter: letter in self.free or letter[0] in "qr")
+        may = among or (lambda letter: letter in self.free or is_made(letter))
         names = set(difference.letters())
-        for letter in sorted(names, key=lambda name: (name[0] not in "qr", name)):
+        for letter in sorted(names, key=lambda name: (not is_made(name), name)):
             factor = difference.factor_of(letter).constant
             if factor in (1, -1) and may(letter):
                 self._replace(letter, difference.substitute({letter: Whole.of(0)}) * -factor)
@@ -131,27 +154,45 @@ class Instance:
         facts.assume(value - facts.least(letter))
         self.free.discard(letter)
         # A letter that the machine made becomes one of the sizes with its first use.
-        self.free.update(item for item in value.letters() if item[0] in "qr")
+        self.free.update(filter(is_made, value.letters()))
         self.shapes = {name: tuple(size.substitute(change) for size in shape) for name, shape in self.shapes.items()}
         self.letters = {name: _substituted(held, change) for name, held in self.letters.items()}
         self.equations = [(first.substitute(change), second.substitute(change)) for first, second in self.equations]
 
 
 def instances(rule: Rule, most_dims: int = MOST_DIMS) -> Iterator[Instance]:
-    """All choices for which the left side is well typed, each with its most general sizes."""
-    fixed = dict(rule.ranks)
-    left = [letter for side in rule.left for _, letter in letters_of(side)]
-    choices = {letter: list(_choices(attribute, most_dims)) for letter, attribute in rule.letters if letter in left}
-    for ranks in _ranks(rule, fixed, most_dims, choices):
+    """All choices for which the left side is well typed, each with its most general sizes.
+
+    Where a size may be 1 or equal to another, both are choices, also where only the right side asks: those that came up
+    while an instance was in use are tried after it.
+    """
+    left = {letter for side in rule.left for _, letter in letters_of(side)}
+    choices = {
+        letter: list(_choices(letter, place, most_dims))
+        for letter, place in rule.letters
+        # Sizes that only the right side has are found by what fits (`proofs.fit_right`).
+        if letter in left or not _is_number(place)
+    }
+    for ranks in _ranks(rule, dict(rule.ranks), most_dims, choices):
         for chosen in product(*choices.values()):
-            instance = _instance(rule, ranks, dict(zip(choices, chosen, strict=True)))
-            try:
-                instance.solve(rule.left)
-                if not instance.suppose(rule):
-                    continue
-            except (IllTypedError, IndexError, ValueError):
-                continue
-            yield instance
+            waiting: list[list[bool]] = [[]]
+            while waiting:
+                decided = waiting.pop()
+                instance = _instance(rule, ranks, dict(zip(choices, chosen, strict=True)))
+                instance.ones = list(decided)
+                try:
+                    instance.solve(rule.left)
+                    fits = instance.suppose(rule)
+                except (IllTypedError, IndexError, ValueError):
+                    fits = False
+                if fits:
+                    yield instance
+                waiting += [[*instance.ones[:place], True] for place in range(len(decided), len(instance.ones))]
+
+
+def is_made(letter: str) -> bool:
+    """Whether the machine made a letter for a quotient or a rest; those of tensors and attributes have a dot or a $."""
+    return letter[0] in "qr" and "." not in letter
 
 
 def _instance(rule: Rule, ranks: Mapping[str, int], chosen: Mapping[str, Any]) -> Instance:
@@ -161,28 +202,35 @@ def _instance(rule: Rule, ranks: Mapping[str, int], chosen: Mapping[str, Any]) -
     }
     letters: dict[str, Any] = {}
     free: set[Any] = {letter.single for shape in shapes.values() for letter in shape}
-    for name, attribute in rule.letters:
-        if name not in chosen:
-            continue
-        letters[name] = _letter(machine, free, name, attribute, chosen[name])
+    for name, place in rule.letters:
+        if name in chosen:
+            letters[name] = _letter(machine, free, name, place, chosen[name])
     return Instance(machine, shapes, letters, free)
 
 
-def _letter(machine: Symbols, free: set[Any], name: str, attribute: str, choice: Any) -> Any:
+def _letter(machine: Symbols, free: set[Any], name: str, place: str, choice: Any) -> Any:
     """The value of an attribute's letter: the choice that was made, or letters for numbers."""
     if not (isinstance(choice, tuple) and choice and choice[0] == "letters"):
         return choice
-    least = _LEAST.get(attribute, 1)
+    least = 1 if place.partition(".")[2] in _POSITIVE else 0
     if choice[1] is None:
         free.add(f"${name}")
         return machine.facts.declare(f"${name}", least)
-    names = [f"${name}.{place}" for place in range(choice[1])]
+    names = [f"${name}.{number}" for number in range(choice[1])]
     free.update(names)
     return tuple(machine.facts.declare(item, least) for item in names)
 
 
-def _choices(attribute: str, most_dims: int) -> Iterator[Any]:
-    if attribute in _DIMS:
+def _is_number(place: str) -> bool:
+    attribute = place.partition(".")[2]
+    return place in _NUMBERS or attribute not in {*_DIMS, *_ORDERS, *_FLAGS, *_TEXTS, *_TUPLES}
+
+
+def _choices(letter: str, place: str, most_dims: int) -> Iterator[Any]:
+    attribute = place.partition(".")[2]
+    if _is_number(place):
+        yield ("letters", None)
+    elif attribute in _DIMS:
         yield from range(most_dims)
     elif attribute in _ORDERS:
         for rank in range(1, most_dims + 1):
@@ -190,13 +238,12 @@ def _choices(attribute: str, most_dims: int) -> Iterator[Any]:
     elif attribute in _FLAGS:
         yield from (True, False)
     elif attribute in _TEXTS:
-        yield "text"
-    elif attribute in _TUPLES:
-        size = _TUPLES[attribute]
+        # Nothing is known of two texts; what holds for unlike ones holds for equal ones, too.
+        yield f"text {letter}"
+    else:
+        size = 1 if place in _LINES else _TUPLES[attribute]
         for count in (size,) if size is not None else range(1, most_dims + 1):
             yield ("letters", count)
-    else:
-        yield ("letters", None)
 
 
 def _ranks(

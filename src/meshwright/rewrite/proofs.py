@@ -78,6 +78,8 @@ def _failure(rule: Rule, instance: Instance) -> str | None:
                 return found
     except (IllTypedError, IndexError, ValueError) as error:
         return f"{ILL_TYPED}: {error}"
+    except UnlikeError as unlike:
+        return f"the sides have {unlike}"
     except SizesDifferError as differ:
         return f"the sides have other sizes: {differ}"
     except NotExpressibleError as error:
@@ -124,15 +126,22 @@ def fit_right(rule: Rule, instance: Instance) -> None:
     raise IllTypedError("attributes of the right side that fit were not found")
 
 
+class UnlikeError(Exception):
+    """Both sides are well typed and have other shapes."""
+
+
 def _check_shapes(machine: Symbols, lefts: list[Indexed], rights: list[Indexed]) -> None:
     for left, right in zip(lefts, rights, strict=True):
-        machine.same(left.rank, right.rank, "ranks of the two sides")
+        if left.rank != right.rank:
+            raise UnlikeError(f"{left.rank} and {right.rank} dims")
         for one, two in zip(left.shape, right.shape, strict=True):
+            if (Whole.of(one) - two).constant not in (None, 0):
+                raise UnlikeError(f"sizes of {one} and {two}")
             machine.same(one, two, "sizes of the two sides")
 
 
 def _difference(machine: Symbols, left: Indexed, right: Indexed) -> str | None:
-    index = [machine.facts.fresh("i", 0, size) for size in left.shape]
+    index = [machine.index(size) for size in left.shape]
     for _ in range(_MOST_REFINEMENTS):
         try:
             found = machine.equal(left.at(*index), right.at(*index))
@@ -147,7 +156,7 @@ def number_at(rule: Rule, instance: Instance, output: int) -> tuple[list[str], l
     """The index and, case by case, the normal form of a proved output's number there."""
     (tensor,) = instance.results([rule.left[output]])
     machine = instance.machine
-    index = [machine.facts.fresh("i", 0, size) for size in tensor.shape]
+    index = [machine.index(size) for size in tensor.shape]
     lines = []
     for given, total in _value_at(machine, tensor, index).cases:
         where = f"  where {', '.join(sorted(f'{guard} ≥ 0' for guard in given))}" if given else ""

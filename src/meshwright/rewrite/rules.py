@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.rewrite.expressions import Condition, Expression, letters_of, names_of, parse, parse_condition
+from meshwright.rewrite.expressions import (
+    Condition,
+    Expression,
+    condition_names,
+    given_names,
+    letters_of,
+    names_of,
+    parse,
+    parse_condition,
+    shape_names,
+)
 from meshwright.spec import RewriteError
 
 if TYPE_CHECKING:
@@ -33,6 +43,20 @@ class Rule:
                 f"Rule {self.name!r} has {len(self.left)} outputs on the left and {len(self.right)} on the right; "
                 "expected the same number, at least one."
             )
+        # Reading all names finds shapes of what is no tensor.
+        known, letters = set(self.names), {letter for letter, _ in self.letters}
+        for condition in self.when:
+            tensors, used = condition_names(condition)
+            unknown = (tensors - known) | (used - letters)
+            if unknown:
+                raise RewriteError(
+                    f"Rule {self.name!r} has the condition {condition}, but neither side has {sorted(unknown)}."
+                )
+        missing = {name for side in (*self.left, *self.right) for name in shape_names(side)} - {
+            name for side in (*self.left, *self.right) for name in given_names(side)
+        }
+        if missing:
+            raise RewriteError(f"Rule {self.name!r} reads the shape of {sorted(missing)}, which neither side has.")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,11 +65,11 @@ class Rule:
 
     @property
     def letters(self) -> tuple[tuple[str, str], ...]:
-        """(letter, attribute that it stands in first), left before right."""
+        """(letter, the first "operator.attribute" that it is, "" if it is only part of some), left before right."""
         found: dict[str, str] = {}
         for side in (*self.left, *self.right):
-            for attribute, letter in letters_of(side):
-                found.setdefault(letter, attribute)
+            for place, letter in letters_of(side):
+                found[letter] = found.get(letter) or place
         return tuple(found.items())
 
     def __str__(self) -> str:

@@ -13,7 +13,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meshwright.rewrite.calculus import Arrays, Doubles, IllTypedError, Indexed
-from meshwright.rewrite.operators import OPERATORS
+from meshwright.rewrite.kinds import kind_of
+from meshwright.rewrite.operators import OPERATORS, Operator
 from meshwright.spec import RewriteError
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def _typed(operator: str, operands: tuple[TensorType, ...], attributes: tuple[tu
     values = dict(attributes)
     declared.check(len(operands), values)
     tensors = [Indexed(type_.shape, _unread) for type_ in operands]
+    _check_kinds(declared, operands)
     try:
         result = declared.define(Arrays(Doubles()), *tensors, **values)
     except (IndexError, ValueError, TypeError) as error:
@@ -160,6 +162,22 @@ def _typed(operator: str, operands: tuple[TensorType, ...], attributes: tuple[tu
 
 # The operand that has the result's dtype, where it is not the first.
 _DTYPE_FROM = {"where": 1}
+
+
+def _check_kinds(declared: Operator, operands: tuple[TensorType, ...]) -> None:
+    """Raise IllTypedError for operands that hold what the operator does not take."""
+    kinds = [kind_of(type_.dtype) for type_ in operands]
+    if declared.name == "where":
+        fits = kinds[0] == kind_of("bool") and operands[1].dtype == operands[2].dtype
+    elif declared.name == "embedding":
+        fits = kinds[1] == kind_of("int64")
+    elif declared.takes == "any":
+        fits = len({type_.dtype for type_ in operands}) < 2
+    else:
+        wanted = kind_of("float32" if declared.takes == "number" else "bool")
+        fits = all(kind == wanted for kind in kinds) and len({type_.dtype for type_ in operands}) < 2
+    if not fits:
+        raise IllTypedError(f"{declared.name} of {', '.join(type_.dtype for type_ in operands)}")
 
 
 def _unread(*_: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from meshwright.rewrite.fuzz import try_rule
 from meshwright.rewrite.instances import MOST_DIMS
+from meshwright.rewrite.kinds import conflict
 from meshwright.rewrite.proofs import ILL_TYPED, describe_sizes, prove
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ def verify(rule: Rule, *, num_sizes: int = 8, seed: int = 0, most_dims: int = MO
     open_ = [attempt for attempt in proof.attempts if not attempt.proved]
     fitting = [attempt for attempt in open_ if not attempt.why.startswith(ILL_TYPED)]
     status: Status
-    if trials.counter_example is not None:
+    unlike = conflict(rule)
+    if unlike is not None:
+        status, why = "never fits", unlike
+    elif trials.counter_example is not None:
         status, why = "refuted", str(trials.counter_example)
     elif proof.ranks and not fitting:
         status, why = "proved", _ranks_text(proof)

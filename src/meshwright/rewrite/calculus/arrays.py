@@ -57,6 +57,8 @@ class Arrays:
     def compute(self, result: Indexed) -> NDArray[Any]:
         """All numbers of a result: (draws, sizes...). Raises IllTypedError if it is too large to be computed so."""
         rank = result.rank
+        if min(result.shape, default=1) < 1:
+            raise IllTypedError(f"a result of sizes {result.shape}")
         self._axis = 1 + rank
         index = [self._places(axis + 1, size) for axis, size in enumerate(result.shape)]
         values = result.at(*index).values
@@ -80,7 +82,7 @@ class Arrays:
 
     def lowest(self) -> Element:
         """What is below all numbers."""
-        low = -np.inf if self.numbers.dtype is np.float64 else self._unordered(np.array(-(2**27)))
+        low = -np.inf if self.numbers.dtype is np.float64 else self._unordered(np.array(-(PRIME // 2)))
         return self._constant(low)
 
     def within(self, index: Any, low: Any, high: Any) -> Any:
@@ -126,6 +128,12 @@ class Arrays:
         """Demand that two sizes are equal."""
         if one != other:
             raise IllTypedError(f"{why}: {one} and {other}")
+
+    def repeats(self, size: int, wanted: int, why: str) -> bool:
+        """Whether a size of 1 is repeated to another; otherwise both have to be equal."""
+        if size != 1:
+            self.same(size, wanted, why)
+        return bool(size == 1 and wanted != 1)
 
     def quotient(self, extent: int, by: int, why: str) -> int:
         """The whole quotient of a size that must be divisible."""

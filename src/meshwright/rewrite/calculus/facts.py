@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 Guard: TypeAlias = Whole
 Guards: TypeAlias = "frozenset[Guard]"
 
-_Z3_MS = 500
+_Z3_MS = 200
+# A proof that needs more questions than this is not found.
+_MOST_QUESTIONS = 400
 _NUM_EXAMPLES = 256
 # Sizes of examples exceed their least by less than this.
 _EXAMPLE_SPREAD = 6
@@ -45,7 +47,7 @@ class Facts:
         self._examples: dict[Letter, NDArray[np.int64]] = {}
         self._sound = np.ones(_NUM_EXAMPLES, bool)
         self._quotients: dict[tuple[Whole, Whole], Whole] = {}
-        self.questions = 0
+        self.questions_left = _MOST_QUESTIONS
 
     def declare(self, letter: Letter, low: int | Whole, high: int | Whole | None = None) -> Whole:
         """Say that ``low <= letter < high``; returns the letter as a number."""
@@ -61,8 +63,7 @@ class Facts:
 
     def assume(self, guard: Guard) -> None:
         """Say that a guard holds everywhere."""
-        number = guard.constant
-        if (number is None or number < 0) and not self._at_least_0(guard):
+        if not self._at_least_0(guard):
             self._assumed.append(guard)
             self._sound &= self._values(guard) >= 0
             self._kept.clear()
@@ -119,7 +120,7 @@ class Facts:
 
     def extent(self, letter: Letter) -> Whole | None:
         """The upper bound of an index."""
-        return self._bounds[letter][1]
+        return self._bounds[letter][1] if letter in self._bounds else None
 
     def implies(self, given: Guards, guard: Guard) -> bool:
         """Whether the guard holds wherever ``given`` hold."""
@@ -141,7 +142,7 @@ class Facts:
             if (number is not None and number < 0) or -guard - 1 in guards or self._at_least_0(-guard - 1):
                 return False
         left = frozenset(guard for guard in guards if guard.constant is None and not self._at_least_0(guard))
-        if not left:
+        if not left and not self._assumed:
             return True
         key = (left, None)
         if key not in self._kept:
@@ -150,6 +151,7 @@ class Facts:
 
     def _at_least_0(self, guard: Guard) -> bool:
         """Whether bounds alone show it: each index replaced by the end that makes the polynomial least."""
+        self._ensure(guard)
         for letter in sorted(set(guard.letters()), key=lambda item: -self._order[item]):
             low, high = self._bounds[letter]
             factor = guard.factor_of(letter)
@@ -172,6 +174,12 @@ class Facts:
         moved = number.substitute({letter: Whole.letter(letter) + self._bounds[letter][0] for letter in letters})
         return all(factor >= 0 for _, factor in moved.terms)
 
+    def _ensure(self, number: Whole) -> None:
+        """Letters that were made by renaming have no bounds here; of them it is known that they are no less than 0."""
+        for letter in number.letters():
+            if letter not in self._bounds:
+                self.declare(letter, 0)
+
     def _draw(self, letter: Letter) -> None:
         """Examples of a letter between its bounds; those for which there is nothing between them are none."""
         low, high = self._bounds[letter]
@@ -181,6 +189,7 @@ class Facts:
         self._examples[letter] = first + self._rng.integers(0, np.maximum(room, 1))
 
     def _values(self, number: Whole) -> NDArray[np.int64]:
+        self._ensure(number)
         total = np.zeros(_NUM_EXAMPLES, np.int64)
         for monomial, factor in number.terms:
             product = np.full(_NUM_EXAMPLES, factor, np.int64)
@@ -198,7 +207,9 @@ class Facts:
 
     def _impossible(self, guards: Iterable[Guard]) -> bool:
         """Whether z3 shows that no sizes and indices satisfy all guards."""
-        self.questions += 1
+        if self.questions_left == 0:
+            return False
+        self.questions_left -= 1
         asked = (*guards, *self._assumed)
         linear = all(len(monomial) < 2 for guard in asked for monomial, _ in guard.terms)
         solver = z3.Solver() if linear else z3.SolverFor("QF_NIA")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from meshwright.rewrite.calculus.functions import FUNCTIONS
+from meshwright.rewrite.calculus.functions import function_of, salt_of
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -63,7 +63,12 @@ class Doubles:
 
     def apply(self, function: str, *arguments: NDArray[Any]) -> NDArray[Any]:
         """The function of real numbers."""
-        return np.asarray(FUNCTIONS[function].compute(*arguments), np.float64)
+        if function.startswith(("cast:", "bitcast:")):
+            grid = 1 + salt_of(function) % 97
+            rounded = np.round(arguments[0] * grid) / grid
+            return rounded if function.startswith("cast:") else rounded + grid
+        with np.errstate(all="ignore"):
+            return np.asarray(function_of(function).compute(*arguments), np.float64)
 
     def random(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[Any]:
         """Normal numbers."""
@@ -91,7 +96,7 @@ class PrimeField:
 
     def apply(self, function: str, *arguments: NDArray[Any]) -> NDArray[Any]:
         """The function of the field that has the properties of the real one."""
-        known = FUNCTIONS[function]
+        known = function_of(function)
         if function == "reciprocal":
             return _power(arguments[0], PRIME - 2)
         signed = [_signed(argument) for argument in np.broadcast_arrays(*arguments)]
@@ -107,8 +112,8 @@ class PrimeField:
         return rng.integers(1, PRIME, shape)
 
     def _random_function(self, function: str, arguments: list[NDArray[Any]]) -> NDArray[Any]:
-        known = FUNCTIONS[function]
-        salt = sum(ord(letter) * 131**place for place, letter in enumerate(function)) + self.seed * 0x9E3779B1
+        known = function_of(function)
+        salt = salt_of(function) + self.seed * 0x9E3779B1
         first = arguments[0]
         size = np.abs(first) if known.odd or known.even else first
         if known.idempotent:

@@ -55,15 +55,11 @@ def _sigmoid(x: Any) -> Any:
     return 0.5 * (1 + np.tanh(0.5 * x))
 
 
-def _positive(x: Any) -> Any:
-    return np.abs(x) + 1e-3
-
-
 FUNCTIONS: dict[str, Function] = {
     "exp": Function(compute=np.exp, at_0=1, positive=True),
-    "log": Function(compute=lambda x: np.log(_positive(x))),
-    "sqrt": Function(compute=lambda x: np.sqrt(np.abs(x)), at_0=0, positive=True),
-    "rsqrt": Function(compute=lambda x: 1 / np.sqrt(_positive(x)), positive=True),
+    "log": Function(compute=np.log),
+    "sqrt": Function(compute=np.sqrt, at_0=0, positive=True),
+    "rsqrt": Function(compute=lambda x: 1 / np.sqrt(x), positive=True),
     "reciprocal": Function(compute=lambda x: 1 / x, odd=True),
     "tanh": Function(compute=np.tanh, odd=True, at_0=0),
     "erf": Function(compute=_erf, odd=True, at_0=0),
@@ -81,15 +77,30 @@ FUNCTIONS: dict[str, Function] = {
     "equal": Function(
         compute=lambda x, y: (x == y) * 1.0, in_field=lambda x, y: (x == y).astype(np.int64), commutative=True
     ),
-    "power": Function(compute=lambda x, y: np.power(_positive(x), y)),
+    "power": Function(compute=np.power),
     "bitcast": Function(compute=lambda x: x),
+    # Rounded to a grid: what is known of a cast is that twice is once.
+    "cast": Function(compute=lambda x: x, idempotent=True),
     "maximum": Function(compute=np.maximum, in_field=np.maximum, commutative=True),
 }
 
 
+def function_of(name: str) -> Function:
+    """The function of a name; ``cast:int8`` is one of the family of casts, unlike all others of it."""
+    return FUNCTIONS[name.partition(":")[0]]
+
+
+def salt_of(name: str) -> int:
+    """A number that tells names apart."""
+    mixed = 0
+    for letter in name:
+        mixed = (mixed * 131 + ord(letter)) % 2**61
+    return mixed
+
+
 def known_value(name: str, arguments: Sequence[Total]) -> Total:
     """The function's normal form at totals, by what is known of it."""
-    function = FUNCTIONS[name]
+    function = function_of(name)
     first = arguments[0]
     if len(arguments) == 1:
         if function.at_0 is not None and not first.items:
@@ -141,10 +152,13 @@ def _reciprocal(argument: Total) -> Total:
         return Total.atom(Applied("reciprocal", (argument,)))
     result = Total.number(1 / factor)
     for atom, power in key.powers:
-        if isinstance(atom, Applied) and atom.function == "reciprocal":
+        if power < 0:
+            # Only sizes have negative powers.
+            part = Total.atom(atom)
+        elif isinstance(atom, Applied) and atom.function == "reciprocal":
             part = atom.arguments[0]
         else:
             part = Total.atom(Applied("reciprocal", (Total.atom(atom),)))
-        for _ in range(power):
+        for _ in range(abs(power)):
             result = result * part
     return result

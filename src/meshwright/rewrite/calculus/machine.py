@@ -79,6 +79,9 @@ class Machine(Protocol):
     def same(self, one: Index, other: Index, why: str) -> None:
         """Demand that two sizes are equal; IllTypedError if they cannot be."""
 
+    def repeats(self, size: Index, wanted: Index, why: str) -> bool:
+        """Whether a size of 1 is repeated to another; IllTypedError if it is neither 1 nor the other."""
+
     def quotient(self, extent: Index, by: Index, why: str) -> Index:
         """The whole quotient of a size that must be divisible; IllTypedError if it cannot be."""
 

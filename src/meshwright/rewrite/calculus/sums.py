@@ -160,6 +160,16 @@ class Total:
         return Total(changed)
 
 
+def every_letter(number: Whole) -> set[Letter]:
+    """All letters of a number, those inside of indices that are data, too."""
+    found = set(number.letters())
+    for letter in tuple(found):
+        value = data_value(letter)
+        if value is not None:
+            found |= value.letters()
+    return found
+
+
 def make_product(binders: tuple[Binder, ...], guards: Guards, powers: Mapping[Atom, int]) -> Product:
     """A product with its powers in order."""
     kept = sorted(((atom, power) for atom, power in powers.items() if power), key=lambda item: _atom_text(item[0]))

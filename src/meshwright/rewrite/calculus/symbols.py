@@ -21,6 +21,7 @@ from meshwright.rewrite.calculus.sums import (
     Read,
     Sized,
     Total,
+    every_letter,
     make_product,
     named_alike,
     product_letters,
@@ -29,7 +30,7 @@ from meshwright.rewrite.calculus.sums import (
 from meshwright.rewrite.calculus.whole import Whole, data_letter, data_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from meshwright.rewrite.calculus.sums import Atom, Binder
     from meshwright.rewrite.calculus.whole import Letter
@@ -43,11 +44,11 @@ _LOWEST = Total.atom(Applied("lowest", ()))
 
 
 class SizesDifferError(Exception):
-    """Two sizes have to be equal and are not in form."""
+    """Two sizes have to be equal and are not in form; ``or_one``: the first may be 1 instead."""
 
-    def __init__(self, one: Whole, other: Whole, why: str) -> None:
+    def __init__(self, one: Whole, other: Whole, why: str, *, or_one: bool = False) -> None:
         super().__init__(f"{why}: {one} and {other}")
-        self.one, self.other, self.why = one, other, why
+        self.one, self.other, self.why, self.or_one = one, other, why, or_one
 
 
 class RefineError(Exception):
@@ -94,9 +95,18 @@ class Symbols:
         # Orders that were demanded and are to be shown later; None where they are demanded at once.
         self.owed: list[Whole] | None = None
 
-    def read(self, tensor: str) -> Callable[..., Value]:
-        """The numbers of an operand."""
-        return lambda *index: self._plain(Total.atom(Read(tensor, tuple(map(Whole.of, index)))))
+    def read(self, tensor: str, shape: Sequence[Whole]) -> Callable[..., Value]:
+        """The numbers of an operand; in a dim of one number there is one place."""
+
+        def at(*index: int | Whole) -> Value:
+            places = [Whole.of(0 if size == 1 else place) for place, size in zip(index, shape, strict=True)]
+            return self._plain(Total.atom(Read(tensor, tuple(places))))
+
+        return at
+
+    def index(self, size: Whole) -> Whole:
+        """A place of a result."""
+        return Whole.of(0) if size == 1 else self.facts.fresh("i", 0, size)
 
     def total(self, extent: int | Whole, body: Callable[[Whole], Value]) -> Value:
         """The sum over an index; a few terms are written out."""
@@ -179,6 +189,8 @@ class Symbols:
                 raise RefineError(letter, whole[0], by)
         if any(item in self._bound or data_value(item) is not None for item in index.letters()):
             raise NotExpressibleError(f"{index} by {by}")
+        if not self.facts.implies(_NOTHING, index):
+            raise NotExpressibleError(f"{index}, which may be below 0, by {by}")
         quotient = self.facts.floored(index, by)
         return quotient, index - quotient * by
 
@@ -193,6 +205,17 @@ class Symbols:
         one, other = Whole.of(one), Whole.of(other)
         if one != other and not self.facts.are_equal(one, other):
             raise SizesDifferError(one, other, why)
+
+    def repeats(self, size: int | Whole, wanted: int | Whole, why: str) -> bool:
+        """Whether a size of 1 is repeated to another; otherwise both have to be equal."""
+        size, wanted = Whole.of(size), Whole.of(wanted)
+        if size == wanted:
+            return False
+        if size == 1:
+            return True
+        if not self.facts.are_equal(size, wanted):
+            raise SizesDifferError(size, wanted, why, or_one=size.constant is None)
+        return False
 
     def quotient(self, extent: int | Whole, by: int | Whole, why: str) -> Whole:
         """The whole quotient of a size that must be divisible."""
@@ -293,7 +316,7 @@ class Symbols:
 
     def _bound_guards(self, guards: Guards) -> tuple[Guards, Guards]:
         """Guards on letters that a sum binds, this one or one around it, and the others."""
-        bound = frozenset(guard for guard in guards if not self._bound.isdisjoint(guard.letters()))
+        bound = frozenset(guard for guard in guards if not self._bound.isdisjoint(every_letter(guard)))
         return bound, guards - bound
 
     def _worlds(self, guards: set[Whole]) -> list[Guards]:
@@ -345,7 +368,7 @@ class Symbols:
             return None
         low, high = Whole.of(0), extent
         left = set()
-        for guard in guards:
+        for guard in sorted(guards, key=repr):
             factor, rest = guard.factor_of(letter), guard.substitute({letter: Whole.of(0)})
             if self.facts.implies(_NOTHING, guard):
                 continue
@@ -366,7 +389,7 @@ class Symbols:
         return self.facts.implies(_NOTHING, high - low)
 
     def _only_sizes(self, number: Whole) -> bool:
-        return all(self.facts.extent(letter) is None for letter in number.letters())
+        return not any(letter[0] in "~@%" or self.facts.extent(letter) is not None for letter in number.letters())
 
     def _maximised(self, letter: Letter, extent: Whole, cases: list[Case]) -> Total:
         branches = []
@@ -375,7 +398,8 @@ class Symbols:
             if narrowed is None or total == _LOWEST:
                 continue
             first, count, left = narrowed
-            if letter not in total.letters() and not left:
+            some = self.facts.implies(_NOTHING, count - 1)
+            if letter not in total.letters() and not left and some:
                 branches.append(Branch((), _NOTHING, total))
                 continue
             place = self.facts.fresh("k", 0, count)
@@ -448,7 +472,11 @@ class Symbols:
             return guards
         if not self.facts.possible(guards | given):
             return None
-        return frozenset(guard for guard in guards if not self.facts.implies(given, guard))
+        left = set(guards)
+        for guard in sorted(guards, key=repr):
+            if self.facts.implies(given | (left - {guard}), guard):
+                left.discard(guard)
+        return frozenset(left)
 
 
 def _size(extent: Whole) -> Total:

@@ -82,6 +82,13 @@ class Whole:
 
     __rmul__ = __mul__
 
+    def __floordiv__(self, other: int | Whole) -> Whole:
+        """The quotient, where it is whole for all sizes; ValueError elsewhere."""
+        split = self.split_by(Whole.of(other))
+        if split is None or split[1].terms:
+            raise ValueError(f"{self} is no multiple of {other}")
+        return split[0]
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Whole):
             return self.terms == other.terms

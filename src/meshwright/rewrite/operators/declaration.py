@@ -18,7 +18,8 @@ from typing import Any, Literal
 from meshwright.rewrite.calculus import IllTypedError, Indexed
 
 Definition = Callable[..., Indexed]
-ResultDtype = Literal["first", "bool", "attribute", "index"]
+ResultDtype = Literal["first", "bool", "attribute"]
+Takes = Literal["number", "bool", "any"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,8 @@ class Operator:
     """A declared operator.
 
     ``fewest`` and ``most``: how many operands it takes (None: any number). ``attributes``: names, in order.
-    ``dtype``: the result's: that of the first operand, "bool", or that of the attribute ``dtype``. ``exact``: whether
-    numbers that are not finite pass through it as in torch; where a definition reads what torch does not, it is False.
+    ``dtype``: the result's: that of the first operand, "bool", or that of the attribute ``dtype``. ``takes``: what its
+    operands hold: floating-point numbers, truth values, or anything, all the same.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Operator:
     most: int | None
     attributes: tuple[str, ...]
     dtype: ResultDtype = "first"
-    pointwise: bool = False
+    takes: Takes = "number"
 
     def check(self, num_operands: int, attributes: dict[str, Any]) -> None:
         """Raise IllTypedError where operands or attributes are missing or too many."""
@@ -50,7 +51,7 @@ class Operator:
 OPERATORS: dict[str, Operator] = {}
 
 
-def operator(define: Definition | None = None, *, dtype: ResultDtype = "first", pointwise: bool = False) -> Any:
+def operator(define: Definition | None = None, *, dtype: ResultDtype = "first", takes: Takes = "number") -> Any:
     """Declare the operator of this function's name."""
 
     def declare(function: Definition) -> Definition:
@@ -66,7 +67,7 @@ def operator(define: Definition | None = None, *, dtype: ResultDtype = "first", 
             most=None if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(operands),
             attributes=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
             dtype=dtype,
-            pointwise=pointwise,
+            takes=takes,
         )
         return function
 

@@ -28,7 +28,7 @@ def declare_function(name: str, function: str | None = None) -> None:
         return each(a, lambda one: a.apply(function or name, one), x)
 
     define.__name__ = name
-    operator(define, pointwise=True)
+    operator(define)
 
 
 UNARY = (
@@ -39,67 +39,67 @@ for _name in UNARY:
     declare_function(_name)
 
 
-@operator(pointwise=True)
+@operator
 def add(a: Machine, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda one, two: one + two, x, y)
 
 
-@operator(pointwise=True)
+@operator
 def sub(a: Machine, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda one, two: one - two, x, y)
 
 
-@operator(pointwise=True)
+@operator
 def mul(a: Machine, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda one, two: one * two, x, y)
 
 
-@operator(pointwise=True)
+@operator
 def div(a: Machine, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda one, two: one * a.apply("reciprocal", two), x, y)
 
 
-@operator(pointwise=True)
+@operator
 def pow_(a: Machine, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda one, two: a.apply("power", one, two), x, y)
 
 
-@operator(pointwise=True)
+@operator
 def neg(a: Machine, x: Indexed) -> Indexed:
     return each(a, lambda one: -one, x)
 
 
-@operator(pointwise=True)
+@operator
 def square(a: Machine, x: Indexed) -> Indexed:
     return each(a, lambda one: one * one, x)
 
 
-@operator(pointwise=True)
+@operator
 def maximum(a: Machine, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda one, two: a.apply("maximum", one, two), x, y)
 
 
-@operator(pointwise=True)
+@operator
 def minimum(a: Machine, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda one, two: -a.apply("maximum", -one, -two), x, y)
 
 
-@operator(pointwise=True)
+@operator
 def relu(a: Machine, x: Indexed) -> Indexed:
     return each(a, lambda one: a.apply("maximum", one, a.number(0)), x)
 
 
-@operator(pointwise=True)
+@operator
 def abs_(a: Machine, x: Indexed) -> Indexed:
     return each(a, lambda one: a.apply("maximum", one, -one), x)
 
 
-@operator(pointwise=True)
+@operator
 def silu(a: Machine, x: Indexed) -> Indexed:
     return each(a, lambda one: one * a.apply("sigmoid", one), x)
 
 
-@operator(pointwise=True)
+@operator
 def clamp(a: Machine, x: Indexed, *, low: float, high: float) -> Indexed:
     def limited(one: Any) -> Any:
         return -a.apply("maximum", -a.apply("maximum", one, a.number(low)), -a.number(high))
@@ -107,51 +107,51 @@ def clamp(a: Machine, x: Indexed, *, low: float, high: float) -> Indexed:
     return each(a, limited, x)
 
 
-@operator(pointwise=True, dtype="bool")
+@operator(dtype="bool")
 def greater(a: Machine, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda one, two: a.apply("greater", one, two), x, y)
 
 
-@operator(pointwise=True, dtype="bool")
+@operator(dtype="bool")
 def less(a: Machine, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda one, two: a.apply("greater", two, one), x, y)
 
 
-@operator(pointwise=True, dtype="bool")
+@operator(dtype="bool")
 def less_equal(a: Machine, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda one, two: a.number(1) - a.apply("greater", one, two), x, y)
 
 
-@operator(pointwise=True, dtype="bool")
+@operator(dtype="bool")
 def equal(a: Machine, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda one, two: a.apply("equal", one, two), x, y)
 
 
-@operator(pointwise=True, dtype="bool")
+@operator(dtype="bool", takes="bool")
 def logical_not(a: Machine, x: Indexed) -> Indexed:
     return each(a, lambda one: a.number(1) - one, x)
 
 
-@operator(pointwise=True, dtype="bool")
+@operator(dtype="bool", takes="bool")
 def logical_and(a: Machine, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda one, two: one * two, x, y)
 
 
-@operator(pointwise=True)
+@operator(takes="any")
 def where(a: Machine, condition: Indexed, x: Indexed, y: Indexed) -> Indexed:
     return each(a, lambda c, one, two: c * one + (a.number(1) - c) * two, condition, x, y)
 
 
-@operator(pointwise=True, dtype="attribute")
+@operator(dtype="attribute", takes="any")
 def bitcast(a: Machine, x: Indexed, *, dtype: str) -> Indexed:
     """Bytes read as another dtype of the same width."""
-    return each(a, lambda one: a.apply("bitcast", one), x)
+    return each(a, lambda one: a.apply(f"bitcast:{dtype}", one), x)
 
 
-@operator(pointwise=True, dtype="attribute")
+@operator(dtype="attribute", takes="any")
 def cast(a: Machine, x: Indexed, *, dtype: str) -> Indexed:
     """Numbers converted; nothing is known of rounding, so casts have laws only where both sides cast."""
-    return each(a, lambda one: a.apply("round", one), x)
+    return each(a, lambda one: a.apply(f"cast:{dtype}", one), x)
 
 
 @operator

@@ -30,7 +30,7 @@ def replaced(index: Sequence[Any], axis: int, place: Any) -> tuple[Any, ...]:
     return (*index[:axis], place, *index[axis + 1 :])
 
 
-@operator
+@operator(takes="any")
 def concat(a: Machine, x: Indexed, *others: Indexed, axis: int) -> Indexed:
     check_axis(x, axis)
     for other in others:
@@ -53,7 +53,7 @@ def concat(a: Machine, x: Indexed, *others: Indexed, axis: int) -> Indexed:
     return Indexed(replaced(x.shape, axis, end), at)
 
 
-@operator
+@operator(takes="any")
 def slice_(a: Machine, x: Indexed, *, axis: int, start: Any, stop: Any) -> Indexed:
     """Numbers ``start <= place < stop`` of one dim."""
     check_axis(x, axis)
@@ -63,7 +63,7 @@ def slice_(a: Machine, x: Indexed, *, axis: int, start: Any, stop: Any) -> Index
     return Indexed(replaced(x.shape, axis, stop - start), lambda *i: x[replaced(i, axis, i[axis] + start)])
 
 
-@operator
+@operator(takes="any")
 def transpose(a: Machine, x: Indexed, *, order: tuple[int, ...]) -> Indexed:
     """Dim ``order[d]`` of the operand becomes dim d."""
     if sorted(order) != list(range(x.rank)):
@@ -72,7 +72,7 @@ def transpose(a: Machine, x: Indexed, *, order: tuple[int, ...]) -> Indexed:
     return Indexed(tuple(x.shape[dim] for dim in order), lambda *i: x[tuple(i[place] for place in undone)])
 
 
-@operator
+@operator(takes="any")
 def reshape(a: Machine, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
     a.same(product_of(x.shape), product_of(shape), "numbers before and after")
     # Leading and trailing dims that stay keep their indices: only what changes is counted through.
@@ -94,17 +94,14 @@ def reshape(a: Machine, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
     return Indexed(tuple(shape), at)
 
 
-@operator
+@operator(takes="any")
 def broadcast(a: Machine, x: Indexed, *, shape: tuple[Any, ...]) -> Indexed:
     """Dims of size 1, and dims that are missing in front, repeated."""
     missing = len(shape) - x.rank
     if missing < 0:
         raise IllTypedError(f"{x.rank} dims broadcast to {len(shape)}")
-    repeated = []
-    for size, wanted in zip(x.shape, shape[missing:], strict=True):
-        repeated.append(_is_one(size) and not _is_one(wanted))
-        if not repeated[-1]:
-            a.same(size, wanted, "sizes before and after broadcasting")
+    pairs = zip(x.shape, shape[missing:], strict=True)
+    repeated = [a.repeats(size, wanted, "sizes before and after broadcasting") for size, wanted in pairs]
     places = range(x.rank)
     return Indexed(tuple(shape), lambda *i: x[tuple(0 if repeated[p] else i[missing + p] for p in places)])
 
@@ -127,13 +124,13 @@ def pad(a: Machine, x: Indexed, *, low: tuple[Any, ...], high: tuple[Any, ...]) 
     return Indexed(sizes, at)
 
 
-@operator
+@operator(takes="any")
 def reverse(a: Machine, x: Indexed, *, axis: int) -> Indexed:
     check_axis(x, axis)
     return Indexed(x.shape, lambda *i: x[replaced(i, axis, x.shape[axis] - 1 - i[axis])])
 
 
-@operator
+@operator(takes="any")
 def embedding(a: Machine, table: Indexed, ids: Indexed) -> Indexed:
     if table.rank != 2:
         raise IllTypedError(f"a table of {table.rank} dims, not 2")
@@ -155,10 +152,6 @@ def _num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def _alike(one: Any, other: Any) -> bool:
     return bool(one == other)
-
-
-def _is_one(size: Any) -> bool:
-    return _alike(size, 1)
 
 
 def _is_zero(size: Any) -> bool:

@@ -13,7 +13,7 @@ from meshwright.rewrite.operators.declaration import operator
 from meshwright.rewrite.operators.layout import check_axis, replaced
 
 
-@operator
+@operator(takes="any")
 def partition(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
     """The parts of one dim on ``degree`` devices."""
     check_axis(x, axis)
@@ -21,7 +21,7 @@ def partition(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
     return x
 
 
-@operator
+@operator(takes="any")
 def combine(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
     """The parts of one dim brought together (an all-gather)."""
     check_axis(x, axis)
@@ -29,7 +29,7 @@ def combine(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
     return x
 
 
-@operator
+@operator(takes="any")
 def replicate(a: Machine, x: Indexed, *, axis: int, degree: Any) -> Indexed:
     """Copies on ``degree`` devices."""
     check_axis(x, axis)

@@ -1,0 +1,160 @@
+"""`EGraph`: many equal graphs at once. A class holds nodes that compute the same tensor, over classes.
+
+The data structure of Nelson and Oppen with egg's deferred rebuilding (Willsey et al., POPL 2021). Written here instead
+of taken from a library because rules are conditional on types: whether ``concat`` of two operands exists, and what its
+``axis`` is in a rule's result, are questions for the operators' declarations, which are Python. Every class has a type;
+a node whose operands do not fit is never made.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from meshwright.rewrite.terms import Node, TensorType, type_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meshwright.rewrite.terms import Terms
+
+
+class EGraph:
+    """Classes are whole numbers; one that was merged into another stays valid through `find`."""
+
+    def __init__(self) -> None:
+        self._parent: list[int] = []
+        self.types: list[TensorType] = []
+        self._known: dict[Node, int] = {}
+        # By class: nodes by operator, and the nodes that read it, with their classes.
+        self._nodes: list[dict[str, list[Node]]] = []
+        self._readers: list[list[tuple[Node, int]]] = []
+        # Classes that hold a node of an operator; some of them merged away.
+        self._holding: defaultdict[str, dict[int, None]] = defaultdict(dict)
+        self._dirty: list[int] = []
+        self.num_unions = 0
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, cls: int) -> int:
+        """The class that a class is part of now."""
+        parent = self._parent
+        while parent[cls] != cls:
+            parent[cls] = parent[parent[cls]]
+            cls = parent[cls]
+        return cls
+
+    def classes(self) -> Iterator[int]:
+        """All classes."""
+        return (cls for cls, parent in enumerate(self._parent) if cls == parent)
+
+    def nodes(self, cls: int) -> Iterator[Node]:
+        """All nodes of a class."""
+        for nodes in self._nodes[cls].values():
+            yield from nodes
+
+    def nodes_of(self, cls: int, operator: str) -> list[Node]:
+        """The class's nodes of an operator."""
+        return self._nodes[cls].get(operator, [])
+
+    def holding(self, operator: str) -> list[int]:
+        """Classes that hold a node of an operator."""
+        found = dict.fromkeys(self.find(cls) for cls in self._holding[operator])
+        self._holding[operator] = dict.fromkeys(found)
+        return list(found)
+
+    def lookup(self, node: Node) -> int | None:
+        """The class of a node, if it is there."""
+        found = self._known.get(self._canonical(node))
+        return None if found is None else self.find(found)
+
+    def add(self, node: Node, type_: TensorType | None = None) -> int:
+        """The class of a node, made if need be. Raises IllTypedError where operands do not fit."""
+        node = self._canonical(node)
+        found = self._known.get(node)
+        if found is not None:
+            return self.find(found)
+        if type_ is None:
+            type_ = type_of(node, [self.types[cls] for cls in node.operands])
+        cls = len(self._parent)
+        self._parent.append(cls)
+        self.types.append(type_)
+        self._nodes.append({node.operator: [node]})
+        self._readers.append([])
+        self._known[node] = cls
+        self._holding[node.operator][cls] = None
+        for operand in set(node.operands):
+            self._readers[operand].append((node, cls))
+        return cls
+
+    def merge(self, one: int, other: int) -> int:
+        """Make two classes one. What follows for nodes that read them waits for `rebuild`."""
+        one, other = self.find(one), self.find(other)
+        if one == other:
+            return one
+        if self.types[one] != self.types[other]:
+            raise ValueError(f"classes of types {self.types[one]} and {self.types[other]} are unlike")
+        if len(self._readers[one]) < len(self._readers[other]):
+            one, other = other, one
+        self._parent[other] = one
+        self.num_unions += 1
+        for operator, nodes in self._nodes[other].items():
+            self._nodes[one].setdefault(operator, []).extend(nodes)
+            self._holding[operator][one] = None
+        self._nodes[other] = {}
+        self._dirty.append(one)
+        self._readers[one].extend(self._readers[other])
+        self._readers[other] = []
+        return one
+
+    def rebuild(self) -> None:
+        """Merge classes of nodes that became equal."""
+        touched = set()
+        while self._dirty:
+            todo, self._dirty = {self.find(cls) for cls in self._dirty}, []
+            for cls in todo:
+                self._repair(self.find(cls))
+                touched.add(cls)
+        for cls in {self.find(cls) for cls in touched}:
+            self._tidy(cls)
+
+    def insert(self, terms: Terms) -> list[int]:
+        """Add the terms that outputs need; the class of every term, -1 for those that are not needed."""
+        place = [-1] * len(terms.nodes)
+        for term in terms.needed():
+            node = terms.nodes[term]
+            moved = node._replace(operands=tuple(place[operand] for operand in node.operands))
+            place[term] = self.add(moved, terms.types[term])
+        return place
+
+    def _canonical(self, node: Node) -> Node:
+        operands = node.operands
+        found = tuple([self.find(cls) for cls in operands])
+        return node if found == operands else node._replace(operands=found)
+
+    def _repair(self, cls: int) -> None:
+        readers, self._readers[cls] = self._readers[cls], []
+        kept: dict[Node, int] = {}
+        for node, home in readers:
+            if node in self._known:
+                del self._known[node]
+            new = self._canonical(node)
+            there = kept.get(new, self._known.get(new))
+            if there is not None and self.find(there) != self.find(home):
+                self.merge(there, home)
+            self._known[new] = kept[new] = self.find(home)
+        self._readers[self.find(cls)].extend(kept.items())
+
+    def _tidy(self, cls: int) -> None:
+        """Bring a class's own nodes, and those that read it, up to date."""
+        for home in {self.find(home) for _, home in self._readers[cls]} | {cls}:
+            nodes: dict[str, dict[Node, None]] = {}
+            for operator, held in self._nodes[home].items():
+                nodes[operator] = dict.fromkeys(map(self._canonical, held))
+            self._nodes[home] = {operator: list(held) for operator, held in nodes.items()}
+
+
+def attributes_of(node: Node) -> dict[str, Any]:
+    """A node's attributes by name."""
+    return dict(node.attributes)

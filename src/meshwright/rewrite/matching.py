@@ -1,0 +1,205 @@
+"""Where rules apply in an `EGraph`, and what they add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshwright.rewrite.calculus import IllTypedError, Indexed
+from meshwright.rewrite.expressions import Call, Formula, Name, letters_of, names_of, value_of
+from meshwright.rewrite.terms import Node
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meshwright.rewrite.egraph import EGraph
+    from meshwright.rewrite.expressions import Attribute, Expression
+    from meshwright.rewrite.rules import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Classes of a rule's tensors, values of its letters, and the classes that its outputs stand for."""
+
+    tensors: dict[str, int]
+    letters: dict[str, Any]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directed:
+    """A rule read from ``sources`` to ``targets``; ``ranks``: dims of its tensors for which it is proved."""
+
+    rule: Rule
+    sources: tuple[Expression, ...]
+    targets: tuple[Expression, ...]
+    ranks: frozenset[tuple[tuple[str, int], ...]] | None = None
+
+
+def directions(rule: Rule, ranks: frozenset[tuple[tuple[str, int], ...]] | None = None) -> list[Directed]:
+    """The ways in which a rule can be used: what its target needs has to be bound by its source."""
+    found = []
+    for sources, targets in ((rule.left, rule.right), (rule.right, rule.left)):
+        names = {name for side in sources for name in names_of(side)}
+        letters = {letter for side in sources for letter in _bound_letters(side)}
+        needed = {name for side in targets for name in names_of(side)}
+        wanted = {letter for side in (*targets, *sources) for _, letter in letters_of(side)}
+        calls = all(isinstance(side, Call) for side in sources)
+        if calls and needed <= names and wanted <= letters:
+            found.append(Directed(rule=rule, sources=sources, targets=targets, ranks=ranks))
+    return found
+
+
+def matches(graph: EGraph, directed: Directed) -> Iterator[Match]:
+    """All places where the source stands."""
+    first, *others = directed.sources
+    assert isinstance(first, Call)
+    for cls in graph.holding(first.operator):
+        for tensors, letters in _match(graph, first, cls, {}, {}):
+            yield from _join(graph, directed, others, Match(tensors, letters, (cls,)))
+
+
+def apply(graph: EGraph, directed: Directed, match: Match) -> bool:
+    """Add the target beside what it equals; whether anything is new. Nothing happens where it does not fit."""
+    tensors = {name: graph.find(cls) for name, cls in match.tensors.items()}
+    shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
+    if directed.ranks is not None:
+        ranks = tuple(sorted((name, tensor.rank) for name, tensor in shaped.items()))
+        if ranks not in directed.ranks:
+            return False
+    before = len(graph), graph.num_unions
+    try:
+        if not all(condition.holds(shaped, match.letters) for condition in directed.rule.when):
+            return False
+        made = [_build(graph, side, tensors, shaped, match.letters) for side in directed.targets]
+    except (IllTypedError, IndexError, ValueError, KeyError, TypeError):
+        return False
+    for target, output in zip(made, match.outputs, strict=True):
+        if graph.types[target] != graph.types[graph.find(output)]:
+            return False
+    for target, output in zip(made, match.outputs, strict=True):
+        graph.merge(target, output)
+    return (len(graph), graph.num_unions) != before
+
+
+def _join(graph: EGraph, directed: Directed, others: list[Expression], found: Match) -> Iterator[Match]:
+    if not others:
+        yield found
+        return
+    following, *rest = others
+    assert isinstance(following, Call)
+    for cls in graph.holding(following.operator):
+        if cls in found.outputs:
+            continue
+        for tensors, letters in _match(graph, following, cls, found.tensors, found.letters):
+            yield from _join(graph, directed, rest, Match(tensors, letters, (*found.outputs, cls)))
+
+
+def _match(
+    graph: EGraph, pattern: Expression, cls: int, tensors: dict[str, int], letters: dict[str, Any]
+) -> Iterator[tuple[dict[str, int], dict[str, Any]]]:
+    if isinstance(pattern, Name):
+        held = tensors.get(pattern.name)
+        if held is None:
+            yield {**tensors, pattern.name: cls}, letters
+        elif held == cls:
+            yield tensors, letters
+        return
+    for node in graph.nodes_of(cls, pattern.operator):
+        if len(node.operands) != len(pattern.operands):
+            continue
+        known = _match_attributes(pattern, node, letters)
+        if known is None:
+            continue
+        found = [(tensors, known)]
+        for operand, child in zip(pattern.operands, node.operands, strict=True):
+            found = [
+                more for bound, values in found for more in _match(graph, operand, graph.find(child), bound, values)
+            ]
+            if not found:
+                break
+        for bound, values in found:
+            if _computed_hold(graph, pattern, node, bound, values):
+                yield bound, values
+
+
+def _match_attributes(pattern: Call, node: Node, letters: dict[str, Any]) -> dict[str, Any] | None:
+    known = letters
+    for (_, wanted), (_, value) in zip(pattern.attributes, node.attributes, strict=True):
+        if isinstance(wanted, Formula):
+            if wanted.function:
+                continue
+            letter = wanted.arguments[0]
+            if letter not in known:
+                known = {**known, letter: value}
+            elif known[letter] != value:
+                return None
+        elif isinstance(wanted, tuple):
+            found = _match_tuple(wanted, value, known)
+            if found is None:
+                return None
+            known = found
+        elif wanted != value:
+            return None
+    return known
+
+
+def _match_tuple(wanted: tuple[Attribute, ...], value: Any, letters: dict[str, Any]) -> dict[str, Any] | None:
+    if not isinstance(value, tuple) or len(value) != len(wanted):
+        return None
+    known = letters
+    for one, held in zip(wanted, value, strict=True):
+        if isinstance(one, Formula) and not one.function:
+            letter = one.arguments[0]
+            if known.get(letter, held) != held:
+                return None
+            known = {**known, letter: held}
+        elif not isinstance(one, Formula) and one != held:
+            return None
+    return known
+
+
+def _computed_hold(graph: EGraph, pattern: Call, node: Node, tensors: dict[str, int], letters: dict[str, Any]) -> bool:
+    """Whether attributes that the pattern computes are what the node has."""
+    for (_, wanted), (_, value) in zip(pattern.attributes, node.attributes, strict=True):
+        if not _is_computed(wanted):
+            continue
+        shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
+        try:
+            if value_of(wanted, shaped, letters) != value:
+                return False
+        except (KeyError, IndexError, ValueError, TypeError):
+            return False
+    return True
+
+
+def _is_computed(attribute: Attribute) -> bool:
+    if isinstance(attribute, tuple):
+        return any(map(_is_computed, attribute))
+    return isinstance(attribute, Formula) and bool(attribute.function)
+
+
+def _bound_letters(expression: Expression) -> Iterator[str]:
+    """Letters that stand alone in an attribute, which a match binds."""
+    if isinstance(expression, Name):
+        return
+    for operand in expression.operands:
+        yield from _bound_letters(operand)
+    for _, value in expression.attributes:
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, Formula) and not item.function:
+                yield item.arguments[0]
+
+
+def _build(
+    graph: EGraph, side: Expression, tensors: dict[str, int], shaped: dict[str, Indexed], letters: dict[str, Any]
+) -> int:
+    if isinstance(side, Name):
+        return tensors[side.name]
+    operands = tuple(_build(graph, operand, tensors, shaped, letters) for operand in side.operands)
+    attributes = tuple((name, value_of(value, shaped, letters)) for name, value in side.attributes)
+    return graph.add(Node(side.operator, operands, attributes))
+
+
+def _unread(*_: Any) -> Any:
+    raise AssertionError("a condition reads no numbers")
