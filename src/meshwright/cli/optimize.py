@@ -23,15 +23,86 @@ optimize = typer.Typer(
 rules = typer.Typer(name="rules", help="Rules of rewriting: are they true, and why?", no_args_is_help=True)
 optimize.add_typer(rules)
 
+_KINDS = "rules in .toml, a rule book (.json), TASO's graph_subst.pb, or Unity's graph_subst_3_v2.json"
 RuleFile = Annotated[
-    Path,
-    typer.Argument(metavar="FILE", help="Rules: .toml, TASO's graph_subst.pb, or Unity's graph_subst_3_v2.json."),
+    Path | None, typer.Argument(metavar="[FILE]", help=f"A file: {_KINDS}. By default the basis that ships.")
 ]
 
 
 @rules.command()
+def generate(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write the rule book to this file (.json).")],
+    operators: Annotated[int, typer.Option(min=1, max=4, help="Operators on a side, at most.")] = 3,
+    op: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Rules about this operator only, beside the usual ones: a declared one, or your own, "
+            "file.py:function; repeat."
+        ),
+    ] = None,
+    attribute: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An attribute of --op without a usual value; repeat.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="Processes that prove.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the numbers that terms are compared with.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Find rules: enumerate terms, compare their values, prove what is equal for all sizes, and choose a basis."""
+    from meshwright.rewrite.generate.domain import steps_for
+    from meshwright.rewrite.generate.generate import generate_rules
+    from meshwright.rewrite.rulebook import write_rule_book
+
+    named = [_declare(reference) for reference in op or []]
+    values = dict(_pair(text) for text in attribute or [])
+    if values and not named:
+        raise typer.BadParameter("--attribute says something of --op, which was not given. Give both.")
+    own = any(":" in reference for reference in op or [])
+    with TerminalSink() as sink:
+        book = generate_rules(
+            operators,
+            steps=[step for name in named for step in steps_for(name, values)],
+            # Other processes have not declared what this one has.
+            processes=1 if own else processes,
+            seed=seed,
+            events=sink,
+        )
+    write_rule_book(book, out)
+    counts = {"num_rules": len(book.rules), "num_basis": len(book.basis), **book.provenance}
+    if as_json:
+        print_json(counts)
+    else:
+        lines = [
+            f"{counts['num_terms']:,} terms of up to {operators} operators, {counts['num_equal']:,} equal to another",
+            f"{counts['num_candidates']:,} candidates after sizes, renaming, commutation and special cases",
+            f"{counts['num_proved']:,} proved for all sizes: {len(book.rules):,} rules, which follow from "
+            f"{len(book.basis)}",
+            f"written to {out}",
+        ]
+        print_tables(*map(Text, lines))
+
+
+def _declare(reference: str) -> str:
+    """The name of an operator, which is declared by the user's file first if that is what is named."""
+    from meshwright.spec.own_code import load_function, split_reference
+
+    parts = split_reference(reference)
+    if parts is None:
+        return reference
+    path, name = parts
+    load_function(path, name, expected="declares an operator: @operator def function(a, x)", error=RewriteError)
+    return name.rstrip("_")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name or not value:
+        raise typer.BadParameter(f"--attribute {text!r} was given; expected name=value.")
+    return name, value
+
+
+@rules.command()
 def verify(
-    file: RuleFile,
+    file: RuleFile = None,
     sizes: Annotated[
         int, typer.Option(min=1, max=1000, help="Sets of random sizes for each choice of ranks and dims.")
     ] = 8,
@@ -44,43 +115,53 @@ def verify(
 
     Exit code 1 if a rule is refuted.
     """
-    from meshwright.rewrite.importing import read_rule_file
     from meshwright.rewrite.verify import verify as verify_rule
 
-    wanted = read_rule_file(file)
+    wanted, title = _read(file), file.name if file is not None else "the shipped basis"
     verdicts = []
     with TerminalSink() as sink:
         for number, rule in enumerate(wanted, 1):
             verdicts.append(verify_rule(rule, num_sizes=sizes, seed=seed, most_dims=dims))
-            sink.progress(f"verify {file.name}", number, len(wanted))
+            sink.progress(f"verify {title}", number, len(wanted))
     if as_json:
-        print_json({"file": str(file), "counts": _counts(verdicts), "rules": [_row(verdict) for verdict in verdicts]})
+        print_json({"file": title, "counts": _counts(verdicts), "rules": [_row(verdict) for verdict in verdicts]})
     else:
         listed = [verdict for verdict in verdicts if every or verdict.status != "proved"]
-        print_tables(*([_table(listed)] if listed else []), _summary(file, verdicts))
+        print_tables(*([_table(listed)] if listed else []), _summary(title, verdicts))
     if any(verdict.status == "refuted" for verdict in verdicts):
         raise typer.Exit(1)
 
 
 @rules.command()
 def explain(
-    file: RuleFile,
     name: Annotated[str, typer.Argument(help="The rule's name; `verify --all` lists them.")],
+    file: RuleFile = None,
     dims: Annotated[int, typer.Option(min=1, max=6, help="Consider tensors of up to so many dims.")] = 4,
 ) -> None:
     """Show why a rule holds: its sizes in letters, and the number that both sides are at an index; or why not."""
     from meshwright.rewrite.explain import explain_rule
+
+    print_tables(*map(Text, explain_rule(_find(_read(file, whole=True), name, file), dims)))
+
+
+def _read(file: Path | None, *, whole: bool = False) -> list[Rule]:
+    """The rules of a file; of the shipped book, those of the basis or all."""
     from meshwright.rewrite.importing import read_rule_file
+    from meshwright.rewrite.rulebook import shipped_rule_book
 
-    print_tables(*map(Text, explain_rule(_find(read_rule_file(file), name, file), dims)))
+    if file is not None:
+        return read_rule_file(file)
+    book = shipped_rule_book()
+    return [entry.rule for entry in (book.rules if whole else book.basis)]
 
 
-def _find(known: list[Rule], name: str, file: Path) -> Rule:
+def _find(known: list[Rule], name: str, file: Path | None) -> Rule:
     for rule in known:
         if rule.name == name:
             return rule
     close = suggest(name, [rule.name for rule in known])
-    raise RewriteError(f"{file} has no rule {name!r}.{close} Give one of its {len(known)} names.")
+    where = str(file) if file is not None else "The shipped rule book"
+    raise RewriteError(f"{where} has no rule {name!r}{close}. Give one of its {len(known)} names.")
 
 
 def _counts(verdicts: list[Verdict]) -> dict[str, int]:
@@ -111,7 +192,7 @@ def _table(verdicts: list[Verdict]) -> Table:
     return table
 
 
-def _summary(file: Path, verdicts: list[Verdict]) -> Text:
+def _summary(title: str, verdicts: list[Verdict]) -> Text:
     counts = ", ".join(f"{count} {name}" for name, count in _counts(verdicts).items() if count)
     agreed = sum(verdict.num_agreed for verdict in verdicts)
-    return Text(f"{file.name}: {len(verdicts)} rules, {counts}; {agreed:,} trials agreed")
+    return Text(f"{title}: {len(verdicts)} rules, {counts}; {agreed:,} trials agreed")

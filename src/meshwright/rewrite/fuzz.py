@@ -38,7 +38,10 @@ _TOLERANCE = 1e-8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterExample:
-    """Sizes and attributes with which the sides differ: output ``output``, by ``left`` and ``right`` at ``index``."""
+    """Sizes and attributes with which the sides differ: output ``output``, by ``left`` and ``right`` at ``index``.
+
+    ``unlike``: the sizes of both sides, where these differ already.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     letters: Mapping[str, Any]
@@ -46,12 +49,15 @@ class CounterExample:
     index: tuple[int, ...]
     left: float
     right: float
+    unlike: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __str__(self) -> str:
-        sizes = ", ".join(
-            f"{name} of {'x'.join(map(str, shape)) or 'one number'}" for name, shape in self.shapes.items()
-        )
+        sizes = ", ".join(f"{name} of {_sizes(shape)}" for name, shape in self.shapes.items())
         letters = "".join(f", {name} = {value}" for name, value in self.letters.items())
+        if self.unlike is not None:
+            return (
+                f"{sizes}{letters}: output {self.output} is of {_sizes(self.unlike[0])} and of {_sizes(self.unlike[1])}"
+            )
         return f"{sizes}{letters}: output {self.output} at {self.index} is {self.left:g} and {self.right:g}"
 
 
@@ -77,7 +83,7 @@ def try_rule(
     """
     rng = np.random.default_rng(seed)
     total = 0
-    for instance in _fitted(rule, most_dims) if among is None else among:
+    for instance in fitted_instances(rule, most_dims) if among is None else among:
         agreed = 0
         for shapes, letters in draw_sizes(rule, instance, rng):
             found = _compare(rule, shapes, letters, PrimeField(seed), rng)
@@ -92,7 +98,7 @@ def try_rule(
     return Trials(num_agreed=total)
 
 
-def _fitted(rule: Rule, most_dims: int) -> Iterator[Instance]:
+def fitted_instances(rule: Rule, most_dims: int) -> Iterator[Instance]:
     """Choices with sizes for which both sides are well typed, where there are any."""
     for instance in instances(rule, most_dims):
         with suppress(SizesDifferError, UnlikeError, IllTypedError, IndexError, ValueError):
@@ -136,8 +142,9 @@ def _compare(
         return str(error)
     for output, (left, right) in enumerate(zip(lefts, rights, strict=True)):
         if left.shape != right.shape:
+            unlike = left.shape[1:], right.shape[1:]
             return CounterExample(
-                shapes=shapes, letters=known, output=output, index=(), left=float(left.size), right=float(right.size)
+                shapes=shapes, letters=known, output=output, index=(), left=np.nan, right=np.nan, unlike=unlike
             )
         wrong = _differ(left, right, numbers)
         if wrong.any():
@@ -208,6 +215,10 @@ def _searched(
         else:
             for rest in _searched(rule, more, others, shapes, arrays, numbers, most):
                 yield {name: value, **rest}
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "one number"
 
 
 def _holds(condition: Condition, shapes: Mapping[str, tuple[int, ...]], letters: Mapping[str, Any]) -> bool:

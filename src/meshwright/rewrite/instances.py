@@ -12,6 +12,7 @@ from itertools import permutations, product
 from typing import TYPE_CHECKING, Any
 
 from meshwright.rewrite.calculus import IllTypedError, Indexed
+from meshwright.rewrite.calculus.facts import MOST_QUESTIONS
 from meshwright.rewrite.calculus.symbols import SizesDifferError, Symbols
 from meshwright.rewrite.calculus.whole import Whole
 from meshwright.rewrite.expressions import COMPARISONS, Call, Expression, letters_of, names_of, run, value_of
@@ -160,11 +161,11 @@ class Instance:
         self.equations = [(first.substitute(change), second.substitute(change)) for first, second in self.equations]
 
 
-def instances(rule: Rule, most_dims: int = MOST_DIMS) -> Iterator[Instance]:
+def instances(rule: Rule, most_dims: int = MOST_DIMS, questions: int = MOST_QUESTIONS) -> Iterator[Instance]:
     """All choices for which the left side is well typed, each with its most general sizes.
 
     Where a size may be 1 or equal to another, both are choices, also where only the right side asks: those that came up
-    while an instance was in use are tried after it.
+    while an instance was in use are tried after it. ``questions``: how many z3 may be asked for each.
     """
     left = {letter for side in rule.left for _, letter in letters_of(side)}
     choices = {
@@ -178,7 +179,7 @@ def instances(rule: Rule, most_dims: int = MOST_DIMS) -> Iterator[Instance]:
             waiting: list[list[bool]] = [[]]
             while waiting:
                 decided = waiting.pop()
-                instance = _instance(rule, ranks, dict(zip(choices, chosen, strict=True)))
+                instance = _instance(rule, ranks, dict(zip(choices, chosen, strict=True)), questions)
                 instance.ones = list(decided)
                 try:
                     instance.solve(rule.left)
@@ -195,8 +196,10 @@ def is_made(letter: str) -> bool:
     return letter[0] in "qr" and "." not in letter
 
 
-def _instance(rule: Rule, ranks: Mapping[str, int], chosen: Mapping[str, Any]) -> Instance:
-    machine = Symbols()
+def _instance(
+    rule: Rule, ranks: Mapping[str, int], chosen: Mapping[str, Any], questions: int = MOST_QUESTIONS
+) -> Instance:
+    machine = Symbols(questions)
     shapes = {
         name: tuple(machine.facts.declare(f"{name}.{dim}", 1) for dim in range(rank)) for name, rank in ranks.items()
     }

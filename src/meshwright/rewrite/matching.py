@@ -37,7 +37,10 @@ class Directed:
 
 
 def directions(rule: Rule, ranks: frozenset[tuple[tuple[str, int], ...]] | None = None) -> list[Directed]:
-    """The ways in which a rule can be used: what its target needs has to be bound by its source."""
+    """The ways in which a rule can be used: what its target needs has to be bound by its source.
+
+    Left out is a way that puts something around what it starts from, which would go on for ever and find nothing.
+    """
     found = []
     for sources, targets in ((rule.left, rule.right), (rule.right, rule.left)):
         names = {name for side in sources for name in names_of(side)}
@@ -45,7 +48,8 @@ def directions(rule: Rule, ranks: frozenset[tuple[tuple[str, int], ...]] | None 
         needed = {name for side in targets for name in names_of(side)}
         wanted = {letter for side in (*targets, *sources) for _, letter in letters_of(side)}
         calls = all(isinstance(side, Call) for side in sources)
-        if calls and needed <= names and wanted <= letters:
+        grows = any(_contains(target, source) for source, target in zip(sources, targets, strict=True))
+        if calls and needed <= names and wanted <= letters and not grows:
             found.append(Directed(rule=rule, sources=sources, targets=targets, ranks=ranks))
     return found
 
@@ -171,6 +175,12 @@ def _computed_hold(graph: EGraph, pattern: Call, node: Node, tensors: dict[str, 
         except (KeyError, IndexError, ValueError, TypeError):
             return False
     return True
+
+
+def _contains(expression: Expression, part: Expression) -> bool:
+    return expression == part or (
+        isinstance(expression, Call) and any(_contains(operand, part) for operand in expression.operands)
+    )
 
 
 def _is_computed(attribute: Attribute) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.rewrite.calculus import IllTypedError
+from meshwright.rewrite.calculus.facts import MOST_QUESTIONS
 from meshwright.rewrite.calculus.sums import TooLargeError
 from meshwright.rewrite.calculus.symbols import NotExpressibleError, RefineError, SizesDifferError
 from meshwright.rewrite.calculus.whole import Whole
@@ -52,10 +53,10 @@ class Proof:
         return tuple(dict(item) for item in dict.fromkeys(tuple(entry.items()) for entry in found))
 
 
-def prove(rule: Rule, most_dims: int = MOST_DIMS) -> Proof:
-    """Prove a rule for all sizes, at all ranks up to ``most_dims``."""
+def prove(rule: Rule, most_dims: int = MOST_DIMS, questions: int = MOST_QUESTIONS) -> Proof:
+    """Prove a rule for all sizes, at all ranks up to ``most_dims``, with so many questions to z3 for each choice."""
     attempts = []
-    for instance in instances(rule, most_dims):
+    for instance in instances(rule, most_dims, questions):
         why = _failure(rule, instance)
         attempts.append(Attempt(instance=instance, proved=why is None, why=why or ""))
     good = sum(attempt.proved for attempt in attempts)

@@ -71,10 +71,15 @@ class Terms:
             return self._known[node]
         return self._add(node, type_of(node, [self.types[i] for i in operands]))
 
-    def opaque(self, key: str, operands: Iterable[int], types: Sequence[TensorType]) -> tuple[int, ...]:
-        """Something unknown with these results; ``key`` says what, for whoever writes the graph out again."""
+    def opaque(
+        self, key: str, operands: Iterable[int], types: Sequence[TensorType], *, several: bool = False
+    ) -> tuple[int, ...]:
+        """Something unknown with these results; ``key`` says what, for whoever writes the graph out again.
+
+        ``several``: it returns a tuple, also of one result.
+        """
         node = Node(OPAQUE, tuple(operands), (("key", key),))
-        if len(types) == 1:
+        if len(types) == 1 and not several:
             return (self._add(node, types[0]),)
         whole = self._add(node, TOKEN)
         return tuple(self._add(Node(ITEM, (whole,), (("place", place),)), type_) for place, type_ in enumerate(types))

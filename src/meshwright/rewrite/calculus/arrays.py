@@ -100,6 +100,13 @@ class Arrays:
         """One of two scalars."""
         return Element(self.numbers, np.where(condition, then.values, otherwise.values))
 
+    def select(self, truth: Element, then: Element, otherwise: Element) -> Element:
+        """One of two scalars, by a scalar that is 1 or 0; what is not chosen may be infinite."""
+        if self.numbers.dtype is np.float64:
+            return Element(self.numbers, np.where(truth.values != 0, then.values, otherwise.values))
+        # Over a field, a tensor that is chosen by holds any numbers: the formula is what is compared.
+        return truth * then + (self.number(1) - truth) * otherwise
+
     def apply(self, function: str, *arguments: Element) -> Element:
         """A function of scalars."""
         return Element(self.numbers, self.numbers.apply(function, *(argument.values for argument in arguments)))

@@ -27,7 +27,7 @@ Guards: TypeAlias = "frozenset[Guard]"
 
 _Z3_MS = 200
 # A proof that needs more questions than this is not found.
-_MOST_QUESTIONS = 400
+MOST_QUESTIONS = 400
 _NUM_EXAMPLES = 256
 # Sizes of examples exceed their least by less than this.
 _EXAMPLE_SPREAD = 6
@@ -36,7 +36,7 @@ _EXAMPLE_SPREAD = 6
 class Facts:
     """Bounds of letters; letters are added, never changed, so that answers may be kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, questions: int = MOST_QUESTIONS) -> None:
         self._bounds: dict[Letter, tuple[Whole, Whole | None]] = {}
         self._order: dict[Letter, int] = {}
         self._kept: dict[tuple[Guards, Guard | None], bool] = {}
@@ -47,7 +47,7 @@ class Facts:
         self._examples: dict[Letter, NDArray[np.int64]] = {}
         self._sound = np.ones(_NUM_EXAMPLES, bool)
         self._quotients: dict[tuple[Whole, Whole], Whole] = {}
-        self.questions_left = _MOST_QUESTIONS
+        self.questions_left = questions
 
     def declare(self, letter: Letter, low: int | Whole, high: int | Whole | None = None) -> Whole:
         """Say that ``low <= letter < high``; returns the letter as a number."""

@@ -74,6 +74,8 @@ FUNCTIONS: dict[str, Function] = {
     "round": Function(compute=np.round, idempotent=True, odd=True, at_0=0),
     "logical_not": Function(compute=lambda x: (x == 0) * 1.0, in_field=lambda x: (x == 0).astype(np.int64)),
     "greater": Function(compute=lambda x, y: (x > y) * 1.0, in_field=lambda x, y: (x > y).astype(np.int64)),
+    # Of NaN, neither greater nor less or equal is true.
+    "less_equal": Function(compute=lambda x, y: (x <= y) * 1.0, in_field=lambda x, y: (x <= y).astype(np.int64)),
     "equal": Function(
         compute=lambda x, y: (x == y) * 1.0, in_field=lambda x, y: (x == y).astype(np.int64), commutative=True
     ),
@@ -114,6 +116,8 @@ def known_value(name: str, arguments: Sequence[Total]) -> Total:
         if (function.odd or function.even) and _is_negative(first):
             turned = Total.atom(Applied(name, (first.scaled(-1),)))
             return turned.scaled(-1) if function.odd else turned
+    if name == "less_equal":
+        return Total.number(1) + Total.atom(Applied("greater", tuple(arguments))).scaled(-1)
     if name == "exp":
         return _exp(first)
     if name == "reciprocal":

@@ -29,7 +29,10 @@ class Indexed:
     at: Callable[..., Scalar]
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Scalar:
-        return self.at(*index) if isinstance(index, tuple) else self.at(index)
+        places = index if isinstance(index, tuple) else (index,)
+        if len(places) != len(self.shape):
+            raise IllTypedError(f"{len(places)} places of a tensor of {len(self.shape)} dims")
+        return self.at(*places)
 
     @property
     def rank(self) -> int:
@@ -57,6 +60,9 @@ class Machine(Protocol):
 
     def choose(self, condition: Condition, then: Scalar, otherwise: Scalar) -> Scalar:
         """One of two scalars."""
+
+    def select(self, truth: Scalar, then: Scalar, otherwise: Scalar) -> Scalar:
+        """One of two scalars, by a scalar that is 1 or 0."""
 
     def apply(self, function: str, *arguments: Scalar) -> Scalar:
         """A function of numbers (`functions`)."""

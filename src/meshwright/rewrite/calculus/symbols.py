@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
-from meshwright.rewrite.calculus.facts import Facts, Guards
+from meshwright.rewrite.calculus.facts import MOST_QUESTIONS, Facts, Guards
 from meshwright.rewrite.calculus.functions import known_value
 from meshwright.rewrite.calculus.sums import (
     Applied,
@@ -87,8 +87,8 @@ class Value:
 class Symbols:
     """Runs definitions over letters; one object for all that is compared with each other."""
 
-    def __init__(self) -> None:
-        self.facts = Facts()
+    def __init__(self, questions: int = MOST_QUESTIONS) -> None:
+        self.facts = Facts(questions)
         # Letters that a sum binds are renamed later: a quotient of one would keep the old name.
         self._bound: set[Letter] = set()
         self._quotients: dict[tuple[Whole, Whole], Whole] = {}
@@ -143,6 +143,10 @@ class Symbols:
             cases += self._restricted(otherwise, held | {-guard - 1})
             held = held | {guard}
         return Value(self, (*cases, *self._restricted(then, held)))
+
+    def select(self, truth: Value, then: Value, otherwise: Value) -> Value:
+        """One of two values, by a value that is 1 or 0."""
+        return truth * then + (self.number(1) - truth) * otherwise
 
     def apply(self, function: str, *arguments: Value) -> Value:
         """A function of values, by what is known of it."""

@@ -225,11 +225,11 @@ class _Reading:
         if pinned:
             operands += () if self._token is None else (self._token,)
             types = [*types, TOKEN]
-        made = terms.opaque(key, operands, types or [TOKEN])
+        several = isinstance(node.meta["val"], tuple | list)
+        made = terms.opaque(key, operands, types or [TOKEN], several=several)
         if pinned:
             self._token = made[-1]
             made = made[:-1]
-        several = isinstance(node.meta["val"], tuple | list)
         results = tuple(_Term(term) for term in made)
         return results if several or not results else results[0]
 

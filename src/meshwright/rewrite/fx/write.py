@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from meshwright.rewrite.fx.aten_out import EMITTERS, Call, number_of
@@ -13,8 +14,6 @@ from meshwright.spec import RewriteError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from meshwright.rewrite.fx.read import Source
     from meshwright.rewrite.terms import Terms

@@ -7,22 +7,34 @@ What is equal for one set of numbers and not for another is no rule.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from meshwright.rewrite.expressions import parse_attribute
+from meshwright.rewrite.operators import OPERATORS
+from meshwright.spec import RewriteError
+from meshwright.spec.errors import suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An operator with attributes in the language of rules, of ``num_operands`` operands.
+    """An operator with attributes in the language of rules, of as many operands as ``takes`` has kinds of tensors.
 
     ``commutes``: the order of its operands does not matter.
     """
 
     operator: str
-    num_operands: int
+    takes: tuple[frozenset[str], ...]
     attributes: tuple[tuple[str, Any], ...] = ()
     commutes: bool = False
+
+    @property
+    def num_operands(self) -> int:
+        """How many operands it has."""
+        return len(self.takes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +50,40 @@ class Domain:
         sizes = dict(self.sizes)
         return tuple(sizes[size] if isinstance(size, str) else size for size in dict(self.tensors)[name])
 
+    def kind(self, shape: tuple[int, ...]) -> str:
+        """What a tensor is by its sizes: a number, vector, matrix, image or kernel.
 
-def _step(operator: str, num_operands: int, *, commutes: bool = False, **attributes: str) -> Step:
+        A kernel is known by its output channels, of which images have a batch of another size.
+        """
+        if len(shape) == 4:
+            return "kernel" if shape[0] % dict(self.sizes)["c"] == 0 else "image"
+        return ("number", "vector", "matrix", "other")[min(len(shape), 3)]
+
+
+_ANY = "number vector matrix image kernel"
+_LARGE = "matrix image kernel"
+
+
+def _step(operator: str, *takes: str, commutes: bool = False, **attributes: str) -> Step:
+    return _parsed(operator, takes, attributes, commutes=commutes)
+
+
+def _parsed(operator: str, takes: Sequence[str], attributes: Mapping[str, str], *, commutes: bool = False) -> Step:
     parsed = tuple((name, parse_attribute(text)) for name, text in attributes.items())
-    return Step(operator, num_operands, parsed, commutes)
+    return Step(operator, tuple(frozenset(kinds.split()) for kinds in takes), parsed, commutes)
 
 
 def _conv(padding: str) -> Step:
-    return _step("conv2d", 2, stride="(1, 1)", padding=padding, dilation="(1, 1)", groups="1")
+    return _step("conv2d", "image", "kernel", stride="(1, 1)", padding=padding, dilation="(1, 1)", groups="1")
 
 
-def usual_domain(**sizes: int) -> Domain:
+def usual_domain(*more: Step, **sizes: int) -> Domain:
     """The domain of the shipped rules: 19 operators over matrices, a number, images and kernels.
 
-    ``sizes``: m rows, k inner size, n columns, c channels, h height and width, as far as they are not the usual ones.
+    ``more``: steps beside the usual ones. ``sizes``: m rows, k inner size, n columns, c channels, h height and width,
+    as far as they are not the usual ones.
     """
-    numbers = {"m": 2, "k": 3, "n": 5, "c": 2, "h": 3, **sizes}
+    numbers = {"m": 2, "k": 3, "n": 5, "c": 3, "h": 4, **sizes}
     return Domain(
         sizes=tuple(numbers.items()),
         tensors=(
@@ -66,30 +96,59 @@ def usual_domain(**sizes: int) -> Domain:
             ("g", ("c", "c", 1, 1)),
         ),
         steps=(
-            _step("add", 2, commutes=True),
-            _step("sub", 2),
-            _step("mul", 2, commutes=True),
-            _step("maximum", 2, commutes=True),
-            _step("neg", 1),
-            _step("relu", 1),
-            _step("tanh", 1),
-            _step("square", 1),
-            _step("matmul", 2),
-            _step("transpose", 1, order="(1, 0)"),
-            _step("concat", 2, axis="0"),
-            _step("concat", 2, axis="1"),
-            _step("slice", 1, axis="0", start="0", stop="m"),
-            _step("slice", 1, axis="0", start="m", stop="m + m"),
-            _step("slice", 1, axis="1", start="0", stop="k"),
-            _step("slice", 1, axis="1", start="k", stop="k + k"),
-            _step("sum", 1, axis="1", keep="False"),
-            _step("softmax", 1, axis="1"),
-            _step("broadcast", 1, shape="(m, k)"),
-            _step("broadcast", 1, shape="(m, n)"),
+            _step("add", _ANY, _ANY, commutes=True),
+            _step("sub", _ANY, _ANY),
+            _step("mul", _ANY, _ANY, commutes=True),
+            _step("maximum", _ANY, _ANY, commutes=True),
+            _step("neg", _ANY),
+            _step("relu", _ANY),
+            _step("tanh", _ANY),
+            _step("square", _ANY),
+            _step("matmul", "matrix", "matrix"),
+            _step("transpose", "matrix", order="(1, 0)"),
+            _step("concat", _LARGE, _LARGE, axis="0"),
+            _step("concat", _LARGE, _LARGE, axis="1"),
+            _step("slice", "matrix", axis="0", start="0", stop="m"),
+            _step("slice", "matrix", axis="0", start="m", stop="m + m"),
+            _step("slice", "matrix", axis="1", start="0", stop="k"),
+            _step("slice", "matrix", axis="1", start="k", stop="k + k"),
+            _step("sum", "matrix", axis="1", keep="False"),
+            _step("softmax", "matrix", axis="1"),
+            _step("broadcast", "number vector matrix", shape="(m, k)"),
+            _step("broadcast", "number vector matrix", shape="(m, n)"),
             _conv("(1, 1)"),
             _conv("(0, 0)"),
-            _step("avg_pool2d", 1, kernel="(3, 3)", stride="(1, 1)", padding="(1, 1)"),
-            _step("max_pool2d", 1, kernel="(3, 3)", stride="(1, 1)", padding="(1, 1)"),
-            _step("pad", 1, low="(0, 0, 1, 1)", high="(0, 0, 1, 1)"),
+            _step("avg_pool2d", "image", kernel="(3, 3)", stride="(1, 1)", padding="(1, 1)"),
+            _step("max_pool2d", "image", kernel="(3, 3)", stride="(1, 1)", padding="(1, 1)"),
+            _step("pad", "kernel", low="(0, 0, 1, 1)", high="(0, 0, 1, 1)"),
+            *more,
         ),
     )
+
+
+# What attributes are tried where nothing is said: dims of a matrix, and the usual choices.
+_USUAL_ATTRIBUTES = {"axis": ("0", "1"), "keep": ("False",), "order": ("(1, 0)",)}
+
+
+def steps_for(name: str, attributes: Mapping[str, str] | None = None) -> list[Step]:
+    """The steps of a declared operator over matrices (and what elementwise operators work on).
+
+    ``attributes``: texts of attributes that have no usual values. Raises RewriteError for an operator that nobody
+    declared, and for attributes that are missing or unknown.
+    """
+    if name not in OPERATORS:
+        raise RewriteError(f"No operator {name!r} is declared{suggest(name, OPERATORS)}. Declare it, or name another.")
+    known, given = OPERATORS[name], dict(attributes or {})
+    unknown = set(given) - set(known.attributes)
+    missing = set(known.attributes) - set(given) - set(_USUAL_ATTRIBUTES)
+    if unknown or missing:
+        raise RewriteError(
+            f"{name} has the attributes {list(known.attributes)}; given were {sorted(given)}, and "
+            f"{sorted(missing)} have no usual value. Give those as name=value."
+        )
+    options = [[given[item]] if item in given else list(_USUAL_ATTRIBUTES[item]) for item in known.attributes]
+    kinds = _ANY if not known.attributes and known.fewest < 3 else "matrix"
+    return [
+        _parsed(name, [kinds] * max(1, known.fewest), dict(zip(known.attributes, chosen, strict=True)))
+        for chosen in product(*options)
+    ]

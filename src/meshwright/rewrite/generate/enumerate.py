@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshwright.rewrite.calculus import Arrays, IllTypedError, Indexed, PrimeField
+from meshwright.rewrite.calculus import Arrays, IllTypedError, PrimeField
 from meshwright.rewrite.expressions import Call, Name, value_of
 from meshwright.rewrite.operators import OPERATORS
 from meshwright.spec import EventSink, NullSink
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from meshwright.rewrite.generate.domain import Domain, Step
 
 _CHUNK_ELEMENTS = 2**21
-_MOST_ELEMENTS = 64
+_MOST_ELEMENTS = 192
 # Odd constants of a mixing function (splitmix64: Steele, Lea and Flood, 2014).
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
 
@@ -97,6 +97,7 @@ class _Enumerating:
         self._machine = Arrays(PrimeField(seed))
         self._attributes = [concrete(domain, step) for step in domain.steps]
         self._weights: dict[tuple[int, ...], NDArray[np.uint64]] = {}
+        self._shapes: dict[tuple[int, tuple[tuple[int, ...], ...]], tuple[int, ...] | None] = {}
         self._banks: list[dict[tuple[int, ...], tuple[NDArray[np.int32], NDArray[np.int64]]]] = []
         self._steps: list[NDArray[np.int16]] = []
         self._first: list[NDArray[np.int32]] = []
@@ -171,13 +172,22 @@ class _Enumerating:
         return self._machine.compute(define(self._machine, *operands, **self._attributes[number]))
 
     def _result(self, number: int, step: Step, *shapes: tuple[int, ...]) -> tuple[int, ...] | None:
-        operands = [Indexed(shape, lambda *_: None) for shape in shapes]
+        if not all(self._domain.kind(shape) in kinds for shape, kinds in zip(shapes, step.takes, strict=True)):
+            return None
+        if (number, shapes) not in self._shapes:
+            self._shapes[number, shapes] = self._tried(number, step, *shapes)
+        return self._shapes[number, shapes]
+
+    def _tried(self, number: int, step: Step, *shapes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The result's sizes; None for operands that do not fit, also if only a number of the result shows it."""
+        operands = [self._machine.operand(np.zeros((1, *shape), np.int64)) for shape in shapes]
         try:
+            self._run(number, step, *(np.zeros((1, *shape), np.int64) for shape in shapes))
             shape = OPERATORS[step.operator].define(self._machine, *operands, **self._attributes[number]).shape
         except (IllTypedError, IndexError, ValueError, TypeError):
             return None
         size = tuple(map(int, shape))
-        return size if min(size, default=1) > 0 and int(np.prod(size)) <= _MOST_ELEMENTS else None
+        return size if int(np.prod(size)) <= _MOST_ELEMENTS else None
 
     def _chunk(self, number: int, step: Step, *shapes: tuple[int, ...]) -> int:
         """Terms at once: the sums inside of a result make it larger than it is."""

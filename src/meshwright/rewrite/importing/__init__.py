@@ -1,6 +1,6 @@
 """Rule files of other systems, read as rules.
 
-`read_rule_file` tells by the name what a file is: our TOML, TASO's protobuf (``.pb``), or Unity's JSON.
+`read_rule_file` tells by the name what a file is: our TOML, TASO's protobuf (``.pb``), Unity's JSON or a rule book.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.rewrite.importing.taso import read_taso
 from meshwright.rewrite.importing.unity import read_unity
+from meshwright.rewrite.rulebook import read_rule_book
 from meshwright.rewrite.rulefile import read_rules
 from meshwright.spec import RewriteError
 
@@ -22,12 +23,20 @@ __all__ = ["read_rule_file", "read_taso", "read_unity"]
 def read_rule_file(path: str | Path) -> list[Rule]:
     """The rules of a file of any kind. Raises RewriteError for a file that is none."""
     place = Path(path)
-    readers = {".toml": read_rules, ".pb": read_taso, ".json": read_unity}
+    readers = {".toml": read_rules, ".pb": read_taso, ".json": _read_json}
     if place.suffix not in readers:
         raise RewriteError(
-            f"{place} ends in {place.suffix or 'nothing'!r}; expected rules in .toml, a file of TASO (.pb) or one of "
-            "Unity (.json)."
+            f"{place} ends in {place.suffix or 'nothing'!r}; expected rules in .toml, a file of TASO (.pb), or one of "
+            "Unity or a rule book (.json)."
         )
     if not place.is_file():
         raise RewriteError(f"There is no file {place}. Give a file of rules.")
     return readers[place.suffix](place)
+
+
+def _read_json(place: Path) -> list[Rule]:
+    with place.open("rb") as file:
+        start = file.read(4096)
+    if b'"schema_version"' in start:
+        return [entry.rule for entry in read_rule_book(place).rules]
+    return read_unity(place)

@@ -119,7 +119,7 @@ def less(a: Machine, x: Indexed, y: Indexed) -> Indexed:
 
 @operator(dtype="bool")
 def less_equal(a: Machine, x: Indexed, y: Indexed) -> Indexed:
-    return each(a, lambda one, two: a.number(1) - a.apply("greater", one, two), x, y)
+    return each(a, lambda one, two: a.apply("less_equal", one, two), x, y)
 
 
 @operator(dtype="bool")
@@ -139,7 +139,7 @@ def logical_and(a: Machine, x: Indexed, y: Indexed) -> Indexed:
 
 @operator(takes="any")
 def where(a: Machine, condition: Indexed, x: Indexed, y: Indexed) -> Indexed:
-    return each(a, lambda c, one, two: c * one + (a.number(1) - c) * two, condition, x, y)
+    return each(a, a.select, condition, x, y)
 
 
 @operator(dtype="attribute", takes="any")

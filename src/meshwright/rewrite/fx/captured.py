@@ -1,0 +1,35 @@
+"""A captured model as terms, for one batch, and terms as a module again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from meshwright.capture import flatten_batch, part
+from meshwright.rewrite.fx.read import read_graph
+
+if TYPE_CHECKING:
+    from meshwright.capture import Captured
+    from meshwright.rewrite.fx.read import Source
+    from meshwright.rewrite.terms import InputKind
+
+
+def read_captured(captured: Captured, inputs: Any, targets: Any = ()) -> Source:
+    """The graph of a captured model for batches of the size of ``inputs``, loss included.
+
+    Raises CaptureError for a batch that is built unlike the captured one, RewriteError for what cannot be read.
+    """
+    tensors = flatten_batch(captured, inputs, targets)
+    graph = captured.graph
+    batch_size = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
+    module = part(captured, graph.inputs, graph.outputs, batch_size=batch_size, ops=range(len(graph.ops)))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        FakeTensorProp(module, mode).propagate(*tensors)  # type: ignore[arg-type]
+    roles: dict[str, InputKind] = {}
+    for tensor in graph.tensors:
+        if tensor.role in ("parameter", "buffer", "constant"):
+            roles[tensor.name] = tensor.role
+    return read_graph(module, training=graph.mode == "training", kinds=roles)  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""A basis: few of many true rules, from which the others follow.
+
+Rules are taken small ones first. Both sides of many are put into one e-graph, which the basis so far saturates; where a
+rule's sides are not found equal, the first such rule joins the basis and saturation goes on. What is found equal is
+derived from proved rules, and so proved, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.rewrite.egraph import EGraph
+from meshwright.rewrite.expressions import Name, value_of
+from meshwright.rewrite.matching import directions
+from meshwright.rewrite.rules import rule_of
+from meshwright.rewrite.saturate import Limits, saturate
+from meshwright.rewrite.terms import INPUT, Node, TensorType
+from meshwright.spec import EventSink, NullSink
+
+if TYPE_CHECKING:
+    from meshwright.rewrite.expressions import Expression
+    from meshwright.rewrite.generate.candidates import Candidate
+    from meshwright.rewrite.generate.domain import Domain
+    from meshwright.rewrite.generate.enumerate import Enumeration
+    from meshwright.rewrite.rules import Rule
+
+_TOGETHER = 60
+# No limit of time decides, so that the same rules come out everywhere.
+_LIMITS = Limits(rounds=4, nodes=60_000, seconds=600.0, matches=20_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """A candidate and the rule that was proved of it."""
+
+    candidate: Candidate
+    rule: Rule
+
+
+def find_basis(
+    found: Enumeration, proved: Sequence[Proved], events: EventSink | None = None
+) -> tuple[list[Proved], list[Proved]]:
+    """(the basis, the rules that follow from it)."""
+    sink = events or NullSink()
+    basis: list[Proved] = []
+    derived: list[Proved] = []
+    rules = [way for rule in commuting(found.domain) for way in directions(rule)]
+    for start in range(0, len(proved), _TOGETHER):
+        waiting = list(proved[start : start + _TOGETHER])
+        graph = EGraph()
+        sides = {id(item): _sides(graph, found, item.candidate) for item in waiting}
+        saturate(graph, rules, _LIMITS)
+        while waiting:
+            left = [item for item in waiting if graph.find(sides[id(item)][0]) != graph.find(sides[id(item)][1])]
+            derived += [item for item in waiting if not any(item is other for other in left)]
+            waiting = left
+            if waiting:
+                first = waiting.pop(0)
+                basis.append(first)
+                added = directions(first.rule)
+                rules += added
+                graph.merge(*sides[id(first)])
+                graph.rebuild()
+                saturate(graph, added, _LIMITS)
+        sink.progress("find a basis", min(start + _TOGETHER, len(proved)), len(proved))
+    return basis, derived
+
+
+def commuting(domain: Domain) -> list[Rule]:
+    """The rules of operators whose operands may change places: terms are enumerated in one order of them."""
+    return [
+        rule_of(f"{step.operator} commutes", f"{step.operator}(x, y)", f"{step.operator}(y, x)", source="enumeration")
+        for step in domain.steps
+        if step.commutes
+    ]
+
+
+def _sides(graph: EGraph, found: Enumeration, candidate: Candidate) -> tuple[int, int]:
+    sizes = dict(found.domain.sizes)
+
+    def build(side: Expression) -> int:
+        if isinstance(side, Name):
+            type_ = TensorType(found.domain.shape(side.name), "float32")
+            return graph.add(Node(INPUT, (), (("name", side.name), ("kind", "batch"))), type_)
+        operands = tuple(map(build, side.operands))
+        attributes = tuple((name, value_of(value, {}, sizes)) for name, value in side.attributes)
+        return graph.add(Node(side.operator, operands, attributes))
+
+    return build(found.expression(candidate.left)), build(found.expression(candidate.right))

@@ -1,0 +1,95 @@
+"""``optimize rules``: verify, explain, generate, and what is wrong with what was given."""
+
+import json
+
+import pytest
+
+from meshwright.cli.main import invoke
+
+RULES = """
+[[rule]]
+name = "twice"
+left = "relu(relu(x))"
+right = "relu(x)"
+
+[[rule]]
+name = "turned"
+left = "sub(x, y)"
+right = "sub(y, x)"
+ranks = { x = 1, y = 1 }
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    place = tmp_path / "mine.toml"
+    place.write_text(RULES)
+    return place
+
+
+def test_false_rules_end_with_1_and_a_counter_example(file, capsys):
+    assert invoke(["optimize", "rules", "verify", str(file), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["counts"] == {"proved": 1, "refuted": 1, "tested": 0, "never fits": 0}
+    assert [row["status"] for row in document["rules"]] == ["proved", "refuted"]
+    assert "output 0" in document["rules"][1]["why"]
+
+
+def test_true_rules_are_listed_when_asked_for(file, capsys):
+    file.write_text(RULES.split('[[rule]]\nname = "turned"')[0])
+    assert invoke(["optimize", "rules", "verify", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("mine.toml: 1 rules, 1 proved")
+    assert invoke(["optimize", "rules", "verify", str(file), "--all"]) == 0
+    assert "twice  proved" in capsys.readouterr().out
+
+
+def test_a_rule_is_explained(file, capsys):
+    assert invoke(["optimize", "rules", "explain", "twice", str(file)]) == 0
+    assert "max(" in capsys.readouterr().out
+    assert invoke(["optimize", "rules", "explain", "twic", str(file)]) == 1
+    assert "did you mean 'twice'" in capsys.readouterr().err
+
+
+def test_rules_that_ship_are_explained_by_name(capsys):
+    assert invoke(["optimize", "rules", "explain", "add commutes"]) == 0
+    assert "add(x, y)  =  add(y, x)" in capsys.readouterr().out
+
+
+def test_rules_are_generated_and_read_again(tmp_path, capsys):
+    out = tmp_path / "book.json"
+    assert invoke(["optimize", "rules", "generate", "--operators", "1", "--out", str(out)]) == 0
+    assert "rules, which follow from" in capsys.readouterr().out
+    assert invoke(["optimize", "rules", "verify", str(out)]) == 0
+
+
+def test_an_own_operator_is_declared_and_gets_its_rules(tmp_path, capsys):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from meshwright.rewrite.calculus import Indexed\n"
+        "from meshwright.rewrite.operators import operator\n\n\n"
+        "@operator\n"
+        "def doubled_for_this_test(a, x):\n"
+        "    return Indexed(x.shape, lambda *i: x[i] + x[i])\n"
+    )
+    out = tmp_path / "book.json"
+    command = ["optimize", "rules", "generate", "--operators", "2", "--out", str(out)]
+    assert invoke([*command, "--op", f"{own}:doubled_for_this_test"]) == 0
+    texts = [entry["left"][0] + " = " + entry["right"][0] for entry in json.loads(out.read_text())["rules"]]
+    assert "doubled_for_this_test(x) = add(x, x)" in texts
+    assert all("doubled_for_this_test" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["verify", "none.toml"], 1, "There is no file"),
+        (["generate", "-o", "x.json", "--op", "nothing"], 1, "No operator 'nothing' is declared"),
+        (["generate", "-o", "x.json", "--attribute", "axis=0"], 2, "--op, which was not given"),
+        (["generate", "-o", "x.json", "--op", "clamp", "--attribute", "low"], 2, "expected name=value"),
+        (["generate", "-o", "x.json", "--op", "clamp", "--attribute", "low=0"], 1, "no usual value"),
+        (["generate", "-o", "x.json", "--operators", "9"], 2, "less than or equal to 4"),
+    ],
+)
+def test_what_cannot_be_done_is_said(arguments, code, words, capsys):
+    assert invoke(["optimize", "rules", *arguments]) == code
+    assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())
