@@ -13,9 +13,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from harness import Row, make_row, parse_options, publish
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness import Row, make_row, parse_options, publish
 from meshwright.rewrite.fuzz import try_rule
 from meshwright.rewrite.generate.domain import usual_domain
 from meshwright.rewrite.generate.enumerate import enumerate_terms, hold_elsewhere

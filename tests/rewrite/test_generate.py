@@ -134,6 +134,8 @@ def test_the_book_that_ships_is_large_small_based_and_readable():
     assert len(book.basis) <= 200
     assert {rule.name for rule in commuting(usual_domain())} <= {entry.rule.name for entry in book.rules}
     assert book.provenance["most_operators"] == 3
+    merged = [entry.rule for entry in book.rules if len(entry.rule.left) > 1]
+    assert "matmul(u, x), matmul(u, y)" in {", ".join(map(str, rule.left)) for rule in merged}
     assert len(book.provenance["operators"]) >= 16
 
 

@@ -9,14 +9,12 @@ a node whose operands do not fit is never made.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.rewrite.terms import Node, TensorType, type_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from meshwright.rewrite.terms import Terms
 
 
 class EGraph:
@@ -119,15 +117,6 @@ class EGraph:
         for cls in {self.find(cls) for cls in touched}:
             self._tidy(cls)
 
-    def insert(self, terms: Terms) -> list[int]:
-        """Add the terms that outputs need; the class of every term, -1 for those that are not needed."""
-        place = [-1] * len(terms.nodes)
-        for term in terms.needed():
-            node = terms.nodes[term]
-            moved = node._replace(operands=tuple(place[operand] for operand in node.operands))
-            place[term] = self.add(moved, terms.types[term])
-        return place
-
     def _canonical(self, node: Node) -> Node:
         operands = node.operands
         found = tuple([self.find(cls) for cls in operands])
@@ -153,8 +142,3 @@ class EGraph:
             for operator, held in self._nodes[home].items():
                 nodes[operator] = dict.fromkeys(map(self._canonical, held))
             self._nodes[home] = {operator: list(held) for operator, held in nodes.items()}
-
-
-def attributes_of(node: Node) -> dict[str, Any]:
-    """A node's attributes by name."""
-    return dict(node.attributes)

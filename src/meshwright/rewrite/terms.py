@@ -84,10 +84,6 @@ class Terms:
         whole = self._add(node, TOKEN)
         return tuple(self._add(Node(ITEM, (whole,), (("place", place),)), type_) for place, type_ in enumerate(types))
 
-    def add(self, node: Node, type_: TensorType) -> int:
-        """A node whose type is known."""
-        return self._add(node, type_)
-
     def needed(self, outputs: Iterable[int] | None = None) -> list[int]:
         """The terms that outputs need, operands first."""
         marked = set()
@@ -99,38 +95,9 @@ class Terms:
                 todo += self.nodes[term].operands
         return sorted(marked)
 
-    def users(self) -> dict[int, list[int]]:
-        """By term, the terms that outputs need and that read it."""
-        found: dict[int, list[int]] = {}
-        for term in self.needed():
-            for operand in dict.fromkeys(self.nodes[term].operands):
-                found.setdefault(operand, []).append(term)
-        return found
-
-    def pruned(self) -> Terms:
-        """The same graph without terms that no output needs."""
-        made = Terms()
-        place: dict[int, int] = {}
-        for term in self.needed():
-            node = self.nodes[term]
-            moved = node._replace(operands=tuple(place[i] for i in node.operands))
-            place[term] = made._add(moved, self.types[term])
-        made.outputs = tuple(place[i] for i in self.outputs)
-        return made
-
     def inputs(self) -> Iterator[int]:
         """Terms that are given, in order."""
         return (i for i, node in enumerate(self.nodes) if node.operator == INPUT)
-
-    def text(self) -> str:
-        """One line per term that is needed."""
-        lines = []
-        for term in self.needed():
-            node = self.nodes[term]
-            operands = [f"%{i}" for i in node.operands]
-            attributes = [f"{name}={value!r}" for name, value in node.attributes]
-            lines.append(f"%{term}: {self.types[term]} = {node.operator}({', '.join([*operands, *attributes])})")
-        return "\n".join([*lines, f"return {', '.join(f'%{i}' for i in self.outputs)}"])
 
     def _add(self, node: Node, type_: TensorType) -> int:
         if node in self._known:

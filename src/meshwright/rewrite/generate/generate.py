@@ -11,7 +11,9 @@ from meshwright.rewrite.generate.basis import Proved, commuting, find_basis
 from meshwright.rewrite.generate.candidates import rule_of_candidate, unique_candidates
 from meshwright.rewrite.generate.domain import usual_domain
 from meshwright.rewrite.generate.enumerate import enumerate_terms, hold_elsewhere
+from meshwright.rewrite.generate.joined import joined_rules
 from meshwright.rewrite.generate.prove import prove_candidates
+from meshwright.rewrite.proofs import prove
 from meshwright.rewrite.rulebook import BookRule, RuleBook
 from meshwright.rewrite.special import keeps_special_numbers
 from meshwright.spec import EventSink, NullSink
@@ -61,6 +63,8 @@ def generate_rules(
         if str(each.rule) not in texts:
             texts.add(str(each.rule))
             entries.append(_entry(each.rule, basis=id(each) in chosen))
+    several = joined_rules([entry.rule for entry in entries])
+    entries += [_entry(rule, basis=False) for rule in several if prove(rule).status == "proved"]
     return RuleBook(
         rules=tuple(entries),
         provenance={
