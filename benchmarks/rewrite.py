@@ -7,6 +7,7 @@ written down with its sources before the first proof, and stays whole.
 from __future__ import annotations
 
 import gzip
+import random
 import sys
 import tempfile
 import time
@@ -18,9 +19,12 @@ from harness import Row, make_row, parse_options, publish
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from meshwright.rewrite.fuzz import try_rule
+from meshwright.rewrite.generate.basis import follows
+from meshwright.rewrite.generate.candidates import rule_of_candidate, unique_candidates
 from meshwright.rewrite.generate.domain import usual_domain
 from meshwright.rewrite.generate.enumerate import enumerate_terms, hold_elsewhere
 from meshwright.rewrite.generate.generate import ELSEWHERE
+from meshwright.rewrite.generate.prove import prove_candidates
 from meshwright.rewrite.importing import read_taso, read_unity
 from meshwright.rewrite.proofs import prove
 from meshwright.rewrite.rulebook import shipped_rule_book
@@ -90,6 +94,21 @@ def terms(quick: bool) -> list[Row]:
     rows.append(make_row("pairs of equal terms", len(found.pairs), "pairs"))
     rows.append(make_row("of these equal at two other sets of sizes", int(holds.sum()), "pairs"))
     rows.append(make_row("comparing them there: seconds", time.process_time() - start, "s"))
+    start = time.process_time()
+    candidates = [item for item in unique_candidates(found, holds) if max(item.size) == most]
+    basis = [entry.rule for entry in shipped_rule_book().basis]
+    derived = follows(found, candidates, basis)
+    seconds = time.process_time() - start
+    rows += [
+        make_row(f"candidates with {most} operators on a side", len(candidates), "candidates"),
+        make_row("of these derived from the basis that ships", sum(derived), "candidates"),
+        make_row("finding candidates and deriving them: seconds", seconds, "s", target=600.0),
+    ]
+    left = [item for item, known in zip(candidates, derived, strict=True) if not known]
+    some = random.Random(0).sample(left, min(100, len(left)))
+    rules = [rule_of_candidate(found, item, str(number)) for number, item in enumerate(some)]
+    proved = sum(rule is not None for rule in prove_candidates(rules, domain))
+    rows.append(make_row("proved of 100 of the others, drawn at random", proved, "candidates"))
     return rows
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _TOGETHER = 60
 # No limit of time decides, so that the same rules come out everywhere.
+_SHORT = Limits(rounds=3, nodes=60_000, seconds=600.0, matches=20_000)
 _LIMITS = Limits(rounds=4, nodes=60_000, seconds=600.0, matches=20_000)
 
 
@@ -66,6 +67,18 @@ def find_basis(
                 saturate(graph, added, _LIMITS)
         sink.progress("find a basis", min(start + _TOGETHER, len(proved)), len(proved))
     return basis, derived
+
+
+def follows(found: Enumeration, candidates: Sequence[Candidate], rules: Sequence[Rule]) -> list[bool]:
+    """By candidate, whether an e-graph shows that it follows from rules."""
+    ways = [way for rule in rules for way in directions(rule)]
+    answers = []
+    for start in range(0, len(candidates), _TOGETHER):
+        graph = EGraph()
+        sides = [_sides(graph, found, item) for item in candidates[start : start + _TOGETHER]]
+        saturate(graph, ways, _SHORT)
+        answers += [graph.find(one) == graph.find(two) for one, two in sides]
+    return answers
 
 
 def commuting(domain: Domain) -> list[Rule]:
