@@ -60,6 +60,7 @@ def test_every_verb_has_its_page():
     from meshwright.cli.main import app
 
     verbs = {command.callback.__name__ for command in app.registered_commands}
+    verbs |= {group.name or group.typer_instance.info.name for group in app.registered_groups}
     assert {path.stem for path in (ROOT / "docs" / "commands").glob("*.md")} == verbs
 
 

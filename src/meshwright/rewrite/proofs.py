@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.rewrite.calculus import IllTypedError
 from meshwright.rewrite.calculus.facts import MOST_QUESTIONS
+from meshwright.rewrite.calculus.pruning import simplified
 from meshwright.rewrite.calculus.sums import TooLargeError
 from meshwright.rewrite.calculus.symbols import NotExpressibleError, RefineError, SizesDifferError
 from meshwright.rewrite.calculus.whole import Whole
@@ -161,7 +162,7 @@ def number_at(rule: Rule, instance: Instance, output: int) -> tuple[list[str], l
     lines = []
     for given, total in _value_at(machine, tensor, index).cases:
         where = f"  where {', '.join(sorted(f'{guard} ≥ 0' for guard in given))}" if given else ""
-        lines.append(f"{machine.simplified(total, given)}{where}")
+        lines.append(f"{simplified(machine.facts, total, given)}{where}")
     return [str(place) for place in index], lines
 
 

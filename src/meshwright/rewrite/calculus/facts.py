@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Guard: TypeAlias = Whole
 Guards: TypeAlias = "frozenset[Guard]"
+NO_GUARDS: Guards = frozenset()
 
 _Z3_MS = 200
 # A proof that needs more questions than this is not found.

@@ -8,39 +8,27 @@ letter to replace (`SizesDifferError`, `RefineError`); whoever runs the definiti
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
-from meshwright.rewrite.calculus.facts import MOST_QUESTIONS, Facts, Guards
+from meshwright.rewrite.calculus.binding import LOWEST, largest_of, maximised, size_total, summed
+from meshwright.rewrite.calculus.facts import MOST_QUESTIONS, NO_GUARDS, Facts
 from meshwright.rewrite.calculus.functions import known_value
-from meshwright.rewrite.calculus.sums import (
-    Applied,
-    Branch,
-    Largest,
-    Product,
-    Read,
-    Sized,
-    Total,
-    every_letter,
-    make_product,
-    named_alike,
-    product_letters,
-    substitute_product,
-)
+from meshwright.rewrite.calculus.pruning import simplified
+from meshwright.rewrite.calculus.sums import Branch, Read, Sized, Total, every_letter
 from meshwright.rewrite.calculus.whole import Whole, data_letter, data_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from meshwright.rewrite.calculus.sums import Atom, Binder
+    from meshwright.rewrite.calculus.binding import Case
+    from meshwright.rewrite.calculus.facts import Guards
     from meshwright.rewrite.calculus.whole import Letter
 
 Condition: TypeAlias = "tuple[Whole, ...]"
-Case: TypeAlias = "tuple[Guards, Total]"
 
-_NOTHING: Guards = frozenset()
 _MOST_TERMS = 4
-_LOWEST = Total.atom(Applied("lowest", ()))
 
 
 class SizesDifferError(Exception):
@@ -114,15 +102,15 @@ class Symbols:
         if number is not None and 1 < number <= _MOST_TERMS:
             first, *others = (body(Whole.of(place)) for place in range(number))
             return sum(others, first)
-        return self._closed(Whole.of(extent), body, self._summed, self.total)
+        return self._closed(Whole.of(extent), body, partial(summed, self.facts), self.total)
 
     def largest(self, extent: int | Whole, body: Callable[[Whole], Value]) -> Value:
         """The largest over an index."""
-        return self._closed(Whole.of(extent), body, self._maximised, self.largest)
+        return self._closed(Whole.of(extent), body, partial(maximised, self.facts), self.largest)
 
     def lowest(self) -> Value:
         """What is below all numbers."""
-        return self._plain(_LOWEST)
+        return self._plain(LOWEST)
 
     def within(self, index: int | Whole, low: int | Whole, high: int | Whole) -> Condition:
         """Whether ``low <= index < high``."""
@@ -136,7 +124,7 @@ class Symbols:
     def choose(self, condition: Condition, then: Value, otherwise: Value) -> Value:
         """One of two values: cases where all guards hold, and where the first that fails is each of them."""
         cases: list[Case] = []
-        held: Guards = _NOTHING
+        held: Guards = NO_GUARDS
         for guard in condition:
             if self.facts.implies(held, guard):
                 continue
@@ -151,16 +139,16 @@ class Symbols:
     def apply(self, function: str, *arguments: Value) -> Value:
         """A function of values, by what is known of it."""
         if function == "maximum":
-            return self.combine(lambda *each: _largest_of([Branch((), _NOTHING, item) for item in each]), *arguments)
+            return self.combine(lambda *each: largest_of([Branch((), NO_GUARDS, item) for item in each]), *arguments)
         return self.combine(lambda *each: known_value(function, each), *arguments)
 
     def number(self, value: float | Fraction | Whole) -> Value:
         """A constant, or the letter of one."""
-        return self._plain(_size(value) if isinstance(value, Whole) else Total.number(Fraction(value)))
+        return self._plain(size_total(value) if isinstance(value, Whole) else Total.number(Fraction(value)))
 
     def size(self, extent: int | Whole) -> Value:
         """A size as a number."""
-        return self._plain(_size(Whole.of(extent)))
+        return self._plain(size_total(Whole.of(extent)))
 
     def inverse_size(self, extent: int | Whole) -> Value:
         """One divided by a size."""
@@ -193,7 +181,7 @@ class Symbols:
                 raise RefineError(letter, whole[0], by)
         if any(item in self._bound or data_value(item) is not None for item in index.letters()):
             raise NotExpressibleError(f"{index} by {by}")
-        if not self.facts.implies(_NOTHING, index):
+        if not self.facts.implies(NO_GUARDS, index):
             raise NotExpressibleError(f"{index}, which may be below 0, by {by}")
         quotient = self.facts.floored(index, by)
         return quotient, index - quotient * by
@@ -241,7 +229,7 @@ class Symbols:
         low, high = Whole.of(low), Whole.of(high)
         if self.owed is not None:
             self.owed.append(high - low)
-        elif not self.facts.implies(_NOTHING, high - low):
+        elif not self.facts.implies(NO_GUARDS, high - low):
             raise SizesDifferError(high, low + self.facts.fresh("r", 0), why)
 
     def floored(self, number: int | Whole, by: int | Whole) -> Whole:
@@ -254,19 +242,15 @@ class Symbols:
         for (given, left), (more, right) in product(one.cases, other.cases):
             guards = given | more
             if self.facts.possible(guards):
-                difference = self.simplified(left + right.scaled(-1), guards)
+                difference = simplified(self.facts, left + right.scaled(-1), guards)
                 if difference.items:
                     return guards, difference
         return None
 
-    def simplified(self, total: Total, given: Guards) -> Total:
-        """The total where guards hold: with fewer guards inside, and bound letters named alike."""
-        return named_alike(self._pruned(total, given))
-
     def combine(self, function: Callable[..., Total], *values: Value) -> Value:
         """A function of totals, case by case."""
-        cases: list[Case] = [(_NOTHING, Total.number(0))]
-        chosen: list[tuple[Guards, tuple[Total, ...]]] = [(_NOTHING, ())]
+        cases: list[Case] = [(NO_GUARDS, Total.number(0))]
+        chosen: list[tuple[Guards, tuple[Total, ...]]] = [(NO_GUARDS, ())]
         for value in values:
             chosen = [
                 (given | guards, (*totals, total))
@@ -278,7 +262,7 @@ class Symbols:
         return Value(self, cases)
 
     def _plain(self, total: Total) -> Value:
-        return Value(self, ((_NOTHING, total),))
+        return Value(self, ((NO_GUARDS, total),))
 
     def _restricted(self, value: Value, held: Guards) -> Iterator[Case]:
         for guards, total in value.cases:
@@ -286,7 +270,7 @@ class Symbols:
                 yield guards | held, total
 
     def _is_rest(self, number: Whole, by: Whole) -> bool:
-        return self.facts.implies(_NOTHING, number) and self.facts.implies(_NOTHING, by - 1 - number)
+        return self.facts.implies(NO_GUARDS, number) and self.facts.implies(NO_GUARDS, by - 1 - number)
 
     def _closed(
         self,
@@ -325,7 +309,7 @@ class Symbols:
 
     def _worlds(self, guards: set[Whole]) -> list[Guards]:
         """All consistent ways in which guards hold or not."""
-        worlds: list[Guards] = [_NOTHING]
+        worlds: list[Guards] = [NO_GUARDS]
         for guard in sorted(guards, key=repr):
             opposite = -guard - 1
             worlds = [
@@ -336,177 +320,3 @@ class Symbols:
                 if self.facts.possible(world | {choice})
             ] + [world for world in worlds if guard in world or opposite in world]
         return worlds
-
-    def _summed(self, letter: Letter, extent: Whole, cases: list[Case]) -> Total:
-        result: dict[Product, Fraction] = {}
-        for guards, total in cases:
-            for key, factor in total.items:
-                bound = self._bind(key, letter, extent, guards)
-                for item, scale in () if bound is None else bound.items:
-                    result[item] = result.get(item, Fraction(0)) + factor * scale
-        return Total(result)
-
-    def _bind(self, key: Product, letter: Letter, extent: Whole, guards: Guards) -> Total | None:
-        """Σ over the letter of one product; None if no index satisfies the guards."""
-        narrowed = self._narrow(letter, extent, key.guards | guards)
-        if narrowed is None:
-            return None
-        first, extent, left = narrowed
-        powers = dict(key.powers)
-        plain = Product(key.binders, left, key.powers)
-        if letter not in product_letters(plain):
-            if extent.constant == 1:
-                return Total({plain: Fraction(1)})
-            return Total({plain: Fraction(1)}) * _size(extent)
-        if extent.constant == 1:
-            return Total({substitute_product(plain, {letter: first}): Fraction(1)})
-        place = self.facts.fresh("k", 0, extent)
-        moved = substitute_product(make_product(key.binders, left, powers), {letter: place + first})
-        new = place.single
-        assert new is not None
-        return Total({moved._replace(binders=(*moved.binders, (new, extent))): Fraction(1)})
-
-    def _narrow(self, letter: Letter, extent: Whole, guards: Guards) -> tuple[Whole, Whole, Guards] | None:
-        """(first, count, guards that are left) of the range that guards on the letter leave of 0 <= letter < extent."""
-        if not self.facts.possible(guards):
-            return None
-        low, high = Whole.of(0), extent
-        left = set()
-        for guard in sorted(guards, key=repr):
-            factor, rest = guard.factor_of(letter), guard.substitute({letter: Whole.of(0)})
-            if self.facts.implies(_NOTHING, guard):
-                continue
-            if factor == 1 and self._only_sizes(rest) and self._known_order(low, -rest):
-                low = -rest
-            elif factor == -1 and self._only_sizes(rest) and self._known_order(rest + 1, high):
-                high = rest + 1
-            else:
-                left.add(guard)
-        count = high - low
-        if not self.facts.implies(_NOTHING, count):
-            return Whole.of(0), extent, frozenset(g for g in guards if not self.facts.implies(_NOTHING, g))
-        if count == 0:
-            return None
-        return low, count, frozenset(left)
-
-    def _known_order(self, low: Whole, high: Whole) -> bool:
-        return self.facts.implies(_NOTHING, high - low)
-
-    def _only_sizes(self, number: Whole) -> bool:
-        return not any(letter[0] in "~@%" or self.facts.extent(letter) is not None for letter in number.letters())
-
-    def _maximised(self, letter: Letter, extent: Whole, cases: list[Case]) -> Total:
-        branches = []
-        for guards, total in cases:
-            narrowed = self._narrow(letter, extent, guards)
-            if narrowed is None or total == _LOWEST:
-                continue
-            first, count, left = narrowed
-            some = self.facts.implies(_NOTHING, count - 1)
-            if letter not in total.letters() and not left and some:
-                branches.append(Branch((), _NOTHING, total))
-                continue
-            place = self.facts.fresh("k", 0, count)
-            new = place.single
-            assert new is not None
-            moved = total.substitute({letter: place + first})
-            kept = frozenset(guard.substitute({letter: place + first}) for guard in left)
-            branches.append(Branch(((new, count),), kept, moved))
-        return _largest_of(branches)
-
-    def _pruned(self, total: Total, given: Guards) -> Total:
-        kept: dict[Product, Fraction] = {}
-        for key, factor in total.items:
-            for name, extent in key.binders:
-                self.facts.declare(name, 0, extent)
-            guards = self._fewer(key.guards, given)
-            if guards is None:
-                continue
-            powers: dict[Atom, int] = {}
-            for atom, power in key.powers:
-                new = self._pruned_atom(atom, given | guards)
-                powers[new] = powers.get(new, 0) + power
-            new_key = make_product(key.binders, guards, powers)
-            kept[new_key] = kept.get(new_key, Fraction(0)) + factor
-        return Total(kept)
-
-    def _pruned_atom(self, atom: Atom, given: Guards) -> Atom:
-        if isinstance(atom, Applied):
-            return Applied(atom.function, tuple(self._pruned(item, given) for item in atom.arguments))
-        if not isinstance(atom, Largest):
-            return atom
-        branches = set()
-        for branch in atom.branches:
-            for name, extent in branch.binders:
-                self.facts.declare(name, 0, extent)
-            guards = self._fewer(branch.guards, given)
-            if guards is None:
-                continue
-            value = self._pruned(branch.value, given | guards)
-            bound = {name for name, _ in branch.binders}
-            if bound and not bound & value.letters() and self._is_met(branch.binders, guards, given):
-                branches.add(Branch((), _NOTHING, value))
-            else:
-                branches.add(Branch(branch.binders, guards, value))
-        return Largest(frozenset(branches))
-
-    def _is_met(self, binders: tuple[Binder, ...], guards: Guards, given: Guards) -> bool:
-        """Whether some values of the binders satisfy the guards, each of which is about one of them, wherever given."""
-        left = set(guards)
-        for name, extent in binders:
-            lows, highs = [Whole.of(0)], [extent - 1]
-            for guard in guards:
-                factor, rest = guard.factor_of(name), guard.substitute({name: Whole.of(0)})
-                if factor == 1:
-                    lows.append(-rest)
-                elif factor == -1:
-                    highs.append(rest)
-                else:
-                    continue
-                left.discard(guard)
-            if any(set(number.letters()) & {other for other, _ in binders} for number in (*lows, *highs)):
-                return False
-            if not all(self.facts.implies(given, high - low) for low in lows for high in highs):
-                return False
-        return not left
-
-    def _fewer(self, guards: Guards, given: Guards) -> Guards | None:
-        """Guards that do not follow from the given ones; None if they contradict them."""
-        if not guards:
-            return guards
-        if not self.facts.possible(guards | given):
-            return None
-        left = set(guards)
-        for guard in sorted(guards, key=repr):
-            if self.facts.implies(given | (left - {guard}), guard):
-                left.discard(guard)
-        return frozenset(left)
-
-
-def _size(extent: Whole) -> Total:
-    result = Total({})
-    for monomial, factor in extent.terms:
-        term = Total.number(factor)
-        for letter in monomial:
-            term = term * Total.atom(Sized(Whole.letter(letter)))
-        result = result + term
-    return result
-
-
-def _largest_of(branches: list[Branch]) -> Total:
-    """The largest of branches; those that are a largest themselves become their branches."""
-    flat: set[Branch] = set()
-    for branch in branches:
-        inner = branch.value.only_atom
-        if isinstance(inner, Largest):
-            flat.update(
-                Branch(branch.binders + each.binders, branch.guards | each.guards, each.value)
-                for each in inner.branches
-            )
-        else:
-            flat.add(branch)
-    if len(flat) == 1:
-        (only,) = flat
-        if not only.binders and not only.guards:
-            return only.value
-    return Total.atom(Largest(frozenset(flat)))

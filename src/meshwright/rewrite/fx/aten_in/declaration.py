@@ -1,0 +1,59 @@
+"""What a converter is, and the table of all.
+
+A converter gets a `Reader` and the call's arguments by name, and returns one term, or several for several results, or
+None where the arguments have no such meaning (an average pool that does not count its padding): then the call stays
+opaque. What a converter returns is compared with what torch says of the result; a term of another shape or dtype is
+dropped, and the call is opaque, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from meshwright.rewrite.terms import TensorType
+
+if TYPE_CHECKING:
+    from meshwright.rewrite.fx.read import Reader
+
+Found: TypeAlias = "int | tuple[int, ...] | None"
+Converter: TypeAlias = "Callable[[Reader, dict[str, Any]], Found]"
+
+CONVERTERS: dict[str, Converter] = {}
+# Operators that write their result over their first argument compute what the plain one does.
+_IN_PLACE_UNARY = (
+    *("relu", "silu", "sigmoid", "tanh", "exp", "neg", "abs", "sqrt", "rsqrt", "gelu", "hardtanh", "relu6", "clamp"),
+)
+_IN_PLACE_BINARY = ("add", "sub", "mul", "div")
+IN_PLACE = {
+    f"aten.{name}_.{overload}": f"aten.{name}.{overload}"
+    for name, overload in (
+        *((name, "default") for name in _IN_PLACE_UNARY),
+        *((name, overload) for name in _IN_PLACE_BINARY for overload in ("Tensor", "Scalar")),
+    )
+}
+
+
+def converts(*names: str) -> Callable[[Converter], Converter]:
+    """Declare a converter for ATen operators, by their names with overload."""
+
+    def declare(converter: Converter) -> Converter:
+        for name in names:
+            CONVERTERS[f"aten.{name}"] = converter
+        return converter
+
+    return declare
+
+
+def as_tuple(value: Any, count: int) -> tuple[int, ...]:
+    """A number for each of a few dims, of one number or several."""
+    if isinstance(value, Sequence):
+        return tuple(value) * (count if len(value) == 1 else 1)
+    return (value,) * count
+
+
+def expected_type(value: torch.Tensor) -> TensorType:
+    """What torch says of a result."""
+    return TensorType(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
