@@ -31,6 +31,7 @@ def capture_model(
     name: str = "",
     mode: Literal["training", "inference"] = "training",
     verify: bool = True,
+    needs_loss: bool = True,
     events: EventSink | None = None,
 ) -> Captured:
     """Capture ``model`` as a graph that can be planned, priced, cut into stages and run.
@@ -46,6 +47,7 @@ def capture_model(
         name: the graph's name; the model's class by default.
         mode: "training" records what autograd needs; "inference" captures outputs only (a loss is not computed).
         verify: compare the captured model with the model itself on a small batch, where there are weights.
+        needs_loss: a training graph without loss is refused; False captures the forward part of training alone.
         events: told of progress.
 
     Returns:
@@ -63,7 +65,7 @@ def capture_model(
         refuse_frozen(model, title)
     with quiet_torch():
         trace, described = _capture(model, inputs, targets, loss, training, title, events)
-    if training and not described.graph.has_loss:
+    if training and needs_loss and not described.graph.has_loss:
         raise CaptureError(
             f"{title} returns no scalar and no loss was given, so there is nothing to train on. Pass loss=..., a "
             "function of the model's "

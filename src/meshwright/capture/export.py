@@ -126,6 +126,7 @@ def trace_model(
         batch_size=_batch_size(tensors),
         training=training,
         has_loss=_has_loss(module, loss),
+        returned=flat.returned if loss is None else None,
     )
 
 

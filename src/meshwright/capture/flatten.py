@@ -18,7 +18,7 @@ from torch import fx
 from meshwright.capture.refusals import user_place
 from meshwright.capture.regions import Region, find_regions, held_by
 from meshwright.capture.repeats import ENTER, LEAVE, REPEAT
-from meshwright.capture.trace import LOSS_MODULE, args_of, target_of
+from meshwright.capture.trace import LOSS_MODULE, Returned, args_of, target_of
 from meshwright.spec import CaptureError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Flat:
     """The flat graph and what its `get_attr` nodes name beyond the model's state."""
 
     graph: fx.Graph
+    returned: Returned | None = None
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     branches: dict[str, fx.GraphModule] = field(default_factory=dict)
 
@@ -84,6 +85,12 @@ class _Flattener:
         return self._flat
 
     def _output(self, node: fx.Node) -> None:
+        spec = getattr(self._module, "_out_spec", None)
+        leaves = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+        if spec is not None and len(leaves) == spec.num_leaves:
+            numbers = iter(range(len(leaves)))
+            kinds = tuple((True, next(numbers)) if isinstance(leaf, fx.Node) else (False, leaf) for leaf in leaves)
+            self._flat.returned = Returned(spec, kinds)
         kept = tuple(self._operand(item, self._env, lambda name: name) for item in _leaves(node.args[0]))
         self._flat.graph.output(kept)
 

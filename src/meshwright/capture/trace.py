@@ -12,12 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meshwright.capture.inputs import BatchLayout
     from meshwright.capture.values import Value
 
 LOSS_MODULE = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """How what is returned is put together: ``leaves`` are numbers of the graph's outputs, or values themselves."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[tuple[bool, Any], ...]
+
+    def rebuild(self, outputs: Sequence[Any]) -> Any:
+        """The model's own output of the graph's outputs."""
+        leaves = [outputs[value] if is_output else value for is_output, value in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +43,7 @@ class Trace:
     ``state`` holds the model's parameters and buffers by their first name in the model's order, ``aliases`` the further
     names of tied ones, ``constants`` tensors made in forward, ``branches`` the subgraphs of `torch.cond` and its like.
     ``values`` are the looks of the example batch; ``batched`` says which of them grow with the batch, of ``batch_size``
-    samples in the example.
+    samples in the example. ``returned``: how the model puts the graph's outputs together.
     """
 
     graph: fx.Graph
@@ -42,6 +58,7 @@ class Trace:
     batch_size: int
     training: bool
     has_loss: bool
+    returned: Returned | None = None
     facts: dict[Any, Any] = field(default_factory=dict)
 
     @property

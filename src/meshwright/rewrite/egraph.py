@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+# Operators whose results are finite where their operands are (short of overflow).
+_STAYS_FINITE = frozenset(
+    {"full", "add", "sub", "mul", "neg", "square", "maximum", "minimum", "relu", "abs", "tanh", "sigmoid", "clamp"}
+    | {"concat", "slice", "transpose", "reshape", "broadcast", "pad", "reverse", "matmul", "linear", "conv1d", "conv2d"}
+    | {"sum", "mean", "amax", "amin", "avg_pool2d", "softmax", "sin", "cos", "erf"}
+)
+
+
 class EGraph:
     """Classes are whole numbers; one that was merged into another stays valid through `find`."""
 
@@ -31,6 +39,11 @@ class EGraph:
         self._holding: defaultdict[str, dict[int, None]] = defaultdict(dict)
         self._dirty: list[int] = []
         self.num_unions = 0
+        # Classes that are known to hold finite numbers only.
+        self.finite: set[int] = set()
+        # Who adds nodes now, and who added which.
+        self.reason = ""
+        self._reasons: list[tuple[int, Node, str]] = []
 
     def __len__(self) -> int:
         return len(self._known)
@@ -82,9 +95,20 @@ class EGraph:
         self._readers.append([])
         self._known[node] = cls
         self._holding[node.operator][cls] = None
+        if node.operator in _STAYS_FINITE and self.finite.issuperset(node.operands):
+            self.finite.add(cls)
+        if self.reason:
+            self._reasons.append((cls, node, self.reason))
         for operand in set(node.operands):
             self._readers[operand].append((node, cls))
         return cls
+
+    def reasons(self) -> dict[tuple[int, Node], str]:
+        """Who added a node of a class, for all that were added for a reason."""
+        found: dict[tuple[int, Node], str] = {}
+        for cls, node, reason in self._reasons:
+            found.setdefault((self.find(cls), self._canonical(node)), reason)
+        return found
 
     def merge(self, one: int, other: int) -> int:
         """Make two classes one. What follows for nodes that read them waits for `rebuild`."""
@@ -97,6 +121,9 @@ class EGraph:
             one, other = other, one
         self._parent[other] = one
         self.num_unions += 1
+        if other in self.finite:
+            self.finite.discard(other)
+            self.finite.add(one)
         for operator, nodes in self._nodes[other].items():
             self._nodes[one].setdefault(operator, []).extend(nodes)
             self._holding[operator][one] = None

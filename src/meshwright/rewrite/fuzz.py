@@ -111,9 +111,11 @@ def draw_sizes(
 ) -> Iterator[tuple[dict[str, tuple[int, ...]], dict[str, Any]]]:
     """Random sizes and letters with which the left side of an instance is well typed."""
     names = sorted(set(_letters(instance)))
-    for _ in range(_MOST_DRAWS if names else 1):
+    for draw in range(_MOST_DRAWS if names else 1):
+        # Sizes that have to satisfy equations are equal more often where they are few.
+        spread = 2 if instance.equations and draw % 2 else _SPREAD
         values = {
-            letter: Whole.of(int(rng.integers(0, _SPREAD)) + _number(instance.machine.facts.least(letter)))
+            letter: Whole.of(int(rng.integers(0, spread)) + _number(instance.machine.facts.least(letter)))
             for letter in names
         }
         if not instance.machine.facts.allows(values):

@@ -28,15 +28,21 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directed:
-    """A rule read from ``sources`` to ``targets``; ``ranks``: dims of its tensors for which it is proved."""
+    """A rule read from ``sources`` to ``targets``; ``ranks``: dims of its tensors for which it is proved.
+
+    ``finite``: tensors that must be known to hold finite numbers only.
+    """
 
     rule: Rule
     sources: tuple[Expression, ...]
     targets: tuple[Expression, ...]
     ranks: frozenset[tuple[tuple[str, int], ...]] | None = None
+    finite: tuple[str, ...] = ()
 
 
-def directions(rule: Rule, ranks: frozenset[tuple[tuple[str, int], ...]] | None = None) -> list[Directed]:
+def directions(
+    rule: Rule, ranks: frozenset[tuple[tuple[str, int], ...]] | None = None, finite: tuple[str, ...] = ()
+) -> list[Directed]:
     """The ways in which a rule can be used: what its target needs has to be bound by its source.
 
     Left out is a way that puts something around what it starts from, which would go on for ever and find nothing.
@@ -50,8 +56,23 @@ def directions(rule: Rule, ranks: frozenset[tuple[tuple[str, int], ...]] | None 
         calls = all(isinstance(side, Call) for side in sources)
         grows = any(_contains(target, source) for source, target in zip(sources, targets, strict=True))
         if calls and needed <= names and wanted <= letters and not grows:
-            found.append(Directed(rule=rule, sources=sources, targets=targets, ranks=ranks))
+            found.append(Directed(rule=rule, sources=sources, targets=targets, ranks=ranks, finite=finite))
     return found
+
+
+def bind(graph: EGraph, pattern: Call, cls: int) -> Iterator[tuple[dict[str, int], dict[str, Any]]]:
+    """Classes of a pattern's tensors and values of its letters, for each way in which a class holds it."""
+    yield from _match(graph, pattern, cls, {}, {})
+
+
+def class_of(graph: EGraph, expression: Expression, match: Match) -> int | None:
+    """The class of an expression at a match; None where it does not fit."""
+    tensors = {name: graph.find(cls) for name, cls in match.tensors.items()}
+    shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
+    try:
+        return _build(graph, expression, tensors, shaped, match.letters)
+    except (IllTypedError, IndexError, ValueError, KeyError, TypeError):
+        return None
 
 
 def matches(graph: EGraph, directed: Directed) -> Iterator[Match]:
@@ -71,7 +92,10 @@ def apply(graph: EGraph, directed: Directed, match: Match) -> bool:
         ranks = tuple(sorted((name, tensor.rank) for name, tensor in shaped.items()))
         if ranks not in directed.ranks:
             return False
+    if any(cls not in graph.finite for cls in (tensors[name] for name in directed.finite)):
+        return False
     before = len(graph), graph.num_unions
+    graph.reason = directed.rule.name
     try:
         if not all(condition.holds(shaped, match.letters) for condition in directed.rule.when):
             return False

@@ -61,7 +61,7 @@ class Terms:
 
     def input(self, name: str, type_: TensorType, kind: InputKind) -> int:
         """A tensor that is given."""
-        return self._add(Node(INPUT, (), (("name", name), ("kind", kind))), type_)
+        return self.add(Node(INPUT, (), (("name", name), ("kind", kind))), type_)
 
     def apply(self, operator: str, *operands: int, **attributes: Any) -> int:
         """A declared operator at terms. Raises IllTypedError where they do not fit."""
@@ -69,7 +69,7 @@ class Terms:
         node = Node(operator, operands, tuple((name, attributes[name]) for name in declared.attributes))
         if node in self._known:
             return self._known[node]
-        return self._add(node, type_of(node, [self.types[i] for i in operands]))
+        return self.add(node, type_of(node, [self.types[i] for i in operands]))
 
     def opaque(
         self, key: str, operands: Iterable[int], types: Sequence[TensorType], *, several: bool = False
@@ -80,9 +80,9 @@ class Terms:
         """
         node = Node(OPAQUE, tuple(operands), (("key", key),))
         if len(types) == 1 and not several:
-            return (self._add(node, types[0]),)
-        whole = self._add(node, TOKEN)
-        return tuple(self._add(Node(ITEM, (whole,), (("place", place),)), type_) for place, type_ in enumerate(types))
+            return (self.add(node, types[0]),)
+        whole = self.add(node, TOKEN)
+        return tuple(self.add(Node(ITEM, (whole,), (("place", place),)), type_) for place, type_ in enumerate(types))
 
     def needed(self, outputs: Iterable[int] | None = None) -> list[int]:
         """The terms that outputs need, operands first."""
@@ -99,7 +99,8 @@ class Terms:
         """Terms that are given, in order."""
         return (i for i, node in enumerate(self.nodes) if node.operator == INPUT)
 
-    def _add(self, node: Node, type_: TensorType) -> int:
+    def add(self, node: Node, type_: TensorType) -> int:
+        """A node whose result is known to have this type."""
         if node in self._known:
             return self._known[node]
         if any(size < 0 for size in type_.shape):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.cost.traits import is_in_place, operator_name
+from meshwright.solving import strong_components
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -86,7 +87,7 @@ def find_tasks(graph: Graph) -> Tasks:
     for op, source, _ in _op_edges(graph):
         successors[sets.find(source)].add(sets.find(op))
     placed = [op for op in range(len(graph.ops)) if not graph.ops[op].replicable]
-    for component in _components(sorted({sets.find(op) for op in placed}), successors):
+    for component in strong_components(sorted({sets.find(op) for op in placed}), successors):
         sets.merge(component)
     return group_tasks(graph, [(sets.find(op), op) for op in placed])
 
@@ -183,36 +184,3 @@ def _written_storages(graph: Graph, op: Op) -> set[int]:
     if "batch_norm" in operator_name(op) or "instance_norm" in operator_name(op):
         return {storage for storage in read if graph.tensors[storage].role == "buffer"}
     return set()
-
-
-def _components(nodes: Sequence[int], successors: dict[int, set[int]]) -> list[list[int]]:
-    """Strongly connected components (Kosaraju 1978), without recursion."""
-    predecessors: dict[int, set[int]] = defaultdict(set)
-    for node, others in successors.items():
-        for other in others:
-            predecessors[other].add(node)
-    finished: list[int] = []
-    seen: set[int] = set()
-    for node in nodes:
-        finished += _reach(node, successors, seen)
-    seen = set()
-    return [found for node in reversed(finished) if (found := _reach(node, predecessors, seen))]
-
-
-def _reach(start: int, successors: dict[int, set[int]], seen: set[int]) -> list[int]:
-    """Unseen nodes that are reached, each after those that are reached through it."""
-    if start in seen:
-        return []
-    seen.add(start)
-    order: list[int] = []
-    path = [(start, iter(sorted(successors[start])))]
-    while path:
-        node, others = path[-1]
-        following = next((other for other in others if other not in seen), None)
-        if following is None:
-            order.append(node)
-            path.pop()
-        else:
-            seen.add(following)
-            path.append((following, iter(sorted(successors[following]))))
-    return order

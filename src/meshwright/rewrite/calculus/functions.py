@@ -43,14 +43,6 @@ def _erf(x: Any) -> Any:
     return np.vectorize(erf, otypes=[np.float64])(x)
 
 
-def _gelu(x: Any) -> Any:
-    return 0.5 * x * (1 + _erf(x / np.sqrt(2.0)))
-
-
-def _gelu_tanh(x: Any) -> Any:
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-
 def _sigmoid(x: Any) -> Any:
     return 0.5 * (1 + np.tanh(0.5 * x))
 
@@ -59,15 +51,12 @@ FUNCTIONS: dict[str, Function] = {
     "exp": Function(compute=np.exp, at_0=1, positive=True),
     "log": Function(compute=np.log),
     "sqrt": Function(compute=np.sqrt, at_0=0, positive=True),
-    "rsqrt": Function(compute=lambda x: 1 / np.sqrt(x), positive=True),
     "reciprocal": Function(compute=lambda x: 1 / x, odd=True),
     "tanh": Function(compute=np.tanh, odd=True, at_0=0),
     "erf": Function(compute=_erf, odd=True, at_0=0),
     "sin": Function(compute=np.sin, odd=True, at_0=0),
     "cos": Function(compute=np.cos, even=True, at_0=1),
     "sigmoid": Function(compute=_sigmoid, positive=True),
-    "gelu": Function(compute=_gelu, at_0=0),
-    "gelu_tanh": Function(compute=_gelu_tanh, at_0=0),
     "sign": Function(compute=np.sign, in_field=np.sign, odd=True, idempotent=True, at_0=0),
     "floor": Function(compute=np.floor, idempotent=True, at_0=0),
     "ceil": Function(compute=np.ceil, idempotent=True, at_0=0),

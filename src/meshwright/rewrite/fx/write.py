@@ -37,6 +37,7 @@ class _Writing:
         self._made: dict[int, Any] = {}
         self._root: dict[str, Any] = {}
         self._placeholders: dict[str, fx.Node] = {}
+        self._pure: set[fx.Node] = set()
 
     def run(self) -> fx.GraphModule:
         source = self._source.terms
@@ -49,8 +50,9 @@ class _Writing:
         for term in needed:
             self._emit(term)
         self.graph.output(tuple(self._made[term] for term in self._terms.outputs))
+        # Elements that nobody reads, and constants that calls take as numbers.
         for node in reversed(list(self.graph.nodes)):
-            if node.target is operator.getitem and not node.users:
+            if (node.target is operator.getitem or node in self._pure) and not node.users:
                 self.graph.erase_node(node)
         made = fx.GraphModule(self._root, self.graph, class_name="Rewritten")
         made.graph.lint()
@@ -78,6 +80,7 @@ class _Writing:
             operands = tuple(self._made[operand] for operand in node.operands)
             numbers = tuple(number_of(self._terms, operand) for operand in node.operands)
             self._made[term] = emitter(Call(self.graph, operands, numbers, dict(node.attributes), type_))
+            self._pure.add(self._made[term])
 
     def _item(self, whole: int, place: int) -> fx.Node:
         copied, several = self._made[whole]

@@ -15,7 +15,7 @@ from meshwright.rewrite.generate.joined import joined_rules
 from meshwright.rewrite.generate.prove import prove_candidates
 from meshwright.rewrite.proofs import prove
 from meshwright.rewrite.rulebook import BookRule, RuleBook
-from meshwright.rewrite.special import keeps_special_numbers
+from meshwright.rewrite.special import special_numbers
 from meshwright.spec import EventSink, NullSink
 
 if TYPE_CHECKING:
@@ -88,4 +88,5 @@ def _uses(rule: Rule, operators: set[str]) -> bool:
 def _entry(rule: Rule, *, basis: bool) -> BookRule:
     source = f"generated, {rule.name}" if rule.source == "generated" else rule.source
     named = replace(rule, source=source)
-    return BookRule(rule=named, basis=basis, keeps_special=keeps_special_numbers(rule))
+    ranks = tuple(tuple(each[name] for name in rule.names) for each in prove(rule).ranks)
+    return BookRule(rule=named, ranks=ranks, special=special_numbers(rule), basis=basis)

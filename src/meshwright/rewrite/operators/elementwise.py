@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from meshwright.rewrite.calculus import Indexed, Machine
@@ -21,6 +22,11 @@ def each(a: Machine, function: Callable[..., Any], *operands: Indexed) -> Indexe
     return Indexed(first.shape, lambda *i: function(*(operand[i] for operand in operands)))
 
 
+def inverse_root(a: Machine, one: Any) -> Any:
+    """1 / √x."""
+    return a.apply("reciprocal", a.apply("sqrt", one))
+
+
 def declare_function(name: str, function: str | None = None) -> None:
     """Declare the pointwise operator of a function of one number."""
 
@@ -32,8 +38,8 @@ def declare_function(name: str, function: str | None = None) -> None:
 
 
 UNARY = (
-    *("exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "sin", "cos", "sigmoid"),
-    *("gelu", "gelu_tanh", "sign", "floor", "ceil", "round"),
+    *("exp", "log", "sqrt", "reciprocal", "tanh", "erf", "sin", "cos", "sigmoid"),
+    *("sign", "floor", "ceil", "round"),
 )
 for _name in UNARY:
     declare_function(_name)
@@ -92,6 +98,27 @@ def relu(a: Machine, x: Indexed) -> Indexed:
 @operator
 def abs_(a: Machine, x: Indexed) -> Indexed:
     return each(a, lambda one: a.apply("maximum", one, -one), x)
+
+
+@operator
+def rsqrt(a: Machine, x: Indexed) -> Indexed:
+    return each(a, lambda one: inverse_root(a, one), x)
+
+
+@operator
+def gelu(a: Machine, x: Indexed) -> Indexed:
+    half, root = a.number(0.5), a.number(math.sqrt(0.5))
+    return each(a, lambda one: one * half * (a.number(1) + a.apply("erf", one * root)), x)
+
+
+@operator
+def gelu_tanh(a: Machine, x: Indexed) -> Indexed:
+    half, scale, cubic = a.number(0.5), a.number(math.sqrt(2 / math.pi)), a.number(0.044715)
+    return each(
+        a,
+        lambda one: one * half * (a.number(1) + a.apply("tanh", (one + one * one * one * cubic) * scale)),
+        x,
+    )
 
 
 @operator

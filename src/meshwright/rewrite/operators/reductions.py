@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.rewrite.calculus import IllTypedError, Indexed, Machine
 from meshwright.rewrite.operators.declaration import operator
+from meshwright.rewrite.operators.elementwise import inverse_root
 from meshwright.rewrite.operators.layout import check_axis, product_of, replaced
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def batch_norm(
 
     def at(*i: Any) -> Any:
         channel = (i[1],)
-        scale = a.apply("rsqrt", variance[channel] + a.number(eps)) * weight[channel]
+        scale = inverse_root(a, variance[channel] + a.number(eps)) * weight[channel]
         return (x[i] - mean[channel]) * scale + bias[channel]
 
     return Indexed(x.shape, at)
@@ -149,10 +150,10 @@ def batch_norm(
 def _standardised(a: Machine, x: Any, total: Callable[..., Any], inverse: Any, eps: float, centre: bool) -> Any:
     """(x - mean) / sqrt(variance + eps), or x / sqrt(mean square + eps), over what ``total`` sums."""
     if not centre:
-        return x * a.apply("rsqrt", total(lambda one: one * one) * inverse + a.number(eps))
+        return x * inverse_root(a, total(lambda one: one * one) * inverse + a.number(eps))
     mean = total(lambda one: one) * inverse
     variance = total(lambda one: one * one) * inverse - mean * mean
-    return (x - mean) * a.apply("rsqrt", variance + a.number(eps))
+    return (x - mean) * inverse_root(a, variance + a.number(eps))
 
 
 @operator

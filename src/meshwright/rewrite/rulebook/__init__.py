@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.rewrite.rules import rule_of
+from meshwright.rewrite.special import Special
 from meshwright.spec import RewriteError
 from meshwright.spec.files import write_text
 
 if TYPE_CHECKING:
     from meshwright.rewrite.rules import Rule
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+ShippedBook = Literal["generated", "torch", "xla"]
 _MOST_BYTES = 32 * 2**20
 
 
@@ -26,12 +28,14 @@ _MOST_BYTES = 32 * 2**20
 class BookRule:
     """A proved rule. ``basis``: the others follow from those of the basis.
 
-    ``keeps_special``: whether NaN and infinity stay where they are; without, it is for finite numbers only.
+    ``ranks``: dims of its tensors, in the order of ``rule.names``, for which it is proved. ``special``: what becomes of
+    NaN and infinity.
     """
 
     rule: Rule
-    basis: bool
-    keeps_special: bool
+    ranks: tuple[tuple[int, ...], ...]
+    special: Special
+    basis: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +52,10 @@ class RuleBook:
 
 
 @cache
-def shipped_rule_book() -> RuleBook:
-    """The rules that ship with Meshwright."""
-    data = files("meshwright.rewrite.rulebook").joinpath("generated.json.gz").read_bytes()
-    return parse_rule_book(json.loads(gzip.decompress(data)), "the shipped rule book")
+def shipped_rule_book(name: ShippedBook = "generated") -> RuleBook:
+    """The rules that ship with Meshwright: found by itself, or written (``NAME.toml``) and proved."""
+    data = files("meshwright.rewrite.rulebook").joinpath(f"{name}.json.gz").read_bytes()
+    return parse_rule_book(json.loads(gzip.decompress(data)), f"the shipped rule book {name!r}")
 
 
 def read_rule_book(path: str | Path) -> RuleBook:
@@ -95,8 +99,10 @@ def _document(entry: BookRule) -> dict[str, Any]:
         **({"when": [str(condition) for condition in rule.when]} if rule.when else {}),
         **({"ranks": dict(rule.ranks)} if rule.ranks else {}),
         "source": rule.source,
-        "basis": entry.basis,
-        "keeps_special": entry.keeps_special,
+        "proved": [list(ranks) for ranks in entry.ranks],
+        **({"lost": list(entry.special.lost)} if entry.special.lost else {}),
+        **({"changed": list(entry.special.changed)} if entry.special.changed else {}),
+        **({"basis": True} if entry.basis else {}),
     }
 
 
@@ -111,4 +117,8 @@ def _entry(entry: dict[str, Any], place: str) -> BookRule:
         ranks=entry.get("ranks"),
         source=str(entry["source"]),
     )
-    return BookRule(rule=rule, basis=entry["basis"] is True, keeps_special=entry["keeps_special"] is True)
+    ranks = tuple(tuple(map(int, ranks)) for ranks in entry["proved"])
+    if any(len(each) != len(rule.names) for each in ranks):
+        raise RewriteError(f"{place} has a rule {rule.name!r} that is proved for other tensors than {rule.names}.")
+    special = Special(lost=tuple(map(str, entry.get("lost", ()))), changed=tuple(map(str, entry.get("changed", ()))))
+    return BookRule(rule=rule, ranks=ranks, special=special, basis=entry.get("basis") is True)

@@ -14,17 +14,15 @@ that is run does, where Alpa pays for each. A reader of the same group has no e:
 
 from __future__ import annotations
 
-import importlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from meshwright.planner.methods.alpa.conversions import Integers
 from meshwright.planner.methods.alpa.mesh import Floats
-from meshwright.spec import MeshwrightError, NoFeasiblePlanError
+from meshwright.solving import Rows, minimise
+from meshwright.spec import NoFeasiblePlanError
 
 # Microseconds keep costs well above the solver's tolerances.
 _SCALE = 1e6
@@ -77,32 +75,6 @@ def cost_of(nodes: Sequence[Node], tensors: Sequence[Tensor], chosen: Sequence[i
     return seconds, num_bytes
 
 
-class _Rows:
-    """A sparse matrix in the making: entries by row, with the rows' bounds."""
-
-    def __init__(self) -> None:
-        self.rows: list[Integers] = []
-        self.columns: list[Integers] = []
-        self.values: list[Floats] = []
-        self.lower: list[Floats] = []
-        self.upper: list[Floats] = []
-        self.count = 0
-
-    def add(self, lower: Floats, upper: Floats) -> int:
-        """New rows with these bounds; the number of the first."""
-        first = self.count
-        self.lower.append(lower)
-        self.upper.append(upper)
-        self.count += len(lower)
-        return first
-
-    def fill(self, rows: Integers, columns: Integers, value: float | Floats) -> None:
-        """Entries at these rows and columns."""
-        self.rows.append(rows)
-        self.columns.append(columns)
-        self.values.append(np.broadcast_to(np.asarray(value, np.float64), rows.shape))
-
-
 class Program:
     """Columns and rows of the program, appended array by array."""
 
@@ -113,7 +85,7 @@ class Program:
         self.costs = [node.seconds for node in nodes]
         self.bytes = [node.memory_bytes for node in nodes]
         self.num_columns = self.num_binaries = int(self.first[-1])
-        self.matrix = _Rows()
+        self.matrix = Rows()
         for v, size in enumerate(sizes):
             row = self.matrix.add(np.ones(1), np.ones(1))
             self.matrix.fill(np.full(size, row), self._strategies(v), 1.0)
@@ -174,51 +146,31 @@ class Program:
 
     def solve(self, deadline_s: float) -> tuple[Solution, list[int]]:
         """Solve it. Raises NoFeasiblePlanError where memory does not suffice, or time ends before anything is found."""
-        highspy = _import_highspy()
-        solver = highspy.Highs()
-        for option, value in (("output_flag", False), ("threads", 1), ("mip_rel_gap", 0.0), ("random_seed", 0)):
-            solver.setOptionValue(option, value)
-        solver.setOptionValue("time_limit", deadline_s)
-        solver.passModel(self._model(highspy))
-        solver.run()
-        status = solver.modelStatusToString(solver.getModelStatus())
-        info = solver.getInfo()
-        if info.primal_solution_status != highspy.kSolutionStatusFeasible:
+        found = minimise(
+            np.concatenate(self.costs),
+            np.ones(self.num_columns),
+            self.matrix,
+            np.arange(self.num_columns) < self.num_binaries,
+            purpose="Alpa's integer programs are solved",
+            deadline_s=deadline_s,
+            scale=_SCALE,
+        )
+        values = found.values
+        if values is None:
             raise NoFeasiblePlanError(
-                f"No placements were found in {deadline_s:g} s: HiGHS says {status!r}. Where there is a memory limit, "
-                "raise it or take a larger mesh; where time ended, raise the limit."
+                f"No placements were found in {deadline_s:g} s: HiGHS says {found.status!r}. Where there is a memory "
+                "limit, raise it or take a larger mesh; where time ended, raise the limit."
             )
-        values = np.array(solver.getSolution().col_value)
         chosen = [int(values[a:b].argmax()) for a, b in zip(self.first[:-1], self.first[1:], strict=True)]
-        bound_s = info.mip_dual_bound / _SCALE if math.isfinite(info.mip_dual_bound) else 0.0
         solution = Solution(
             chosen=tuple(chosen),
-            objective_s=info.objective_function_value / _SCALE,
-            bound_s=bound_s,
-            status=status,
+            objective_s=found.objective,
+            bound_s=found.bound,
+            status=found.status,
             num_variables=self.num_columns,
             num_constraints=self.matrix.count,
         )
         return solution, chosen
-
-    def _model(self, highspy: Any) -> Any:
-        rows, columns = (np.concatenate(parts) for parts in (self.matrix.rows, self.matrix.columns))
-        order = np.lexsort((columns, rows))
-        starts = np.searchsorted(rows[order], np.arange(self.matrix.count + 1))
-        model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = self.num_columns, self.matrix.count
-        model.col_cost_ = np.concatenate(self.costs) * _SCALE
-        model.col_lower_ = np.zeros(self.num_columns)
-        model.col_upper_ = np.ones(self.num_columns)
-        model.row_lower_ = np.concatenate(self.matrix.lower)
-        model.row_upper_ = np.concatenate(self.matrix.upper)
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = starts.astype(np.int32)
-        model.a_matrix_.index_ = columns[order].astype(np.int32)
-        model.a_matrix_.value_ = np.concatenate(self.matrix.values)[order]
-        kinds = [highspy.HighsVarType.kInteger] * self.num_binaries
-        model.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (self.num_columns - self.num_binaries)
-        return model
 
 
 def solve_choices(
@@ -233,13 +185,3 @@ def solve_choices(
     Raises NoFeasiblePlanError if none fits in memory, MeshwrightError without highspy.
     """
     return Program(nodes, tensors, memory_limit_bytes).solve(deadline_s)[0]
-
-
-def _import_highspy() -> Any:
-    try:
-        return importlib.import_module("highspy")
-    except ModuleNotFoundError as error:
-        raise MeshwrightError(
-            "Alpa's integer programs are solved by HiGHS, and highspy is not installed. Run: pip install "
-            "'meshwright[search]'; or choose another method."
-        ) from error

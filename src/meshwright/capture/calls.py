@@ -1,0 +1,59 @@
+"""`capture_calls`: single ATen calls as one graph, so that they are priced and timed like the ops of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from meshwright.capture.captured import Captured
+from meshwright.capture.describe import describe_trace
+from meshwright.capture.inputs import BatchLayout
+from meshwright.capture.layers import Range
+from meshwright.capture.trace import Trace
+from meshwright.capture.values import Value
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from meshwright.spec import Op
+
+
+def capture_calls(
+    graph: fx.Graph, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], *, training: bool
+) -> Captured:
+    """A graph of ATen calls that need not have to do with each other, each a layer of its own, for these sizes only.
+
+    ``inputs``: what its placeholders look like (on any device, "meta" too), in order; ``parameters``: what its
+    `get_attr` nodes name. In training, gradients of ``inputs`` that require them are counted.
+    """
+    for node in graph.nodes:
+        node.meta = {"module": "", "where": ""}
+    names = tuple(node.name for node in graph.nodes if node.op == "placeholder")
+    trace = Trace(
+        graph=graph,
+        layout=BatchLayout(
+            spec=pytree.tree_structure(((tuple(inputs),), {}, ())),
+            names=names,
+            positions=tuple(range(len(inputs))),
+            fixed=(),
+        ),
+        state=dict(parameters),
+        aliases={},
+        persistent=frozenset(parameters),
+        constants={},
+        branches={},
+        values=tuple(Value.of(tensor) for tensor in inputs),
+        batched=(False,) * len(inputs),
+        batch_size=1,
+        training=training,
+        has_loss=False,
+    )
+    described = describe_trace(trace, "calls", _one_by_one)
+    return Captured(graph=described.graph, trace=trace, table=described.table, legality=described.legality)
+
+
+def _one_by_one(ops: Sequence[Op], _tensors: object, _nodes: object) -> tuple[Range, ...]:
+    return tuple(Range(name=op.name, start=i, stop=i + 1) for i, op in enumerate(ops))

@@ -1,0 +1,100 @@
+"""Constant folding: what needs no batch is computed once, and held."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshwright.rewrite.fx.write import write_graph
+from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, Terms
+
+if TYPE_CHECKING:
+    from meshwright.rewrite.fx.read import Source
+
+
+def fold_constants(
+    terms: Terms, source: Source, effects: int | None, *, frozen: bool
+) -> tuple[Terms, int | None, dict[str, torch.Tensor]]:
+    """The same graph with computed constants as inputs of kind "constant", the last token there, and their tensors.
+
+    ``frozen``: parameters and buffers do not change, so that what is made of them is constant, too. A constant of one
+    number everywhere stays, as torch's calls take numbers.
+    """
+    roots = (*terms.outputs, *(() if effects is None else (effects,)))
+    needed = terms.needed(roots)
+    constant = _constant(terms, needed, frozen=frozen)
+    wanted = [
+        term
+        for term in needed
+        if term in constant and terms.nodes[term].operator != INPUT and not _is_number(terms, term)
+    ]
+    read = {operand for term in needed if term not in constant for operand in terms.nodes[term].operands} | set(roots)
+    folded = [term for term in wanted if term in read]
+    values = _compute(terms, source, folded)
+    made = Terms()
+    place: dict[int, int] = {}
+    held: dict[str, torch.Tensor] = {}
+    inside = set(folded)
+    for term in _needed_around(terms, roots, inside):
+        node, type_ = terms.nodes[term], terms.types[term]
+        if term in inside:
+            name = f"folded{len(held)}"
+            held[name] = values[term]
+            place[term] = made.input(name, type_, "constant")
+        else:
+            place[term] = made.add(node._replace(operands=tuple(place[operand] for operand in node.operands)), type_)
+    made.outputs = tuple(place[output] for output in terms.outputs)
+    return made, None if effects is None else place[effects], held
+
+
+def _constant(terms: Terms, needed: list[int], *, frozen: bool) -> set[int]:
+    constant: set[int] = set()
+    for term in needed:
+        node = terms.nodes[term]
+        if node.operator == INPUT:
+            kind = node.attribute("kind")
+            fixed = kind == "constant" or (frozen and kind in ("parameter", "buffer"))
+        else:
+            fixed = node.operator not in (OPAQUE, ITEM) and constant.issuperset(node.operands)
+        if fixed:
+            constant.add(term)
+    return constant
+
+
+def _is_number(terms: Terms, term: int) -> bool:
+    node = terms.nodes[term]
+    if node.operator == "full":
+        return True
+    return node.operator in ("broadcast", "cast", "reshape") and _is_number(terms, node.operands[0])
+
+
+def _needed_around(terms: Terms, roots: tuple[int, ...], inside: set[int]) -> list[int]:
+    """Terms that roots need when those ``inside`` are given."""
+    marked: set[int] = set()
+    todo = list(roots)
+    while todo:
+        term = todo.pop()
+        if term not in marked:
+            marked.add(term)
+            todo += () if term in inside else terms.nodes[term].operands
+    return sorted(marked)
+
+
+def _compute(terms: Terms, source: Source, wanted: list[int]) -> dict[int, torch.Tensor]:
+    if not wanted:
+        return {}
+    part = Terms()
+    place: dict[int, int] = {}
+    for term in terms.needed(wanted):
+        node = terms.nodes[term]
+        place[term] = part.add(node._replace(operands=tuple(place[i] for i in node.operands)), terms.types[term])
+    part.outputs = tuple(place[term] for term in wanted)
+    with torch.no_grad():
+        results = write_graph(part, source)(*_unused(source))
+    return {term: result.detach().clone() for term, result in zip(wanted, results, strict=True)}
+
+
+def _unused(source: Source) -> list[None]:
+    """Stand-ins for the batch, which constants do not read."""
+    return [None for term in source.terms.inputs() if source.terms.nodes[term].attribute("kind") == "batch"]

@@ -1,0 +1,61 @@
+"""`Rewritten`: a rewritten graph as a module that is called like the one it came from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from meshwright.spec import RewriteError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from meshwright.capture import Captured
+    from meshwright.capture.inputs import BatchLayout
+    from meshwright.capture.trace import Returned
+
+
+class Rewritten(nn.Module):
+    """Calls a graph with the original module's arguments and returns what that returns.
+
+    Parameters and buffers that the graph still reads are the user's own objects, under their names. It takes batches
+    of the sizes that it was rewritten for; a RewriteError tells of any other.
+    """
+
+    def __init__(self, graph: fx.GraphModule, captured: Captured, sizes: Sequence[torch.Size]) -> None:
+        super().__init__()
+        returned = captured.trace.returned
+        if returned is None or sum(is_output for is_output, _ in returned.leaves) != len(captured.graph.outputs):
+            raise RewriteError("The model returns something beside tensors and constants; return tensors only.")
+        self.graph_module = graph
+        self._layout: BatchLayout = captured.trace.layout
+        self._returned: Returned = returned
+        self._sizes = tuple(sizes)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original module's output."""
+        leaves, spec = pytree.tree_flatten((args, kwargs, ((),)))
+        if spec != self._layout.spec:
+            leaves, spec = pytree.tree_flatten((args, kwargs, ()))
+        if spec != self._layout.spec:
+            raise RewriteError(
+                f"The rewritten model was called with {spec}; it was made for {self._layout.spec}. Call it like the "
+                "batch that it was rewritten for, or rewrite it anew."
+            )
+        tensors = [leaves[position] for position in self._layout.positions]
+        for name, tensor, size in zip(self._layout.names, tensors, self._sizes, strict=True):
+            if tensor.shape != size:
+                raise RewriteError(
+                    f"The rewritten model takes {name!r} of the sizes {tuple(size)}, and {tuple(tensor.shape)} were "
+                    "given. It is made for one size of batch; rewrite the model for this one, too."
+                )
+        for position, value in self._layout.fixed:
+            if leaves[position] != value:
+                raise RewriteError(
+                    f"The rewritten model was made with the argument {value!r}, and {leaves[position]!r} was given. "
+                    "Rewrite the model for this one, too."
+                )
+        return self._returned.rebuild(self.graph_module(*tensors))

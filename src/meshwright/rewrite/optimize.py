@@ -1,0 +1,236 @@
+"""`optimize`: a module in, an equivalent and faster module out.
+
+The module is captured for the batch, its graph is searched (`search`), and what is predicted to be cheaper is checked
+in float64, then timed beside the original. Only what is faster here is handed over; otherwise the module comes back as
+it was.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from meshwright.capture import capture_model, flatten_batch
+from meshwright.cost import CostModel
+from meshwright.rewrite.fx.captured import read_captured
+from meshwright.rewrite.fx.check import check_close, check_equal
+from meshwright.rewrite.fx.fold import fold_constants
+from meshwright.rewrite.fx.module import Rewritten
+from meshwright.rewrite.fx.write import write_graph
+from meshwright.rewrite.saturate import Limits
+from meshwright.rewrite.search.pricing import CallPrices
+from meshwright.rewrite.search.ruleset import Guided, shipped_rules
+from meshwright.rewrite.search.search import Found, Space
+from meshwright.rewrite.search.timing import alternate, forward_of, speedups, step_of
+from meshwright.spec import EventSink, Measurements, NullSink, RewriteError, load_cluster
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+    from meshwright.capture import Captured
+    from meshwright.rewrite.fx.read import Source
+    from meshwright.spec import DeviceKind
+
+LIMITS = Limits(rounds=4, nodes=20_000, seconds=10.0)
+# What a rewritten graph must be faster by, beyond what the timings' noise explains.
+_LEAST_GAIN = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A graph that was found. ``worst``: largest relative difference in float64.
+
+    ``speedup`` as measured here, ``spread`` the half width of its 95 % interval; None if it was not.
+    """
+
+    name: str
+    found: Found
+    graph: fx.GraphModule
+    worst: float
+    speedup: float | None = None
+    spread: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewriting:
+    """What came of it. ``module`` is the fastest, which may be the original; ``chosen``: whose graph it is."""
+
+    module: nn.Module
+    chosen: Candidate | None
+    candidates: tuple[Candidate, ...]
+    source: Source
+    cost: CostModel
+    seconds: dict[str, float]
+
+
+def optimize(module: nn.Module, batch: Any, **options: Any) -> nn.Module:
+    """An equivalent module that is faster on batches like this one; the module itself where none was found.
+
+    ``batch`` as in `capture_model`: a tensor, a tuple of arguments, or a dict of keyword arguments. A module in
+    training mode is rewritten for training: its forward pass is another one, with the same gradients. ``options`` are
+    those of `rewrite_model`, which also says what was done.
+    """
+    return rewrite_model(module, batch, **options).module
+
+
+def rewrite_model(
+    module: nn.Module,
+    batch: Any,
+    *,
+    rules: Guided | None = None,
+    limits: Limits = LIMITS,
+    cost: CostModel | None = None,
+    device: DeviceKind | None = None,
+    measure: bool = True,
+    rounds: int = 30,
+    budget_s: float = 30.0,
+    events: EventSink | None = None,
+) -> Rewriting:
+    """Search for a faster equivalent of a module on a batch.
+
+    Args:
+        module: in training mode for training, in evaluation mode for inference.
+        batch: example of the batches that it will get; the result takes batches of this size.
+        rules: what may be applied; by default all shipped rules that keep numbers finite or not as they are.
+        limits: when to stop applying rules.
+        cost: prices; by default of this machine, where calls that were never timed are timed first.
+        device: the kind of device that is priced; by default the cost model's only one.
+        measure: time candidates beside the original, and take the fastest; without, the cheapest by prediction.
+        rounds: timings of each candidate, at most.
+        budget_s: seconds for the timings of calls, and again for those of candidates.
+        events: told of progress.
+
+    Raises CaptureError for a module that cannot be captured, RewriteError for a graph that cannot be rewritten.
+    """
+    events = events or NullSink()
+    clock = _Clock()
+    captured, source, tensors = _read(module, batch, events)
+    clock.lap("capture")
+    training = module.training
+    rules = rules or shipped_rules()
+    cost, device = _prices_of(cost, device)
+    spaces = _spaces(source, rules, limits, training=training)
+    clock.lap("rules")
+    prices = CallPrices(cost, device, training=training)
+    calls = [call for _, space, _ in spaces for call in space.calls()]
+    if cost.measurements is not None and measure:
+        cost = prices.measure(calls, budget_s=budget_s, events=events)
+        prices = CallPrices(cost, device, training=training)
+    prices.price(calls)
+    clock.lap("prices")
+    candidates: list[Candidate] = []
+    for name, space, grown in spaces:
+        found = space.choose(prices, grown)
+        if all(found.terms.nodes != other.found.terms.nodes for other in candidates) and found.rules:
+            candidates.append(_written(name, found, source, tensors, training=training))
+    clock.lap("choice")
+    layout = captured.trace.layout
+    modules = [Rewritten(each.graph, captured, [tensor.shape for tensor in tensors]) for each in candidates]
+    if measure and candidates:
+        example = layout.rebuild(tensors)[:2]
+        call = step_of if training else forward_of
+        events.progress("time candidates", 0, 1)
+        taken = alternate([call(each, example) for each in (module, *modules)], rounds=rounds, budget_s=budget_s)
+        events.progress("time candidates", 1, 1)
+        ratios, spreads = speedups(taken)
+        candidates = [
+            _timed(each, float(ratio), float(spread))
+            for each, ratio, spread in zip(candidates, ratios[1:], spreads[1:], strict=True)
+        ]
+    clock.lap("timing")
+    best = _best(candidates, measured=measure)
+    return Rewriting(
+        module=module if best is None else modules[best],
+        chosen=None if best is None else candidates[best],
+        candidates=tuple(candidates),
+        source=source,
+        cost=cost,
+        seconds=clock.laps,
+    )
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._last, self.laps = time.perf_counter(), {}  # type: float, dict[str, float]
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
+
+
+def _read(module: nn.Module, batch: Any, events: EventSink) -> tuple[Captured, Source, tuple[torch.Tensor, ...]]:
+    mode: Literal["training", "inference"] = "training" if module.training else "inference"
+    captured = capture_model(module, batch, mode=mode, verify=False, needs_loss=False, events=events)
+    return captured, read_captured(captured, batch), flatten_batch(captured, batch)
+
+
+def _prices_of(cost: CostModel | None, device: DeviceKind | None) -> tuple[CostModel, DeviceKind]:
+    if cost is None:
+        empty = Measurements(device="cpu", software=f"torch {torch.__version__}", date="", conditions="")
+        cost = CostModel(cluster=load_cluster("2xcpu"), measurements=empty)
+    if device is None:
+        kinds = cost.cluster.device_kinds
+        if len(kinds) != 1:
+            raise RewriteError(
+                f"The cluster {cost.cluster.name!r} has devices of the kinds {[kind.name for kind in kinds]}; say "
+                "which of them the module will run on."
+            )
+        (device,) = kinds
+    return cost, device
+
+
+def _spaces(source: Source, rules: Guided, limits: Limits, *, training: bool) -> list[tuple[str, Space, Any]]:
+    """What all rules lead to, and what those alone that leave less to do."""
+    made = []
+    for name, used in (("all rules", rules), ("simplified", Guided(simplify=rules.simplify, explore=(), merge=()))):
+        space = Space(source.terms, source.effects, frozen=not training, finite=_finite(source, frozen=not training))
+        made.append((name, space, space.grow(used, limits)))
+    return made
+
+
+def _finite(source: Source, *, frozen: bool) -> frozenset[str]:
+    """Names of held tensors whose numbers are finite and stay so."""
+    found = set()
+    for term in source.terms.inputs():
+        node = source.terms.nodes[term]
+        held = source.holders.get(str(node.attribute("name")))
+        fixed = node.attribute("kind") == "constant" or (frozen and node.attribute("kind") != "batch")
+        if fixed and isinstance(held, torch.Tensor) and bool(torch.isfinite(held).all()):
+            found.add(str(node.attribute("name")))
+    return frozenset(found)
+
+
+def _written(
+    name: str, found: Found, source: Source, tensors: tuple[torch.Tensor, ...], *, training: bool
+) -> Candidate:
+    terms, effects, held = fold_constants(found.terms, source, found.effects, frozen=not training)
+    graph = write_graph(terms, source, effects=effects, held=held)
+    original = write_graph(source.terms, source, effects=source.effects)
+    # Folded constants are rounded to the model's dtype: what is compared in float64 computes them again.
+    worst = check_equal(original, write_graph(found.terms, source, effects=found.effects), tensors, training=training)
+    check_close(original, graph, tensors)
+    return Candidate(name=name, found=found, graph=graph, worst=worst)
+
+
+def _timed(candidate: Candidate, speedup: float, spread: float) -> Candidate:
+    return Candidate(
+        name=candidate.name,
+        found=candidate.found,
+        graph=candidate.graph,
+        worst=candidate.worst,
+        speedup=speedup,
+        spread=spread,
+    )
+
+
+def _best(candidates: list[Candidate], *, measured: bool) -> int | None:
+    def gain(candidate: Candidate) -> float:
+        if measured:
+            return (candidate.speedup or 0.0) - 1.0 - (candidate.spread or 0.0)
+        return candidate.found.before_s / max(candidate.found.after_s, 1e-12) - 1.0
+
+    best = max(range(len(candidates)), key=lambda i: gain(candidates[i]), default=None)
+    return best if best is not None and gain(candidates[best]) > _LEAST_GAIN else None

@@ -1,0 +1,1 @@
+"""A cheaper graph among all that rules lead to."""

@@ -1,0 +1,92 @@
+"""`Terms` → `EGraph`, and what is known of its classes beside their types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.rewrite.egraph import EGraph
+from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN_DTYPE, Node
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence, Set
+
+    from meshwright.rewrite.terms import Terms
+
+_GIVEN = ("parameter", "buffer", "constant")
+
+
+def load(terms: Terms, outputs: Sequence[int], finite: Set[str] = frozenset()) -> tuple[EGraph, dict[int, int]]:
+    """An e-graph of what outputs need, and the class of each of its terms.
+
+    ``finite``: names of given tensors that hold finite numbers, and will.
+    """
+    graph = EGraph()
+    classes: dict[int, int] = {}
+    for term in terms.needed(outputs):
+        node = terms.nodes[term]
+        operands = tuple(classes[operand] for operand in node.operands)
+        classes[term] = graph.add(Node(node.operator, operands, node.attributes), terms.types[term])
+        if node.operator == INPUT and node.attribute("name") in finite:
+            graph.finite.add(classes[term])
+    return graph, classes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """By class: whether it needs no batch (it is computed once), and the number that it has everywhere, if any."""
+
+    constant: frozenset[int]
+    number: Mapping[int, float]
+
+
+def find_known(graph: EGraph, *, frozen: bool) -> Known:
+    """What follows from weights and numbers alone; ``frozen``: weights do not change (inference)."""
+    constant: set[int] = set()
+    number: dict[int, float] = {}
+    readers: dict[int, set[int]] = {}
+    todo = set()
+    for cls in graph.classes():
+        for node in graph.nodes(cls):
+            for operand in node.operands:
+                readers.setdefault(graph.find(operand), set()).add(cls)
+            if not node.operands:
+                todo.add(cls)
+    while todo:
+        cls = todo.pop()
+        grown = False
+        for node in graph.nodes(cls):
+            if cls not in constant and _is_constant(graph, node, constant, frozen):
+                constant.add(cls)
+                grown = True
+            value = number.get(cls, _number(graph, node, number))
+            if value is not None and cls not in number:
+                number[cls] = value
+                grown = True
+        if grown:
+            todo |= readers.get(cls, set())
+    return Known(constant=frozenset(constant), number=number)
+
+
+def _is_constant(graph: EGraph, node: Node, constant: set[int], frozen: bool) -> bool:
+    if node.operator == INPUT:
+        kind = node.attribute("kind")
+        return kind == "constant" or (frozen and kind in _GIVEN)
+    if node.operator in (OPAQUE, ITEM):
+        return False
+    return all(graph.find(operand) in constant for operand in node.operands)
+
+
+def _number(graph: EGraph, node: Node, number: dict[int, float]) -> float | None:
+    if node.operator == "full":
+        return float(node.attribute("value"))
+    if node.operator in ("broadcast", "cast", "reshape"):
+        operand = graph.find(node.operands[0])
+        dtype = graph.types[operand].dtype
+        return number.get(operand) if dtype.startswith(("float", "bfloat")) else None
+    return None
+
+
+def is_token(graph: EGraph, cls: int) -> bool:
+    """Whether a class stands for an order of effects, or for several results, and is no tensor."""
+    return graph.types[cls].dtype == TOKEN_DTYPE

@@ -1,0 +1,98 @@
+"""Merges: operators that read one tensor become one operator on joined weights, and slices of its result.
+
+A rule of two outputs fits any two of n operators; all pairs, and pairs of what came of them, are too many. So operators
+that share an operand are taken in one order, and each is joined to what those before it became: the chain 1, 1+2, 1+2+3
+and so on. All members of the chain stay in the e-graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from meshwright.rewrite.expressions import Call, Name
+from meshwright.rewrite.matching import Match, apply, bind, class_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+    from typing import Any
+
+    from meshwright.rewrite.egraph import EGraph
+    from meshwright.rewrite.matching import Directed
+
+
+class Merging:
+    """Joins along chains; remembers what it made, and which chains it went along."""
+
+    def __init__(self) -> None:
+        self._made: set[int] = set()
+        self._seen: set[tuple[str, tuple[int, ...]]] = set()
+
+    def run(self, graph: EGraph, rule: Directed, most_members: int) -> int:
+        """Join what can be joined; how often something was new."""
+        source, following = rule.sources
+        assert isinstance(source, Call)
+        assert isinstance(following, Call)
+        shared = sorted(_operands(source) & _operands(following))
+        renamed = dict(zip(_names(following), _names(source), strict=True))
+        chains: defaultdict[Hashable, list[tuple[int, Mapping[str, int], Mapping[str, Any]]]] = defaultdict(list)
+        made = {graph.find(cls) for cls in self._made}
+        for cls in graph.holding(source.operator):
+            if cls in made:
+                continue
+            for tensors, letters in bind(graph, source, cls):
+                key = (tuple(tensors[name] for name in shared), tuple(sorted(letters.items(), key=str)))
+                chains[key].append((cls, tensors, letters))
+        count = 0
+        for entries in chains.values():
+            members = list({cls: (cls, tensors, letters) for cls, tensors, letters in entries}.values())[:most_members]
+            label = (rule.rule.name, tuple(cls for cls, _, _ in members))
+            if len(members) < 2 or label in self._seen:
+                continue
+            self._seen.add(label)
+            count += self._join(graph, rule, members, renamed)
+        return count
+
+    def _join(
+        self,
+        graph: EGraph,
+        rule: Directed,
+        members: list[tuple[int, Mapping[str, int], Mapping[str, Any]]],
+        renamed: Mapping[str, str],
+    ) -> int:
+        (cls, tensors, letters), *others = members
+        count = 0
+        for other, bound, _ in others:
+            match = Match({**tensors, **{name: bound[renamed[name]] for name in renamed}}, dict(letters), (cls, other))
+            if graph.find(cls) == graph.find(other) or not apply(graph, rule, match):
+                continue
+            count += 1
+            joined = self._joined_class(graph, rule, match)
+            if joined is None:
+                break
+            self._made.add(joined)
+            source = rule.sources[0]
+            assert isinstance(source, Call)
+            again = next(iter(bind(graph, source, graph.find(joined))), None)
+            if again is None:
+                break
+            cls, (tensors, letters) = joined, again
+        return count
+
+    def _joined_class(self, graph: EGraph, rule: Directed, match: Match) -> int | None:
+        """The class of the operator on joined operands, which both targets cut from."""
+        target, source = rule.targets[0], rule.sources[0]
+        assert isinstance(target, Call)
+        assert isinstance(source, Call)
+        for item in target.operands:
+            if isinstance(item, Call) and item.operator == source.operator:
+                return class_of(graph, item, match)
+        return None
+
+
+def _operands(call: Call) -> set[str]:
+    return set(_names(call))
+
+
+def _names(call: Call) -> list[str]:
+    return [item.name for item in call.operands if isinstance(item, Name)]

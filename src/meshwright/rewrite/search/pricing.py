@@ -1,0 +1,175 @@
+"""What nodes cost: each is written as the torch call that it becomes, and the one cost model prices that call.
+
+Calls are known by all that their price depends on (`Call`), so that equal ones of a deep model are priced once. What
+the cost model has not measured can be timed here first (`measure`), all calls in one run with memory of their own, so
+that no weight is found in a cache that would not be there in the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from meshwright.capture import capture_calls, part
+from meshwright.measurement import OpSource, measure_ops, merge_measurements
+from meshwright.rewrite.fx.aten_out import EMITTERS
+from meshwright.rewrite.fx.aten_out import Call as Emission
+from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE
+from meshwright.spec import EventSink, MeasurementError, NullSink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import Any
+
+    from meshwright.capture import Captured
+    from meshwright.cost import CostModel
+    from meshwright.rewrite.egraph import EGraph
+    from meshwright.rewrite.search.loading import Known
+    from meshwright.rewrite.terms import Node, TensorType
+    from meshwright.spec import DeviceKind, Measurements
+
+# Nodes that are no call of their own: what is given, what is copied as it is.
+FREE = (INPUT, OPAQUE, ITEM, "full")
+
+
+class Operand(NamedTuple):
+    """``number``: what a constant operand is everywhere, if it is one number; ``weight``: it needs no batch."""
+
+    type: TensorType
+    weight: bool
+    number: float | None
+
+
+class Call(NamedTuple):
+    """All that the price of a node depends on."""
+
+    operator: str
+    operands: tuple[Operand, ...]
+    attributes: tuple[tuple[str, Any], ...]
+    type: TensorType
+
+
+def call_of(graph: EGraph, known: Known, cls: int, node: Node) -> Call:
+    """The call that a node becomes."""
+    operands = tuple(
+        Operand(graph.types[child], child in known.constant, known.number.get(child))
+        for child in map(graph.find, node.operands)
+    )
+    return Call(node.operator, operands, node.attributes, graph.types[cls])
+
+
+class CallPrices:
+    """Seconds by call, on one kind of device; with the backward pass in training."""
+
+    def __init__(self, cost: CostModel, device: DeviceKind, *, training: bool) -> None:
+        self.cost, self.device, self.training = cost, device, training
+        self._seconds: dict[Call, float] = {}
+        self._measured: dict[Call, bool] = {}
+
+    def seconds(self, call: Call) -> float:
+        """Seconds of a call that was priced; infinity if torch has no such operator."""
+        return self._seconds[call]
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that were priced."""
+        return len(self._seconds)
+
+    @property
+    def num_measured(self) -> int:
+        """Those of them that were measured."""
+        return sum(self._measured.values())
+
+    def price(self, calls: Iterable[Call]) -> None:
+        """Price calls that are new, all at once."""
+        new = [call for call in dict.fromkeys(calls) if call not in self._seconds]
+        writable = [call for call in new if call.operator in EMITTERS]
+        self._seconds.update((call, float("inf")) for call in new if call.operator not in EMITTERS)
+        if not writable:
+            return
+        captured = _as_graph(writable, training=self.training)
+        prices = self.cost.price_ops(captured.graph, 1, self.device)
+        for call, op in zip(writable, _ops_of(captured, len(writable)), strict=True):
+            backward = prices.backward_s[op] if self.training else 0.0
+            self._seconds[call] = float(prices.forward_s[op] + backward)
+            self._measured[call] = prices.basis[op] == "measured"
+
+    def measure(
+        self, calls: Iterable[Call], *, repeats: int = 5, budget_s: float = 30.0, events: EventSink | None = None
+    ) -> CostModel:
+        """Time the calls that the cost model has not measured, on this machine's thread; the model that knows them.
+
+        Raises MeasurementError where the cost model has no table of this machine to add to.
+        """
+        cost = self.cost
+        if cost.measurements is None:
+            raise MeasurementError("There is no table that measured calls could join; give measurements.")
+        writable = [call for call in dict.fromkeys(calls) if call.operator in EMITTERS]
+        if not writable:
+            return cost
+        captured = _as_graph(writable, training=self.training)
+        basis = cost.price_ops(captured.graph, 1, self.device).basis
+        ops = _ops_of(captured, len(writable))
+        missing = [call for call, op in zip(writable, ops, strict=True) if basis[op] != "measured"]
+        if not missing:
+            return cost
+        captured = _as_graph(missing, training=self.training)
+        run = measure_ops(
+            OpSource(graph=captured.graph, cut=_cutter(captured), batch=lambda _: _batch(captured)),
+            1,
+            repeats=repeats,
+            budget_s=budget_s,
+            events=events or NullSink(),
+        )
+        added: Measurements = replace(cost.measurements, ops=run.ops, optimizers=(), transfers=())
+        return replace(cost, measurements=merge_measurements(cost.measurements, added))
+
+
+def _as_graph(calls: Sequence[Call], *, training: bool) -> Captured:
+    """All calls beside each other, each with tensors of its own."""
+    graph = fx.Graph()
+    inputs: list[torch.Tensor] = []
+    parameters: dict[str, torch.Tensor] = {}
+
+    def made(operand: Operand) -> Any:
+        dtype = getattr(torch, operand.type.dtype)
+        look = torch.empty(operand.type.shape, dtype=dtype, device="meta")
+        differentiable = dtype.is_floating_point
+        if operand.weight and differentiable:
+            name = f"weight{len(parameters)}"
+            parameters[name] = nn.Parameter(look)
+            return graph.get_attr(name)
+        inputs.append(look.requires_grad_(training and differentiable))
+        return graph.placeholder(f"input{len(inputs)}")
+
+    written = [tuple(made(operand) for operand in call.operands) for call in calls]
+    results = []
+    for call, operands in zip(calls, written, strict=True):
+        numbers = tuple(operand.number for operand in call.operands)
+        results.append(EMITTERS[call.operator](Emission(graph, operands, numbers, dict(call.attributes), call.type)))
+    graph.output(tuple(results))
+    return capture_calls(graph, inputs, parameters, training=training)
+
+
+def _ops_of(captured: Captured, count: int) -> range:
+    if len(captured.graph.ops) != count:
+        raise AssertionError(f"{count} calls became {len(captured.graph.ops)} ops")
+    return range(count)
+
+
+def _cutter(captured: Captured) -> Callable[..., nn.Module]:
+    return lambda feeds, fetches, ops, size: part(captured, feeds, fetches, batch_size=size, ops=ops)
+
+
+def _batch(captured: Captured) -> list[torch.Tensor]:
+    """Tensors with data: noise, and zeros where numbers are indices."""
+    made = []
+    for value in captured.trace.values:
+        tensor = torch.zeros(value.shape, dtype=value.dtype)
+        if value.dtype.is_floating_point:
+            tensor.normal_().requires_grad_(value.requires_grad)
+        made.append(tensor)
+    return made

@@ -1,0 +1,87 @@
+"""Which rules a search uses, and in what order of urgency.
+
+Directions that leave less to do (`Guided.simplify`) are applied until nothing is new; those that lead to as much or
+more work (`explore`) a few rounds only, and never without end: a rule read from right to left may apply to its own
+result.
+Rules of several outputs join (`merge`): see `search.merging`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.rewrite.expressions import Call, Name
+from meshwright.rewrite.matching import directions
+from meshwright.rewrite.rulebook import shipped_rule_book
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from meshwright.rewrite.expressions import Expression
+    from meshwright.rewrite.matching import Directed
+    from meshwright.rewrite.rulebook import BookRule
+
+# What must stay of NaN and infinity: all as they are; that a number is not finite, if not how; nothing.
+SpecialNumbers = Literal["same", "kept", "ignored"]
+
+# How much an operator does, roughly, before anything is known of sizes. What only looks at memory does nothing.
+_FREE = frozenset({"slice", "reshape", "transpose", "broadcast", "full", "bitcast"})
+_HEAVY = frozenset({"matmul", "linear", "conv1d", "conv2d", "attention", "embedding"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guided:
+    """Directions by what they are good for."""
+
+    simplify: tuple[Directed, ...]
+    explore: tuple[Directed, ...]
+    merge: tuple[Directed, ...]
+
+
+@cache
+def shipped_rules(special: SpecialNumbers = "kept") -> Guided:
+    """All shipped rules that may be used: those for torch's kernels, XLA's, and the basis of the generated ones."""
+    books = (shipped_rule_book("torch").rules, shipped_rule_book("xla").rules, shipped_rule_book().basis)
+    return guide((entry for book in books for entry in book), special)
+
+
+def guide(entries: Iterable[BookRule], special: SpecialNumbers = "kept") -> Guided:
+    """Directions of proved rules, each once."""
+    simplify, explore, merge = [], [], []
+    seen = set()
+    for entry in entries:
+        lost, changed = entry.special.lost, entry.special.changed
+        finite = {"same": (*lost, *changed), "kept": lost, "ignored": ()}[special]
+        ranks = frozenset(tuple(sorted(zip(entry.rule.names, each, strict=True))) for each in entry.ranks)
+        for way in directions(entry.rule, ranks, finite):
+            text = (way.sources, way.targets, entry.rule.when)
+            if text in seen:
+                continue
+            seen.add(text)
+            if len(way.sources) > 1:
+                if _shares_a_heavy_operand(way):
+                    merge.append(way)
+            elif _work(way.targets[0]) < _work(way.sources[0]):
+                simplify.append(way)
+            else:
+                explore.append(way)
+    return Guided(simplify=tuple(simplify), explore=tuple(explore), merge=tuple(merge))
+
+
+def _shares_a_heavy_operand(way: Directed) -> bool:
+    sources = [source for source in way.sources if isinstance(source, Call) and source.operator in _HEAVY]
+    if len(sources) != 2 or sources[0].operator != sources[1].operator:
+        return False
+    operands = [{item.name for item in source.operands if isinstance(item, Name)} for source in sources]
+    return all(isinstance(target, Call) for target in way.targets) and bool(operands[0] & operands[1])
+
+
+def _work(side: Expression) -> tuple[int, int]:
+    """(what it does, number of operators)."""
+    if isinstance(side, Name):
+        return 0, 0
+    inner = [_work(operand) for operand in side.operands]
+    own = 0 if side.operator in _FREE else 10 if side.operator in _HEAVY else 1
+    return own + sum(work for work, _ in inner), 1 + sum(count for _, count in inner)

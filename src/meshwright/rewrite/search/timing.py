@@ -1,0 +1,86 @@
+"""Whole models timed against each other in place: rounds in which every candidate runs once, on one thread's clock."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+
+def alternate(
+    candidates: Sequence[Callable[[], Any]], *, rounds: int, budget_s: float, clock: Callable[[], float] | None = None
+) -> NDArray[np.float64]:
+    """Seconds of each candidate in each round, shape (rounds, candidates); at least 5 rounds, however long they take.
+
+    Where torch works on one thread, ``clock`` counts the processor time of this thread, which other programs on the
+    machine disturb least; otherwise it is the wall's.
+    """
+    clock = clock or (time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
+    for candidate in candidates:
+        candidate()
+    taken: list[list[float]] = []
+    start = time.perf_counter()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        while len(taken) < rounds and (len(taken) < 5 or time.perf_counter() - start < budget_s):
+            row = [0.0] * len(candidates)
+            order = range(len(candidates)) if len(taken) % 2 else reversed(range(len(candidates)))
+            for i in order:
+                before = clock()
+                candidates[i]()
+                row[i] = clock() - before
+            taken.append(row)
+    finally:
+        if collecting:
+            gc.enable()
+    return np.array(taken)
+
+
+def speedups(seconds: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """How many times faster than the first each candidate is, and the half width of the 95 % interval.
+
+    Ratios of lower quartiles; the interval is from rounds drawn again.
+    """
+    rng = np.random.default_rng(0)
+    draws = rng.integers(len(seconds), size=(200, len(seconds)))
+    quartiles = np.quantile(seconds[draws], 0.25, axis=1)
+    ratios = quartiles[:, :1] / quartiles
+    typical = np.quantile(seconds, 0.25, axis=0)
+    low, high = np.quantile(ratios, (0.025, 0.975), axis=0)
+    return typical[0] / typical, (high - low) / 2
+
+
+def forward_of(module: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
+    """One inference of a module on a batch's (args, kwargs)."""
+    args, kwargs = tensors
+
+    def run() -> Any:
+        with torch.inference_mode():
+            return module(*args, **kwargs)
+
+    return run
+
+
+def step_of(module: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
+    """Forward and backward of a module on a batch; gradients are computed and dropped."""
+    args, kwargs = tensors
+
+    def run() -> Any:
+        outputs = [leaf for leaf in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+        wanted = [leaf for leaf in outputs if leaf.requires_grad]
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        seeds = [torch.ones_like(leaf) for leaf in wanted]
+        return torch.autograd.grad(wanted, parameters, seeds, allow_unused=True) if wanted and parameters else outputs
+
+    return run

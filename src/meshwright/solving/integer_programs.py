@@ -1,0 +1,124 @@
+"""Mixed integer programs in arrays, solved by HiGHS on one thread."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from meshwright.spec import MeshwrightError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats: TypeAlias = NDArray[np.float64]
+    Integers: TypeAlias = NDArray[np.int64]
+
+# HiGHS' tolerances are absolute: objectives are brought to about this size.
+_LARGE = 1e6
+
+
+class Rows:
+    """A sparse matrix in the making: entries by row, with the rows' bounds."""
+
+    def __init__(self) -> None:
+        self.rows: list[Integers] = []
+        self.columns: list[Integers] = []
+        self.values: list[Floats] = []
+        self.lower: list[Floats] = []
+        self.upper: list[Floats] = []
+        self.count = 0
+
+    def add(self, lower: Floats, upper: Floats) -> int:
+        """New rows with these bounds; the number of the first."""
+        first = self.count
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.count += len(lower)
+        return first
+
+    def fill(self, rows: Integers, columns: Integers, value: float | Floats) -> None:
+        """Entries at these rows and columns."""
+        self.rows.append(rows)
+        self.columns.append(columns)
+        self.values.append(np.broadcast_to(np.asarray(value, np.float64), rows.shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Optimum:
+    """What was found: values of columns, None if nothing was; ``bound``: nothing has a smaller objective."""
+
+    values: Floats | None
+    objective: float
+    bound: float
+    status: str
+    optimal: bool
+
+
+def minimise(
+    costs: Floats,
+    upper: Floats,
+    rows: Rows,
+    whole: NDArray[np.bool_],
+    *,
+    purpose: str,
+    deadline_s: float,
+    gap: float = 0.0,
+    scale: float = _LARGE,
+    start: Floats | None = None,
+) -> Optimum:
+    """Minimise ``costs · x`` for ``0 <= x <= upper`` within the rows; columns where ``whole`` take whole numbers.
+
+    ``start``: values that are known to be possible. ``scale`` multiplies the costs, against HiGHS' absolute tolerances.
+    Raises MeshwrightError without highspy; ``purpose`` says what needs it.
+    """
+    highspy = _import_highspy(purpose)
+    solver = highspy.Highs()
+    for option, value in (("output_flag", False), ("threads", 1), ("mip_rel_gap", gap), ("random_seed", 0)):
+        solver.setOptionValue(option, value)
+    solver.setOptionValue("time_limit", float(deadline_s))
+    solver.passModel(_model(highspy, costs * scale, upper, rows, whole))
+    if start is not None:
+        known = highspy.HighsSolution()
+        known.col_value = [float(value) for value in start]
+        solver.setSolution(known)
+    solver.run()
+    status = solver.getModelStatus()
+    info = solver.getInfo()
+    found = info.primal_solution_status == highspy.kSolutionStatusFeasible
+    return Optimum(
+        values=np.array(solver.getSolution().col_value) if found else None,
+        objective=info.objective_function_value / scale,
+        bound=info.mip_dual_bound / scale if math.isfinite(info.mip_dual_bound) else 0.0,
+        status=solver.modelStatusToString(status),
+        optimal=status == highspy.HighsModelStatus.kOptimal,
+    )
+
+
+def _model(highspy: Any, costs: Floats, upper: Floats, matrix: Rows, whole: NDArray[np.bool_]) -> Any:
+    rows, columns = (np.concatenate(parts) for parts in (matrix.rows, matrix.columns))
+    order = np.lexsort((columns, rows))
+    starts = np.searchsorted(rows[order], np.arange(matrix.count + 1))
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(costs), matrix.count
+    model.col_cost_, model.col_lower_, model.col_upper_ = costs, np.zeros(len(costs)), upper
+    model.row_lower_, model.row_upper_ = np.concatenate(matrix.lower), np.concatenate(matrix.upper)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = starts.astype(np.int32)
+    model.a_matrix_.index_ = columns[order].astype(np.int32)
+    model.a_matrix_.value_ = np.concatenate(matrix.values)[order]
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    model.integrality_ = [kinds[int(item)] for item in whole]
+    return model
+
+
+def _import_highspy(purpose: str) -> Any:
+    try:
+        return importlib.import_module("highspy")
+    except ModuleNotFoundError as error:
+        raise MeshwrightError(
+            f"{purpose} by HiGHS, and highspy is not installed. Run: pip install 'meshwright[search]'."
+        ) from error
