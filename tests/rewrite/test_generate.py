@@ -166,7 +166,7 @@ def test_damaged_books_are_refused(document):
     [
         ("sub(x, x)", "full(shape=shape(x), value=0.0)", Special(lost=("x",))),
         ("mul(x, full(shape=shape(x), value=0.0))", "full(shape=shape(x), value=0.0)", Special(lost=("x",))),
-        ("sub(add(x, y), y)", "x", Special(lost=("x", "y"))),
+        ("sub(add(x, y), y)", "x", Special(lost=("y",))),
         ("matmul(matmul(x, y), z)", "matmul(x, matmul(y, z))", Special(changed=("x", "y", "z"))),
         ("logical_not(greater(x, y))", "less_equal(x, y)", Special(lost=("x", "y"))),
         ("add(x, y)", "add(y, x)", Special()),

@@ -32,6 +32,8 @@ class EGraph:
         self._parent: list[int] = []
         self.types: list[TensorType] = []
         self._known: dict[Node, int] = {}
+        # By class: when it was first made, and how.
+        self._earliest: list[tuple[int, Node]] = []
         # By class: nodes by operator, and the nodes that read it, with their classes.
         self._nodes: list[dict[str, list[Node]]] = []
         self._readers: list[list[tuple[Node, int]]] = []
@@ -65,6 +67,10 @@ class EGraph:
         for nodes in self._nodes[cls].values():
             yield from nodes
 
+    def earliest(self, cls: int) -> Node:
+        """The node of a class that was added first: of all ways to compute it, one without circles."""
+        return self._earliest[self.find(cls)][1]
+
     def nodes_of(self, cls: int, operator: str) -> list[Node]:
         """The class's nodes of an operator."""
         return self._nodes[cls].get(operator, [])
@@ -94,6 +100,7 @@ class EGraph:
         self._nodes.append({node.operator: [node]})
         self._readers.append([])
         self._known[node] = cls
+        self._earliest.append((cls, node))
         self._holding[node.operator][cls] = None
         if node.operator in _STAYS_FINITE and self.finite.issuperset(node.operands):
             self.finite.add(cls)
@@ -128,6 +135,7 @@ class EGraph:
             self._nodes[one].setdefault(operator, []).extend(nodes)
             self._holding[operator][one] = None
         self._nodes[other] = {}
+        self._earliest[one] = min(self._earliest[one], self._earliest[other])
         self._dirty.append(one)
         self._readers[one].extend(self._readers[other])
         self._readers[other] = []

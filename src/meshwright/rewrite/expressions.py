@@ -9,11 +9,14 @@ Positional arguments are tensors: names or calls. Keyword arguments are attribut
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meshwright.rewrite.calculus import IllTypedError
+from meshwright.rewrite.calculus.whole import Inverse, Whole
 from meshwright.rewrite.operators import OPERATORS
 from meshwright.spec import RewriteError
 
@@ -115,6 +118,18 @@ def _swap_last(rank: int) -> tuple[int, ...]:
     return (*range(rank - 2), rank - 1, rank - 2)
 
 
+def _inverse(number: Any) -> Any:
+    """One divided by a number that is not 0."""
+    if isinstance(number, Whole):
+        return Inverse(number)
+    if not number or not math.isfinite(number):
+        raise IllTypedError(f"1 / {number} is no finite number")
+    found = Fraction(1, number) if isinstance(number, int) else 1 / number
+    if not math.isfinite(found):
+        raise IllTypedError(f"1 / {number} is no finite number")
+    return found
+
+
 ATTRIBUTE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     **_SIGNS,
     "undo": _undo,
@@ -128,6 +143,7 @@ ATTRIBUTE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "without": lambda values, dim: (*values[:dim], *values[dim + 1 :]),
     "added": lambda one, other: tuple(a + b for a, b in zip(one, other, strict=True)),
     "zeros": lambda count: (0,) * count,
+    "inverse": _inverse,
 }
 
 # Functions of tensors' shapes, which stand in attributes by the tensors' names.

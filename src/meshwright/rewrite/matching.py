@@ -75,6 +75,17 @@ def class_of(graph: EGraph, expression: Expression, match: Match) -> int | None:
         return None
 
 
+def node_of(graph: EGraph, call: Expression, match: Match) -> Node:
+    """The node of a call that was added at a match."""
+    assert isinstance(call, Call)
+    tensors = {name: graph.find(cls) for name, cls in match.tensors.items()}
+    shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
+    operands = tuple(graph.find(_build(graph, operand, tensors, shaped, match.letters)) for operand in call.operands)
+    return Node(
+        call.operator, operands, tuple((name, value_of(v, shaped, match.letters)) for name, v in call.attributes)
+    )
+
+
 def matches(graph: EGraph, directed: Directed) -> Iterator[Match]:
     """All places where the source stands."""
     first, *others = directed.sources

@@ -17,13 +17,14 @@ from meshwright.capture import capture_model, flatten_batch
 from meshwright.cost import CostModel
 from meshwright.rewrite.fx.captured import read_captured
 from meshwright.rewrite.fx.check import check_close, check_equal
+from meshwright.rewrite.fx.direct import call_directly
 from meshwright.rewrite.fx.fold import fold_constants
 from meshwright.rewrite.fx.module import Rewritten
 from meshwright.rewrite.fx.write import write_graph
 from meshwright.rewrite.saturate import Limits
 from meshwright.rewrite.search.pricing import CallPrices
 from meshwright.rewrite.search.ruleset import Guided, shipped_rules
-from meshwright.rewrite.search.search import Found, Space
+from meshwright.rewrite.search.search import Found, Grown, Space
 from meshwright.rewrite.search.timing import alternate, forward_of, speedups, step_of
 from meshwright.spec import EventSink, Measurements, NullSink, RewriteError, load_cluster
 
@@ -114,17 +115,14 @@ def rewrite_model(
     cost, device = _prices_of(cost, device)
     spaces = _spaces(source, rules, limits, training=training)
     clock.lap("rules")
-    prices = CallPrices(cost, device, training=training)
-    calls = [call for _, space, _ in spaces for call in space.calls()]
-    if cost.measurements is not None and measure:
-        cost = prices.measure(calls, budget_s=budget_s, events=events)
-        prices = CallPrices(cost, device, training=training)
-    prices.price(calls)
+    measuring = measure and cost.measurements is not None
+    prices = CallPrices(cost, device, training=training, measuring=measuring)
+    prices.price(call for _, space, _ in spaces for call in space.calls())
     clock.lap("prices")
     candidates: list[Candidate] = []
     for name, space, grown in spaces:
-        found = space.choose(prices, grown)
-        if all(found.terms.nodes != other.found.terms.nodes for other in candidates) and found.rules:
+        found = _choose(space, grown, prices, budget_s=budget_s, events=events)
+        if all(found.terms.nodes != other.found.terms.nodes for other in candidates):
             candidates.append(_written(name, found, source, tensors, training=training))
     clock.lap("choice")
     layout = captured.trace.layout
@@ -147,9 +145,20 @@ def rewrite_model(
         chosen=None if best is None else candidates[best],
         candidates=tuple(candidates),
         source=source,
-        cost=cost,
+        cost=prices.cost,
         seconds=clock.laps,
     )
+
+
+def _choose(space: Space, grown: Grown, prices: CallPrices, *, budget_s: float, events: EventSink) -> Found:
+    """Choose, time what was chosen, and choose again, until what is chosen is known."""
+    deadline = time.perf_counter() + budget_s
+    found = space.choose(prices, grown)
+    while prices.measuring and (left := deadline - time.perf_counter()) > 0:
+        if not prices.measure(space.calls_of(found), budget_s=left, events=events):
+            break
+        found = space.choose(prices, grown)
+    return found
 
 
 class _Clock:
@@ -182,7 +191,7 @@ def _prices_of(cost: CostModel | None, device: DeviceKind | None) -> tuple[CostM
     return cost, device
 
 
-def _spaces(source: Source, rules: Guided, limits: Limits, *, training: bool) -> list[tuple[str, Space, Any]]:
+def _spaces(source: Source, rules: Guided, limits: Limits, *, training: bool) -> list[tuple[str, Space, Grown]]:
     """What all rules lead to, and what those alone that leave less to do."""
     made = []
     for name, used in (("all rules", rules), ("simplified", Guided(simplify=rules.simplify, explore=(), merge=()))):
@@ -207,7 +216,7 @@ def _written(
     name: str, found: Found, source: Source, tensors: tuple[torch.Tensor, ...], *, training: bool
 ) -> Candidate:
     terms, effects, held = fold_constants(found.terms, source, found.effects, frozen=not training)
-    graph = write_graph(terms, source, effects=effects, held=held)
+    graph = call_directly(write_graph(terms, source, effects=effects, held=held))
     original = write_graph(source.terms, source, effects=source.effects)
     # Folded constants are rounded to the model's dtype: what is compared in float64 computes them again.
     worst = check_equal(original, write_graph(found.terms, source, effects=found.effects), tensors, training=training)

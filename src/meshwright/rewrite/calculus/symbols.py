@@ -17,7 +17,7 @@ from meshwright.rewrite.calculus.facts import MOST_QUESTIONS, NO_GUARDS, Facts
 from meshwright.rewrite.calculus.functions import known_value
 from meshwright.rewrite.calculus.pruning import simplified
 from meshwright.rewrite.calculus.sums import Branch, Read, Sized, Total, every_letter
-from meshwright.rewrite.calculus.whole import Whole, data_letter, data_value
+from meshwright.rewrite.calculus.whole import Inverse, Whole, data_letter, data_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,6 +79,8 @@ class Symbols:
         self.facts = Facts(questions)
         # Letters that a sum binds are renamed later: a quotient of one would keep the old name.
         self._bound: set[Letter] = set()
+        # Letters that an attribute divides by: they are not 0 where the rule is well typed.
+        self.inverted: set[Whole] = set()
         self._quotients: dict[tuple[Whole, Whole], Whole] = {}
         # Orders that were demanded and are to be shown later; None where they are demanded at once.
         self.owed: list[Whole] | None = None
@@ -140,10 +142,21 @@ class Symbols:
         """A function of values, by what is known of it."""
         if function == "maximum":
             return self.combine(lambda *each: largest_of([Branch((), NO_GUARDS, item) for item in each]), *arguments)
+        if function == "reciprocal" and self.inverted:
+            return self.combine(self._reciprocal, *arguments)
         return self.combine(lambda *each: known_value(function, each), *arguments)
 
-    def number(self, value: float | Fraction | Whole) -> Value:
+    def _reciprocal(self, total: Total) -> Total:
+        for number in self.inverted:
+            if total == size_total(number):
+                return self.inverse_size(number).cases[0][1]
+        return known_value("reciprocal", (total,))
+
+    def number(self, value: float | Fraction | Whole | Inverse) -> Value:
         """A constant, or the letter of one."""
+        if isinstance(value, Inverse):
+            self.inverted.add(value.of)
+            return self.inverse_size(value.of)
         return self._plain(size_total(value) if isinstance(value, Whole) else Total.number(Fraction(value)))
 
     def size(self, extent: int | Whole) -> Value:

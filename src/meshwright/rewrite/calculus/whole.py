@@ -6,6 +6,7 @@ looks up).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,6 +29,13 @@ def data_letter(value: Any) -> Letter:
 def data_value(letter: Letter) -> Any:
     """The value that a letter stands for; None for all other letters."""
     return _DATA.get(letter) if letter[0] == "@" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Inverse:
+    """One divided by a number that is a letter."""
+
+    of: Whole
 
 
 class Whole:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.rewrite.fx.write import write_graph
-from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, Terms
+from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN_DTYPE, Terms
 
 if TYPE_CHECKING:
     from meshwright.rewrite.fx.read import Source
@@ -27,9 +27,11 @@ def fold_constants(
     wanted = [
         term
         for term in needed
-        if term in constant and terms.nodes[term].operator != INPUT and not _is_number(terms, term)
+        if term in constant and terms.nodes[term].operator not in (INPUT, "broadcast") and not _is_number(terms, term)
     ]
-    read = {operand for term in needed if term not in constant for operand in terms.nodes[term].operands} | set(roots)
+    # A broadcast looks at what it repeats, and is folded nowhere.
+    looks = {term for term in needed if terms.nodes[term].operator == "broadcast" or term not in constant}
+    read = {operand for term in looks for operand in terms.nodes[term].operands} | set(roots)
     folded = [term for term in wanted if term in read]
     values = _compute(terms, source, folded)
     made = Terms()
@@ -56,7 +58,10 @@ def _constant(terms: Terms, needed: list[int], *, frozen: bool) -> set[int]:
             kind = node.attribute("kind")
             fixed = kind == "constant" or (frozen and kind in ("parameter", "buffer"))
         else:
-            fixed = node.operator not in (OPAQUE, ITEM) and constant.issuperset(node.operands)
+            ordered = node.operator in (OPAQUE, ITEM) and any(
+                terms.types[other].dtype == TOKEN_DTYPE for other in (*node.operands, term)
+            )
+            fixed = not ordered and constant.issuperset(node.operands)
         if fixed:
             constant.add(term)
     return constant
@@ -92,7 +97,9 @@ def _compute(terms: Terms, source: Source, wanted: list[int]) -> dict[int, torch
     part.outputs = tuple(place[term] for term in wanted)
     with torch.no_grad():
         results = write_graph(part, source)(*_unused(source))
-    return {term: result.detach().clone() for term, result in zip(wanted, results, strict=True)}
+    # Operators are priced, and fastest, on memory that lies in order.
+    contiguous = torch.contiguous_format
+    return {term: result.detach().clone(memory_format=contiguous) for term, result in zip(wanted, results, strict=True)}
 
 
 def _unused(source: Source) -> list[None]:

@@ -4,15 +4,17 @@ An integer program for HiGHS: ``x`` says whether a node is chosen, ``y`` whether
 
     minimise   Σ seconds · x
     where      y(root) = 1,   Σ x(nodes of c) = y(c),   y(d) ≥ Σ x(nodes of c that read d)
-               level(c) ≥ level(d) + 1 - size · (1 - x)      where c reads d and both lie on a cycle
 
-Classes of one node that is needed anyway stay what they are and cost no variable.
+A choice must not go round in circles. Circles of two classes are forbidden from the start; a longer one is when a
+solution has it: at least one of its classes must not read the next, Σ x(nodes of c that read the next) ≤ length - 1,
+and the program is solved again. Levels of classes, which forbid all circles at once, take HiGHS ten times as long.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+import time
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -87,15 +89,15 @@ class _Space:
             every = []
             for node in graph.nodes(cls):
                 cost = seconds(cls, node)
-                reads = self._reads(node)
+                reads = self.reads(node)
                 if cost < math.inf and cls not in reads:
                     every.append((cost + _PER_NODE, node, reads))
             self.options[cls] = _undominated(every)
             todo += [operand for _, _, reads in self.options[cls] for operand in reads]
         self._drop_impossible()
-        self.component = self._components()
 
-    def _reads(self, node: Node) -> frozenset[int]:
+    def reads(self, node: Node) -> frozenset[int]:
+        """Classes that a node reads, but for leaves."""
         return frozenset(map(self._graph.find, node.operands)) - self._leaves
 
     def follow(self, chosen: Callable[[int], Node]) -> dict[int, Node]:
@@ -106,7 +108,7 @@ class _Space:
             cls = todo.pop()
             if cls not in nodes:
                 nodes[cls] = chosen(cls)
-                todo += self._reads(nodes[cls])
+                todo += self.reads(nodes[cls])
         return nodes
 
     def _drop_impossible(self) -> None:
@@ -126,12 +128,6 @@ class _Space:
         for cls in self.options:
             self.options[cls] = [option for option in self.options[cls] if option[2] <= reached]
 
-    def _components(self) -> dict[int, int]:
-        """The strongly connected component of each class, for those of more than one class."""
-        reads = {cls: {item for option in options for item in option[2]} for cls, options in self.options.items()}
-        found = strong_components(list(self.options), reads)
-        return {cls: number for number, classes in enumerate(found) if len(classes) > 1 for cls in classes}
-
 
 def _undominated(options: list[_Option]) -> list[_Option]:
     kept: list[_Option] = []
@@ -143,25 +139,62 @@ def _undominated(options: list[_Option]) -> list[_Option]:
 
 def _solve(space: _Space, start: Mapping[int, Node], limit_s: float) -> tuple[dict[int, Node], bool] | None:
     columns = _Columns(space)
-    found = minimise(
-        columns.costs,
-        columns.upper,
-        columns.rows(),
-        columns.whole,
-        purpose="The cheapest graph is chosen",
-        deadline_s=limit_s,
-        gap=1e-6,
-        start=columns.values_of(start),
-    )
-    if found.values is None:
-        return None
-    values = found.values
+    first = columns.values_of(start)
+    deadline = time.perf_counter() + limit_s
+    while True:
+        found = minimise(
+            columns.costs,
+            np.ones(len(columns.costs)),
+            columns.rows(),
+            columns.whole,
+            purpose="The cheapest graph is chosen",
+            deadline_s=max(deadline - time.perf_counter(), 0.1),
+            gap=1e-6,
+            start=first,
+        )
+        if found.values is None:
+            return None
+        values = found.values
 
-    def chosen(cls: int) -> Node:
-        options, first = space.options[cls], columns.first[cls]
-        return options[int(values[first : first + len(options)].argmax())][1]
+        def chosen(cls: int) -> Node:
+            options, place = space.options[cls], columns.first[cls]
+            return options[int(values[place : place + len(options)].argmax())][1]  # noqa: B023 - called at once
 
-    return space.follow(chosen), found.optimal
+        nodes = space.follow(chosen)
+        circles = _circles(space, nodes)
+        if not circles:
+            return nodes, found.optimal
+        if time.perf_counter() > deadline:
+            return None
+        for circle in circles:
+            columns.forbid(circle)
+
+
+def _circles(space: _Space, nodes: Mapping[int, Node]) -> list[list[int]]:
+    """Circles of a choice, one for each component of classes that need each other."""
+    reads = {cls: set(space.reads(node)) for cls, node in nodes.items()}
+    found = []
+    for component in strong_components(list(nodes), reads):
+        if len(component) < 2:
+            continue
+        inside = set(component)
+        # The shortest way from a class back to itself.
+        start = component[0]
+        came: dict[int, int] = {}
+        todo = [start]
+        while start not in came:
+            following = []
+            for cls in todo:
+                for other in reads[cls] & inside:
+                    if other not in came:
+                        came[other] = cls
+                        following.append(other)
+            todo = following
+        circle = [start]
+        while came[circle[-1]] != start:
+            circle.append(came[circle[-1]])
+        found.append(circle[::-1])
+    return found
 
 
 class _Columns:
@@ -175,25 +208,22 @@ class _Columns:
         for cls, options in space.options.items():
             self.first[cls] = count
             count += len(options)
-        self.level = {cls: count + i for i, cls in enumerate(space.component)}
-        self.sizes = Counter(space.component.values())
-        count += len(self.level)
-        self.costs, self.upper = np.zeros(count), np.ones(count)
+        self.costs = np.zeros(count)
         self.whole = np.zeros(count, np.bool_)
         for cls, options in space.options.items():
             place = slice(self.first[cls], self.first[cls] + len(options))
             self.costs[place] = [cost for cost, _, _ in options]
             self.whole[place] = len(options) > 1
-        for cls, column in self.level.items():
-            self.upper[column] = self.sizes[space.component[cls]]
+        self._entries: list[tuple[float, float, dict[int, float]]] = []
+        for root in space.root_classes:
+            self._entries.append((1.0, 1.0, {self.needed[root]: 1.0}))
+        for cls, options in space.options.items():
+            self._tie(cls, options)
+        for one, other in self._mutual():
+            self.forbid([one, other])
 
     def rows(self) -> Rows:
         """What ties them together."""
-        self._entries: list[tuple[float, float, dict[int, float]]] = []
-        for root in self._space.root_classes:
-            self._entries.append((1.0, 1.0, {self.needed[root]: 1.0}))
-        for cls, options in self._space.options.items():
-            self._tie(cls, options)
         rows = Rows()
         rows.add(np.array([low for low, _, _ in self._entries]), np.array([high for _, high, _ in self._entries]))
         lengths = [len(entries) for _, _, entries in self._entries]
@@ -203,19 +233,33 @@ class _Columns:
         return rows
 
     def _tie(self, cls: int, options: list[_Option]) -> None:
-        first, component = self.first[cls], self._space.component.get(cls)
+        first = self.first[cls]
         chosen = {first + i: 1.0 for i in range(len(options))}
         self._entries.append((0.0, 0.0, {self.needed[cls]: -1.0, **chosen}))
-        readers: defaultdict[int, list[int]] = defaultdict(list)
-        for i, (_, _, reads) in enumerate(options):
-            for operand in reads:
-                readers[operand].append(first + i)
-        for operand, places in readers.items():
+        for operand, places in self._readers(cls).items():
             self._entries.append((0.0, math.inf, {self.needed[operand]: 1.0, **dict.fromkeys(places, -1.0)}))
-            if component is not None and self._space.component.get(operand) == component:
-                size = float(self.sizes[component])
-                entries = {self.level[cls]: 1.0, self.level[operand]: -1.0, **dict.fromkeys(places, -size)}
-                self._entries.append((1.0 - size, math.inf, entries))
+
+    def _readers(self, cls: int) -> dict[int, list[int]]:
+        """By class that nodes of a class read: the columns of those nodes."""
+        readers: defaultdict[int, list[int]] = defaultdict(list)
+        for i, (_, _, reads) in enumerate(self._space.options[cls]):
+            for operand in reads:
+                readers[operand].append(self.first[cls] + i)
+        return readers
+
+    def _mutual(self) -> list[tuple[int, int]]:
+        """Pairs of classes that read each other."""
+        reads = {cls: set(self._readers(cls)) for cls in self._space.options}
+        return [
+            (cls, other) for cls, others in reads.items() for other in others if cls < other and cls in reads[other]
+        ]
+
+    def forbid(self, circle: Sequence[int]) -> None:
+        """No choice in which each class of a circle reads the next."""
+        entries: dict[int, float] = {}
+        for cls, following in zip(circle, (*circle[1:], circle[0]), strict=True):
+            entries |= dict.fromkeys(self._readers(cls)[following], 1.0)
+        self._entries.append((0.0, len(circle) - 1.0, entries))
 
     def values_of(self, choice: Mapping[int, Node]) -> NDArray[np.float64] | None:
         """A known choice as values of columns; None where one of its nodes was left out."""
@@ -233,32 +277,7 @@ class _Columns:
             values[[self.needed[cls], self.first[cls] + place]] = 1.0
             reads_of[cls] = options[place][2]
             todo += reads_of[cls]
-        depth: dict[int, int] = {}
-        component = self._space.component
-        for cls in _operands_first(reads_of):
-            inner = [depth[operand] for operand in reads_of[cls] if component.get(operand) == component.get(cls)]
-            depth[cls] = 1 + max(inner, default=-1)
-            if cls in self.level:
-                values[self.level[cls]] = depth[cls]
         return values
-
-
-def _operands_first(reads_of: Mapping[int, Iterable[int]]) -> list[int]:
-    """Classes of a choice, operands before what reads them."""
-    order: list[int] = []
-    state: dict[int, bool] = {}
-    for root in reads_of:
-        todo = [(root, False)]
-        while todo:
-            cls, done = todo.pop()
-            if done:
-                state[cls] = True
-                order.append(cls)
-            elif cls not in state:
-                state[cls] = False
-                todo.append((cls, True))
-                todo += [(operand, False) for operand in reads_of[cls] if operand not in state]
-    return order
 
 
 def smallest(graph: EGraph, wanted: Iterable[int]) -> dict[int, Node]:

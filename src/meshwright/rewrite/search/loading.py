@@ -56,7 +56,7 @@ def find_known(graph: EGraph, *, frozen: bool) -> Known:
         cls = todo.pop()
         grown = False
         for node in graph.nodes(cls):
-            if cls not in constant and _is_constant(graph, node, constant, frozen):
+            if cls not in constant and _is_constant(graph, cls, node, constant, frozen):
                 constant.add(cls)
                 grown = True
             value = number.get(cls, _number(graph, node, number))
@@ -68,11 +68,14 @@ def find_known(graph: EGraph, *, frozen: bool) -> Known:
     return Known(constant=frozenset(constant), number=number)
 
 
-def _is_constant(graph: EGraph, node: Node, constant: set[int], frozen: bool) -> bool:
+def _is_constant(graph: EGraph, home: int, node: Node, constant: set[int], frozen: bool) -> bool:
     if node.operator == INPUT:
         kind = node.attribute("kind")
         return kind == "constant" or (frozen and kind in _GIVEN)
-    if node.operator in (OPAQUE, ITEM):
+    if node.operator in (OPAQUE, ITEM) and any(
+        graph.types[graph.find(cls)].dtype == TOKEN_DTYPE for cls in (*node.operands, home)
+    ):
+        # Ordered, or one of several results.
         return False
     return all(graph.find(operand) in constant for operand in node.operands)
 

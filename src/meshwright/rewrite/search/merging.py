@@ -2,23 +2,27 @@
 
 A rule of two outputs fits any two of n operators; all pairs, and pairs of what came of them, are too many. So operators
 that share an operand are taken in one order, and each is joined to what those before it became: the chain 1, 1+2, 1+2+3
-and so on. All members of the chain stay in the e-graph.
+and so on. All members of the chain stay in the e-graph. What needs the result of a member cannot be computed together
+with it, and begins a chain of its own.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from meshwright.rewrite.expressions import Call, Name
 from meshwright.rewrite.matching import Match, apply, bind, class_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Iterable, Mapping
     from typing import Any
 
     from meshwright.rewrite.egraph import EGraph
     from meshwright.rewrite.matching import Directed
+
+
+_Member: TypeAlias = "tuple[int, Mapping[str, int], Mapping[str, Any]]"
 
 
 class Merging:
@@ -35,7 +39,7 @@ class Merging:
         assert isinstance(following, Call)
         shared = sorted(_operands(source) & _operands(following))
         renamed = dict(zip(_names(following), _names(source), strict=True))
-        chains: defaultdict[Hashable, list[tuple[int, Mapping[str, int], Mapping[str, Any]]]] = defaultdict(list)
+        chains: defaultdict[Hashable, list[_Member]] = defaultdict(list)
         made = {graph.find(cls) for cls in self._made}
         for cls in graph.holding(source.operator):
             if cls in made:
@@ -45,19 +49,22 @@ class Merging:
                 chains[key].append((cls, tensors, letters))
         count = 0
         for entries in chains.values():
-            members = list({cls: (cls, tensors, letters) for cls, tensors, letters in entries}.values())[:most_members]
-            label = (rule.rule.name, tuple(cls for cls, _, _ in members))
-            if len(members) < 2 or label in self._seen:
+            if len(entries) < 2:
                 continue
-            self._seen.add(label)
-            count += self._join(graph, rule, members, renamed)
+            unlike = {cls: (cls, tensors, letters) for cls, tensors, letters in entries}
+            for members in _independent(graph, list(unlike.values()), most_members):
+                label = (rule.rule.name, tuple(cls for cls, _, _ in members))
+                if len(members) < 2 or label in self._seen:
+                    continue
+                self._seen.add(label)
+                count += self._join(graph, rule, members, renamed)
         return count
 
     def _join(
         self,
         graph: EGraph,
         rule: Directed,
-        members: list[tuple[int, Mapping[str, int], Mapping[str, Any]]],
+        members: list[_Member],
         renamed: Mapping[str, str],
     ) -> int:
         (cls, tensors, letters), *others = members
@@ -88,6 +95,35 @@ class Merging:
             if isinstance(item, Call) and item.operator == source.operator:
                 return class_of(graph, item, match)
         return None
+
+
+def _independent(graph: EGraph, members: list[_Member], most_members: int) -> list[list[_Member]]:
+    """Members in groups of which none needs another's result."""
+    groups: list[tuple[list[_Member], set[int]]] = []
+    below = {cls: _below(graph, tensors.values()) for cls, tensors, _ in members}
+    for member in members:
+        cls = member[0]
+        for group, below_group in groups:
+            clash = cls in below_group or any(other in below[cls] for other, _, _ in group)
+            if not clash and len(group) < most_members:
+                group.append(member)
+                below_group.update(below[cls])
+                break
+        else:
+            groups.append(([member], set(below[cls])))
+    return [group for group, _ in groups]
+
+
+def _below(graph: EGraph, wanted: Iterable[int]) -> set[int]:
+    """Classes that some are computed from, by the way of computing each that was known first."""
+    seen: set[int] = set()
+    todo = [graph.find(cls) for cls in wanted]
+    while todo:
+        cls = todo.pop()
+        if cls not in seen:
+            seen.add(cls)
+            todo += map(graph.find, graph.earliest(cls).operands)
+    return seen
 
 
 def _operands(call: Call) -> set[str]:

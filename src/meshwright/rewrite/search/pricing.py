@@ -1,8 +1,8 @@
 """What nodes cost: each is written as the torch call that it becomes, and the one cost model prices that call.
 
 Calls are known by all that their price depends on (`Call`), so that equal ones of a deep model are priced once. What
-the cost model has not measured can be timed here first (`measure`), all calls in one run with memory of their own, so
-that no weight is found in a cache that would not be there in the model.
+the cost model has not measured can be timed here (`measure`), all calls in one run with memory of their own, so that no
+weight is found in a cache that would not be there in the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from meshwright.rewrite.egraph import EGraph
     from meshwright.rewrite.search.loading import Known
     from meshwright.rewrite.terms import Node, TensorType
-    from meshwright.spec import DeviceKind, Measurements
+    from meshwright.spec import DeviceKind
 
 # Nodes that are no call of their own: what is given, what is copied as it is.
 FREE = (INPUT, OPAQUE, ITEM, "full")
@@ -62,10 +62,16 @@ def call_of(graph: EGraph, known: Known, cls: int, node: Node) -> Call:
 
 
 class CallPrices:
-    """Seconds by call, on one kind of device; with the backward pass in training."""
+    """Seconds by call, on one kind of device; with the backward pass in training.
 
-    def __init__(self, cost: CostModel, device: DeviceKind, *, training: bool) -> None:
-        self.cost, self.device, self.training = cost, device, training
+    ``measuring``: what is chosen will be timed (`measure`), so that until then a call has the low end of its interval:
+    a cheap one is not passed over for want of a measurement.
+    """
+
+    def __init__(self, cost: CostModel, device: DeviceKind, *, training: bool, measuring: bool = False) -> None:
+        if measuring and cost.measurements is None:
+            raise MeasurementError("There is no table that measured calls could join; give measurements.")
+        self.cost, self.device, self.training, self.measuring = cost, device, training, measuring
         self._seconds: dict[Call, float] = {}
         self._measured: dict[Call, bool] = {}
 
@@ -92,40 +98,31 @@ class CallPrices:
             return
         captured = _as_graph(writable, training=self.training)
         prices = self.cost.price_ops(captured.graph, 1, self.device)
+        passes = 2 if self.training else 1
         for call, op in zip(writable, _ops_of(captured, len(writable)), strict=True):
-            backward = prices.backward_s[op] if self.training else 0.0
-            self._seconds[call] = float(prices.forward_s[op] + backward)
-            self._measured[call] = prices.basis[op] == "measured"
+            measured = prices.basis[op] == "measured"
+            expected = prices.forward_s[op] + (prices.backward_s[op] if self.training else 0.0)
+            low = self.measuring and not measured
+            self._seconds[call] = float(prices.low_s[op, :passes].sum() if low else expected)
+            self._measured[call] = measured
 
     def measure(
-        self, calls: Iterable[Call], *, repeats: int = 5, budget_s: float = 30.0, events: EventSink | None = None
-    ) -> CostModel:
-        """Time the calls that the cost model has not measured, on this machine's thread; the model that knows them.
-
-        Raises MeasurementError where the cost model has no table of this machine to add to.
-        """
-        cost = self.cost
-        if cost.measurements is None:
-            raise MeasurementError("There is no table that measured calls could join; give measurements.")
-        writable = [call for call in dict.fromkeys(calls) if call.operator in EMITTERS]
-        if not writable:
-            return cost
-        captured = _as_graph(writable, training=self.training)
-        basis = cost.price_ops(captured.graph, 1, self.device).basis
-        ops = _ops_of(captured, len(writable))
-        missing = [call for call, op in zip(writable, ops, strict=True) if basis[op] != "measured"]
+        self, calls: Iterable[Call], *, repeats: int = 10, budget_s: float = 30.0, events: EventSink | None = None
+    ) -> int:
+        """Time those of the calls that the cost model has not measured, on this thread; how many there were."""
+        missing = [call for call in dict.fromkeys(calls) if self._measured.get(call) is False]
         if not missing:
-            return cost
+            return 0
         captured = _as_graph(missing, training=self.training)
-        run = measure_ops(
-            OpSource(graph=captured.graph, cut=_cutter(captured), batch=lambda _: _batch(captured)),
-            1,
-            repeats=repeats,
-            budget_s=budget_s,
-            events=events or NullSink(),
-        )
-        added: Measurements = replace(cost.measurements, ops=run.ops, optimizers=(), transfers=())
-        return replace(cost, measurements=merge_measurements(cost.measurements, added))
+        source = OpSource(graph=captured.graph, cut=_cutter(captured), batch=lambda _: _batch(captured))
+        run = measure_ops(source, 1, repeats=repeats, budget_s=budget_s, events=events or NullSink())
+        table = self.cost.measurements
+        assert table is not None
+        added = replace(table, ops=run.ops, optimizers=(), transfers=())
+        self.cost = replace(self.cost, measurements=merge_measurements(table, added))
+        self._seconds = {call: seconds for call, seconds in self._seconds.items() if call not in missing}
+        self.price(missing)
+        return len(missing)
 
 
 def _as_graph(calls: Sequence[Call], *, training: bool) -> Captured:

@@ -45,7 +45,7 @@ class Grown:
 class Found:
     """A graph of the same outputs. ``before_s`` and ``after_s`` are predicted; ``proved``: none is cheaper.
 
-    ``rules``: those that made what was chosen, with how many nodes.
+    ``rules``: those that made what was chosen, with how many nodes. ``choice``: its nodes by class of the e-graph.
     """
 
     terms: Terms
@@ -55,6 +55,11 @@ class Found:
     proved: bool
     grown: Grown
     rules: Mapping[str, int]
+    choice: Mapping[int, Node]
+
+
+class CircularError(Exception):
+    """A choice in which something needs itself."""
 
 
 class Space:
@@ -80,6 +85,15 @@ class Space:
                 if node.operator not in FREE:
                     found[call_of(self.graph, self.known, cls, node)] = None
         return list(found)
+
+    def calls_of(self, found: Found) -> list[Call]:
+        """The calls of a graph that was chosen, and of the one that it came from."""
+        used: dict[Call, None] = {}
+        for choice in (found.choice, self.first()):
+            for cls, node in choice.items():
+                if node.operator not in FREE and cls not in self.known.constant:
+                    used[call_of(self.graph, self.known, cls, node)] = None
+        return list(used)
 
     def _reachable(self) -> list[int]:
         graph, constant = self.graph, self.known.constant
@@ -117,7 +131,7 @@ class Space:
         read = {graph.find(operand) for node in choice.nodes.values() for operand in node.operands}
         fixed = smallest(graph, [cls for cls in (*read, *map(graph.find, roots)) if cls in constant])
         nodes = {**fixed, **choice.nodes}
-        terms, place = _build(graph, nodes, [graph.find(root) for root in roots])
+        terms, place = build_terms(graph, nodes, [graph.find(root) for root in roots])
         terms.outputs = tuple(place[graph.find(self._classes[output])] for output in self._terms.outputs)
         reasons = graph.reasons()
         used: dict[str, int] = {}
@@ -134,6 +148,7 @@ class Space:
             proved=choice.proved,
             grown=grown,
             rules=used,
+            choice=choice.nodes,
         )
 
 
@@ -171,10 +186,11 @@ def _grown(graph: EGraph, rounds: int, ended: Ended, cut: Mapping[str, None], st
     return Grown(rounds=rounds, ended=ended, num_nodes=len(graph), cut=tuple(cut), seconds=seconds)
 
 
-def _build(graph: EGraph, nodes: Mapping[int, Node], roots: Iterable[int]) -> tuple[Terms, dict[int, int]]:
-    """Terms of a choice, and the term of each class that the roots need."""
+def build_terms(graph: EGraph, nodes: Mapping[int, Node], roots: Iterable[int]) -> tuple[Terms, dict[int, int]]:
+    """Terms of a choice, and the term of each class that the roots need. Raises CircularError for one with a circle."""
     terms = Terms()
     place: dict[int, int] = {}
+    open_: set[int] = set()
     todo = [(root, False) for root in roots]
     while todo:
         cls, ready = todo.pop()
@@ -187,6 +203,9 @@ def _build(graph: EGraph, nodes: Mapping[int, Node], roots: Iterable[int]) -> tu
                 node._replace(operands=tuple(place[operand] for operand in operands)), graph.types[cls]
             )
         else:
+            if cls in open_:
+                raise CircularError
+            open_.add(cls)
             todo.append((cls, True))
             todo += [(operand, False) for operand in operands if operand not in place]
     return terms, place
