@@ -33,6 +33,8 @@ _PUBLIC = {
     "with_schedule": "meshwright.program:with_schedule",
     "simulate_plan": "meshwright.simulator:simulate_plan",
     "simulate_plans": "meshwright.simulator:simulate_plans",
+    # graphs
+    "optimize": "meshwright.rewrite.optimize:optimize",
     # training
     "prepare": "meshwright.training:prepare",
     "Feed": "meshwright.training:Feed",

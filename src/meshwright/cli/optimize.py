@@ -1,4 +1,4 @@
-"""``meshwright optimize``: equivalent, cheaper graphs; so far the rules that make them, verified and explained."""
+"""``meshwright optimize``: equivalent, cheaper graphs, and the rules that make them, verified and explained."""
 
 from __future__ import annotations
 
@@ -8,18 +8,36 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from meshwright.cli.models import JsonOption
+from meshwright.cli.optimize_model import optimize_model
 from meshwright.cli.output import TerminalSink, print_json, print_tables
 from meshwright.spec.errors import RewriteError, suggest
 
 if TYPE_CHECKING:
+    from click import Context
+
     from meshwright.rewrite.rules import Rule
     from meshwright.rewrite.verify import Verdict
 
+
+class _ModelFirst(TyperGroup):
+    """``optimize MODEL`` is ``optimize model MODEL``."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["model", *args]
+        return super().parse_args(ctx, args)
+
+
 optimize = typer.Typer(
-    name="optimize", help="Rewrite graphs into equivalent, cheaper ones: their rules.", no_args_is_help=True
+    name="optimize",
+    cls=_ModelFirst,
+    help="Rewrite a model into an equivalent, faster one: `meshwright optimize MODEL`. Its options: `optimize model -h`.",
+    no_args_is_help=True,
 )
+optimize.command("model")(optimize_model)
 rules = typer.Typer(name="rules", help="Rules of rewriting: are they true, and why?", no_args_is_help=True)
 optimize.add_typer(rules)
 

@@ -39,6 +39,14 @@ class Guided:
     explore: tuple[Directed, ...]
     merge: tuple[Directed, ...]
 
+    def joined(self, other: Guided) -> Guided:
+        """These, and others."""
+        return Guided(
+            simplify=(*self.simplify, *other.simplify),
+            explore=(*self.explore, *other.explore),
+            merge=(*self.merge, *other.merge),
+        )
+
 
 @cache
 def shipped_rules(special: SpecialNumbers = "kept") -> Guided:
@@ -54,7 +62,9 @@ def guide(entries: Iterable[BookRule], special: SpecialNumbers = "kept") -> Guid
     for entry in entries:
         lost, changed = entry.special.lost, entry.special.changed
         finite = {"same": (*lost, *changed), "kept": lost, "ignored": ()}[special]
-        ranks = frozenset(tuple(sorted(zip(entry.rule.names, each, strict=True))) for each in entry.ranks)
+        # A rule that is used without proof is used at all ranks.
+        proved = frozenset(tuple(sorted(zip(entry.rule.names, each, strict=True))) for each in entry.ranks)
+        ranks = proved or None
         for way in directions(entry.rule, ranks, finite):
             text = (way.sources, way.targets, entry.rule.when)
             if text in seen:

@@ -5,6 +5,7 @@ Rules fill an e-graph (`grow`), the one cost model prices what is in it, and HiG
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -115,11 +116,15 @@ class Space:
             chosen.setdefault(self.graph.find(cls), node._replace(operands=operands))
         return chosen
 
-    def choose(self, prices: CallPrices, grown: Grown, *, limit_s: float = 10.0) -> Found:
-        """The cheapest graph. All `calls` must have been priced."""
+    def choose(self, prices: CallPrices, grown: Grown, *, limit_s: float = 10.0, without: str = "") -> Found:
+        """The cheapest graph, or that which the nodes of all rules but one allow. All `calls` must have been priced."""
         graph, constant = self.graph, self.known.constant
+        reasons = graph.reasons()
+        kept = set(self.first().items())
 
         def seconds(cls: int, node: Node) -> float:
+            if without and reasons.get((cls, node)) == without and (cls, node) not in kept:
+                return math.inf
             return 0.0 if node.operator in FREE else prices.seconds(call_of(graph, self.known, cls, node))
 
         first = self.first()
@@ -133,12 +138,10 @@ class Space:
         nodes = {**fixed, **choice.nodes}
         terms, place = build_terms(graph, nodes, [graph.find(root) for root in roots])
         terms.outputs = tuple(place[graph.find(self._classes[output])] for output in self._terms.outputs)
-        reasons = graph.reasons()
         used: dict[str, int] = {}
-        original = {(cls, node) for cls, node in first.items()}
         for cls in place:
             reason = reasons.get((cls, nodes[cls]))
-            if reason is not None and (cls, nodes[cls]) not in original:
+            if reason is not None and (cls, nodes[cls]) not in kept:
                 used[reason] = used.get(reason, 0) + 1
         return Found(
             terms=terms,

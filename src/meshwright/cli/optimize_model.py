@@ -1,0 +1,193 @@
+"""``meshwright optimize MODEL``: a faster equivalent of a model, as a torch program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.cli.models import ImageOption, JsonOption, ModelArgument, SequenceOption
+from meshwright.cli.output import TerminalSink, print_json, print_tables
+from meshwright.spec.errors import RewriteError
+
+if TYPE_CHECKING:
+    from meshwright.rewrite.optimize import Rewriting
+    from meshwright.rewrite.search.ruleset import Guided
+
+
+def optimize_model(
+    model: ModelArgument,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Write the rewritten model to this file (.pt2), for torch.export.load."),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of the batches that it will get.")] = None,
+    sequence_length: SequenceOption = None,
+    image_size: ImageOption = None,
+    training: Annotated[
+        bool, typer.Option("--training", help="Rewrite the forward pass of training; gradients stay the same.")
+    ] = False,
+    rules: Annotated[
+        list[Path] | None,
+        typer.Option(help="Use the proved rules of this file, too (.toml, or a rule book .json); repeat."),
+    ] = None,
+    unproved: Annotated[
+        list[str] | None, typer.Option(metavar="RULE", help="Use this rule of --rules without proof; repeat.")
+    ] = None,
+    special: Annotated[
+        Literal["same", "kept", "ignored"],
+        typer.Option(help="What must stay of NaN and infinity: all; that a number is not finite; nothing."),
+    ] = "kept",
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="Threads that torch computes with.")] = 1,
+    max_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to apply rules for, at most.")] = 10.0,
+    max_nodes: Annotated[int, typer.Option(min=100, help="Operators of all graphs together, at most.")] = 20_000,
+    budget: Annotated[
+        float, typer.Option(min=0.5, help="Seconds of timings, of operators and again of models.")
+    ] = 30.0,
+    report: Annotated[Path | None, typer.Option(help="Write both graphs and the rules to this page (.html).")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Search for a graph that computes the same for less; keep it if it is equal in float64 and faster here.
+
+    The model is captured for one size of batch; proved rules lead to equal graphs; their operators are timed, HiGHS
+    chooses the cheapest graph, and whole models decide. Where nothing is faster, the model stays as it is.
+    """
+    import torch
+
+    from meshwright.rewrite.optimize import LIMITS, rewrite_model
+    from meshwright.rewrite.report import report_page
+    from meshwright.rewrite.saturate import Limits
+    from meshwright.rewrite.search.ruleset import shipped_rules
+    from meshwright.spec.files import write_text
+    from meshwright.zoo import load_model
+
+    _check_endings(out, report)
+    if unproved and not rules:
+        raise typer.BadParameter("--unproved names a rule of --rules, and no file was given. Give both.")
+    source = load_model(model, batch_size=batch_size, sequence_length=sequence_length, image_size=image_size)
+    source.model.train(training)
+    used = shipped_rules(special)
+    if rules:
+        used = used.joined(_own_rules(rules, unproved or [], special))
+    torch.set_num_threads(threads)
+    with TerminalSink() as sink:
+        rewriting = rewrite_model(
+            source.model,
+            source.inputs,
+            rules=used,
+            limits=Limits(rounds=LIMITS.rounds, nodes=max_nodes, seconds=max_seconds),
+            budget_s=budget,
+            events=sink,
+        )
+    if report is not None:
+        write_text(report_page(model, rewriting), report)
+    if out is not None:
+        _save(rewriting, source.inputs, out)
+    files = [str(path) for path in (out, report) if path is not None]
+    if as_json:
+        print_json(_document(model, rewriting, files))
+    else:
+        print_tables(*_tables(rewriting), *(Text(f"written to {file}") for file in files))
+
+
+def _check_endings(out: Path | None, report: Path | None) -> None:
+    for path, ending in ((out, ".pt2"), (report, ".html")):
+        if path is not None and path.suffix != ending:
+            raise typer.BadParameter(f"{path} was given; expected a file name that ends with {ending}.")
+
+
+def _own_rules(paths: list[Path], unproved: list[str], special: Literal["same", "kept", "ignored"]) -> Guided:
+    from meshwright.rewrite.rulebook import BookRule, read_rule_book
+    from meshwright.rewrite.rulefile import read_rules
+    from meshwright.rewrite.search.ruleset import guide
+    from meshwright.rewrite.special import Special, special_numbers
+    from meshwright.rewrite.verify import verify
+
+    entries = []
+    missing = set(unproved)
+    for path in paths:
+        if path.suffix == ".json":
+            entries += read_rule_book(path).rules
+            continue
+        for rule in read_rules(path):
+            missing.discard(rule.name)
+            if rule.name in unproved:
+                entries.append(BookRule(rule=rule, ranks=(), special=Special()))
+                continue
+            verdict = verify(rule, num_sizes=2)
+            if verdict.status != "proved":
+                raise RewriteError(
+                    f"The rule {rule.name!r} of {path} is {verdict.status}, not proved: {verdict.why}. Mend it, leave it "
+                    f"out, or use it without proof: --unproved {rule.name!r}."
+                )
+            ranks = tuple(tuple(each[name] for name in rule.names) for each in verdict.proof.ranks)
+            entries.append(BookRule(rule=rule, ranks=ranks, special=special_numbers(rule)))
+    if missing:
+        raise RewriteError(f"No file of --rules has a rule {sorted(missing)[0]!r}, which --unproved names.")
+    return guide(entries, special)
+
+
+def _save(rewriting: Rewriting, inputs: Any, out: Path) -> None:
+    import io
+
+    import torch
+
+    from meshwright.capture.surroundings import quiet_torch
+    from meshwright.spec.files import write_bytes
+
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, dict) else (tuple(inputs), {})
+    buffer = io.BytesIO()
+    with quiet_torch():
+        torch.export.save(torch.export.export(rewriting.module, args, kwargs, strict=False), buffer)
+    write_bytes(buffer.getvalue(), out)
+
+
+def _document(model: str, rewriting: Rewriting, files: list[str]) -> dict[str, Any]:
+    from meshwright.rewrite.report import rule_rows, summary
+
+    return {
+        "model": model,
+        "summary": summary(rewriting),
+        "chosen": rewriting.chosen.name if rewriting.chosen is not None else None,
+        "candidates": [
+            {
+                "name": each.name,
+                "predicted_before_s": each.found.before_s,
+                "predicted_after_s": each.found.after_s,
+                "proved_cheapest": each.found.proved,
+                "speedup": each.speedup,
+                "speedup_spread": each.spread,
+                "difference_float64": each.worst,
+                "growth_ended": each.found.grown.ended,
+                "num_nodes": each.found.grown.num_nodes,
+                "rules": rule_rows(each),
+            }
+            for each in rewriting.candidates
+        ],
+        "seconds": rewriting.seconds,
+        "files": files,
+    }
+
+
+def _tables(rewriting: Rewriting) -> list[Any]:
+    from meshwright.rewrite.report import rule_rows, summary
+
+    shown: list[Any] = []
+    best = rewriting.chosen
+    if best is not None:
+        table = Table("rule", "operators", "gain, µs", "proved", box=None, header_style="bold")
+        for row in rule_rows(best):
+            table.add_row(row["rule"], str(row["num_operators"]), f"{row['gain_s'] * 1e6:.1f}", row["proof"])
+        shown.append(table)
+    for each in rewriting.candidates:
+        if each.found.grown.ended in ("nodes", "seconds"):
+            shown.append(
+                Text(
+                    f"{each.name}: rules were stopped by the limit of {each.found.grown.ended} at "
+                    f"{each.found.grown.num_nodes:,} operators; this is the best of what was found by then."
+                )
+            )
+    return [*shown, Text(summary(rewriting))]

@@ -1,0 +1,157 @@
+"""What a rewriting did, as rows, and as a page that shows both graphs with the rules, their proofs and gains."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from meshwright.rewrite.rulebook import shipped_rule_book
+from meshwright.rewrite.terms import INPUT
+
+if TYPE_CHECKING:
+    from meshwright.rewrite.optimize import Candidate, Rewriting
+    from meshwright.rewrite.rulebook import BookRule
+    from meshwright.rewrite.terms import Terms
+
+
+def rule_rows(candidate: Candidate) -> list[dict[str, Any]]:
+    """The rules that made a graph: how many of its operators, what they gain, what they say, and their proof."""
+    known = _shipped()
+    rows = []
+    for name, gain_s in candidate.gains.items():
+        entry = known.get(name)
+        rows.append(
+            {
+                "rule": name,
+                "num_operators": candidate.found.rules[name],
+                "gain_s": gain_s,
+                "left": [] if entry is None else [str(side) for side in entry.rule.left],
+                "right": [] if entry is None else [str(side) for side in entry.rule.right],
+                "proof": "not proved: named by the user" if entry is None else proof_text(entry),
+                "source": "" if entry is None else entry.rule.source,
+            }
+        )
+    return rows
+
+
+def proof_text(entry: BookRule) -> str:
+    """For what a rule is proved."""
+    dims = sorted({", ".join(map(str, each)) for each in entry.ranks})
+    names = ", ".join(entry.rule.names)
+    return f"for all sizes of {names} with {' or '.join(dims[:4])}{' and more' if len(dims) > 4 else ''} dims"
+
+
+def _shipped() -> dict[str, BookRule]:
+    books = [shipped_rule_book(name).rules for name in ("generated", "xla", "torch")]
+    return {entry.rule.name: entry for book in books for entry in book}
+
+
+def operator_rows(terms: Terms) -> list[tuple[str, str, str]]:
+    """(name, operator with operands and attributes, type) of each term that outputs need."""
+    names: dict[int, str] = {}
+    rows = []
+    for term in terms.needed():
+        node = terms.nodes[term]
+        if node.operator == INPUT:
+            names[term] = str(node.attribute("name"))
+            continue
+        names[term] = f"t{len(rows)}"
+        shown = {name: value for name, value in node.attributes if not (node.operator == "opaque" and name == "key")}
+        key = dict(node.attributes).get("key")
+        called = str(key) if node.operator == "opaque" else node.operator
+        arguments = [
+            *(names[operand] for operand in node.operands),
+            *(f"{name}={value}" for name, value in shown.items()),
+        ]
+        rows.append((names[term], f"{called}({', '.join(arguments)})", str(terms.types[term])))
+    return rows
+
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; margin: 1rem 0; }
+th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid color-mix(in srgb, currentColor 20%, transparent);
+  vertical-align: top; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+code { font: 13px/1.4 ui-monospace, monospace; overflow-wrap: anywhere; }
+.graphs { display: grid; grid-template-columns: 1fr 1fr; gap: 1.5rem; }
+.new { background: color-mix(in srgb, #2a9d5c 18%, transparent); }
+.gone { background: color-mix(in srgb, #c8553d 18%, transparent); }
+@media (max-width: 60rem) { .graphs { grid-template-columns: 1fr; } }
+"""
+
+
+def report_page(title: str, rewriting: Rewriting) -> str:
+    """One HTML page without scripts: what was found and chosen, the rules, and both graphs beside each other."""
+    before = operator_rows(rewriting.source.terms)
+    best = rewriting.chosen or (rewriting.candidates[0] if rewriting.candidates else None)
+    parts = [
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}, rewritten</title>",
+        f"<style>{_STYLE}</style><h1>{escape(title)}, rewritten</h1><p>{escape(summary(rewriting))}</p>",
+        _candidates(rewriting),
+    ]
+    if best is not None:
+        parts.append(_rules(best))
+        after = operator_rows(best.found.terms)
+        parts.append(
+            "<h2>Operators</h2><p>Without what is computed once from weights. Coloured: what only one of both has.</p>"
+            f"<div class=graphs>{_graph('before', before, after, 'gone')}{_graph('after', after, before, 'new')}</div>"
+        )
+    return "".join(parts) + "</html>\n"
+
+
+def summary(rewriting: Rewriting) -> str:
+    """One sentence on what came of it."""
+    if not rewriting.candidates:
+        return "No rule leads to another graph; the model stays as it is."
+    if rewriting.chosen is None:
+        return "No graph that was found is faster here than the model itself, which stays as it is."
+    chosen = rewriting.chosen
+    measured = (
+        ""
+        if chosen.speedup is None
+        else f"{chosen.speedup:.2f} ± {chosen.spread:.2f} × as fast as the model, measured; "
+    )
+    predicted = chosen.found.before_s / max(chosen.found.after_s, 1e-12)
+    return f"{measured}{predicted:.2f} × predicted, equal to {chosen.worst:.0e} in float64."
+
+
+def _candidates(rewriting: Rewriting) -> str:
+    rows = []
+    for each in rewriting.candidates:
+        speed = "" if each.speedup is None else f"{each.speedup:.3f} ± {each.spread:.3f}"
+        mark = " (chosen)" if each is rewriting.chosen else ""
+        rows.append(
+            f"<tr><td>{escape(each.name)}{mark}<td class=number>{each.found.before_s * 1e3:.3f}"
+            f"<td class=number>{each.found.after_s * 1e3:.3f}<td class=number>{speed}<td class=number>{each.worst:.0e}"
+        )
+    return (
+        "<h2>Graphs that were found</h2><table><tr><th>by<th>predicted before, ms<th>after, ms<th>times as fast, measured"
+        f"<th>difference in float64{''.join(rows)}</table>"
+    )
+
+
+def _rules(candidate: Candidate) -> str:
+    rows = [
+        f"<tr><td>{escape(row['rule'])}<td class=number>{row['num_operators']}<td class=number>{row['gain_s'] * 1e6:.1f}"
+        f"<td><code>{escape(', '.join(row['left']))}</code><br>= <code>{escape(', '.join(row['right']))}</code>"
+        f"<td>{escape(row['proof'])}"
+        for row in rule_rows(candidate)
+    ]
+    return (
+        "<h2>Rules</h2><p>Gain: what the cheapest graph without the rule's operators takes more, by the measured prices."
+        "</p><table><tr><th>rule<th>operators<th>gain, µs<th>says<th>proved"
+        f"{''.join(rows)}</table>"
+    )
+
+
+def _graph(title: str, rows: list[tuple[str, str, str]], others: list[tuple[str, str, str]], mark: str) -> str:
+    known = {(call.partition("(")[0], type_) for _, call, type_ in others}
+    lines = []
+    for name, call, type_ in rows:
+        style = "" if (call.partition("(")[0], type_) in known else f" class={mark}"
+        lines.append(
+            f"<tr{style}><td><code>{escape(name)}</code><td><code>{escape(call)}</code><td><code>{type_}</code>"
+        )
+    return f"<div><h3>{title}: {len(rows)}</h3><table>{''.join(lines)}</table></div>"
