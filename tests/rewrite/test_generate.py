@@ -172,7 +172,11 @@ def test_damaged_books_are_refused(document):
         ("add(x, y)", "add(y, x)", Special()),
         ("relu(concat(x, y, axis=d))", "concat(relu(x), relu(y), axis=d)", Special()),
         ("transpose(tanh(x), order=p)", "tanh(transpose(x, order=p))", Special()),
-        ("matmul(x, concat(y, z, axis=rank(y) - 1))", "concat(matmul(x, y), matmul(x, z), axis=rank(x) - 1)", Special()),
+        (
+            "matmul(x, concat(y, z, axis=rank(y) - 1))",
+            "concat(matmul(x, y), matmul(x, z), axis=rank(x) - 1)",
+            Special(),
+        ),
     ],
 )
 def test_what_becomes_of_nan_and_infinity(left, right, special):

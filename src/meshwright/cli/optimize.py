@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -16,8 +16,6 @@ from meshwright.cli.output import TerminalSink, print_json, print_tables
 from meshwright.spec.errors import RewriteError, suggest
 
 if TYPE_CHECKING:
-    from click import Context
-
     from meshwright.rewrite.rules import Rule
     from meshwright.rewrite.verify import Verdict
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 class _ModelFirst(TyperGroup):
     """``optimize MODEL`` is ``optimize model MODEL``."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
             args = ["model", *args]
         return super().parse_args(ctx, args)
@@ -34,7 +32,7 @@ class _ModelFirst(TyperGroup):
 optimize = typer.Typer(
     name="optimize",
     cls=_ModelFirst,
-    help="Rewrite a model into an equivalent, faster one: `meshwright optimize MODEL`. Its options: `optimize model -h`.",
+    help="Rewrite a model into an equivalent, faster one: `meshwright optimize MODEL`; options: `optimize model -h`.",
     no_args_is_help=True,
 )
 optimize.command("model")(optimize_model)

@@ -106,7 +106,7 @@ def _own_rules(paths: list[Path], unproved: list[str], special: Literal["same", 
     from meshwright.rewrite.special import Special, special_numbers
     from meshwright.rewrite.verify import verify
 
-    entries = []
+    entries: list[BookRule] = []
     missing = set(unproved)
     for path in paths:
         if path.suffix == ".json":
@@ -120,8 +120,8 @@ def _own_rules(paths: list[Path], unproved: list[str], special: Literal["same", 
             verdict = verify(rule, num_sizes=2)
             if verdict.status != "proved":
                 raise RewriteError(
-                    f"The rule {rule.name!r} of {path} is {verdict.status}, not proved: {verdict.why}. Mend it, leave it "
-                    f"out, or use it without proof: --unproved {rule.name!r}."
+                    f"The rule {rule.name!r} of {path} is {verdict.status}, not proved: {verdict.why}. Mend it, leave "
+                    f"it out, or use it without proof: --unproved {rule.name!r}."
                 )
             ranks = tuple(tuple(each[name] for name in rule.names) for each in verdict.proof.ranks)
             entries.append(BookRule(rule=rule, ranks=ranks, special=special_numbers(rule)))
@@ -182,12 +182,12 @@ def _tables(rewriting: Rewriting) -> list[Any]:
         for row in rule_rows(best):
             table.add_row(row["rule"], str(row["num_operators"]), f"{row['gain_s'] * 1e6:.1f}", row["proof"])
         shown.append(table)
-    for each in rewriting.candidates:
-        if each.found.grown.ended in ("nodes", "seconds"):
-            shown.append(
-                Text(
-                    f"{each.name}: rules were stopped by the limit of {each.found.grown.ended} at "
-                    f"{each.found.grown.num_nodes:,} operators; this is the best of what was found by then."
-                )
-            )
+    shown += [
+        Text(
+            f"{each.name}: rules were stopped by the limit of {each.found.grown.ended} at "
+            f"{each.found.grown.num_nodes:,} operators; this is the best of what was found by then."
+        )
+        for each in rewriting.candidates
+        if each.found.grown.ended in ("nodes", "seconds")
+    ]
     return [*shown, Text(summary(rewriting))]

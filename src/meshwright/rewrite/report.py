@@ -49,7 +49,7 @@ def _shipped() -> dict[str, BookRule]:
 def operator_rows(terms: Terms) -> list[tuple[str, str, str]]:
     """(name, operator with operands and attributes, type) of each term that outputs need."""
     names: dict[int, str] = {}
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     for term in terms.needed():
         node = terms.nodes[term]
         if node.operator == INPUT:
@@ -71,8 +71,8 @@ _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; }
 table { border-collapse: collapse; width: 100%; margin: 1rem 0; }
-th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid color-mix(in srgb, currentColor 20%, transparent);
-  vertical-align: top; }
+th, td { text-align: left; padding: .25rem .6rem; vertical-align: top;
+  border-bottom: 1px solid color-mix(in srgb, currentColor 20%, transparent); }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 code { font: 13px/1.4 ui-monospace, monospace; overflow-wrap: anywhere; }
 .graphs { display: grid; grid-template-columns: 1fr 1fr; gap: 1.5rem; }
@@ -127,21 +127,22 @@ def _candidates(rewriting: Rewriting) -> str:
             f"<td class=number>{each.found.after_s * 1e3:.3f}<td class=number>{speed}<td class=number>{each.worst:.0e}"
         )
     return (
-        "<h2>Graphs that were found</h2><table><tr><th>by<th>predicted before, ms<th>after, ms<th>times as fast, measured"
-        f"<th>difference in float64{''.join(rows)}</table>"
+        "<h2>Graphs that were found</h2><table><tr><th>by<th>predicted before, ms<th>after, ms<th>times as "
+        f"fast, measured<th>difference in float64{''.join(rows)}</table>"
     )
 
 
 def _rules(candidate: Candidate) -> str:
     rows = [
-        f"<tr><td>{escape(row['rule'])}<td class=number>{row['num_operators']}<td class=number>{row['gain_s'] * 1e6:.1f}"
+        f"<tr><td>{escape(row['rule'])}<td class=number>{row['num_operators']}"
+        f"<td class=number>{row['gain_s'] * 1e6:.1f}"
         f"<td><code>{escape(', '.join(row['left']))}</code><br>= <code>{escape(', '.join(row['right']))}</code>"
         f"<td>{escape(row['proof'])}"
         for row in rule_rows(candidate)
     ]
     return (
-        "<h2>Rules</h2><p>Gain: what the cheapest graph without the rule's operators takes more, by the measured prices."
-        "</p><table><tr><th>rule<th>operators<th>gain, µs<th>says<th>proved"
+        "<h2>Rules</h2><p>Gain: what the cheapest graph without the rule's operators takes more, by the "
+        "measured prices.</p><table><tr><th>rule<th>operators<th>gain, µs<th>says<th>proved"
         f"{''.join(rows)}</table>"
     )
 

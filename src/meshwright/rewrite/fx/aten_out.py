@@ -45,7 +45,7 @@ def number_of(terms: Terms, term: int) -> float | None:
     node = terms.nodes[term]
     if node.operator == "full":
         return float(node.attribute("value"))
-    if node.operator in ("broadcast", "cast") and terms.types[term].dtype.startswith(("float", "bfloat")):
+    if node.operator in ("broadcast", "reshape"):
         return number_of(terms, node.operands[0])
     return None
 
@@ -73,7 +73,9 @@ def _over_axis(target: Any) -> Emitter:
 
 
 def _reduced(target: Any) -> Emitter:
-    return lambda c: c.to(target, c.x[0], [c.a["axis"]], c.a["keep"])
+    return lambda c: c.to(
+        target, c.x[0], list(c.a["axis"]) if isinstance(c.a["axis"], tuple) else [c.a["axis"]], c.a["keep"]
+    )
 
 
 def _convolution(target: Any) -> Emitter:

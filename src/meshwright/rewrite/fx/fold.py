@@ -71,7 +71,7 @@ def _is_number(terms: Terms, term: int) -> bool:
     node = terms.nodes[term]
     if node.operator == "full":
         return True
-    return node.operator in ("broadcast", "cast", "reshape") and _is_number(terms, node.operands[0])
+    return node.operator in ("broadcast", "reshape") and _is_number(terms, node.operands[0])
 
 
 def _needed_around(terms: Terms, roots: tuple[int, ...], inside: set[int]) -> list[int]:

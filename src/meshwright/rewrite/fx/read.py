@@ -7,6 +7,7 @@ calls that write, that touch memory which is written, or that draw random number
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,13 +33,15 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 class Source:
     """A read graph: its terms, the calls behind opaque keys, and how the graph's inputs and attributes are called.
 
-    ``effects``: the last token, which the written graph has to keep, or None.
+    ``effects``: the last token, which the written graph has to keep, or None. ``fresh``: for each output, whether it
+    has memory of its own, that no input, attribute or other output shares.
     """
 
     terms: Terms
     calls: Mapping[str, fx.Node]
     holders: Mapping[str, Any]
     effects: int | None
+    fresh: tuple[bool, ...]
 
 
 class Reader:
@@ -76,10 +79,15 @@ class Reader:
             found.append(term)
         return tuple(found)
 
-    def full(self, type_: TensorType, value: float) -> int:
-        """A constant of one number, cast to the dtype."""
-        made = self.terms.apply("full", shape=type_.shape, value=float(value))
-        return made if type_.dtype == "float32" else self.terms.apply("cast", made, dtype=type_.dtype)
+    def full(self, type_: TensorType, value: float) -> int | None:
+        """A constant of one number in float32; None for others.
+
+        In torch a number keeps its precision beside tensors of others: 0.1 is another number beside float64, and is not
+        rounded to bfloat16 beside that. And -0.0 is not 0.0, which it is equal to.
+        """
+        if type_.dtype != "float32" or (value == 0 and math.copysign(1.0, value) < 0):
+            return None
+        return self.terms.apply("full", shape=type_.shape, value=float(value))
 
     def broadcast(self, term: int, shape: Sequence[int]) -> int:
         """The term at another shape."""
@@ -106,6 +114,8 @@ class Reader:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 return None
             constant = self.full(self.terms.types[terms[0]], number)
+            if constant is None:
+                return None
             return (one, constant) if terms[0] is one else (constant, two)
         if self.dtype(one) != self.dtype(two):
             return None
@@ -123,18 +133,46 @@ def read_graph(module: fx.GraphModule, *, training: bool, kinds: Mapping[str, In
     ``training``: calls that only matter to gradients are kept. ``kinds``: what attributes are, by name. Raises
     RewriteError for a graph with sizes that are not numbers.
     """
-    return _Reading(module, training, kinds or {}).run()
+    kept: set[fx.Node] = set()
+    while True:
+        try:
+            return _Reading(module, training, kinds or {}, kept).run()
+        except _AgainError as again:
+            kept.add(again.node)
+
+
+class _AgainError(Exception):
+    """The graph has to be read again, with a call kept as it is."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(node.name)
+        self.node = node
+
+
+# What a converter raises at arguments that it does not expect.
+_UNFIT = (*(IllTypedError, RuntimeError, KeyError, IndexError, TypeError, ValueError, AssertionError, ArithmeticError),)
+# Calls that are left out, as they only move numbers in memory.
+_COPIES = ("aten.contiguous.default", "aten.clone.default")
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 class _Reading:
-    def __init__(self, module: fx.GraphModule, training: bool, kinds: Mapping[str, InputKind]) -> None:
-        self._module, self._kinds = module, kinds
+    def __init__(
+        self, module: fx.GraphModule, training: bool, kinds: Mapping[str, InputKind], kept: set[fx.Node]
+    ) -> None:
+        self._module, self._kinds, self._kept = module, kinds, kept
+        # By memory: calls that were left out and whose results are, or are looked at as, that memory.
+        self._copies: dict[fx.Node, list[fx.Node]] = {}
         self._reader = Reader(training=training)
         self._env: dict[fx.Node, Any] = {}
         self._calls: dict[str, fx.Node] = {}
         self._holders: dict[str, Any] = {}
         self._token: int | None = None
-        self._memory = _Memory(module.graph)
+        self._memory = _Memory(module.graph, kept)
 
     def run(self) -> Source:
         for node in self._module.graph.nodes:
@@ -148,7 +186,13 @@ class _Reading:
                 self._reader.terms.outputs = tuple(self._output(leaf) for leaf in node.args[0])
             else:
                 raise RewriteError(f"The graph has a node {node.name!r} of op {node.op!r}; expected ATen calls.")
-        return Source(terms=self._reader.terms, calls=self._calls, holders=self._holders, effects=self._token)
+        return Source(
+            terms=self._reader.terms,
+            calls=self._calls,
+            holders=self._holders,
+            effects=self._token,
+            fresh=self._memory.fresh_outputs(),
+        )
 
     def _input(self, node: fx.Node, name: str, kind: InputKind) -> Any:
         return _Term(self._reader.terms.input(name, expected_type(_look(node)), kind))
@@ -173,10 +217,17 @@ class _Reading:
             return self._env[source][place]  # type: ignore[index]
         looks = _looks(node)
         pinned = self._memory.is_pinned(node)
-        if looks is not None and not pinned:
+        if looks is not None and not pinned and node not in self._kept:
             found = self._converted(node, tuple(map(expected_type, looks)))
             if found is not None:
                 return found
+        if not pinned and _writes(node):
+            # It was taken for a value of its own and has no meaning here: all that it touches keeps its order.
+            raise _AgainError(node)
+        for operand in node.all_input_nodes:
+            # What is not known may depend on how its operands lie in memory.
+            for copy in self._copies.get(self._memory.root(operand), ()):
+                raise _AgainError(copy)
         return self._opaque(node, looks, pinned)
 
     def _converted(self, node: fx.Node, types: tuple[TensorType, ...]) -> Any:
@@ -188,7 +239,16 @@ class _Reading:
         reader.name, reader.results = name, types
         try:
             found = converter(reader, self._arguments(node))
-        except (IllTypedError, RuntimeError, KeyError, IndexError, TypeError, ValueError, AssertionError):
+        except (
+            IllTypedError,
+            RuntimeError,
+            KeyError,
+            IndexError,
+            TypeError,
+            ValueError,
+            AssertionError,
+            ArithmeticError,
+        ):
             found = None
         if found is None:
             return None
@@ -196,6 +256,8 @@ class _Reading:
         if tuple(reader.terms.types[term] for term in results) != types:
             return None
         several = isinstance(found, tuple)
+        if name in _COPIES:
+            self._copies.setdefault(self._memory.root(node), []).append(node)
         made = tuple(_Term(term) for term in results)
         self._memory.rename(node, made[0] if not several else None, self._env)
         return made if several else made[0]
@@ -237,7 +299,9 @@ class _Reading:
 class _Memory:
     """Which nodes share memory, and which of them are written so that order matters."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, kept: set[fx.Node]) -> None:
+        """``kept``: calls that have no other meaning than what torch does."""
+        self._kept = kept
         self._group: dict[fx.Node, fx.Node] = {}
         self._made_in: dict[fx.Node, int] = {}
         self._pinned: set[fx.Node] = set()
@@ -261,15 +325,23 @@ class _Memory:
         groups: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
         for pairs in writes.values():
             for pair in pairs:
-                groups.setdefault(self._root(pair[1]), []).append(pair)
+                groups.setdefault(self.root(pair[1]), []).append(pair)
         for root, pairs in groups.items():
             if not self._is_private(root, pairs):
                 self._pinned.update(
                     node
                     for node in nodes
                     if node.op == "call_function"
-                    and any(self._root(item) is root for item in (node, *node.all_input_nodes))
+                    and any(self.root(item) is root for item in (node, *node.all_input_nodes))
                 )
+
+    def fresh_outputs(self) -> tuple[bool, ...]:
+        """For each output, whether nothing that is given and no other output shares its memory."""
+        nodes = list(self._group)
+        given = {self.root(node) for node in nodes if node.op in ("placeholder", "get_attr")}
+        (output,) = (node for node in nodes if node.op == "output")
+        roots = [self.root(leaf) if isinstance(leaf, fx.Node) else None for leaf in output.args[0]]  # type: ignore[union-attr]
+        return tuple(root is not None and root not in given and roots.count(root) == 1 for root in roots)
 
     def is_pinned(self, node: fx.Node) -> bool:
         """Whether the call has to keep its place."""
@@ -282,11 +354,11 @@ class _Memory:
 
     def _is_private(self, root: fx.Node, pairs: list[tuple[fx.Node, fx.Node]]) -> bool:
         """Whether writes to a group of values cannot be told from making new ones."""
-        members = [node for node in self._group if self._root(node) is root]
+        members = [node for node in self._group if self.root(node) is root]
         if any(node.op in ("placeholder", "get_attr") for node in members):
             return False
         for writer, written in pairs:
-            if str(writer.target) not in IN_PLACE or writer.args[0] is not written:
+            if writer in self._kept or str(writer.target) not in IN_PLACE or writer.args[0] is not written:
                 return False
             place = self._place[writer]
             for member in members:
@@ -298,9 +370,10 @@ class _Memory:
 
     def _join(self, node: fx.Node, other: Any) -> None:
         if isinstance(other, fx.Node):
-            self._group[self._root(node)] = self._root(other)
+            self._group[self.root(node)] = self.root(other)
 
-    def _root(self, node: fx.Node) -> fx.Node:
+    def root(self, node: fx.Node) -> fx.Node:
+        """One node for all that share the node's memory."""
         while self._group[node] is not node:
             node = self._group[node]
         return node

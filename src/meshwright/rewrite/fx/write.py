@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from meshwright.capture.writes import written_and_aliased
 from meshwright.rewrite.fx.aten_out import EMITTERS, Call, number_of
-from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN
+from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN, Node
 from meshwright.spec import RewriteError
+
+aten = torch.ops.aten
+_REDUCTIONS = ("sum", "mean", "amax", "amin")
+_VIEWS = frozenset({"reshape", "transpose", "slice", "broadcast", "bitcast"})
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,6 +44,7 @@ class _Writing:
         self._root: dict[str, Any] = {}
         self._placeholders: dict[str, fx.Node] = {}
         self._pure: set[fx.Node] = set()
+        self._readers: Counter[int] = Counter()
 
     def run(self) -> fx.GraphModule:
         source = self._source.terms
@@ -48,8 +55,13 @@ class _Writing:
                 self._placeholders[name] = self.graph.placeholder(name)
         needed = self._terms.needed((*self._terms.outputs, *(() if self._effects is None else (self._effects,))))
         for term in needed:
+            for operand in self._terms.nodes[term].operands:
+                self._readers[operand] += 1
+        for output in self._terms.outputs:
+            self._readers[output] += 1
+        for term in needed:
             self._emit(term)
-        self.graph.output(tuple(self._made[term] for term in self._terms.outputs))
+        self.graph.output(tuple(map(self._output, range(len(self._terms.outputs)))))
         # Elements that nobody reads, and constants that calls take as numbers.
         for node in reversed(list(self.graph.nodes)):
             if (node.target is operator.getitem or node in self._pure) and not node.users:
@@ -57,6 +69,40 @@ class _Writing:
         made = fx.GraphModule(self._root, self.graph, class_name="Rewritten")
         made.graph.lint()
         return made
+
+    def _over_several(self, node: Node) -> Node:
+        """A reduction of a reduction by the same operator as one over several dims, as torch has it."""
+        if node.operator not in _REDUCTIONS:
+            return node
+        axes, keep = [int(node.attribute("axis"))], bool(node.attribute("keep"))
+        while True:
+            (inner,) = node.operands
+            below = self._terms.nodes[inner]
+            if below.operator != node.operator or below.attribute("keep") != keep or self._readers[inner] > 1:
+                break
+            axis = int(below.attribute("axis"))
+            # Without the reduced dims, those behind have moved.
+            axes = [each if keep or each < axis else each + 1 for each in axes] + [axis]
+            node = below
+        if len(axes) == 1:
+            return node
+        return Node(node.operator, node.operands, (("axis", tuple(sorted(axes))), ("keep", keep)))
+
+    def _output(self, place: int) -> Any:
+        """An output; a copy of it where it would share memory with what is given, or another output, and must not."""
+        term = self._terms.outputs[place]
+        base = self._memory(term)
+        shared = self._terms.nodes[base].operator == INPUT or any(
+            self._memory(other) == base for i, other in enumerate(self._terms.outputs) if i != place
+        )
+        made = self._made[term]
+        return self.graph.call_function(aten.clone.default, (made,)) if shared and self._source.fresh[place] else made
+
+    def _memory(self, term: int) -> int:
+        """The term whose memory a term may be a view of."""
+        while self._terms.nodes[term].operator in _VIEWS:
+            term = self._terms.nodes[term].operands[0]
+        return term
 
     def _emit(self, term: int) -> None:
         node, type_ = self._terms.nodes[term], self._terms.types[term]
@@ -77,10 +123,26 @@ class _Writing:
             emitter = EMITTERS.get(node.operator)
             if emitter is None:
                 raise RewriteError(f"Torch has no operator for {node.operator!r}; a rule that makes it cannot be used.")
+            node = self._over_several(node)
             operands = tuple(self._made[operand] for operand in node.operands)
             numbers = tuple(number_of(self._terms, operand) for operand in node.operands)
             self._made[term] = emitter(Call(self.graph, operands, numbers, dict(node.attributes), type_))
             self._pure.add(self._made[term])
+
+    def _laid_out(self, made: fx.Node, look: Any) -> fx.Node:
+        """A value with its dims in memory as they were in the graph that was read; no copy where they are."""
+        if not isinstance(look, torch.Tensor) or look.ndim < 2:
+            return made
+        if look.is_contiguous():
+            return self.graph.call_function(aten.contiguous.default, (made,))
+        strides = look.stride()
+        order = sorted(range(look.ndim), key=lambda dim: (-strides[dim], dim))
+        if not look.permute(order).is_contiguous():
+            return made
+        moved = self.graph.call_function(aten.permute.default, (made, order))
+        back = [order.index(dim) for dim in range(look.ndim)]
+        dense = self.graph.call_function(aten.contiguous.default, (moved,))
+        return self.graph.call_function(aten.permute.default, (dense, back))
 
     def _item(self, whole: int, place: int) -> fx.Node:
         copied, several = self._made[whole]
@@ -92,6 +154,8 @@ class _Writing:
         call = self._source.calls[str(node.attribute("key"))]
         operands = iter([i for i in node.operands if self._terms.types[i] != TOKEN])
         taken: dict[fx.Node, Any] = {}
+        written, aliased = written_and_aliased(call.target, call.args, call.kwargs, fx.Node)
+        touched = {*written, *aliased} if self._terms.types[term] == TOKEN else set()
 
         def renew(leaf: fx.Node) -> Any:
             if leaf in taken:
@@ -102,7 +166,11 @@ class _Writing:
                 self._root[name] = self._source.holders[name]
                 taken[leaf] = self.graph.create_node("get_attr", name)
             else:
-                taken[leaf] = self._made[next(operands)]
+                made = self._made[next(operands)]
+                # What is not known may depend on how numbers lie in memory; a copy must not take the place of what is
+                # written, or looked at to be written.
+                ours = made in self._pure and leaf not in touched
+                taken[leaf] = self._laid_out(made, leaf.meta.get("val")) if ours else made
             return taken[leaf]
 
         args, kwargs = fx.node.map_arg(call.args, renew), fx.node.map_arg(call.kwargs, renew)

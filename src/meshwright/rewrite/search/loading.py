@@ -83,10 +83,8 @@ def _is_constant(graph: EGraph, home: int, node: Node, constant: set[int], froze
 def _number(graph: EGraph, node: Node, number: dict[int, float]) -> float | None:
     if node.operator == "full":
         return float(node.attribute("value"))
-    if node.operator in ("broadcast", "cast", "reshape"):
-        operand = graph.find(node.operands[0])
-        dtype = graph.types[operand].dtype
-        return number.get(operand) if dtype.startswith(("float", "bfloat")) else None
+    if node.operator in ("broadcast", "reshape"):
+        return number.get(graph.find(node.operands[0]))
     return None
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from meshwright.rewrite.fx.aten_in.declaration import CONVERTERS, converts
+from meshwright.rewrite.fx.aten_in.declaration import CONVERTERS, IN_PLACE, converts
 
 if TYPE_CHECKING:
     from meshwright.rewrite.fx.aten_in.declaration import Converter, Found
@@ -91,10 +91,14 @@ def _pow(r: Reader, a: dict[str, Any]) -> Found:
 
 @converts("clamp.default", "hardtanh.default", "relu6.default")
 def _clamp(r: Reader, a: dict[str, Any]) -> Found:
-    low, high = a.get("min", a.get("min_val", 0.0)), a.get("max", a.get("max_val", 6.0))
-    if not r.is_float(a["self"]) or low is None or high is None or not low <= high:
+    usual = {"aten.clamp.default": (None, None), "aten.hardtanh.default": (-1.0, 1.0), "aten.relu6.default": (0.0, 6.0)}
+    name = IN_PLACE.get(r.name, r.name)
+    low, high = usual[name]
+    low, high = a.get("min", a.get("min_val", low)), a.get("max", a.get("max_val", high))
+    # At the bounds themselves, the gradient of clamp is 1 and those of the others are 0.
+    if not r.is_float(a["self"]) or low is None or high is None or (r.training and "clamp" not in name):
         return None
-    return r.terms.apply("clamp", a["self"], low=float(low), high=float(high))
+    return r.terms.apply("clamp", a["self"], low=float(low), high=float(high)) if low <= high else None
 
 
 @converts("where.self")

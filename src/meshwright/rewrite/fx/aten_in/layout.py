@@ -121,7 +121,7 @@ def _flip(r: Reader, a: dict[str, Any]) -> Found:
     return x
 
 
-@converts("contiguous.default", "clone.default", "alias.default", "detach.default", "lift_fresh_copy.default")
+@converts("contiguous.default", "clone.default", "alias.default", "lift_fresh_copy.default")
 def _same(r: Reader, a: dict[str, Any]) -> Found:
     return None if a.get("memory_format") not in (None, torch.contiguous_format) else a["self"]
 

@@ -79,8 +79,10 @@ def _attention(r: Reader, a: dict[str, Any]) -> Found:
 
 @converts("embedding.default")
 def _embedding(r: Reader, a: dict[str, Any]) -> Found:
+    # The row of a padding index has no gradient.
+    padded = r.training and a.get("padding_idx", -1) != -1
     return (
         None
-        if a.get("sparse") or a.get("scale_grad_by_freq")
+        if a.get("sparse") or a.get("scale_grad_by_freq") or padded
         else r.terms.apply("embedding", a["weight"], a["indices"])
     )

@@ -18,7 +18,11 @@ def _reduction(operator: str) -> Converter:
         if not r.is_float(x) or a.get("dtype") is not None:
             return None
         rank = len(r.shape(x))
-        chosen = range(rank) if dims is None or dims == [] else (dims if isinstance(dims, Sequence) else [dims])
+        chosen = list(range(rank) if dims is None or dims == [] else (dims if isinstance(dims, Sequence) else [dims]))
+        # One after another, sums of low precision may overflow, and the largest of several equal ones has another share
+        # of the gradient.
+        if len(chosen) > 1 and (r.dtype(x) in ("float16", "bfloat16") or (r.training and operator in ("amax", "amin"))):
+            return None
         for axis in sorted((dim % rank for dim in chosen), reverse=True):
             x = r.terms.apply(operator, x, axis=axis, keep=bool(a.get("keepdim", False)))
         return x
