@@ -1,4 +1,4 @@
-"""Rules of rewriting: how many of others' are proved or refuted, and what generating and proving our own takes.
+"""Rewriting: rules of others and our own proved or refuted, the search over graphs, and the speed of what it finds.
 
 Seconds are of the process's CPU. Rules of others are read from where the tests have them; the list of XLA's rules was
 written down with its sources before the first proof, and stays whole.
@@ -33,7 +33,7 @@ from meshwright.rewrite.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHERS = ROOT / "tests/rewrite/others"
-SECTIONS = ("others", "xla", "terms", "book")
+SECTIONS = ("others", "xla", "terms", "book", "search", "speed")
 
 
 def others(_quick: bool) -> list[Row]:

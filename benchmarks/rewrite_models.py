@@ -1,7 +1,7 @@
 """What the optimizer of graphs is judged by: blocks of known models, and programs that people write wastefully.
 
-``BLOCKS`` and ``WASTE`` map a name to a function that returns (module in evaluation mode, batch). Wasteful programs name
-the public code that computes so (own code here, of the same computation), or say "own".
+``BLOCKS`` and ``WASTE`` map a name to a function that returns (module in evaluation mode, batch). Wasteful programs
+name the public code that computes so (own code here, of the same computation), or say "own".
 """
 
 from __future__ import annotations
@@ -104,7 +104,11 @@ class Fire(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.squeeze, self.one, self.three = nn.Conv2d(256, 32, 1), nn.Conv2d(32, 128, 1), nn.Conv2d(32, 128, 3, padding=1)
+        self.squeeze, self.one, self.three = (
+            nn.Conv2d(256, 32, 1),
+            nn.Conv2d(32, 128, 1),
+            nn.Conv2d(32, 128, 3, padding=1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.relu(self.squeeze(x))
@@ -424,6 +428,8 @@ class PoolAfter(nn.Module):
         return F.avg_pool2d(self.project(x), 2)
 
 
-@waste("1x1 convolution before an average pool", "pytorch/vision torchvision/models/densenet.py, _Transition without norm")
+@waste(
+    "1x1 convolution before an average pool", "pytorch/vision torchvision/models/densenet.py, _Transition without norm"
+)
 def pool_after() -> Made:
     return PoolAfter().eval(), (torch.randn(1, 256, 56, 56),)

@@ -9,6 +9,7 @@ the file of that name, in two minutes.
 import argparse
 import gzip
 import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,6 +23,7 @@ from meshwright.rewrite.rules import Rule
 from meshwright.rewrite.special import special_numbers
 from meshwright.rewrite.verify import verify
 
+SECONDS = 60
 FOLDER = Path(__file__).resolve().parent.parent / "src/meshwright/rewrite/rulebook"
 
 
@@ -53,6 +55,19 @@ def prove_file(path: Path, processes: int | None) -> RuleBook:
 
 
 def prove_one(rule: Rule) -> BookRule | None:
+    """A rule with its proof; None if it has none, or is not tried through in a minute of processor time."""
+    signal.signal(signal.SIGVTALRM, lambda *_: (_ for _ in ()).throw(TimeoutError))
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    try:
+        return _proved(rule)
+    except TimeoutError:
+        print(f"left out after {SECONDS} s: {rule.name}", flush=True)
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _proved(rule: Rule) -> BookRule | None:
     # Many choices of ranks and sizes of 1, each at two sets of sizes: more than eight for nearly every rule.
     verdict = verify(rule, num_sizes=2)
     if verdict.num_agreed < 8:

@@ -71,6 +71,10 @@ class EGraph:
         """The node of a class that was added first: of all ways to compute it, one without circles."""
         return self._earliest[self.find(cls)][1]
 
+    def age(self, cls: int) -> int:
+        """What a class is known by through all merges: the number of the oldest class in it."""
+        return self._earliest[self.find(cls)][0]
+
     def nodes_of(self, cls: int, operator: str) -> list[Node]:
         """The class's nodes of an operator."""
         return self._nodes[cls].get(operator, [])

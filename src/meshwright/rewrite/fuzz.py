@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.rewrite.calculus import Arrays, Doubles, IllTypedError, Indexed, PrimeField
 from meshwright.rewrite.calculus.symbols import SizesDifferError
-from meshwright.rewrite.calculus.whole import Whole
+from meshwright.rewrite.calculus.whole import NotExpressibleError, Whole
 from meshwright.rewrite.expressions import letters_of, run
 from meshwright.rewrite.instances import MOST_DIMS, instances
 from meshwright.rewrite.proofs import UnlikeError, fit_right
@@ -101,7 +101,9 @@ def try_rule(
 def fitted_instances(rule: Rule, most_dims: int) -> Iterator[Instance]:
     """Choices with sizes for which both sides are well typed, where there are any."""
     for instance in instances(rule, most_dims):
-        with suppress(SizesDifferError, UnlikeError, IllTypedError, IndexError, ValueError):
+        if instance.unsettled:
+            continue
+        with suppress(SizesDifferError, UnlikeError, IllTypedError, NotExpressibleError, IndexError, ValueError):
             fit_right(rule, instance)
         yield instance
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.rewrite.calculus import IllTypedError, Indexed
 from meshwright.rewrite.calculus.facts import MOST_QUESTIONS
 from meshwright.rewrite.calculus.symbols import SizesDifferError, Symbols
-from meshwright.rewrite.calculus.whole import Whole
+from meshwright.rewrite.calculus.whole import NotExpressibleError, Whole
 from meshwright.rewrite.expressions import COMPARISONS, Call, Expression, letters_of, names_of, run, value_of
 from meshwright.spec import RewriteError
 
@@ -43,6 +43,7 @@ class Instance:
 
     ``free``: letters that may be replaced. ``equations``: what is assumed, since no replacement achieves it. ``ones``:
     whether sizes that may be 1 or equal to another are 1, in the order in which that came up.
+    ``unsettled``: why nothing can be said of it, if so.
     """
 
     machine: Symbols
@@ -51,6 +52,7 @@ class Instance:
     free: set[Any] = field(default_factory=set)
     equations: list[tuple[Whole, Whole]] = field(default_factory=list)
     ones: list[bool] = field(default_factory=list)
+    unsettled: str = ""
     _asked: int = 0
 
     def tensors(self) -> dict[str, Indexed]:
@@ -70,16 +72,19 @@ class Instance:
                 return self.results(sides)
             except SizesDifferError as differ:
                 self.demand(differ)
-        raise IllTypedError("sizes that fit were not found")
+        raise NotExpressibleError("sizes that fit were not found")
 
     def suppose(self, rule: Rule) -> bool:
         """Take the rule's conditions for granted; False if one of them cannot hold."""
         for condition in rule.when:
+            held: bool | None = None
             for _ in range(_MOST_STEPS):
                 values = [value_of(side, self.tensors(), self.letters) for side in (condition.left, condition.right)]
                 held = self._supposed(condition.sign, *values)
                 if held is not None:
                     break
+            if held is None:
+                raise NotExpressibleError(f"sizes with {condition} were not found")
             if not held:
                 return False
             # What is demanded of sizes changes what the left side's operators demanded.
@@ -88,6 +93,8 @@ class Instance:
 
     def _supposed(self, sign: str, left: Any, right: Any) -> bool | None:
         """Whether a comparison holds now; None if a letter was replaced and the values have to be taken again."""
+        if isinstance(left, tuple) or isinstance(right, tuple):
+            return self._supposed_tuples(sign, left, right)
         if not isinstance(left, Whole) and not isinstance(right, Whole):
             return bool(COMPARISONS[sign](left, right))
         one, other = Whole.of(left), Whole.of(right)
@@ -106,6 +113,21 @@ class Instance:
                 )
             one, other, sign = least, size, "<"
         self.machine.facts.assume(other - one - (sign == "<"))
+        return True
+
+    def _supposed_tuples(self, sign: str, left: Any, right: Any) -> bool | None:
+        if not isinstance(left, tuple) or not isinstance(right, tuple) or sign not in ("==", "!="):
+            raise RewriteError(f"A condition compares {left} {sign} {right}; tuples are == or != tuples.")
+        if len(left) != len(right) or sign == "!=":
+            pairs = [Whole.of(one) - other for one, other in zip(left, right, strict=False)]
+            known = [pair.constant for pair in pairs]
+            if len(left) == len(right) and any(one is None for one in known) and not any(known):
+                raise NotExpressibleError(f"{left} {sign} {right}")
+            return (len(left) != len(right) or any(known)) == (sign == "!=")
+        for one, other in zip(left, right, strict=True):
+            if not self.machine.facts.are_equal(Whole.of(one), Whole.of(other)):
+                self.demand(SizesDifferError(Whole.of(one), Whole.of(other), "a condition"))
+                return None
         return True
 
     def demand(self, differ: SizesDifferError) -> None:
@@ -186,6 +208,8 @@ def instances(rule: Rule, most_dims: int = MOST_DIMS, questions: int = MOST_QUES
                     fits = instance.suppose(rule)
                 except (IllTypedError, IndexError, ValueError):
                     fits = False
+                except NotExpressibleError as error:
+                    fits, instance.unsettled = True, str(error)
                 if fits:
                     yield instance
                 waiting += [[*instance.ones[:place], True] for place in range(len(decided), len(instance.ones))]
@@ -293,6 +317,8 @@ def _is_typed(rule: Rule, part: Call, ranks: Mapping[str, int], choices: Mapping
             instance.solve([part])
         except (IllTypedError, IndexError, ValueError):
             continue
+        except NotExpressibleError:
+            return True
         return True
     return False
 

@@ -71,8 +71,7 @@ class _Kinds:
             return _TRUTH
         if declared.dtype == "attribute":
             return self._made(expression)
-        # A constant may be anything.
-        return operands[0] if operands else f"constant {id(expression)}"
+        return operands[0] if operands else _NUMBER
 
     def _made(self, expression: Call) -> str:
         dtype = dict(expression.attributes)["dtype"]

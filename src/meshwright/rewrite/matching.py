@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.rewrite.calculus import IllTypedError, Indexed
 from meshwright.rewrite.expressions import Call, Formula, Name, letters_of, names_of, value_of
+from meshwright.rewrite.instances import MOST_DIMS
 from meshwright.rewrite.terms import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from meshwright.rewrite.egraph import EGraph
     from meshwright.rewrite.expressions import Attribute, Expression
@@ -101,7 +102,7 @@ def apply(graph: EGraph, directed: Directed, match: Match) -> bool:
     shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
     if directed.ranks is not None:
         ranks = tuple(sorted((name, tensor.rank) for name, tensor in shaped.items()))
-        if ranks not in directed.ranks:
+        if ranks not in directed.ranks or not _is_covered(directed.rule, shaped, match.letters):
             return False
     if any(cls not in graph.finite for cls in (tensors[name] for name in directed.finite)):
         return False
@@ -119,6 +120,17 @@ def apply(graph: EGraph, directed: Directed, match: Match) -> bool:
     for target, output in zip(made, match.outputs, strict=True):
         graph.merge(target, output)
     return (len(graph), graph.num_unions) != before
+
+
+def _is_covered(rule: Rule, shaped: Mapping[str, Indexed], letters: Mapping[str, Any]) -> bool:
+    """Whether proofs speak of such sizes and attributes: no dim of size 0, at most `MOST_DIMS` dims."""
+    if any(size == 0 for tensor in shaped.values() for size in tensor.shape):
+        return False
+    places = dict(rule.letters)
+    return all(
+        len(value) <= MOST_DIMS if isinstance(value, tuple) else not places[name].endswith(".axis") or value < MOST_DIMS
+        for name, value in letters.items()
+    )
 
 
 def _join(graph: EGraph, directed: Directed, others: list[Expression], found: Match) -> Iterator[Match]:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from meshwright.spec import DeviceKind
 
 LIMITS = Limits(rounds=4, nodes=20_000, seconds=10.0)
-# What a rewritten graph must be faster by, beyond what the timings' noise explains.
-_LEAST_GAIN = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +86,7 @@ def rewrite_model(
     cost: CostModel | None = None,
     device: DeviceKind | None = None,
     measure: bool = True,
+    least_gain: float = 0.01,
     rounds: int = 30,
     budget_s: float = 30.0,
     events: EventSink | None = None,
@@ -102,6 +101,7 @@ def rewrite_model(
         cost: prices; by default of this machine, where calls that were never timed are timed first.
         device: the kind of device that is priced; by default the cost model's only one.
         measure: time candidates beside the original, and take the fastest; without, the cheapest by prediction.
+        least_gain: what a graph has to be faster by, as a share, beyond the noise of the timings.
         rounds: timings of each candidate, at most.
         budget_s: seconds for the timings of calls, and again for those of candidates.
         events: told of progress.
@@ -142,7 +142,7 @@ def rewrite_model(
             for each, ratio, spread in zip(candidates, ratios[1:], spreads[1:], strict=True)
         ]
     clock.lap("timing")
-    best = _best(candidates, measured=measure)
+    best = _best(candidates, least_gain, measured=measure)
     return Rewriting(
         module=module if best is None else modules[best],
         chosen=None if best is None else candidates[best],
@@ -198,12 +198,12 @@ def _spaces(source: Source, rules: Guided, limits: Limits, *, training: bool) ->
     """What all rules lead to, and what those alone that leave less to do."""
     made = []
     for name, used in (("all rules", rules), ("simplified", Guided(simplify=rules.simplify, explore=(), merge=()))):
-        space = Space(source.terms, source.effects, frozen=not training, finite=_finite(source, frozen=not training))
+        space = Space(source.terms, source.effects, frozen=not training, finite=finite_names(source, frozen=not training))
         made.append((name, space, space.grow(used, limits)))
     return made
 
 
-def _finite(source: Source, *, frozen: bool) -> frozenset[str]:
+def finite_names(source: Source, *, frozen: bool) -> frozenset[str]:
     """Names of held tensors whose numbers are finite and stay so."""
     found = set()
     for term in source.terms.inputs():
@@ -245,11 +245,11 @@ def _timed(candidate: Candidate, speedup: float, spread: float) -> Candidate:
     return replace(candidate, speedup=speedup, spread=spread)
 
 
-def _best(candidates: list[Candidate], *, measured: bool) -> int | None:
+def _best(candidates: list[Candidate], least_gain: float, *, measured: bool) -> int | None:
     def gain(candidate: Candidate) -> float:
         if measured:
             return (candidate.speedup or 0.0) - 1.0 - (candidate.spread or 0.0)
         return candidate.found.before_s / max(candidate.found.after_s, 1e-12) - 1.0
 
     best = max(range(len(candidates)), key=lambda i: gain(candidates[i]), default=None)
-    return best if best is not None and gain(candidates[best]) > _LEAST_GAIN else None
+    return best if best is not None and gain(candidates[best]) > least_gain else None

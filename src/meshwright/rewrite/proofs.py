@@ -14,8 +14,8 @@ from meshwright.rewrite.calculus import IllTypedError
 from meshwright.rewrite.calculus.facts import MOST_QUESTIONS
 from meshwright.rewrite.calculus.pruning import simplified
 from meshwright.rewrite.calculus.sums import TooLargeError
-from meshwright.rewrite.calculus.symbols import NotExpressibleError, RefineError, SizesDifferError
-from meshwright.rewrite.calculus.whole import Whole
+from meshwright.rewrite.calculus.symbols import RefineError, SizesDifferError
+from meshwright.rewrite.calculus.whole import NotExpressibleError, Whole
 from meshwright.rewrite.instances import MOST_DIMS, instances
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ def prove(rule: Rule, most_dims: int = MOST_DIMS, questions: int = MOST_QUESTION
 
 def _failure(rule: Rule, instance: Instance) -> str | None:
     """Why the rule does not hold for an instance, as far as we see; None if it does."""
+    if instance.unsettled:
+        return f"not expressible: {instance.unsettled}"
     try:
         if rule.left == rule.right:
             return None
@@ -123,9 +125,9 @@ def fit_right(rule: Rule, instance: Instance) -> None:
                 raise
             continue
         if not all(machine.facts.implies(frozenset(), guard) for guard in owed):
-            raise IllTypedError("attributes of the right side that fit are out of range for some sizes")
+            raise NotExpressibleError("attributes of the right side that fit are out of range for some sizes")
         return
-    raise IllTypedError("attributes of the right side that fit were not found")
+    raise NotExpressibleError("attributes of the right side that fit were not found")
 
 
 class UnlikeError(Exception):

@@ -331,8 +331,10 @@ def _atom_letters(atom: Atom) -> set[Letter]:
 
 
 def _multiple_text(key: Product, factor: Fraction) -> str:
-    if factor == 1 or (not key.powers and not key.binders):
-        return _product_text(key) if factor == 1 else str(factor)
+    if factor == 1:
+        return _product_text(key)
+    if not key.powers and not key.binders and not key.guards:
+        return str(factor)
     return f"{factor} {_product_text(key)}"
 
 

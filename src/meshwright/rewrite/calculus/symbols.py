@@ -17,7 +17,7 @@ from meshwright.rewrite.calculus.facts import MOST_QUESTIONS, NO_GUARDS, Facts
 from meshwright.rewrite.calculus.functions import known_value
 from meshwright.rewrite.calculus.pruning import simplified
 from meshwright.rewrite.calculus.sums import Branch, Read, Sized, Total, every_letter
-from meshwright.rewrite.calculus.whole import Inverse, Whole, data_letter, data_value
+from meshwright.rewrite.calculus.whole import Inverse, NotExpressibleError, Whole, data_letter, data_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,10 +45,6 @@ class RefineError(Exception):
     def __init__(self, letter: Letter, quotient: Whole, by: Whole) -> None:
         super().__init__(f"{letter} by {by}")
         self.letter, self.quotient, self.by = letter, quotient, by
-
-
-class NotExpressibleError(Exception):
-    """A definition divides an index in a way that has no form here."""
 
 
 class Value:
@@ -203,7 +199,12 @@ class Symbols:
         """A value as an index."""
         if len(value.cases) != 1:
             raise NotExpressibleError("an index that is data by cases")
-        return self.facts.declare(data_letter(value.cases[0][1]), 0, extent)
+        letter = data_letter(value.cases[0][1])
+        known = self.facts.extent(letter)
+        if known is not None and not self.facts.are_equal(known, Whole.of(extent)):
+            # An index into fewer rows is one into more; the reverse may be out of range.
+            raise NotExpressibleError(f"one index into {known} and into {extent} rows")
+        return self.facts.declare(letter, 0, extent)
 
     def same(self, one: int | Whole, other: int | Whole, why: str) -> None:
         """Demand that two sizes are equal."""

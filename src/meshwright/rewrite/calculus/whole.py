@@ -19,6 +19,10 @@ Monomial: TypeAlias = "tuple[Letter, ...]"
 _DATA: dict[Letter, Any] = {}
 
 
+class NotExpressibleError(Exception):
+    """Something that has no form in letters, though it may be a number at some sizes."""
+
+
 def data_letter(value: Any) -> Letter:
     """The letter of an index that is the value of a tensor, in its normal form."""
     letter = f"@{value!r}"
@@ -91,10 +95,10 @@ class Whole:
     __rmul__ = __mul__
 
     def __floordiv__(self, other: int | Whole) -> Whole:
-        """The quotient, where it is whole for all sizes; ValueError elsewhere."""
+        """The quotient, where it is whole for all sizes; NotExpressibleError elsewhere."""
         split = self.split_by(Whole.of(other))
         if split is None or split[1].terms:
-            raise ValueError(f"{self} is no multiple of {other}")
+            raise NotExpressibleError(f"{self} is no multiple of {other}")
         return split[0]
 
     def __eq__(self, other: object) -> bool:

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from meshwright.rewrite.terms import InputKind
 
 
+class _Propagation(FakeTensorProp):
+    """Fake tensors in place of parameters and buffers, too: a graph that writes to them must not do so here."""
+
+    def fetch_attr(self, target: str) -> Any:
+        """A fake of what a `get_attr` node names."""
+        held = super().fetch_attr(target)
+        return self._mode.from_tensor(held) if isinstance(held, torch.Tensor) else held
+
+
 def read_captured(captured: Captured, inputs: Any, targets: Any = ()) -> Source:
     """The graph of a captured model for batches of the size of ``inputs``, loss included.
 
@@ -27,7 +36,7 @@ def read_captured(captured: Captured, inputs: Any, targets: Any = ()) -> Source:
     batch_size = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
     module = part(captured, graph.inputs, graph.outputs, batch_size=batch_size, ops=range(len(graph.ops)))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        FakeTensorProp(module, mode).propagate(*tensors)  # type: ignore[arg-type]
+        _Propagation(module, mode).propagate(*tensors)  # type: ignore[arg-type]
     roles: dict[str, InputKind] = {}
     for tensor in graph.tensors:
         if tensor.role in ("parameter", "buffer", "constant"):

@@ -20,14 +20,13 @@ _LEFT = frozenset({"to", "view", "full", "constant_pad_nd"})
 
 
 def call_directly(module: fx.GraphModule) -> fx.GraphModule:
-    """The same module, changed: calls of functional ATen overloads become calls of torch's functions."""
+    """The same module, changed: calls that declared operators became are calls of torch's functions now."""
     for node in module.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
-            continue
-        if node.target._schema.is_mutable:
+        # What was carried through stays what it was.
+        if not node.meta.get("declared") or not isinstance(node.target, OpOverload):
             continue
         name = node.target._schema.name.partition("::")[2]
-        if name == "slice" and len(node.args) == 4 and not node.kwargs:
+        if name == "slice":
             tensor, axis, start, stop = node.args
             node.target, node.args = torch.narrow, (tensor, axis, start, stop - start)
         elif name == "expand":

@@ -8,6 +8,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from meshwright.capture.trace import Returned
+from meshwright.capture.values import Slot
+from meshwright.capture.walk import walk_trace
 from meshwright.spec import RewriteError
 
 if TYPE_CHECKING:
@@ -15,7 +18,22 @@ if TYPE_CHECKING:
 
     from meshwright.capture import Captured
     from meshwright.capture.inputs import BatchLayout
-    from meshwright.capture.trace import Returned
+
+
+def _returned(captured: Captured, sizes: Sequence[torch.Size]) -> Returned:
+    """How the model's output is put together; sizes of the batch that it returns are those of this one."""
+    trace = captured.trace
+    if trace.returned is None:
+        raise RewriteError("How the model's output is put together is not known; return tensors, in tuples or dicts.")
+    batch_size = next((size[0] for size in sizes if len(size)), 1)
+    env = walk_trace(trace, batch_size).env
+    output = next(node for node in trace.graph.nodes if node.op == "output")
+    numbers = iter(range(len(captured.graph.outputs)))
+    leaves = []
+    for is_output, value in trace.returned.leaves:
+        held = env[output.args[0][value]] if is_output else value
+        leaves.append((True, next(numbers)) if isinstance(held, Slot) else (False, held))
+    return Returned(trace.returned.spec, tuple(leaves))
 
 
 class Rewritten(nn.Module):
@@ -27,9 +45,7 @@ class Rewritten(nn.Module):
 
     def __init__(self, graph: fx.GraphModule, captured: Captured, sizes: Sequence[torch.Size]) -> None:
         super().__init__()
-        returned = captured.trace.returned
-        if returned is None or sum(is_output for is_output, _ in returned.leaves) != len(captured.graph.outputs):
-            raise RewriteError("The model returns something beside tensors and constants; return tensors only.")
+        returned = _returned(captured, sizes)
         self.graph_module = graph
         self._layout: BatchLayout = captured.trace.layout
         self._returned: Returned = returned

@@ -128,6 +128,7 @@ class _Writing:
             numbers = tuple(number_of(self._terms, operand) for operand in node.operands)
             self._made[term] = emitter(Call(self.graph, operands, numbers, dict(node.attributes), type_))
             self._pure.add(self._made[term])
+            self._made[term].meta["declared"] = True
 
     def _laid_out(self, made: fx.Node, look: Any) -> fx.Node:
         """A value with its dims in memory as they were in the graph that was read; no copy where they are."""

@@ -30,7 +30,7 @@ class Merging:
 
     def __init__(self) -> None:
         self._made: set[int] = set()
-        self._seen: set[tuple[str, tuple[int, ...]]] = set()
+        self._seen: set[tuple[str, frozenset[int]]] = set()
 
     def run(self, graph: EGraph, rule: Directed, most_members: int) -> int:
         """Join what can be joined; how often something was new."""
@@ -52,8 +52,9 @@ class Merging:
             if len(entries) < 2:
                 continue
             unlike = {cls: (cls, tensors, letters) for cls, tensors, letters in entries}
-            for members in _independent(graph, list(unlike.values()), most_members):
-                label = (rule.rule.name, tuple(cls for cls, _, _ in members))
+            ordered = sorted(unlike.values(), key=lambda member: graph.age(member[0]))
+            for members in _independent(graph, ordered, most_members):
+                label = (rule.rule.name, frozenset(graph.age(cls) for cls, _, _ in members))
                 if len(members) < 2 or label in self._seen:
                     continue
                 self._seen.add(label)

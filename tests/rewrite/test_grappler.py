@@ -1,0 +1,187 @@
+"""Grappler's examples: each rewrites what it is about, and leaves a near miss as it is.
+
+Examples are those of TensorFlow's graph optimizations (tensorflow/core/grappler/optimizers: constant_folding.cc,
+arithmetic_optimizer.cc, remapper.cc), stated in torch. Prices are a datasheet's, so that nothing here depends on the
+machine. Every rule that took part must be one that ships, with its proof.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.capture import capture_model
+from meshwright.cost import CostModel
+from meshwright.rewrite.fx import read_captured
+from meshwright.rewrite.optimize import finite_names
+from meshwright.rewrite.rulebook import shipped_rule_book
+from meshwright.rewrite.saturate import Limits
+from meshwright.rewrite.search.pricing import CallPrices
+from meshwright.rewrite.search.ruleset import shipped_rules
+from meshwright.rewrite.search.search import Space
+from meshwright.rewrite.terms import INPUT, OPAQUE
+from meshwright.spec import load_cluster
+
+PROVED = {entry.rule.name for name in ("torch", "xla", "generated") for entry in shipped_rule_book(name).rules}
+
+
+class Of(nn.Module):
+    """A function of tensors; ``w.name`` are parameters."""
+
+    def __init__(self, function, **weights):
+        super().__init__()
+        self.function = function
+        for name, value in weights.items():
+            setattr(self, name, nn.Parameter(value))
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
+def left(function, inputs, **weights):
+    """Operators that are left for each batch, sorted, after the search; those of weights alone are not counted."""
+    model = Of(function, **weights).eval()
+    source = read_captured(capture_model(model, inputs, mode="inference", verify=False), inputs)
+    space = Space(source.terms, source.effects, frozen=True, finite=finite_names(source, frozen=True))
+    grown = space.grow(shipped_rules(), Limits(rounds=4, nodes=20_000, seconds=60.0))
+    cluster = load_cluster("2xcpu")
+    prices = CallPrices(CostModel(cluster=cluster), cluster.device_kinds[0], training=False)
+    prices.price(space.calls())
+    found = space.choose(prices, grown)
+    assert set(found.rules) <= PROVED
+    names = []
+    for cls, node in found.choice.items():
+        if node.operator != INPUT and cls not in space.known.constant:
+            names.append("opaque" if node.operator == OPAQUE else node.operator)
+    return sorted(names)
+
+
+def batch(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+
+
+X, Y, IMAGE = (64, 64), (64, 64), (1, 8, 16, 16)
+ROW = torch.rand(64) + 0.5
+KERNEL = torch.randn(8, 8, 3, 3)
+NORM = {"mean": torch.randn(8), "variance": torch.rand(8) + 0.5, "scale": torch.rand(8) + 0.5, "shift": torch.randn(8)}
+
+
+def norm(w, x):
+    return F.batch_norm(x, w.mean, w.variance, w.scale, w.shift)
+
+
+# name: (function, shapes of the batch, weights, what is left), and the near miss in the same form.
+EXAMPLES = {
+    "constants pushed down through add": (
+        (lambda w, x: (x + w.a) + w.b, [X], {"a": ROW, "b": ROW}, ["add", "broadcast"]),
+        (lambda w, x, y: (x + y) + w.b, [X, Y], {"b": ROW}, ["add", "add", "broadcast"]),
+    ),
+    "constants pushed down through convolution": (
+        (lambda w, x: F.conv2d(x * 0.5, w.k, w.b), [IMAGE], {"k": KERNEL, "b": torch.randn(8)}, ["conv2d"]),
+        (lambda w, x, y: F.conv2d(x * y, w.k), [IMAGE, IMAGE], {"k": KERNEL}, ["conv2d", "mul"]),
+    ),
+    "n-ary add folded in part": (
+        (lambda w, x, y: x + w.a + y + w.b, [X, Y], {"a": torch.randn(X), "b": torch.randn(X)}, ["add", "add"]),
+        (lambda _, x, y, z: x + y + z, [X, Y, Y], {}, ["add", "add"]),
+    ),
+    "neutral elements": (
+        (lambda _, x: ((x * 1.0) + 0.0 - 0.0) / 1.0, [X], {}, []),
+        (lambda w, x: x * w.one, [(1, 64)], {"one": torch.ones(64, 64)}, ["broadcast", "mul"]),
+    ),
+    "absorbing elements, of what is finite only": (
+        (lambda w, x: x + w.a * 0.0, [X], {"a": torch.randn(X)}, []),
+        (lambda _, x: x * 0.0, [X], {}, ["mul"]),
+    ),
+    "reshapes flattened": (
+        (lambda _, x: x.reshape(16, 4, 64).reshape(4096), [X], {}, ["reshape"]),
+        (lambda _, x: x.reshape(16, 4, 64).transpose(0, 1).reshape(4096), [X], {}, ["reshape", "reshape", "transpose"]),
+    ),
+    "common factor hoisted": (
+        (lambda _, a, x, y: a * x + a * y, [X, X, X], {}, ["add", "mul"]),
+        (lambda _, a, b, x, y: a * x + b * y, [X, X, X, X], {}, ["add", "mul", "mul"]),
+    ),
+    "sum of equals": (
+        (lambda _, x: x + x + x, [X], {}, ["mul"]),
+        (lambda _, x, y: x + x + y, [X, X], {}, ["add", "add"]),
+    ),
+    "transposed factor": (
+        (lambda w, x: x @ w.a.t(), [X], {"a": torch.randn(X)}, ["linear"]),
+        (lambda _, x, y: (x @ y).t().relu() + y, [X, X], {}, ["add", "matmul", "relu", "transpose"]),
+    ),
+    "inverse transposes": (
+        (lambda _, x: x.permute(1, 2, 0).permute(2, 0, 1), [(4, 5, 6)], {}, []),
+        (lambda _, x: x.permute(1, 2, 0).permute(1, 2, 0), [(4, 5, 6)], {}, ["transpose"]),
+    ),
+    "inverse bitcasts": (
+        (lambda _, x: x.view(torch.int32).view(torch.float32), [X], {}, []),
+        (lambda _, x: x.view(torch.int32), [X], {}, ["bitcast"]),
+    ),
+    "involution": (
+        (lambda _, x: -(-x), [X], {}, []),
+        (lambda _, x: -torch.exp(-x), [X], {}, ["exp", "neg", "neg"]),
+    ),
+    "idempotent": (
+        (lambda _, x: torch.relu(torch.relu(x)), [X], {}, ["relu"]),
+        (lambda _, x: torch.tanh(torch.tanh(x)), [X], {}, ["tanh", "tanh"]),
+    ),
+    "convolution, bias and batch norm": (
+        (lambda w, x: norm(w, F.conv2d(x, w.k)), [IMAGE], {"k": KERNEL, **NORM}, ["conv2d"]),
+        (
+            lambda w, x: norm(w, torch.relu(F.conv2d(x, w.k))),
+            [IMAGE],
+            {"k": KERNEL, **NORM},
+            ["batch_norm", "conv2d", "relu"],
+        ),
+    ),
+    "convolution and bias": (
+        (lambda w, x: F.conv2d(x, w.k) + w.b.reshape(8, 1, 1), [IMAGE], {"k": KERNEL, "b": torch.randn(8)}, ["conv2d"]),
+        (
+            lambda w, x: F.conv2d(x, w.k) + w.b,
+            [IMAGE],
+            {"k": KERNEL, "b": torch.randn(14)},
+            ["add", "broadcast", "conv2d"],
+        ),
+    ),
+    "product, bias and activation": (
+        (lambda w, x: torch.relu(x @ w.a + w.b), [X], {"a": torch.randn(X), "b": ROW}, ["linear", "relu"]),
+        (lambda _, x, y, z: torch.relu(x @ y + z), [X, X, X], {}, ["add", "matmul", "relu"]),
+    ),
+    "gelu by tanh": (
+        (
+            lambda _, x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+            [X],
+            {},
+            ["gelu_tanh"],
+        ),
+        (
+            lambda _, x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.05 * x**3))),
+            [X],
+            {},
+            ["add", "add", "mul", "mul", "mul", "mul", "mul", "square", "tanh"],
+        ),
+    ),
+    "attention by hand": (
+        (
+            lambda _, q, k, v: torch.softmax(q @ k.transpose(-1, -2) / 8.0, -1) @ v,
+            [(2, 64, 64)] * 3,
+            {},
+            ["attention"],
+        ),
+        (
+            lambda _, q, k, v: torch.softmax(q @ k.transpose(-1, -2) / 8.0, -2) @ v,
+            [(2, 64, 64)] * 3,
+            {},
+            ["matmul", "matmul", "mul", "softmax", "transpose"],
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("near_miss", [False, True], ids=["fires", "near miss"])
+def test_an_example_of_grappler(name, near_miss):
+    function, shapes, weights, wanted = EXAMPLES[name][near_miss]
+    assert left(function, batch(*shapes), **weights) == wanted

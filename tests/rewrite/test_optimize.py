@@ -1,0 +1,205 @@
+"""`optimize`: what comes back is equal to the model, in both modes, or is the model itself."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright import optimize
+from meshwright.capture import capture_model
+from meshwright.rewrite.fx import read_captured, write_graph
+from meshwright.rewrite.fx.check import check_equal
+from meshwright.rewrite.fx.module import Rewritten
+from meshwright.rewrite.optimize import rewrite_model
+from meshwright.rewrite.report import operator_rows, report_page, rule_rows, summary
+from meshwright.rewrite.rulebook import shipped_rule_book
+from meshwright.rewrite.search.ruleset import guide
+from meshwright.rewrite.terms import Terms
+from meshwright.spec import RewriteError
+
+RULES = guide(shipped_rule_book("torch").rules)
+
+
+def predicted(model, batch, **options):
+    """The cheapest graph by prediction alone: no timing decides what is tested."""
+    return rewrite_model(model, batch, rules=RULES, measure=False, least_gain=-1.0, **options)
+
+
+class Net(nn.Module):
+    """Convolution, batch norm and dropout; two products of one input; softmax by hand; a buffer that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.Dropout(0.3)
+        self.one, self.two = nn.Linear(6, 5), nn.Linear(6, 5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, scale=None):
+        self.calls.add_(1)
+        x = self.drop(torch.relu(self.norm(self.conv(x)))).mean((2, 3))
+        x = torch.exp(self.one(x)) * torch.sigmoid(self.two(x))
+        x = x / x.sum(-1, keepdim=True)
+        return {"share": x if scale is None else x * scale, "tag": "net", "log": (x.log(), None)}
+
+
+def net(training):
+    torch.manual_seed(0)
+    model = Net().train(training)
+    nn.init.uniform_(model.norm.running_var, 0.5, 2.0)
+    nn.init.normal_(model.norm.running_mean)
+    return model
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_outputs_gradients_and_buffers_are_those_of_the_model(training):
+    model, twin = net(training), net(training)
+    found = predicted(model, torch.randn(4, 3, 8, 8))
+    assert isinstance(found.module, Rewritten)
+    assert found.chosen.worst < 1e-9
+    for seed in range(3):
+        x = torch.randn(4, 3, 8, 8)
+        results = []
+        for module in (found.module, twin):
+            torch.manual_seed(seed)
+            out = module(x)
+            assert (out["tag"], out["log"][1]) == ("net", None)
+            results.append((out["share"], out["log"][0]))
+        for one, two in zip(*results, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+        if training:
+            for made in results:
+                (made[0] * made[1]).sum().backward()
+            for (name, one), two in zip(model.named_parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert model.calls == twin.calls == 3
+    torch.testing.assert_close(model.norm.running_mean, twin.norm.running_mean)
+
+
+def test_weights_are_folded_for_inference_and_followed_in_training():
+    x = torch.randn(4, 3, 8, 8)
+    inference, training = predicted(net(False), x), predicted(net(True), x)
+    assert any("folded" in name for name, _ in inference.module.named_buffers())
+    assert "batch norm of a convolution" in inference.chosen.found.rules
+    names = {name.removeprefix("graph_module.") for name, _ in training.module.named_parameters()}
+    assert names == {name for name, _ in net(True).named_parameters()}
+
+
+def test_the_result_is_called_like_the_model_and_says_what_it_was_made_for():
+    model = net(False)
+    x = torch.randn(4, 3, 8, 8)
+    found = predicted(model, {"x": x, "scale": torch.tensor(2.0)})
+    torch.testing.assert_close(
+        found.module(x=x, scale=torch.tensor(2.0))["share"], model(x, torch.tensor(2.0))["share"]
+    )
+    with pytest.raises(RewriteError, match=r"takes 'x' of the sizes \(4, 3, 8, 8\), and \(2, 3, 8, 8\) were given"):
+        found.module(x=x[:2], scale=torch.tensor(2.0))
+    with pytest.raises(RewriteError, match="Call it like the batch"):
+        found.module(x)
+
+
+class Odd(nn.Module):
+    """In-place writes, random numbers, a branch on data, an unknown operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.line(x)
+        y += 1
+        y[:, 0] = 3.0
+        y = y + torch.rand_like(y)
+        y = torch.cond(y.sum() > 0, lambda z: z.sin(), lambda z: z.cos(), (y,))
+        return torch.linalg.vector_norm(y * 0.5 * 2.0, dim=1), torch.cumsum(y.masked_fill(y > 2, 0.0), 1)
+
+
+def test_what_is_unknown_is_carried_through():
+    torch.manual_seed(0)
+    model, x = Odd().eval(), torch.randn(3, 6)
+    found = predicted(model, (x,))
+    assert found.candidates
+    for seed in range(2):
+        with torch.no_grad():
+            torch.manual_seed(seed)
+            wanted = model(x)
+            torch.manual_seed(seed)
+            results = found.candidates[0].graph(x)
+        for one, two in zip(results, wanted, strict=True):
+            torch.testing.assert_close(one, two)
+
+
+def test_what_is_not_faster_is_not_handed_over():
+    class Plain(nn.Module):
+        def forward(self, x):
+            return torch.relu(x)
+
+    model = Plain().eval()
+    assert optimize(model, torch.randn(4, 4), rules=RULES, budget_s=0.2) is model
+
+
+def test_what_is_much_faster_is():
+    class Waste(nn.Module):
+        def forward(self, q, k, v):
+            return torch.matmul(torch.matmul(q, k.transpose(-1, -2)), v)
+
+    torch.manual_seed(0)
+    model, batch = Waste().eval(), tuple(torch.randn(512, 8) for _ in range(3))
+    found = rewrite_model(model, batch, rules=RULES, budget_s=2.0)
+    assert found.module is not model
+    assert found.chosen.speedup > 1.5
+    torch.testing.assert_close(found.module(*batch), model(*batch), rtol=1e-4, atol=1e-4)
+    assert max(found.chosen.gains.values()) > 0
+
+
+def test_a_false_graph_does_not_pass_the_last_net():
+    class Two(nn.Module):
+        def forward(self, x, y):
+            return torch.matmul(x, y)
+
+    batch = (torch.randn(4, 4), torch.randn(4, 4))
+    source = read_captured(capture_model(Two().eval(), batch, mode="inference", verify=False), batch)
+    turned = Terms()
+    place = {}
+    for term in source.terms.needed():
+        node = source.terms.nodes[term]
+        operands = tuple(place[operand] for operand in reversed(node.operands))
+        place[term] = turned.add(node._replace(operands=operands), source.terms.types[term])
+    turned.outputs = tuple(place[output] for output in source.terms.outputs)
+    right, wrong = write_graph(source.terms, source), write_graph(turned, source)
+    assert check_equal(right, right, batch, training=True) == 0
+    with pytest.raises(RewriteError, match="output 0 differs by"):
+        check_equal(right, wrong, batch, training=False)
+
+
+def test_it_composes_with_compile_and_export(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval(), torch.randn(2, 3, 8, 8)
+    module = predicted(model, x).module
+    wanted = model(x)
+    compiled = torch.compile(module, backend="eager")
+    torch.testing.assert_close(compiled(x), wanted, rtol=1e-5, atol=1e-6)
+    place = tmp_path / "net.pt2"
+    torch.export.save(torch.export.export(module, (x,), strict=False), place)
+    torch.testing.assert_close(torch.export.load(place).module()(x), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_report_shows_both_graphs_and_each_rule_with_its_proof():
+    found = predicted(net(False), torch.randn(4, 3, 8, 8))
+    rows = {row["rule"]: row for row in rule_rows(found.chosen)}
+    assert rows["batch norm of a convolution"]["proof"].startswith("for all sizes of x, w, m, v, k, b with 4, 4,")
+    page = report_page("net <1>", found)
+    assert "net &lt;1&gt;" in page
+    assert page.count("<h3>") == 2
+    assert str(len(operator_rows(found.source.terms))) in page
+    assert "predicted" in summary(found)
+
+
+def test_a_size_that_the_model_returns_is_that_of_the_batch():
+    class Sizes(nn.Module):
+        def forward(self, x):
+            return F.relu(x), x.shape[0]
+
+    model = Sizes().eval()
+    found = rewrite_model(model, torch.randn(2, 3), rules=RULES, measure=False)
+    out = found.module(torch.randn(2, 3))
+    assert out[1] == 2

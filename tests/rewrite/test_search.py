@@ -1,0 +1,256 @@
+"""Search: the cheapest graph is chosen, without circles, never dearer than TASO's search, and otherwise by device."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.capture import capture_model
+from meshwright.cost import CostModel
+from meshwright.rewrite.egraph import EGraph
+from meshwright.rewrite.fx import read_captured
+from meshwright.rewrite.matching import directions
+from meshwright.rewrite.rulebook import shipped_rule_book
+from meshwright.rewrite.rules import rule_of
+from meshwright.rewrite.saturate import Limits
+from meshwright.rewrite.search.backtracking import backtrack
+from meshwright.rewrite.search.extraction import extract, smallest
+from meshwright.rewrite.search.merging import Merging
+from meshwright.rewrite.search.pricing import CallPrices
+from meshwright.rewrite.search.ruleset import guide
+from meshwright.rewrite.search.search import Space, grow
+from meshwright.rewrite.terms import INPUT, Node, TensorType, Terms
+from meshwright.spec import load_cluster
+
+FLOAT = TensorType((4, 4), "float32")
+LIMITS = Limits(rounds=4, nodes=20_000, seconds=30.0)
+
+
+def leaf(graph, name):
+    return graph.add(Node(INPUT, (), (("name", name), ("kind", "batch"))), FLOAT)
+
+
+def test_a_shared_term_is_paid_for_once():
+    # Two results, each by an operator of its own (3) or from one that both share (4).
+    graph = EGraph()
+    x = leaf(graph, "x")
+    own = [graph.add(Node(name, (x,))) for name in ("exp", "sin")]
+    shared = graph.add(Node("tanh", (x,)))
+    for cls, name in zip(own, ("neg", "abs"), strict=True):
+        graph.merge(cls, graph.add(Node(name, (shared,))))
+    graph.rebuild()
+    seconds = {"exp": 3.0, "sin": 3.0, "tanh": 4.0, "neg": 0.5, "abs": 0.5, INPUT: 0.0}
+    first = {graph.find(cls): graph.earliest(cls) for cls in graph.classes()}
+    choice = extract(graph, own, lambda _, node: seconds[node.operator], start=first)
+    assert choice.proved
+    assert choice.seconds == 5.0
+    one = extract(graph, own[:1], lambda _, node: seconds[node.operator], start=first)
+    assert one.seconds == 3.0
+
+
+def test_nothing_is_computed_from_itself():
+    # Two classes that are each other's negation for nothing, and dear otherwise.
+    graph = EGraph()
+    x = leaf(graph, "x")
+    one, two = graph.add(Node("exp", (x,))), graph.add(Node("sin", (x,)))
+    graph.merge(one, graph.add(Node("neg", (two,))))
+    graph.merge(two, graph.add(Node("neg", (one,))))
+    three = graph.add(Node("cos", (x,)))
+    graph.merge(three, graph.add(Node("abs", (graph.add(Node("ceil", (three,))),))))
+    graph.rebuild()
+    first = {graph.find(cls): graph.earliest(cls) for cls in graph.classes()}
+    seconds = {"exp": 5.0, "sin": 6.0, "cos": 7.0}
+    choice = extract(graph, [one, two, three], lambda _, node: seconds.get(node.operator, 0.1), start=first)
+    # exp and its negation, and cos: never neg of neg, nor abs of ceil of itself.
+    assert choice.seconds == pytest.approx(5.0 + 0.1 + 7.0 + 0.1)
+
+
+def test_what_is_computed_once_costs_nothing_and_is_made_in_the_fewest_steps():
+    graph = EGraph()
+    x, w = leaf(graph, "x"), leaf(graph, "w")
+    folded = graph.add(Node("exp", (graph.add(Node("sin", (w,))),)))
+    graph.merge(folded, graph.add(Node("tanh", (w,))))
+    graph.rebuild()
+    product = graph.add(Node("matmul", (x, graph.find(folded))))
+    first = {graph.find(cls): graph.earliest(cls) for cls in graph.classes()}
+    leaves = frozenset({graph.find(folded)})
+    choice = extract(graph, [product], lambda _, __: 1.0, start=first, leaves=leaves)
+    assert choice.seconds == 2.0
+    assert smallest(graph, leaves)[graph.find(folded)].operator == "tanh"
+
+
+def test_nothing_dearer_than_what_is_known_is_chosen():
+    graph = EGraph()
+    x = leaf(graph, "x")
+    cls = graph.add(Node("exp", (x,)))
+    graph.merge(cls, graph.add(Node("sin", (x,))))
+    graph.rebuild()
+    first = {graph.find(each): graph.earliest(each) for each in graph.classes()}
+    choice = extract(
+        graph, [cls], lambda _, node: {"exp": 1.0, "sin": math.inf, INPUT: 0.0}[node.operator], start=first
+    )
+    assert choice.nodes[graph.find(cls)].operator == "exp"
+
+
+MERGE = rule_of(
+    "matmuls",
+    ["matmul(x, v)", "matmul(x, w)"],
+    [
+        "slice(matmul(x, concat(v, w, axis=1)), axis=1, start=0, stop=size(v, 1))",
+        "slice(matmul(x, concat(v, w, axis=1)), axis=1, start=size(v, 1), stop=size(v, 1) + size(w, 1))",
+    ],
+)
+
+
+def merged(graph):
+    way = directions(MERGE)[0]
+    merging = Merging()
+    count = merging.run(graph, way, 16)
+    graph.rebuild()
+    again = merging.run(graph, way, 16)
+    widths = sorted(graph.types[cls].shape[1] for cls in graph.holding("matmul"))
+    return count, again, widths
+
+
+def test_operators_on_one_operand_are_merged_along_a_chain():
+    graph = EGraph()
+    x = leaf(graph, "x")
+    for i in range(5):
+        graph.add(Node("matmul", (x, leaf(graph, f"w{i}"))))
+    # 4 and 4, then 8 and 4, and so on: not all 31 subsets.
+    assert merged(graph) == (4, 0, [4, 4, 4, 4, 4, 8, 12, 16, 20])
+
+
+def test_what_needs_a_result_is_not_merged_with_what_makes_it():
+    graph = EGraph()
+    x = leaf(graph, "x")
+    first = graph.add(Node("matmul", (x, leaf(graph, "w"))))
+    graph.add(Node("matmul", (x, graph.add(Node("exp", (first,))))))
+    assert merged(graph) == (0, 0, [4, 4])
+
+
+class Qkv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        return torch.tanh(self.q(x)) + torch.relu(self.k(x)) * torch.sigmoid(self.v(x))
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, x):
+        return x @ (self.a @ (self.a @ self.b)) + (x @ self.a) @ self.b
+
+
+class Folded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.one, self.two = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.conv(x)))
+        return self.one(x).relu(), nn.functional.avg_pool2d(self.two(x), 2)
+
+
+def space_of(model, x):
+    captured = capture_model(model.eval(), x, mode="inference", verify=False)
+    source = read_captured(captured, x)
+    return source, Space(source.terms, source.effects, frozen=True)
+
+
+def prices_on(name):
+    cluster = load_cluster(name)
+    return CallPrices(CostModel(cluster=cluster), cluster.device_kinds[0], training=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "x"), [(Qkv(), torch.randn(2, 32)), (Chain(), torch.randn(16, 64)), (Folded(), torch.randn(1, 3, 9, 9))]
+)
+def test_no_graph_that_backtracking_finds_is_cheaper(model, x):
+    source, space = space_of(model, x)
+    rules = guide(shipped_rule_book("torch").rules)
+    grown = space.grow(rules, LIMITS)
+    prices = prices_on("2xcpu")
+    prices.price(space.calls())
+    found = space.choose(prices, grown)
+    reference = backtrack(source.terms, rules, prices, frozen=True, most_popped=40, limit_s=20.0)
+    assert found.proved
+    assert found.after_s <= reference.seconds * (1 + 1e-9)
+    assert found.after_s < found.before_s
+
+
+def test_the_best_graph_depends_on_the_device():
+    # One wide product instead of eight narrow ones: for a GPU, whose launches are dear beside its flops.
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.v = nn.Parameter(torch.randn(256, 4))
+            self.u = nn.Parameter(torch.randn(4, 256))
+
+        def forward(self, x):
+            return (x @ self.v) @ self.u
+
+    chosen = {}
+    for cluster in ("2xcpu", "8xH100"):
+        _, space = space_of(Wide(), torch.randn(512, 256))
+        grown = space.grow(guide(shipped_rule_book("torch").rules), LIMITS)
+        prices = prices_on(cluster)
+        prices.price(space.calls())
+        terms = space.choose(prices, grown).terms
+        chosen[cluster] = [terms.nodes[term].operator for term in terms.needed()]
+    assert chosen["2xcpu"] != chosen["8xH100"]
+
+
+def test_an_e_graph_that_explodes_is_cut_and_the_best_so_far_returned():
+    terms = Terms()
+    inputs = [terms.input(f"x{i}", FLOAT, "batch") for i in range(9)]
+    total = inputs[0]
+    for term in inputs[1:]:
+        total = terms.apply("add", total, term)
+    terms.outputs = (total,)
+    rules = guide(shipped_rule_book().basis)
+    space = Space(terms, None, frozen=True)
+    grown = space.grow(rules, Limits(rounds=50, nodes=2_000, seconds=20.0))
+    assert grown.ended == "nodes"
+    assert 1_500 < grown.num_nodes < 2_600
+    prices = prices_on("2xcpu")
+    prices.price(space.calls())
+    found = space.choose(prices, grown, limit_s=5.0)
+    assert found.after_s <= found.before_s
+
+
+def test_the_same_search_twice_is_the_same_graph():
+    found = []
+    for _ in range(2):
+        _, space = space_of(Qkv(), torch.randn(2, 32))
+        grown = space.grow(guide(shipped_rule_book("torch").rules), LIMITS)
+        prices = prices_on("2xcpu")
+        prices.price(space.calls())
+        found.append(space.choose(prices, grown).terms.nodes)
+    assert found[0] == found[1]
+
+
+def test_rules_that_lose_special_numbers_wait_for_finite_tensors():
+    lost = [entry for entry in shipped_rule_book().rules if entry.special.lost]
+    assert lost
+    for special, count in (("same", True), ("ignored", False)):
+        ways = list(itertools.chain(*vars_of(guide(lost, special))))
+        assert any(way.finite for way in ways) is count
+
+
+def vars_of(guided):
+    return guided.simplify, guided.explore, guided.merge
+
+
+def test_growth_without_rules_ends_at_once():
+    graph = EGraph()
+    leaf(graph, "x")
+    assert grow(graph, guide(()), LIMITS).ended == "saturated"
