@@ -55,8 +55,7 @@ def optimize_model(
     The model is captured for one size of batch; proved rules lead to equal graphs; their operators are timed, HiGHS
     chooses the cheapest graph, and whole models decide. Where nothing is faster, the model stays as it is.
     """
-    import torch
-
+    from meshwright.rewrite.fx.saving import save_program
     from meshwright.rewrite.optimize import LIMITS, rewrite_model
     from meshwright.rewrite.report import report_page
     from meshwright.rewrite.saturate import Limits
@@ -72,7 +71,6 @@ def optimize_model(
     used = shipped_rules(special)
     if rules:
         used = used.joined(_own_rules(rules, unproved or [], special))
-    torch.set_num_threads(threads)
     with TerminalSink() as sink:
         rewriting = rewrite_model(
             source.model,
@@ -80,12 +78,13 @@ def optimize_model(
             rules=used,
             limits=Limits(rounds=LIMITS.rounds, nodes=max_nodes, seconds=max_seconds),
             budget_s=budget,
+            threads=threads,
             events=sink,
         )
     if report is not None:
         write_text(report_page(model, rewriting), report)
     if out is not None:
-        _save(rewriting, source.inputs, out)
+        save_program(rewriting.module, source.inputs, out)
     files = [str(path) for path in (out, report) if path is not None]
     if as_json:
         print_json(_document(model, rewriting, files))
@@ -128,21 +127,6 @@ def _own_rules(paths: list[Path], unproved: list[str], special: Literal["same", 
     if missing:
         raise RewriteError(f"No file of --rules has a rule {sorted(missing)[0]!r}, which --unproved names.")
     return guide(entries, special)
-
-
-def _save(rewriting: Rewriting, inputs: Any, out: Path) -> None:
-    import io
-
-    import torch
-
-    from meshwright.capture.surroundings import quiet_torch
-    from meshwright.spec.files import write_bytes
-
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, dict) else (tuple(inputs), {})
-    buffer = io.BytesIO()
-    with quiet_torch():
-        torch.export.save(torch.export.export(rewriting.module, args, kwargs, strict=False), buffer)
-    write_bytes(buffer.getvalue(), out)
 
 
 def _document(model: str, rewriting: Rewriting, files: list[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from meshwright.rewrite.terms import Node, TensorType, type_of
+from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, Node, TensorType, type_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +43,8 @@ class EGraph:
         self.num_unions = 0
         # Classes that are known to hold finite numbers only.
         self.finite: set[int] = set()
+        # Classes that need no batch.
+        self.constant: set[int] = set()
         # Who adds nodes now, and who added which.
         self.reason = ""
         self._reasons: list[tuple[int, Node, str]] = []
@@ -108,6 +110,8 @@ class EGraph:
         self._holding[node.operator][cls] = None
         if node.operator in _STAYS_FINITE and self.finite.issuperset(node.operands):
             self.finite.add(cls)
+        if node.operator not in (INPUT, OPAQUE, ITEM) and self.constant.issuperset(node.operands):
+            self.constant.add(cls)
         if self.reason:
             self._reasons.append((cls, node, self.reason))
         for operand in set(node.operands):
@@ -135,6 +139,9 @@ class EGraph:
         if other in self.finite:
             self.finite.discard(other)
             self.finite.add(one)
+        if other in self.constant:
+            self.constant.discard(other)
+            self.constant.add(one)
         for operator, nodes in self._nodes[other].items():
             self._nodes[one].setdefault(operator, []).extend(nodes)
             self._holding[operator][one] = None

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.rewrite.calculus import IllTypedError, Indexed
-from meshwright.rewrite.expressions import Call, Formula, Name, letters_of, names_of, value_of
+from meshwright.rewrite.expressions import Call, Formula, Name, given_names, letters_of, names_of, value_of
 from meshwright.rewrite.instances import MOST_DIMS
 from meshwright.rewrite.terms import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Set
 
     from meshwright.rewrite.egraph import EGraph
     from meshwright.rewrite.expressions import Attribute, Expression
@@ -31,7 +31,8 @@ class Match:
 class Directed:
     """A rule read from ``sources`` to ``targets``; ``ranks``: dims of its tensors for which it is proved.
 
-    ``finite``: tensors that must be known to hold finite numbers only.
+    ``finite``: tensors that must be known to hold finite numbers only. ``folds``: it is used only where part of what it
+    leads to is constant, and nothing of what it starts from. ``general``: it is of no use for what is constant itself.
     """
 
     rule: Rule
@@ -39,6 +40,8 @@ class Directed:
     targets: tuple[Expression, ...]
     ranks: frozenset[tuple[tuple[str, int], ...]] | None = None
     finite: tuple[str, ...] = ()
+    folds: bool = False
+    general: bool = False
 
 
 def directions(
@@ -92,6 +95,9 @@ def matches(graph: EGraph, directed: Directed) -> Iterator[Match]:
     first, *others = directed.sources
     assert isinstance(first, Call)
     for cls in graph.holding(first.operator):
+        if graph.nodes_of(cls, "full"):
+            # Nothing is simpler than a number.
+            continue
         for tensors, letters in _match(graph, first, cls, {}, {}):
             yield from _join(graph, directed, others, Match(tensors, letters, (cls,)))
 
@@ -105,6 +111,11 @@ def apply(graph: EGraph, directed: Directed, match: Match) -> bool:
         if ranks not in directed.ranks or not _is_covered(directed.rule, shaped, match.letters):
             return False
     if any(cls not in graph.finite for cls in (tensors[name] for name in directed.finite)):
+        return False
+    if directed.general and graph.constant.issuperset(map(graph.find, match.outputs)):
+        # It is computed once, however.
+        return False
+    if directed.folds and not _makes_constant(graph, directed, tensors):
         return False
     before = len(graph), graph.num_unions
     graph.reason = directed.rule.name
@@ -120,6 +131,22 @@ def apply(graph: EGraph, directed: Directed, match: Match) -> bool:
     for target, output in zip(made, match.outputs, strict=True):
         graph.merge(target, output)
     return (len(graph), graph.num_unions) != before
+
+
+def _makes_constant(graph: EGraph, directed: Directed, tensors: Mapping[str, int]) -> bool:
+    fixed = {name for name, cls in tensors.items() if cls in graph.constant}
+    if not fixed:
+        return False
+    found = any(_has_constant(side, fixed) for side in directed.targets)
+    return found and not any(_has_constant(side, fixed) for side in directed.sources)
+
+
+def _has_constant(side: Expression, fixed: Set[str]) -> bool:
+    """Whether a call of constant tensors, one at least, is part of an expression."""
+    if isinstance(side, Name):
+        return False
+    names = set(given_names(side))
+    return (bool(names) and names <= fixed) or any(_has_constant(operand, fixed) for operand in side.operands)
 
 
 def _is_covered(rule: Rule, shaped: Mapping[str, Indexed], letters: Mapping[str, Any]) -> bool:

@@ -89,6 +89,7 @@ def rewrite_model(
     least_gain: float = 0.01,
     rounds: int = 30,
     budget_s: float = 30.0,
+    threads: int | None = None,
     events: EventSink | None = None,
 ) -> Rewriting:
     """Search for a faster equivalent of a module on a batch.
@@ -104,17 +105,48 @@ def rewrite_model(
         least_gain: what a graph has to be faster by, as a share, beyond the noise of the timings.
         rounds: timings of each candidate, at most.
         budget_s: seconds for the timings of calls, and again for those of candidates.
+        threads: threads that torch computes with meanwhile; by default as many as it does.
         events: told of progress.
 
     Raises CaptureError for a module that cannot be captured, RewriteError for a graph that cannot be rewritten.
     """
-    events = events or NullSink()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        return _rewrite(
+            module,
+            batch,
+            rules=rules or shipped_rules(),
+            limits=limits,
+            prices_of=_prices_of(cost, device),
+            measure=measure,
+            least_gain=least_gain,
+            rounds=rounds,
+            budget_s=budget_s,
+            events=events or NullSink(),
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+def _rewrite(
+    module: nn.Module,
+    batch: Any,
+    *,
+    rules: Guided,
+    limits: Limits,
+    prices_of: tuple[CostModel, DeviceKind],
+    measure: bool,
+    least_gain: float,
+    rounds: int,
+    budget_s: float,
+    events: EventSink,
+) -> Rewriting:
     clock = _Clock()
     captured, source, tensors = _read(module, batch, events)
     clock.lap("capture")
     training = module.training
-    rules = rules or shipped_rules()
-    cost, device = _prices_of(cost, device)
+    cost, device = prices_of
     spaces = _spaces(source, rules, limits, training=training)
     clock.lap("rules")
     measuring = measure and cost.measurements is not None
@@ -198,7 +230,9 @@ def _spaces(source: Source, rules: Guided, limits: Limits, *, training: bool) ->
     """What all rules lead to, and what those alone that leave less to do."""
     made = []
     for name, used in (("all rules", rules), ("simplified", Guided(simplify=rules.simplify, explore=(), merge=()))):
-        space = Space(source.terms, source.effects, frozen=not training, finite=finite_names(source, frozen=not training))
+        space = Space(
+            source.terms, source.effects, frozen=not training, finite=finite_names(source, frozen=not training)
+        )
         made.append((name, space, space.grow(used, limits)))
     return made
 

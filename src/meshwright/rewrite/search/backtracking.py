@@ -49,7 +49,7 @@ def backtrack(
 ) -> Backtracked:
     """Search as TASO does, for graphs without effects; new calls are priced as they are met."""
     deadline = time.perf_counter() + limit_s
-    ways = (*rules.simplify, *rules.explore, *rules.merge)
+    ways = (*rules.simplify, *rules.explore, *rules.fold, *rules.merge)
     first = _cost(terms, prices, frozen)
     best, best_s = terms, first
     order = count()
@@ -61,7 +61,7 @@ def backtrack(
         popped += 1
         if seconds > alpha * best_s:
             break
-        for new in _neighbours(current, ways):
+        for new in _neighbours(current, ways, frozen):
             label = _label(new)
             if label in known:
                 continue
@@ -94,18 +94,18 @@ def _cost(terms: Terms, prices: CallPrices, frozen: bool) -> float:
     return sum(map(prices.seconds, calls))
 
 
-def _neighbours(terms: Terms, ways: tuple[Directed, ...]) -> Iterator[Terms]:
-    graph, _ = load(terms, terms.outputs)
+def _neighbours(terms: Terms, ways: tuple[Directed, ...], frozen: bool) -> Iterator[Terms]:
+    graph, _ = load(terms, terms.outputs, frozen=frozen)
     for way in ways:
         for match in matches(graph, way):
-            new = _replaced(terms, way, match)
+            new = _replaced(terms, way, match, frozen)
             if new is not None:
                 yield new
 
 
-def _replaced(terms: Terms, way: Directed, match: Match) -> Terms | None:
+def _replaced(terms: Terms, way: Directed, match: Match, frozen: bool) -> Terms | None:
     """The graph with a rule applied at one place, on an e-graph that holds nothing else."""
-    graph, classes = load(terms, terms.outputs)
+    graph, classes = load(terms, terms.outputs, frozen=frozen)
     names = [graph.earliest(match.tensors[target.name]) if isinstance(target, Name) else None for target in way.targets]
     if not apply(graph, way, match):
         return None

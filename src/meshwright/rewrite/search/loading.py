@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 _GIVEN = ("parameter", "buffer", "constant")
 
 
-def load(terms: Terms, outputs: Sequence[int], finite: Set[str] = frozenset()) -> tuple[EGraph, dict[int, int]]:
+def load(
+    terms: Terms, outputs: Sequence[int], finite: Set[str] = frozenset(), *, frozen: bool = False
+) -> tuple[EGraph, dict[int, int]]:
     """An e-graph of what outputs need, and the class of each of its terms.
 
-    ``finite``: names of given tensors that hold finite numbers, and will.
+    ``finite``: names of given tensors that hold finite numbers, and will. ``frozen``: weights do not change.
     """
     graph = EGraph()
     classes: dict[int, int] = {}
@@ -29,6 +31,8 @@ def load(terms: Terms, outputs: Sequence[int], finite: Set[str] = frozenset()) -
         classes[term] = graph.add(Node(node.operator, operands, node.attributes), terms.types[term])
         if node.operator == INPUT and node.attribute("name") in finite:
             graph.finite.add(classes[term])
+        if node.operator == INPUT and _is_fixed(node, frozen):
+            graph.constant.add(classes[term])
     return graph, classes
 
 
@@ -70,14 +74,18 @@ def find_known(graph: EGraph, *, frozen: bool) -> Known:
 
 def _is_constant(graph: EGraph, home: int, node: Node, constant: set[int], frozen: bool) -> bool:
     if node.operator == INPUT:
-        kind = node.attribute("kind")
-        return kind == "constant" or (frozen and kind in _GIVEN)
+        return _is_fixed(node, frozen)
     if node.operator in (OPAQUE, ITEM) and any(
         graph.types[graph.find(cls)].dtype == TOKEN_DTYPE for cls in (*node.operands, home)
     ):
         # Ordered, or one of several results.
         return False
     return all(graph.find(operand) in constant for operand in node.operands)
+
+
+def _is_fixed(node: Node, frozen: bool) -> bool:
+    kind = dict(node.attributes).get("kind")
+    return kind == "constant" or (frozen and kind in _GIVEN)
 
 
 def _number(graph: EGraph, node: Node, number: dict[int, float]) -> float | None:

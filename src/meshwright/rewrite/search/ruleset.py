@@ -1,14 +1,14 @@
 """Which rules a search uses, and in what order of urgency.
 
 Directions that leave less to do (`Guided.simplify`) are applied until nothing is new; those that lead to as much or
-more work (`explore`) a few rounds only, and never without end: a rule read from right to left may apply to its own
-result.
-Rules of several outputs join (`merge`): see `search.merging`.
+more work (`explore`) a few rounds only: a rule read from right to left may apply to its own result. Of the many general
+laws among them, associativity before all, only uses that make something constant are of interest (`fold`): the sums of
+a deep model have more orders than anybody can look at. Rules of several outputs join (`merge`): see `search.merging`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +28,7 @@ SpecialNumbers = Literal["same", "kept", "ignored"]
 
 # How much an operator does, roughly, before anything is known of sizes. What only looks at memory does nothing.
 _FREE = frozenset({"slice", "reshape", "transpose", "broadcast", "full", "bitcast"})
+_ORDERED = frozenset({"add", "sub", "mul", "neg", "maximum", "minimum"})
 _HEAVY = frozenset({"matmul", "linear", "conv1d", "conv2d", "attention", "embedding"})
 
 
@@ -38,6 +39,7 @@ class Guided:
     simplify: tuple[Directed, ...]
     explore: tuple[Directed, ...]
     merge: tuple[Directed, ...]
+    fold: tuple[Directed, ...] = ()
 
     def joined(self, other: Guided) -> Guided:
         """These, and others."""
@@ -45,19 +47,32 @@ class Guided:
             simplify=(*self.simplify, *other.simplify),
             explore=(*self.explore, *other.explore),
             merge=(*self.merge, *other.merge),
+            fold=(*self.fold, *other.fold),
         )
 
 
 @cache
 def shipped_rules(special: SpecialNumbers = "kept") -> Guided:
     """All shipped rules that may be used: those for torch's kernels, XLA's, and the basis of the generated ones."""
-    books = (shipped_rule_book("torch").rules, shipped_rule_book("xla").rules, shipped_rule_book().basis)
-    return guide((entry for book in books for entry in book), special)
+    own = guide(shipped_rule_book("torch").rules, special)
+    others = guide((*shipped_rule_book("xla").rules, *shipped_rule_book().basis), special)
+    explore, fold = list(own.explore), list(own.fold)
+    for way in others.explore:
+        if _commutes(way):
+            explore.append(way)
+        else:
+            fold.append(replace(way, folds=True))
+    return Guided(
+        simplify=(*own.simplify, *others.simplify),
+        explore=tuple(explore),
+        merge=(*own.merge, *others.merge),
+        fold=(*fold, *others.fold),
+    )
 
 
 def guide(entries: Iterable[BookRule], special: SpecialNumbers = "kept") -> Guided:
     """Directions of proved rules, each once."""
-    simplify, explore, merge = [], [], []
+    simplify, explore, merge, fold = [], [], [], []
     seen = set()
     for entry in entries:
         lost, changed = entry.special.lost, entry.special.changed
@@ -75,9 +90,33 @@ def guide(entries: Iterable[BookRule], special: SpecialNumbers = "kept") -> Guid
                     merge.append(way)
             elif _work(way.targets[0]) < _work(way.sources[0]):
                 simplify.append(way)
+            elif _reorders(way) and not _commutes(way):
+                fold.append(replace(way, general=True, folds=True))
             else:
-                explore.append(way)
-    return Guided(simplify=tuple(simplify), explore=tuple(explore), merge=tuple(merge))
+                explore.append(replace(way, general=True))
+    return Guided(simplify=tuple(simplify), explore=tuple(explore), merge=tuple(merge), fold=tuple(fold))
+
+
+def _commutes(way: Directed) -> bool:
+    source, target = way.sources[0], way.targets[0]
+    return (
+        isinstance(source, Call)
+        and isinstance(target, Call)
+        and source.operator == target.operator
+        and len(source.operands) == 2
+        and source.operands == target.operands[::-1]
+    )
+
+
+def _reorders(way: Directed) -> bool:
+    """Whether it only puts sums or products of numbers in another order."""
+    return all(_operators(side) <= _ORDERED for side in (*way.sources, *way.targets))
+
+
+def _operators(side: Expression) -> set[str]:
+    if isinstance(side, Name):
+        return set()
+    return {side.operator}.union(*map(_operators, side.operands))
 
 
 def _shares_a_heavy_operand(way: Directed) -> bool:

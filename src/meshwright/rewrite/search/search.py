@@ -69,7 +69,7 @@ class Space:
     def __init__(self, terms: Terms, effects: int | None, *, frozen: bool, finite: Set[str] = frozenset()) -> None:
         self._terms, self._effects, self._frozen = terms, effects, frozen
         self._roots = (*terms.outputs, *(() if effects is None else (effects,)))
-        self.graph, self._classes = load(terms, self._roots, finite)
+        self.graph, self._classes = load(terms, self._roots, finite, frozen=frozen)
         self.known: Known = find_known(self.graph, frozen=frozen)
 
     def grow(self, rules: Guided, limits: Limits) -> Grown:
@@ -169,7 +169,7 @@ def grow(graph: EGraph, rules: Guided, limits: Limits) -> Grown:
     number = 0
     for number in range(1, limits.rounds + 1):
         before = len(graph), graph.num_unions
-        for phase, rounds in ((rules.simplify, 8), (rules.explore, 1)):
+        for phase, rounds in ((rules.simplify, 8), (rules.explore, 1), (rules.fold, 2)):
             done = saturate(graph, phase, left(rounds))
             cut.update(dict.fromkeys(done.cut))
             if done.ended in ("nodes", "seconds"):

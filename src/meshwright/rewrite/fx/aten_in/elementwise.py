@@ -119,4 +119,8 @@ def _to(r: Reader, a: dict[str, Any]) -> Found:
 
 @converts("view.dtype")
 def _bitcast(r: Reader, a: dict[str, Any]) -> Found:
-    return r.terms.apply("bitcast", a["self"], dtype=str(a["dtype"]).removeprefix("torch."))
+    x, dtype = a["self"], str(a["dtype"]).removeprefix("torch.")
+    # A look at a look is one at what lies in memory.
+    while r.terms.nodes[x].operator == "bitcast":
+        (x,) = r.terms.nodes[x].operands
+    return x if r.dtype(x) == dtype else r.terms.apply("bitcast", x, dtype=dtype)
