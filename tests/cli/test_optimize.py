@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from meshwright.cli.main import invoke
 
@@ -93,3 +94,53 @@ def test_an_own_operator_is_declared_and_gets_its_rules(tmp_path, capsys):
 def test_what_cannot_be_done_is_said(arguments, code, words, capsys):
     assert invoke(["optimize", "rules", *arguments]) == code
     assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Scores(nn.Module):
+    def forward(self, q, k, v):
+        return torch.matmul(torch.matmul(q, k.transpose(-1, -2)), v)
+
+
+def scores():
+    return Scores(), tuple(torch.randn(512, 8) for _ in range(3))
+"""
+
+
+@pytest.fixture
+def scores(tmp_path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    return tmp_path
+
+
+def test_a_model_is_rewritten_and_loaded_again(scores, capsys, monkeypatch):
+    monkeypatch.chdir(scores)
+    words = ["optimize", "mine.py:scores", "-o", "fast.pt2", "--report", "fast.html", "--budget", "2"]
+    assert invoke(words) == 0
+    assert "× as fast as the model, measured" in capsys.readouterr().out
+    assert "<h3>" in (scores / "fast.html").read_text()
+    batch = tuple(torch.randn(512, 8) for _ in range(3))
+    found = torch.export.load(scores / "fast.pt2").module()(*batch)
+    torch.testing.assert_close(found, batch[0] @ (batch[1].T @ batch[2]), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mine.py:scores", "-o", "fast.onnx"], "expected a file name that ends"),
+        (["mine.py:other"], "other"),
+        (["mine.py:scores", "--unproved", "x"], "no file was given"),
+        (["mine.py:scores", "--rules", "false.toml"], "is refuted, not proved"),
+        (["mine.py:scores", "--rules", "none.toml"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be_used_is_said(scores, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(scores)
+    (scores / "false.toml").write_text('[[rule]]\nname = "a"\nleft = "matmul(x, y)"\nright = "matmul(y, x)"\n')
+    assert invoke(["optimize", *arguments]) in (1, 2)
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not list(scores.glob("fast*"))
