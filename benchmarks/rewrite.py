@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from harness import Row, make_row, parse_options, publish
+from rewrite_search import search, speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -33,7 +34,6 @@ from meshwright.rewrite.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHERS = ROOT / "tests/rewrite/others"
-SECTIONS = ("others", "xla", "terms", "book", "search", "speed")
 
 
 def others(_quick: bool) -> list[Row]:
@@ -132,10 +132,13 @@ def book(quick: bool) -> list[Row]:
     ]
 
 
+RUN = {"others": others, "xla": xla, "terms": terms, "book": book, "search": search, "speed": speed}
+
+
 def main() -> int:
-    options = parse_options(__doc__, SECTIONS)
-    chosen = options.only or SECTIONS
-    rows = [row for section in SECTIONS if section in chosen for row in globals()[section](options.quick)]
+    options = parse_options(__doc__, tuple(RUN))
+    chosen = options.only or tuple(RUN)
+    rows = [row for section, run in RUN.items() if section in chosen for row in run(options.quick)]
     return publish("rewrite", rows, options, label="-".join(options.only or ()))
 
 
