@@ -42,8 +42,8 @@ def optimize_model(
         typer.Option(help="What must stay of NaN and infinity: all; that a number is not finite; nothing."),
     ] = "kept",
     threads: Annotated[int, typer.Option(min=1, max=1024, help="Threads that torch computes with.")] = 1,
-    max_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to apply rules for, at most.")] = 10.0,
-    max_nodes: Annotated[int, typer.Option(min=100, help="Operators of all graphs together, at most.")] = 20_000,
+    max_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to apply rules for, at most.")] = 5.0,
+    max_nodes: Annotated[int, typer.Option(min=100, help="Operators of all graphs together, at most.")] = 4_000,
     budget: Annotated[
         float, typer.Option(min=0.5, help="Seconds of timings, of operators and again of models.")
     ] = 30.0,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from meshwright.rewrite.fx.read import Source
     from meshwright.spec import DeviceKind
 
-LIMITS = Limits(rounds=4, nodes=20_000, seconds=10.0)
+LIMITS = Limits(rounds=4, nodes=4_000, seconds=5.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

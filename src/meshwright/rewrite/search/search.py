@@ -116,7 +116,7 @@ class Space:
             chosen.setdefault(self.graph.find(cls), node._replace(operands=operands))
         return chosen
 
-    def choose(self, prices: CallPrices, grown: Grown, *, limit_s: float = 10.0, without: str = "") -> Found:
+    def choose(self, prices: CallPrices, grown: Grown, *, limit_s: float = 4.0, without: str = "") -> Found:
         """The cheapest graph, or that which the nodes of all rules but one allow. All `calls` must have been priced."""
         graph, constant = self.graph, self.known.constant
         reasons = graph.reasons()
