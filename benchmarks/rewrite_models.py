@@ -433,3 +433,63 @@ class PoolAfter(nn.Module):
 )
 def pool_after() -> Made:
     return PoolAfter().eval(), (torch.randn(1, 256, 56, 56),)
+
+
+class BertNorm(nn.Module):
+    def __init__(self, size: int = 768) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(size) + 0.5), nn.Parameter(torch.randn(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(-1, keepdim=True)
+        spread = (x - mean).pow(2).mean(-1, keepdim=True)
+        return self.weight * ((x - mean) / torch.sqrt(spread + 1e-12)) + self.bias
+
+
+@waste("BERT's layer norm", "huggingface/pytorch-pretrained-BERT pytorch_pretrained_bert/modeling.py, BertLayerNorm")
+def bert_norm() -> Made:
+    return BertNorm().eval(), (torch.randn(8, 256, 768),)
+
+
+class VarianceNorm(BertNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+        return (x - mean) / torch.sqrt(variance + 1e-5) * self.weight + self.bias
+
+
+@waste("layer norm by variance", "swz30/Restormer basicsr/models/archs/restormer_arch.py, WithBias_LayerNorm")
+def variance_norm() -> Made:
+    return VarianceNorm(96).eval(), (torch.randn(1, 64 * 64, 96),)
+
+
+class ErfGelu(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+@waste("GELU by erf", "huggingface/pytorch-pretrained-BERT pytorch_pretrained_bert/modeling.py, gelu")
+def erf_gelu() -> Made:
+    return ErfGelu(), (torch.randn(4, 128, 3072),)
+
+
+class Swish(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x)
+
+
+@waste("swish written out", "lukemelas/EfficientNet-PyTorch efficientnet_pytorch/utils.py, Swish")
+def swish() -> Made:
+    return Swish(), (torch.randn(1, 96, 112, 112),)
+
+
+class WrittenAttention(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(torch.softmax(torch.matmul(q / 8.0, k.transpose(2, 3)), dim=-1), v)
+
+
+@waste(
+    "attention written out",
+    "jadore801120/attention-is-all-you-need-pytorch transformer/Modules.py, ScaledDotProductAttention",
+)
+def written_attention() -> Made:
+    return WrittenAttention(), tuple(torch.randn(1, 8, 512, 64) for _ in range(3))
