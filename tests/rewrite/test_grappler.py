@@ -111,8 +111,8 @@ EXAMPLES = {
         (lambda _, x, y, z: x + y + z, [X, X, X], {}, ["add", "add"]),
     ),
     "transposed factor": (
-        (lambda w, x: x @ w.a.t(), [X], {"a": torch.randn(X)}, ["linear"]),
-        (lambda _, x, y: (x @ y).t().relu() + y, [X, X], {}, ["add", "linear", "relu", "transpose"]),
+        (lambda _, x, y: x @ y.t(), [X, X], {}, ["linear"]),
+        (lambda _, x, y: (x @ y).t().relu() + y, [X, X], {}, ["add", "matmul", "relu", "transpose"]),
     ),
     "inverse transposes": (
         (lambda _, x: x.permute(1, 2, 0).permute(2, 0, 1), [(4, 5, 6)], {}, []),

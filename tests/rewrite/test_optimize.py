@@ -1,5 +1,7 @@
 """`optimize`: what comes back is equal to the model, in both modes, or is the model itself."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,11 +11,13 @@ from meshwright import optimize
 from meshwright.capture import capture_model
 from meshwright.rewrite.fx import read_captured, write_graph
 from meshwright.rewrite.fx.check import check_equal
+from meshwright.rewrite.fx.fold import fold_constants
 from meshwright.rewrite.fx.module import Rewritten
 from meshwright.rewrite.optimize import rewrite_model
 from meshwright.rewrite.report import operator_rows, report_page, rule_rows, summary
 from meshwright.rewrite.rulebook import shipped_rule_book
 from meshwright.rewrite.search.ruleset import guide
+from meshwright.rewrite.search.timing import alternate
 from meshwright.rewrite.terms import Terms
 from meshwright.spec import RewriteError
 
@@ -169,6 +173,34 @@ def test_a_false_graph_does_not_pass_the_last_net():
     assert check_equal(right, right, batch, training=True) == 0
     with pytest.raises(RewriteError, match="output 0 differs by"):
         check_equal(right, wrong, batch, training=False)
+
+
+def test_constants_that_share_memory_are_folded():
+    # Two parts of one folded product, and one output.
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 6))
+
+        def forward(self, x):
+            product = self.a @ self.b
+            return torch.relu(x * product[:2]) + x * product[2:]
+
+    model, x = Parts().eval(), torch.randn(2, 6)
+    source = read_captured(capture_model(model, x, mode="inference", verify=False, needs_loss=False), x)
+    terms, effects, held = fold_constants(source.terms, source, source.effects, frozen=True)
+    torch.testing.assert_close(write_graph(terms, source, effects=effects, held=held)(x)[0], model(x))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in held.values()}) == len(held) == 2
+
+
+def test_arms_alternate_and_short_ones_run_more_often():
+    runs = []
+    taken = alternate([lambda: runs.append("a"), lambda: runs.append("b")], rounds=6, budget_s=0.0)
+    assert taken.shape[1] == 2
+    assert len(taken) >= 5
+    # One after the other before anything counts, then in the other order every other round: neither always follows.
+    assert "".join(name for name, _ in itertools.groupby(runs)) == "abababa"
+    assert len(runs) > 20
 
 
 def test_it_composes_with_compile_and_export(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -15,10 +16,11 @@ from meshwright.rewrite.fx import read_captured
 from meshwright.rewrite.matching import directions
 from meshwright.rewrite.rulebook import shipped_rule_book
 from meshwright.rewrite.rules import rule_of
-from meshwright.rewrite.saturate import Limits
+from meshwright.rewrite.saturate import Limits, saturate
 from meshwright.rewrite.search.backtracking import backtrack
 from meshwright.rewrite.search.extraction import extract, smallest
 from meshwright.rewrite.search.merging import Merging
+from meshwright.rewrite.search.options import Options
 from meshwright.rewrite.search.pricing import CallPrices
 from meshwright.rewrite.search.ruleset import Guided, guide
 from meshwright.rewrite.search.search import Space, grow
@@ -93,6 +95,104 @@ def test_nothing_dearer_than_what_is_known_is_chosen():
         graph, [cls], lambda _, node: {"exp": 1.0, "sin": math.inf, INPUT: 0.0}[node.operator], start=first
     )
     assert choice.nodes[graph.find(cls)].operator == "exp"
+
+
+def cheapest_of_all(graph, roots, seconds):
+    """The seconds of the cheapest choice without circles, by looking at all."""
+    best = math.inf
+
+    def is_circular(choice):
+        state = dict.fromkeys(choice, 0)
+
+        def visit(cls):
+            state[cls] = 1
+            for operand in map(graph.find, choice[cls].operands):
+                if state[operand] == 1 or (state[operand] == 0 and visit(operand)):
+                    return True
+            state[cls] = 2
+            return False
+
+        return any(state[cls] == 0 and visit(cls) for cls in choice)
+
+    def extend(choice, spent, todo):
+        nonlocal best
+        if spent >= best:
+            return
+        todo = [cls for cls in todo if cls not in choice]
+        if not todo:
+            if not is_circular(choice):
+                best = spent
+            return
+        cls, *rest = todo
+        for node in graph.nodes(cls):
+            extend({**choice, cls: node}, spent + seconds(cls, node), rest + [graph.find(i) for i in node.operands])
+
+    extend({}, 0.0, [graph.find(root) for root in roots])
+    return best
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_choice_is_the_cheapest_of_all(seed):
+    rng = random.Random(seed)
+    graph = EGraph()
+    classes = [leaf(graph, "x"), leaf(graph, "y")]
+    for _ in range(14):
+        name = rng.choice(["exp", "sin", "neg", "tanh", "add", "mul", "sub"])
+        count = 2 if name in ("add", "mul", "sub") else 1
+        classes.append(graph.add(Node(name, tuple(rng.choice(classes) for _ in range(count)))))
+    for _ in range(6):
+        # Leaves stay themselves: what is given needs nothing.
+        one, other = rng.sample(classes[2:], 2)
+        graph.merge(one, other)
+        graph.rebuild()
+    roots = rng.sample(classes[2:], 2)
+    prices = {}
+
+    def seconds(cls, node):
+        return 0.0 if node.operator == INPUT else prices.setdefault((cls, node), float(rng.choice([0, 1, 1, 2, 5, 9])))
+
+    first = {graph.find(cls): graph.earliest(cls) for cls in graph.classes()}
+    start = {cls: node._replace(operands=tuple(map(graph.find, node.operands))) for cls, node in first.items()}
+    choice = extract(graph, roots, seconds, start=start)
+    assert choice.proved
+    assert choice.seconds == pytest.approx(cheapest_of_all(graph, roots, seconds))
+    assert sum(seconds(*item) for item in choice.nodes.items()) == pytest.approx(choice.seconds)
+
+
+def test_a_detour_is_left_out():
+    # A slice of a slice beside the slice itself: it would only make the program's bound worse.
+    graph = EGraph()
+    x = leaf(graph, "x")
+    half = graph.add(Node("slice", (graph.add(Node("exp", (x,))),), (("axis", 0), ("start", 0), ("stop", 2))))
+    quarter = graph.add(Node("slice", (half,), (("axis", 0), ("start", 0), ("stop", 1))))
+    whole = graph.earliest(half).operands[0]
+    graph.merge(quarter, graph.add(Node("slice", (whole,), (("axis", 0), ("start", 0), ("stop", 1)))))
+    graph.rebuild()
+    options = Options(graph, [graph.find(quarter)], lambda *_: 1.0, frozenset())
+    assert half not in options.of
+    assert len(options.of[graph.find(quarter)]) == 1
+    # Where it is needed itself, the way through it is as good.
+    both = Options(graph, [graph.find(quarter), half], lambda *_: 1.0, frozenset())
+    assert graph.find(half) in both.of
+
+
+def test_what_was_looked_at_is_not_looked_at_again():
+    rule = directions(rule_of("laws", "add(x, y)", "add(y, x)"))
+
+    def grown(in_one):
+        graph = EGraph()
+        x, y, z = (leaf(graph, name) for name in "xyz")
+        graph.add(Node("exp", (graph.add(Node("add", (x, y))),)))
+        first = saturate(graph, rule, Limits())
+        graph.add(Node("mul", (graph.add(Node("add", (y, z))), x)))
+        return graph, saturate(graph, rule, Limits(), 0 if in_one else first.until)
+
+    whole, every = grown(True)
+    later, new = grown(False)
+    assert len(whole) == len(later)
+    assert every.applied == new.applied == {"laws": 1}
+    # What is new is looked at, and what reads it.
+    assert later.changed(later.now, 2) == [set(), set(), set()]
 
 
 MERGE = rule_of(

@@ -41,6 +41,8 @@ class EGraph:
         self._holding: defaultdict[str, dict[int, None]] = defaultdict(dict)
         self._dirty: list[int] = []
         self.num_unions = 0
+        # Classes that got a node or were merged, in the order of events.
+        self._events: list[int] = []
         # Classes that are known to hold finite numbers only.
         self.finite: set[int] = set()
         # Classes that need no batch.
@@ -87,6 +89,19 @@ class EGraph:
         self._holding[operator] = dict.fromkeys(found)
         return list(found)
 
+    @property
+    def now(self) -> int:
+        """How much has happened so far, for `changed`."""
+        return len(self._events)
+
+    def changed(self, since: int, levels: int) -> list[set[int]]:
+        """Classes that changed since then; those that also read one of these; and so on, as many levels up."""
+        found = [{self.find(cls) for cls in self._events[since:]}]
+        for _ in range(levels):
+            below = found[-1]
+            found.append(below.union(*({self.find(home) for _, home in self._readers[cls]} for cls in below)))
+        return found
+
     def lookup(self, node: Node) -> int | None:
         """The class of a node, if it is there."""
         found = self._known.get(self._canonical(node))
@@ -108,6 +123,7 @@ class EGraph:
         self._known[node] = cls
         self._earliest.append((cls, node))
         self._holding[node.operator][cls] = None
+        self._events.append(cls)
         if node.operator in _STAYS_FINITE and self.finite.issuperset(node.operands):
             self.finite.add(cls)
         if node.operator not in (INPUT, OPAQUE, ITEM) and self.constant.issuperset(node.operands):
@@ -148,6 +164,7 @@ class EGraph:
         self._nodes[other] = {}
         self._earliest[one] = min(self._earliest[one], self._earliest[other])
         self._dirty.append(one)
+        self._events.append(one)
         self._readers[one].extend(self._readers[other])
         self._readers[other] = []
         return one

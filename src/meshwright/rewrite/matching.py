@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from meshwright.rewrite.calculus import IllTypedError, Indexed
@@ -27,7 +28,7 @@ class Match:
     outputs: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Directed:
     """A rule read from ``sources`` to ``targets``; ``ranks``: dims of its tensors for which it is proved.
 
@@ -42,6 +43,11 @@ class Directed:
     finite: tuple[str, ...] = ()
     folds: bool = False
     general: bool = False
+
+    @cached_property
+    def depth(self) -> int:
+        """Levels of classes below that of an output on which it depends whether the sources stand there."""
+        return max(map(_depth, self.sources))
 
 
 def directions(
@@ -69,16 +75,6 @@ def bind(graph: EGraph, pattern: Call, cls: int) -> Iterator[tuple[dict[str, int
     yield from _match(graph, pattern, cls, {}, {})
 
 
-def class_of(graph: EGraph, expression: Expression, match: Match) -> int | None:
-    """The class of an expression at a match; None where it does not fit."""
-    tensors = {name: graph.find(cls) for name, cls in match.tensors.items()}
-    shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
-    try:
-        return _build(graph, expression, tensors, shaped, match.letters)
-    except (IllTypedError, IndexError, ValueError, KeyError, TypeError):
-        return None
-
-
 def node_of(graph: EGraph, call: Expression, match: Match) -> Node:
     """The node of a call that was added at a match."""
     assert isinstance(call, Call)
@@ -90,11 +86,13 @@ def node_of(graph: EGraph, call: Expression, match: Match) -> Node:
     )
 
 
-def matches(graph: EGraph, directed: Directed) -> Iterator[Match]:
-    """All places where the source stands."""
+def matches(graph: EGraph, directed: Directed, among: Set[int] | None = None) -> Iterator[Match]:
+    """All places where the source stands; ``among``: only those where its first expression is one of these classes."""
     first, *others = directed.sources
     assert isinstance(first, Call)
     for cls in graph.holding(first.operator):
+        if among is not None and cls not in among:
+            continue
         if graph.nodes_of(cls, "full"):
             # Nothing is simpler than a number.
             continue
@@ -104,33 +102,39 @@ def matches(graph: EGraph, directed: Directed) -> Iterator[Match]:
 
 def apply(graph: EGraph, directed: Directed, match: Match) -> bool:
     """Add the target beside what it equals; whether anything is new. Nothing happens where it does not fit."""
+    before = len(graph), graph.num_unions
+    made = build(graph, directed, match)
+    if made is None:
+        return False
+    for target, output in zip(made, match.outputs, strict=True):
+        graph.merge(target, output)
+    return (len(graph), graph.num_unions) != before
+
+
+def build(graph: EGraph, directed: Directed, match: Match) -> list[int] | None:
+    """The classes of the targets, added where they are new; None where they do not fit."""
     tensors = {name: graph.find(cls) for name, cls in match.tensors.items()}
     shaped = {name: Indexed(graph.types[cls].shape, _unread) for name, cls in tensors.items()}
     if directed.ranks is not None:
         ranks = tuple(sorted((name, tensor.rank) for name, tensor in shaped.items()))
         if ranks not in directed.ranks or not _is_covered(directed.rule, shaped, match.letters):
-            return False
+            return None
     if any(cls not in graph.finite for cls in (tensors[name] for name in directed.finite)):
-        return False
+        return None
     if directed.general and graph.constant.issuperset(map(graph.find, match.outputs)):
         # It is computed once, however.
-        return False
+        return None
     if directed.folds and not _makes_constant(graph, directed, tensors):
-        return False
-    before = len(graph), graph.num_unions
+        return None
     graph.reason = directed.rule.name
     try:
         if not all(condition.holds(shaped, match.letters) for condition in directed.rule.when):
-            return False
+            return None
         made = [_build(graph, side, tensors, shaped, match.letters) for side in directed.targets]
     except (IllTypedError, IndexError, ValueError, KeyError, TypeError):
-        return False
-    for target, output in zip(made, match.outputs, strict=True):
-        if graph.types[target] != graph.types[graph.find(output)]:
-            return False
-    for target, output in zip(made, match.outputs, strict=True):
-        graph.merge(target, output)
-    return (len(graph), graph.num_unions) != before
+        return None
+    fits = all(graph.types[cls] == graph.types[graph.find(out)] for cls, out in zip(made, match.outputs, strict=True))
+    return made if fits else None
 
 
 def _makes_constant(graph: EGraph, directed: Directed, tensors: Mapping[str, int]) -> bool:
@@ -255,6 +259,10 @@ def _contains(expression: Expression, part: Expression) -> bool:
     return expression == part or (
         isinstance(expression, Call) and any(_contains(operand, part) for operand in expression.operands)
     )
+
+
+def _depth(expression: Expression) -> int:
+    return 0 if isinstance(expression, Name) else 1 + max(map(_depth, expression.operands), default=0)
 
 
 def _is_computed(attribute: Attribute) -> bool:

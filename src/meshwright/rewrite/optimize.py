@@ -8,7 +8,7 @@ it was.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -37,20 +37,28 @@ if TYPE_CHECKING:
 
 LIMITS = Limits(rounds=4, nodes=4_000, seconds=5.0)
 
+# Graphs of one search that are timed in place.
+_FEW = 3
+
+# Shares of a graph's seconds that are not worth another round of timings.
+_CLOSE = 0.01
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A graph that was found. ``worst``: largest relative difference in float64.
 
-    ``gains``: by rule, how many seconds more the cheapest graph takes that does without what the rule adds.
+    ``gains``, of the one that was chosen: by rule, how many seconds more the cheapest graph takes that does without
+    what the rule adds.
     ``speedup`` as measured here, ``spread`` the half width of its 95 % interval; None if it was not.
     """
 
     name: str
+    space: Space
     found: Found
     graph: fx.GraphModule
     worst: float
-    gains: dict[str, float]
+    gains: dict[str, float] = field(default_factory=dict)
     speedup: float | None = None
     spread: float | None = None
 
@@ -155,10 +163,12 @@ def _rewrite(
     clock.lap("prices")
     candidates: list[Candidate] = []
     for name, space, grown in spaces:
-        found = _choose(space, grown, prices, budget_s=budget_s, events=events)
-        if all(found.terms.nodes != other.found.terms.nodes for other in candidates):
-            gains = _gains(space, found, prices)
-            candidates.append(_written(name, found, gains, source, tensors, training=training))
+        best_few = 0
+        for found in _choose(space, grown, prices, budget_s=budget_s, events=events):
+            if best_few < _FEW and all(found.terms.nodes != other.found.terms.nodes for other in candidates):
+                best_few += 1
+                label = name if best_few == 1 else f"{name}, number {best_few}"
+                candidates.append(_written(label, space, found, source, tensors, training=training))
     clock.lap("choice")
     layout = captured.trace.layout
     modules = [Rewritten(each.graph, captured, [tensor.shape for tensor in tensors]) for each in candidates]
@@ -170,11 +180,14 @@ def _rewrite(
         events.progress("time candidates", 1, 1)
         ratios, spreads = speedups(taken)
         candidates = [
-            _timed(each, float(ratio), float(spread))
+            replace(each, speedup=float(ratio), spread=float(spread))
             for each, ratio, spread in zip(candidates, ratios[1:], spreads[1:], strict=True)
         ]
     clock.lap("timing")
     best = _best(candidates, least_gain, measured=measure)
+    if best is not None:
+        candidates[best] = _with_gains(candidates[best], prices)
+    clock.lap("gains of rules")
     return Rewriting(
         module=module if best is None else modules[best],
         chosen=None if best is None else candidates[best],
@@ -185,15 +198,25 @@ def _rewrite(
     )
 
 
-def _choose(space: Space, grown: Grown, prices: CallPrices, *, budget_s: float, events: EventSink) -> Found:
-    """Choose, time what was chosen, and choose again, until what is chosen is known."""
+def _choose(space: Space, grown: Grown, prices: CallPrices, *, budget_s: float, events: EventSink) -> list[Found]:
+    """The best few graphs, the cheapest first: choose, time what was chosen, and choose again.
+
+    What was not timed is cheaper than it will be (`CallPrices`), so that a choice costs no more than any graph does;
+    when what of those that were chosen is cheapest once timed is as cheap as that, almost, nothing better can follow.
+    """
     deadline = time.perf_counter() + budget_s
-    found = space.choose(prices, grown)
-    while prices.measuring and (left := deadline - time.perf_counter()) > 0:
-        if not prices.measure(space.calls_of(found), budget_s=left, events=events):
-            break
+    tried: list[Found] = []
+    while True:
         found = space.choose(prices, grown)
-    return found
+        left = deadline - time.perf_counter()
+        if not prices.measuring or left <= 0 or not prices.measure(space.calls_of(found), budget_s=left, events=events):
+            # All of it was timed, or nothing more can be.
+            break
+        tried.append(found)
+        if min(space.seconds(each.choice, prices) for each in tried) * (1.0 - _CLOSE) <= found.after_s:
+            break
+    ranked = sorted((space.repriced(each, prices) for each in tried), key=lambda each: each.after_s)
+    return [found, *ranked] if found not in tried else ranked
 
 
 class _Clock:
@@ -249,22 +272,17 @@ def finite_names(source: Source, *, frozen: bool) -> frozenset[str]:
     return frozenset(found)
 
 
-def _gains(space: Space, found: Found, prices: CallPrices) -> dict[str, float]:
+def _with_gains(candidate: Candidate, prices: CallPrices) -> Candidate:
     gains = {}
+    found = candidate.found
     for rule in found.rules:
-        other = space.choose(prices, found.grown, limit_s=2.0, without=rule)
+        other = candidate.space.choose(prices, found.grown, limit_s=2.0, without=rule)
         gains[rule] = max(other.after_s - found.after_s, 0.0)
-    return dict(sorted(gains.items(), key=lambda item: -item[1]))
+    return replace(candidate, gains=dict(sorted(gains.items(), key=lambda item: -item[1])))
 
 
 def _written(
-    name: str,
-    found: Found,
-    gains: dict[str, float],
-    source: Source,
-    tensors: tuple[torch.Tensor, ...],
-    *,
-    training: bool,
+    name: str, space: Space, found: Found, source: Source, tensors: tuple[torch.Tensor, ...], *, training: bool
 ) -> Candidate:
     terms, effects, held = fold_constants(found.terms, source, found.effects, frozen=not training)
     graph = call_directly(write_graph(terms, source, effects=effects, held=held))
@@ -272,11 +290,7 @@ def _written(
     # Folded constants are rounded to the model's dtype: what is compared in float64 computes them again.
     worst = check_equal(original, write_graph(found.terms, source, effects=found.effects), tensors, training=training)
     check_close(original, graph, tensors)
-    return Candidate(name=name, found=found, graph=graph, worst=worst, gains=gains)
-
-
-def _timed(candidate: Candidate, speedup: float, spread: float) -> Candidate:
-    return replace(candidate, speedup=speedup, spread=spread)
+    return Candidate(name=name, space=space, found=found, graph=graph, worst=worst)
 
 
 def _best(candidates: list[Candidate], least_gain: float, *, measured: bool) -> int | None:

@@ -15,16 +15,19 @@ if TYPE_CHECKING:
 
 
 def rule_rows(candidate: Candidate) -> list[dict[str, Any]]:
-    """The rules that made a graph: how many of its operators, what they gain, what they say, and their proof."""
+    """The rules that made a graph: how many of its operators, what they gain, what they say, and their proof.
+
+    Those that gain most come first; gains are None for a graph that was not chosen.
+    """
     known = _shipped()
     rows = []
-    for name, gain_s in candidate.gains.items():
+    for name in sorted(candidate.found.rules, key=lambda name: -candidate.gains.get(name, 0.0)):
         entry = known.get(name)
         rows.append(
             {
                 "rule": name,
                 "num_operators": candidate.found.rules[name],
-                "gain_s": gain_s,
+                "gain_s": candidate.gains.get(name),
                 "left": [] if entry is None else [str(side) for side in entry.rule.left],
                 "right": [] if entry is None else [str(side) for side in entry.rule.right],
                 "proof": "not proved: named by the user" if entry is None else proof_text(entry),
@@ -135,7 +138,7 @@ def _candidates(rewriting: Rewriting) -> str:
 def _rules(candidate: Candidate) -> str:
     rows = [
         f"<tr><td>{escape(row['rule'])}<td class=number>{row['num_operators']}"
-        f"<td class=number>{row['gain_s'] * 1e6:.1f}"
+        f"<td class=number>{'' if row['gain_s'] is None else format(row['gain_s'] * 1e6, '.1f')}"
         f"<td><code>{escape(', '.join(row['left']))}</code><br>= <code>{escape(', '.join(row['right']))}</code>"
         f"<td>{escape(row['proof'])}"
         for row in rule_rows(candidate)

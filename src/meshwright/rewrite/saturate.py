@@ -27,24 +27,39 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saturation:
-    """What came of it; ``ended``: why it stopped. ``applied``: by rule, how often it added something."""
+    """What came of it; ``ended``: why it stopped. ``applied``: by rule, how often it added something.
+
+    ``until``: by when the e-graph was as the rules last saw it (`EGraph.now`).
+    """
 
     rounds: int
     ended: Literal["saturated", "rounds", "nodes", "seconds"]
     applied: dict[str, int]
     cut: tuple[str, ...]
+    until: int
 
 
-def saturate(graph: EGraph, rules: Sequence[Directed], limits: Limits) -> Saturation:
-    """Apply rules until nothing is new or a limit is met; what was found by then stays."""
+def saturate(graph: EGraph, rules: Sequence[Directed], limits: Limits, since: int = 0) -> Saturation:
+    """Apply rules until nothing is new or a limit is met; what was found by then stays.
+
+    ``since``: by when the same rules saw the e-graph before; they look at what has changed.
+    """
     start = time.perf_counter()
     applied: dict[str, int] = {}
     cut: dict[str, None] = {}
-    for number in range(limits.rounds):
+
+    def end(rounds: int, ended: Literal["saturated", "rounds", "nodes", "seconds"]) -> Saturation:
+        return Saturation(rounds=rounds, ended=ended, applied=applied, cut=tuple(cut), until=since)
+
+    for number in range(1, limits.rounds + 1):
         before = len(graph), graph.num_unions
+        changed = graph.changed(since, max((rule.depth for rule in rules), default=0)) if since else None
+        since = graph.now
         found = []
         for rule in rules:
-            places = list(islice(matches(graph, rule), limits.matches + 1))
+            # A rule of several outputs may join what has changed to what has not.
+            among = None if changed is None or len(rule.sources) > 1 else changed[rule.depth]
+            places = list(islice(matches(graph, rule, among), limits.matches + 1))
             if len(places) > limits.matches:
                 cut[rule.rule.name] = None
             found.append((rule, places[: limits.matches]))
@@ -56,11 +71,11 @@ def saturate(graph: EGraph, rules: Sequence[Directed], limits: Limits) -> Satura
                     applied[rule.rule.name] = applied.get(rule.rule.name, 0) + 1
                 if len(graph) > limits.nodes:
                     graph.rebuild()
-                    return Saturation(rounds=number + 1, ended="nodes", applied=applied, cut=tuple(cut))
+                    return end(number, "nodes")
             if time.perf_counter() - start > limits.seconds:
                 graph.rebuild()
-                return Saturation(rounds=number + 1, ended="seconds", applied=applied, cut=tuple(cut))
+                return end(number, "seconds")
         graph.rebuild()
         if (len(graph), graph.num_unions) == before:
-            return Saturation(rounds=number + 1, ended="saturated", applied=applied, cut=tuple(cut))
-    return Saturation(rounds=limits.rounds, ended="rounds", applied=applied, cut=tuple(cut))
+            return end(number, "saturated")
+    return end(limits.rounds, "rounds")

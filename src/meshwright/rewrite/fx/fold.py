@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,8 +96,10 @@ def _compute(terms: Terms, source: Source, wanted: list[int]) -> dict[int, torch
         node = terms.nodes[term]
         place[term] = part.add(node._replace(operands=tuple(place[i] for i in node.operands)), terms.types[term])
     part.outputs = tuple(place[term] for term in wanted)
+    # Whatever memory they share, they are copied below.
+    shared = replace(source, fresh=(False,) * len(wanted))
     with torch.no_grad():
-        results = write_graph(part, source)(*_unused(source))
+        results = write_graph(part, shared)(*_unused(source))
     # Operators are priced, and fastest, on memory that lies in order.
     contiguous = torch.contiguous_format
     return {term: result.detach().clone(memory_format=contiguous) for term, result in zip(wanted, results, strict=True)}

@@ -1,13 +1,15 @@
 """The cheapest graph of an e-graph: one node of each class that is needed, shared terms counted once.
 
-An integer program for HiGHS: ``x`` says whether a node is chosen, ``y`` whether a class is needed.
+What the choice is between (`options`) falls apart into parts, and each is an integer program for HiGHS: ``x`` says
+whether a node is chosen, ``y`` whether a class is needed.
 
     minimise   Σ seconds · x
-    where      y(root) = 1,   Σ x(nodes of c) = y(c),   y(d) ≥ Σ x(nodes of c that read d)
+    where      y(certain) = 1,   Σ x(nodes of c) = y(c),   y(d) ≥ Σ x(nodes of c that read d)
 
 A choice must not go round in circles. Circles of two classes are forbidden from the start; a longer one is when a
 solution has it: at least one of its classes must not read the next, Σ x(nodes of c that read the next) ≤ length - 1,
-and the program is solved again. Levels of classes, which forbid all circles at once, take HiGHS ten times as long.
+and the parts that it goes through are solved again, as one. Levels of classes, which forbid all circles at once, take
+HiGHS ten times as long.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.rewrite.search.options import Options
 from meshwright.solving import Rows, minimise, strong_components
 
 if TYPE_CHECKING:
@@ -29,11 +32,6 @@ if TYPE_CHECKING:
 
     from meshwright.rewrite.egraph import EGraph
     from meshwright.rewrite.terms import Node
-
-_Option: TypeAlias = "tuple[float, Node, frozenset[int]]"
-
-# Of two graphs of one price, that of fewer nodes.
-_PER_NODE = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,118 +59,53 @@ def extract(
     installed.
     """
     wanted = list(dict.fromkeys(graph.find(root) for root in roots if graph.find(root) not in leaves))
-    space = _Space(graph, wanted, seconds, leaves)
-    first = space.follow(lambda cls: start[cls])
-    known = sum(seconds(cls, node) for cls, node in first.items())
-    solved = _solve(space, first, limit_s)
-    if solved is not None:
-        nodes, proved = solved
-        found = sum(seconds(cls, node) for cls, node in nodes.items())
-        if found <= known:
-            return Choice(nodes=nodes, seconds=found, proved=proved)
-    return Choice(nodes=first, seconds=known, proved=False)
+    options = Options(graph, wanted, seconds, leaves)
+
+    def total(nodes: Mapping[int, Node]) -> float:
+        return sum(seconds(cls, node) for cls, node in nodes.items())
+
+    trees = options.by_trees()
+    known = min((options.follow(way) for way in (start, trees)), key=total)
+    nodes, proved = _solve(options, known, limit_s)
+    best = min(known, nodes, key=lambda choice: (total(choice), len(choice)))
+    return Choice(nodes=best, seconds=total(best), proved=proved)
 
 
-class _Space:
-    """Classes that the roots may need, with the nodes worth considering: (seconds, node, the classes it reads)."""
-
-    def __init__(
-        self, graph: EGraph, roots: Sequence[int], seconds: Callable[[int, Node], float], leaves: Set[int]
-    ) -> None:
-        self._graph, self._leaves, self.root_classes = graph, leaves, roots
-        self.options: dict[int, list[_Option]] = {}
-        todo = list(roots)
-        while todo:
-            cls = todo.pop()
-            if cls in self.options:
-                continue
-            every = []
-            for node in graph.nodes(cls):
-                cost = seconds(cls, node)
-                reads = self.reads(node)
-                if cost < math.inf and cls not in reads:
-                    every.append((cost + _PER_NODE, node, reads))
-            self.options[cls] = _undominated(every)
-            todo += [operand for _, _, reads in self.options[cls] for operand in reads]
-        self._drop_impossible()
-
-    def reads(self, node: Node) -> frozenset[int]:
-        """Classes that a node reads, but for leaves."""
-        return frozenset(map(self._graph.find, node.operands)) - self._leaves
-
-    def follow(self, chosen: Callable[[int], Node]) -> dict[int, Node]:
-        """The classes that the roots need under a choice, with their nodes."""
-        nodes: dict[int, Node] = {}
-        todo = list(self.root_classes)
-        while todo:
-            cls = todo.pop()
-            if cls not in nodes:
-                nodes[cls] = chosen(cls)
-                todo += self.reads(nodes[cls])
-        return nodes
-
-    def _drop_impossible(self) -> None:
-        """Leave out nodes from which no inputs can be reached (all ways lead round in circles)."""
-        reached: set[int] = set()
-        readers: defaultdict[int, list[int]] = defaultdict(list)
-        for cls, options in self.options.items():
-            for _, _, reads in options:
-                for operand in reads:
-                    readers[operand].append(cls)
-        todo = list(self.options)
-        while todo:
-            cls = todo.pop()
-            if cls not in reached and any(reads <= reached for _, _, reads in self.options[cls]):
-                reached.add(cls)
-                todo += readers[cls]
-        for cls in self.options:
-            self.options[cls] = [option for option in self.options[cls] if option[2] <= reached]
-
-
-def _undominated(options: list[_Option]) -> list[_Option]:
-    kept: list[_Option] = []
-    for option in sorted(options, key=lambda item: (item[0], len(item[2]))):
-        if not any(other[2] <= option[2] for other in kept):
-            kept.append(option)
-    return kept
-
-
-def _solve(space: _Space, start: Mapping[int, Node], limit_s: float) -> tuple[dict[int, Node], bool] | None:
-    columns = _Columns(space)
-    first = columns.values_of(start)
+def _solve(options: Options, known: Mapping[int, Node], limit_s: float) -> tuple[dict[int, Node], bool]:
+    """Part after part, and again those that circles go through; what is known where time is up."""
     deadline = time.perf_counter() + limit_s
-    while True:
-        found = minimise(
-            columns.costs,
-            np.ones(len(columns.costs)),
-            columns.rows(),
-            columns.whole,
-            purpose="The cheapest graph is chosen",
-            deadline_s=max(deadline - time.perf_counter(), 0.1),
-            gap=1e-6,
-            start=first,
-        )
-        if found.values is None:
-            return None
-        values = found.values
-
-        def chosen(cls: int) -> Node:
-            options, place = space.options[cls], columns.first[cls]
-            return options[int(values[place : place + len(options)].argmax())][1]  # noqa: B023 - called at once
-
-        nodes = space.follow(chosen)
-        circles = _circles(space, nodes)
-        if not circles:
-            return nodes, found.optimal
-        if time.perf_counter() > deadline:
-            return None
+    parts = {i: _Part(options, classes) for i, classes in enumerate(options.parts())}
+    part_of = {cls: i for i, part in parts.items() for cls in part.classes}
+    trees = options.by_trees()
+    chosen = {**trees, **known}
+    proved = True
+    todo = list(parts)
+    while todo:
+        for number in todo:
+            found = parts[number].solve(chosen, deadline)
+            if found is None:
+                return dict(known), False
+            nodes, optimal = found
+            chosen.update(nodes)
+            proved &= optimal
+        result = options.follow(chosen)
+        circles = _circles(options, result)
+        if circles and time.perf_counter() > deadline:
+            return dict(known), False
+        todo = []
         for circle in circles:
-            columns.forbid(circle)
+            joined = sorted({part_of[cls] for cls in circle})
+            whole = _Part.joined([parts.pop(number) for number in joined])
+            whole.forbid(circle)
+            parts[joined[0]] = whole
+            part_of |= dict.fromkeys(whole.classes, joined[0])
+            todo = [number for number in dict.fromkeys((*todo, joined[0])) if number in parts]
+    return result, proved
 
 
-def _circles(space: _Space, nodes: Mapping[int, Node]) -> list[list[int]]:
+def _circles(options: Options, nodes: Mapping[int, Node]) -> list[list[int]]:
     """Circles of a choice, one for each component of classes that need each other."""
-    reads = {cls: set(space.reads(node)) for cls, node in nodes.items()}
+    reads = {cls: set(options.reads(node)) for cls, node in nodes.items()}
     found = []
     for component in strong_components(list(nodes), reads):
         if len(component) < 2:
@@ -197,30 +130,79 @@ def _circles(space: _Space, nodes: Mapping[int, Node]) -> list[list[int]]:
     return found
 
 
-class _Columns:
-    """The program's columns: a class is needed, a node is chosen, the level of a class that lies on a cycle."""
+class _Part:
+    """The program of some classes. Its columns: a class is needed, a node is chosen."""
 
-    def __init__(self, space: _Space) -> None:
-        self._space = space
-        self.needed = {cls: i for i, cls in enumerate(space.options)}
+    def __init__(self, options: Options, classes: Sequence[int], circles: Sequence[Sequence[int]] = ()) -> None:
+        self.classes = classes
+        self._options = options
+        self._circles = list(circles)
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Part]) -> _Part:
+        """One of several."""
+        classes = [each for part in parts for each in part.classes]
+        return cls(parts[0]._options, classes, [circle for part in parts for circle in part._circles])
+
+    def forbid(self, circle: Sequence[int]) -> None:
+        """No choice in which each class of a circle reads the next."""
+        self._circles.append(circle)
+
+    def solve(self, known: Mapping[int, Node], deadline: float) -> tuple[dict[int, Node], bool] | None:
+        """The cheapest nodes, and whether none are cheaper; None where time is up before any are found."""
+        of = self._options.of
+        if all(len(of[cls]) == 1 for cls in self.classes):
+            return {cls: of[cls][0].node for cls in self.classes}, True
+        columns = _Columns(self._options, self.classes)
+        for circle in self._circles:
+            columns.forbid(circle)
+        found = minimise(
+            columns.costs,
+            np.ones(len(columns.costs)),
+            columns.rows(),
+            columns.whole,
+            purpose="The cheapest graph is chosen",
+            deadline_s=max(deadline - time.perf_counter(), 0.1),
+            gap=1e-6,
+            start=columns.values_of(known),
+        )
+        if found.values is None:
+            return None
+        nodes = {}
+        for cls in self.classes:
+            place = columns.first[cls]
+            values = found.values[place : place + len(of[cls])]
+            if values.max() > 0.5:
+                nodes[cls] = of[cls][int(values.argmax())].node
+        return nodes, found.optimal
+
+
+class _Columns:
+    def __init__(self, options: Options, classes: Sequence[int]) -> None:
+        self._options = options
+        self.needed = {cls: i for i, cls in enumerate(classes)}
         count = len(self.needed)
         self.first: dict[int, int] = {}
-        for cls, options in space.options.items():
+        for cls in classes:
             self.first[cls] = count
-            count += len(options)
+            count += len(options.of[cls])
         self.costs = np.zeros(count)
         self.whole = np.zeros(count, np.bool_)
-        for cls, options in space.options.items():
-            place = slice(self.first[cls], self.first[cls] + len(options))
-            self.costs[place] = [cost for cost, _, _ in options]
-            self.whole[place] = len(options) > 1
         self._entries: list[tuple[float, float, dict[int, float]]] = []
-        for root in space.root_classes:
-            self._entries.append((1.0, 1.0, {self.needed[root]: 1.0}))
-        for cls, options in space.options.items():
-            self._tie(cls, options)
+        for cls in classes:
+            place = slice(self.first[cls], self.first[cls] + len(options.of[cls]))
+            self.costs[place] = [option.seconds for option in options.of[cls]]
+            self.whole[place] = len(options.of[cls]) > 1
+            if cls in options.certain:
+                self._entries.append((1.0, 1.0, {self.needed[cls]: 1.0}))
+        for cls in classes:
+            self._tie(cls)
         for one, other in self._mutual():
             self.forbid([one, other])
+        readers = options.readers()
+        for cls in classes:
+            if cls not in options.certain and len(options.of[cls]) > 1:
+                self._tie_detours(cls, readers[cls])
 
     def rows(self) -> Rows:
         """What ties them together."""
@@ -232,26 +214,38 @@ class _Columns:
         rows.fill(places, columns, np.array([value for _, _, entries in self._entries for value in entries.values()]))
         return rows
 
-    def _tie(self, cls: int, options: list[_Option]) -> None:
+    def _tie(self, cls: int) -> None:
         first = self.first[cls]
-        chosen = {first + i: 1.0 for i in range(len(options))}
+        chosen = {first + i: 1.0 for i in range(len(self._options.of[cls]))}
         self._entries.append((0.0, 0.0, {self.needed[cls]: -1.0, **chosen}))
         for operand, places in self._readers(cls).items():
-            self._entries.append((0.0, math.inf, {self.needed[operand]: 1.0, **dict.fromkeys(places, -1.0)}))
+            if operand not in self._options.certain:
+                self._entries.append((0.0, math.inf, {self.needed[operand]: 1.0, **dict.fromkeys(places, -1.0)}))
+
+    def _tie_detours(self, cls: int, readers: Sequence[int]) -> None:
+        """An option that is a detour for some of a class's readers is chosen only with one of the others."""
+        for place, option in enumerate(self._options.of[cls]):
+            served = self._options.served(cls, option, readers)
+            if len(served) < sum(cls in each.reads for reader in readers for each in self._options.of[reader]):
+                others = {self.first[reader] + i: 1.0 for reader, i in served}
+                self._entries.append((0.0, math.inf, {**others, self.first[cls] + place: -1.0}))
 
     def _readers(self, cls: int) -> dict[int, list[int]]:
         """By class that nodes of a class read: the columns of those nodes."""
         readers: defaultdict[int, list[int]] = defaultdict(list)
-        for i, (_, _, reads) in enumerate(self._space.options[cls]):
-            for operand in reads:
+        for i, option in enumerate(self._options.of[cls]):
+            for operand in option.reads:
                 readers[operand].append(self.first[cls] + i)
         return readers
 
     def _mutual(self) -> list[tuple[int, int]]:
         """Pairs of classes that read each other."""
-        reads = {cls: set(self._readers(cls)) for cls in self._space.options}
+        reads = {cls: set(self._readers(cls)) for cls in self.needed}
         return [
-            (cls, other) for cls, others in reads.items() for other in others if cls < other and cls in reads[other]
+            (cls, other)
+            for cls, others in reads.items()
+            for other in others & self.needed.keys()
+            if cls < other and cls in reads[other]
         ]
 
     def forbid(self, circle: Sequence[int]) -> None:
@@ -261,22 +255,22 @@ class _Columns:
             entries |= dict.fromkeys(self._readers(cls)[following], 1.0)
         self._entries.append((0.0, len(circle) - 1.0, entries))
 
-    def values_of(self, choice: Mapping[int, Node]) -> NDArray[np.float64] | None:
+    def values_of(self, known: Mapping[int, Node]) -> NDArray[np.float64] | None:
         """A known choice as values of columns; None where one of its nodes was left out."""
         values = np.zeros(len(self.costs))
-        reads_of: dict[int, frozenset[int]] = {}
-        todo = list(self._space.root_classes)
+        seen: set[int] = set()
+        todo = [cls for cls in self.needed if cls in self._options.certain]
         while todo:
             cls = todo.pop()
-            if cls in reads_of:
+            if cls in seen:
                 continue
-            options = self._space.options[cls]
-            place = next((i for i, option in enumerate(options) if option[1] == choice.get(cls)), None)
+            seen.add(cls)
+            options = self._options.of[cls]
+            place = next((i for i, option in enumerate(options) if option.node == known.get(cls)), None)
             if place is None:
                 return None
             values[[self.needed[cls], self.first[cls] + place]] = 1.0
-            reads_of[cls] = options[place][2]
-            todo += reads_of[cls]
+            todo += options[place].reads & self.needed.keys() - self._options.certain
         return values
 
 

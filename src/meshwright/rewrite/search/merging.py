@@ -2,8 +2,9 @@
 
 A rule of two outputs fits any two of n operators; all pairs, and pairs of what came of them, are too many. So operators
 that share an operand are taken in one order, and each is joined to what those before it became: the chain 1, 1+2, 1+2+3
-and so on. All members of the chain stay in the e-graph. What needs the result of a member cannot be computed together
-with it, and begins a chain of its own.
+and so on. All members of the chain stay in the e-graph, and each operator is a slice of each of them that holds it:
+slices of slices would say the same many times again. What needs the result of a member cannot be computed together with
+it, and begins a chain of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
 from meshwright.rewrite.expressions import Call, Name
-from meshwright.rewrite.matching import Match, apply, bind, class_of
+from meshwright.rewrite.matching import Match, bind, build, node_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from meshwright.rewrite.egraph import EGraph
     from meshwright.rewrite.matching import Directed
+    from meshwright.rewrite.terms import Node
 
 
 _Member: TypeAlias = "tuple[int, Mapping[str, int], Mapping[str, Any]]"
@@ -69,33 +71,49 @@ class Merging:
         renamed: Mapping[str, str],
     ) -> int:
         (cls, tensors, letters), *others = members
+        source, (first, second) = rule.sources[0], rule.targets
+        assert isinstance(source, Call)
+        # By operator, what of the joined one it is.
+        places: dict[int, Node] = {}
         count = 0
         for other, bound, _ in others:
             match = Match({**tensors, **{name: bound[renamed[name]] for name in renamed}}, dict(letters), (cls, other))
-            if graph.find(cls) == graph.find(other) or not apply(graph, rule, match):
+            before = len(graph), graph.num_unions
+            if graph.find(cls) == graph.find(other) or build(graph, rule, match) is None:
                 continue
-            count += 1
-            joined = self._joined_class(graph, rule, match)
-            if joined is None:
-                break
+            if not places:
+                places[cls] = node_of(graph, first, match)
+            places[other] = node_of(graph, second, match)
+            (joined,) = places[other].operands
+            for member, place in places.items():
+                # What was joined before comes first, so that all is where it was.
+                graph.merge(member, graph.add(place._replace(operands=(joined,))))
+            count += (len(graph), graph.num_unions) != before
             self._made.add(joined)
-            source = rule.sources[0]
-            assert isinstance(source, Call)
             again = next(iter(bind(graph, source, graph.find(joined))), None)
             if again is None:
                 break
             cls, (tensors, letters) = joined, again
         return count
 
-    def _joined_class(self, graph: EGraph, rule: Directed, match: Match) -> int | None:
-        """The class of the operator on joined operands, which both targets cut from."""
-        target, source = rule.targets[0], rule.sources[0]
-        assert isinstance(target, Call)
-        assert isinstance(source, Call)
-        for item in target.operands:
-            if isinstance(item, Call) and item.operator == source.operator:
-                return class_of(graph, item, match)
-        return None
+
+def joins(rule: Directed) -> bool:
+    """Whether a rule makes two operators that share an operand slices of one, the first of them in front."""
+    if len(rule.sources) != 2 or len(rule.targets) != 2:
+        return False
+    one, other = rule.sources
+    first, second = rule.targets
+    return (
+        isinstance(one, Call)
+        and isinstance(other, Call)
+        and isinstance(first, Call)
+        and isinstance(second, Call)
+        and one.operator == other.operator
+        and bool(_operands(one) & _operands(other))
+        and first.operator == second.operator == "slice"
+        and first.operands == second.operands
+        and dict(first.attributes)["start"] == 0
+    )
 
 
 def _independent(graph: EGraph, members: list[_Member], most_members: int) -> list[list[_Member]]:

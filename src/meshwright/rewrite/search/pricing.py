@@ -65,7 +65,8 @@ class CallPrices:
     """Seconds by call, on one kind of device; with the backward pass in training.
 
     ``measuring``: what is chosen will be timed (`measure`), so that until then a call has the low end of its interval:
-    a cheap one is not passed over for want of a measurement.
+    a cheap one is not passed over for want of a measurement. Once calls of an operator were timed, the low end of the
+    others is raised by what all of these were slower than theirs.
     """
 
     def __init__(self, cost: CostModel, device: DeviceKind, *, training: bool, measuring: bool = False) -> None:
@@ -74,10 +75,13 @@ class CallPrices:
         self.cost, self.device, self.training, self.measuring = cost, device, training, measuring
         self._seconds: dict[Call, float] = {}
         self._measured: dict[Call, bool] = {}
+        # By operator, the least seconds per second of the low end that any timed call took.
+        self._slower: dict[str, float] = {}
 
     def seconds(self, call: Call) -> float:
         """Seconds of a call that was priced; infinity if torch has no such operator."""
-        return self._seconds[call]
+        raised = 1.0 if self._measured.get(call, True) else self._slower.get(call.operator, 1.0)
+        return self._seconds[call] * raised
 
     @property
     def num_calls(self) -> int:
@@ -120,8 +124,12 @@ class CallPrices:
         assert table is not None
         added = replace(table, ops=run.ops, optimizers=(), transfers=())
         self.cost = replace(self.cost, measurements=merge_measurements(table, added))
-        self._seconds = {call: seconds for call, seconds in self._seconds.items() if call not in missing}
+        low = {call: self._seconds.pop(call) for call in missing}
         self.price(missing)
+        for call in missing:
+            if self._measured[call] and low[call] > 0:
+                ratio = max(self._seconds[call] / low[call], 1.0)
+                self._slower[call.operator] = min(self._slower.get(call.operator, ratio), ratio)
         return len(missing)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from meshwright.rewrite.expressions import Call, Name
 from meshwright.rewrite.matching import directions
 from meshwright.rewrite.rulebook import shipped_rule_book
+from meshwright.rewrite.search.merging import joins
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,7 +87,7 @@ def guide(entries: Iterable[BookRule], special: SpecialNumbers = "kept") -> Guid
                 continue
             seen.add(text)
             if len(way.sources) > 1:
-                if _shares_a_heavy_operand(way):
+                if joins(way):
                     merge.append(way)
             elif _work(way.targets[0]) < _work(way.sources[0]):
                 simplify.append(way)
@@ -117,14 +118,6 @@ def _operators(side: Expression) -> set[str]:
     if isinstance(side, Name):
         return set()
     return {side.operator}.union(*map(_operators, side.operands))
-
-
-def _shares_a_heavy_operand(way: Directed) -> bool:
-    sources = [source for source in way.sources if isinstance(source, Call) and source.operator in _HEAVY]
-    if len(sources) != 2 or sources[0].operator != sources[1].operator:
-        return False
-    operands = [{item.name for item in source.operands if isinstance(item, Name)} for source in sources]
-    return all(isinstance(target, Call) for target in way.targets) and bool(operands[0] & operands[1])
 
 
 def _work(side: Expression) -> tuple[int, int]:

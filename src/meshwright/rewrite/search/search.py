@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.rewrite.saturate import Limits, saturate
@@ -70,31 +70,51 @@ class Space:
         self._terms, self._effects, self._frozen = terms, effects, frozen
         self._roots = (*terms.outputs, *(() if effects is None else (effects,)))
         self.graph, self._classes = load(terms, self._roots, finite, frozen=frozen)
-        self.known: Known = find_known(self.graph, frozen=frozen)
+        self._look()
 
     def grow(self, rules: Guided, limits: Limits) -> Grown:
         """Apply rules within limits."""
         grown = grow(self.graph, rules, limits)
-        self.known = find_known(self.graph, frozen=self._frozen)
+        self._look()
         return grown
+
+    def _look(self) -> None:
+        """What is known of the e-graph as it is now."""
+        self.known: Known = find_known(self.graph, frozen=self._frozen)
+        self._calls: dict[tuple[int, Node], Call] = {}
+        self._reasons = self.graph.reasons()
+        self._first = self._as_it_was()
+
+    def call(self, cls: int, node: Node) -> Call | None:
+        """The call that a node of a class becomes; None for one that costs nothing."""
+        if node.operator in FREE:
+            return None
+        found = self._calls.get((cls, node))
+        if found is None:
+            found = self._calls[cls, node] = call_of(self.graph, self.known, cls, node)
+        return found
 
     def calls(self) -> list[Call]:
         """All calls that a choice may need."""
-        found: dict[Call, None] = {}
-        for cls in self._reachable():
-            for node in self.graph.nodes(cls):
-                if node.operator not in FREE:
-                    found[call_of(self.graph, self.known, cls, node)] = None
-        return list(found)
+        pairs = ((cls, node) for cls in self._reachable() for node in self.graph.nodes(cls))
+        return list(dict.fromkeys(call for cls, node in pairs if (call := self.call(cls, node)) is not None))
 
     def calls_of(self, found: Found) -> list[Call]:
         """The calls of a graph that was chosen, and of the one that it came from."""
-        used: dict[Call, None] = {}
-        for choice in (found.choice, self.first()):
-            for cls, node in choice.items():
-                if node.operator not in FREE and cls not in self.known.constant:
-                    used[call_of(self.graph, self.known, cls, node)] = None
-        return list(used)
+        pairs = ((cls, node) for choice in (found.choice, self._first) for cls, node in choice.items())
+        used = (self.call(cls, node) for cls, node in pairs if cls not in self.known.constant)
+        return list(dict.fromkeys(call for call in used if call is not None))
+
+    def seconds(self, choice: Mapping[int, Node], prices: CallPrices) -> float:
+        """What a choice costs at these prices."""
+        graph, constant = self.graph, self.known.constant
+        pairs = ((cls, node) for cls, node in choice.items() if cls not in constant and not is_token(graph, cls))
+        return sum(prices.seconds(call) for cls, node in pairs if (call := self.call(cls, node)) is not None)
+
+    def repriced(self, found: Found, prices: CallPrices) -> Found:
+        """The same graph at other prices, at which it may not be the cheapest."""
+        before_s, after_s = self.seconds(self._first, prices), self.seconds(found.choice, prices)
+        return replace(found, before_s=before_s, after_s=after_s, proved=False)
 
     def _reachable(self) -> list[int]:
         graph, constant = self.graph, self.known.constant
@@ -107,8 +127,8 @@ class Space:
                 todo += [graph.find(operand) for node in graph.nodes(cls) for operand in node.operands]
         return list(seen)
 
-    def first(self) -> dict[int, Node]:
-        """The graph as it was, as a choice."""
+    def _as_it_was(self) -> dict[int, Node]:
+        """The graph that it started from, as a choice."""
         chosen: dict[int, Node] = {}
         for term, cls in self._classes.items():
             node = self._terms.nodes[term]
@@ -118,21 +138,17 @@ class Space:
 
     def choose(self, prices: CallPrices, grown: Grown, *, limit_s: float = 4.0, without: str = "") -> Found:
         """The cheapest graph, or that which the nodes of all rules but one allow. All `calls` must have been priced."""
-        graph, constant = self.graph, self.known.constant
-        reasons = graph.reasons()
-        kept = set(self.first().items())
+        graph, constant, first, reasons = self.graph, self.known.constant, self._first, self._reasons
+        kept = set(first.items())
 
         def seconds(cls: int, node: Node) -> float:
             if without and reasons.get((cls, node)) == without and (cls, node) not in kept:
                 return math.inf
-            return 0.0 if node.operator in FREE else prices.seconds(call_of(graph, self.known, cls, node))
+            call = self.call(cls, node)
+            return 0.0 if call is None else prices.seconds(call)
 
-        first = self.first()
         roots = [self._classes[root] for root in self._roots]
         choice = extract(graph, roots, seconds, start=first, leaves=constant, limit_s=limit_s)
-        before = sum(
-            seconds(cls, node) for cls, node in first.items() if cls not in constant and not is_token(graph, cls)
-        )
         read = {graph.find(operand) for node in choice.nodes.values() for operand in node.operands}
         fixed = smallest(graph, [cls for cls in (*read, *map(graph.find, roots)) if cls in constant])
         nodes = {**fixed, **choice.nodes}
@@ -146,7 +162,7 @@ class Space:
         return Found(
             terms=terms,
             effects=None if self._effects is None else place[graph.find(self._classes[self._effects])],
-            before_s=before,
+            before_s=self.seconds(first, prices),
             after_s=choice.seconds,
             proved=choice.proved,
             grown=grown,
@@ -159,6 +175,7 @@ def grow(graph: EGraph, rules: Guided, limits: Limits) -> Grown:
     """Simplify until nothing is new, then explore one round and merge, and so on, within limits."""
     start = time.perf_counter()
     merging = Merging()
+    seen = [0, 0, 0]
     cut: dict[str, None] = {}
     ended: Ended = "rounds"
 
@@ -169,8 +186,9 @@ def grow(graph: EGraph, rules: Guided, limits: Limits) -> Grown:
     number = 0
     for number in range(1, limits.rounds + 1):
         before = len(graph), graph.num_unions
-        for phase, rounds in ((rules.simplify, 8), (rules.explore, 1), (rules.fold, 2)):
-            done = saturate(graph, phase, left(rounds))
+        for i, (phase, rounds) in enumerate(((rules.simplify, 8), (rules.explore, 1), (rules.fold, 2))):
+            done = saturate(graph, phase, left(rounds), seen[i])
+            seen[i] = done.until
             cut.update(dict.fromkeys(done.cut))
             if done.ended in ("nodes", "seconds"):
                 return _grown(graph, number, done.ended, cut, start)
@@ -180,7 +198,7 @@ def grow(graph: EGraph, rules: Guided, limits: Limits) -> Grown:
         if (len(graph), graph.num_unions) == before:
             ended = "saturated"
             break
-    saturate(graph, rules.simplify, left(8))
+    saturate(graph, rules.simplify, left(8), seen[0])
     return _grown(graph, number, ended, cut, start)
 
 
