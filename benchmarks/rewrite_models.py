@@ -469,7 +469,7 @@ class ErfGelu(nn.Module):
 
 @waste("GELU by erf", "huggingface/pytorch-pretrained-BERT pytorch_pretrained_bert/modeling.py, gelu")
 def erf_gelu() -> Made:
-    return ErfGelu(), (torch.randn(4, 128, 3072),)
+    return ErfGelu().eval(), (torch.randn(4, 128, 3072),)
 
 
 class Swish(nn.Module):
@@ -479,7 +479,7 @@ class Swish(nn.Module):
 
 @waste("swish written out", "lukemelas/EfficientNet-PyTorch efficientnet_pytorch/utils.py, Swish")
 def swish() -> Made:
-    return Swish(), (torch.randn(1, 96, 112, 112),)
+    return Swish().eval(), (torch.randn(1, 96, 112, 112),)
 
 
 class WrittenAttention(nn.Module):
@@ -492,4 +492,4 @@ class WrittenAttention(nn.Module):
     "jadore801120/attention-is-all-you-need-pytorch transformer/Modules.py, ScaledDotProductAttention",
 )
 def written_attention() -> Made:
-    return WrittenAttention(), tuple(torch.randn(1, 8, 512, 64) for _ in range(3))
+    return WrittenAttention().eval(), tuple(torch.randn(1, 8, 512, 64) for _ in range(3))

@@ -40,24 +40,28 @@ class Of(nn.Module):
         return self.function(self, *inputs)
 
 
-def left(function, inputs, **weights):
+def left(function, inputs, special="kept", **weights):
     """Operators that are left for each batch, sorted, after the search.
 
-    Those of weights alone are not counted, nor views; a subtraction of a constant counts as an addition.
+    Those of weights alone are not counted, nor broadcasts; a subtraction of a constant counts as an addition, and one
+    of less than the result is a small one.
     """
     model = Of(function, **weights).eval()
     source = read_captured(capture_model(model, inputs, mode="inference", verify=False), inputs)
     space = Space(source.terms, source.effects, frozen=True, finite=finite_names(source, frozen=True))
-    grown = space.grow(shipped_rules(), Limits(rounds=4, nodes=20_000, seconds=60.0))
+    grown = space.grow(shipped_rules(special), Limits(rounds=4, nodes=20_000, seconds=60.0))
     cluster = load_cluster("2xcpu")
     prices = CallPrices(CostModel(cluster=cluster), cluster.device_kinds[0], training=False)
     prices.price(space.calls())
     found = space.choose(prices, grown)
     assert set(found.rules) <= PROVED
+    largest = max(math.prod(source.terms.types[output].shape) for output in source.terms.outputs)
     names = []
     for cls, node in found.choice.items():
         if node.operator not in (INPUT, "broadcast") and cls not in space.known.constant:
-            names.append({OPAQUE: "opaque", "sub": "add"}.get(node.operator, node.operator))
+            name = {OPAQUE: "opaque", "sub": "add"}.get(node.operator, node.operator)
+            small = name == "add" and math.prod(space.graph.types[cls].shape) < largest
+            names.append(f"small {name}" if small else name)
     return sorted(names)
 
 
@@ -130,6 +134,18 @@ EXAMPLES = {
         (lambda _, x: torch.relu(torch.relu(x)), [X], {}, ["relu"]),
         (lambda _, x: torch.tanh(torch.tanh(x)), [X], {}, ["tanh", "tanh"]),
     ),
+    "unary chain through concat": (
+        (lambda _, x, y: torch.cat([x.relu().neg(), y.relu().neg()]), [X, X], {}, ["concat", "neg", "relu"]),
+        (lambda _, x, y: torch.cat([x.relu(), y.tanh()]), [X, X], {}, ["concat", "relu", "tanh"]),
+    ),
+    "unary through a slice": (
+        (lambda _, x: torch.exp(x)[:, :4], [X], {}, ["exp", "slice"]),
+        (lambda _, x: torch.softmax(x, 1)[:, :4], [X], {}, ["slice", "softmax"]),
+    ),
+    "fewest broadcasts": (
+        (lambda _, x, y, z: (x + y) + z, [X, (64,), (64,)], {}, ["add", "small add"]),
+        (lambda _, x, y, z: (x + y) + z, [X, X, (64,)], {}, ["add", "add"]),
+    ),
     "convolution, bias and batch norm": (
         (lambda w, x: norm(w, F.conv2d(x, w.k)), [IMAGE], {"k": KERNEL, **NORM}, ["conv2d"]),
         (
@@ -188,3 +204,8 @@ EXAMPLES = {
 def test_an_example_of_grappler(name, near_miss):
     function, shapes, weights, wanted = EXAMPLES[name][near_miss]
     assert left(function, batch(*shapes), **weights) == wanted
+
+
+@pytest.mark.parametrize(("special", "wanted"), [("ignored", ["less_equal"]), ("kept", ["greater", "logical_not"])])
+def test_a_comparison_is_negated_only_where_nan_does_not_matter(special, wanted):
+    assert left(lambda _, x, y: torch.logical_not(x > y), batch(X, X), special=special) == wanted

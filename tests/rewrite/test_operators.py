@@ -283,6 +283,7 @@ def reduction_cases():
         "mean": lambda x, d, k: x.mean(d, keepdim=k),
         "amax": lambda x, d, k: x.amax(d, keepdim=k),
         "amin": lambda x, d, k: x.amin(d, keepdim=k),
+        "variance": lambda x, d, k: x.var(d, correction=0, keepdim=k),
     }
     axes = [((4,), 0), ((3, 5), 0), ((3, 5), 1), ((2, 1, 3), 1), ((2, 3, 4), 2), ((2, 3, 1, 5), 3), ((1, 4, 2, 3), 1)]
     for (shape, axis), keep, (name, oracle) in product(axes, (True, False), oracles.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -221,9 +222,14 @@ def _match_attributes(pattern: Call, node: Node, letters: dict[str, Any]) -> dic
             if found is None:
                 return None
             known = found
-        elif wanted != value:
+        elif wanted != value and not _is_as_good(wanted, value):
             return None
     return known
+
+
+def _is_as_good(wanted: Any, value: Any) -> bool:
+    """Whether a number is another but for the last bits of float64, as 1 / √2 and √½ are: torch rounds far more."""
+    return isinstance(wanted, float) and isinstance(value, float) and math.isclose(wanted, value, rel_tol=1e-15)
 
 
 def _match_tuple(wanted: tuple[Attribute, ...], value: Any, letters: dict[str, Any]) -> dict[str, Any] | None:

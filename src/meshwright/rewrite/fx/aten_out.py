@@ -133,6 +133,7 @@ EMITTERS: dict[str, Emitter] = {
     "attention": _attention,
     "sum": _reduced(aten.sum.dim_IntList),
     "mean": _reduced(aten.mean.dim),
+    "variance": lambda c: c.to(aten.var.correction, c.x[0], [c.a["axis"]], correction=0, keepdim=c.a["keep"]),
     "amax": _reduced(aten.amax.default),
     "amin": _reduced(aten.amin.default),
     "softmax": _over_axis(aten.softmax.int),

@@ -35,6 +35,19 @@ def mean(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
 
 
 @operator
+def variance(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
+    """Mean squared distance from the mean."""
+    check_axis(x, axis)
+    size, share = x.shape[axis], a.inverse_size(x.shape[axis])
+
+    def spread(body: Callable[[Any], Any]) -> Any:
+        centre = a.total(size, body) * share
+        return a.total(size, lambda k: (body(k) - centre) * (body(k) - centre)) * share
+
+    return _reduced(x, axis, spread, keep)
+
+
+@operator
 def amax(a: Machine, x: Indexed, *, axis: int, keep: bool) -> Indexed:
     return _reduced(x, axis, lambda body: a.largest(x.shape[axis], body), keep)
 

@@ -108,6 +108,15 @@ def _where(r: Reader, a: dict[str, Any]) -> Found:
     return r.terms.apply("where", condition, one, two) if r.dtype(one) == r.dtype(two) and r.is_float(one) else None
 
 
+@converts("masked_fill.Scalar")
+def _masked_fill(r: Reader, a: dict[str, Any]) -> Found:
+    shape = r.shape(a["self"])
+    filling = r.full(r.terms.types[a["self"]], float(a["value"]))
+    if filling is None or torch.broadcast_shapes(r.shape(a["mask"]), shape) != shape:
+        return None
+    return r.terms.apply("where", r.broadcast(a["mask"], shape), filling, a["self"])
+
+
 @converts("to.dtype", "_to_copy.default", "type_as.default")
 def _to(r: Reader, a: dict[str, Any]) -> Found:
     dtype = r.dtype(a["other"]) if "other" in a else str(a["dtype"]).removeprefix("torch.")

@@ -41,6 +41,15 @@ for _name, _operator in (
     CONVERTERS[f"aten.{_name}"] = _reduction(_operator)
 
 
+@converts("var.dim", "var.correction")
+def _variance(r: Reader, a: dict[str, Any]) -> Found:
+    x, dims = a["self"], as_tuple(a.get("dim") or (), 1)
+    correction = a.get("correction", 1) if "unbiased" not in a else int(a["unbiased"])
+    if not r.is_float(x) or correction != 0 or len(dims) != 1:
+        return None
+    return r.terms.apply("variance", x, axis=dims[0] % len(r.shape(x)), keep=bool(a.get("keepdim", False)))
+
+
 @converts("softmax.int", "_softmax.default")
 def _softmax(r: Reader, a: dict[str, Any]) -> Found:
     return _over_axis(r, a, "softmax")
