@@ -12,6 +12,7 @@ from meshwright.capture import capture_model
 from meshwright.rewrite.fx import read_captured, write_graph
 from meshwright.rewrite.fx.check import check_equal
 from meshwright.rewrite.fx.fold import fold_constants
+from meshwright.rewrite.fx.layout import channels_last
 from meshwright.rewrite.fx.module import Rewritten
 from meshwright.rewrite.optimize import rewrite_model
 from meshwright.rewrite.report import operator_rows, report_page, rule_rows, summary
@@ -191,6 +192,52 @@ def test_constants_that_share_memory_are_folded():
     terms, effects, held = fold_constants(source.terms, source, source.effects, frozen=True)
     torch.testing.assert_close(write_graph(terms, source, effects=effects, held=held)(x)[0], model(x))
     assert len({tensor.untyped_storage().data_ptr() for tensor in held.values()}) == len(held) == 2
+
+
+class Images(nn.Module):
+    """Convolutions around a call that nobody declared, which looks at memory; two outputs, one of them an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.one(x)))
+        y = self.two(torch.special.entr(x))
+        return x, torch.as_strided(y, (2, 8), (y.stride(0), y.stride(1))) + F.max_pool2d(y, 2).flatten(2).sum(-1)
+
+
+def test_convolutions_in_channels_last_give_the_same():
+    torch.manual_seed(0)
+    model, x = Images().eval(), torch.randn(2, 3, 8, 8)
+    source = read_captured(capture_model(model, x, mode="inference", verify=False, needs_loss=False), x)
+    graph = write_graph(source.terms, source, effects=source.effects)
+    moved = channels_last(graph)
+    for value, other in zip(moved(x), model(x), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-5)
+        assert value.stride() == other.stride()
+    layouts = [weight.is_contiguous(memory_format=torch.channels_last) for weight in moved.state_dict().values()]
+    assert any(layouts)
+    # The model's own weights stay as they lie.
+    assert model.one.weight.is_contiguous()
+    assert graph(x)[0].is_contiguous()
+    assert channels_last(write_graph_of(nn.Linear(3, 3), torch.randn(2, 3))) is None
+
+
+def write_graph_of(model, x):
+    source = read_captured(capture_model(model.eval(), x, mode="inference", verify=False, needs_loss=False), x)
+    return write_graph(source.terms, source, effects=source.effects)
+
+
+def test_layouts_are_candidates_for_inference_only():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    names = [each.name for each in rewrite_model(model.eval(), x, rules=RULES, budget_s=2.0).candidates]
+    assert any(name.endswith("channels last") for name in names)
+    names = [each.name for each in rewrite_model(model.train(), x, rules=RULES, budget_s=2.0).candidates]
+    assert not any(name.endswith("channels last") for name in names)
 
 
 def test_arms_alternate_and_short_ones_run_more_often():

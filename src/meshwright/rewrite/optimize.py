@@ -19,6 +19,7 @@ from meshwright.rewrite.fx.captured import read_captured
 from meshwright.rewrite.fx.check import check_close, check_equal
 from meshwright.rewrite.fx.direct import call_directly
 from meshwright.rewrite.fx.fold import fold_constants
+from meshwright.rewrite.fx.layout import channels_last
 from meshwright.rewrite.fx.module import Rewritten
 from meshwright.rewrite.fx.write import write_graph
 from meshwright.rewrite.saturate import Limits
@@ -169,8 +170,12 @@ def _rewrite(
                 best_few += 1
                 label = name if best_few == 1 else f"{name}, number {best_few}"
                 candidates.append(_written(label, space, found, source, tensors, training=training))
+                if best_few == 1 and measure and not training:
+                    candidates += _in_channels_last(candidates[-1], tensors)
     clock.lap("choice")
     layout = captured.trace.layout
+    for each in candidates:
+        call_directly(each.graph)
     modules = [Rewritten(each.graph, captured, [tensor.shape for tensor in tensors]) for each in candidates]
     if measure and candidates:
         example = layout.rebuild(tensors)[:2]
@@ -285,12 +290,21 @@ def _written(
     name: str, space: Space, found: Found, source: Source, tensors: tuple[torch.Tensor, ...], *, training: bool
 ) -> Candidate:
     terms, effects, held = fold_constants(found.terms, source, found.effects, frozen=not training)
-    graph = call_directly(write_graph(terms, source, effects=effects, held=held))
+    graph = write_graph(terms, source, effects=effects, held=held)
     original = write_graph(source.terms, source, effects=source.effects)
     # Folded constants are rounded to the model's dtype: what is compared in float64 computes them again.
     worst = check_equal(original, write_graph(found.terms, source, effects=found.effects), tensors, training=training)
     check_close(original, graph, tensors)
     return Candidate(name=name, space=space, found=found, graph=graph, worst=worst)
+
+
+def _in_channels_last(candidate: Candidate, tensors: tuple[torch.Tensor, ...]) -> list[Candidate]:
+    """The same in the other layout, which prices say nothing of; none if there are no convolutions."""
+    graph = channels_last(candidate.graph)
+    if graph is None:
+        return []
+    check_close(candidate.graph, graph, tensors)
+    return [replace(candidate, name=f"{candidate.name}, channels last", graph=graph)]
 
 
 def _best(candidates: list[Candidate], least_gain: float, *, measured: bool) -> int | None:

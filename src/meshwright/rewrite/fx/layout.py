@@ -1,0 +1,47 @@
+"""Channels last: images with the channels of a point beside each other in memory, as oneDNN's kernels like them.
+
+Which layout is faster depends on the sizes, so that a graph is written in both and timed. Grappler's layout pass puts
+transposes around each operator and cancels pairs of them; torch carries the layout in strides, so that only what a
+convolution reads is asked to have it, which copies nothing where it has it already.
+"""
+
+from __future__ import annotations
+
+import copy
+from operator import attrgetter
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def channels_last(module: fx.GraphModule) -> fx.GraphModule | None:
+    """The same module with convolutions in channels last, for weights that do not change; None where there are none.
+
+    Outputs are laid out as before. Weights are held a second time where they were not laid out so already.
+    """
+    graph = copy.deepcopy(module.graph)
+    convolutions = [node for node in graph.nodes if node.target is aten.conv2d.default]
+    if not convolutions:
+        return None
+    moved: dict[str, torch.Tensor] = {}
+    for node in convolutions:
+        image, weight, *others = node.args
+        with graph.inserting_before(node):
+            if weight.op == "get_attr":
+                name = f"{weight.target}_channels_last"
+                held = attrgetter(str(weight.target))(module).detach()
+                moved[name] = held.contiguous(memory_format=torch.channels_last)
+                weight = graph.create_node("get_attr", name)
+            image = graph.call_function(aten.contiguous.default, (image,), {"memory_format": torch.channels_last})
+        node.args = (image, weight, *others)
+    (output,) = graph.find_nodes(op="output")
+    with graph.inserting_before(output):
+        output.args = (tuple(graph.call_function(aten.contiguous.default, (value,)) for value in output.args[0]),)
+    for node in graph.find_nodes(op="get_attr"):
+        if not node.users:
+            graph.erase_node(node)
+    names = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+    root = {name: moved[name] if name in moved else attrgetter(name)(module) for name in names}
+    return fx.GraphModule(root, graph, class_name="Rewritten")
