@@ -20,6 +20,7 @@ from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 
 if TYPE_CHECKING:
     from meshwright.capture import Captured
+    from meshwright.rewrite.planned import Target
 
 Mode = Literal["training", "inference"]
 
@@ -56,9 +57,14 @@ def model_sizes(sequence_length: int | None, image_size: int | None) -> tuple[tu
 
 
 def capture_reference(
-    reference: str, sizes: tuple[tuple[str, int], ...], *, mode: Mode = "training", batch_size: int | None = None
+    reference: str,
+    sizes: tuple[tuple[str, int], ...],
+    *,
+    mode: Mode = "training",
+    batch_size: int | None = None,
+    target: Target | None = None,
 ) -> Captured:
-    """Capture a model reference under fake tensors, so that no weight is allocated."""
+    """Capture a model reference under fake tensors, so that no weight is allocated; rewritten for a target, if any."""
     try:
         from meshwright.capture import capture_model
         from meshwright.zoo import load_model
@@ -76,6 +82,10 @@ def capture_reference(
     source = load_model(reference, batch_size=batch_size, fake=True, **dict(sizes))
     if source.loss_origin == "stand-in" and mode == "training":
         note(f"{reference} gives no loss; the mean square of its outputs stands in for one.")
+    if target is not None:
+        from meshwright.rewrite.planned import rewrite_source
+
+        source = rewrite_source(source, target, mode)
     return capture_model(
         source.model,
         source.inputs,
@@ -114,11 +124,26 @@ def without_torch(reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode
     )
 
 
-def graphs_of(reference: str, sizes: tuple[tuple[str, int], ...], *, mode: Mode = "training") -> Callable[[int], Graph]:
+def graphs_of(
+    reference: str,
+    sizes: tuple[tuple[str, int], ...],
+    *,
+    mode: Mode = "training",
+    target: Target | None = None,
+    batch_size: int | None = None,
+) -> Callable[[int], Graph]:
     """Microbatch size → graph: one graph if its sizes are symbolic in the batch, else captured anew per size.
 
-    The graph of a zoo model in its own sizes ships with Meshwright, so it is read instead of captured.
+    The graph of a zoo model in its own sizes ships with Meshwright, so it is read instead of captured. ``target``: what
+    the graph is rewritten for first; ``batch_size``: the microbatches that it is most likely asked for.
     """
+    if target is not None:
+        if not isinstance(read_model_file(reference), Graph):
+            return _captured_graphs(reference, sizes, mode, target, batch_size)
+        raise ModelReferenceError(
+            f"{reference!r} is a stored graph, which has no code that could be rewritten. Give the model's own "
+            "reference."
+        )
     if reference not in shipped_graphs():
         stored = read_model_file(reference)
         if isinstance(stored, Graph):
@@ -126,14 +151,23 @@ def graphs_of(reference: str, sizes: tuple[tuple[str, int], ...], *, mode: Mode 
     elif mode == "training" and not sizes:
         shipped = load_shipped_graph(reference)
         return lambda _: shipped
-    first = capture_reference(reference, sizes, mode=mode).graph
+    return _captured_graphs(reference, sizes, mode, None, batch_size)
+
+
+def _captured_graphs(
+    reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode, target: Target | None, batch_size: int | None
+) -> Callable[[int], Graph]:
+    def captured(size: int | None) -> Graph:
+        return capture_reference(reference, sizes, mode=mode, batch_size=size, target=target).graph
+
+    first = captured(batch_size)
     known: dict[int, Graph] = {}
 
     def graph_for(microbatch_size: int) -> Graph:
         if first.batch_size is None or first.batch_size == microbatch_size:
             return first
         if microbatch_size not in known:
-            known[microbatch_size] = capture_reference(reference, sizes, mode=mode, batch_size=microbatch_size).graph
+            known[microbatch_size] = captured(microbatch_size)
         return known[microbatch_size]
 
     return graph_for
@@ -141,8 +175,21 @@ def graphs_of(reference: str, sizes: tuple[tuple[str, int], ...], *, mode: Mode 
 
 def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
     """The graph that a plan was made for: from a file if given, else captured again from the plan's model."""
-    reference = str(graph_file) if graph_file is not None else plan.model
-    return graphs_of(reference, plan.model_sizes, mode=plan.workload.kind)(plan.microbatch_size)
+    size = plan.microbatch_size
+    if graph_file is not None:
+        return graphs_of(str(graph_file), plan.model_sizes, mode=plan.workload.kind)(size)
+    target = planned_target(plan)
+    likely = None if target is None else size
+    return graphs_of(plan.model, plan.model_sizes, mode=plan.workload.kind, target=target, batch_size=likely)(size)
+
+
+def planned_target(plan: Plan | Placement | None) -> Target | None:
+    """What a plan's graph is rewritten for, if it is; torch is loaded only then."""
+    if not isinstance(plan, Plan) or not plan.rewritten:
+        return None
+    from meshwright.rewrite.planned import target_of
+
+    return target_of(plan)
 
 
 def graph_to_show(plan: Plan | Placement, document: str, graph_file: Path | None, option: str) -> Graph:

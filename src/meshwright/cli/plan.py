@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -19,6 +21,7 @@ from meshwright.cli.models import (
     VirtualStagesOption,
     graphs_of,
     model_sizes,
+    planned_target,
 )
 from meshwright.cli.output import terminal_sink
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path
@@ -33,6 +36,7 @@ from meshwright.cli.planning import (
     read_prices,
     refuse_beside_from,
 )
+from meshwright.cli.rewriting import RewriteOption, mark_rewritten, plan_rewritten
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, place_of_orders
 from meshwright.cli.sharding import (
     ContextOption,
@@ -51,6 +55,10 @@ from meshwright.spec.offload import read_offload
 from meshwright.spec.plan import BASIC_SCHEDULES, SCHEDULE_NAMES
 from meshwright.spec.sharding import read_placement
 from meshwright.spec.workload import MAX_GLOBAL_BATCH, Optimizer, OptimizerName, Workload
+
+if TYPE_CHECKING:
+    from meshwright.planner import Plans
+    from meshwright.spec import EventSink, Graph
 
 # A petabyte: no device has a thousandth of it.
 MAX_MEMORY_LIMIT_GIB = 2.0**20
@@ -188,6 +196,7 @@ def plan(
         float | None, typer.Option(help="Seconds after which the search returns the best that it has.")
     ] = None,
     seed: Annotated[int, typer.Option(help="For methods that draw random numbers.", min=0, max=2**63 - 1)] = 0,
+    rewrite: RewriteOption = False,
     start_from: Annotated[
         Path | None,
         typer.Option(
@@ -262,7 +271,9 @@ def plan(
     mode: Mode = "inference" if inference else "training"
     if earlier is not None:
         mode = earlier.workload.kind
-    graph_for = graphs_of(model, model_sizes(sequence_length, image_size), mode=mode)
+    sizes = model_sizes(sequence_length, image_size)
+    moved = None if earlier is None else replace(earlier, model=model, cluster=cluster)
+    graph_for = graphs_of(model, sizes, mode=mode, target=planned_target(moved))
     if is_stored_graph(model) and not inference:
         mode = graph_for(1).mode
     usual = default_precision(machine.device_kind(0).peak_flops_per_s)
@@ -276,11 +287,45 @@ def plan(
     )
     limit_bytes = None if memory_limit is None else int(memory_limit * 2**30)
     cost = load_cost_model(machine, measurements, chosen)
+
+    def search(
+        graph_for: Callable[[int], Graph], microbatch_sizes: Sequence[int] | None, events: EventSink | None
+    ) -> Plans:
+        return search_plans(
+            graph_for,
+            machine,
+            workload,
+            cost=cost,
+            model=model,
+            model_sizes=sizes,
+            method=method,
+            num_devices=ranks,
+            num_stages=stages,
+            num_chunks=virtual_stages,
+            microbatch_sizes=microbatch_sizes,
+            schedules=schedule or BASIC_SCHEDULES,
+            shardings=shardings,
+            zero=[cast("ZeroStage", stage) for stage in zero or (0,)],
+            recompute=recompute or ("none",),
+            offload=(away,),
+            exchange=GradientExchange(staleness=staleness),
+            memory_limit_bytes=limit_bytes,
+            aim=aim,
+            max_latency_s=max_latency,
+            prices=rates,
+            max_price_per_hour=max_price,
+            max_plans=top,
+            deadline_s=deadline,
+            seed=seed,
+            events=events,
+        )
+
+    found: list[str] = []
     try:
         with terminal_sink(as_json) as events:
-            if earlier is not None:
+            if moved is not None:
                 plans = replan(
-                    replace(earlier, model=model, cluster=cluster),
+                    moved,
                     graph_for,
                     cost,
                     memory_limit_bytes=limit_bytes,
@@ -290,41 +335,17 @@ def plan(
                     seed=seed,
                     events=events,
                 )
+                plans = mark_rewritten(plans, moved.rewritten)
             else:
-                plans = search_plans(
-                    graph_for,
-                    machine,
-                    workload,
-                    cost=cost,
-                    model=model,
-                    model_sizes=model_sizes(sequence_length, image_size),
-                    method=method,
-                    num_devices=ranks,
-                    num_stages=stages,
-                    num_chunks=virtual_stages,
-                    microbatch_sizes=microbatch_size,
-                    schedules=schedule or BASIC_SCHEDULES,
-                    shardings=shardings,
-                    zero=[cast("ZeroStage", stage) for stage in zero or (0,)],
-                    recompute=recompute or ("none",),
-                    offload=(away,),
-                    exchange=GradientExchange(staleness=staleness),
-                    memory_limit_bytes=limit_bytes,
-                    aim=aim,
-                    max_latency_s=max_latency,
-                    prices=rates,
-                    max_price_per_hour=max_price,
-                    max_plans=top,
-                    deadline_s=deadline,
-                    seed=seed,
-                    events=events,
-                )
+                plans = search(graph_for, microbatch_size, events)
+                again = partial(search, events=events) if rewrite else None
+                plans, graph_for, found = plan_rewritten(plans, graph_for, again, model, sizes, mode, machine)
     except NothingFitsError as error:
         print_misfit(error, as_json)
         raise
-    found: list[str] = []
     if find_orders is not None:
-        plans, found = order_best(plans, graph_for, cost, find_orders, whole=whole_backwards, limit_bytes=limit_bytes)
+        plans, said = order_best(plans, graph_for, cost, find_orders, whole=whole_backwards, limit_bytes=limit_bytes)
+        found += said
     if exchange is not None and own_exchange is not None:
         plans, said = exchange_best(plans, graph_for, cost, exchange, own_exchange, limit_bytes=limit_bytes)
         found += said

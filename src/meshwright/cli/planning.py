@@ -64,6 +64,7 @@ _OF_THE_PLAN = frozenset(
         "--context",
         "--expert",
         "--placement",
+        "--rewrite",
         "--zero",
         "--recompute",
         "--offload",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from meshwright.cli.models import graphs_of, refuse_to_load
+from meshwright.cli.models import graphs_of, planned_target, refuse_to_load
 from meshwright.cli.output import note, open_address, print_tables
 from meshwright.playground import (
     Model,
@@ -41,7 +41,9 @@ def play(reference: str | None, graph_file: Path | None, port: int, open_browser
     if plan is not None and reference is not None:
         refuse_to_load(plan, reference, graph_file, "--play")
         source = plan.model if graph_file is None else str(graph_file)
-        models[plan.model] = Model(open=partial(graphs_of, source, plan.model_sizes), sizes=plan.model_sizes)
+        target = planned_target(plan) if graph_file is None else None
+        opened = partial(graphs_of, source, plan.model_sizes, target=target)
+        models[plan.model] = Model(open=opened, sizes=plan.model_sizes)
         state, clusters = state_of_cluster(plan.cluster)
         state = state_of_plan(plan, state)
     elif reference is not None:

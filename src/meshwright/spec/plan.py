@@ -53,7 +53,8 @@ class Plan:
     the user's own, ``path/to/file.py:function`` or ``path/to/orders.csv``, which ``schedule_hash``, that of the file's
     content, binds. With a ``sharding`` that splits ops, every rank stands for a team of ``sharding.width`` devices
     side by side (`teams`). ``recompute`` are ranges of the graph's ops that run again in the backward (`recompute`);
-    ``offload`` says what is kept away from devices (`offload`).
+    ``offload`` says what is kept away from devices (`offload`). ``rewritten`` is the kind of device for which the
+    model's graph was rewritten before it was laid out (`rewrite.planned`); empty where it is the model's own.
     """
 
     model: str
@@ -69,6 +70,7 @@ class Plan:
     recompute: Ranges = ()
     offload: Offload = ON_DEVICE
     model_sizes: tuple[tuple[str, int], ...] = ()
+    rewritten: str = ""
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

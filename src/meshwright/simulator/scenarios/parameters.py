@@ -33,6 +33,7 @@ _FIXED = {
     "cluster": "All cases are about one cluster: give --cluster, one sweep for each, or let a scenario change it",
     "model": "All cases are about the plan's graph: plan the other model, and sweep that plan",
     "model_sizes": "All cases are about the plan's graph: plan with other sizes, and sweep that plan",
+    "rewritten": "All cases are about the plan's graph: plan with or without --rewrite, and sweep that plan",
     "graph_hash": "All cases are about the plan's graph: plan the other graph, and sweep that plan",
     "schedule_hash": "It belongs to the file of the schedule: sweep plan.schedule",
 }

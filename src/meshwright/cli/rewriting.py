@@ -1,0 +1,60 @@
+"""``meshwright plan --rewrite``: is the step shorter if the graph is rewritten first?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.models import Mode, graphs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from meshwright.planner import Plans
+    from meshwright.spec import Cluster, Graph
+
+RewriteOption = Annotated[
+    bool,
+    typer.Option(
+        "--rewrite",
+        help="Also search layouts of the rewritten graph, and keep it if the simulated step is shorter. The model is "
+        "rewritten for the cluster's first kind of device and the microbatches of the best plan.",
+    ),
+]
+
+
+def plan_rewritten(
+    plans: Plans,
+    graph_for: Callable[[int], Graph],
+    search: Callable[[Callable[[int], Graph], Sequence[int] | None], Plans] | None,
+    model: str,
+    sizes: tuple[tuple[str, int], ...],
+    mode: Mode,
+    machine: Cluster,
+) -> tuple[Plans, Callable[[int], Graph], list[str]]:
+    """The better plans of both graphs, their graph, and what came of it, for people; the given ones without search."""
+    if search is None:
+        return plans, graph_for, []
+    from meshwright.rewrite.planned import Target
+
+    kind = machine.device_kind(0)
+    size = plans.best.plan.microbatch_size
+    rewritten = graphs_of(model, sizes, mode=mode, target=Target(machine, kind), batch_size=size)
+    before_s = plans.best.step_time_s
+    if rewritten(size).content_hash == graph_for(size).content_hash:
+        return plans, graph_for, [f"No rule leads to a cheaper graph on {kind.name}."]
+    others = search(rewritten, [size])
+    after_s = others.best.step_time_s
+    if after_s >= before_s:
+        told = f"Rewritten for {kind.name}, the step would take {after_s:.4g} s instead of {before_s:.4g} s"
+        return plans, graph_for, [f"{told}; the graph stays as it is."]
+    told = f"The graph is rewritten for {kind.name}: the step takes {after_s:.4g} s instead of {before_s:.4g} s."
+    return mark_rewritten(others, kind.name), rewritten, [told]
+
+
+def mark_rewritten(plans: Plans, kind: str) -> Plans:
+    """The plans of a graph that was rewritten for a kind of device, saying so."""
+    ranked = tuple(replace(item, plan=replace(item.plan, rewritten=kind)) for item in plans.ranked)
+    return replace(plans, ranked=ranked)

@@ -1,0 +1,81 @@
+"""The rewritten graph for the planner: algebra and layout searched together.
+
+A plan that says `Plan.rewritten` is one of a graph that was rewritten before it was laid out, at the size of its
+microbatches and by the datasheet of that kind of device. Nothing of that depends on the machine that computes it or on
+how fast it is, so that whoever reads the plan rewrites the model to the very same graph, which the plan's hash binds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from meshwright.capture import capture_model, flatten_batch
+from meshwright.cost import CostModel
+from meshwright.rewrite.fx.captured import read_captured
+from meshwright.rewrite.fx.check import check_equal
+from meshwright.rewrite.fx.fold import fold_constants
+from meshwright.rewrite.fx.module import Rewritten
+from meshwright.rewrite.fx.write import write_graph
+from meshwright.rewrite.saturate import Limits
+from meshwright.rewrite.search.pricing import CallPrices
+from meshwright.rewrite.search.ruleset import shipped_rules
+from meshwright.rewrite.search.search import Space
+from meshwright.spec import Cluster, Plan, PlanError, load_cluster
+
+if TYPE_CHECKING:
+    from meshwright.spec import DeviceKind
+    from meshwright.zoo import ModelSource
+
+# By number of rules' rounds and operators alone: a limit of seconds would give every machine another graph.
+_LIMITS = Limits(rounds=4, nodes=4_000, seconds=math.inf)
+_CHOICE_S = 120.0
+
+
+class Target(NamedTuple):
+    """What a graph is rewritten for: a kind of device of a cluster."""
+
+    cluster: Cluster
+    kind: DeviceKind
+
+
+def target_of(plan: Plan) -> Target | None:
+    """What a plan's graph was rewritten for, if it was. Raises PlanError where its cluster has no such devices."""
+    if not plan.rewritten:
+        return None
+    cluster = load_cluster(plan.cluster)
+    for kind in cluster.device_kinds:
+        if kind.name == plan.rewritten:
+            return Target(cluster, kind)
+    raise PlanError(
+        f"The plan's graph was rewritten for {plan.rewritten!r}, and the cluster {plan.cluster!r} has devices of the "
+        f"kinds {[kind.name for kind in cluster.device_kinds]}. Plan again for this cluster."
+    )
+
+
+def rewrite_source(source: ModelSource, target: Target, mode: Literal["training", "inference"]) -> ModelSource:
+    """The same model as the cheapest graph by prediction; the source itself where none is cheaper.
+
+    Weights that are there are used to check in float64 that it is equal, gradients included; fake ones stay fake.
+    Raises CaptureError for a model that cannot be captured, RewriteError for one that cannot be rewritten.
+    """
+    training = mode == "training"
+    captured = capture_model(source.model, source.inputs, mode=mode, verify=False, needs_loss=False)
+    read = read_captured(captured, source.inputs)
+    space = Space(read.terms, read.effects, frozen=not training)
+    grown = space.grow(shipped_rules(), _LIMITS)
+    prices = CallPrices(CostModel(cluster=target.cluster), target.kind, training=training)
+    prices.price(space.calls())
+    found = space.choose(prices, grown, limit_s=_CHOICE_S)
+    if found.after_s >= found.before_s:
+        return source
+    terms, effects, held = fold_constants(found.terms, read, found.effects, frozen=not training)
+    graph = write_graph(terms, read, effects=effects, held=held)
+    tensors = flatten_batch(captured, source.inputs)
+    if not any(isinstance(tensor, FakeTensor) for tensor in (*tensors, *source.model.parameters())):
+        original = write_graph(read.terms, read, effects=read.effects)
+        check_equal(original, write_graph(found.terms, read, effects=found.effects), tensors, training=training)
+    return replace(source, model=Rewritten(graph, captured, [tensor.shape for tensor in tensors]))
