@@ -1,4 +1,4 @@
-"""What the optimizer of graphs is judged by: blocks of known models, and programs that people write wastefully.
+"""What the optimizer of graphs is judged by: blocks of known models, programs that people write wastefully, models.
 
 ``BLOCKS`` and ``WASTE`` map a name to a function that returns (module in evaluation mode, batch). Wasteful programs
 name the public code that computes so (own code here, of the same computation), or say "own".
@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from meshwright.zoo import load_model
 
 Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
 BLOCKS: dict[str, Callable[[], Made]] = {}
@@ -493,3 +495,24 @@ class WrittenAttention(nn.Module):
 )
 def written_attention() -> Made:
     return WrittenAttention().eval(), tuple(torch.randn(1, 8, 512, 64) for _ in range(3))
+
+
+# --- whole models -------------------------------------------------------------------------------
+
+# Shipped models by name, with the sizes that they run at, one sample at a time.
+MODELS: dict[str, dict[str, int]] = {
+    "resnet18": {},
+    "resnet50": {},
+    "vgg16": {},
+    "unet": {},
+    "ddpm-cifar10": {},
+    "bert-base": {"sequence_length": 128},
+    "gpt2-small": {"sequence_length": 128},
+    "t5-small": {"sequence_length": 128},
+    "llama-lora-tiny": {},
+}
+
+
+def whole(name: str) -> Made:
+    source = load_model(name, batch_size=1, **MODELS[name])
+    return ready(source.model), tuple(source.inputs)

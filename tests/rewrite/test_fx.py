@@ -162,3 +162,18 @@ def test_gradients_are_those_of_the_model():
     again(*flatten_batch(captured, inputs))[0].backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-5, atol=1e-6)
+
+
+def test_keys_are_turned_by_themselves():
+    # One transpose for both breaks a pattern of torch's compiler.
+    class Scores(nn.Module):
+        def forward(self, q, k):
+            return q @ k.permute(0, 2, 3, 1)
+
+    q, k = torch.randn(2, 3, 4, 5), torch.randn(2, 6, 3, 5)
+    model = Scores()
+    source = read_captured(capture_model(model, (q, k), mode="inference", verify=False), (q, k))
+    graph = write_graph(source.terms, source)
+    torch.testing.assert_close(graph(q, k)[0], model(q, k))
+    orders = [node.args[1] for node in graph.graph.nodes if node.target is torch.ops.aten.permute.default]
+    assert orders == [[0, 2, 1, 3], [0, 1, 3, 2]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -87,13 +88,20 @@ def node_of(graph: EGraph, call: Expression, match: Match) -> Node:
     )
 
 
-def matches(graph: EGraph, directed: Directed, among: Set[int] | None = None) -> Iterator[Match]:
-    """All places where the source stands; ``among``: only those where its first expression is one of these classes."""
+def matches(
+    graph: EGraph, directed: Directed, among: Set[int] | None = None, deadline: float = math.inf
+) -> Iterator[Match]:
+    """All places where the source stands, as far as they are found before ``deadline`` (of time.perf_counter).
+
+    ``among``: only those where its first expression is one of these classes.
+    """
     first, *others = directed.sources
     assert isinstance(first, Call)
     for cls in graph.holding(first.operator):
         if among is not None and cls not in among:
             continue
+        if time.perf_counter() > deadline:
+            return
         if graph.nodes_of(cls, "full"):
             # Nothing is simpler than a number.
             continue

@@ -59,7 +59,7 @@ def saturate(graph: EGraph, rules: Sequence[Directed], limits: Limits, since: in
         for rule in rules:
             # A rule of several outputs may join what has changed to what has not.
             among = None if changed is None or len(rule.sources) > 1 else changed[rule.depth]
-            places = list(islice(matches(graph, rule, among), limits.matches + 1))
+            places = list(islice(matches(graph, rule, among, start + limits.seconds), limits.matches + 1))
             if len(places) > limits.matches:
                 cut[rule.rule.name] = None
             found.append((rule, places[: limits.matches]))

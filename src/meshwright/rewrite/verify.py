@@ -23,7 +23,7 @@ class Verdict:
     """What was found out about a rule, and ``why``.
 
     ``status``: "proved" for all sizes; "refuted"; "tested": no trial of ``num_agreed`` disagreed, but no proof was
-    found; "never fits": both sides are well typed for no sizes.
+    found; "never fits": both sides are well typed for no sizes, or only for some that no trial can hold.
     """
 
     rule: Rule
@@ -47,6 +47,9 @@ def verify(rule: Rule, *, num_sizes: int = 8, seed: int = 0, most_dims: int = MO
         status, why = "never fits", unlike
     elif trials.counter_example is not None:
         status, why = "refuted", str(trials.counter_example)
+    elif proof.ranks and not fitting and not trials.num_agreed:
+        # A proof counts once what it stands on was tried.
+        status, why = "never fits", "its sizes are too large for any trial"
     elif proof.ranks and not fitting:
         status, why = "proved", _ranks_text(proof)
     elif fitting:

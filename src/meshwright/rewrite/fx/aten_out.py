@@ -68,6 +68,17 @@ def _with_number(tensor: Any, scalar: Any, turned: Any = None) -> Emitter:
     return emit
 
 
+def _matmul(c: Call) -> fx.Node:
+    one, other = c.x
+    order = other.args[1] if other.op == "call_function" and other.target is aten.permute.default else ()
+    if len(order) == 4 and order[-1] != 3:
+        # As attention is written by hand: heads first, then keys turned. Inductor (torch 2.13) takes one transpose in
+        # place of both for one of its patterns, and fails on the shapes.
+        heads = c.to(aten.permute.default, other.args[0], [*order[:2], order[3], order[2]])
+        other = c.to(aten.permute.default, heads, [0, 1, 3, 2])
+    return c.to(aten.matmul.default, one, other)
+
+
 def _over_axis(target: Any) -> Emitter:
     return lambda c: c.to(target, c.x[0], c.a["axis"])
 
@@ -107,12 +118,13 @@ def _attention(c: Call) -> fx.Node:
 
 _NAMED_ALIKE = (
     *("exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh", "erf", "sin", "cos", "sigmoid", "sign", "floor", "ceil"),
-    *("round", "neg", "relu", "abs", "silu", "maximum", "minimum", "logical_not", "logical_and", "matmul", "square"),
+    *("round", "neg", "relu", "abs", "silu", "maximum", "minimum", "logical_not", "logical_and", "square"),
     *("linear", "gelu", "embedding"),
 )
 
 EMITTERS: dict[str, Emitter] = {
     **{name: _plain(getattr(aten, name).default) for name in _NAMED_ALIKE},
+    "matmul": _matmul,
     "where": _plain(aten.where.self),
     "gelu_tanh": lambda c: c.to(aten.gelu.default, *c.x, approximate="tanh"),
     "add": _with_number(aten.add.Tensor, aten.add.Scalar, aten.add.Scalar),
