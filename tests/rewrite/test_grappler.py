@@ -14,7 +14,7 @@ from torch import nn
 
 from meshwright.capture import capture_model
 from meshwright.cost import CostModel
-from meshwright.rewrite.fx import read_captured
+from meshwright.rewrite.fx import read_captured, write_graph
 from meshwright.rewrite.optimize import finite_names
 from meshwright.rewrite.rulebook import shipped_rule_book
 from meshwright.rewrite.saturate import Limits
@@ -209,3 +209,44 @@ def test_an_example_of_grappler(name, near_miss):
 @pytest.mark.parametrize(("special", "wanted"), [("ignored", ["less_equal"]), ("kept", ["greater", "logical_not"])])
 def test_a_comparison_is_negated_only_where_nan_does_not_matter(special, wanted):
     assert left(lambda _, x, y: torch.logical_not(x > y), batch(X, X), special=special) == wanted
+
+
+class Branching(nn.Module):
+    def __init__(self, *, predicate):
+        super().__init__()
+        self.register_buffer("level", torch.tensor(3.0))
+        self.predicate, self.linear = predicate, nn.Linear(4, 4)
+
+    def forward(self, x):
+        def inner(x):
+            return torch.cond(self.level < 0, torch.sin, lambda x: self.linear(x), (x,))
+
+        return torch.cond(self.predicate(self, x), inner, torch.cos, (x,)) * 2
+
+
+@pytest.mark.parametrize(
+    ("predicate", "training", "wanted"),
+    [
+        # It follows from a buffer that nobody writes to, and so does that of the branch inside.
+        (lambda model, _: model.level > 0, False, ["linear", "mul"]),
+        (lambda model, _: model.level > 5, False, ["cos", "mul"]),
+        # Near misses: of the batch; of a buffer that a step may change; of one that this call changes.
+        (lambda _, x: x.sum() > 0, False, ["item", "mul", "opaque"]),
+        (lambda model, _: model.level > 0, True, ["greater", "item", "mul", "opaque"]),
+        (lambda model, _: model.level.add_(0.0) > 0, False, ["item", "mul", "opaque"]),
+    ],
+)
+def test_a_constant_predicate_settles_a_branch(predicate, training, wanted):
+    torch.manual_seed(0)
+    model, x = Branching(predicate=predicate).train(training), torch.randn(2, 4)
+    mode = "training" if training else "inference"
+    captured = capture_model(model, x, mode=mode, verify=False, needs_loss=False)
+    source = read_captured(captured, x)
+    needed = source.terms.needed((*source.terms.outputs, *(() if source.effects is None else (source.effects,))))
+    names = {source.terms.nodes[term].operator for term in needed} - {INPUT, "full", "broadcast", "reshape"}
+    assert set(wanted) <= names
+    assert (OPAQUE in names) == ("opaque" in wanted)
+    graph = write_graph(source.terms, source, effects=source.effects)
+    torch.testing.assert_close(graph(x)[0], model(x))
+    # Whoever captured the model has it as it was.
+    assert any("cond" in str(node.target) for node in captured.trace.graph.nodes)

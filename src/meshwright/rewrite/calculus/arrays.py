@@ -115,10 +115,6 @@ class Arrays:
         """A constant."""
         return self._constant(self.numbers.constant(Fraction(value)))
 
-    def size(self, extent: int) -> Element:
-        """A size as a scalar."""
-        return self.number(extent)
-
     def inverse_size(self, extent: int) -> Element:
         """One divided by a size."""
         return self.number(Fraction(1, extent))

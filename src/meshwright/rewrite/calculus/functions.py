@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Function:
     """``compute`` works on float64 arrays; ``in_field`` on whole ones (None: a random function of the field).
 
-    ``odd``: f(-x) = -f(x). ``even``: f(-x) = f(x). ``idempotent``: f(f(x)) = f(x). ``involution``: f(f(x)) = x.
-    ``at_0``: f(0), where it is whole. ``commutative``: of two arguments. ``positive``: f(x) >= 0 for all x.
+    ``odd``: f(-x) = -f(x). ``even``: f(-x) = f(x). ``idempotent``: f(f(x)) = f(x).
+    ``at_0``: f(0), where it is whole. ``commutative``: of two arguments.
     """
 
     compute: Callable[..., Any]
@@ -33,10 +33,8 @@ class Function:
     odd: bool = False
     even: bool = False
     idempotent: bool = False
-    involution: bool = False
     at_0: int | None = None
     commutative: bool = False
-    positive: bool = False
 
 
 def _erf(x: Any) -> Any:
@@ -48,20 +46,19 @@ def _sigmoid(x: Any) -> Any:
 
 
 FUNCTIONS: dict[str, Function] = {
-    "exp": Function(compute=np.exp, at_0=1, positive=True),
+    "exp": Function(compute=np.exp, at_0=1),
     "log": Function(compute=np.log),
-    "sqrt": Function(compute=np.sqrt, at_0=0, positive=True),
+    "sqrt": Function(compute=np.sqrt, at_0=0),
     "reciprocal": Function(compute=lambda x: 1 / x, odd=True),
     "tanh": Function(compute=np.tanh, odd=True, at_0=0),
     "erf": Function(compute=_erf, odd=True, at_0=0),
     "sin": Function(compute=np.sin, odd=True, at_0=0),
     "cos": Function(compute=np.cos, even=True, at_0=1),
-    "sigmoid": Function(compute=_sigmoid, positive=True),
+    "sigmoid": Function(compute=_sigmoid),
     "sign": Function(compute=np.sign, in_field=np.sign, odd=True, idempotent=True, at_0=0),
     "floor": Function(compute=np.floor, idempotent=True, at_0=0),
     "ceil": Function(compute=np.ceil, idempotent=True, at_0=0),
     "round": Function(compute=np.round, idempotent=True, odd=True, at_0=0),
-    "logical_not": Function(compute=lambda x: (x == 0) * 1.0, in_field=lambda x: (x == 0).astype(np.int64)),
     "greater": Function(compute=lambda x, y: (x > y) * 1.0, in_field=lambda x, y: (x > y).astype(np.int64)),
     # Of NaN, neither greater nor less or equal is true.
     "less_equal": Function(compute=lambda x, y: (x <= y) * 1.0, in_field=lambda x, y: (x <= y).astype(np.int64)),
@@ -97,11 +94,8 @@ def known_value(name: str, arguments: Sequence[Total]) -> Total:
         if function.at_0 is not None and not first.items:
             return Total.number(function.at_0)
         inner = first.only_atom
-        if isinstance(inner, Applied) and inner.function == name:
-            if function.idempotent:
-                return first
-            if function.involution:
-                return inner.arguments[0]
+        if function.idempotent and isinstance(inner, Applied) and inner.function == name:
+            return first
         if (function.odd or function.even) and _is_negative(first):
             turned = Total.atom(Applied(name, (first.scaled(-1),)))
             return turned.scaled(-1) if function.odd else turned

@@ -70,9 +70,6 @@ class Machine(Protocol):
     def number(self, value: Any) -> Scalar:
         """A constant."""
 
-    def size(self, extent: Index) -> Scalar:
-        """A size as a scalar."""
-
     def inverse_size(self, extent: Index) -> Scalar:
         """One divided by a size."""
 

@@ -155,10 +155,6 @@ class Symbols:
             return self.inverse_size(value.of)
         return self._plain(size_total(value) if isinstance(value, Whole) else Total.number(Fraction(value)))
 
-    def size(self, extent: int | Whole) -> Value:
-        """A size as a number."""
-        return self._plain(size_total(Whole.of(extent)))
-
     def inverse_size(self, extent: int | Whole) -> Value:
         """One divided by a size."""
         extent = Whole.of(extent)

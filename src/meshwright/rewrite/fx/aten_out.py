@@ -70,7 +70,8 @@ def _with_number(tensor: Any, scalar: Any, turned: Any = None) -> Emitter:
 
 def _matmul(c: Call) -> fx.Node:
     one, other = c.x
-    order = other.args[1] if other.op == "call_function" and other.target is aten.permute.default else ()
+    is_turned = other.op == "call_function" and other.target is aten.permute.default
+    order: list[int] = list(other.args[1]) if is_turned else []
     if len(order) == 4 and order[-1] != 3:
         # As attention is written by hand: heads first, then keys turned. Inductor (torch 2.13) takes one transpose in
         # place of both for one of its patterns, and fails on the shapes.

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from meshwright.capture import flatten_batch, part
+from meshwright.rewrite.fx.branches import settle_branches
 from meshwright.rewrite.fx.read import read_graph
 
 if TYPE_CHECKING:
@@ -35,10 +36,14 @@ def read_captured(captured: Captured, inputs: Any, targets: Any = ()) -> Source:
     graph = captured.graph
     batch_size = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
     module = part(captured, graph.inputs, graph.outputs, batch_size=batch_size, ops=range(len(graph.ops)))
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        _Propagation(module, mode).propagate(*tensors)  # type: ignore[arg-type]
     roles: dict[str, InputKind] = {}
     for tensor in graph.tensors:
         if tensor.role in ("parameter", "buffer", "constant"):
             roles[tensor.name] = tensor.role
-    return read_graph(module, training=graph.mode == "training", kinds=roles)  # type: ignore[arg-type]
+    training = graph.mode == "training"
+    # In training, buffers may be another before the next step.
+    fixed = {name for name, role in roles.items() if role == "constant" or not training}
+    settle_branches(module, fixed)  # type: ignore[arg-type]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        _Propagation(module, mode).propagate(*tensors)  # type: ignore[arg-type]
+    return read_graph(module, training=training, kinds=roles)  # type: ignore[arg-type]
