@@ -7,6 +7,7 @@ from torch import nn
 
 from meshwright.capture import capture_model, flatten_batch, part
 from meshwright.rewrite.fx import read_captured, write_graph
+from meshwright.rewrite.optimize import rewrite_model
 
 
 class Of(nn.Module):
@@ -141,3 +142,21 @@ def test_gradients_at_corners_are_those_of_torch(function):
         grads.append(torch.autograd.grad(total, [model.weight, *inputs], retain_graph=True, allow_unused=True))
     for one, two in zip(*grads, strict=True):
         torch.testing.assert_close(two, one)
+
+
+def test_whole_numbers_become_numbers_of_the_default_type():
+    # As in embeddings of time steps: what is whole times a number is float32, and float64 where the check runs in that.
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, steps):
+            angles = steps[:, None] * 0.1 * torch.arange(4)
+            return self.linear(torch.sin(angles)).neg().neg()
+
+    model, steps = Steps().eval(), torch.arange(5)
+    found = rewrite_model(model, steps, measure=False, least_gain=-1.0)
+    assert found.chosen.worst < 1e-12
+    torch.testing.assert_close(found.module(steps), model(steps))
+    assert torch.get_default_dtype() == torch.float32

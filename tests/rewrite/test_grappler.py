@@ -61,7 +61,7 @@ def left(function, inputs, special="kept", **weights):
         if node.operator not in (INPUT, "broadcast") and cls not in space.known.constant:
             name = {OPAQUE: "opaque", "sub": "add"}.get(node.operator, node.operator)
             small = name == "add" and math.prod(space.graph.types[cls].shape) < largest
-            names.append(f"small {name}" if small else name)
+            names.append(f"small {name}" if small else f"{name} of {len(node.operands)}" if name == "concat" else name)
     return sorted(names)
 
 
@@ -93,6 +93,18 @@ EXAMPLES = {
     "n-ary add folded in part": (
         (lambda w, x, y: x + w.a + y + w.b, [X, Y], {"a": torch.randn(X), "b": torch.randn(X)}, ["add", "add"]),
         (lambda _, x, y, z: x + y + z, [X, Y, Y], {}, ["add", "add"]),
+    ),
+    "n-ary concat folded in part": (
+        (lambda w, x: torch.cat([w.a, w.b, x]), [X], {"a": torch.randn(X), "b": torch.randn(X)}, ["concat of 2"]),
+        (lambda w, x: torch.cat([w.a, x, w.b]), [X], {"a": torch.randn(X), "b": torch.randn(X)}, ["concat of 3"]),
+    ),
+    "concat of a split": (
+        (lambda _, x: torch.cat([part.relu() for part in x.split([32, 32])]), [X], {}, ["relu"]),
+        (lambda _, x: torch.cat(x.split([32, 32])[::-1]), [X], {}, ["concat of 2", "slice", "slice"]),
+    ),
+    "split of a concat": (
+        (lambda _, x, y: torch.cat([x, y]).split([64, 64])[0].exp(), [X, X], {}, ["exp"]),
+        (lambda _, x, y: torch.cat([x, y]).split([60, 68])[1].exp(), [X, X], {}, ["concat of 2", "exp", "slice"]),
     ),
     "neutral elements": (
         (lambda _, x: ((x * 1.0) + 0.0 - 0.0) / 1.0, [X], {}, []),
@@ -135,8 +147,8 @@ EXAMPLES = {
         (lambda _, x: torch.tanh(torch.tanh(x)), [X], {}, ["tanh", "tanh"]),
     ),
     "unary chain through concat": (
-        (lambda _, x, y: torch.cat([x.relu().neg(), y.relu().neg()]), [X, X], {}, ["concat", "neg", "relu"]),
-        (lambda _, x, y: torch.cat([x.relu(), y.tanh()]), [X, X], {}, ["concat", "relu", "tanh"]),
+        (lambda _, x, y: torch.cat([x.relu().neg(), y.relu().neg()]), [X, X], {}, ["concat of 2", "neg", "relu"]),
+        (lambda _, x, y: torch.cat([x.relu(), y.tanh()]), [X, X], {}, ["concat of 2", "relu", "tanh"]),
     ),
     "unary through a slice": (
         (lambda _, x: torch.exp(x)[:, :4], [X], {}, ["exp", "slice"]),
@@ -219,7 +231,7 @@ class Branching(nn.Module):
 
     def forward(self, x):
         def inner(x):
-            return torch.cond(self.level < 0, torch.sin, lambda x: self.linear(x), (x,))
+            return torch.cond(self.level < 0, torch.sin, self.linear, (x,))
 
         return torch.cond(self.predicate(self, x), inner, torch.cos, (x,)) * 2
 

@@ -43,7 +43,7 @@ def optimize_model(
     ] = "kept",
     threads: Annotated[int, typer.Option(min=1, max=1024, help="Threads that torch computes with.")] = 1,
     max_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to apply rules for, at most.")] = 5.0,
-    max_nodes: Annotated[int, typer.Option(min=100, help="Operators of all graphs together, at most.")] = 4_000,
+    max_nodes: Annotated[int, typer.Option(min=100, help="Operators that rules may add, at most.")] = 4_000,
     budget: Annotated[
         float, typer.Option(min=0.5, help="Seconds of timings, of operators and again of models.")
     ] = 30.0,
@@ -162,9 +162,10 @@ def _tables(rewriting: Rewriting) -> list[Any]:
     shown: list[Any] = []
     best = rewriting.chosen
     if best is not None:
-        table = Table("rule", "operators", "gain, µs", "proved", box=None, header_style="bold")
+        table = Table("rule", "operators", "found equal", "gain, µs", "proved", box=None, header_style="bold")
         for row in rule_rows(best):
-            table.add_row(row["rule"], str(row["num_operators"]), f"{row['gain_s'] * 1e6:.1f}", row["proof"])
+            gain = "" if row["gain_s"] is None else f"{row['gain_s'] * 1e6:.1f}"
+            table.add_row(row["rule"], str(row["num_operators"]), str(row["num_equal"]), gain, row["proof"])
         shown.append(table)
     shown += [
         Text(

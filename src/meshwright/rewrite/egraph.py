@@ -50,6 +50,8 @@ class EGraph:
         # Who adds nodes now, and who added which.
         self.reason = ""
         self._reasons: list[tuple[int, Node, str]] = []
+        # Classes that were made one, and by whom.
+        self._united: list[tuple[int, str]] = []
 
     def __len__(self) -> int:
         return len(self._known)
@@ -141,6 +143,10 @@ class EGraph:
             found.setdefault((self.find(cls), self._canonical(node)), reason)
         return found
 
+    def united(self) -> list[tuple[int, str]]:
+        """Classes that were made one for a reason, and who did it."""
+        return [(self.find(cls), reason) for cls, reason in self._united]
+
     def merge(self, one: int, other: int) -> int:
         """Make two classes one. What follows for nodes that read them waits for `rebuild`."""
         one, other = self.find(one), self.find(other)
@@ -152,6 +158,8 @@ class EGraph:
             one, other = other, one
         self._parent[other] = one
         self.num_unions += 1
+        if self.reason:
+            self._united.append((one, self.reason))
         if other in self.finite:
             self.finite.discard(other)
             self.finite.add(one)
@@ -171,6 +179,7 @@ class EGraph:
 
     def rebuild(self) -> None:
         """Merge classes of nodes that became equal."""
+        self.reason = ""
         touched = set()
         while self._dirty:
             todo, self._dirty = {self.find(cls) for cls in self._dirty}, []

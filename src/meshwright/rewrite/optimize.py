@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 LIMITS = Limits(rounds=4, nodes=4_000, seconds=5.0)
 
+# The search keeps for every operator which others it needs for certain, which takes a gigabyte here.
+MOST_OPERATORS = 50_000
+
 # Graphs of one search that are timed in place.
 _FEW = 3
 
@@ -153,6 +156,11 @@ def _rewrite(
 ) -> Rewriting:
     clock = _Clock()
     captured, source, tensors = _read(module, batch, events)
+    if (count := len(source.terms.needed())) > MOST_OPERATORS:
+        raise RewriteError(
+            f"The graph of {type(module).__name__} has {count:,} operators; at most {MOST_OPERATORS:,} are searched at "
+            "once. Rewrite its parts, one by one."
+        )
     clock.lap("capture")
     training = module.training
     cost, device = prices_of

@@ -17,16 +17,19 @@ if TYPE_CHECKING:
 def rule_rows(candidate: Candidate) -> list[dict[str, Any]]:
     """The rules that made a graph: how many of its operators, what they gain, what they say, and their proof.
 
-    Those that gain most come first; gains are None for a graph that was not chosen.
+    Those that gain most come first; gains are None for a graph that was not chosen, and for rules that add nothing but
+    find terms of the original to be equal, so that one of them is left.
     """
     known = _shipped()
     rows = []
-    for name in sorted(candidate.found.rules, key=lambda name: -candidate.gains.get(name, 0.0)):
+    made, united = candidate.found.rules, candidate.found.united
+    for name in sorted({**made, **united}, key=lambda name: -candidate.gains.get(name, 0.0)):
         entry = known.get(name)
         rows.append(
             {
                 "rule": name,
-                "num_operators": candidate.found.rules[name],
+                "num_operators": made.get(name, 0),
+                "num_equal": united.get(name, 0),
                 "gain_s": candidate.gains.get(name),
                 "left": [] if entry is None else [str(side) for side in entry.rule.left],
                 "right": [] if entry is None else [str(side) for side in entry.rule.right],
@@ -137,7 +140,7 @@ def _candidates(rewriting: Rewriting) -> str:
 
 def _rules(candidate: Candidate) -> str:
     rows = [
-        f"<tr><td>{escape(row['rule'])}<td class=number>{row['num_operators']}"
+        f"<tr><td>{escape(row['rule'])}<td class=number>{row['num_operators']}<td class=number>{row['num_equal']}"
         f"<td class=number>{'' if row['gain_s'] is None else format(row['gain_s'] * 1e6, '.1f')}"
         f"<td><code>{escape(', '.join(row['left']))}</code><br>= <code>{escape(', '.join(row['right']))}</code>"
         f"<td>{escape(row['proof'])}"
@@ -145,7 +148,7 @@ def _rules(candidate: Candidate) -> str:
     ]
     return (
         "<h2>Rules</h2><p>Gain: what the cheapest graph without the rule's operators takes more, by the "
-        "measured prices.</p><table><tr><th>rule<th>operators<th>gain, µs<th>says<th>proved"
+        "measured prices.</p><table><tr><th>rule<th>operators<th>found equal<th>gain, µs<th>says<th>proved"
         f"{''.join(rows)}</table>"
     )
 

@@ -87,9 +87,15 @@ def _run(
     if training:
         given = [tensor.requires_grad_() if tensor.is_floating_point() else tensor for tensor in given]
     before = {name: value.clone() for name, value in graph.named_buffers()}
+    usual = torch.get_default_dtype()
     with torch.random.fork_rng(), torch.set_grad_enabled(training):
         torch.manual_seed(0)
-        results = graph(*[tensor.clone() for tensor in given])
+        # Whole numbers times a number are of the default type.
+        torch.set_default_dtype(torch.float64 if double else usual)
+        try:
+            results = graph(*[tensor.clone() for tensor in given])
+        finally:
+            torch.set_default_dtype(usual)
     found: dict[str, torch.Tensor | None] = {f"output {i}": value.detach() for i, value in enumerate(results)}
     # What was written; a buffer that is only read may be missing from the other graph.
     for name, value in graph.named_buffers():

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.rewrite.search.options import Options
+from meshwright.rewrite.search.options import Options, Waiting, complexity
 from meshwright.solving import Rows, minimise, strong_components
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def extract(
     trees = options.by_trees()
     known = min((options.follow(way) for way in (start, trees)), key=total)
     nodes, proved = _solve(options, known, limit_s)
-    best = min(known, nodes, key=lambda choice: (total(choice), len(choice)))
+    best = min(known, nodes, key=lambda choice: (total(choice), complexity(choice.values())))
     return Choice(nodes=best, seconds=total(best), proved=proved)
 
 
@@ -199,10 +199,9 @@ class _Columns:
             self._tie(cls)
         for one, other in self._mutual():
             self.forbid([one, other])
-        readers = options.readers()
         for cls in classes:
             if cls not in options.certain and len(options.of[cls]) > 1:
-                self._tie_detours(cls, readers[cls])
+                self._tie_detours(cls, options.readers[cls])
 
     def rows(self) -> Rows:
         """What ties them together."""
@@ -284,15 +283,14 @@ def smallest(graph: EGraph, wanted: Iterable[int]) -> dict[int, Node]:
         for node in graph.nodes(cls):
             for operand in node.operands:
                 readers[graph.find(operand)].add(cls)
-    todo = dict.fromkeys(needed)
+    todo = Waiting(needed)
     while todo:
-        cls = next(iter(todo))
-        del todo[cls]
+        cls = todo.pop()
         for node in graph.nodes(cls):
             total = 1.0 + sum(size.get(graph.find(operand), math.inf) for operand in node.operands)
             if total < size.get(cls, math.inf):
                 size[cls], chosen[cls] = total, node
-                todo.update(dict.fromkeys(readers[cls]))
+                todo.add(readers[cls])
     return chosen
 
 

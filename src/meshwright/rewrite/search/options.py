@@ -15,7 +15,7 @@ Most nodes of an e-graph are in no cheapest graph, which can be seen before any 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.solving import strong_components
@@ -26,8 +26,39 @@ if TYPE_CHECKING:
     from meshwright.rewrite.egraph import EGraph
     from meshwright.rewrite.terms import Node
 
-# Of two graphs of one price, that of fewer nodes.
-_PER_NODE = 1e-9
+# Of two graphs of one price, that of fewer nodes; of those, that of fewer operands.
+_PER_NODE, _PER_OPERAND = 1e-9, 1e-11
+
+# Seconds of a tree that nobody would compute.
+_ENDLESS = 1e100
+
+
+def complexity(nodes: Iterable[Node]) -> float:
+    """Seconds so few that only equal prices are told apart by them."""
+    return sum(_PER_NODE + _PER_OPERAND * len(node.operands) for node in nodes)
+
+
+class Waiting:
+    """Classes that wait for their turn, each once, first come, first served."""
+
+    def __init__(self, classes: Iterable[int]) -> None:
+        self._queue = deque(classes)
+        self._inside = set(self._queue)
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def add(self, classes: Iterable[int]) -> None:
+        """Let those wait that do not yet."""
+        new = [cls for cls in dict.fromkeys(classes) if cls not in self._inside]
+        self._queue.extend(new)
+        self._inside.update(new)
+
+    def pop(self) -> int:
+        """The next."""
+        cls = self._queue.popleft()
+        self._inside.discard(cls)
+        return cls
 
 
 class Option(NamedTuple):
@@ -63,11 +94,13 @@ class Options:
                 cost = seconds(cls, node)
                 reads = self.reads(node)
                 if cost < math.inf and cls not in reads:
-                    every.append(Option(cost + _PER_NODE, node, reads))
+                    every.append(Option(cost + complexity([node]), node, reads))
             self.of[cls] = _cheapest_of_equals(every)
             todo += [operand for option in self.of[cls] for operand in option.reads]
         self._drop_impossible()
         self.certain = self._prune()
+        # By class, the classes that may read it.
+        self.readers: Mapping[int, list[int]] = self._find_readers()
 
     def reads(self, node: Node) -> frozenset[int]:
         """Classes that a node reads, but for leaves."""
@@ -114,7 +147,7 @@ class Options:
     def _drop_impossible(self) -> None:
         """Leave out nodes from which no inputs can be reached (all ways lead round in circles)."""
         reached: set[int] = set()
-        readers = self.readers()
+        readers = self._find_readers()
         todo = list(self.of)
         while todo:
             cls = todo.pop()
@@ -127,8 +160,7 @@ class Options:
             if cls in reached
         }
 
-    def readers(self) -> defaultdict[int, list[int]]:
-        """By class, the classes that may read it."""
+    def _find_readers(self) -> defaultdict[int, list[int]]:
         readers: defaultdict[int, list[int]] = defaultdict(list)
         for cls, options in self.of.items():
             for operand in dict.fromkeys(operand for option in options for operand in option.reads):
@@ -184,7 +216,7 @@ class Options:
 
     def _drop_detours(self) -> int:
         """Leave out what is a detour for all; how many there were. What nothing is left of is read by nobody then."""
-        readers = self.readers()
+        readers = self._find_readers()
         roots = set(self.roots)
         count = 0
         for cls in [cls for cls in self.of if cls not in roots]:
@@ -218,11 +250,10 @@ class Options:
         """By class what each graph of it holds, itself included, as bits: the greatest solution, from above."""
         every = (1 << len(order)) - 1
         needs = dict.fromkeys(order, every)
-        readers = self.readers()
-        todo = dict.fromkeys(order)
+        readers = self._find_readers()
+        todo = Waiting(order)
         while todo:
-            cls = next(iter(todo))
-            del todo[cls]
+            cls = todo.pop()
             common = every
             for option in self.of[cls]:
                 below = 0
@@ -232,26 +263,27 @@ class Options:
             common |= bit[cls]
             if common != needs[cls]:
                 needs[cls] = common
-                todo.update(dict.fromkeys(readers[cls]))
+                todo.add(readers[cls])
         return needs
 
     def _trees(self, given: Mapping[int, int], bit: Mapping[int, int]) -> tuple[dict[int, float], dict[int, int]]:
         """By class its tree cost, and the place of the option that has it. ``given``: bits of classes that are free."""
         trees = dict.fromkeys(self.of, math.inf)
         best: dict[int, int] = {}
-        readers = self.readers()
-        todo = dict.fromkeys(self.of)
+        readers = self._find_readers()
+        todo = Waiting(self.of)
         while todo:
-            cls = next(iter(todo))
-            del todo[cls]
+            cls = todo.pop()
             for place, option in enumerate(self.of[cls]):
                 free = given.get(cls, 0)
                 total = option.seconds + sum(
                     trees[operand] for operand in option.reads if not free & bit.get(operand, 0)
                 )
+                # Trees of deep graphs that read much twice have more nodes than there are numbers.
+                total = min(total, _ENDLESS)
                 if total < trees[cls]:
                     trees[cls], best[cls] = total, place
-                    todo.update(dict.fromkeys(readers[cls]))
+                    todo.add(readers[cls])
         return trees, best
 
 

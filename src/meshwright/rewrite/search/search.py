@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -46,7 +47,8 @@ class Grown:
 class Found:
     """A graph of the same outputs. ``before_s`` and ``after_s`` are predicted; ``proved``: none is cheaper.
 
-    ``rules``: those that made what was chosen, with how many nodes. ``choice``: its nodes by class of the e-graph.
+    ``rules``: those that made what was chosen, with how many nodes. ``united``: those that found two of the original
+    graph's terms to be equal, with how often, so that one is left. ``choice``: its nodes by class of the e-graph.
     """
 
     terms: Terms
@@ -56,6 +58,7 @@ class Found:
     proved: bool
     grown: Grown
     rules: Mapping[str, int]
+    united: Mapping[str, int]
     choice: Mapping[int, Node]
 
 
@@ -73,7 +76,8 @@ class Space:
         self._look()
 
     def grow(self, rules: Guided, limits: Limits) -> Grown:
-        """Apply rules within limits."""
+        """Apply rules within limits; that of nodes is of those that are new."""
+        limits = replace(limits, nodes=limits.nodes + len(self.graph))
         grown = grow(self.graph, rules, limits)
         self._look()
         return grown
@@ -84,6 +88,8 @@ class Space:
         self._calls: dict[tuple[int, Node], Call] = {}
         self._reasons = self.graph.reasons()
         self._first = self._as_it_was()
+        # How many terms that were unlike a class holds by now.
+        self._origins = Counter(map(self.graph.find, set(self._classes.values())))
 
     def call(self, cls: int, node: Node) -> Call | None:
         """The call that a node of a class becomes; None for one that costs nothing."""
@@ -167,6 +173,7 @@ class Space:
             proved=choice.proved,
             grown=grown,
             rules=used,
+            united=Counter(rule for cls, rule in graph.united() if cls in place and self._origins[cls] > 1),
             choice=choice.nodes,
         )
 
