@@ -104,6 +104,10 @@ class EGraph:
             found.append(below.union(*({self.find(home) for _, home in self._readers[cls]} for cls in below)))
         return found
 
+    def readers(self, cls: int) -> Iterator[tuple[Node, int]]:
+        """Nodes that read a class, with their classes."""
+        return ((node, self.find(home)) for node, home in self._readers[self.find(cls)])
+
     def lookup(self, node: Node) -> int | None:
         """The class of a node, if it is there."""
         found = self._known.get(self._canonical(node))

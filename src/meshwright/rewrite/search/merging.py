@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from meshwright.rewrite.terms import Node
 
 
+# What joins made, or undid.
+_LOOKS = ("slice", "concat")
+
 _Member: TypeAlias = "tuple[int, Mapping[str, int], Mapping[str, Any]]"
 
 
@@ -54,7 +57,9 @@ class Merging:
             if len(entries) < 2:
                 continue
             unlike = {cls: (cls, tensors, letters) for cls, tensors, letters in entries}
-            ordered = sorted(unlike.values(), key=lambda member: graph.age(member[0]))
+            ordered = sorted(
+                unlike.values(), key=lambda member: (_is_absorbed(graph, member[0], rule), graph.age(member[0]))
+            )
             for members in _independent(graph, ordered, most_members):
                 label = (rule.rule.name, frozenset(graph.age(cls) for cls, _, _ in members))
                 if len(members) < 2 or label in self._seen:
@@ -95,6 +100,20 @@ class Merging:
                 break
             cls, (tensors, letters) = joined, again
         return count
+
+
+def _is_absorbed(graph: EGraph, cls: int, rule: Directed) -> bool:
+    """Whether all that read an operator can be computed by another such one instead: a batch norm was folded into it.
+
+    What joins others with it is then of little use, and it comes last in a chain.
+    """
+    (source, _) = rule.sources
+    assert isinstance(source, Call)
+    homes = {home for node, home in graph.readers(cls) if node.operator not in _LOOKS}
+    return bool(homes) and all(
+        any(cls not in map(graph.find, node.operands) for node in graph.nodes_of(home, source.operator))
+        for home in homes
+    )
 
 
 def joins(rule: Directed) -> bool:
