@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from meshwright.cli.main import invoke
+from meshwright.rewrite.rulebook import BookRule, RuleBook, write_rule_book
+from meshwright.rewrite.rules import rule_of
+from meshwright.rewrite.special import Special
 
 RULES = """
 [[rule]]
@@ -144,3 +147,12 @@ def test_what_cannot_be_used_is_said(scores, capsys, monkeypatch, arguments, mes
     assert invoke(["optimize", *arguments]) in (1, 2)
     assert message in " ".join(capsys.readouterr().err.split())
     assert not list(scores.glob("fast*"))
+
+
+def test_what_a_rule_book_says_of_itself_is_no_proof(scores, tmp_path, capsys):
+    every = tuple((dims,) for dims in range(5))
+    forged = BookRule(rule=rule_of("relu is nothing", "relu(x)", "x"), ranks=every, special=Special())
+    write_rule_book(RuleBook(rules=(forged,), provenance={}), tmp_path / "forged.json")
+    assert invoke(["optimize", scores, "--rules", f"{tmp_path}/forged.json", "--budget", "0.5"]) == 1
+    assert "'relu is nothing'" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "is refuted, not proved" in said

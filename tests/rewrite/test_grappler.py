@@ -246,6 +246,7 @@ class Branching(nn.Module):
         (lambda _, x: x.sum() > 0, False, ["item", "mul", "opaque"]),
         (lambda model, _: model.level > 0, True, ["greater", "item", "mul", "opaque"]),
         (lambda model, _: model.level.add_(0.0) > 0, False, ["item", "mul", "opaque"]),
+        (lambda model, _: torch.bernoulli(torch.ones_like(model.level)) > 0, False, ["item", "mul", "opaque"]),
     ],
 )
 def test_a_constant_predicate_settles_a_branch(predicate, training, wanted):

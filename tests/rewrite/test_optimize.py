@@ -10,15 +10,18 @@ from torch import nn
 from meshwright import optimize
 from meshwright.capture import capture_model
 from meshwright.rewrite.fx import read_captured, write_graph
+from meshwright.rewrite.fx.aten_in.declaration import CONVERTERS
 from meshwright.rewrite.fx.check import check_equal
 from meshwright.rewrite.fx.fold import fold_constants
 from meshwright.rewrite.fx.layout import channels_last
 from meshwright.rewrite.fx.module import Rewritten
 from meshwright.rewrite.optimize import rewrite_model
 from meshwright.rewrite.report import operator_rows, report_page, rule_rows, summary
-from meshwright.rewrite.rulebook import shipped_rule_book
+from meshwright.rewrite.rulebook import BookRule, shipped_rule_book
+from meshwright.rewrite.rules import rule_of
 from meshwright.rewrite.search.ruleset import guide
 from meshwright.rewrite.search.timing import alternate
+from meshwright.rewrite.special import Special
 from meshwright.rewrite.terms import Terms
 from meshwright.spec import RewriteError
 
@@ -176,6 +179,112 @@ def test_a_false_graph_does_not_pass_the_last_net():
         check_equal(right, wrong, batch, training=False)
 
 
+class Remembering(nn.Module):
+    """It counts, normalises, keeps what it saw, and writes into its batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop, self.seen = nn.BatchNorm1d(4), nn.Dropout(0.5), None
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        x.mul_(2)
+        return self.drop(self.norm(x)).exp() * torch.exp(x)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_model_the_batch_and_random_numbers_stay_as_they_were(training):
+    model, x = Remembering().train(training), torch.randn(8, 4)
+    batch, state = x.clone(), {name: value.clone() for name, value in model.state_dict().items()}
+    attributes, random = dict(model.__dict__), torch.get_rng_state()
+    rewrite_model(model, x, rules=RULES, budget_s=0.5)
+    assert torch.equal(x, batch)
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, state[name], rtol=0, atol=0)
+    assert model.__dict__.keys() == attributes.keys()
+    assert model.training == training
+
+
+def test_a_graph_that_is_not_equal_is_dropped_and_said():
+    false = BookRule(rule=rule_of("lost relu", "relu(x)", "x"), ranks=(), special=Special())
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(8, 4)
+    found = rewrite_model(model, x, rules=guide([false]), measure=False, least_gain=-1.0)
+    assert found.module is model
+    assert "lost relu" not in str(found.chosen)
+    assert "differs by" in found.refused[0]
+    assert "not equal to the model on this batch" in summary(found)
+
+
+def test_what_was_read_wrongly_does_not_pass_either(monkeypatch):
+    # The converter of exp makes a sine of it: both written graphs agree, and the model does not.
+    monkeypatch.setitem(CONVERTERS, "aten.exp.default", lambda r, a: r.terms.apply("sin", a["self"]))
+    found = rewrite_model(Square().eval(), torch.randn(3, 3), rules=RULES, measure=False, least_gain=-1.0)
+    assert found.chosen is None
+    assert found.refused
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return torch.exp(x.neg().neg()) * 2
+
+
+def test_the_mode_is_part_of_what_it_was_made_for():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
+    made = predicted(model, torch.randn(8, 4)).module
+    made.eval()
+    with pytest.raises(RewriteError, match="in evaluation mode, and was made for training"):
+        made(torch.randn(8, 4))
+
+
+def test_all_outputs_may_be_constant():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return self.w * 2
+
+    model = Constant().eval()
+    torch.testing.assert_close(predicted(model, torch.randn(2, 3)).module(torch.randn(2, 3)), model.w * 2)
+
+
+def test_gradients_are_those_of_torch_where_values_are_equal():
+    class Ties(nn.Module):
+        def forward(self, x):
+            top = torch.maximum(x, torch.zeros_like(x))
+            return top + (x.view(torch.int32).view(torch.float32) + x) * x.amax(1).amax(0)
+
+    x, twin = (torch.tensor([[1.0, 1.0], [0.0, 1.0]], requires_grad=True) for _ in range(2))
+    made = predicted(Ties().train(), torch.randn(2, 2)).module
+    made(x).sum().backward()
+    Ties()(twin).sum().backward()
+    torch.testing.assert_close(x.grad, twin.grad)
+
+
+def test_images_without_a_batch():
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), torch.randn(3, 16, 16)
+    torch.testing.assert_close(optimize(model, x, budget_s=0.5)(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_that_is_written_to_after_it_was_read():
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            y = x.sin()
+            x.add_(1)
+            return y * self.w
+
+    x = torch.randn(2, 3)
+    made = predicted(Written().train(), x.clone()).module
+    assert made(x.clone()).requires_grad
+
+
 def test_constants_that_share_memory_are_folded():
     # Two parts of one folded product, and one output.
     class Parts(nn.Module):
@@ -264,7 +373,7 @@ def test_it_composes_with_compile_and_export(tmp_path):
 
 def test_the_report_shows_both_graphs_and_each_rule_with_its_proof():
     found = predicted(net(False), torch.randn(4, 3, 8, 8))
-    rows = {row["rule"]: row for row in rule_rows(found.chosen)}
+    rows = {row["rule"]: row for row in rule_rows(found.chosen, found.rules)}
     assert rows["batch norm of a convolution"]["proof"].startswith("for all sizes of x, w, m, v, k, b with 4, 4,")
     page = report_page("net <1>", found)
     assert "net &lt;1&gt;" in page

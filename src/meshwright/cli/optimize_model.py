@@ -108,10 +108,8 @@ def _own_rules(paths: list[Path], unproved: list[str], special: Literal["same", 
     entries: list[BookRule] = []
     missing = set(unproved)
     for path in paths:
-        if path.suffix == ".json":
-            entries += read_rule_book(path).rules
-            continue
-        for rule in read_rules(path):
+        # What a book says of itself is no proof.
+        for rule in read_rules(path) if path.suffix != ".json" else [each.rule for each in read_rule_book(path).rules]:
             missing.discard(rule.name)
             if rule.name in unproved:
                 entries.append(BookRule(rule=rule, ranks=(), special=Special()))
@@ -147,10 +145,11 @@ def _document(model: str, rewriting: Rewriting, files: list[str]) -> dict[str, A
                 "difference_float64": each.worst,
                 "growth_ended": each.found.grown.ended,
                 "num_nodes": each.found.grown.num_nodes,
-                "rules": rule_rows(each),
+                "rules": rule_rows(each, rewriting.rules),
             }
             for each in rewriting.candidates
         ],
+        "refused": rewriting.refused,
         "seconds": rewriting.seconds,
         "files": files,
     }
@@ -163,7 +162,7 @@ def _tables(rewriting: Rewriting) -> list[Any]:
     best = rewriting.chosen
     if best is not None:
         table = Table("rule", "operators", "found equal", "gain, µs", "proved", box=None, header_style="bold")
-        for row in rule_rows(best):
+        for row in rule_rows(best, rewriting.rules):
             gain = "" if row["gain_s"] is None else f"{row['gain_s'] * 1e6:.1f}"
             table.add_row(row["rule"], str(row["num_operators"]), str(row["num_equal"]), gain, row["proof"])
         shown.append(table)
@@ -175,4 +174,6 @@ def _tables(rewriting: Rewriting) -> list[Any]:
         for each in rewriting.candidates
         if each.found.grown.ended in ("nodes", "seconds")
     ]
+    if rewriting.chosen is not None:
+        shown += [Text(f"not used, as it is not equal on this batch: {each}") for each in rewriting.refused]
     return [*shown, Text(summary(rewriting))]

@@ -38,6 +38,7 @@ def plan_rewritten(
     if search is None:
         return plans, graph_for, []
     from meshwright.rewrite.planned import Target
+    from meshwright.spec.units import format_seconds
 
     kind = machine.device_kind(0)
     size = plans.best.plan.microbatch_size
@@ -47,10 +48,11 @@ def plan_rewritten(
         return plans, graph_for, [f"No rule leads to a cheaper graph on {kind.name}."]
     others = search(rewritten, [size])
     after_s = others.best.step_time_s
+    times = f"{format_seconds(after_s)} instead of {format_seconds(before_s)}"
     if after_s >= before_s:
-        told = f"Rewritten for {kind.name}, the step would take {after_s:.4g} s instead of {before_s:.4g} s"
+        told = f"Rewritten for {kind.name}, the step would take {times}"
         return plans, graph_for, [f"{told}; the graph stays as it is."]
-    told = f"The graph is rewritten for {kind.name}: the step takes {after_s:.4g} s instead of {before_s:.4g} s."
+    told = f"The graph is rewritten for {kind.name}: the step takes {times}."
     return mark_rewritten(others, kind.name), rewritten, [told]
 
 

@@ -8,6 +8,7 @@ a node whose operands do not fit is never made.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,16 @@ if TYPE_CHECKING:
 
 # Operators whose results are finite where their operands are (short of overflow).
 _STAYS_FINITE = frozenset(
-    {"full", "add", "sub", "mul", "neg", "square", "maximum", "minimum", "relu", "abs", "tanh", "sigmoid", "clamp"}
+    {"add", "sub", "mul", "neg", "square", "maximum", "minimum", "relu", "abs", "tanh", "sigmoid", "clamp"}
     | {"concat", "slice", "transpose", "reshape", "broadcast", "pad", "reverse", "matmul", "linear", "conv1d", "conv2d"}
     | {"sum", "mean", "amax", "amin", "avg_pool2d", "softmax", "sin", "cos", "erf"}
 )
+
+
+def _stays_finite(node: Node) -> bool:
+    if node.operator == "full":
+        return math.isfinite(node.attribute("value"))
+    return node.operator in _STAYS_FINITE
 
 
 class EGraph:
@@ -130,7 +137,7 @@ class EGraph:
         self._earliest.append((cls, node))
         self._holding[node.operator][cls] = None
         self._events.append(cls)
-        if node.operator in _STAYS_FINITE and self.finite.issuperset(node.operands):
+        if _stays_finite(node) and self.finite.issuperset(node.operands):
             self.finite.add(cls)
         if node.operator not in (INPUT, OPAQUE, ITEM) and self.constant.issuperset(node.operands):
             self.constant.add(cls)

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.cost import CostModel
-from meshwright.rewrite.fx.captured import read_captured
+from meshwright.rewrite.fx.captured import read_captured, whole_graph
 from meshwright.rewrite.fx.check import check_close, check_equal
 from meshwright.rewrite.fx.direct import call_directly
 from meshwright.rewrite.fx.fold import fold_constants
@@ -26,7 +26,7 @@ from meshwright.rewrite.saturate import Limits
 from meshwright.rewrite.search.pricing import CallPrices
 from meshwright.rewrite.search.ruleset import Guided, shipped_rules
 from meshwright.rewrite.search.search import Found, Grown, Space
-from meshwright.rewrite.search.timing import alternate, forward_of, speedups, step_of
+from meshwright.rewrite.search.timing import alternate, forward_of, speedups, step_of, untouched
 from meshwright.spec import EventSink, Measurements, NullSink, RewriteError, load_cluster
 
 if TYPE_CHECKING:
@@ -69,11 +69,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewriting:
-    """What came of it. ``module`` is the fastest, which may be the original; ``chosen``: whose graph it is."""
+    """What came of it. ``module`` is the fastest, which may be the original; ``chosen``: whose graph it is.
+
+    ``refused``: graphs that were found but not equal to the model on this batch, with what differed. ``rules``: those
+    that were used.
+    """
 
     module: nn.Module
     chosen: Candidate | None
     candidates: tuple[Candidate, ...]
+    refused: tuple[str, ...]
+    rules: Guided
     source: Source
     cost: CostModel
     seconds: dict[str, float]
@@ -125,18 +131,19 @@ def rewrite_model(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        return _rewrite(
-            module,
-            batch,
-            rules=rules or shipped_rules(),
-            limits=limits,
-            prices_of=_prices_of(cost, device),
-            measure=measure,
-            least_gain=least_gain,
-            rounds=rounds,
-            budget_s=budget_s,
-            events=events or NullSink(),
-        )
+        with untouched(module):
+            return _rewrite(
+                module,
+                batch,
+                rules=rules or shipped_rules(),
+                limits=limits,
+                prices_of=_prices_of(cost, device),
+                measure=measure,
+                least_gain=least_gain,
+                rounds=rounds,
+                budget_s=budget_s,
+                events=events or NullSink(),
+            )
     finally:
         torch.set_num_threads(before)
 
@@ -171,22 +178,29 @@ def _rewrite(
     prices.price(call for _, space, _ in spaces for call in space.calls())
     clock.lap("prices")
     candidates: list[Candidate] = []
+    refused: list[str] = []
     for name, space, grown in spaces:
         best_few = 0
         for found in _choose(space, grown, prices, budget_s=budget_s, events=events):
             if best_few < _FEW and all(found.terms.nodes != other.found.terms.nodes for other in candidates):
                 best_few += 1
                 label = name if best_few == 1 else f"{name}, number {best_few}"
-                candidates.append(_written(label, space, found, source, tensors, training=training))
+                try:
+                    candidates.append(_written(label, space, found, source, captured, tensors, training=training))
+                except RewriteError as error:
+                    # The others may be right, and the model itself is.
+                    refused.append(f"{label}: {error}")
+                    continue
                 if best_few == 1 and measure and not training:
                     candidates += _in_channels_last(candidates[-1], tensors)
     clock.lap("choice")
     layout = captured.trace.layout
     for each in candidates:
         call_directly(each.graph)
-    modules = [Rewritten(each.graph, captured, [tensor.shape for tensor in tensors]) for each in candidates]
+    sizes = [tensor.shape for tensor in tensors]
+    modules = [Rewritten(each.graph, captured, sizes, training=training) for each in candidates]
     if measure and candidates:
-        example = layout.rebuild(tensors)[:2]
+        example = layout.rebuild(tuple(tensor.clone() for tensor in tensors))[:2]
         call = step_of if training else forward_of
         events.progress("time candidates", 0, 1)
         taken = alternate([call(each, example) for each in (module, *modules)], rounds=rounds, budget_s=budget_s)
@@ -205,6 +219,8 @@ def _rewrite(
         module=module if best is None else modules[best],
         chosen=None if best is None else candidates[best],
         candidates=tuple(candidates),
+        refused=tuple(refused),
+        rules=rules,
         source=source,
         cost=prices.cost,
         seconds=clock.laps,
@@ -295,14 +311,22 @@ def _with_gains(candidate: Candidate, prices: CallPrices) -> Candidate:
 
 
 def _written(
-    name: str, space: Space, found: Found, source: Source, tensors: tuple[torch.Tensor, ...], *, training: bool
+    name: str,
+    space: Space,
+    found: Found,
+    source: Source,
+    captured: Captured,
+    tensors: tuple[torch.Tensor, ...],
+    *,
+    training: bool,
 ) -> Candidate:
     terms, effects, held = fold_constants(found.terms, source, found.effects, frozen=not training)
     graph = write_graph(terms, source, effects=effects, held=held)
     original = write_graph(source.terms, source, effects=source.effects)
     # Folded constants are rounded to the model's dtype: what is compared in float64 computes them again.
     worst = check_equal(original, write_graph(found.terms, source, effects=found.effects), tensors, training=training)
-    check_close(original, graph, tensors)
+    # Against the model as torch has it, too: what was read wrongly is wrong in both of these.
+    check_close(whole_graph(captured, tensors), graph, tensors, training=training)
     return Candidate(name=name, space=space, found=found, graph=graph, worst=worst)
 
 

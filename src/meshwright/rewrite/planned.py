@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.cost import CostModel
-from meshwright.rewrite.fx.captured import read_captured
-from meshwright.rewrite.fx.check import check_equal
+from meshwright.rewrite.fx.captured import read_captured, whole_graph
+from meshwright.rewrite.fx.check import check_close, check_equal
 from meshwright.rewrite.fx.fold import fold_constants
 from meshwright.rewrite.fx.module import Rewritten
 from meshwright.rewrite.fx.write import write_graph
@@ -78,4 +78,5 @@ def rewrite_source(source: ModelSource, target: Target, mode: Literal["training"
     if not any(isinstance(tensor, FakeTensor) for tensor in (*tensors, *source.model.parameters())):
         original = write_graph(read.terms, read, effects=read.effects)
         check_equal(original, write_graph(found.terms, read, effects=found.effects), tensors, training=training)
-    return replace(source, model=Rewritten(graph, captured, [tensor.shape for tensor in tensors]))
+        check_close(whole_graph(captured, tensors), graph, tensors, training=training)
+    return replace(source, model=Rewritten(graph, captured, [x.shape for x in tensors], training=training))

@@ -5,51 +5,48 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from meshwright.rewrite.rulebook import shipped_rule_book
 from meshwright.rewrite.terms import INPUT
 
 if TYPE_CHECKING:
+    from meshwright.rewrite.matching import Directed
     from meshwright.rewrite.optimize import Candidate, Rewriting
-    from meshwright.rewrite.rulebook import BookRule
+    from meshwright.rewrite.search.ruleset import Guided
     from meshwright.rewrite.terms import Terms
 
 
-def rule_rows(candidate: Candidate) -> list[dict[str, Any]]:
+def rule_rows(candidate: Candidate, rules: Guided) -> list[dict[str, Any]]:
     """The rules that made a graph: how many of its operators, what they gain, what they say, and their proof.
 
     Those that gain most come first; gains are None for a graph that was not chosen, and for rules that add nothing but
-    find terms of the original to be equal, so that one of them is left.
+    find terms of the original to be equal, so that one of them is left. ``rules``: those that were used.
     """
-    known = _shipped()
+    ways = {way.rule.name: way for way in (*rules.simplify, *rules.explore, *rules.merge, *rules.fold)}
     rows = []
     made, united = candidate.found.rules, candidate.found.united
     for name in sorted({**made, **united}, key=lambda name: -candidate.gains.get(name, 0.0)):
-        entry = known.get(name)
+        way = ways[name]
         rows.append(
             {
                 "rule": name,
                 "num_operators": made.get(name, 0),
                 "num_equal": united.get(name, 0),
                 "gain_s": candidate.gains.get(name),
-                "left": [] if entry is None else [str(side) for side in entry.rule.left],
-                "right": [] if entry is None else [str(side) for side in entry.rule.right],
-                "proof": "not proved: named by the user" if entry is None else proof_text(entry),
-                "source": "" if entry is None else entry.rule.source,
+                "left": [str(side) for side in way.rule.left],
+                "right": [str(side) for side in way.rule.right],
+                "proof": "not proved: named by the user" if way.ranks is None else proof_text(way),
+                "source": way.rule.source,
             }
         )
     return rows
 
 
-def proof_text(entry: BookRule) -> str:
+def proof_text(way: Directed) -> str:
     """For what a rule is proved."""
-    dims = sorted({", ".join(map(str, each)) for each in entry.ranks})
-    names = ", ".join(entry.rule.names)
+    assert way.ranks is not None
+    by_name = [dict(each) for each in way.ranks]
+    dims = sorted({", ".join(str(each[name]) for name in way.rule.names) for each in by_name})
+    names = ", ".join(way.rule.names)
     return f"for all sizes of {names} with {' or '.join(dims[:4])}{' and more' if len(dims) > 4 else ''} dims"
-
-
-def _shipped() -> dict[str, BookRule]:
-    books = [shipped_rule_book(name).rules for name in ("generated", "xla", "torch")]
-    return {entry.rule.name: entry for book in books for entry in book}
 
 
 def operator_rows(terms: Terms) -> list[tuple[str, str, str]]:
@@ -98,7 +95,7 @@ def report_page(title: str, rewriting: Rewriting) -> str:
         _candidates(rewriting),
     ]
     if best is not None:
-        parts.append(_rules(best))
+        parts.append(_rules(best, rewriting.rules))
         after = operator_rows(best.found.terms)
         parts.append(
             "<h2>Operators</h2><p>Without what is computed once from weights. Coloured: what only one of both has.</p>"
@@ -109,6 +106,8 @@ def report_page(title: str, rewriting: Rewriting) -> str:
 
 def summary(rewriting: Rewriting) -> str:
     """One sentence on what came of it."""
+    if rewriting.refused and rewriting.chosen is None:
+        return f"What was found is not equal to the model on this batch, which stays as it is. {rewriting.refused[0]}"
     if not rewriting.candidates:
         return "No rule leads to another graph; the model stays as it is."
     if rewriting.chosen is None:
@@ -138,13 +137,13 @@ def _candidates(rewriting: Rewriting) -> str:
     )
 
 
-def _rules(candidate: Candidate) -> str:
+def _rules(candidate: Candidate, rules: Guided) -> str:
     rows = [
         f"<tr><td>{escape(row['rule'])}<td class=number>{row['num_operators']}<td class=number>{row['num_equal']}"
         f"<td class=number>{'' if row['gain_s'] is None else format(row['gain_s'] * 1e6, '.1f')}"
         f"<td><code>{escape(', '.join(row['left']))}</code><br>= <code>{escape(', '.join(row['right']))}</code>"
         f"<td>{escape(row['proof'])}"
-        for row in rule_rows(candidate)
+        for row in rule_rows(candidate, rules)
     ]
     return (
         "<h2>Rules</h2><p>Gain: what the cheapest graph without the rule's operators takes more, by the "

@@ -10,7 +10,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshwright.capture.writes import written_and_aliased
+from meshwright.capture.writes import draws_random, written_and_aliased
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -61,7 +61,12 @@ def _known(module: fx.GraphModule, value: Any, fixed: Set[str]) -> Any:
         held = attrgetter(str(value.target))(module)
         if isinstance(held, torch.Tensor) and not isinstance(held, FakeTensor) and held.numel() <= _MOST_ELEMENTS:
             return held
-    elif isinstance(value.target, OpOverload) and value.all_input_nodes and not value.target._schema.is_mutable:
+    elif (
+        isinstance(value.target, OpOverload)
+        and value.all_input_nodes
+        and not value.target._schema.is_mutable
+        and not draws_random(value.target, value.args, value.kwargs)
+    ):
         args, kwargs = fx.node.map_arg((value.args, value.kwargs), lambda item: _known(module, item, fixed))
         with torch.no_grad():
             return value.target(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -13,6 +14,8 @@ from meshwright.rewrite.fx.branches import settle_branches
 from meshwright.rewrite.fx.read import read_graph
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meshwright.capture import Captured
     from meshwright.rewrite.fx.read import Source
     from meshwright.rewrite.terms import InputKind
@@ -27,15 +30,22 @@ class _Propagation(FakeTensorProp):
         return self._mode.from_tensor(held) if isinstance(held, torch.Tensor) else held
 
 
+def whole_graph(captured: Captured, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """All of a captured model as one graph, for batches of these sizes."""
+    graph = captured.graph
+    batch_size = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
+    made = part(captured, graph.inputs, graph.outputs, batch_size=batch_size, ops=range(len(graph.ops)))
+    assert isinstance(made, fx.GraphModule)
+    return made
+
+
 def read_captured(captured: Captured, inputs: Any, targets: Any = ()) -> Source:
     """The graph of a captured model for batches of the size of ``inputs``, loss included.
 
     Raises CaptureError for a batch that is built unlike the captured one, RewriteError for what cannot be read.
     """
     tensors = flatten_batch(captured, inputs, targets)
-    graph = captured.graph
-    batch_size = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 1)
-    module = part(captured, graph.inputs, graph.outputs, batch_size=batch_size, ops=range(len(graph.ops)))
+    graph, module = captured.graph, whole_graph(captured, tensors)
     roles: dict[str, InputKind] = {}
     for tensor in graph.tensors:
         if tensor.role in ("parameter", "buffer", "constant"):
@@ -43,7 +53,7 @@ def read_captured(captured: Captured, inputs: Any, targets: Any = ()) -> Source:
     training = graph.mode == "training"
     # In training, buffers may be another before the next step.
     fixed = {name for name, role in roles.items() if role == "constant" or not training}
-    settle_branches(module, fixed)  # type: ignore[arg-type]
+    settle_branches(module, fixed)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        _Propagation(module, mode).propagate(*tensors)  # type: ignore[arg-type]
-    return read_graph(module, training=training, kinds=roles)  # type: ignore[arg-type]
+        _Propagation(module, mode).propagate(*tensors)
+    return read_graph(module, training=training, kinds=roles)

@@ -22,7 +22,8 @@ def channels_last(module: fx.GraphModule) -> fx.GraphModule | None:
     Outputs are laid out as before. Weights are held a second time where they were not laid out so already.
     """
     graph = copy.deepcopy(module.graph)
-    convolutions = [node for node in graph.nodes if node.target is aten.conv2d.default]
+    # Calls that were carried through may be of three dims.
+    convolutions = [node for node in graph.nodes if node.target is aten.conv2d.default and node.meta.get("declared")]
     if not convolutions:
         return None
     moved: dict[str, torch.Tensor] = {}

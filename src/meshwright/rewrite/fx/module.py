@@ -40,22 +40,32 @@ class Rewritten(nn.Module):
     """Calls a graph with the original module's arguments and returns what that returns.
 
     Parameters and buffers that the graph still reads are the user's own objects, under their names. It takes batches
-    of the sizes that it was rewritten for; a RewriteError tells of any other.
+    of the sizes that it was rewritten for, in the mode that it was rewritten in; a RewriteError tells of any other.
     """
 
-    def __init__(self, graph: fx.GraphModule, captured: Captured, sizes: Sequence[torch.Size]) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, captured: Captured, sizes: Sequence[torch.Size], *, training: bool
+    ) -> None:
         super().__init__()
         returned = _returned(captured, sizes)
         self.graph_module = graph
         self._layout: BatchLayout = captured.trace.layout
         self._returned: Returned = returned
         self._sizes = tuple(sizes)
+        self._for_training = training
+        self.train(training)
         # Tensors in, one tensor out: nothing has to be taken apart.
         positional = pytree.tree_structure(((0,) * len(self._sizes), {}, ()))
         self._plain = self._layout.spec == positional and returned.spec.is_leaf() and returned.leaves == ((True, 0),)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original module's output."""
+        if self.training != self._for_training:
+            names = ("evaluation", "training")
+            raise RewriteError(
+                f"The rewritten model is in {names[self.training]} mode, and was made for {names[self._for_training]}: "
+                "dropout and batch norms differ. Call .train() or .eval() as it was, or rewrite the model in this mode."
+            )
         if self._plain and not kwargs and tuple(getattr(item, "shape", None) for item in args) == self._sizes:
             return self.graph_module(*args)[0]
         leaves, spec = pytree.tree_flatten((args, kwargs, ()))

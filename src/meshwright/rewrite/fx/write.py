@@ -15,7 +15,8 @@ from meshwright.rewrite.terms import INPUT, ITEM, OPAQUE, TOKEN, Node
 from meshwright.spec import RewriteError
 
 aten = torch.ops.aten
-_REDUCTIONS = ("sum", "mean", "amax", "amin")
+# Of the largest over several dims, equal ones share the gradient otherwise than one dim after the other.
+_REDUCTIONS = ("sum", "mean")
 _VIEWS = frozenset({"reshape", "transpose", "slice", "broadcast", "bitcast"})
 
 if TYPE_CHECKING:

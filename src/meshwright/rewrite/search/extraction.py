@@ -79,6 +79,9 @@ def _solve(options: Options, known: Mapping[int, Node], limit_s: float) -> tuple
     trees = options.by_trees()
     chosen = {**trees, **known}
     proved = True
+    if not parts:
+        # All that is wanted is computed once.
+        return {}, True
     todo = list(parts)
     while todo:
         for number in todo:

@@ -29,6 +29,8 @@ SpecialNumbers = Literal["same", "kept", "ignored"]
 
 # How much an operator does, roughly, before anything is known of sizes. What only looks at memory does nothing.
 _FREE = frozenset({"slice", "reshape", "transpose", "broadcast", "full", "bitcast"})
+# Torch computes these otherwise than they are defined where numbers are not finite.
+_FUSED = frozenset({"attention", "softmax", "gelu", "gelu_tanh", "silu", "layer_norm", "rms_norm"})
 _ORDERED = frozenset({"add", "sub", "mul", "neg", "maximum", "minimum"})
 _HEAVY = frozenset({"matmul", "linear", "conv1d", "conv2d", "attention", "embedding"})
 
@@ -78,6 +80,8 @@ def guide(entries: Iterable[BookRule], special: SpecialNumbers = "kept") -> Guid
     for entry in entries:
         lost, changed = entry.special.lost, entry.special.changed
         finite = {"same": (*lost, *changed), "kept": lost, "ignored": ()}[special]
+        if special == "same" and any(_operators(side) & _FUSED for side in (*entry.rule.left, *entry.rule.right)):
+            finite = tuple(entry.rule.names)
         # A rule that is used without proof is used at all ranks.
         proved = frozenset(tuple(sorted(zip(entry.rule.names, each, strict=True))) for each in entry.ranks)
         ranks = proved or None

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -102,3 +104,23 @@ def step_of(module: Any, tensors: Sequence[Any]) -> Callable[[], Any]:
         return torch.autograd.grad(wanted, parameters, seeds, allow_unused=True) if wanted and parameters else outputs
 
     return run
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Afterwards, the module's buffers and attributes and torch's random numbers are as they were before."""
+    parts = [(part, dict(part.__dict__), dict(part._buffers)) for part in module.modules()]
+    held = {id(tensor): tensor for _, _, buffers in parts for tensor in buffers.values() if tensor is not None}
+    values = {key: tensor.detach().clone() for key, tensor in held.items()}
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for part, attributes, buffers in parts:
+                part.__dict__.clear()
+                part.__dict__.update(attributes)
+                part._buffers.clear()
+                part._buffers.update(buffers)
+            with torch.no_grad():
+                for key, tensor in held.items():
+                    tensor.copy_(values[key])

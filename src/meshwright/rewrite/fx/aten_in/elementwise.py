@@ -46,6 +46,9 @@ def _binary(operator: str) -> Converter:
     def convert(r: Reader, a: dict[str, Any]) -> Found:
         if a.get("alpha", 1) != 1 or a.get("rounding_mode") is not None:
             return None
+        if r.training and operator in ("maximum", "minimum"):
+            # Where both are equal, each has half of the gradient, and relu none.
+            return None
         pair = r.together(a["self"], a["other"])
         return None if pair is None else r.terms.apply(operator, *pair)
 
@@ -129,6 +132,9 @@ def _to(r: Reader, a: dict[str, Any]) -> Found:
 @converts("view.dtype")
 def _bitcast(r: Reader, a: dict[str, Any]) -> Found:
     x, dtype = a["self"], str(a["dtype"]).removeprefix("torch.")
+    if r.training:
+        # No gradient goes through whole numbers.
+        return None
     # A look at a look is one at what lies in memory.
     while r.terms.nodes[x].operator == "bitcast":
         (x,) = r.terms.nodes[x].operands
