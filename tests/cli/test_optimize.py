@@ -153,6 +153,8 @@ def test_what_a_rule_book_says_of_itself_is_no_proof(scores, tmp_path, capsys):
     every = tuple((dims,) for dims in range(5))
     forged = BookRule(rule=rule_of("relu is nothing", "relu(x)", "x"), ranks=every, special=Special())
     write_rule_book(RuleBook(rules=(forged,), provenance={}), tmp_path / "forged.json")
-    assert invoke(["optimize", f"{scores}/mine.py:scores", "--rules", f"{tmp_path}/forged.json", "--budget", "0.5"]) == 1
+    assert (
+        invoke(["optimize", f"{scores}/mine.py:scores", "--rules", f"{tmp_path}/forged.json", "--budget", "0.5"]) == 1
+    )
     assert "'relu is nothing'" in (said := " ".join(capsys.readouterr().err.split()))
     assert "is refuted, not proved" in said
