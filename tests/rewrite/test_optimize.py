@@ -1,11 +1,14 @@
 """`optimize`: what comes back is equal to the model, in both modes, or is the model itself."""
 
 import itertools
+from collections import OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from meshwright import optimize
 from meshwright.capture import capture_model
@@ -15,6 +18,7 @@ from meshwright.rewrite.fx.check import check_equal
 from meshwright.rewrite.fx.fold import fold_constants
 from meshwright.rewrite.fx.layout import channels_last
 from meshwright.rewrite.fx.module import Rewritten
+from meshwright.rewrite.fx.saving import save_program
 from meshwright.rewrite.optimize import rewrite_model
 from meshwright.rewrite.report import operator_rows, report_page, rule_rows, summary
 from meshwright.rewrite.rulebook import BookRule, shipped_rule_book
@@ -369,6 +373,38 @@ def test_it_composes_with_compile_and_export(tmp_path):
     place = tmp_path / "net.pt2"
     torch.export.save(torch.export.export(module, (x,), strict=False), place)
     torch.testing.assert_close(torch.export.load(place).module()(x), wanted, rtol=1e-5, atol=1e-6)
+
+
+class Named(NamedTuple):
+    first: torch.Tensor
+    rest: dict
+
+
+class OutputOfOthers(OrderedDict):
+    pass
+
+
+pytree.register_pytree_node(
+    OutputOfOthers,
+    lambda held: (list(held.values()), list(held)),
+    lambda values, names: OutputOfOthers(zip(names, values, strict=True)),
+    serialized_type_name="tests.OutputOfOthers",
+)
+
+
+def test_programs_return_containers_that_torch_knows(tmp_path):
+    class Model(nn.Module):
+        def forward(self, x):
+            return OutputOfOthers(logits=x.exp(), more=Named(x.sin(), {"a": [x, x.cos()]}))
+
+    x = torch.randn(2, 3)
+    save_program(Model().eval(), (x,), tmp_path / "plain.pt2")
+    program = torch.export.load(tmp_path / "plain.pt2")
+    found = program.module()(x)
+    assert type(found) is dict
+    assert type(found["more"]) is tuple
+    torch.testing.assert_close(found["more"][1]["a"][1], x.cos())
+    assert "OutputOfOthers" not in str(program.call_spec)
 
 
 def test_the_report_shows_both_graphs_and_each_rule_with_its_proof():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from meshwright.capture.surroundings import quiet_torch
 from meshwright.spec.files import write_bytes
@@ -13,13 +15,47 @@ from meshwright.spec.files import write_bytes
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import nn
+
+# Containers that torch knows in every process.
+_PLAIN = (tuple, list, dict)
 
 
 def save_program(module: nn.Module, inputs: Any, path: Path) -> None:
-    """Export a module for the batch that it is called with (a tuple of arguments, or a dict), and write it (.pt2)."""
+    """Export a module for the batch that it is called with (a tuple of arguments, or a dict), and write it (.pt2).
+
+    What loads it may not know the classes of the model's outputs: mappings of other libraries become dicts, and named
+    tuples tuples.
+    """
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, dict) else (tuple(inputs), {})
     buffer = io.BytesIO()
     with quiet_torch():
-        torch.export.save(torch.export.export(module, args, kwargs, strict=False), buffer)
+        program = torch.export.export(module, args, kwargs, strict=False)
+        if not _is_plain(program.call_spec.out_spec):
+            program = torch.export.export(_Plain(module), args, kwargs, strict=False)
+        torch.export.save(program, buffer)
     write_bytes(buffer.getvalue(), path)
+
+
+def _is_plain(spec: Any) -> bool:
+    return spec.is_leaf() or (spec.type in _PLAIN and all(map(_is_plain, spec.children())))
+
+
+class _Plain(nn.Module):
+    """A module whose outputs are in containers of Python's own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.train(module.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's outputs."""
+        return _as_plain(self.module(*args, **kwargs))
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_as_plain, value))
+    return list(map(_as_plain, value)) if isinstance(value, list) else value
