@@ -183,36 +183,27 @@ def _rewrite(
     candidates: list[Candidate] = []
     refused: list[str] = []
     for name, space, grown in spaces:
-        best_few = 0
+        few = 0
         for found in _choose(space, grown, prices, budget_s=budget_s, events=events):
-            if best_few < _FEW and all(found.terms.nodes != other.found.terms.nodes for other in candidates):
-                best_few += 1
-                label = name if best_few == 1 else f"{name}, number {best_few}"
-                try:
-                    candidates.append(_written(label, space, found, source, captured, tensors, training=training))
-                except RewriteError as error:
-                    # The others may be right, and the model itself is.
-                    refused.append(f"{label}: {error}")
-                    continue
-                if best_few == 1 and measure and not training:
+            if few == _FEW or any(found.terms.nodes == other.found.terms.nodes for other in candidates):
+                continue
+            few += 1
+            label = name if few == 1 else f"{name}, number {few}"
+            try:
+                candidates.append(_written(label, space, found, source, captured, tensors, training=training))
+                if few == 1 and measure and not training:
                     candidates += _in_channels_last(candidates[-1], tensors)
+            except RewriteError as error:
+                # The others may be right, and the model itself is.
+                refused.append(f"{label}: {error}")
     clock.lap("choice")
-    layout = captured.trace.layout
     for each in candidates:
         call_directly(each.graph)
     sizes = [tensor.shape for tensor in tensors]
     modules = [Rewritten(each.graph, captured, sizes, training=training) for each in candidates]
     if measure and candidates:
-        example = layout.rebuild(tuple(tensor.clone() for tensor in tensors))[:2]
-        call = step_of if training else forward_of
-        events.progress("time candidates", 0, 1)
-        taken = alternate([call(each, example) for each in (module, *modules)], rounds=rounds, budget_s=budget_s)
-        events.progress("time candidates", 1, 1)
-        ratios, spreads = speedups(taken)
-        candidates = [
-            replace(each, speedup=float(ratio), spread=float(spread))
-            for each, ratio, spread in zip(candidates, ratios[1:], spreads[1:], strict=True)
-        ]
+        example = captured.trace.layout.rebuild(tuple(tensor.clone() for tensor in tensors))[:2]
+        candidates = _timed(candidates, (module, *modules), example, rounds, budget_s, events)
     clock.lap("timing")
     best = _best(candidates, least_gain, measured=measure)
     if best is not None:
@@ -228,6 +219,26 @@ def _rewrite(
         cost=prices.cost,
         seconds=clock.laps,
     )
+
+
+def _timed(
+    candidates: list[Candidate],
+    modules: tuple[nn.Module, ...],
+    example: Any,
+    rounds: int,
+    budget_s: float,
+    events: EventSink,
+) -> list[Candidate]:
+    """The candidates with how much faster they are than the first of the modules, which the others stand for."""
+    call = step_of if modules[0].training else forward_of
+    events.progress("time candidates", 0, 1)
+    taken = alternate([call(each, example) for each in modules], rounds=rounds, budget_s=budget_s)
+    events.progress("time candidates", 1, 1)
+    ratios, spreads = speedups(taken)
+    return [
+        replace(each, speedup=float(ratio), spread=float(spread))
+        for each, ratio, spread in zip(candidates, ratios[1:], spreads[1:], strict=True)
+    ]
 
 
 def _choose(space: Space, grown: Grown, prices: CallPrices, *, budget_s: float, events: EventSink) -> list[Found]:
