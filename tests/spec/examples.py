@@ -143,6 +143,7 @@ GRAPH = Graph(
 PLAN = Plan(
     model="gpt-tiny",
     model_sizes=(("batch_size", 8),),
+    rewritten="H100",
     graph_hash="0123456789abcdef",
     cluster="2xX1",
     workload=WORKLOAD,
