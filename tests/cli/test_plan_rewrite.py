@@ -59,6 +59,8 @@ def test_a_shorter_step_is_kept_and_the_plan_says_so(model, tmp_path, capsys):
         == 0
     )
     assert read_document(Plan, tmp_path / "q.json").rewritten == "cpu"
+    # It was found at its own size of microbatches, and is so again.
+    assert invoke(["simulate", f"{tmp_path}/q.json", "--json"]) == 0
 
 
 def test_it_runs_and_its_losses_are_those_of_one_process(model, tmp_path, capsys):

@@ -91,7 +91,8 @@ def _capture(
     model: nn.Module, inputs: Any, targets: Any, loss: Any, training: bool, title: str, events: EventSink
 ) -> tuple[Trace, Described]:
     units = find_units(model)
-    for symbolic in (True, False):
+    # A module that says so takes batches of one size only, and refuses another.
+    for symbolic in (False,) if getattr(model, "takes_one_size", False) else (True, False):
         events.progress("trace", 0, 1)
         trace = trace_model(model, inputs, targets, loss, training=training, symbolic=symbolic)
         events.progress("trace", 1, 1)

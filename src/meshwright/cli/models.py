@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -130,20 +131,14 @@ def graphs_of(
     *,
     mode: Mode = "training",
     target: Target | None = None,
-    batch_size: int | None = None,
 ) -> Callable[[int], Graph]:
     """Microbatch size → graph: one graph if its sizes are symbolic in the batch, else captured anew per size.
 
     The graph of a zoo model in its own sizes ships with Meshwright, so it is read instead of captured. ``target``: what
-    the graph is rewritten for first; ``batch_size``: the microbatches that it is most likely asked for.
+    the graph is rewritten for first, at each size anew: what is cheapest depends on it.
     """
     if target is not None:
-        if not isinstance(read_model_file(reference), Graph):
-            return _captured_graphs(reference, sizes, mode, target, batch_size)
-        raise ModelReferenceError(
-            f"{reference!r} is a stored graph, which has no code that could be rewritten. Give the model's own "
-            "reference."
-        )
+        return _rewritten_graphs(reference, sizes, mode, target)
     if reference not in shipped_graphs():
         stored = read_model_file(reference)
         if isinstance(stored, Graph):
@@ -151,36 +146,34 @@ def graphs_of(
     elif mode == "training" and not sizes:
         shipped = load_shipped_graph(reference)
         return lambda _: shipped
-    return _captured_graphs(reference, sizes, mode, None, batch_size)
-
-
-def _captured_graphs(
-    reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode, target: Target | None, batch_size: int | None
-) -> Callable[[int], Graph]:
-    def captured(size: int | None) -> Graph:
-        return capture_reference(reference, sizes, mode=mode, batch_size=size, target=target).graph
-
-    first = captured(batch_size)
+    first = capture_reference(reference, sizes, mode=mode).graph
     known: dict[int, Graph] = {}
 
     def graph_for(microbatch_size: int) -> Graph:
         if first.batch_size is None or first.batch_size == microbatch_size:
             return first
         if microbatch_size not in known:
-            known[microbatch_size] = captured(microbatch_size)
+            known[microbatch_size] = capture_reference(reference, sizes, mode=mode, batch_size=microbatch_size).graph
         return known[microbatch_size]
 
     return graph_for
 
 
+def _rewritten_graphs(
+    reference: str, sizes: tuple[tuple[str, int], ...], mode: Mode, target: Target
+) -> Callable[[int], Graph]:
+    if isinstance(read_model_file(reference), Graph):
+        raise ModelReferenceError(
+            f"{reference!r} is a stored graph, which has no code that could be rewritten. Give the model's own "
+            "reference."
+        )
+    return cache(lambda size: capture_reference(reference, sizes, mode=mode, batch_size=size, target=target).graph)
+
+
 def graph_of_plan(plan: Plan | Placement, graph_file: Path | None) -> Graph:
     """The graph that a plan was made for: from a file if given, else captured again from the plan's model."""
-    size = plan.microbatch_size
-    if graph_file is not None:
-        return graphs_of(str(graph_file), plan.model_sizes, mode=plan.workload.kind)(size)
-    target = planned_target(plan)
-    likely = None if target is None else size
-    return graphs_of(plan.model, plan.model_sizes, mode=plan.workload.kind, target=target, batch_size=likely)(size)
+    reference, target = (plan.model, planned_target(plan)) if graph_file is None else (str(graph_file), None)
+    return graphs_of(reference, plan.model_sizes, mode=plan.workload.kind, target=target)(plan.microbatch_size)
 
 
 def planned_target(plan: Plan | Placement | None) -> Target | None:

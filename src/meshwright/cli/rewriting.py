@@ -42,7 +42,7 @@ def plan_rewritten(
 
     kind = machine.device_kind(0)
     size = plans.best.plan.microbatch_size
-    rewritten = graphs_of(model, sizes, mode=mode, target=Target(machine, kind), batch_size=size)
+    rewritten = graphs_of(model, sizes, mode=mode, target=Target(machine, kind))
     before_s = plans.best.step_time_s
     if rewritten(size).content_hash == graph_for(size).content_hash:
         return plans, graph_for, [f"No rule leads to a cheaper graph on {kind.name}."]

@@ -26,7 +26,6 @@ from meshwright.runtime import join_group
 from meshwright.spec.codec import dump_json, encode_document, read_document
 from meshwright.spec.errors import MeshwrightError, RunError
 from meshwright.spec.files import write_text
-from meshwright.spec.plan import Plan
 from meshwright.spec.plan_files import read_plan
 from meshwright.training.job import (
     PROGRESS_FILE,
@@ -136,8 +135,6 @@ def train_job(job: Job, report: Callable[[StepFacts], None]) -> tuple[str | None
         repair=job_repair(job),
         clip_norm=job.clip_norm,
         autocast=getattr(torch, job.autocast) if job.autocast is not None else None,
-        # A rewritten model takes batches of one size, and was held against the user's own in float64.
-        verify=not (isinstance(plan, Plan) and plan.rewritten),
     )
     seconds: list[float] = []
     trains, known = plan.workload.kind == "training", 0

@@ -43,6 +43,9 @@ class Rewritten(nn.Module):
     of the sizes that it was rewritten for, in the mode that it was rewritten in; a RewriteError tells of any other.
     """
 
+    # For `capture_model`.
+    takes_one_size = True
+
     def __init__(
         self, graph: fx.GraphModule, captured: Captured, sizes: Sequence[torch.Size], *, training: bool
     ) -> None:
