@@ -138,7 +138,7 @@ def test_a_model_is_rewritten_and_loaded_again(scores, capsys, monkeypatch):
         (["mine.py:other"], "other"),
         (["mine.py:scores", "--unproved", "x"], "no file was given"),
         (["mine.py:scores", "--rules", "false.toml"], "is refuted, not proved"),
-        (["mine.py:scores", "--rules", "none.toml"], "cannot be read"),
+        (["mine.py:scores", "--rules", "none.toml"], "There is no file none.toml"),
     ],
 )
 def test_what_cannot_be_used_is_said(scores, capsys, monkeypatch, arguments, message):

@@ -32,7 +32,9 @@ def optimize_model(
     ] = False,
     rules: Annotated[
         list[Path] | None,
-        typer.Option(help="Use the proved rules of this file, too (.toml, or a rule book .json); repeat."),
+        typer.Option(
+            help="Use the proved rules of this file, too (.toml, TASO's .pb, Unity's or a rule book .json); repeat."
+        ),
     ] = None,
     unproved: Annotated[
         list[str] | None, typer.Option(metavar="RULE", help="Use this rule of --rules without proof; repeat.")
@@ -99,8 +101,8 @@ def _check_endings(out: Path | None, report: Path | None) -> None:
 
 
 def _own_rules(paths: list[Path], unproved: list[str], special: Literal["same", "kept", "ignored"]) -> Guided:
-    from meshwright.rewrite.rulebook import BookRule, read_rule_book
-    from meshwright.rewrite.rulefile import read_rules
+    from meshwright.rewrite.importing import read_rule_file
+    from meshwright.rewrite.rulebook import BookRule
     from meshwright.rewrite.search.ruleset import guide
     from meshwright.rewrite.special import Special, special_numbers
     from meshwright.rewrite.verify import verify
@@ -109,7 +111,7 @@ def _own_rules(paths: list[Path], unproved: list[str], special: Literal["same", 
     missing = set(unproved)
     for path in paths:
         # What a book says of itself is no proof.
-        for rule in read_rules(path) if path.suffix != ".json" else [each.rule for each in read_rule_book(path).rules]:
+        for rule in read_rule_file(path):
             missing.discard(rule.name)
             if rule.name in unproved:
                 entries.append(BookRule(rule=rule, ranks=(), special=Special()))

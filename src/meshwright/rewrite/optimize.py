@@ -15,18 +15,17 @@ import torch
 
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.cost import CostModel
-from meshwright.rewrite.fx.captured import read_captured, whole_graph
-from meshwright.rewrite.fx.check import check_close, check_equal
+from meshwright.rewrite.fx.captured import read_captured
+from meshwright.rewrite.fx.check import check_close
 from meshwright.rewrite.fx.direct import call_directly
-from meshwright.rewrite.fx.fold import fold_constants
 from meshwright.rewrite.fx.layout import channels_last
 from meshwright.rewrite.fx.module import Rewritten
-from meshwright.rewrite.fx.write import write_graph
 from meshwright.rewrite.saturate import Limits
 from meshwright.rewrite.search.pricing import CallPrices
 from meshwright.rewrite.search.ruleset import Guided, shipped_rules
 from meshwright.rewrite.search.search import Found, Grown, Space
 from meshwright.rewrite.search.timing import alternate, forward_of, speedups, step_of, untouched
+from meshwright.rewrite.written import check_found, write_found
 from meshwright.spec import EventSink, Measurements, NullSink, RewriteError, load_cluster
 
 if TYPE_CHECKING:
@@ -338,13 +337,8 @@ def _written(
     *,
     training: bool,
 ) -> Candidate:
-    terms, effects, held = fold_constants(found.terms, source, found.effects, frozen=not training)
-    graph = write_graph(terms, source, effects=effects, held=held)
-    original = write_graph(source.terms, source, effects=source.effects)
-    # Folded constants are rounded to the model's dtype: what is compared in float64 computes them again.
-    worst = check_equal(original, write_graph(found.terms, source, effects=found.effects), tensors, training=training)
-    # Against the model as torch has it, too: what was read wrongly is wrong in both of these.
-    check_close(whole_graph(captured, tensors), graph, tensors, training=training)
+    graph = write_found(found, source, training=training)
+    worst = check_found(found, graph, source, captured, tensors, training=training)
     return Candidate(name=name, space=space, found=found, graph=graph, worst=worst)
 
 

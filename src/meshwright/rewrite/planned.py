@@ -15,15 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.capture import capture_model, flatten_batch
 from meshwright.cost import CostModel
-from meshwright.rewrite.fx.captured import read_captured, whole_graph
-from meshwright.rewrite.fx.check import check_close, check_equal
-from meshwright.rewrite.fx.fold import fold_constants
+from meshwright.rewrite.fx.captured import read_captured
 from meshwright.rewrite.fx.module import Rewritten
-from meshwright.rewrite.fx.write import write_graph
 from meshwright.rewrite.saturate import Limits
 from meshwright.rewrite.search.pricing import CallPrices
 from meshwright.rewrite.search.ruleset import shipped_rules
 from meshwright.rewrite.search.search import Space
+from meshwright.rewrite.written import check_found, write_found
 from meshwright.spec import Cluster, Plan, PlanError, load_cluster
 
 if TYPE_CHECKING:
@@ -72,11 +70,8 @@ def rewrite_source(source: ModelSource, target: Target, mode: Literal["training"
     found = space.choose(prices, grown, limit_s=_CHOICE_S)
     if found.after_s >= found.before_s:
         return source
-    terms, effects, held = fold_constants(found.terms, read, found.effects, frozen=not training)
-    graph = write_graph(terms, read, effects=effects, held=held)
+    graph = write_found(found, read, training=training)
     tensors = flatten_batch(captured, source.inputs)
     if not any(isinstance(tensor, FakeTensor) for tensor in (*tensors, *source.model.parameters())):
-        original = write_graph(read.terms, read, effects=read.effects)
-        check_equal(original, write_graph(found.terms, read, effects=found.effects), tensors, training=training)
-        check_close(whole_graph(captured, tensors), graph, tensors, training=training)
+        check_found(found, graph, read, captured, tensors, training=training)
     return replace(source, model=Rewritten(graph, captured, [x.shape for x in tensors], training=training))

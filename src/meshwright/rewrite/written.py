@@ -1,0 +1,42 @@
+"""A chosen graph as an fx graph that computes what the model does, in its numbers too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.rewrite.fx.captured import whole_graph
+from meshwright.rewrite.fx.check import check_close, check_equal
+from meshwright.rewrite.fx.fold import fold_constants
+from meshwright.rewrite.fx.write import write_graph
+
+if TYPE_CHECKING:
+    import torch
+    from torch import fx
+
+    from meshwright.capture import Captured
+    from meshwright.rewrite.fx.read import Source
+    from meshwright.rewrite.search.search import Found
+
+
+def write_found(found: Found, source: Source, *, training: bool) -> fx.GraphModule:
+    """The graph, its constants computed beforehand; frozen weights are constants."""
+    terms, effects, held = fold_constants(found.terms, source, found.effects, frozen=not training)
+    return write_graph(terms, source, effects=effects, held=held)
+
+
+def check_found(
+    found: Found,
+    graph: fx.GraphModule,
+    source: Source,
+    captured: Captured,
+    tensors: tuple[torch.Tensor, ...],
+    *,
+    training: bool,
+) -> float:
+    """The largest relative difference in float64. Raises RewriteError where the graph is not equal to the model."""
+    original = write_graph(source.terms, source, effects=source.effects)
+    # Folded constants are rounded to the model's dtype: what is compared in float64 computes them again.
+    worst = check_equal(original, write_graph(found.terms, source, effects=found.effects), tensors, training=training)
+    # Against the model as torch has it, too: what was read wrongly is wrong in both of these.
+    check_close(whole_graph(captured, tensors), graph, tensors, training=training)
+    return worst
