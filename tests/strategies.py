@@ -12,6 +12,7 @@ from meshwright.spec import (
     MAX_SECONDS,
     MIN_SECONDS,
     AllReduce,
+    BatchMeasurement,
     Cluster,
     DeviceGroup,
     DeviceKind,
@@ -380,6 +381,15 @@ measurements = st.builds(
         )
     ),
     overhead_s=st.just(0.0) | times,
+    batches=few(
+        st.builds(
+            lambda seconds, **facts: BatchMeasurement(seconds=seconds[0], p90_s=seconds[1], p99_s=seconds[2], **facts),
+            seconds=st.lists(times, min_size=3, max_size=3).map(sorted),
+            model=names.filter(len),
+            batch_size=counts,
+            num_samples=counts,
+        )
+    ),
 )
 
 # Every type of document, by name.

@@ -57,7 +57,7 @@ def test_long_traces_are_listed_in_part(run, tmp_path):
         (["--cluster", "--from", "graph.txt"], 2, "--from and --cluster are different things"),
         (["gpt-tiny", "--links"], 2, "--links times transfers; it takes no MODEL"),
         (["--links", "--force"], 2, "--force belongs to --cluster"),
-        (["--device", "V100"], 2, "--device belongs to --from"),
+        (["--device", "V100"], 2, "--device belongs to --from and --batches"),
     ],
 )
 def test_what_cannot_be_meant(run, tmp_path, words, code, told):

@@ -17,7 +17,7 @@ from meshwright.host import (
     devices_to_measure,
     find_machine,
 )
-from meshwright.host.known_gpus import know_gpu, known_gpus
+from meshwright.host.known_gpus import know_gpu, known_gpus, name_gpu
 from meshwright.spec import Cluster, ClusterError, Link, decode_document, load_cluster, shipped_kinds
 from tests.host.machines import BRIDGED_QUERY, BRIDGED_TOPOLOGY, DGX_QUERY, DGX_TOPOLOGY, answering, make_host
 from tests.host.test_links import port
@@ -148,6 +148,7 @@ def test_what_has_to_be_measured(tmp_path):
 )
 def test_names_of_drivers_lead_to_datasheets(name, kind, bandwidth, bfloat16):
     found = know_gpu(name).describe(7 * 2**30)
+    assert name_gpu(name) == found.name
     assert (found.name, found.memory_bandwidth_bytes_per_s) == (kind, bandwidth)
     assert found.peak_flops_per_s.get("bfloat16") == bfloat16
     assert found.memory_bytes == 7 * 2**30
@@ -156,6 +157,10 @@ def test_names_of_drivers_lead_to_datasheets(name, kind, bandwidth, bfloat16):
 @pytest.mark.parametrize("name", ["NVIDIA H800", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090", "L40", "", "H100"])
 def test_other_names_are_not_guessed(name):
     assert know_gpu(name) is None
+
+
+def test_a_gpu_that_nobody_described_is_called_as_its_driver_does():
+    assert name_gpu("NVIDIA GeForce RTX 4090") == "GeForce-RTX-4090"
 
 
 def test_every_shipped_gpu_is_known_by_some_name():

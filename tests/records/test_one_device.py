@@ -1,17 +1,19 @@
 """A table of one device as rows and back: nothing is lost."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.records import concat_records, make_records
+from meshwright.records import concat_records, make_records, save_measurements
 from meshwright.records.one_device import from_measurements, to_measurements
 from meshwright.records.parquet import read_records, write_records
 from meshwright.spec import (
     MIN_SECONDS,
+    BatchMeasurement,
     MeasurementError,
     Measurements,
     OpMeasurement,
@@ -58,6 +60,13 @@ transfers = st.builds(
     spread=times,
     host_s=times,
 )
+batches = st.builds(
+    lambda seconds, **facts: BatchMeasurement(seconds=seconds[0], p90_s=seconds[1], p99_s=seconds[2], **facts),
+    seconds=st.lists(st.floats(MIN_SECONDS, 100), min_size=3, max_size=3).map(sorted),
+    model=st.sampled_from(["gpt-tiny", "gpt-tiny(sequence_length=64)", "a b/mine.py:f", "model.x", "m=1;n=2", "|"]),
+    batch_size=st.integers(1, 10**6),
+    num_samples=st.integers(0, 10**6),
+)
 tables = st.builds(
     Measurements,
     device=st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable()),
@@ -72,6 +81,7 @@ tables = st.builds(
         tuple
     ),
     overhead_s=st.floats(1e-9, 1),
+    batches=st.lists(batches, max_size=5, unique_by=lambda row: (row.model, row.batch_size)).map(tuple),
 )
 
 
@@ -84,7 +94,8 @@ def test_every_field_is_carried():
     """A field that is added to the documents has to be added to the rows, and to the strategies above."""
     fields = {cls.__name__: len(dataclasses.fields(cls)) for cls in (OpMeasurement, OptimizerMeasurement)}
     assert fields == {"OpMeasurement": 6, "OptimizerMeasurement": 5}
-    assert len(dataclasses.fields(TransferMeasurement)) == 6
+    assert (len(dataclasses.fields(TransferMeasurement)), len(dataclasses.fields(BatchMeasurement))) == (6, 6)
+    assert len(dataclasses.fields(Measurements)) == 9
 
 
 def test_nothing_is_lost_in_a_file(tmp_path):
@@ -92,6 +103,39 @@ def test_nothing_is_lost_in_a_file(tmp_path):
     table = Measurements(device="cpu", software="torch", date="2026", conditions="2 cores", ops=(op,), overhead_s=1e-5)
     path = write_records(from_measurements(table), tmp_path / "t.parquet")
     assert to_measurements(read_records(path), "cpu") == table
+
+
+def batch(model, batch_size, seconds):
+    return BatchMeasurement(
+        model=model, batch_size=batch_size, seconds=seconds, p90_s=2 * seconds, p99_s=3 * seconds, num_samples=20
+    )
+
+
+def test_newer_batches_renew_those_of_the_same_model_and_size_in_a_file(tmp_path):
+    path = tmp_path / "t.parquet"
+    old = Measurements(device="cpu", software="s", date="d", batches=(batch("a", 1, 1.0), batch("a", 2, 2.0)))
+    save_measurements(old, path)
+    save_measurements(replace(old, device="H100"), path)
+    save_measurements(replace(old, date="e", software="t", batches=(batch("a", 2, 9.0), batch("b", 1, 3.0))), path)
+    records = read_records(path)
+    found = to_measurements(records, "cpu").batches
+    assert {(row.model, row.batch_size): row for row in found} == {
+        ("a", 1): batch("a", 1, 1.0),
+        ("a", 2): batch("a", 2, 9.0),
+        ("b", 1): batch("b", 1, 3.0),
+    }
+    assert to_measurements(records, "H100").batches == old.batches
+
+
+def test_batches_without_percentiles_are_left_aside():
+    records = make_records(
+        op="model.m",
+        shapes=["batch_size=1", "batch_size=1;percentile=90", "batch_size=2", "batch_size=2;percentile=99"],
+        device="d",
+        seconds=[1.0, 2.0, 3.0, 4.0],
+    )
+    table = to_measurements(records, "d")
+    assert (table.batches, table.ops) == ((), ())
 
 
 def test_one_device_is_taken_out_of_many():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.cost import CostModel
-from meshwright.simulator.scenarios import change_case, read_parameter, simulate_scenario, sweep_cases
+from meshwright.simulator.scenarios import change_case, read_parameter, read_values, simulate_scenario, sweep_cases
 from meshwright.spec import MeshwrightError, load_cluster
 from meshwright.spec.quantities import BytesPerSecond
 from meshwright.spec.scenario import Jitter, Scenario, SlowDevice, SlowLink
@@ -84,6 +84,7 @@ def test_ranges_are_the_numbers_between_their_ends(first, length, count):
 
 def test_values_are_read_as_in_documents():
     assert read_parameter("x=1,2.5,true,gpipe,8 h").values == (1, 2.5, True, "gpipe", "8 h")
+    assert read_values("1..64:7log, 3..4") == (1, 2, 4, 8, 16, 32, 64, 3, 4)
     assert read_parameter("x=1..100:3log").values == (1, 10, 100)
     assert read_parameter("x=1000000..1000002 h").values == ("1000000 h", "1000001 h", "1000002 h")
     assert read_parameter("x=0..2.5:2 h").values == ("0 h", "2.5 h")

@@ -3,6 +3,7 @@
 import numpy as np
 
 from meshwright.spec import (
+    BatchMeasurement,
     Cluster,
     DeviceGroup,
     DeviceKind,
@@ -237,6 +238,7 @@ MEASUREMENTS = Measurements(
     optimizers=(OptimizerMeasurement(kind="adamw", dtype="float32", num_elements=10, num_tensors=2, seconds=1e-4),),
     transfers=(TransferMeasurement(kind="send", num_ranks=2, num_bytes=64, seconds=1e-4, spread=0.2, host_s=1e-5),),
     overhead_s=1e-5,
+    batches=(BatchMeasurement(model="m", batch_size=2, seconds=1e-3, p90_s=2e-3, p99_s=3e-3, num_samples=20),),
 )
 
 EXAMPLES = {

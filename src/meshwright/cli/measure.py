@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.measure_batches import measure_batches_table, read_known
 from meshwright.cli.measure_calibrate import calibrate_table
 from meshwright.cli.measure_cluster import write_cluster
 from meshwright.cli.measure_from import import_files
 from meshwright.cli.measure_links import measure_links_table
 from meshwright.cli.models import ImageOption, JsonOption, SequenceOption, model_sizes
 from meshwright.cli.output import print_json, print_tables, terminal_sink
-from meshwright.spec.codec import read_document
-from meshwright.spec.measurements import Measurements
 
 # What these do instead of timing a model.
 _WITHOUT_MODEL = {
@@ -40,9 +39,12 @@ def measure(
         list[int] | None, typer.Option("--microbatch-size", "-m", help="Samples per microbatch; repeat for several.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option(help="Processes that measure at the same time, as in the later run.", min=1)
-    ] = 2,
-    repeats: Annotated[int, typer.Option(help="Repetitions; the median counts.", min=1)] = 10,
+        int | None, typer.Option(help="Processes that measure at the same time, as in the later run (2).", min=1)
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(help="Repetitions; the median counts (10; with --batches 100, in about a minute).", min=1),
+    ] = None,
     sequence_length: SequenceOption = None,
     image_size: ImageOption = None,
     cluster: Annotated[
@@ -59,7 +61,11 @@ def measure(
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="With --from: the name of the device kind, where a file does not say it.")
+        str | None,
+        typer.Option(
+            help="With --from: the name of the device kind, where a file does not say it. With --batches: where MODEL "
+            "runs, cpu or cuda:0; by default a GPU if there is one."
+        ),
     ] = None,
     links: Annotated[
         bool,
@@ -73,6 +79,15 @@ def measure(
         bool,
         typer.Option("--calibrate", help="Train a few steps of MODEL here and correct the table at --out by them."),
     ] = False,
+    batches: Annotated[
+        str | None,
+        typer.Option(
+            "--batches",
+            metavar="SIZES",
+            help="Time inference of the whole MODEL on batches of these sizes instead: 1,2,4 or 1..8 or 1..64:7log "
+            "(seven, each twice the one before).",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time the model's ops, the optimizers and the links of this machine, with every process busy at once.
@@ -80,12 +95,24 @@ def measure(
     With --cluster, describe the machine instead: devices, memory, links and network cards, as a file for plan. With
     --from, nothing is timed: files of measurements become rows of a table. With --links, only transfers are timed:
     every collective, in every place that a group can have. With --calibrate, a table that is there is corrected by
-    --repeats real steps, half of which only judge it.
+    --repeats real steps, half of which only judge it. With --batches, MODEL is timed as a whole, as a server runs it.
     """
-    modes = {"--from": bool(sources), "--cluster": cluster, "--links": links, "--calibrate": calibrate}
+    modes = {
+        "--from": bool(sources),
+        "--cluster": cluster,
+        "--links": links,
+        "--calibrate": calibrate,
+        "--batches": batches is not None,
+    }
     mode = _one_of([name for name, given in modes.items() if given])
     sizes = model_sizes(sequence_length, image_size)
     _check_options(mode, of_model=bool(model is not None or microbatch_size or sizes), device=device, force=force)
+    if batches is not None:
+        _measure_batches(
+            model, out, batches, microbatch_size, ranks, sizes=sizes, device=device, repeats=repeats, as_json=as_json
+        )
+        return
+    ranks, repeats = ranks or 2, repeats or 10
     if mode == "--from":
         import_files(sources or [], out or Path("measurements.parquet"), device=device, as_json=as_json)
     elif mode == "--cluster":
@@ -109,10 +136,34 @@ def _check_options(mode: str, *, of_model: bool, device: str | None, force: bool
     """Refuse options that belong to another mode."""
     if mode in _WITHOUT_MODEL and of_model:
         raise typer.BadParameter(f"{mode} {_WITHOUT_MODEL[mode]}")
-    if device is not None and mode != "--from":
-        raise typer.BadParameter("--device belongs to --from; what is timed here names its device itself.")
+    if device is not None and mode not in ("--from", "--batches"):
+        raise typer.BadParameter(
+            "--device belongs to --from and --batches; what else is timed names its device itself."
+        )
     if force and mode != "--cluster":
         raise typer.BadParameter("--force belongs to --cluster; a table of measurements is completed, not replaced.")
+
+
+def _measure_batches(
+    model: str | None,
+    out: Path | None,
+    batches: str,
+    microbatch_sizes: list[int] | None,
+    num_ranks: int | None,
+    *,
+    sizes: tuple[tuple[str, int], ...],
+    device: str | None,
+    repeats: int | None,
+    as_json: bool,
+) -> None:
+    if model is None:
+        raise typer.BadParameter("--batches times one whole MODEL: give it.")
+    if microbatch_sizes:
+        raise typer.BadParameter("--batches says itself which sizes are timed; leave --microbatch-size out.")
+    if num_ranks is not None:
+        raise typer.BadParameter("--batches times MODEL in one process, on one device; leave --ranks out.")
+    place = out or Path("measurements.json")
+    measure_batches_table(model, place, batches, sizes=sizes, device=device, repeats=repeats or 100, as_json=as_json)
 
 
 def _calibrate(
@@ -148,7 +199,7 @@ def _measure_table(
     from meshwright.training import measure_here
 
     out = out or Path("measurements.json")
-    known = read_document(Measurements, out) if out.suffix == ".json" and out.exists() else None
+    known = read_known(out)
     with terminal_sink(as_json) as events:
         table = measure_here(
             model,

@@ -105,7 +105,7 @@ class CostModel:
             object.__setattr__(self, "_ops", OpTable(self.measurements, self.precision))
             object.__setattr__(self, "_optimizers", optimizer_curves(self.measurements, self.precision))
             if self.collectives is None and self.measurements.transfers:
-                transfers = replace(self.measurements, ops=(), optimizers=(), overhead_s=0.0)
+                transfers = replace(self.measurements, ops=(), optimizers=(), overhead_s=0.0, batches=())
                 own, host = fit_measured(from_measurements(transfers))
                 object.__setattr__(self, "collectives", own)
                 object.__setattr__(self, "collective_hosts", host)

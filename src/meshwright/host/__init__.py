@@ -5,6 +5,7 @@ from meshwright.host.cluster_file import cluster_toml
 from meshwright.host.describe import Described, Machine, describe_machine
 from meshwright.host.findings import Finding
 from meshwright.host.host import Host
+from meshwright.host.known_gpus import name_gpu
 from meshwright.host.machine import devices_to_measure, find_machine
 from meshwright.host.processor import processor_name
 from meshwright.host.rates import Rates
@@ -24,6 +25,7 @@ __all__ = [
     "devices_to_measure",
     "examine",
     "find_machine",
+    "name_gpu",
     "parse_address",
     "processor_name",
 ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshwright.host.gpus import Gpu, Topology
-from meshwright.host.known_gpus import KnownGpu, know_gpu
+from meshwright.host.known_gpus import KnownGpu, know_gpu, name_gpu
 from meshwright.host.memory import Memory
 from meshwright.host.nics import Nic
 from meshwright.host.processor import Processor
@@ -155,7 +155,7 @@ def _describe_gpu(gpu: Gpu, rates: Rates | None) -> tuple[DeviceKind, str]:
             "measured (pip install 'meshwright[torch]'), or describe it in a .toml file by its datasheet."
         )
     kind = DeviceKind(
-        name=gpu.name.removeprefix("NVIDIA ").replace(" ", "-"),
+        name=name_gpu(gpu.name),
         memory_bytes=gpu.memory_bytes,
         memory_bandwidth_bytes_per_s=rates.memory_bandwidth_bytes_per_s,
         peak_flops_per_s=dict(rates.peak_flops_per_s),

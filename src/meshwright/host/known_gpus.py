@@ -55,6 +55,14 @@ def know_gpu(name: str) -> KnownGpu | None:
     return next((row for row in known_gpus() if re.fullmatch(row.pattern, plain, re.IGNORECASE)), None)
 
 
+def name_gpu(name: str) -> str:
+    """The device kind of a GPU by the driver's name, known or not: what clusters and measurement tables call it."""
+    known = know_gpu(name)
+    if known is None:
+        return name.removeprefix("NVIDIA ").replace(" ", "-")
+    return known.name or known.shipped().device_kinds[0].name
+
+
 @cache
 def known_gpus() -> tuple[KnownGpu, ...]:
     """The whole table."""

@@ -1,8 +1,10 @@
-"""Times ops, optimizer steps and transfers on this machine, into the one measurement table."""
+"""Times ops, optimizer steps, transfers and batches of whole models on this machine, into the one measurement table."""
 
+from meshwright.measurement.allocation import is_out_of_memory
+from meshwright.measurement.batches import measure_batches
 from meshwright.measurement.links import measure_links, measure_links_here
 from meshwright.measurement.machine import ALL_OPTIMIZERS, measure_machine
-from meshwright.measurement.merge import merge_measurements
+from meshwright.measurement.merge import BATCH_CONDITIONS, merge_measurements
 from meshwright.measurement.ops import Company, OpRun, measure_ops
 from meshwright.measurement.optimizers import measure_optimizers
 from meshwright.measurement.processes import RankContext, run_ranks
@@ -12,12 +14,15 @@ from meshwright.measurement.transfers import measure_transfers
 
 __all__ = [
     "ALL_OPTIMIZERS",
+    "BATCH_CONDITIONS",
     "Company",
     "OpRun",
     "OpSource",
     "RankContext",
     "Segment",
     "build_segments",
+    "is_out_of_memory",
+    "measure_batches",
     "measure_links",
     "measure_links_here",
     "measure_machine",

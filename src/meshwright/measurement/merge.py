@@ -6,9 +6,17 @@ from dataclasses import replace
 
 from meshwright.spec import MeasurementError, Measurements
 
+# How the conditions of timing whole models begin; others are those of everything else in a table.
+BATCH_CONDITIONS = "batches of "
+_SEPARATOR = "; "
+
 
 def merge_measurements(old: Measurements, new: Measurements) -> Measurements:
-    """Both tables in one, ``new`` deciding where both know something. Raises MeasurementError for unlike devices."""
+    """Both tables in one, ``new`` deciding where both know something. Raises MeasurementError for unlike devices.
+
+    Whole models are timed apart from the rest: what either table says of the conditions of that is kept, and a table of
+    them alone leaves the other conditions as they were.
+    """
     if old.device != new.device:
         raise MeasurementError(
             f"The tables were taken on devices {old.device!r} and {new.device!r}; one table holds one kind of device. "
@@ -16,6 +24,7 @@ def merge_measurements(old: Measurements, new: Measurements) -> Measurements:
         )
     return replace(
         new,
+        conditions=_merge_conditions(old, new),
         ops=tuple({row.key: row for row in (*old.ops, *new.ops)}.values()),
         optimizers=tuple(
             {
@@ -27,4 +36,13 @@ def merge_measurements(old: Measurements, new: Measurements) -> Measurements:
             {(row.kind, row.num_ranks, row.num_bytes): row for row in (*old.transfers, *new.transfers)}.values()
         ),
         overhead_s=new.overhead_s or old.overhead_s,
+        batches=tuple({(row.model, row.batch_size): row for row in (*old.batches, *new.batches)}.values()),
     )
+
+
+def _merge_conditions(old: Measurements, new: Measurements) -> str:
+    known, added = ([part for part in table.conditions.split(_SEPARATOR) if part] for table in (old, new))
+    if not new.batches or new.ops or new.optimizers or new.transfers:
+        known = [part for part in known if part.startswith(BATCH_CONDITIONS)]
+        return _SEPARATOR.join(dict.fromkeys((*added, *known)))
+    return _SEPARATOR.join(dict.fromkeys((*known, *added)))

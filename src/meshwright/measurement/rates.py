@@ -102,16 +102,17 @@ def _median_seconds(action: Callable[[], object], device: str, repeats: int) -> 
     action()
     dist.barrier()
     for _ in range(repeats):
-        _finish(device)
+        finish(device)
         start = time.perf_counter()
         action()
-        _finish(device)
+        finish(device)
         samples.append(time.perf_counter() - start)
         if sum(samples) > _BUDGET_S and len(samples) >= _FEWEST_REPEATS:
             break
     return statistics.median(samples)
 
 
-def _finish(device: str) -> None:
-    if device != "cpu":
+def finish(device: str | torch.device) -> None:
+    """Wait until a device has done what it was given; on processors it has."""
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,6 +1,12 @@
 """The one measurement table of many devices, and what is read into it."""
 
-from meshwright.records.files import add_records, load_measurements, read_records_at, save_measurements
+from meshwright.records.files import (
+    add_records,
+    check_table_place,
+    load_measurements,
+    read_records_at,
+    save_measurements,
+)
 from meshwright.records.importing import Imported, import_file
 from meshwright.records.one_device import from_measurements, to_measurements
 from meshwright.records.table import (
@@ -20,6 +26,7 @@ __all__ = [
     "Imported",
     "Records",
     "add_records",
+    "check_table_place",
     "concat_records",
     "from_measurements",
     "import_file",

@@ -45,6 +45,11 @@ def save_measurements(table: Measurements, path: Path | str) -> Path:
     return write_document(table, path) if _kind(path) == _JSON else add_records(from_measurements(table), path)
 
 
+def check_table_place(path: Path | str) -> None:
+    """Raise DocumentError for a name that no table can have, before what takes long is measured for it."""
+    _kind(Path(path))
+
+
 def add_records(records: Records, path: Path | str) -> Path:
     """Write rows into a table of many devices, which is made if it is not there. Raises DocumentError."""
     from meshwright.records.parquet import write_records  # noqa: PLC0415

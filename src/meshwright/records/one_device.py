@@ -4,6 +4,8 @@
     optimizer    optimizer.adamw       step                               shapes: elements, tensors
     transfer     send, all_reduce, ... "", host (processor's seconds)     shapes: bytes, ranks, ... of one node
     overhead     runtime.instruction   host
+    batch        model.gpt-tiny        "", the median                     shapes: batch_size
+                                       "", the samples' percentiles       shapes: batch_size, percentile (90, 99)
 
 Conditions stand in ``source``. A pass of no time has no row, but the forward, which is flagged ``noop`` then.
 """
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from meshwright.records.table import Records, Row, columns_of, make_records, named_shapes, parse_sizes
 from meshwright.spec import (
+    BatchMeasurement,
     MeasurementError,
     Measurements,
     OpMeasurement,
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 _OVERHEAD = "runtime.instruction"
 _OPTIMIZER = "optimizer."
+_MODEL = "model."
 _TRANSFERS: tuple[TransferKind, ...] = get_args(TransferKind)
 
 
@@ -85,6 +89,7 @@ def to_measurements(records: Records, device: str) -> Measurements:
         optimizers=tuple(_optimizers(rows)),
         transfers=tuple(_transfers(rows, times)),
         overhead_s=seconds(_OVERHEAD, "", "host"),
+        batches=tuple(_batches(rows, times)),
     )
 
 
@@ -109,6 +114,11 @@ def _rows(table: Measurements) -> Iterator[Row]:
             yield {**about, "phase": "host", "seconds": transfer.host_s}
     if table.overhead_s:
         yield {**usual, "op": _OVERHEAD, "phase": "host", "seconds": table.overhead_s}
+    for batch in table.batches:
+        about = {**usual, "op": f"{_MODEL}{batch.model}", "num_samples": batch.num_samples}
+        yield {**about, "shapes": _batch(batch.batch_size), "seconds": batch.seconds}
+        for percentile, seconds in ((90, batch.p90_s), (99, batch.p99_s)):
+            yield {**about, "shapes": _batch(batch.batch_size, percentile), "seconds": seconds}
 
 
 def _optimizers(rows: Records) -> Iterator[OptimizerMeasurement]:
@@ -139,6 +149,29 @@ def _transfers(rows: Records, times: dict[tuple[str, str, str], int]) -> Iterato
             spread=spread,
             host_s=0.0 if host is None else float(rows.seconds[host]),
         )
+
+
+def _batches(rows: Records, times: dict[tuple[str, str, str], int]) -> Iterator[BatchMeasurement]:
+    """Batches of which the median and both percentiles are there."""
+    for op, shapes, phase, seconds, num_samples in _columns(rows, "op shapes phase seconds num_samples"):
+        sizes = parse_sizes(shapes) or {}
+        if phase or not op.startswith(_MODEL) or sizes.keys() != {"batch_size"}:
+            continue
+        p90, p99 = (times.get((op, _batch(sizes["batch_size"], percentile), "")) for percentile in (90, 99))
+        if p90 is not None and p99 is not None:
+            yield BatchMeasurement(
+                model=op.removeprefix(_MODEL),
+                batch_size=sizes["batch_size"],
+                seconds=seconds,
+                p90_s=float(rows.seconds[p90]),
+                p99_s=float(rows.seconds[p99]),
+                num_samples=num_samples,
+            )
+
+
+def _batch(batch_size: int, percentile: int | None = None) -> str:
+    """The sizes of a batch's row: of its median, or of a percentile."""
+    return named_shapes(batch_size=batch_size, **({} if percentile is None else {"percentile": percentile}))
 
 
 def _group(num_bytes: int, num_ranks: int) -> str:

@@ -5,6 +5,7 @@ schedule, `write_trace` a file for Perfetto, and `compare_timelines` puts predic
 Nothing here prints.
 """
 
+from meshwright.report.batches import batch_rows, describe_latency, latency_rows
 from meshwright.report.cells import name_schedule_briefly
 from meshwright.report.comparison import (
     Comparison,
@@ -62,6 +63,7 @@ __all__ = [
     "StepComparison",
     "Straggler",
     "StreamOrder",
+    "batch_rows",
     "check_ranks",
     "cluster_rows",
     "cluster_table",
@@ -70,6 +72,7 @@ __all__ = [
     "comparison_table",
     "describe_effect",
     "describe_factor",
+    "describe_latency",
     "describe_missing_rates",
     "describe_price",
     "describe_run",
@@ -91,6 +94,7 @@ __all__ = [
     "graph_rows",
     "graph_table",
     "graph_total",
+    "latency_rows",
     "make_table",
     "measurement_rows",
     "measurement_table",

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.report.batches import latency_rows
 from meshwright.spec import (
     Cluster,
     Graph,
@@ -28,6 +29,12 @@ from meshwright.spec import (
 from meshwright.spec.instructions import SUMS
 
 Row = dict[str, Any]
+
+# The keys of `measurement_rows` that are tables of their own, and their titles.
+MEASURED_PARTS = {
+    "transfers": "transfers: t = latency + bytes / bandwidth",
+    "batches": "batches of whole models: l(b) = alpha · b + beta",
+}
 
 
 def plan_rows(plan: Plan, graph: Graph | None = None) -> list[Row]:
@@ -119,7 +126,7 @@ def measurement_rows(measurements: Measurements) -> Row:
     Keys: ``device``, ``software``, ``date``, ``conditions``, ``num_ops``, ``op_spread_share`` (median over the ops,
     None without any), ``num_optimizers``, ``overhead_s``, ``transfers``: ``kind``, ``num_ranks``, ``num_sizes``,
     ``smallest_bytes``, ``largest_bytes``, ``latency_s``, ``bandwidth_bytes_per_s`` (None if time does not grow with
-    size).
+    size); ``batches``: `latency_rows`.
     """
     spreads = [row.spread for row in measurements.ops]
     groups: dict[tuple[str, int], list[TransferMeasurement]] = {}
@@ -135,6 +142,7 @@ def measurement_rows(measurements: Measurements) -> Row:
         "num_optimizers": len(measurements.optimizers),
         "overhead_s": measurements.overhead_s,
         "transfers": [_transfer_row(*key, rows) for key, rows in sorted(groups.items())],
+        "batches": latency_rows(measurements.batches),
     }
 
 

@@ -17,7 +17,7 @@ from meshwright.report.cells import collapse_rows, format_cell, format_heading, 
 from meshwright.report.comparison import Comparison, comparison_rows
 from meshwright.report.layers import graph_rows, graph_total
 from meshwright.report.narrow import NarrowTable
-from meshwright.report.rows import cluster_rows, measurement_rows, plan_rows, program_rows
+from meshwright.report.rows import MEASURED_PARTS, cluster_rows, measurement_rows, plan_rows, program_rows
 from meshwright.report.time_shares import timeline_rows
 from meshwright.spec import (
     Cluster,
@@ -195,13 +195,13 @@ def program_table(program: Program) -> RenderableType:
 def measurement_table(measurements: Measurements) -> RenderableType:
     """Device, conditions and counts, the fitted links, and a remark if the machine was disturbed."""
     rows = measurement_rows(measurements)
-    facts = {key: value for key, value in rows.items() if key != "transfers" and value not in (None, "")}
+    facts = {key: value for key, value in rows.items() if key not in MEASURED_PARTS and value not in (None, "")}
     listing = Table.grid(padding=(0, 2))
     for key, value in facts.items():
         listing.add_row(Text(format_heading(key), style="bold"), Text(format_cell(key, value)))
     remark = [] if (rows["op_spread_share"] or 0) <= MOST_SPREAD_SHARE else [Text(_spread_remark(rows))]
-    transfers = make_table(rows["transfers"], title="transfers: t = latency + bytes / bandwidth")
-    return Group(listing, transfers, *remark)
+    parts = [make_table(rows[key], title=title) for key, title in MEASURED_PARTS.items() if rows[key]]
+    return Group(listing, *parts, *remark)
 
 
 def _spread_remark(rows: Row) -> str:

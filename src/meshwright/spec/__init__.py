@@ -1,5 +1,6 @@
 """The facts that every package shares: frozen, serialisable, free of torch."""
 
+from meshwright.spec.batches import fit_latency, name_model
 from meshwright.spec.cluster import Cluster, DeviceGroup, DeviceKind, Link, Node, load_cluster, shipped_kinds
 from meshwright.spec.codec import (
     content_hash,
@@ -59,6 +60,7 @@ from meshwright.spec.instructions import (
 from meshwright.spec.measurements import (
     MAX_SECONDS,
     MIN_SECONDS,
+    BatchMeasurement,
     Measurements,
     OpMeasurement,
     OptimizerMeasurement,
@@ -110,6 +112,7 @@ __all__ = [
     "Backward",
     "BackwardInput",
     "BackwardWeight",
+    "BatchMeasurement",
     "CaptureError",
     "Channel",
     "Cluster",
@@ -187,6 +190,7 @@ __all__ = [
     "decode_document",
     "empty_section",
     "encode_document",
+    "fit_latency",
     "format_bytes",
     "format_count",
     "format_flops",
@@ -196,6 +200,7 @@ __all__ = [
     "instruction_name",
     "load_cluster",
     "load_shipped_graph",
+    "name_model",
     "op_key",
     "read_document",
     "read_from_outside",

@@ -96,11 +96,34 @@ class TransferMeasurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMeasurement:
+    """Seconds of a whole model's inference on a batch: the median, and what 90 and 99 % of the samples do not exceed.
+
+    ``model`` is a name as `meshwright.spec.name_model` writes it; ``num_samples`` 0 says that it is not known.
+    """
+
+    model: str
+    batch_size: int
+    seconds: float
+    p90_s: float
+    p99_s: float
+    num_samples: int
+
+    def __post_init__(self) -> None:
+        in_order = MIN_SECONDS <= self.seconds <= self.p90_s <= self.p99_s <= MAX_SECONDS
+        if not in_order or not self.model or self.batch_size < 1 or self.num_samples < 0:
+            raise MeasurementError(
+                f"Batch {self!r} is impossible: expected the name of a model, at least one sample in the batch, and "
+                f"{MIN_SECONDS:g} <= median <= p90 <= p99 <= {MAX_SECONDS:g} s; measure again."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
     """What was measured on one kind of device, and under which conditions.
 
     ``device`` is the name of the device kind. ``overhead_s``: seconds of the host that the runtime spends per
-    instruction.
+    instruction. ``batches``: inference of whole models.
     """
 
     device: str
@@ -111,6 +134,7 @@ class Measurements:
     optimizers: tuple[OptimizerMeasurement, ...] = ()
     transfers: tuple[TransferMeasurement, ...] = ()
     overhead_s: float = 0.0
+    batches: tuple[BatchMeasurement, ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

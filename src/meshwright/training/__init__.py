@@ -1,5 +1,6 @@
 """The user's training API: prepare, step, save; and the ready job that `meshwright run` starts."""
 
+from meshwright.training.batches import measure_batches_here
 from meshwright.training.calibrate import Calibration, calibrate_here, correct_table
 from meshwright.training.check import check_losses, refuse_unchecked
 from meshwright.training.dry import DryRun, dry_run
@@ -30,6 +31,7 @@ __all__ = [
     "load_source",
     "make_batches",
     "make_optimizer",
+    "measure_batches_here",
     "measure_here",
     "prepare",
     "refuse_unchecked",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from meshwright.cost import CostModel
 from meshwright.simulator import form_teams, simulate_plan
 from meshwright.spec import MeshwrightError, Plan, load_cluster
@@ -15,12 +13,6 @@ _HELP = (
     "What helps: smaller microbatches (plan -m), --recompute full, --zero 1 to 3, more stages, or fewer ranks on a "
     "host; `meshwright show PLAN` tells what the memory goes to."
 )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or in host memory."""
-    # Torch's allocator for processors has no error of its own (c10/core/impl/alloc_cpu.cpp).
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def predict_memory(plan_file: str, process: int) -> str:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from meshwright.measurement import is_out_of_memory
 from meshwright.spec.errors import RunError
 from meshwright.spec.events import EventSink, NullSink
 from meshwright.training.job import Job, RunResult, write_results
 from meshwright.training.launch import claimed, read_runnable_plan
-from meshwright.training.out_of_memory import is_out_of_memory, predict_memory
+from meshwright.training.out_of_memory import predict_memory
 from meshwright.training.worker import StepFacts, take_cores, train_job
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.measurement import is_out_of_memory
 from meshwright.runtime import join_group
 from meshwright.spec.codec import dump_json, encode_document, read_document
 from meshwright.spec.errors import MeshwrightError, RunError
@@ -38,7 +39,6 @@ from meshwright.training.job import (
     make_optimizer,
     write_results,
 )
-from meshwright.training.out_of_memory import is_out_of_memory
 from meshwright.training.trainer import Trainer, prepare
 
 _PR_SET_PDEATHSIG = 1

@@ -10,7 +10,7 @@ from meshwright.report.layers import graph_rows, graph_total
 from meshwright.report.page.document import page_document, result_part
 from meshwright.report.page.layouts import cluster_part
 from meshwright.report.page.results import comparison_part
-from meshwright.report.rows import measurement_rows, placement_rows, program_rows
+from meshwright.report.rows import MEASURED_PARTS, measurement_rows, placement_rows, program_rows
 from meshwright.report.time_shares import timeline_rows
 from meshwright.spec import Cluster, Graph, Measurements, Placement, Plan, Program, Timeline, encode_document
 
@@ -123,12 +123,16 @@ def _timeline_parts(timeline: Timeline, name: str) -> Row:
 
 def _measurement_parts(measurements: Measurements) -> Row:
     rows = measurement_rows(measurements)
-    facts = {key: value for key, value in rows.items() if key != "transfers" and value not in (None, "")}
+    facts = {key: value for key, value in rows.items() if key not in MEASURED_PARTS and value not in (None, "")}
     return {
         "title": f"Measurements of {measurements.device}",
         "tables": [
             {"title": "What was measured", "rows": [facts]},
-            {"title": "Transfers: t = latency + bytes / bandwidth", "rows": rows["transfers"]},
+            *(
+                {"title": title[0].upper() + title[1:], "rows": rows[key]}
+                for key, title in MEASURED_PARTS.items()
+                if rows[key]
+            ),
         ],
         "documents": _saved(measurements),
     }

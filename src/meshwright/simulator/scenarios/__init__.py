@@ -10,7 +10,7 @@ from meshwright.simulator.scenarios.bill import price_per_hour
 from meshwright.simulator.scenarios.machines import apply_scenario, change_machines
 from meshwright.simulator.scenarios.noise import has_jitter
 from meshwright.simulator.scenarios.outcome import Outcome, Replan, simulate_scenario
-from meshwright.simulator.scenarios.parameters import Parameter, change_case, read_parameter
+from meshwright.simulator.scenarios.parameters import Parameter, change_case, read_parameter, read_values
 from meshwright.simulator.scenarios.steps import JitteredSteps, StepTimes
 from meshwright.simulator.scenarios.sweep import Sweep, sweep_cases
 
@@ -27,6 +27,7 @@ __all__ = [
     "has_jitter",
     "price_per_hour",
     "read_parameter",
+    "read_values",
     "simulate_scenario",
     "sweep_cases",
 ]

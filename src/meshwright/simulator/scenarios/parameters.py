@@ -57,9 +57,12 @@ def read_parameter(text: str) -> Parameter:
             f"--sweep {text!r} names no values; expected PARAMETER=VALUES, as plan.num_microbatches=4,8,16 or "
             "slow-device.factor=1..3:5."
         )
-    return Parameter(
-        name=name.strip(), values=tuple(each for part in values.split(",") for each in _values(part.strip()))
-    )
+    return Parameter(name=name.strip(), values=read_values(values))
+
+
+def read_values(text: str) -> tuple[Value, ...]:
+    """Read a list of values and ranges: ``1,2,8..16``. Raises ScenarioError for a range that is none."""
+    return tuple(each for part in text.split(",") for each in _values(part.strip()))
 
 
 def change_case(

@@ -1,0 +1,145 @@
+"""How long does a whole model take for a batch of each size? Inference on one device, as a server runs it.
+
+All sizes are warmed up, then visited in turns, one batch of each at a time: what the machine does meanwhile hits all of
+them alike. A sample is the time of a call, on a GPU until it is done. Rounds end when there are enough or when the
+budget is spent, after three at the earliest.
+
+How a batch of a size is made comes as an argument; this package may not import `zoo`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from meshwright.measurement.allocation import is_out_of_memory
+from meshwright.measurement.rates import finish
+from meshwright.spec import BatchMeasurement, EventSink, MeasurementError, NullSink
+
+# Positional or keyword arguments of a model's forward.
+Inputs = tuple[Any, ...] | dict[str, Any]
+
+_MIN_REPEATS = 3
+# The first call at a size fills the allocator and the caches of oneDNN or cuDNN, the second finds them filled.
+_WARM_UP = 2
+
+
+def measure_batches(
+    model: nn.Module,
+    make_inputs: Callable[[int], Inputs],
+    batch_sizes: Sequence[int],
+    *,
+    name: str,
+    device: torch.device | str = "cpu",
+    budget_s: float = 60.0,
+    repeats: int = 100,
+    events: EventSink | None = None,
+) -> tuple[BatchMeasurement, ...]:
+    """Time a model's inference on batches of each size, in ascending order.
+
+    The model is moved to the device and runs there in evaluation mode; afterwards its modules have the modes that they
+    had. On processors it runs with the threads that the caller has set. Where a size does not fit in memory, it and all
+    larger ones are left out, and ``events`` gets a metric ``left_out_batch_size`` for each. (Linux may promise memory
+    that it does not have, and then ends the process.)
+
+    Args:
+        model: Takes any number of samples.
+        make_inputs: Batch size → arguments of forward, a tuple or a dict.
+        batch_sizes: In any order.
+        name: What the model is called in the table (`meshwright.spec.name_model`).
+        device: Torch's name of it.
+        budget_s: Seconds after which no further round begins, warming up apart.
+        repeats: Samples of each size, if the budget allows; fewer otherwise, but at least 3.
+        events: Where progress goes.
+
+    Raises:
+        MeasurementError: For impossible sizes or fewer than 3 repetitions, if not even the smallest size fits in
+            memory, or with what the model raises.
+    """
+    _check(batch_sizes, repeats)
+    sink, place = events or NullSink(), torch.device(device)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.inference_mode():
+            batches = _warm_up(model, make_inputs, sorted(set(batch_sizes)), name, place, sink)
+            samples: dict[int, list[float]] = {size: [] for size in batches}
+            start = time.perf_counter()
+            for done in range(repeats):
+                if done >= _MIN_REPEATS and time.perf_counter() - start > budget_s:
+                    break
+                for size, inputs in batches.items():
+                    samples[size].append(_seconds(model, inputs, place))
+                sink.progress(f"measure batches of {name}", done + 1, repeats)
+    finally:
+        for module, training in modes:
+            module.training = training
+    return tuple(_summarise(name, size, seconds) for size, seconds in samples.items())
+
+
+def _check(batch_sizes: Sequence[int], repeats: int) -> None:
+    if not batch_sizes or min(batch_sizes) < 1:
+        raise MeasurementError(
+            f"Batches of {list(batch_sizes)} samples were to be timed; expected sizes of at least 1. Name such sizes."
+        )
+    if repeats < _MIN_REPEATS:
+        raise MeasurementError(
+            f"{repeats} repetitions were asked for; a typical time needs at least {_MIN_REPEATS}. Ask for more."
+        )
+
+
+def _warm_up(
+    model: nn.Module,
+    make_inputs: Callable[[int], Inputs],
+    sizes: Sequence[int],
+    name: str,
+    place: torch.device,
+    sink: EventSink,
+) -> dict[int, Inputs]:
+    """The batches of all sizes that fit in memory, each run often enough that its next call is a usual one."""
+    batches: dict[int, Inputs] = {}
+    for position, size in enumerate(sizes):
+        try:
+            model.to(place).eval()
+            inputs = pytree.tree_map_only(torch.Tensor, lambda item: item.to(place), make_inputs(size))
+            for _ in range(_WARM_UP):
+                _seconds(model, inputs, place)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise MeasurementError(
+                    f"{name} raised {type(error).__name__} for a batch of {size}: {str(error).strip()[:500]}. Expected "
+                    "a model that takes any number of samples; correct it, or leave the size out."
+                ) from error
+            if not batches:
+                raise MeasurementError(
+                    f"{name} and a batch of {size} do not fit in the memory of {place}. Give smaller sizes, a smaller "
+                    "model or a larger device."
+                ) from error
+            for left_out in sizes[position:]:
+                sink.metric("left_out_batch_size", left_out, position)
+            return batches
+        batches[size] = inputs
+    return batches
+
+
+def _seconds(model: nn.Module, inputs: Inputs, place: torch.device) -> float:
+    """Of one call; what it returns is released after the clock was read."""
+    finish(place)
+    start = time.perf_counter()
+    outputs = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    finish(place)
+    seconds = time.perf_counter() - start
+    del outputs
+    return seconds
+
+
+def _summarise(name: str, batch_size: int, samples: list[float]) -> BatchMeasurement:
+    median, p90, p99 = np.percentile(samples, (50, 90, 99)).tolist()
+    return BatchMeasurement(
+        model=name, batch_size=batch_size, seconds=median, p90_s=p90, p99_s=p99, num_samples=len(samples)
+    )
