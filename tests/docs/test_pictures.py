@@ -55,6 +55,12 @@ def test_the_picture_of_controllers_is_what_the_simulator_says(drawn):
     assert controllers.PICTURE.read_text() == controllers.draw(), "run python docs/pictures/controllers.py"
 
 
+@pytest.mark.timeout(300)  # policies are compiled once
+def test_the_picture_of_serving_is_what_the_simulator_says(drawn):
+    serving = drawn("serving")
+    assert serving.PICTURE.read_text() == serving.draw(), "run python docs/pictures/serving.py"
+
+
 def test_the_picture_of_scenarios_is_what_the_simulator_says(drawn):
     scenarios = drawn("scenarios")
     assert scenarios.PICTURE.read_text() == scenarios.draw(), "run python docs/pictures/scenarios.py"

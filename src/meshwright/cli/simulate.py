@@ -15,6 +15,18 @@ from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, 
 from meshwright.cli.planning import given_options
 from meshwright.cli.scenarios import RunStepsOption, ScenarioOption, SeedsOption, follow_scenario, load_scenarios
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
+from meshwright.cli.serving import (
+    GoodputOption,
+    PolicyOption,
+    ScaleOption,
+    SecondsOption,
+    SeedOption,
+    ServingRequest,
+    is_deployment,
+    refuse_for_deployment,
+    refuse_without_deployment,
+    simulate_serving,
+)
 from meshwright.cli.sweeps import FigureOption, PlotOption, SweepOption, check_sweep, run_sweep
 from meshwright.cli.traces import TraceOption, TraceRanksOption, put_timeline, traced_ranks
 from meshwright.spec.cluster import load_cluster
@@ -33,7 +45,11 @@ NEVER_FLUSHES = (
 )
 
 PlanArgument = Annotated[
-    Path, typer.Argument(metavar="PLAN", help="A plan or a placement (.json) that `meshwright plan` wrote.")
+    Path,
+    typer.Argument(
+        metavar="PLAN",
+        help="A plan or a placement (.json) that `meshwright plan` wrote, or a deployment (.toml) that serves.",
+    ),
 ]
 
 
@@ -83,7 +99,10 @@ def simulate(
     whole_backwards: WholeOption = False,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="Compare with this schedule for the same stages; repeat. With your own: gpipe and 1f1b."),
+        typer.Option(
+            help="Compare with this schedule for the same stages (of a deployment: policy); repeat. With your own "
+            "schedule: gpipe and 1f1b."
+        ),
     ] = None,
     exchange: ExchangeOption = None,
     contention: Annotated[
@@ -98,6 +117,11 @@ def simulate(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the critical path of a step, and what would make it shorter.")
     ] = False,
+    policy: PolicyOption = None,
+    seconds: SecondsOption = 10.0,
+    seed: SeedOption = 0,
+    scale: ScaleOption = 1.0,
+    goodput: GoodputOption = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the timeline to this file (.json).")] = None,
     trace: TraceOption = None,
     trace_ranks: TraceRanksOption = None,
@@ -105,7 +129,10 @@ def simulate(
     open_browser: OpenOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict when every instruction of a plan runs, its step time and each rank's peak memory."""
+    """Predict when every instruction of a plan runs, its step time and each rank's peak memory.
+
+    Of a deployment: which requests are answered in time, how late answers are, and what devices do.
+    """
     from meshwright.cli.explain import explain_bounds
     from meshwright.cli.place import refuse_for_place, simulate_placement
     from meshwright.cost import load_cost_model
@@ -131,6 +158,23 @@ def simulate(
     )
     from meshwright.simulator.scenarios import apply_scenario
 
+    if is_deployment(plan):
+        refuse_for_deployment(given_options(call))
+        asked = ServingRequest(
+            policy=policy,
+            against=against or (),
+            seconds=seconds,
+            seed=seed,
+            scale=scale,
+            goodput=goodput,
+            sweep=sweep or (),
+            out=out,
+            plot=plot,
+            figure=figure,
+            as_json=as_json,
+        )
+        simulate_serving(plan, asked)
+        return
     if detail == "ops" and trace is None:
         raise DocumentError(
             "`--detail ops` puts ops into the trace, but no trace was asked for; add --trace FILE.json."
@@ -145,6 +189,7 @@ def simulate(
         | {"--exchange": bool(exchange), "--steps": steps != 2},
     )
     page = page_path(html, open_browser, "simulation")
+    refuse_without_deployment(given_options(call))
     chosen = traced_ranks(trace, trace_ranks)
     place_of_orders(find_orders, whole_backwards)
     document = read_plan(plan)

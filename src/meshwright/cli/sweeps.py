@@ -69,9 +69,16 @@ def check_sweep(
 
 
 def put_sweep(
-    sweep: Sweep, title: str, out: Path | None, plot: Path | None, figure: str | None, *, as_json: bool
+    sweep: Sweep,
+    title: str,
+    out: Path | None,
+    plot: Path | None,
+    figure: str | None,
+    *,
+    as_json: bool,
+    usual: Sequence[str] | None = None,
 ) -> None:
-    """Write and print what a sweep has found.
+    """Write and print what a sweep has found; ``usual`` are the columns of a terminal's table, the first one drawn.
 
     Raises DocumentError for a figure that it has not. Where no case could be simulated, the reasons are written and
     printed, nothing is drawn, and the exit code is 1.
@@ -86,7 +93,7 @@ def put_sweep(
         plot = figure = None
     if figure is not None and figure not in drawn:
         raise DocumentError(f"--figure {figure!r} is no column of this sweep{suggest(figure, drawn)}.")
-    usual = next(([name for name in line if name in drawn] for line in _SHOWN if line[0] in drawn), [])
+    usual = usual or next(([name for name in line if name in drawn] for line in _SHOWN if line[0] in drawn), [])
     chosen = figure or (usual[0] if usual else "")
     if plot is not None:
         write_text(draw_curves(sweep.rows, names, chosen, title=title), plot)

@@ -18,6 +18,7 @@ MeshwrightError                 exit code 1
 ├── RewriteError                a rule, a set of rules or a graph that cannot be rewritten with
 ├── MeasurementError            a measurement that could not be taken
 ├── RunError                    a run that ended early; names the rank
+├── ServingError                a deployment that contradicts itself, or a policy that cannot serve it
 └── PlaygroundError             a link or request that means nothing, or a page that cannot be served
 ```
 
@@ -103,6 +104,10 @@ class MeasurementError(MeshwrightError):
 
 class RunError(MeshwrightError):
     """A run that ended early; the message names the rank and shows its own error."""
+
+
+class ServingError(MeshwrightError):
+    """A deployment that contradicts itself, or a policy that cannot serve it."""
 
 
 class PlaygroundError(MeshwrightError):

@@ -10,22 +10,33 @@ from meshwright.simulator.scenarios.bill import price_per_hour
 from meshwright.simulator.scenarios.machines import apply_scenario, change_machines
 from meshwright.simulator.scenarios.noise import has_jitter
 from meshwright.simulator.scenarios.outcome import Outcome, Replan, simulate_scenario
-from meshwright.simulator.scenarios.parameters import Parameter, change_case, read_parameter, read_values
+from meshwright.simulator.scenarios.parameters import (
+    MAX_CASES,
+    Parameter,
+    Value,
+    change_case,
+    put_value,
+    read_parameter,
+    read_values,
+)
 from meshwright.simulator.scenarios.steps import JitteredSteps, StepTimes
 from meshwright.simulator.scenarios.sweep import Sweep, sweep_cases
 
 __all__ = [
+    "MAX_CASES",
     "JitteredSteps",
     "Outcome",
     "Parameter",
     "Replan",
     "StepTimes",
     "Sweep",
+    "Value",
     "apply_scenario",
     "change_case",
     "change_machines",
     "has_jitter",
     "price_per_hour",
+    "put_value",
     "read_parameter",
     "read_values",
     "simulate_scenario",

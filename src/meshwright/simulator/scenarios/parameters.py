@@ -82,14 +82,14 @@ def change_case(
     }
     for name, value in values.items():
         if name.startswith("plan."):
-            _put(plan_data, _path_in_plan(name), value, name)
+            put_value(plan_data, _path_in_plan(name), value, name)
         else:
-            _put(data, _path_in_scenario(name, scenario), value, name)
+            put_value(data, _path_in_scenario(name, scenario), value, name)
     return decode(type(plan), plan_data, "plan"), decode(Scenario, data, "scenario").read_from(scenario.origins)
 
 
-def _put(where: Any, path: Sequence[str | int], value: Value, name: str) -> None:
-    """Set what stands in nested tables and lists at the end of a path."""
+def put_value(where: Any, path: Sequence[str | int], value: Value, name: str) -> None:
+    """Set what stands in nested tables and lists at the end of a path, for the parameter of that name."""
     for key in path[:-1]:
         where = where[_place(where, key, name)] if isinstance(where, list) else _table(where, name).setdefault(key, {})
     if isinstance(where, list):

@@ -1,0 +1,252 @@
+"""Serving: policies beside each other, and the speed of the simulator.
+
+regimes     answers in time of every policy on regimes that stand in a file; regret is what a policy lacks of the best
+            other one, for the same requests
+drawn       the same for six regimes that a seed draws
+goodput     the highest rate with 99 % in time, of every policy, in the cases of our earlier experiment
+simulator   requests per CPU second; two pools on two cores
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Row, make_row, parse_options, publish
+
+from meshwright.serving import (
+    POLICY_NAMES,
+    bound_scale,
+    compare_policies,
+    draw_arrivals,
+    find_goodput,
+    load_policy,
+    simulate_deployment,
+)
+from meshwright.spec import Deployment, Gamma, Latency, Poisson, ServedModel
+from meshwright.spec.quantities import Seconds
+
+REGIMES = Path(__file__).parent / "splits" / "serving_regimes.toml"
+DRAWN_SEED, NUM_DRAWN = 20261123, 6
+OWN = "adaptive"
+# `deferred` is Symphony's with other settings.
+POLICIES = tuple(name for name in POLICY_NAMES if name != "deferred")
+
+
+def make_deployment(regime: dict[str, Any]) -> Deployment:
+    """The deployment of a regime, its rates multiplied so that the load is as the regime says."""
+    weights = np.arange(1, regime["models"] + 1) ** -regime.get("zipf", 0.0)
+
+    def models(total: float) -> tuple[ServedModel, ...]:
+        rates = weights / weights.sum() * total
+        return tuple(
+            ServedModel(
+                name=f"model {place}",
+                slo=Seconds(regime["slo_ms"] / 1e3),
+                latency=Latency(alpha=Seconds(regime["alpha_ms"] / 1e3), beta=Seconds(regime["beta_ms"] / 1e3)),
+                arrivals=Poisson(rate=rate) if regime["shape"] == 1 else Gamma(rate=rate, shape=regime["shape"]),
+            )
+            for place, rate in enumerate(rates.tolist())
+        )
+
+    # The bound of one total is sought by its own fixed point: what it allows must be what is asked.
+    low, high = 0.0, 1e7
+    for _ in range(60):
+        middle = (low + high) / 2
+        scale = bound_scale(models(middle), [m.arrivals.rate for m in models(middle)], regime["devices"])
+        low, high = (middle, high) if scale >= 1 else (low, middle)
+    return Deployment(models=models(low * regime["load"]), devices=regime["devices"])
+
+
+def draw_regimes(seed: int, count: int) -> list[dict[str, Any]]:
+    """Regimes from the whole space, logarithmically even."""
+    rng = np.random.default_rng(seed)
+
+    def between(low: float, high: float) -> float:
+        return float(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+    drawn = []
+    for place in range(count):
+        alpha, beta = between(0.1, 5.0), between(2.0, 12.0)
+        regime = {
+            "alpha_ms": alpha,
+            "beta_ms": beta,
+            "slo_ms": (alpha + beta) * between(2.5, 8.0),
+            "devices": round(between(1, 64)),
+            "models": round(between(1, 40)),
+            "zipf": float(rng.uniform(0, 1.2)),
+            "shape": between(0.1, 1.0),
+            "load": float(rng.uniform(0.6, 1.5)),
+        }
+        name = (
+            f"drawn {place + 1}: {alpha:.2f} b + {beta:.1f} ms, SLO {regime['slo_ms']:.0f} ms, {regime['devices']} "
+            f"devices, {regime['models']} models, shape {regime['shape']:.2f}, load {regime['load']:.2f}"
+        )
+        drawn.append({**regime, "name": name})
+    return drawn
+
+
+def compare(regimes: list[dict[str, Any]], quick: bool) -> list[Row]:
+    rows, regrets, order = [], [], []
+    for regime in regimes:
+        deployment = make_deployment(regime)
+        sums = dict.fromkeys(POLICIES, 0.0)
+        for seed in range(1 if quick else 2):
+            found, _ = compare_policies(
+                deployment,
+                {name: load_policy(name) for name in POLICIES},
+                5.0 if quick else 20.0,
+                seed=seed,
+                warm_up_s=5.0,
+            )
+            for name, result in found.items():
+                sums[name] += result.in_time_share / (1 if quick else 2)
+        others = {name: value for name, value in sums.items() if name != OWN}
+        best = max(others, key=others.__getitem__)
+        regret = 1 - sums[OWN] / others[best]
+        regrets.append(regret)
+        order.append(tuple(sums[name] for name in ("symphony", "clockwork", "nexus")))
+        told = ", ".join(f"{name} {100 * value:.1f}" for name, value in sums.items())
+        print(f"{regime['name']}: {told}; regret {100 * regret:.2f} %", flush=True)
+        rows.append(
+            make_row(
+                f"{regime['name']}: in time, %; best other: {best}", 100 * sums[OWN], "%", baseline=100 * others[best]
+            )
+        )
+    first = sum(symphony >= max(clockwork, nexus) - 1e-3 for symphony, clockwork, nexus in order)
+    return [
+        *rows,
+        make_row("mean regret, %", 100 * float(np.mean(np.maximum(regrets, 0))), "%", target=1.0),
+        make_row("worst regret, %", 100 * max(*regrets, 0.0), "%", target=3.0),
+        make_row("Symphony at least as good as Clockwork and Nexus", first, f"of {len(regimes)}"),
+    ]
+
+
+def regimes(quick: bool) -> list[Row]:
+    fixed = tomllib.loads(REGIMES.read_text())["regimes"]
+    return compare(fixed[::4] if quick else fixed, quick)
+
+
+def drawn(quick: bool) -> list[Row]:
+    return compare(draw_regimes(DRAWN_SEED + quick, 2 if quick else NUM_DRAWN), quick)
+
+
+CASES = {
+    "ResNet-50, 8 devices": (1.053, 5.072, 25, 8, 1, 1.0),
+    "ResNet-50, 8 devices, bursts": (1.053, 5.072, 25, 8, 1, 0.1),
+    "ResNet-50, 8 models, 64 devices": (1.053, 5.072, 25, 64, 8, 1.0),
+    "weak batching, 8 devices": (5.0, 2.5, 50, 8, 1, 1.0),
+    "strong batching, 8 devices": (0.1, 10.0, 25, 8, 1, 1.0),
+    "strong batching, 32 models, 32 devices": (0.1, 10.0, 40, 32, 32, 1.0),
+}
+
+
+def goodput(quick: bool) -> list[Row]:
+    rows = []
+    for name, (alpha, beta, slo, devices, models, shape) in CASES.items():
+        facts = {
+            "alpha_ms": alpha,
+            "beta_ms": beta,
+            "slo_ms": slo,
+            "devices": devices,
+            "models": models,
+            "shape": shape,
+        }
+        deployment = make_deployment({**facts, "load": 1.0})
+        bound = sum(model.arrivals.rate for model in deployment.models)
+        for policy in POLICIES:
+            scale, _ = find_goodput(deployment, load_policy(policy), 5.0 if quick else 15.0, warm_up_s=3.0)
+            rows.append(make_row(f"{name}: {policy}", scale * bound, "/s", baseline=bound, ratio=scale))
+            print(rows[-1].name, f"{scale * bound:.0f} of {bound:.0f}", flush=True)
+    return rows
+
+
+SIZES = {
+    "1 model, 8 devices": (1, 8),
+    "100 models, 1,000 devices": (100, 1000),
+    "500 models, 4,000 devices": (500, 4000),
+}
+
+
+def simulator(quick: bool) -> list[Row]:
+    rows = []
+    for name, (models, devices) in SIZES.items():
+        facts = {"alpha_ms": 1.053, "beta_ms": 5.072, "slo_ms": 25, "devices": devices, "models": models, "shape": 1.0}
+        deployment = make_deployment({**facts, "load": 0.9})
+        total = sum(model.arrivals.rate for model in deployment.models)
+        seconds = (1e6 if quick else 1e7) / total if devices == 4000 else 1e6 / total
+        for policy in ("symphony", "eager", OWN):
+            simulate_deployment(deployment, load_policy(policy), 1e4 / total)
+            times = []
+            for seed in range(2 if quick else 5):
+                start = time.process_time()
+                draw_arrivals(deployment.models, seconds, seed=seed)
+                drawn = time.process_time()
+                result = simulate_deployment(deployment, load_policy(policy), seconds, seed=seed)
+                times.append((time.process_time() - drawn, drawn - start))
+            whole, drawing = np.median(times, axis=0)
+            # A rate is met from below: targets bound its inverse.
+            each = 1e6 * (whole - drawing) / result.num_requests
+            target = 0.2 if policy == "symphony" else None
+            rows.append(make_row(f"{name}, {policy}: CPU µs per request, with histograms", each, "µs", target=target))
+            if devices == 4000 and policy == "symphony":
+                told = f"{name}: CPU s for {result.num_requests:,} requests, drawing them included"
+                rows.append(make_row(told, whole, "s", target=3.0))
+    return [*rows, _two_cores(quick)]
+
+
+def _two_cores(quick: bool) -> Row:
+    """Two pools on two threads (compiled loops hold no lock), beside both on one."""
+    facts = {"alpha_ms": 1.053, "beta_ms": 5.072, "slo_ms": 25, "devices": 64, "models": 16, "shape": 1.0}
+    deployment = make_deployment({**facts, "load": 0.9})
+
+    def work(seed: int) -> None:
+        simulate_deployment(deployment, load_policy("symphony"), 10.0 if quick else 40.0, seed=seed)
+
+    def together() -> float:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start
+
+    def alone() -> float:
+        start = time.perf_counter()
+        work(1)
+        work(2)
+        return time.perf_counter() - start
+
+    work(0)
+    pairs = np.array([(together(), alone()) for _ in range(3 if quick else 9)])
+    ratios = np.sort(pairs[:, 0] / pairs[:, 1])
+    spread = float((ratios[-1] - ratios[0]) / 2 / np.median(ratios))
+    return make_row(
+        "two pools on two cores over one after the other",
+        float(np.median(pairs[:, 0])),
+        "s",
+        baseline=float(np.median(pairs[:, 1])),
+        ratio=float(np.median(ratios)),
+        spread=spread,
+        target=0.7,
+    )
+
+
+SECTIONS = {"regimes": regimes, "drawn": drawn, "goodput": goodput, "simulator": simulator}
+
+
+def main() -> int:
+    options = parse_options(__doc__, tuple(SECTIONS))
+    chosen = options.only or list(SECTIONS)
+    rows = [row for name in chosen for row in SECTIONS[name](options.quick)]
+    return publish("serving", rows, options, label="-".join(chosen) if options.only else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""``meshwright simulate DEPLOYMENT``: models served under deadlines, on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.sweeps import put_sweep
+from meshwright.spec.codec import document_kind
+from meshwright.spec.deployment import Deployment, read_deployment
+from meshwright.spec.errors import DocumentError
+from meshwright.spec.files import read_regular, write_text
+from meshwright.spec.parsing import read_data
+from meshwright.spec.units import format_percent
+
+if TYPE_CHECKING:
+    from meshwright.serving import ServingResult
+
+PolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a deployment: which policy serves it, a name with settings (symphony, timeouts:wait=10) or your own: "
+        "file.py:Class."
+    ),
+]
+SecondsOption = Annotated[float, typer.Option(help="Of a deployment: seconds of requests.", min=0.001, max=1e6)]
+SeedOption = Annotated[int, typer.Option(help="Of a deployment: other numbers draw other requests.", min=0, max=2**31)]
+ScaleOption = Annotated[float, typer.Option(help="Of a deployment: multiply all rates by this.", min=0.0, max=1e6)]
+GoodputOption = Annotated[
+    bool, typer.Option("--goodput", help="Of a deployment: look for the highest rates with 99 % in time.")
+]
+
+# Options that say something about a deployment, and those that say something about nothing else.
+_ONLY_OF_DEPLOYMENTS = ("--policy", "--seconds", "--seed", "--scale", "--goodput")
+_OF_DEPLOYMENTS = frozenset({*_ONLY_OF_DEPLOYMENTS, "--against", "--sweep", "--plot", "--figure", "--out", "--json"})
+_SCHEMA = b"meshwright/deployment/"
+_SHOWN = ("in_time_share", "goodput_per_s", "worst_p99_s", "busy_share")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRequest:
+    """What `simulate` was asked about a deployment."""
+
+    policy: str | None
+    against: Sequence[str]
+    seconds: float
+    seed: int
+    scale: float
+    goodput: bool
+    sweep: Sequence[str]
+    out: Path | None
+    plot: Path | None
+    figure: str | None
+    as_json: bool
+
+
+def is_deployment(path: Path) -> bool:
+    """Does a file say that it is a deployment?"""
+    if path.suffix == ".toml":
+        return document_kind(read_data(path)) == "deployment"
+    return path.is_file() and _SCHEMA in read_regular(path, 256)
+
+
+def refuse_for_deployment(given: Sequence[str]) -> None:
+    """Raise DocumentError for an option that says nothing about a deployment."""
+    wrong = [name for name in given if name not in _OF_DEPLOYMENTS]
+    if wrong:
+        raise DocumentError(
+            f"{wrong[0]} was given for a deployment, about which it says nothing. Leave it out, or give a plan."
+        )
+
+
+def refuse_without_deployment(given: Sequence[str]) -> None:
+    """Raise DocumentError for an option that only a deployment has."""
+    wrong = [name for name in given if name in _ONLY_OF_DEPLOYMENTS]
+    if wrong:
+        raise DocumentError(f"{wrong[0]} is about a deployment (.toml), and a plan was given. Leave it out.")
+
+
+def simulate_serving(path: Path, request: ServingRequest) -> None:
+    """Simulate a deployment under a policy, or several, or for many values; print and write what comes of it."""
+    from meshwright.serving import compare_policies, load_policy, simulate_deployment, sweep_deployment
+    from meshwright.simulator.scenarios import read_parameter
+
+    deployment = read_deployment(path)
+    policy = request.policy or deployment.policy
+    if request.sweep:
+        if request.against or request.goodput:
+            raise DocumentError("--sweep has policies as a parameter (policy=adaptive,symphony). Leave the others out.")
+        parameters = [read_parameter(text) for text in request.sweep]
+        sweep = sweep_deployment(
+            parameters, replace(deployment, policy=policy), request.seconds, seed=request.seed, scale=request.scale
+        )
+        put_sweep(
+            sweep, path.stem, request.out, request.plot, request.figure, as_json=request.as_json, usual=list(_SHOWN)
+        )
+        return
+    if request.goodput:
+        _print_goodput(deployment, [policy, *request.against], request)
+        return
+    if request.against:
+        policies = {name: load_policy(name) for name in dict.fromkeys([policy, *request.against])}
+        results, rows = compare_policies(deployment, policies, request.seconds, seed=request.seed, scale=request.scale)
+        result = results[policy]
+    else:
+        rows = []
+        result = simulate_deployment(
+            deployment, load_policy(policy), request.seconds, seed=request.seed, scale=request.scale
+        )
+    _print_result(deployment, policy, result, rows, request)
+
+
+def _print_result(
+    deployment: Deployment, policy: str, result: ServingResult, rows: list[dict[str, Any]], request: ServingRequest
+) -> None:
+    from meshwright.report import make_table
+    from meshwright.spec.codec import dump_json
+
+    models = [model.row(result.seconds) for model in result.models]
+    document = {
+        "policy": policy,
+        "seconds": result.seconds,
+        **result.row(),
+        **_bounds(deployment, request.scale),
+        "models": models,
+        **({"policies": rows} if rows else {}),
+    }
+    if request.out is not None:
+        if request.out.suffix != ".json":
+            raise DocumentError(f"--out {request.out}: results are written as JSON. Choose a name that ends in .json.")
+        write_text(dump_json(document), request.out)
+    if request.as_json:
+        print_json(document)
+        return
+    shown = ("model", "requests_per_s", "in_time_share", "p50_s", "p99_s", "mean_batch")
+    compared = ("policy", "goodput_per_s", "in_time_share", "worst_p99_s", "busy_share", "regret_share")
+    total = result.row()
+    print_tables(
+        f"{policy}: {total['goodput_per_s']:.4g} of {total['requests_per_s']:.4g} requests per second in time "
+        f"({format_percent(total['in_time_share'], 2)}), devices busy {format_percent(total['busy_share'])}.",
+        make_table([{name: row[name] for name in shown} for row in models]),
+        _bound_sentence(deployment, request.scale),
+        *((make_table([{name: row[name] for name in compared} for row in rows]),) if rows else ()),
+        *((Text(f"results written to {request.out}"),) if request.out is not None else ()),
+    )
+
+
+def _print_goodput(deployment: Deployment, policies: Sequence[str], request: ServingRequest) -> None:
+    from meshwright.report import make_table
+    from meshwright.serving import find_goodput, load_policy
+
+    bound = _bounds(deployment, 1.0)["staggered_scale"]
+    rows = []
+    for name in dict.fromkeys(policies):
+        scale, result = find_goodput(deployment, load_policy(name), request.seconds, seed=request.seed)
+        rows.append({"policy": name, "scale": scale, **result.row(), "bound_share": scale / bound if bound else None})
+    if request.as_json:
+        print_json({"staggered_scale": bound, "policies": rows})
+        return
+    shown = ("policy", "scale", "goodput_per_s", "bound_share", "worst_p99_s", "mean_batch")
+    print_tables(make_table([{name: row[name] for name in shown} for row in rows]), _bound_sentence(deployment, 1.0))
+
+
+def _bounds(deployment: Deployment, scale: float) -> dict[str, Any]:
+    """By what the rates (times a scale) can be multiplied, by equations; None if nothing arrives."""
+    from meshwright.serving import bound_scale, mean_rate
+
+    rates = [mean_rate(model.arrivals) * scale for model in deployment.models]
+    if not any(rates):
+        return {"staggered_scale": None, "uncoordinated_scale": None}
+    return {
+        f"{equation}_scale": bound_scale(deployment.models, rates, deployment.devices, equation)
+        for equation in ("staggered", "uncoordinated")
+    }
+
+
+def _bound_sentence(deployment: Deployment, scale: float) -> str:
+    bounds = _bounds(deployment, scale)
+    if bounds["staggered_scale"] is None:
+        return "Nothing arrives."
+    return (
+        f"Bound of these devices: {bounds['staggered_scale']:.3f} times these rates if devices take turns, "
+        f"{bounds['uncoordinated_scale']:.3f} times if they do not."
+    )

@@ -1,0 +1,44 @@
+"""Serving under deadlines: batching and placing requests by policies that are simulated and run from one source.
+
+batching      the equations of batching, and what they bound
+arrivals      when requests come
+policies      which requests run together, where and when
+simulation    a deployment under a policy, on a virtual clock
+sweeps        a deployment with some of its values changed
+"""
+
+from meshwright.serving.arrivals import draw_arrivals, mean_rate
+from meshwright.serving.batching import (
+    bound_rate,
+    bound_scale,
+    devices_for,
+    largest_batch,
+    throughput,
+)
+from meshwright.serving.policies import POLICY_NAMES, load_policy
+from meshwright.serving.simulation import (
+    Served,
+    ServingResult,
+    compare_policies,
+    find_goodput,
+    simulate_deployment,
+)
+from meshwright.serving.sweeps import sweep_deployment
+
+__all__ = [
+    "POLICY_NAMES",
+    "Served",
+    "ServingResult",
+    "bound_rate",
+    "bound_scale",
+    "compare_policies",
+    "devices_for",
+    "draw_arrivals",
+    "find_goodput",
+    "largest_batch",
+    "load_policy",
+    "mean_rate",
+    "simulate_deployment",
+    "sweep_deployment",
+    "throughput",
+]

@@ -1,0 +1,148 @@
+"""When requests come: moments that are drawn beforehand (open loop: nobody waits for an answer before asking again).
+
+Each model has its own generator, seeded by (seed, place of the model, copy), so that changing one of them, the policy
+or the devices leaves the requests of all others as they were; models of Poisson arrivals with equal rates share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.spec import (
+    Arrivals,
+    Diurnal,
+    DocumentError,
+    Gamma,
+    Poisson,
+    ServedModel,
+    ServingError,
+    Trace,
+    read_regular,
+)
+
+MOST_TRACE_BYTES = 2**30
+# Memory is sixteen bytes a request.
+MOST_REQUESTS = 500_000_000
+
+Floats = NDArray[np.float64]
+
+
+def mean_rate(arrivals: Arrivals) -> float:
+    """Requests per second in the mean. Raises DocumentError for a trace that cannot be read."""
+    if not isinstance(arrivals, Trace):
+        return arrivals.rate
+    moments = _read_trace(arrivals.file)
+    return float(len(moments) / moments[-1] * arrivals.speed)
+
+
+def draw_arrivals(
+    models: Sequence[ServedModel], seconds: float, *, seed: int = 0, scale: float = 1.0
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Moments (ns, ascending) of all requests within some seconds, and whose they are, copies counted one by one.
+
+    ``scale`` multiplies all rates; that of traces by playing them faster. Raises ServingError for too many requests.
+    """
+    expected = sum(mean_rate(model.arrivals) * model.copies for model in models) * seconds * scale
+    if expected > MOST_REQUESTS:
+        raise ServingError(
+            f"{expected:.3g} requests are expected in {seconds:g} s; at most {MOST_REQUESTS:.3g} are simulated. "
+            "Simulate fewer seconds."
+        )
+    moments, owners = [], []
+    for number, owned in _poisson(models, seconds, seed, scale):
+        moments.append(number)
+        owners.append(owned)
+    first = 0
+    for place, model in enumerate(models):
+        if not isinstance(model.arrivals, Poisson):
+            for copy in range(model.copies):
+                drawn = _draw(model.arrivals, seconds, scale, np.random.default_rng([seed, place, copy]))
+                moments.append(drawn)
+                owners.append(np.full(len(drawn), first + copy, np.int32))
+        first += model.copies
+    at = (np.concatenate(moments) * 1e9).astype(np.int64) if moments else np.zeros(0, np.int64)
+    whose = np.concatenate(owners) if owners else np.zeros(0, np.int32)
+    if len(moments) > 1:
+        order = np.argsort(at, kind="stable")
+        at, whose = at[order], whose[order]
+    return at, whose
+
+
+def _poisson(
+    models: Sequence[ServedModel], seconds: float, seed: int, scale: float
+) -> Iterator[tuple[Floats, NDArray[np.int32]]]:
+    """All Poisson arrivals of equal rate as one process, whose requests are dealt out: they need not be sorted."""
+    first = 0
+    groups: dict[float, list[NDArray[np.int32]]] = {}
+    for model in models:
+        if isinstance(model.arrivals, Poisson) and model.arrivals.rate > 0:
+            numbers = np.arange(first, first + model.copies, dtype=np.int32)
+            groups.setdefault(model.arrivals.rate, []).append(numbers)
+        first += model.copies
+    for rate, members in groups.items():
+        numbers = np.concatenate(members)
+        rng = np.random.default_rng([seed, int(numbers[0]), 2**31])
+        moments = _homogeneous(rate * scale * len(numbers), seconds, rng)
+        yield moments, numbers[rng.integers(0, len(numbers), len(moments), dtype=np.int32)]
+
+
+def _homogeneous(rate: float, seconds: float, rng: np.random.Generator) -> Floats:
+    """Given how many they are, moments of a Poisson process are uniform: sums of exponential gaps, scaled."""
+    count = int(rng.poisson(rate * seconds))
+    gaps = rng.standard_exponential(count + 1)
+    np.cumsum(gaps, out=gaps)
+    moments: Floats = gaps[:-1] * (seconds / gaps[-1])
+    return moments
+
+
+def _draw(arrivals: Gamma | Diurnal | Trace, seconds: float, scale: float, rng: np.random.Generator) -> Floats:
+    match arrivals:
+        case Gamma():
+            return _gamma(arrivals.rate * scale, arrivals.shape, seconds, rng)
+        case Diurnal():
+            moments = _homogeneous(arrivals.high * scale, seconds, rng)
+            swing = 0.5 * (1 - np.cos(2 * np.pi * moments / arrivals.period))
+            chance = (arrivals.low + (arrivals.high - arrivals.low) * swing) / max(arrivals.high, 1e-300)
+            return moments[rng.random(len(moments)) < chance]
+        case Trace():
+            moments = _read_trace(arrivals.file) / (arrivals.speed * scale)
+            return moments[moments < seconds]
+        case _:
+            assert_never(arrivals)
+
+
+def _gamma(rate: float, shape: float, seconds: float, rng: np.random.Generator) -> Floats:
+    """Gaps are drawn until they fill the time; the first begins somewhere within a gap."""
+    if rate == 0:
+        return np.zeros(0)
+    mean = 1 / rate
+    pieces, reached = [], -rng.random() * rng.gamma(shape, mean / shape)
+    while reached < seconds:
+        count = int((seconds - reached) * rate * 1.05) + 64
+        moments = reached + np.cumsum(rng.gamma(shape, mean / shape, count))
+        pieces.append(moments)
+        reached = float(moments[-1])
+    moments = np.concatenate(pieces)
+    return moments[(moments >= 0) & (moments < seconds)]
+
+
+@cache
+def _read_trace(file: str) -> Floats:
+    content = read_regular(Path(file), MOST_TRACE_BYTES + 1)
+    if len(content) > MOST_TRACE_BYTES:
+        raise DocumentError(f"{file}: more than {MOST_TRACE_BYTES} bytes; split the trace.")
+    try:
+        moments = np.array(content.split(), dtype=np.float64)
+    except ValueError as error:
+        raise DocumentError(f"{file}: {error}; expected a moment in seconds in each line.") from None
+    if len(moments) < 2 or not np.isfinite(moments).all() or moments[0] < 0 or (np.diff(moments) < 0).any():
+        raise DocumentError(f"{file}: expected at least two moments in seconds from the begin, ascending.")
+    if moments[-1] == 0:
+        raise DocumentError(f"{file}: all its moments are 0; expected seconds from the begin of the trace.")
+    return moments

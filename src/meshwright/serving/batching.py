@@ -1,0 +1,104 @@
+"""The equations of batching under deadlines, and what they bound: rates of given devices, devices of given rates.
+
+With l(b) = α b + β the latency of a batch, L the SLO and N devices,
+
+    throughput       N b / l(b)                 `throughput`
+    uncoordinated    2 l(b) ≤ L                 a request can just miss a batch (Nexus)
+    staggered        (1 + 1/N) l(b) ≤ L         a device is free every l(b) / N; no policy does better in the mean
+    a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r
+
+`bound_rate` is the highest rate of the largest batch that an equation allows. Models that share devices each take a
+number of devices that need not be whole, N = r l(b) / b (`devices_for`); together they can be served if these sum to no
+more than there are (`bound_scale`).
+
+Sources: Nexus (SOSP 2019, section 4.1) for the first two; Symphony (arXiv 2308.07470, section 3) for the third.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from meshwright.spec import Latency, ServedModel
+
+Equation = Literal["staggered", "uncoordinated"]
+
+
+def throughput(latency: Latency, batch: int, num_devices: float = 1.0) -> float:
+    """Requests per second of devices that compute nothing but batches of this size."""
+    return num_devices * batch / latency.of(batch)
+
+
+def largest_batch(latency: Latency, seconds: float) -> int:
+    """The largest batch that takes no longer; 0 if not even one does."""
+    if latency.of(1) > seconds:
+        return 0
+    if not latency.alpha:
+        return latency.largest
+    batch = min(int((seconds - latency.beta) / latency.alpha), latency.largest)
+    # Division may round either way.
+    while batch < latency.largest and latency.of(batch + 1) <= seconds:
+        batch += 1
+    while latency.of(batch) > seconds:
+        batch -= 1
+    return batch
+
+
+def bound_rate(latency: Latency, slo_s: float, num_devices: int, equation: Equation = "staggered") -> float:
+    """Requests per second of one model that an equation allows so many devices of its own; 0 if none."""
+    share = 2.0 if equation == "uncoordinated" else 1.0 + 1.0 / num_devices
+    batch = largest_batch(latency, slo_s / share)
+    return throughput(latency, batch, num_devices) if batch else 0.0
+
+
+def devices_for(latency: Latency, slo_s: float, rate: float, equation: Equation = "staggered") -> float:
+    """How many devices a model needs for its rate, the last of them in part; infinite if no number suffices."""
+    if rate == 0:
+        return 0.0
+    if equation == "uncoordinated":
+        batch = largest_batch(latency, slo_s / 2)
+        return rate * latency.of(batch) / batch if batch else math.inf
+    low, high = 1, largest_batch(latency, slo_s)
+    if not high:
+        return math.inf
+    # What a batch needs grows with it: l(b) does, and b / r, and N falls. A request alone waits for no other.
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _waits(latency, middle, rate) + latency.of(middle) <= slo_s:
+            low = middle
+        else:
+            high = middle - 1
+    return rate * latency.of(low) / low
+
+
+def _waits(latency: Latency, batch: int, rate: float) -> float:
+    """How long a request waits at most for its batch, where devices are staggered."""
+    devices = rate * latency.of(batch) / batch
+    return latency.of(batch) / devices if devices >= 1 else batch / rate
+
+
+def bound_scale(
+    models: Sequence[ServedModel], rates: Sequence[float], num_devices: int, equation: Equation = "staggered"
+) -> float:
+    """By what all rates can be multiplied so that devices that hold all models still serve them, by an equation.
+
+    ``rates`` are those of one copy of each model. Infinite if nothing arrives.
+    """
+    if not any(rates):
+        return math.inf
+
+    def fits(scale: float) -> bool:
+        needs = (
+            model.copies * devices_for(model.latency, model.slo, rate * scale, equation)
+            for model, rate in zip(models, rates, strict=True)
+        )
+        return math.fsum(needs) <= num_devices
+
+    low, high = 0.0, 1.0
+    while fits(high):
+        low, high = high, high * 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,189 @@
+"""Meshwright's own policy: deferred batches whose settings follow what arrives.
+
+No setting of `deferred` is best everywhere: waiting pays where batches are strong and devices many, and costs where
+bursts come or many models share few devices; dropping first requests for the sake of large batches is all that helps
+under overload, and wasteful elsewhere. This policy sees nothing but arrivals. While requests are lost, it asks every
+candidate of `CANDIDATES` the same question for a while, a **trial**: starting from the queues and devices as they are,
+what would it have done with the requests that have come since? Each has a **shadow**, a copy of the pool whose devices
+are virtual and take what they are predicted to take. The candidate that serves most is used from then on. After a
+trial, the next one begins later; while nothing is lost, there is none, so that a quiet server pays nothing for it.
+
+Scores are sums over trials, older ones counting `_MEMORY` times less each. A candidate that refuses early is preferred
+to others that serve about as much, since whoever is refused early can ask elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.deferred import admit_request, settle, use_device
+from meshwright.serving.policies.heaps import first_of, least_of
+from meshwright.serving.policies.pool import (
+    DECISION,
+    END,
+    NEVER,
+    NUM_DECISIONS,
+    NUM_DROPPED,
+    NUM_MODELS,
+    OWN,
+    RUN,
+    SLO,
+    TIMER,
+    WIDTH,
+    Ints,
+    allocate_pool,
+)
+from meshwright.serving.policies.queues import clear
+
+# Settings (spare, window, admit) of `Deferred`; the first one is where the policy begins.
+CANDIDATES = np.array(
+    [
+        (50, 100, 0),
+        (50, 75, 0),
+        (50, 50, 0),
+        (0, 100, 0),
+        (0, 75, 0),
+        (0, 50, 0),
+        (0, 0, 0),
+        (50, 100, 90),
+        (0, 100, 90),
+    ],
+    np.int64,
+)
+NUM_CANDIDATES = len(CANDIDATES)
+
+# Own cells: what is used; is this a trial, and until when; requests that came and were dropped before it (watching);
+# from here on the score of each candidate, then what it has served in this trial, then the shadows.
+USED, IN_TRIAL, UNTIL, ARRIVED, DROPPED, SCORES = range(6)
+_SERVED = SCORES + NUM_CANDIDATES
+_SHADOWS = _SERVED + NUM_CANDIDATES
+
+# A trial begins if so many of a thousand requests are lost.
+_LOST = 1
+_MEMORY = 0.5
+# What is used stays in use unless another serves so many of a thousand more; what refuses early may serve so many less.
+_LOYAL, _EARLY = 1, 4
+
+
+class Adaptive(NamedTuple):
+    """Settings: a ``trial`` takes so many SLOs of the slowest model, and the rest after it twice as long."""
+
+    trial: int = 40
+
+    def prepare(self, facts: dict[str, Any]) -> Ints:
+        """A pool with cells for scores and for a shadow of each candidate."""
+        size = len(allocate_pool(**facts))
+        return allocate_pool(**facts, num_own=_SHADOWS + NUM_CANDIDATES * size, keep_ends=True)
+
+    def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
+        """As `Deferred` with the settings in use; in a trial, all shadows get the request, too."""
+        own = pool[OWN]
+        if now >= pool[own + UNTIL]:
+            _turn(pool, now, self.trial)
+        pool[own + ARRIVED] += 1
+        if pool[own + IN_TRIAL]:
+            for candidate in range(NUM_CANDIDATES):
+                shadow = shadow_of(pool, candidate)
+                spare, window, admit = CANDIDATES[candidate]
+                served = advance(shadow, now, spare, window)
+                admit_request(shadow, now, queue, request, deadline, spare, window, admit)
+                pool[own + _SERVED + candidate] += served + _count(shadow)
+        spare, window, admit = CANDIDATES[pool[own + USED]]
+        admit_request(pool, now, queue, request, deadline, spare, window, admit)
+
+    def free(self, pool: Ints, now: int, device: int) -> None:
+        """As `Deferred`."""
+        spare, window, _ = CANDIDATES[pool[pool[OWN] + USED]]
+        use_device(pool, now, device, spare, window)
+
+    def wake(self, pool: Ints, now: int) -> None:
+        """As `Deferred`."""
+        if least_of(pool, TIMER, NEVER) <= now:
+            spare, window, _ = CANDIDATES[pool[pool[OWN] + USED]]
+            settle(pool, now, first_of(pool, TIMER), spare, window)
+
+    def next_wake(self, pool: Ints) -> int:
+        """As `Deferred`."""
+        return least_of(pool, TIMER, NEVER)
+
+
+@compiled
+def shadow_of(pool: Ints, candidate: int) -> Ints:
+    """The shadow of a candidate: a pool of its own, which lies in this one's own cells."""
+    size = pool[OWN]
+    first = size + _SHADOWS + candidate * size
+    return pool[first : first + size]
+
+
+@compiled
+def advance(shadow: Ints, now: int, spare: int, window: int) -> int:
+    """Let all happen on virtual devices that happens until now; how many requests were put to work."""
+    served = 0
+    while True:
+        end, timer = least_of(shadow, END, NEVER), least_of(shadow, TIMER, NEVER)
+        moment = min(end, timer)
+        if moment > now:
+            return served
+        if end <= timer:
+            use_device(shadow, end, first_of(shadow, END), spare, window)
+        else:
+            settle(shadow, timer, first_of(shadow, TIMER), spare, window)
+        served += _count(shadow)
+
+
+@compiled
+def _count(shadow: Ints) -> int:
+    """Requests that the last decisions put to work, which are all in time; the decisions are done with."""
+    served = 0
+    for decision in range(shadow[NUM_DECISIONS]):
+        row = shadow[DECISION] + decision * WIDTH
+        if shadow[row] == RUN:
+            served += shadow[row + 4]
+    clear(shadow)
+    return served
+
+
+@compiled
+def _turn(pool: Ints, now: int, trial: int) -> None:
+    """A span of watching, resting or trial is over: what comes next?"""
+    own, longest = pool[OWN], 0
+    for model in range(pool[NUM_MODELS]):
+        longest = max(longest, pool[pool[SLO] + model])
+    if pool[own + IN_TRIAL]:
+        _choose(pool)
+        pool[own + IN_TRIAL] = 0
+        pool[own + UNTIL] = now + 2 * trial * longest
+    elif 1000 * (pool[NUM_DROPPED] - pool[own + DROPPED]) > _LOST * pool[own + ARRIVED]:
+        for candidate in range(NUM_CANDIDATES):
+            shadow_of(pool, candidate)[:] = pool[:own]
+            clear(shadow_of(pool, candidate))
+            pool[own + _SERVED + candidate] = 0
+        pool[own + IN_TRIAL] = 1
+        pool[own + UNTIL] = now + trial * longest
+    else:
+        pool[own + UNTIL] = now + trial * longest // 4
+    pool[own + ARRIVED] = 0
+    pool[own + DROPPED] = pool[NUM_DROPPED]
+
+
+@compiled
+def _choose(pool: Ints) -> None:
+    """Add the trial to the scores, and use the candidate that is best by them."""
+    own = pool[OWN]
+    best = 0
+    for candidate in range(NUM_CANDIDATES):
+        score = own + SCORES + candidate
+        pool[score] = int(_MEMORY * pool[score]) + pool[own + _SERVED + candidate]
+        if pool[score] > pool[own + SCORES + best]:
+            best = candidate
+    most = pool[own + SCORES + best]
+    if 1000 * pool[own + SCORES + pool[own + USED]] >= (1000 - _LOYAL) * most:
+        best = pool[own + USED]
+    for candidate in range(NUM_CANDIDATES):
+        is_early = CANDIDATES[candidate, 2] > CANDIDATES[best, 2]
+        if is_early and 1000 * pool[own + SCORES + candidate] >= (1000 - _EARLY) * most:
+            best = candidate
+    pool[own + USED] = best

@@ -1,0 +1,170 @@
+"""Deferred batches: a queue waits for a larger batch as long as its first request allows it, and no longer.
+
+With l(b) the latency of a batch, d the deadline of a queue's first request (less the slack), its **schedulable window**
+is
+
+    from  d − l(b + 1)    from here on one more request could not join: waiting is useless
+    to    d − l(b)        until here the batch can begin and be in time
+
+A queue is **ready** from the begin of its window on, or when it holds the largest batch. Ready queues get devices by
+the end of their windows. Symphony (arXiv 2308.07470, sections 3 and 4) waits for the begin; eager batching (as
+Clockwork, without its central plan) runs what there is on any idle device. Between them, ``spare`` is the share of idle
+devices, in percent, from which on nothing waits: 0 is eager, more than 100 is Symphony.
+
+When a batch begins, requests that cannot even be met alone are dropped. If what is left is smaller than ``window``
+percent of the target, the size of batch that staggered devices could serve at the measured rate, then first requests
+are dropped, too, until such a batch fits. With ``admit``, a request is refused at once if it would be late behind that
+many percent of the work in all queues.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.heaps import first_of, is_in, least_of, put, size_of, take_out
+from meshwright.serving.policies.meter import measure_rate
+from meshwright.serving.policies.pool import (
+    CROWDED,
+    DELAY,
+    HEAD,
+    LATE,
+    MODEL,
+    MOST,
+    NEVER,
+    NUM_IDLE,
+    NUM_UP,
+    READY,
+    REST,
+    SACRIFICED,
+    SLACK,
+    TARGET,
+    TIMER,
+    WORK,
+    Ints,
+    allocate_pool,
+)
+from meshwright.serving.policies.queues import (
+    begin_on,
+    deadline_at,
+    drop,
+    drop_late,
+    enter,
+    first_end,
+    idle_device,
+    largest_batch,
+    latency_of,
+    length_of,
+    refuse,
+    rest,
+    run,
+    skip_for,
+)
+
+
+class Deferred(NamedTuple):
+    """Settings: ``spare``, ``window`` and ``admit``, all in percent (see the module's docstring)."""
+
+    spare: int = 101
+    window: int = 100
+    admit: int = 0
+
+    def prepare(self, facts: dict[str, Any]) -> Ints:
+        """A pool that tells when devices will be free, if requests are refused by that."""
+        return allocate_pool(**facts, keep_ends=self.admit > 0)
+
+    def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
+        """Let it in, unless it would be late; perhaps its queue becomes ready."""
+        admit_request(pool, now, queue, request, deadline, self.spare, self.window, self.admit)
+
+    def free(self, pool: Ints, now: int, device: int) -> None:
+        """Run the ready queue whose window ends first; with spare devices, one that waits."""
+        use_device(pool, now, device, self.spare, self.window)
+
+    def wake(self, pool: Ints, now: int) -> None:
+        """A window begins, or a first request cannot be met any more."""
+        if least_of(pool, TIMER, NEVER) <= now:
+            settle(pool, now, first_of(pool, TIMER), self.spare, self.window)
+
+    def next_wake(self, pool: Ints) -> int:
+        """The first begin of a window, or moment at which something is lost."""
+        return least_of(pool, TIMER, NEVER)
+
+
+@compiled
+def admit_request(
+    pool: Ints, now: int, queue: int, request: int, deadline: int, spare: int, window: int, admit: int
+) -> None:
+    """Let a request in, unless it would be late; perhaps its queue becomes ready."""
+    measure_rate(pool, now, queue)
+    if deadline - pool[SLACK] < now + pool[DELAY] + latency_of(pool, queue, 1):
+        refuse(pool, now, queue, request, LATE)
+    elif admit > 0 and is_crowded(pool, now, queue, deadline, admit):
+        refuse(pool, now, queue, request, CROWDED)
+    elif enter(pool, now, queue, request, deadline):
+        settle(pool, now, queue, spare, window)
+
+
+@compiled
+def use_device(pool: Ints, now: int, device: int, spare: int, window: int) -> None:
+    """Give a device that has nothing to do the ready queue whose window ends first, or one that waits."""
+    rest(pool, device)
+    while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
+        settle(pool, now, first_of(pool, READY), spare, window)
+    while size_of(pool, TIMER) > 0 and _has_spare(pool, spare):
+        settle(pool, now, first_of(pool, TIMER), spare, window)
+
+
+@compiled
+def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> None:
+    """What follows from what is in a queue now: it runs, is ready, or waits for its window."""
+    while True:
+        drop_late(pool, now, queue, now + pool[DELAY])
+        length = length_of(pool, queue)
+        if length == 0:
+            take_out(pool, TIMER, queue)
+            take_out(pool, READY, queue)
+            return
+        deadline = deadline_at(pool, queue, pool[pool[HEAD] + queue]) - pool[DELAY]
+        batch = min(length, pool[pool[MOST] + pool[pool[MODEL] + queue]])
+        window_begin = deadline - latency_of(pool, queue, batch + 1)
+        is_ready = window_begin <= now or is_in(pool, READY, queue)
+        if size_of(pool, REST) > 0 and (is_ready or _has_spare(pool, spare)):
+            take_out(pool, READY, queue)
+            _begin(pool, now, queue, window)
+        elif is_ready:
+            # The timer is for what is then dropped, as it could not even run alone.
+            put(pool, TIMER, queue, deadline - latency_of(pool, queue, 1) + 1)
+            put(pool, READY, queue, deadline - latency_of(pool, queue, batch))
+            return
+        else:
+            put(pool, TIMER, queue, window_begin)
+            return
+
+
+@compiled
+def is_crowded(pool: Ints, now: int, queue: int, deadline: int, admit: int) -> bool:
+    """Would a request be late behind all that is in queues, were that dealt out evenly to all devices?"""
+    batch = max(min(length_of(pool, queue) + 1, pool[pool[TARGET] + queue]), 1)
+    begin = first_end(pool, now) + pool[DELAY] + pool[WORK] * admit // (100 * max(pool[NUM_UP], 1))
+    return begin + latency_of(pool, queue, batch) > deadline - pool[SLACK]
+
+
+@compiled
+def _has_spare(pool: Ints, spare: int) -> bool:
+    return bool(pool[NUM_IDLE] > 0 and 100 * pool[NUM_IDLE] >= spare * pool[NUM_UP])
+
+
+@compiled
+def _begin(pool: Ints, now: int, queue: int, window: int) -> None:
+    """Run the largest batch that is in time on an idle device; its first request could run alone."""
+    device = idle_device(pool)
+    begin = begin_on(pool, device, now)
+    batch = largest_batch(pool, queue, begin)
+    target = window * pool[pool[TARGET] + queue] // 100
+    if batch < target:
+        skipped = skip_for(pool, queue, begin, target)
+        if skipped > 0:
+            drop(pool, now, queue, skipped, SACRIFICED)
+            batch = largest_batch(pool, queue, begin)
+    run(pool, now, queue, batch, device)

@@ -1,0 +1,64 @@
+"""The rate of arrivals of each queue, and the batch that staggered devices could serve at that rate.
+
+Arrivals are counted for `WINDOW_NS` at a time; the rate is an exponential mean over `_MEMORY` windows. At each end of a
+window the target is computed anew: N = r l(b) / b devices of this model's own, each ready l(b) / N after the one
+before, meet the deadline if (1 + 1/N) l(b) ≤ L; a share of a device, N < 1, if l(b) + b / r ≤ L.
+"""
+
+from __future__ import annotations
+
+from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.pool import (
+    COUNT,
+    MODEL,
+    MOST,
+    NUM_UP,
+    RATE,
+    SINCE,
+    SLACK,
+    SLO,
+    TARGET,
+    Ints,
+)
+from meshwright.serving.policies.queues import latency_of, value_work
+
+WINDOW_NS = 50_000_000
+_MEMORY = 20
+_SOON = 64
+# RATE is in millionths of a request per second.
+PER_NS = 1e-15
+
+
+@compiled
+def measure_rate(pool: Ints, now: int, queue: int) -> None:
+    """Count an arrival; at the end of a window, and once soon after the first, renew ``RATE`` and ``TARGET``."""
+    since = pool[SINCE] + queue
+    count = pool[COUNT] + queue
+    if pool[since] == 0:
+        pool[since] = now + 1
+    pool[count] += 1
+    elapsed = now + 1 - pool[since]
+    rate = pool[pool[RATE] + queue]
+    if elapsed >= WINDOW_NS or (rate == 0 and pool[count] == _SOON):
+        measured = pool[count] / max(elapsed, 1) / PER_NS
+        weight = 1.0 if rate == 0 else min(elapsed / (_MEMORY * WINDOW_NS), 1.0)
+        pool[pool[RATE] + queue] = rate + int(weight * (measured - rate))
+        pool[count] = 0
+        pool[since] = now + 1
+        target = staggered_batch(pool, queue, pool[pool[RATE] + queue] * PER_NS)
+        pool[pool[TARGET] + queue] = target
+        value_work(pool, queue, latency_of(pool, queue, target) // target)
+
+
+@compiled
+def staggered_batch(pool: Ints, queue: int, rate: float) -> int:
+    """The largest batch that staggered devices could serve in time at a rate (requests per ns); at least 1."""
+    model = pool[pool[MODEL] + queue]
+    slo = pool[pool[SLO] + model] - pool[SLACK]
+    for batch in range(pool[pool[MOST] + model], 1, -1):
+        latency = latency_of(pool, queue, batch)
+        devices = min(rate * latency / batch, float(max(pool[NUM_UP], 1)))
+        needed = latency * (1.0 + 1.0 / devices) if devices >= 1.0 else latency + batch / rate
+        if needed <= slo:
+            return batch
+    return 1

@@ -1,0 +1,149 @@
+"""Squishy bin packing (Nexus, SOSP 2019, section 6.1): which device serves which models, in batches of which size.
+
+A model with rate r and SLO L takes whole devices first: B is the largest batch with 2 l(B) ≤ L, each one serves
+B / l(B), and ⌊r l(B) / B⌋ of them are full. What is left, r', goes in rounds: in a duty cycle of D a device runs
+a batch of b = ⌈D r'⌉ of each of its models, which is in time if D + l(b) ≤ L. Alone, D is the largest possible, b / r'
+with the largest b such that (b − 1) / r' + l(b) ≤ L. Models are put together, those that take most of a device first,
+each on the device that is then fullest: D is the least of theirs, batches shrink to it, and it fits if Σ l(b) ≤ D.
+
+Everything is in one table of rows (device, model, batch, rate share, duty cycle), which `pack` fills.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+DEVICE_OF, MODEL_OF, BATCH, SHARE, CYCLE, LOAD = range(6)
+# ⌈D r⌉ with room for rounding, as in the published code.
+_ROUNDING = 1e-3
+
+
+@compiled
+def pack(latency: Ints, row: int, most: Ints, slo: Ints, rates: Floats, num_devices: int, table: Floats) -> int:
+    """Fill the table for rates in requests per ns; how many rows it has, or -1 if devices do not suffice.
+
+    ``latency``, ``most`` and ``slo`` as in a pool; the table needs a row for each device and model.
+    """
+    num_models = len(rates)
+    rows, device = 0, 0
+    residue, cycle, load = np.zeros(num_models), np.zeros(num_models), np.zeros(num_models)
+    for model in range(num_models):
+        if rates[model] <= 0.0:
+            continue
+        full = _saturating(latency, row, most, slo, model)
+        capacity = full / latency[model * row + full]
+        whole = int(rates[model] / capacity)
+        if device + whole > num_devices:
+            return -1
+        for _ in range(whole):
+            table[rows, DEVICE_OF], table[rows, MODEL_OF], table[rows, BATCH] = device, model, full
+            table[rows, SHARE], table[rows, CYCLE], table[rows, LOAD] = capacity, latency[model * row + full], 1.0
+            rows += 1
+            device += 1
+        residue[model] = rates[model] - whole * capacity
+        if residue[model] > 1e-9 * rates[model]:
+            cycle[model], load[model] = _alone(latency, row, slo, model, full, residue[model])
+    shared = device
+    for model in np.argsort(-load, kind="mergesort"):
+        if load[model] <= 0.0:
+            break
+        best, fullest = -1, -1.0
+        for candidate in range(shared, device):
+            filled = _fill(latency, row, most, slo, residue, table, rows, candidate, model, cycle[model])
+            if filled > fullest:
+                best, fullest = candidate, filled
+        if best < 0:
+            if device == num_devices:
+                return -1
+            best = device
+            device += 1
+        table[rows, DEVICE_OF], table[rows, MODEL_OF] = best, model
+        table[rows, SHARE], table[rows, CYCLE] = residue[model], cycle[model]
+        rows += 1
+        _shrink(latency, row, residue, table, rows, best)
+    return rows
+
+
+@compiled
+def _saturating(latency: Ints, row: int, most: Ints, slo: Ints, model: int) -> int:
+    """The largest batch of which two take no longer than the SLO; at least 1."""
+    batch = 1
+    while batch < most[model] and 2 * latency[model * row + batch + 1] <= slo[model]:
+        batch += 1
+    return batch
+
+
+@compiled
+def _alone(latency: Ints, row: int, slo: Ints, model: int, full: int, rate: float) -> tuple[float, float]:
+    """The longest duty cycle of a model on a device of its own, and how much of it the device computes."""
+    batch = 1
+    while batch < full and batch / rate + latency[model * row + batch + 1] <= slo[model]:
+        batch += 1
+    needed = latency[model * row + batch]
+    cycle = min(float(max(slo[model] - needed, needed)), batch / rate)
+    return cycle, needed / cycle
+
+
+@compiled
+def _fill(
+    latency: Ints, row: int, most: Ints, slo: Ints, residue: Floats, table: Floats, rows: int, device: int,
+    model: int, cycle: float,
+) -> float:  # fmt: skip
+    """The load of a device with one more model; -1 if it does not fit."""
+    shortest = cycle
+    for at in range(rows):
+        if table[at, DEVICE_OF] == device:
+            shortest = min(shortest, table[at, CYCLE])
+    used = 0.0
+    for at in range(rows + 1):
+        if at < rows and table[at, DEVICE_OF] != device:
+            continue
+        each = int(table[at, MODEL_OF]) if at < rows else model
+        batch = max(int(np.ceil(shortest * residue[each] - _ROUNDING)), 1)
+        if batch > most[each] or shortest + latency[each * row + batch] > slo[each]:
+            return -1.0
+        used += latency[each * row + batch]
+    return used / shortest if used <= shortest else -1.0
+
+
+@compiled
+def _shrink(latency: Ints, row: int, residue: Floats, table: Floats, rows: int, device: int) -> None:
+    """All models of a device take the shortest of their duty cycles, and batches that suit it."""
+    shortest, used = np.inf, 0.0
+    for at in range(rows):
+        if table[at, DEVICE_OF] == device:
+            shortest = min(shortest, table[at, CYCLE])
+    for at in range(rows):
+        if table[at, DEVICE_OF] == device:
+            each = int(table[at, MODEL_OF])
+            table[at, CYCLE] = shortest
+            table[at, BATCH] = max(int(np.ceil(shortest * residue[each] - _ROUNDING)), 1)
+            used += latency[each * row + int(table[at, BATCH])]
+    for at in range(rows):
+        if table[at, DEVICE_OF] == device:
+            table[at, LOAD] = used / shortest
+
+
+@compiled
+def pack_all(latency: Ints, row: int, most: Ints, slo: Ints, rates: Floats, num_devices: int, table: Floats) -> int:
+    """The packing of the highest multiple of all rates that devices suffice for; how many rows it has.
+
+    Where they suffice for less than the rates, those that pack says are served in part; where they suffice for more,
+    devices have room for what comes unevenly. Found by halving, to a hundredth.
+    """
+    low, high = 0.0, 1.0
+    while high < 1e6 and pack(latency, row, most, slo, rates * high, num_devices, table) >= 0:
+        low, high = high, high * 2
+    while high - low > 0.01 * high and high > 1e-6:
+        middle = (low + high) / 2
+        if pack(latency, row, most, slo, rates * middle, num_devices, table) >= 0:
+            low = middle
+        else:
+            high = middle
+    return max(pack(latency, row, most, slo, rates * low, num_devices, table), 0)

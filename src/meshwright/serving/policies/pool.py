@@ -1,0 +1,135 @@
+"""A pool: what a scheduler knows of its queues and devices, as one array of int64.
+
+A pool is a number of like devices that all hold the same models. All of its state lies in one array: it can be copied,
+compared and stored as a whole, it can lie in shared memory, and handing it to compiled functions costs next to nothing.
+The array begins with numbers, which are its first cells (``pool[DELAY]``), and with the places of its columns, so that
+``pool[pool[HEAD] + queue]`` is the head of a queue. `columns` gives the columns as views, by name.
+
+Times are nanoseconds of one clock, that of the simulator or of the machine. A **queue** holds requests by deadline; a
+policy may have one for each model, or for each model on each device.
+
+Decisions are rows of `DECISION` that a driver reads and carries out after each event, with the requests that they are
+about among the ``chosen``:
+
+    RUN       device, queue, requests, when: compute them as one batch, not before ``when``
+    DROP      reason, queue, requests, when: answer that they will not be computed
+    PREEMPT   device, -, -, when: give up what runs there; its requests come again
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+# Later than all that happens, with room to add to it.
+NEVER = 2**61
+
+RUN, DROP, PREEMPT = 0, 1, 2
+DECISION_FIELDS = ("kind", "target", "queue", "first", "count", "when")
+WIDTH = len(DECISION_FIELDS)
+# Why a request was dropped: its deadline cannot be met; its queue is full; what is ahead of it takes too long;
+# others that can still be met are better served; whoever sent it has gone.
+LATE, FULL, CROWDED, SACRIFICED, CANCELLED = 0, 1, 2, 3, 4
+REASONS = ("late", "full", "crowded", "sacrificed", "cancelled")
+
+# States of devices.
+DOWN, IDLE, BUSY = 0, 1, 2
+
+# Numbers: what is spent between a decision and its begin; how long before deadlines batches are planned to end;
+# decisions, and chosen requests, that were written since the driver read them; devices that are there, and idle ones;
+# requests in queues; how many there are of models, queues and devices; entries of ``LATENCY`` for each model; device
+# time (ns) that what is in queues takes, by ``UNIT``; requests that were dropped since the beginning; is ``END`` kept.
+DELAY, SLACK, NUM_DECISIONS, NUM_CHOSEN, NUM_UP, NUM_IDLE, NUM_QUEUED = range(7)
+NUM_MODELS, NUM_QUEUES, NUM_DEVICES, ROW, WORK, NUM_DROPPED, KEEPS_ENDS = range(7, 14)
+_FIRST_COLUMN = 16
+
+# Columns.
+#   of models   LATENCY: ns of model m and batch b at ``m * ROW + b``, `NEVER` for a batch that is too large; MOST: the
+#               largest batch; SLO: ns
+#   of queues   MODEL; requests from HEAD to TAIL (which only grow), by deadline, at ``START + (place & MASK)`` of
+#               DEADLINE and REQUEST; COUNT, SINCE, RATE and TARGET, which belong to the meter (`meter`); UNIT: ns of a
+#               device that a request takes, in batches as they are expected
+#   of devices  DEVICE: the state; FREE_AT: the end of what it has; NEXT: 1 if it has its next batch already
+#   heaps       three columns each, called by the first (`heaps`): TIMER of queues by their next moment, READY of
+#               queues that could run at once by urgency, REST of idle devices by number, END of devices at work by the
+#               end of what they have
+#   OWN         the policy's
+COLUMNS = (
+    *("latency", "most", "slo"),
+    *("model", "start", "mask", "head", "tail", "count", "since", "rate", "target", "unit"),
+    *("timer_key", "timer_item", "timer_place", "ready_key", "ready_item", "ready_place"),
+    *("device", "free_at", "next", "rest_key", "rest_item", "rest_place", "end_key", "end_item", "end_place"),
+    *("deadline", "request", "decision", "chosen", "own"),
+)
+LATENCY, MOST, SLO = range(_FIRST_COLUMN, _FIRST_COLUMN + 3)
+MODEL, START, MASK, HEAD, TAIL, COUNT, SINCE, RATE, TARGET, UNIT = range(LATENCY + 3, LATENCY + 13)
+TIMER, READY = LATENCY + 13, LATENCY + 16
+DEVICE, FREE_AT, NEXT, REST, END = *range(LATENCY + 19, LATENCY + 23), LATENCY + 25
+DEADLINE, REQUEST, DECISION, CHOSEN, OWN = range(LATENCY + 28, LATENCY + 33)
+
+_MOST_DECISIONS = 1024
+
+
+def allocate_pool(
+    latency: Ints,
+    slo: Ints,
+    num_devices: int,
+    *,
+    model_of_queue: Ints | None = None,
+    capacity: Ints | int = 1024,
+    num_own: int = 0,
+    keep_ends: bool = False,
+    delay_ns: int = 0,
+    slack_ns: int = 0,
+) -> Ints:
+    """A pool whose devices are all down and whose queues are empty.
+
+    Args:
+        latency: ns of batches, models × (largest batch + 1); entry 0 is unused, too large batches take `NEVER`.
+        slo: ns from arrival to deadline of each model, which meters of rates use; requests bring their own deadlines.
+        num_devices: devices, numbered from 0.
+        model_of_queue: the model of each queue; a queue for each model by default.
+        capacity: the least number of requests that each queue holds.
+        num_own: numbers that the policy keeps for itself.
+        keep_ends: keep the heap ``END``, for a policy that asks when devices will be free.
+        delay_ns: what passes between a decision and its begin on an idle device.
+        slack_ns: how long before a deadline a batch is planned to end.
+    """
+    num_models, row = latency.shape
+    model = np.arange(num_models) if model_of_queue is None else np.asarray(model_of_queue, np.int64)
+    num_queues = len(model)
+    size = 2 ** np.ceil(np.log2(np.maximum(np.broadcast_to(capacity, num_queues), 2))).astype(np.int64)
+    room = int(size.sum())
+    by_queue = ("model", "start", "mask", "head", "tail", "count", "since", "rate", "target", "unit")
+    sizes = {"latency": latency.size, "most": num_models, "slo": num_models}
+    sizes |= dict.fromkeys((*by_queue, "timer_key", "timer_place", "ready_key", "ready_place"), num_queues)
+    sizes |= dict.fromkeys(("timer_item", "ready_item"), num_queues + 1)
+    sizes |= dict.fromkeys(("device", "free_at", "next", "rest_key", "rest_place", "end_key", "end_place"), num_devices)
+    sizes |= {"rest_item": num_devices + 1, "end_item": num_devices + 1, "deadline": room, "request": room}
+    sizes |= {"decision": _MOST_DECISIONS * WIDTH, "chosen": room + int(size.max()), "own": num_own}
+    ends = _FIRST_COLUMN + len(COLUMNS) + 1 + np.cumsum([0, *(sizes[name] for name in COLUMNS)])
+    pool = np.zeros(int(ends[-1]), np.int64)
+    pool[_FIRST_COLUMN : _FIRST_COLUMN + len(ends)] = ends
+    pool[[DELAY, SLACK, NUM_MODELS, NUM_QUEUES, NUM_DEVICES, ROW]] = (
+        delay_ns, slack_ns, num_models, num_queues, num_devices, row,
+    )  # fmt: skip
+    pool[KEEPS_ENDS] = keep_ends
+    column = columns(pool)
+    column["latency"][:] = np.minimum(latency, NEVER).ravel()
+    column["most"][:] = (latency[:, 1:] < NEVER).sum(axis=1)
+    column["slo"][:] = slo
+    column["model"][:] = model
+    column["unit"][:] = latency[model, 1]
+    column["start"][:] = np.cumsum(size) - size
+    column["mask"][:] = size - 1
+    for name in ("timer_place", "ready_place", "rest_place", "end_place"):
+        column[name][:] = -1
+    return pool
+
+
+def columns(pool: Ints) -> dict[str, Ints]:
+    """The columns of a pool by name, as views: writing to them changes it."""
+    starts = pool[_FIRST_COLUMN : _FIRST_COLUMN + len(COLUMNS) + 1].tolist()
+    return {name: pool[first:end] for name, first, end in zip(COLUMNS, starts[:-1], starts[1:], strict=True)}

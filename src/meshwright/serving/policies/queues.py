@@ -1,0 +1,318 @@
+"""What policies do to a pool: let requests in, drop them, run them. Every function writes what the driver has to do."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.heaps import first_of, least_of, put, size_of, take_out
+from meshwright.serving.policies.pool import (
+    BUSY,
+    CANCELLED,
+    CHOSEN,
+    DEADLINE,
+    DECISION,
+    DELAY,
+    DEVICE,
+    DOWN,
+    DROP,
+    END,
+    FREE_AT,
+    FULL,
+    HEAD,
+    IDLE,
+    KEEPS_ENDS,
+    LATE,
+    LATENCY,
+    MASK,
+    MODEL,
+    MOST,
+    NEVER,
+    NEXT,
+    NUM_CHOSEN,
+    NUM_DECISIONS,
+    NUM_DROPPED,
+    NUM_IDLE,
+    NUM_QUEUED,
+    NUM_UP,
+    PREEMPT,
+    REQUEST,
+    REST,
+    ROW,
+    RUN,
+    SLACK,
+    START,
+    TAIL,
+    UNIT,
+    WIDTH,
+    WORK,
+    Ints,
+)
+
+
+@compiled
+def latency_of(pool: Ints, queue: int, batch: int) -> int:
+    """Nanoseconds of a batch of a queue's model; `NEVER` for one that is too large."""
+    if batch >= pool[ROW]:
+        return NEVER
+    return pool[pool[LATENCY] + pool[pool[MODEL] + queue] * pool[ROW] + batch]
+
+
+@compiled
+def length_of(pool: Ints, queue: int) -> int:
+    """Requests that wait in a queue."""
+    return pool[pool[TAIL] + queue] - pool[pool[HEAD] + queue]
+
+
+@compiled
+def deadline_at(pool: Ints, queue: int, place: int) -> int:
+    """When the request at a place, from head to tail, has to be done: its deadline less the slack."""
+    at = pool[pool[START] + queue] + (place & pool[pool[MASK] + queue])
+    return pool[pool[DEADLINE] + at] - pool[SLACK]
+
+
+@compiled
+def begin_on(pool: Ints, device: int, now: int) -> int:
+    """When a batch begins that is decided now."""
+    return max(now + pool[DELAY], pool[pool[FREE_AT] + device])
+
+
+@compiled
+def idle_device(pool: Ints) -> int:
+    """The idle device with the lowest number, so that others stay idle for good; -1 if there is none."""
+    return first_of(pool, REST) if size_of(pool, REST) > 0 else -1
+
+
+@compiled
+def first_end(pool: Ints, now: int) -> int:
+    """When the first device is free, by prediction: now if one is idle. The pool must keep ends."""
+    return now if size_of(pool, REST) > 0 else max(least_of(pool, END, now), now)
+
+
+@compiled
+def value_work(pool: Ints, queue: int, unit: int) -> None:
+    """From now on a request of this queue is taken to need so many ns of a device."""
+    pool[WORK] += (unit - pool[pool[UNIT] + queue]) * length_of(pool, queue)
+    pool[pool[UNIT] + queue] = unit
+
+
+@compiled
+def drop_late(pool: Ints, now: int, queue: int, begin: int) -> None:
+    """Drop the first requests that would be late even alone, if they began then."""
+    latest = begin + latency_of(pool, queue, 1)
+    head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
+    at = head
+    while at < tail and deadline_at(pool, queue, at) < latest:
+        at += 1
+    drop(pool, now, queue, at - head, LATE)
+
+
+@compiled
+def largest_batch(pool: Ints, queue: int, begin: int) -> int:
+    """The most first requests that are in time if they begin then; at least one."""
+    room = deadline_at(pool, queue, pool[pool[HEAD] + queue]) - begin
+    low, high = 1, min(length_of(pool, queue), pool[pool[MOST] + pool[pool[MODEL] + queue]])
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if latency_of(pool, queue, middle) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@compiled
+def skip_for(pool: Ints, queue: int, begin: int, target: int) -> int:
+    """How many first requests to drop so that a batch of the target, or all that is left, is in time."""
+    head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
+    at = head
+    while at < tail - 1 and latency_of(pool, queue, min(target, tail - at)) > deadline_at(pool, queue, at) - begin:
+        at += 1
+    return at - head
+
+
+@compiled
+def bring_forward(pool: Ints, queue: int, skipped: int, count: int) -> None:
+    """Let ``count`` requests after the first ``skipped`` ones stand before these."""
+    if skipped > 0:
+        head, mask, start = pool[pool[HEAD] + queue], pool[pool[MASK] + queue], pool[pool[START] + queue]
+        for column in (pool[DEADLINE] + start, pool[REQUEST] + start):
+            kept = np.empty(skipped, np.int64)
+            for place in range(skipped):
+                kept[place] = pool[column + ((head + place) & mask)]
+            for place in range(count):
+                pool[column + ((head + place) & mask)] = pool[column + ((head + skipped + place) & mask)]
+            for place in range(skipped):
+                pool[column + ((head + count + place) & mask)] = kept[place]
+
+
+@compiled
+def enter(pool: Ints, now: int, queue: int, request: int, deadline: int) -> bool:
+    """Put a request into a queue, by deadline; False if it was dropped, as the queue is full."""
+    head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
+    mask, start = pool[pool[MASK] + queue], pool[pool[START] + queue]
+    if tail - head > mask:
+        refuse(pool, now, queue, request, FULL)
+        return False
+    deadlines, requests = pool[DEADLINE] + start, pool[REQUEST] + start
+    place = tail & mask
+    while tail > head:
+        before = (tail - 1) & mask
+        if pool[deadlines + before] <= deadline:
+            break
+        pool[deadlines + place] = pool[deadlines + before]
+        pool[requests + place] = pool[requests + before]
+        place = before
+        tail -= 1
+    pool[deadlines + place] = deadline
+    pool[requests + place] = request
+    pool[pool[TAIL] + queue] += 1
+    pool[NUM_QUEUED] += 1
+    pool[WORK] += pool[pool[UNIT] + queue]
+    return True
+
+
+@compiled
+def refuse(pool: Ints, now: int, queue: int, request: int, reason: int) -> None:
+    """Drop a request that is in no queue."""
+    chosen = pool[NUM_CHOSEN]
+    pool[pool[CHOSEN] + chosen] = request
+    pool[NUM_CHOSEN] = chosen + 1
+    pool[NUM_DROPPED] += 1
+    _decide(pool, DROP, reason, queue, chosen, 1, now)
+
+
+@compiled
+def drop(pool: Ints, now: int, queue: int, count: int, reason: int) -> None:
+    """Drop the first requests of a queue."""
+    if count > 0:
+        pool[NUM_DROPPED] += count
+        _decide(pool, DROP, reason, queue, _leave(pool, queue, count), count, now)
+
+
+@compiled
+def cancel(pool: Ints, now: int, queue: int, request: int, deadline: int) -> bool:
+    """Drop one request, wherever in its queue it stands; False if it is not there (any more)."""
+    head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
+    mask, start = pool[pool[MASK] + queue], pool[pool[START] + queue]
+    deadlines, requests = pool[DEADLINE] + start, pool[REQUEST] + start
+    low, high = head, tail
+    while low < high:
+        middle = (low + high) >> 1
+        if pool[deadlines + (middle & mask)] < deadline:
+            low = middle + 1
+        else:
+            high = middle
+    while low < tail and pool[deadlines + (low & mask)] == deadline:
+        if pool[requests + (low & mask)] == request:
+            for place in range(low, tail - 1):
+                pool[deadlines + (place & mask)] = pool[deadlines + ((place + 1) & mask)]
+                pool[requests + (place & mask)] = pool[requests + ((place + 1) & mask)]
+            pool[pool[TAIL] + queue] -= 1
+            pool[NUM_QUEUED] -= 1
+            pool[WORK] -= pool[pool[UNIT] + queue]
+            refuse(pool, now, queue, request, CANCELLED)
+            return True
+        low += 1
+    return False
+
+
+@compiled
+def run(pool: Ints, now: int, queue: int, count: int, device: int) -> None:
+    """Run the first requests of a queue on a device, as soon as it is free; it must not have its next batch already."""
+    begin = begin_on(pool, device, now)
+    if pool[pool[DEVICE] + device] == IDLE:
+        take_out(pool, REST, device)
+        pool[NUM_IDLE] -= 1
+        pool[pool[DEVICE] + device] = BUSY
+    else:
+        pool[pool[NEXT] + device] = 1
+    pool[pool[FREE_AT] + device] = begin + latency_of(pool, queue, count)
+    if pool[KEEPS_ENDS]:
+        put(pool, END, device, pool[pool[FREE_AT] + device])
+    _decide(pool, RUN, device, queue, _leave(pool, queue, count), count, begin)
+
+
+@compiled
+def preempt(pool: Ints, now: int, device: int) -> None:
+    """Give up what runs on a device; its requests come again."""
+    pool[pool[FREE_AT] + device] = now
+    pool[pool[NEXT] + device] = 0
+    rest(pool, device)
+    _decide(pool, PREEMPT, device, 0, pool[NUM_CHOSEN], 0, now)
+
+
+@compiled
+def begin_waiting(pool: Ints, queue: int, count: int, device: int, begin: int) -> None:
+    """The next batch of a device begins now; what follows it is known anew."""
+    pool[pool[NEXT] + device] = 0
+    pool[pool[FREE_AT] + device] = begin + latency_of(pool, queue, count)
+    if pool[KEEPS_ENDS]:
+        put(pool, END, device, pool[pool[FREE_AT] + device])
+
+
+@compiled
+def clear(pool: Ints) -> None:
+    """The driver has carried out all decisions."""
+    pool[NUM_DECISIONS] = 0
+    pool[NUM_CHOSEN] = 0
+
+
+@compiled
+def rest(pool: Ints, device: int) -> None:
+    """A device that is up has nothing to do."""
+    if pool[pool[DEVICE] + device] != IDLE:
+        pool[pool[DEVICE] + device] = IDLE
+        pool[NUM_IDLE] += 1
+        if pool[KEEPS_ENDS]:
+            take_out(pool, END, device)
+        put(pool, REST, device, device)
+
+
+@compiled
+def come_up(pool: Ints, device: int, now: int) -> None:
+    """A device is there from now on; policies are told that it is free."""
+    if pool[pool[DEVICE] + device] == DOWN:
+        pool[NUM_UP] += 1
+        pool[pool[DEVICE] + device] = BUSY
+        pool[pool[FREE_AT] + device] = now
+
+
+@compiled
+def go_down(pool: Ints, device: int) -> None:
+    """A device is gone."""
+    take_out(pool, END, device)
+    pool[pool[NEXT] + device] = 0
+    if pool[pool[DEVICE] + device] == IDLE:
+        take_out(pool, REST, device)
+        pool[NUM_IDLE] -= 1
+    if pool[pool[DEVICE] + device] != DOWN:
+        pool[NUM_UP] -= 1
+        pool[pool[DEVICE] + device] = DOWN
+
+
+@compiled
+def _leave(pool: Ints, queue: int, count: int) -> int:
+    """Move the first requests of a queue to the chosen ones; where they begin there."""
+    first = pool[NUM_CHOSEN]
+    head, mask = pool[pool[HEAD] + queue], pool[pool[MASK] + queue]
+    requests, chosen = pool[REQUEST] + pool[pool[START] + queue], pool[CHOSEN] + first
+    for offset in range(count):
+        pool[chosen + offset] = pool[requests + ((head + offset) & mask)]
+    pool[pool[HEAD] + queue] = head + count
+    pool[NUM_CHOSEN] = first + count
+    pool[NUM_QUEUED] -= count
+    pool[WORK] -= count * pool[pool[UNIT] + queue]
+    return first
+
+
+@compiled
+def _decide(pool: Ints, kind: int, target: int, queue: int, first: int, count: int, when: int) -> None:
+    row = pool[DECISION] + pool[NUM_DECISIONS] * WIDTH
+    pool[row] = kind
+    pool[row + 1] = target
+    pool[row + 2] = queue
+    pool[row + 3] = first
+    pool[row + 4] = count
+    pool[row + 5] = when
+    pool[NUM_DECISIONS] += 1

@@ -1,0 +1,110 @@
+"""Shepherd's online algorithm FLEX (NSDI 2023): the largest batch first, and preemption for much larger ones.
+
+A device that is free runs the largest batch, over all models, whose requests are in time. When a request comes and no
+device is idle, the batch of its queue preempts the smallest one that runs, if it is ``factor`` times as large or more;
+preempted requests come again.
+
+The published pseudocode joins requests that run with those of the same queue that wait; here they come again first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.heaps import cells_of_heap, first_of, lay_heap, put, size_of, take_out
+from meshwright.serving.policies.pool import (
+    DELAY,
+    HEAD,
+    NEVER,
+    OWN,
+    READY,
+    REST,
+    Ints,
+    allocate_pool,
+)
+from meshwright.serving.policies.queues import (
+    begin_on,
+    deadline_at,
+    drop_late,
+    enter,
+    idle_device,
+    largest_batch,
+    length_of,
+    preempt,
+    rest,
+    run,
+)
+
+
+class Shepherd(NamedTuple):
+    """Settings: ``factor`` by which a batch is larger than one that it preempts, in percent."""
+
+    factor: int = 300
+
+    def prepare(self, facts: dict[str, Any]) -> Ints:
+        """A pool with a heap of devices at work by the size of their batch."""
+        pool = allocate_pool(**facts, num_own=cells_of_heap(facts["num_devices"]))
+        lay_heap(pool, int(pool[OWN]), facts["num_devices"])
+        return pool
+
+    def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
+        """Let it in; run its queue on an idle device, or in place of a much smaller batch."""
+        if not enter(pool, now, queue, request, deadline):
+            return
+        put(pool, READY, queue, deadline_at(pool, queue, pool[pool[HEAD] + queue]))
+        if size_of(pool, REST) > 0:
+            _run_largest(pool, now, queue)
+        elif size_of(pool, pool[OWN]) > 0:
+            device = first_of(pool, pool[OWN])
+            running = pool[pool[pool[OWN]] + device]
+            if 100 * length_of(pool, queue) >= self.factor * running:
+                drop_late(pool, now, queue, now + pool[DELAY])
+                if length_of(pool, queue) > 0:
+                    if 100 * largest_batch(pool, queue, now + pool[DELAY]) >= self.factor * running:
+                        preempt(pool, now, device)
+                        take_out(pool, pool[OWN], device)
+                        _run_largest(pool, now, queue)
+                else:
+                    take_out(pool, READY, queue)
+
+    def free(self, pool: Ints, now: int, device: int) -> None:
+        """Run the largest batch of all queues."""
+        take_out(pool, pool[OWN], device)
+        rest(pool, device)
+        best, most, place = -1, 0, 0
+        while place < size_of(pool, READY):
+            queue = pool[pool[READY + 1] + 1 + place]
+            drop_late(pool, now, queue, now + pool[DELAY])
+            if length_of(pool, queue) == 0:
+                take_out(pool, READY, queue)
+                best, most, place = -1, 0, 0
+                continue
+            batch = largest_batch(pool, queue, now + pool[DELAY])
+            if batch > most:
+                best, most = queue, batch
+            place += 1
+        if best >= 0:
+            _run_largest(pool, now, best)
+
+    def wake(self, pool: Ints, now: int) -> None:
+        """Nothing waits for a moment."""
+
+    def next_wake(self, pool: Ints) -> int:
+        """Never."""
+        return NEVER
+
+
+@compiled
+def _run_largest(pool: Ints, now: int, queue: int) -> None:
+    device = idle_device(pool)
+    begin = begin_on(pool, device, now)
+    drop_late(pool, now, queue, begin)
+    if length_of(pool, queue) > 0:
+        batch = largest_batch(pool, queue, begin)
+        run(pool, now, queue, batch, device)
+        put(pool, pool[OWN], device, batch)
+    if length_of(pool, queue) == 0:
+        take_out(pool, READY, queue)
+    else:
+        put(pool, READY, queue, deadline_at(pool, queue, pool[pool[HEAD] + queue]))

@@ -1,0 +1,17 @@
+"""The simulator of serving: requests, devices and a policy on a virtual clock.
+
+simulate    a deployment for some seconds; the highest rates that it serves
+regret      a policy beside others
+engine      the event loop
+"""
+
+from meshwright.serving.simulation.regret import compare_policies
+from meshwright.serving.simulation.simulate import (
+    IN_TIME,
+    Served,
+    ServingResult,
+    find_goodput,
+    simulate_deployment,
+)
+
+__all__ = ["IN_TIME", "Served", "ServingResult", "compare_policies", "find_goodput", "simulate_deployment"]

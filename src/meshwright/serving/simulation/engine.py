@@ -1,0 +1,243 @@
+"""The event loop of the simulator: requests, devices and a policy on a virtual clock, compiled as one function.
+
+Events come in the order of their moments; at equal moments batches end first, then devices fail or return, then the
+policy is woken, then requests arrive. Numba compiles the loop with the policy's own functions in it; `simulate_plainly`
+is the same source uncompiled, for a policy of plain Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple, cast
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.heaps import first_of, is_in, lay_heap, least_of, put, take_out
+from meshwright.serving.policies.hooks import arrive, free, next_wake, wake
+from meshwright.serving.policies.pool import (
+    CHOSEN,
+    DECISION,
+    DEVICE,
+    DOWN,
+    DROP,
+    MODEL,
+    NEVER,
+    NUM_DECISIONS,
+    NUM_DEVICES,
+    REASONS,
+    ROW,
+    RUN,
+    SLO,
+    WIDTH,
+    Ints,
+)
+from meshwright.serving.policies.queues import begin_waiting, clear, come_up, go_down
+
+# What happens once for a batch hands a dozen arrays on; as a call of its own that costs a third of the loop's time
+# (counting references), own measurement 2026-11-23.
+inlined = numba.njit(inline="always")
+
+# Places of an outcome's counts, by model.
+NUM_ARRIVED, NUM_IN_TIME, NUM_TOO_LATE, NUM_BATCHES, NUM_LOST, NUM_DROPPED = range(6)
+NUM_COUNTS = NUM_DROPPED + len(REASONS)
+
+# A latency's place in a histogram: so many places for an SLO, and so many SLOs; what is longer counts in the last one.
+PLACES, SLOS = 1024, 4
+
+
+class Outcome(NamedTuple):
+    """What happened: counts and histogram by model; ns that devices computed; ``late_ns``: the longest latency."""
+
+    counts: Ints
+    histogram: NDArray[np.int32]
+    busy: Ints
+    batches: Ints
+
+
+class Truth(NamedTuple):
+    """What happens to devices, whatever the policy expects; requests that came before ``counted_from`` do not count.
+
+    ``latency`` as in a pool; ``speed`` of each device divides it; ``jitter`` is the deviation of a lognormal factor
+    with mean 1. Device ``change_device[i]`` fails (``change_up[i]`` 0) or returns at ``change_at[i]``, ascending.
+    """
+
+    latency: Ints
+    speed: NDArray[np.float64]
+    jitter: float
+    change_at: Ints
+    change_device: Ints
+    change_up: Ints
+    counted_from: int
+
+
+class Devices(NamedTuple):
+    """What devices really do.
+
+    A heap of those at work by their ends; what each computes, and, in the second half, what it will compute next
+    (queue, count, begin); and whose requests these are.
+    """
+
+    ends: Ints
+    work: Ints
+    requests: Ints
+
+
+@compiled
+def simulate_events(
+    policy: Any, pool: Ints, truth: Truth, arrival: Ints, queue: NDArray[np.int32], outcome: Outcome, seed: int
+) -> int:
+    """Run all requests through a policy; returns the moment of the last event.
+
+    Request i arrives at ``arrival[i]``, ascending, for ``queue[i]``; its deadline is its model's SLO later.
+    """
+    np.random.seed(seed)  # numba's own generator, of this thread  # noqa: NPY002
+    num_devices, num_requests = pool[NUM_DEVICES], len(arrival)
+    slots = (2 * num_devices, pool[ROW])
+    devices = Devices(
+        np.zeros(4 + 3 * num_devices, np.int64), np.zeros((slots[0], 3), np.int64), np.zeros(slots, np.int64)
+    )
+    lay_heap(devices.ends, 0, num_devices)
+    now, at, change = 0, 0, 0
+    for device in range(num_devices):
+        come_up(pool, device, 0)
+        free(policy, pool, 0, device)
+    while True:
+        next_arrival = arrival[at] if at < num_requests else NEVER
+        next_end = least_of(devices.ends, 0, NEVER)
+        next_change = truth.change_at[change] if change < len(truth.change_at) else NEVER
+        next_timer = next_wake(policy, pool)
+        if min(next_arrival, next_end, next_timer) >= NEVER:
+            return now
+        now = max(now, min(next_arrival, next_end, next_change, next_timer))
+        if next_end <= now:
+            _end(policy, pool, truth, arrival, outcome, devices, now)
+        elif next_change <= now:
+            _change(policy, pool, truth, arrival, outcome, devices, change, now)
+            change += 1
+        elif next_timer <= now:
+            wake(policy, pool, now)
+        else:
+            number = int(queue[at])
+            model = pool[pool[MODEL] + number]
+            outcome.counts[model, NUM_ARRIVED] += now >= truth.counted_from
+            arrive(policy, pool, now, number, at, now + pool[pool[SLO] + model])
+            at += 1
+        decision = 0
+        while decision < pool[NUM_DECISIONS]:
+            _carry_out(policy, pool, truth, arrival, outcome, devices, pool[DECISION] + decision * WIDTH, now)
+            decision += 1
+        clear(pool)
+
+
+@inlined
+def _end(policy: Any, pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, now: int) -> None:
+    """The device that ends first is done with its batch; it begins its next one if it has one."""
+    work, requests = devices.work, devices.requests
+    device = first_of(devices.ends, 0)
+    take_out(devices.ends, 0, device)
+    _record(pool, outcome, truth, arrival, requests[device], work[device, 1], pool[pool[MODEL] + work[device, 0]], now)
+    outcome.busy[device] += now - work[device, 2]
+    after = device + len(work) // 2
+    if work[after, 1] > 0:
+        work[device], requests[device] = work[after], requests[after]
+        work[after, 1] = 0
+        begin = max(now, work[device, 2])
+        work[device, 2] = begin
+        begin_waiting(pool, work[device, 0], work[device, 1], device, begin)
+        put(devices.ends, 0, device, begin + _draw_length(pool, truth, device, work[device, 0], work[device, 1]))
+    free(policy, pool, now, device)
+
+
+@compiled
+def _change(
+    policy: Any, pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, change: int, now: int
+) -> None:
+    """A device fails, or returns."""
+    device, is_down = truth.change_device[change], pool[pool[DEVICE] + truth.change_device[change]] == DOWN
+    if truth.change_up[change] == 0:
+        go_down(pool, device)
+        _give_up(policy, pool, arrival, outcome, devices, device, now)
+    elif is_down:
+        come_up(pool, device, now)
+        free(policy, pool, now, device)
+
+
+@inlined
+def _carry_out(
+    policy: Any, pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, row: int, now: int
+) -> None:
+    """Do what one row of decisions says."""
+    kind, target, number, count, begin = pool[row], pool[row + 1], pool[row + 2], pool[row + 4], pool[row + 5]
+    first, model = pool[CHOSEN] + pool[row + 3], pool[pool[MODEL] + pool[row + 2]]
+    if kind == RUN:
+        begin = max(now, begin)
+        is_next = is_in(devices.ends, 0, target)
+        slot = target + len(devices.work) // 2 if is_next else target
+        devices.work[slot, 0], devices.work[slot, 1], devices.work[slot, 2] = number, count, begin
+        for offset in range(count):
+            devices.requests[slot, offset] = pool[first + offset]
+        if not is_next:
+            put(devices.ends, 0, target, begin + _draw_length(pool, truth, target, number, count))
+        outcome.counts[model, NUM_BATCHES] += 1
+        outcome.batches[count] += 1
+    elif kind == DROP:
+        for chosen in range(first, first + count):
+            outcome.counts[model, NUM_DROPPED + target] += arrival[pool[chosen]] >= truth.counted_from
+    else:
+        _give_up(policy, pool, arrival, outcome, devices, target, now)
+
+
+@inlined
+def _draw_length(pool: Ints, truth: Truth, device: int, queue: int, count: int) -> int:
+    """How long a batch really takes."""
+    factor = 1.0 / truth.speed[device]
+    if truth.jitter > 0.0:
+        factor *= np.exp(truth.jitter * np.random.normal() - 0.5 * truth.jitter * truth.jitter)  # noqa: NPY002
+    return int(truth.latency[pool[pool[MODEL] + queue] * pool[ROW] + count] * factor)
+
+
+@compiled
+def _give_up(policy: Any, pool: Ints, arrival: Ints, outcome: Outcome, devices: Devices, device: int, now: int) -> None:
+    """What a device computes is lost, and so is what it would compute next: the requests come again."""
+    if not is_in(devices.ends, 0, device):
+        return
+    take_out(devices.ends, 0, device)
+    outcome.busy[device] += max(now - devices.work[device, 2], 0)
+    for slot in (device, device + len(devices.work) // 2):
+        number, count = devices.work[slot, 0], devices.work[slot, 1]
+        devices.work[slot, 1] = 0
+        model = pool[pool[MODEL] + number]
+        outcome.counts[model, NUM_LOST] += count
+        for place in range(count):
+            request = devices.requests[slot, place]
+            arrive(policy, pool, now, number, request, arrival[request] + pool[pool[SLO] + model])
+
+
+@inlined
+def _record(
+    pool: Ints, outcome: Outcome, truth: Truth, arrival: Ints, requests: Ints, count: int, model: int, now: int
+) -> None:
+    slo = pool[pool[SLO] + model]
+    scale = PLACES / slo
+    for place in range(count):
+        moment = arrival[requests[place]]
+        if moment >= truth.counted_from:
+            outcome.histogram[model, min(int((now - moment) * scale), PLACES * SLOS - 1)] += 1
+            outcome.counts[model, NUM_IN_TIME if now - moment <= slo else NUM_TOO_LATE] += 1
+
+
+def _uncompiled() -> Callable[..., int]:
+    """The event loop and all of its parts as plain Python."""
+    scope = dict(globals())
+    for name, item in globals().items():
+        function = getattr(item, "py_func", None)
+        if function is not None and function.__module__ == __name__:
+            scope[name] = FunctionType(function.__code__, scope, name)
+    return cast("Callable[..., int]", scope["simulate_events"])
+
+
+simulate_plainly = _uncompiled()

@@ -1,0 +1,278 @@
+"""Simulate a deployment under a policy: who is answered in time, how late answers are, what devices do.
+
+`simulate_deployment` runs the requests of some seconds; `find_goodput` looks for the highest rates at which a policy
+answers a share of them in time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.serving.arrivals import draw_arrivals, mean_rate
+from meshwright.serving.batching import bound_scale
+from meshwright.serving.policies.hooks import Policy
+from meshwright.serving.policies.plain import PlainPolicy
+from meshwright.serving.policies.pool import NEVER, REASONS, Ints, allocate_pool
+from meshwright.serving.simulation.engine import (
+    NUM_ARRIVED,
+    NUM_BATCHES,
+    NUM_COUNTS,
+    NUM_DROPPED,
+    NUM_IN_TIME,
+    NUM_LOST,
+    NUM_TOO_LATE,
+    PLACES,
+    SLOS,
+    Outcome,
+    Truth,
+    simulate_events,
+    simulate_plainly,
+)
+from meshwright.spec import Deployment, Latency, Outage, Straggler
+
+# Share of requests in time that goodput asks for, where nothing else is said (as the papers do).
+IN_TIME = 0.99
+_NS = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Served:
+    """What became of the requests of one model (or several), counted; ``dropped`` by reason.
+
+    ``histogram`` counts latencies in places of SLO / `PLACES`.
+    """
+
+    model: str
+    slo_s: float
+    num_requests: int
+    num_in_time: int
+    num_late: int
+    num_batches: int
+    num_again: int
+    dropped: dict[str, int]
+    histogram: NDArray[np.int64] = field(repr=False)
+
+    @property
+    def in_time_share(self) -> float:
+        """Share of all requests that were answered in time; 1 if there were none."""
+        return self.num_in_time / self.num_requests if self.num_requests else 1.0
+
+    @property
+    def mean_batch(self) -> float:
+        """Requests in a batch, in the mean."""
+        return (self.num_in_time + self.num_late) / self.num_batches if self.num_batches else 0.0
+
+    def latency_s(self, share: float) -> float | None:
+        """What this share of the answers took at most (to a thousandth of the SLO); None if there were none."""
+        total = int(self.histogram.sum())
+        if not total:
+            return None
+        place = int(np.searchsorted(np.cumsum(self.histogram), share * total))
+        return (place + 0.5) / PLACES * self.slo_s
+
+    def row(self, seconds: float) -> dict[str, Any]:
+        """Figures for a table."""
+        return {
+            "model": self.model,
+            "requests_per_s": self.num_requests / seconds,
+            "goodput_per_s": self.num_in_time / seconds,
+            "in_time_share": self.in_time_share,
+            "p50_s": self.latency_s(0.5),
+            "p99_s": self.latency_s(0.99),
+            "mean_batch": self.mean_batch,
+            "num_late": self.num_late,
+            **{f"num_{reason}": count for reason, count in self.dropped.items() if count},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServingResult:
+    """``models`` in the order of the deployment, copies together; ``busy_s`` of each device; ``batches`` by size.
+
+    ``seconds`` are those whose requests counted, ``end_s`` is when the last of them was done.
+    """
+
+    seconds: float
+    end_s: float
+    models: tuple[Served, ...]
+    busy_s: NDArray[np.float64] = field(repr=False)
+    batches: NDArray[np.int64] = field(repr=False)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of all models."""
+        return sum(model.num_requests for model in self.models)
+
+    @property
+    def in_time_share(self) -> float:
+        """Share of all requests that were answered in time."""
+        return sum(model.num_in_time for model in self.models) / self.num_requests if self.num_requests else 1.0
+
+    @property
+    def goodput_per_s(self) -> float:
+        """Answers in time per second."""
+        return sum(model.num_in_time for model in self.models) / self.seconds
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the devices' time that they computed."""
+        return float(self.busy_s.sum() / (len(self.busy_s) * self.end_s)) if self.end_s else 0.0
+
+    def row(self) -> dict[str, Any]:
+        """Figures of all models together."""
+        latencies = [model.latency_s(0.99) for model in self.models]
+        return {
+            "requests_per_s": self.num_requests / self.seconds,
+            "goodput_per_s": self.goodput_per_s,
+            "in_time_share": self.in_time_share,
+            "worst_p99_s": max((latency for latency in latencies if latency is not None), default=None),
+            "busy_share": self.busy_share,
+            "mean_batch": sum(m.num_in_time + m.num_late for m in self.models) / max(int(self.batches.sum()), 1),
+        }
+
+
+def simulate_deployment(
+    deployment: Deployment,
+    policy: Policy,
+    seconds: float,
+    *,
+    seed: int = 0,
+    scale: float = 1.0,
+    warm_up_s: float = 0.0,
+) -> ServingResult:
+    """Requests of some seconds, after those of a warm-up that do not count, until the last one is done.
+
+    ``scale`` multiplies all rates of arrival.
+    """
+    arrival, whose = draw_arrivals(deployment.models, warm_up_s + seconds, seed=seed, scale=scale)
+    latency = latency_table(deployment)
+    pool = make_pool(deployment, policy, latency, scale)
+    num_models, row = latency.shape
+    outcome = Outcome(
+        counts=np.zeros((num_models, NUM_COUNTS), np.int64),
+        histogram=np.zeros((num_models, PLACES * SLOS), np.int32),
+        busy=np.zeros(deployment.devices, np.int64),
+        batches=np.zeros(row + 1, np.int64),
+    )
+    truth = _truth(deployment, latency, int(warm_up_s * _NS))
+    if isinstance(policy, PlainPolicy):
+        policy.begin_again()
+        run = simulate_plainly
+    else:
+        run = simulate_events
+    end = run(policy, pool, truth, arrival, whose, outcome, seed)
+    return ServingResult(
+        seconds=seconds,
+        end_s=end / _NS,
+        models=_collect(deployment, outcome),
+        busy_s=outcome.busy / _NS,
+        batches=outcome.batches,
+    )
+
+
+def find_goodput(
+    deployment: Deployment,
+    policy: Policy,
+    seconds: float,
+    *,
+    seed: int = 0,
+    in_time: float = IN_TIME,
+    tolerance: float = 0.002,
+    warm_up_s: float = 1.0,
+) -> tuple[float, ServingResult]:
+    """The highest scale of all rates at which this share of requests is in time, and what then happens.
+
+    Found by halving an interval below twice the staggered bound, to a relative tolerance.
+    """
+    rates = [mean_rate(model.arrivals) for model in deployment.models]
+    low, high = 0.0, 2.0 * bound_scale(deployment.models, rates, deployment.devices)
+    best = None
+    while best is None or high - low > tolerance * high:
+        middle = (low + high) / 2
+        result = simulate_deployment(deployment, policy, seconds, seed=seed, scale=middle, warm_up_s=warm_up_s)
+        if result.in_time_share >= in_time:
+            low, best = middle, result
+        else:
+            high = middle
+        if best is None and high < tolerance:
+            return 0.0, result
+    return low, best
+
+
+def latency_table(deployment: Deployment) -> Ints:
+    """Nanoseconds of batches of all models, copies one by one; only batches that can be in time."""
+    rows = []
+    for model in deployment.models:
+        row = batch_nanoseconds(model.latency, model.slo)
+        rows.extend([row] * model.copies)
+    table = np.full((len(rows), max(map(len, rows))), NEVER, np.int64)
+    for place, row in enumerate(rows):
+        table[place, : len(row)] = row
+    return table
+
+
+def batch_nanoseconds(latency: Latency, slo_s: float) -> Ints:
+    """Nanoseconds of batches from 0 (unused) to the largest that takes no longer than the SLO."""
+    sizes = np.arange(latency.largest + 1)
+    seconds = latency.alpha * sizes + latency.beta
+    return np.round(seconds[seconds <= slo_s] * _NS).astype(np.int64)
+
+
+def make_pool(deployment: Deployment, policy: Policy, latency: Ints, scale: float = 1.0) -> Ints:
+    """The pool of a deployment for a policy, with queues that hold all that can come within an SLO, and more."""
+    slo, capacity = [], []
+    for model in deployment.models:
+        slo += [round(model.slo * _NS)] * model.copies
+        most = 8.0 * mean_rate(model.arrivals) * scale * model.slo
+        capacity += [int(min(max(most, 1024), 2**22))] * model.copies
+    facts: dict[str, Any] = {
+        "latency": latency,
+        "slo": np.array(slo, np.int64),
+        "num_devices": deployment.devices,
+        "capacity": np.array(capacity, np.int64),
+        "delay_ns": round(deployment.delay * _NS),
+        "slack_ns": round(deployment.slack * _NS),
+    }
+    prepare = getattr(policy, "prepare", None)
+    return prepare(facts) if prepare is not None else allocate_pool(**facts)
+
+
+def _truth(deployment: Deployment, latency: Ints, counted_from: int) -> Truth:
+    speed = np.ones(deployment.devices)
+    changes = []
+    for trouble in deployment.troubles:
+        match trouble:
+            case Straggler():
+                speed[trouble.device] /= trouble.factor
+            case Outage():
+                changes.append((round(trouble.since * _NS), trouble.device, 0))
+                if trouble.until is not None:
+                    changes.append((round(trouble.until * _NS), trouble.device, 1))
+    table = np.array(sorted(changes), np.int64).reshape(-1, 3)
+    at, device, up = (np.ascontiguousarray(column) for column in table.T)
+    return Truth(latency.ravel(), speed, deployment.jitter, at, device, up, counted_from)
+
+
+def _collect(deployment: Deployment, outcome: Outcome) -> tuple[Served, ...]:
+    served, first = [], 0
+    for model in deployment.models:
+        counts = outcome.counts[first : first + model.copies].sum(axis=0)
+        served.append(
+            Served(
+                model=model.name,
+                slo_s=float(model.slo),
+                num_requests=int(counts[NUM_ARRIVED]),
+                num_in_time=int(counts[NUM_IN_TIME]),
+                num_late=int(counts[NUM_TOO_LATE]),
+                num_batches=int(counts[NUM_BATCHES]),
+                num_again=int(counts[NUM_LOST]),
+                dropped=dict(zip(REASONS, counts[NUM_DROPPED:].tolist(), strict=True)),
+                histogram=outcome.histogram[first : first + model.copies].sum(axis=0, dtype=np.int64),
+            )
+        )
+        first += model.copies
+    return tuple(served)

@@ -1,0 +1,66 @@
+"""A grid of deployments: every combination of the values of some of its parameters, all simulated.
+
+devices=4,8,16               a field of the deployment
+models.0.slo=10..50:5 ms     of its first model; models.0.arrivals.rate, models.0.latency.beta, ...
+policy=adaptive,symphony     policies beside each other
+scale=0.5..1.5:11            all rates, multiplied
+seed=0..9                    other requests
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from meshwright.serving.policies import load_policy
+from meshwright.serving.simulation import simulate_deployment
+from meshwright.simulator.scenarios import MAX_CASES, Parameter, Sweep, Value, put_value
+from meshwright.spec import Deployment, MeshwrightError, ServingError
+from meshwright.spec.codec import decode, encode
+
+
+def sweep_deployment(
+    parameters: Sequence[Parameter], deployment: Deployment, seconds: float, *, seed: int = 0, scale: float = 1.0
+) -> Sweep:
+    """Simulate every combination, the last parameter changing fastest; a case that cannot be has its ``error``.
+
+    Raises ServingError for too many cases, a parameter given twice, or one of which no value can be.
+    """
+    count = 1
+    for parameter in parameters:
+        count *= len(parameter.values)
+    names = [parameter.name for parameter in parameters]
+    if not 1 <= count <= MAX_CASES or len(set(names)) < len(names):
+        raise ServingError(
+            f"{count} cases of {', '.join(names)} were asked for; expected 1 to {MAX_CASES}, and each parameter once."
+        )
+    rows = []
+    errors = list[MeshwrightError]()
+    for combination in product(*(parameter.values for parameter in parameters)):
+        values = dict(zip(names, combination, strict=True))
+        try:
+            changed, settings = _change(deployment, values, {"seed": seed, "scale": scale})
+            result = simulate_deployment(changed, load_policy(changed.policy), seconds, **settings)
+            rows.append({**values, **result.row()})
+        except MeshwrightError as error:
+            errors.append(error)
+            rows.append({**values, "error": str(error)})
+    if len(errors) == len(rows):
+        raise errors[0]
+    return Sweep(parameters=tuple(parameters), rows=tuple(rows))
+
+
+def _change(
+    deployment: Deployment, values: Mapping[str, Value], settings: dict[str, Any]
+) -> tuple[Deployment, dict[str, Any]]:
+    data = encode(deployment)
+    settings = dict(settings)
+    for name, value in values.items():
+        if name in settings:
+            if isinstance(value, bool | str) or value < 0 or (name == "seed" and not isinstance(value, int)):
+                raise ServingError(f"{name}={value} was asked for; expected a number, not negative.")
+            settings[name] = value
+        else:
+            put_value(data, name.split("."), value, name)
+    return decode(Deployment, data, "deployment"), settings

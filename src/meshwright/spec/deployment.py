@@ -1,0 +1,221 @@
+"""Deployment: models that are served under deadlines, the devices that serve them, and what arrives.
+
+    Latency    l(b) = α b + β seconds for a batch of b, up to a largest batch
+    Arrivals   Poisson · Gamma (bursts) · Diurnal (a day's wave) · Trace (a file of moments)
+    Trouble    Straggler · Outage: what happens to devices
+
+All devices of a deployment are alike, and hold all of its models; `Straggler` makes some of them slower than they are
+taken to be. Rates are requests per second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from meshwright.spec.codec import decode_document
+from meshwright.spec.errors import DocumentError, ServingError
+from meshwright.spec.parsing import read_data
+from meshwright.spec.quantities import Seconds
+
+_MOST_RATE = 1e9
+_LONGEST = 86_400.0
+A_DAY, NO_TIME = Seconds(86_400.0), Seconds(0)
+MOST_DEVICES, MOST_MODELS, LARGEST_BATCH = 1_000_000, 100_000, 65_536
+
+
+def _check(what: str, **bounds_of: tuple[float, float, float]) -> None:
+    """Raise ServingError unless each value is within its bounds: name = (least, value, most)."""
+    for name, (least, value, most) in bounds_of.items():
+        if not least <= value <= most:
+            raise ServingError(f"{what}: {name} is {value:g}; expected {least:g} to {most:g}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poisson:
+    """Requests that come independently of each other."""
+
+    KIND: ClassVar = "poisson"
+    rate: float
+
+    def __post_init__(self) -> None:
+        _check("Poisson arrivals", rate=(0.0, self.rate, _MOST_RATE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gamma:
+    """Gaps of a gamma distribution with this ``shape``: 1 is Poisson, 0.1 comes in bursts (CV² of gaps is 1/shape)."""
+
+    KIND: ClassVar = "gamma"
+    rate: float
+    shape: float
+
+    def __post_init__(self) -> None:
+        _check("Gamma arrivals", rate=(0.0, self.rate, _MOST_RATE), shape=(1e-3, self.shape, 1e3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diurnal:
+    """Poisson arrivals whose rate swings as a cosine between ``low`` and ``high``, beginning with ``low``."""
+
+    KIND: ClassVar = "diurnal"
+    low: float
+    high: float
+    period: Seconds = A_DAY
+
+    def __post_init__(self) -> None:
+        _check("Diurnal arrivals", low=(0.0, self.low, self.high), high=(0.0, self.high, _MOST_RATE))
+        _check("Diurnal arrivals", period=(1e-3, self.period, 366 * _LONGEST))
+
+    @property
+    def rate(self) -> float:
+        """The mean rate."""
+        return (self.low + self.high) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Moments from a text file, one in a line: seconds from its begin, ascending.
+
+    A relative path is one from the deployment's folder. ``speed`` 2 replays it in half the time.
+    """
+
+    KIND: ClassVar = "trace"
+    file: str
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check("A trace", speed=(1e-6, self.speed, 1e6))
+
+
+Arrivals = Poisson | Gamma | Diurnal | Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Seconds of a batch of b: ``alpha`` b + ``beta``; no batch is larger than ``largest``."""
+
+    alpha: Seconds
+    beta: Seconds
+    largest: int = 1024
+
+    def __post_init__(self) -> None:
+        _check("A latency", alpha=(0.0, self.alpha, _LONGEST), beta=(0.0, self.beta, _LONGEST))
+        _check("A latency", largest=(1, self.largest, LARGEST_BATCH))
+        if self.alpha + self.beta < 1e-8:
+            raise ServingError(
+                f"A batch of one takes {self.alpha + self.beta:g} s; expected 10 ns or more. Check alpha and beta."
+            )
+
+    def of(self, batch: float) -> float:
+        """Seconds of a batch."""
+        return self.alpha * batch + self.beta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model, how long its batches take, how soon answers are due (``slo``), and what arrives for it.
+
+    ``copies`` are so many models of this kind, each with such arrivals.
+    """
+
+    name: str
+    slo: Seconds
+    latency: Latency
+    arrivals: Arrivals
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        _check(f"Model {self.name!r}", slo=(1e-6, self.slo, _LONGEST), copies=(1, self.copies, MOST_MODELS))
+        if self.latency.of(1) > self.slo:
+            raise ServingError(
+                f"Model {self.name!r}: a batch of one takes {self.latency.of(1):g} s, longer than its SLO of "
+                f"{self.slo:g} s, so that no request can be met. Give it more time, or another latency."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A device takes ``factor`` times as long as it is taken to."""
+
+    KIND: ClassVar = "straggler"
+    device: int
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check("A straggler", factor=(1e-3, self.factor, 1e6))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """A device is away from ``since`` to ``until``, or for good; its requests come again."""
+
+    KIND: ClassVar = "outage"
+    device: int
+    since: Seconds
+    until: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        if self.until is not None and self.until <= self.since:
+            raise ServingError(
+                f"An outage ends at {self.until:g} s and begins at {self.since:g} s; expected an end after the begin."
+            )
+
+
+Trouble = Straggler | Outage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """See the module's docstring.
+
+    ``policy`` is a name with settings, or ``file.py:Class`` (`meshwright.serving.policies`). ``delay``: what passes
+    between a decision and its begin on an idle device. ``slack``: how long before a deadline batches are planned to
+    end. ``jitter``: deviation of the lognormal factor by which batches take longer or shorter.
+    """
+
+    models: tuple[ServedModel, ...]
+    devices: int
+    policy: str = "adaptive"
+    delay: Seconds = NO_TIME
+    slack: Seconds = NO_TIME
+    jitter: float = 0.0
+    troubles: tuple[Trouble, ...] = ()
+
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        _check("A deployment", devices=(1, self.devices, MOST_DEVICES), jitter=(0.0, self.jitter, 2.0))
+        _check("A deployment", delay=(0.0, self.delay, 60.0), slack=(0.0, self.slack, 60.0))
+        if not self.models:
+            raise ServingError("The deployment has no models; expected at least one.")
+        names = [model.name for model in self.models]
+        again = sorted({name for name in names if names.count(name) > 1})
+        if again:
+            raise ServingError(f"Two models are called {again[0]!r}. Give each its own name, or use `copies`.")
+        _check("A deployment", models=(1, sum(model.copies for model in self.models), MOST_MODELS))
+        for trouble in self.troubles:
+            if not 0 <= trouble.device < self.devices:
+                raise ServingError(
+                    f"A trouble is of device {trouble.device}; there are {self.devices}, from 0 to {self.devices - 1}."
+                )
+
+
+def read_deployment(path: Path | str) -> Deployment:
+    """Read a deployment (.toml, .json); traces beside it are found from anywhere.
+
+    Raises DocumentError with the file's name and the place.
+    """
+    place = Path(path)
+    try:
+        deployment = decode_document(Deployment, read_data(place), str(place))
+    except ServingError as error:
+        raise DocumentError(f"{place}: {error}") from None
+    return replace(deployment, models=tuple(_located(model, place.parent) for model in deployment.models))
+
+
+def _located(model: ServedModel, folder: Path) -> ServedModel:
+    if not isinstance(model.arrivals, Trace):
+        return model
+    return replace(model, arrivals=replace(model.arrivals, file=str(folder / Path(model.arrivals.file).expanduser())))
