@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numba
 import pytest
 
+import meshwright.cost.compiled as compiled_module
 from meshwright.cost.compiled import compiled
 
 
@@ -23,6 +25,7 @@ def test_compiles_without_a_place_for_the_cache():
 SOURCE = """
 from typing import NamedTuple
 
+import meshwright.cost.compiled as compiled_module
 from meshwright.cost.compiled import compiled
 
 
@@ -82,6 +85,7 @@ def test_nothing_is_collected_while_machine_code_is_loaded(tmp_path):
 
 PRODUCTS = """
 import sys
+from pathlib import Path
 import numba
 import numpy as np
 import loops_of_pairs
@@ -99,3 +103,32 @@ def test_linear_algebra_is_imported_by_what_needs_it(tmp_path):
     for _ in range(2):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["False", "4.0"]
+
+
+def test_machine_code_is_stale_when_another_file_of_its_package_has_changed(tmp_path):
+    """A loop holds the code of what it calls; numba alone looks at the loop's own file."""
+    package = tmp_path / "meshwright_copy" / "loops" / "inner"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").write_text("")
+    source = Path(compiled_module.__file__).read_text()
+    (package.parent.parent / "compiled.py").write_text(source)
+    head = "from meshwright_copy.compiled import compiled\n"
+    (package / "outer.py").write_text(
+        head
+        + "from meshwright_copy.loops.called import called\n\n\n@compiled\ndef outer(x):\n    return called(x) + 1\n"
+    )
+
+    def run(factor: int) -> str:
+        text = f"{head}\n\n@compiled\ndef called(x):\n    return {factor} * x\n"
+        (package.parent / "called.py").write_text(text)
+        code = (
+            "from meshwright_copy.loops.inner.outer import outer as f; print(f(10), sum(f.stats.cache_hits.values()))"
+        )
+        command = [sys.executable, "-B", "-c", code]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    assert run(2) == "21 0\n"
+    assert run(30) == "301 0\n"
+    (package.parent / "called.py").touch()
+    assert "301" in run(30)

@@ -3,7 +3,8 @@
 numba keeps the cache beside the source file, or in the user's cache folder when that place cannot be written to.
 When neither can (an installation owned by somebody else and no home folder), it refuses to decorate at all; the
 loops then compile anew in each process. An index of the cache names the types of arguments; one that an older version
-of this package left behind may name what is gone, and counts as empty.
+of this package left behind may name what is gone, and counts as empty. Machine code holds what the loop calls, too, but
+numba looks at the loop's own file only to see whether it is fresh; here any file of its package makes it stale.
 
 The first function that is loaded brings all of numba's own with it, some hundred thousand objects that stay. The
 garbage collector would go through them again and again; it pauses meanwhile, which saves a tenth of the engine's start.
@@ -14,10 +15,13 @@ looked for instead; a function that needs it imports it when it is compiled.
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -31,9 +35,32 @@ def compiled(function: Function) -> Function:
         dispatcher = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:
         return cast("Function", numba.njit(nogil=True)(function))
+    _depend_on_package(dispatcher, function)
     _forgive(dispatcher)
     _load_without_collecting(dispatcher)
     return cast("Function", dispatcher)
+
+
+def _depend_on_package(dispatcher: Any, function: Callable[..., object]) -> None:
+    """Let a change of any file of a package of ours count (numba 0.68, core/caching.py: IndexDataCacheFile)."""
+    file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    house, _, package = function.__module__.partition(".")
+    if hasattr(file, "_source_stamp") and package and house == __name__.partition(".")[0]:
+        depth = len(package.split("."))
+        source = Path(function.__code__.co_filename)
+        is_package = source.name == "__init__.py"
+        folder = source.parents[depth - 1 if is_package else max(depth - 2, 0)]
+        file._source_stamp = (file._source_stamp, _stamp(folder))
+
+
+@cache
+def _stamp(folder: Path) -> str:
+    """Names, sizes and times of all Python files of a folder and those below it."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        about = path.stat()
+        found.update(f"{path.relative_to(folder)} {about.st_size} {about.st_mtime_ns}\n".encode())
+    return found.hexdigest()
 
 
 def _forgive(dispatcher: Any) -> None:
