@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,12 +33,14 @@ PolicyOption = Annotated[
 SecondsOption = Annotated[float, typer.Option(help="Of a deployment: seconds of requests.", min=0.001, max=1e6)]
 SeedOption = Annotated[int, typer.Option(help="Of a deployment: other numbers draw other requests.", min=0, max=2**31)]
 ScaleOption = Annotated[float, typer.Option(help="Of a deployment: multiply all rates by this.", min=0.0, max=1e6)]
-GoodputOption = Annotated[
-    bool, typer.Option("--goodput", help="Of a deployment: look for the highest rates with 99 % in time.")
+GoodputOption = Annotated[bool, typer.Option("--goodput", help="Of a deployment: the highest rates with 99 % in time.")]
+CapacityOption = Annotated[
+    bool,
+    typer.Option("--capacity", help="Of a deployment: the fewest devices with 99 % of each model in time."),
 ]
 
 # Options that say something about a deployment, and those that say something about nothing else.
-_ONLY_OF_DEPLOYMENTS = ("--policy", "--seconds", "--seed", "--scale", "--goodput")
+_ONLY_OF_DEPLOYMENTS = ("--policy", "--seconds", "--seed", "--scale", "--goodput", "--capacity")
 _OF_DEPLOYMENTS = frozenset({*_ONLY_OF_DEPLOYMENTS, "--against", "--sweep", "--plot", "--figure", "--out", "--json"})
 _SCHEMA = b"meshwright/deployment/"
 _SHOWN = ("in_time_share", "goodput_per_s", "worst_p99_s", "busy_share")
@@ -53,6 +56,7 @@ class ServingRequest:
     seed: int
     scale: float
     goodput: bool
+    capacity: bool
     sweep: Sequence[str]
     out: Path | None
     plot: Path | None
@@ -91,7 +95,7 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
     deployment = read_deployment(path)
     policy = request.policy or deployment.policy
     if request.sweep:
-        if request.against or request.goodput:
+        if request.against or request.goodput or request.capacity:
             raise DocumentError("--sweep has policies as a parameter (policy=adaptive,symphony). Leave the others out.")
         parameters = [read_parameter(text) for text in request.sweep]
         sweep = sweep_deployment(
@@ -100,6 +104,11 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
         put_sweep(
             sweep, path.stem, request.out, request.plot, request.figure, as_json=request.as_json, usual=list(_SHOWN)
         )
+        return
+    if request.goodput and request.capacity:
+        raise DocumentError("--goodput changes rates and --capacity devices. Ask for one of them.")
+    if request.capacity:
+        _print_capacity(deployment, [policy, *request.against], request)
         return
     if request.goodput:
         _print_goodput(deployment, [policy, *request.against], request)
@@ -165,6 +174,36 @@ def _print_goodput(deployment: Deployment, policies: Sequence[str], request: Ser
         return
     shown = ("policy", "scale", "goodput_per_s", "bound_share", "worst_p99_s", "mean_batch")
     print_tables(make_table([{name: row[name] for name in shown} for row in rows]), _bound_sentence(deployment, 1.0))
+
+
+def _print_capacity(deployment: Deployment, policies: Sequence[str], request: ServingRequest) -> None:
+    from meshwright.report import make_table
+    from meshwright.serving import find_capacity, load_policy
+
+    rows, told = [], ""
+    for name in dict.fromkeys(policies):
+        found = find_capacity(deployment, load_policy(name), request.seconds, seed=request.seed, scale=request.scale)
+        worst = [
+            min(model.in_time_share for model in result.models) if result else None
+            for result in (found.result, found.fewer)
+        ]
+        rows.append(
+            {
+                "policy": name,
+                "num_devices": found.devices,
+                "worst_in_time_share": worst[0],
+                "one_less_in_time_share": worst[1],
+                "busy_share": found.result.busy_share,
+                "staggered_devices": found.staggered,
+                "uncoordinated_devices": found.uncoordinated if math.isfinite(found.uncoordinated) else None,
+            }
+        )
+        told = f"If devices take turns, {found.staggered:.2f} would do; if they do not, {found.uncoordinated:.2f}."
+    if request.as_json:
+        print_json({"policies": rows})
+        return
+    shown = ("policy", "num_devices", "worst_in_time_share", "one_less_in_time_share", "busy_share")
+    print_tables(make_table([{name: row[name] for name in shown} for row in rows]), told)
 
 
 def _bounds(deployment: Deployment, scale: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from meshwright.cli.planning import given_options
 from meshwright.cli.scenarios import RunStepsOption, ScenarioOption, SeedsOption, follow_scenario, load_scenarios
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
 from meshwright.cli.serving import (
+    CapacityOption,
     GoodputOption,
     PolicyOption,
     ScaleOption,
@@ -122,6 +123,7 @@ def simulate(
     seed: SeedOption = 0,
     scale: ScaleOption = 1.0,
     goodput: GoodputOption = False,
+    capacity: CapacityOption = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the timeline to this file (.json).")] = None,
     trace: TraceOption = None,
     trace_ranks: TraceRanksOption = None,
@@ -167,6 +169,7 @@ def simulate(
             seed=seed,
             scale=scale,
             goodput=goodput,
+            capacity=capacity,
             sweep=sweep or (),
             out=out,
             plot=plot,

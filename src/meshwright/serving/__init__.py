@@ -4,6 +4,7 @@ batching      the equations of batching, and what they bound
 arrivals      when requests come
 policies      which requests run together, where and when
 simulation    a deployment under a policy, on a virtual clock
+capacity      how many devices these requests need
 sweeps        a deployment with some of its values changed
 """
 
@@ -15,6 +16,7 @@ from meshwright.serving.batching import (
     largest_batch,
     throughput,
 )
+from meshwright.serving.capacity import Capacity, find_capacity
 from meshwright.serving.policies import POLICY_NAMES, load_policy
 from meshwright.serving.simulation import (
     Served,
@@ -27,6 +29,7 @@ from meshwright.serving.sweeps import sweep_deployment
 
 __all__ = [
     "POLICY_NAMES",
+    "Capacity",
     "Served",
     "ServingResult",
     "bound_rate",
@@ -34,6 +37,7 @@ __all__ = [
     "compare_policies",
     "devices_for",
     "draw_arrivals",
+    "find_capacity",
     "find_goodput",
     "largest_batch",
     "load_policy",
