@@ -32,14 +32,17 @@ from meshwright.serving.policies.pool import (
     MODEL,
     MOST,
     NEVER,
+    NOMINAL,
     NUM_IDLE,
     NUM_UP,
     READY,
     REST,
     SACRIFICED,
     SLACK,
+    SLOWNESS,
     TARGET,
     TIMER,
+    TYPICAL,
     WORK,
     Ints,
     allocate_pool,
@@ -54,7 +57,9 @@ from meshwright.serving.policies.queues import (
     idle_device,
     largest_batch,
     latency_of,
+    latency_on,
     length_of,
+    observe,
     refuse,
     rest,
     run,
@@ -108,38 +113,58 @@ def admit_request(
 @compiled
 def use_device(pool: Ints, now: int, device: int, spare: int, window: int) -> None:
     """Give a device that has nothing to do the ready queue whose window ends first, or one that waits."""
+    observe(pool, now, device)
     rest(pool, device)
     while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
-        settle(pool, now, first_of(pool, READY), spare, window)
+        if not settle(pool, now, first_of(pool, READY), spare, window):
+            return
     while size_of(pool, TIMER) > 0 and _has_spare(pool, spare):
-        settle(pool, now, first_of(pool, TIMER), spare, window)
+        if not settle(pool, now, first_of(pool, TIMER), spare, window):
+            return
 
 
 @compiled
-def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> None:
-    """What follows from what is in a queue now: it runs, is ready, or waits for its window."""
+def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
+    """What follows from what is in a queue now: it runs, is ready, or waits for its window. Has anything been run?"""
+    has_run = False
     while True:
         drop_late(pool, now, queue, now + pool[DELAY])
         length = length_of(pool, queue)
         if length == 0:
             take_out(pool, TIMER, queue)
             take_out(pool, READY, queue)
-            return
+            return has_run
         deadline = deadline_at(pool, queue, pool[pool[HEAD] + queue]) - pool[DELAY]
         batch = min(length, pool[pool[MOST] + pool[pool[MODEL] + queue]])
-        window_begin = deadline - latency_of(pool, queue, batch + 1)
+        window_begin = deadline - _typically(pool, queue, batch + 1)
         is_ready = window_begin <= now or is_in(pool, READY, queue)
-        if size_of(pool, REST) > 0 and (is_ready or _has_spare(pool, spare)):
+        device = idle_device(pool)
+        if device >= 0 and (is_ready or _has_spare(pool, spare)) and _is_in_time(pool, now, queue, device):
             take_out(pool, READY, queue)
-            _begin(pool, now, queue, window)
+            _begin(pool, now, queue, device, spare, window)
+            has_run = True
         elif is_ready:
             # The timer is for what is then dropped, as it could not even run alone.
             put(pool, TIMER, queue, deadline - latency_of(pool, queue, 1) + 1)
-            put(pool, READY, queue, deadline - latency_of(pool, queue, batch))
-            return
+            put(pool, READY, queue, deadline - _typically(pool, queue, batch))
+            return has_run
         else:
             put(pool, TIMER, queue, window_begin)
-            return
+            return has_run
+
+
+@compiled
+def _typically(pool: Ints, queue: int, batch: int) -> int:
+    """What a batch takes on devices as they are; `NEVER` for one that is too large."""
+    latency = latency_of(pool, queue, batch)
+    return latency * pool[TYPICAL] // NOMINAL if latency < NEVER else NEVER
+
+
+@compiled
+def _is_in_time(pool: Ints, now: int, queue: int, device: int) -> bool:
+    """Can a slow device still answer the first request, alone?"""
+    end = begin_on(pool, device, now) + latency_on(pool, queue, 1, device)
+    return end <= deadline_at(pool, queue, pool[pool[HEAD] + queue])
 
 
 @compiled
@@ -156,15 +181,17 @@ def _has_spare(pool: Ints, spare: int) -> bool:
 
 
 @compiled
-def _begin(pool: Ints, now: int, queue: int, window: int) -> None:
-    """Run the largest batch that is in time on an idle device; its first request could run alone."""
-    device = idle_device(pool)
-    begin = begin_on(pool, device, now)
-    batch = largest_batch(pool, queue, begin)
+def _begin(pool: Ints, now: int, queue: int, device: int, spare: int, window: int) -> None:
+    """Run the largest batch that is in time on an idle device; its first request could run alone.
+
+    For a larger one first requests are dropped, unless other devices are idle that could serve the rest.
+    """
+    begin, slowness = begin_on(pool, device, now), pool[pool[SLOWNESS] + device]
+    batch = largest_batch(pool, queue, begin, slowness)
     target = window * pool[pool[TARGET] + queue] // 100
-    if batch < target:
-        skipped = skip_for(pool, queue, begin, target)
+    if batch < target and not (pool[NUM_IDLE] > 1 and _has_spare(pool, spare)):
+        skipped = skip_for(pool, queue, begin, target, slowness)
         if skipped > 0:
             drop(pool, now, queue, skipped, SACRIFICED)
-            batch = largest_batch(pool, queue, begin)
+            batch = largest_batch(pool, queue, begin, slowness)
     run(pool, now, queue, batch, device)

@@ -34,15 +34,19 @@ WIDTH = len(DECISION_FIELDS)
 LATE, FULL, CROWDED, SACRIFICED, CANCELLED = 0, 1, 2, 3, 4
 REASONS = ("late", "full", "crowded", "sacrificed", "cancelled")
 
+# Slowness of a device that takes what its model is taken to.
+NOMINAL = 1000
+
 # States of devices.
 DOWN, IDLE, BUSY = 0, 1, 2
 
 # Numbers: what is spent between a decision and its begin; how long before deadlines batches are planned to end;
 # decisions, and chosen requests, that were written since the driver read them; devices that are there, and idle ones;
 # requests in queues; how many there are of models, queues and devices; entries of ``LATENCY`` for each model; device
-# time (ns) that what is in queues takes, by ``UNIT``; requests that were dropped since the beginning; is ``END`` kept.
+# time (ns) that what is in queues takes, by ``UNIT``; requests that were dropped since the beginning; is ``END`` kept;
+# how slow devices typically are, in thousandths of what they are taken to be.
 DELAY, SLACK, NUM_DECISIONS, NUM_CHOSEN, NUM_UP, NUM_IDLE, NUM_QUEUED = range(7)
-NUM_MODELS, NUM_QUEUES, NUM_DEVICES, ROW, WORK, NUM_DROPPED, KEEPS_ENDS = range(7, 14)
+NUM_MODELS, NUM_QUEUES, NUM_DEVICES, ROW, WORK, NUM_DROPPED, KEEPS_ENDS, TYPICAL = range(7, 15)
 _FIRST_COLUMN = 16
 
 # Columns.
@@ -51,23 +55,36 @@ _FIRST_COLUMN = 16
 #   of queues   MODEL; requests from HEAD to TAIL (which only grow), by deadline, at ``START + (place & MASK)`` of
 #               DEADLINE and REQUEST; COUNT, SINCE, RATE and TARGET, which belong to the meter (`meter`); UNIT: ns of a
 #               device that a request takes, in batches as they are expected
-#   of devices  DEVICE: the state; FREE_AT: the end of what it has; NEXT: 1 if it has its next batch already
+#   of devices  DEVICE: the state; FREE_AT: the end of what it has; NEXT: 1 if it has its next batch already;
+#               BEGAN: the begin of its batch; SLOWNESS, as TYPICAL, of each (`queues.observe`)
 #   heaps       three columns each, called by the first (`heaps`): TIMER of queues by their next moment, READY of
-#               queues that could run at once by urgency, REST of idle devices by number, END of devices at work by the
-#               end of what they have
+#               queues that could run at once by urgency, REST of idle devices, fast ones first, END of devices at work
+#               by the end of what they have
 #   OWN         the policy's
 COLUMNS = (
     *("latency", "most", "slo"),
     *("model", "start", "mask", "head", "tail", "count", "since", "rate", "target", "unit"),
     *("timer_key", "timer_item", "timer_place", "ready_key", "ready_item", "ready_place"),
-    *("device", "free_at", "next", "rest_key", "rest_item", "rest_place", "end_key", "end_item", "end_place"),
+    *(
+        "device",
+        "free_at",
+        "next",
+        "slowness",
+        "began",
+        "rest_key",
+        "rest_item",
+        "rest_place",
+        "end_key",
+        "end_item",
+        "end_place",
+    ),
     *("deadline", "request", "decision", "chosen", "own"),
 )
 LATENCY, MOST, SLO = range(_FIRST_COLUMN, _FIRST_COLUMN + 3)
 MODEL, START, MASK, HEAD, TAIL, COUNT, SINCE, RATE, TARGET, UNIT = range(LATENCY + 3, LATENCY + 13)
 TIMER, READY = LATENCY + 13, LATENCY + 16
-DEVICE, FREE_AT, NEXT, REST, END = *range(LATENCY + 19, LATENCY + 23), LATENCY + 25
-DEADLINE, REQUEST, DECISION, CHOSEN, OWN = range(LATENCY + 28, LATENCY + 33)
+DEVICE, FREE_AT, NEXT, SLOWNESS, BEGAN, REST, END = *range(LATENCY + 19, LATENCY + 25), LATENCY + 27
+DEADLINE, REQUEST, DECISION, CHOSEN, OWN = range(LATENCY + 30, LATENCY + 35)
 
 _MOST_DECISIONS = 1024
 
@@ -103,10 +120,14 @@ def allocate_pool(
     size = 2 ** np.ceil(np.log2(np.maximum(np.broadcast_to(capacity, num_queues), 2))).astype(np.int64)
     room = int(size.sum())
     by_queue = ("model", "start", "mask", "head", "tail", "count", "since", "rate", "target", "unit")
+    by_device = ("device", "free_at", "next", "slowness", "began", "rest_key", "rest_place", "end_key", "end_place")
     sizes = {"latency": latency.size, "most": num_models, "slo": num_models}
     sizes |= dict.fromkeys((*by_queue, "timer_key", "timer_place", "ready_key", "ready_place"), num_queues)
     sizes |= dict.fromkeys(("timer_item", "ready_item"), num_queues + 1)
-    sizes |= dict.fromkeys(("device", "free_at", "next", "rest_key", "rest_place", "end_key", "end_place"), num_devices)
+    sizes |= dict.fromkeys(
+        ("device", "free_at", "next", "slowness", "began", "rest_key", "rest_place", "end_key", "end_place"),
+        num_devices,
+    )
     sizes |= {"rest_item": num_devices + 1, "end_item": num_devices + 1, "deadline": room, "request": room}
     sizes |= {"decision": _MOST_DECISIONS * WIDTH, "chosen": room + int(size.max()), "own": num_own}
     ends = _FIRST_COLUMN + len(COLUMNS) + 1 + np.cumsum([0, *(sizes[name] for name in COLUMNS)])
@@ -122,6 +143,7 @@ def allocate_pool(
     column["slo"][:] = slo
     column["model"][:] = model
     column["unit"][:] = latency[model, 1]
+    column["slowness"][:] = pool[TYPICAL] = NOMINAL
     column["start"][:] = np.cumsum(size) - size
     column["mask"][:] = size - 1
     for name in ("timer_place", "ready_place", "rest_place", "end_place"):
