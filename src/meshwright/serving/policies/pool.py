@@ -124,10 +124,7 @@ def allocate_pool(
     sizes = {"latency": latency.size, "most": num_models, "slo": num_models}
     sizes |= dict.fromkeys((*by_queue, "timer_key", "timer_place", "ready_key", "ready_place"), num_queues)
     sizes |= dict.fromkeys(("timer_item", "ready_item"), num_queues + 1)
-    sizes |= dict.fromkeys(
-        ("device", "free_at", "next", "slowness", "began", "rest_key", "rest_place", "end_key", "end_place"),
-        num_devices,
-    )
+    sizes |= dict.fromkeys(by_device, num_devices)
     sizes |= {"rest_item": num_devices + 1, "end_item": num_devices + 1, "deadline": room, "request": room}
     sizes |= {"decision": _MOST_DECISIONS * WIDTH, "chosen": room + int(size.max()), "own": num_own}
     ends = _FIRST_COLUMN + len(COLUMNS) + 1 + np.cumsum([0, *(sizes[name] for name in COLUMNS)])
