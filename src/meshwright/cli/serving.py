@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from meshwright.cli.output import print_json, print_tables
-from meshwright.cli.sweeps import put_sweep
+from meshwright.cli.sweeps import check_sweep, put_sweep
 from meshwright.spec.codec import document_kind
 from meshwright.spec.deployment import Deployment, read_deployment
 from meshwright.spec.errors import DocumentError
@@ -92,11 +92,10 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
     from meshwright.serving import compare_policies, load_policy, simulate_deployment, sweep_deployment
     from meshwright.simulator.scenarios import read_parameter
 
+    _refuse_unused(request)
     deployment = read_deployment(path)
     policy = request.policy or deployment.policy
     if request.sweep:
-        if request.against or request.goodput or request.capacity:
-            raise DocumentError("--sweep has policies as a parameter (policy=adaptive,symphony). Leave the others out.")
         parameters = [read_parameter(text) for text in request.sweep]
         sweep = sweep_deployment(
             parameters, replace(deployment, policy=policy), request.seconds, seed=request.seed, scale=request.scale
@@ -105,8 +104,6 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
             sweep, path.stem, request.out, request.plot, request.figure, as_json=request.as_json, usual=list(_SHOWN)
         )
         return
-    if request.goodput and request.capacity:
-        raise DocumentError("--goodput changes rates and --capacity devices. Ask for one of them.")
     if request.capacity:
         _print_capacity(deployment, [policy, *request.against], request)
         return
@@ -125,6 +122,19 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
     _print_result(deployment, policy, result, rows, request)
 
 
+def _refuse_unused(request: ServingRequest) -> None:
+    """Raise DocumentError for options that do not go together: one of them would say nothing."""
+    if request.goodput and request.capacity:
+        raise DocumentError("--goodput changes rates and --capacity devices. Ask for one of them.")
+    if request.sweep and (request.against or request.goodput or request.capacity):
+        raise DocumentError("--sweep has policies as a parameter (policy=adaptive,symphony). Leave the others out.")
+    check_sweep(list(request.sweep), request.out, request.plot, request.figure, {})
+    if request.goodput and request.scale != 1:
+        raise DocumentError("--goodput looks for the highest scale of all rates. Leave --scale out.")
+    if request.out is not None and not request.sweep and request.out.suffix != ".json":
+        raise DocumentError(f"--out {request.out}: results are written as JSON. Choose a name that ends in .json.")
+
+
 def _print_result(
     deployment: Deployment, policy: str, result: ServingResult, rows: list[dict[str, Any]], request: ServingRequest
 ) -> None:
@@ -141,8 +151,6 @@ def _print_result(
         **({"policies": rows} if rows else {}),
     }
     if request.out is not None:
-        if request.out.suffix != ".json":
-            raise DocumentError(f"--out {request.out}: results are written as JSON. Choose a name that ends in .json.")
         write_text(dump_json(document), request.out)
     if request.as_json:
         print_json(document)
@@ -156,29 +164,42 @@ def _print_result(
         make_table([{name: row[name] for name in shown} for row in models]),
         _bound_sentence(deployment, request.scale),
         *((make_table([{name: row[name] for name in compared} for row in rows]),) if rows else ()),
-        *((Text(f"results written to {request.out}"),) if request.out is not None else ()),
+        *_written(request),
     )
+
+
+def _written(request: ServingRequest) -> tuple[Text, ...]:
+    return (Text(f"results written to {request.out}"),) if request.out is not None else ()
 
 
 def _print_goodput(deployment: Deployment, policies: Sequence[str], request: ServingRequest) -> None:
     from meshwright.report import make_table
     from meshwright.serving import find_goodput, load_policy
+    from meshwright.spec.codec import dump_json
 
     bound = _bounds(deployment, 1.0)["staggered_scale"]
     rows = []
     for name in dict.fromkeys(policies):
         scale, result = find_goodput(deployment, load_policy(name), request.seconds, seed=request.seed)
         rows.append({"policy": name, "scale": scale, **result.row(), "bound_share": scale / bound if bound else None})
+    document = {"staggered_scale": bound, "policies": rows}
+    if request.out is not None:
+        write_text(dump_json(document), request.out)
     if request.as_json:
-        print_json({"staggered_scale": bound, "policies": rows})
+        print_json(document)
         return
     shown = ("policy", "scale", "goodput_per_s", "bound_share", "worst_p99_s", "mean_batch")
-    print_tables(make_table([{name: row[name] for name in shown} for row in rows]), _bound_sentence(deployment, 1.0))
+    print_tables(
+        make_table([{name: row[name] for name in shown} for row in rows]),
+        _bound_sentence(deployment, 1.0),
+        *_written(request),
+    )
 
 
 def _print_capacity(deployment: Deployment, policies: Sequence[str], request: ServingRequest) -> None:
     from meshwright.report import make_table
     from meshwright.serving import find_capacity, load_policy
+    from meshwright.spec.codec import dump_json
 
     rows, told = [], ""
     for name in dict.fromkeys(policies):
@@ -199,11 +220,14 @@ def _print_capacity(deployment: Deployment, policies: Sequence[str], request: Se
             }
         )
         told = f"If devices take turns, {found.staggered:.2f} would do; if they do not, {found.uncoordinated:.2f}."
+    document = {"policies": rows}
+    if request.out is not None:
+        write_text(dump_json(document), request.out)
     if request.as_json:
-        print_json({"policies": rows})
+        print_json(document)
         return
     shown = ("policy", "num_devices", "worst_in_time_share", "one_less_in_time_share", "busy_share")
-    print_tables(make_table([{name: row[name] for name in shown} for row in rows]), told)
+    print_tables(make_table([{name: row[name] for name in shown} for row in rows]), told, *_written(request))
 
 
 def _bounds(deployment: Deployment, scale: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ or the devices leaves the requests of all others as they were; models of Poisson
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,10 @@ def draw_arrivals(
 
     ``scale`` multiplies all rates; that of traces by playing them faster. Raises ServingError for too many requests.
     """
+    if not (0 < seconds < math.inf and 0 <= scale < math.inf):
+        raise ServingError(
+            f"{seconds:g} s at {scale:g} times the rates were asked for; expected more than 0 s, and a scale from 0."
+        )
     expected = sum(mean_rate(model.arrivals) * model.copies for model in models) * seconds * scale
     if expected > MOST_REQUESTS:
         raise ServingError(
@@ -111,6 +116,8 @@ def _draw(arrivals: Gamma | Diurnal | Trace, seconds: float, scale: float, rng: 
             chance = (arrivals.low + (arrivals.high - arrivals.low) * swing) / max(arrivals.high, 1e-300)
             return moments[rng.random(len(moments)) < chance]
         case Trace():
+            if scale == 0:
+                return np.zeros(0)
             moments = _read_trace(arrivals.file) / (arrivals.speed * scale)
             return moments[moments < seconds]
         case _:
@@ -118,18 +125,22 @@ def _draw(arrivals: Gamma | Diurnal | Trace, seconds: float, scale: float, rng: 
 
 
 def _gamma(rate: float, shape: float, seconds: float, rng: np.random.Generator) -> Floats:
-    """Gaps are drawn until they fill the time; the first begins somewhere within a gap."""
+    """Gaps are drawn until they fill the time, which begins somewhere within one of them.
+
+    A moment meets a gap the likelier, the longer it is: that one has the distribution of shape + 1.
+    """
     if rate == 0:
         return np.zeros(0)
     mean = 1 / rate
-    pieces, reached = [], -rng.random() * rng.gamma(shape, mean / shape)
+    reached = rng.random() * rng.gamma(shape + 1, mean / shape)
+    pieces = [np.array([reached])]
     while reached < seconds:
         count = int((seconds - reached) * rate * 1.05) + 64
         moments = reached + np.cumsum(rng.gamma(shape, mean / shape, count))
         pieces.append(moments)
         reached = float(moments[-1])
     moments = np.concatenate(pieces)
-    return moments[(moments >= 0) & (moments < seconds)]
+    return moments[moments < seconds]
 
 
 @cache

@@ -36,7 +36,7 @@ def largest_batch(latency: Latency, seconds: float) -> int:
         return 0
     if not latency.alpha:
         return latency.largest
-    batch = min(int((seconds - latency.beta) / latency.alpha), latency.largest)
+    batch = int(min((seconds - latency.beta) / latency.alpha, latency.largest))
     # Division may round either way.
     while batch < latency.largest and latency.of(batch + 1) <= seconds:
         batch += 1

@@ -21,6 +21,7 @@ from meshwright.spec.quantities import Seconds
 
 _MOST_RATE = 1e9
 _LONGEST = 86_400.0
+_YEAR = 366 * _LONGEST
 A_DAY, NO_TIME = Seconds(86_400.0), Seconds(0)
 MOST_DEVICES, MOST_MODELS, LARGEST_BATCH = 1_000_000, 100_000, 65_536
 
@@ -66,7 +67,7 @@ class Diurnal:
 
     def __post_init__(self) -> None:
         _check("Diurnal arrivals", low=(0.0, self.low, self.high), high=(0.0, self.high, _MOST_RATE))
-        _check("Diurnal arrivals", period=(1e-3, self.period, 366 * _LONGEST))
+        _check("Diurnal arrivals", period=(1e-3, self.period, _YEAR))
 
     @property
     def rate(self) -> float:
@@ -157,6 +158,9 @@ class Outage:
     until: Seconds | None = None
 
     def __post_init__(self) -> None:
+        _check("An outage", since=(0.0, self.since, _YEAR))
+        if self.until is not None:
+            _check("An outage", until=(0.0, self.until, _YEAR))
         if self.until is not None and self.until <= self.since:
             raise ServingError(
                 f"An outage ends at {self.until:g} s and begins at {self.since:g} s; expected an end after the begin."

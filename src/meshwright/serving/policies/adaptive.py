@@ -152,6 +152,7 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
     own, longest = pool[OWN], 0
     for model in range(pool[NUM_MODELS]):
         longest = max(longest, pool[pool[SLO] + model])
+    trial = min(trial, NEVER // (4 * longest))
     if pool[own + IN_TRIAL]:
         _choose(pool)
         pool[own + IN_TRIAL] = 0

@@ -37,6 +37,7 @@ from meshwright.serving.policies.queues import (
     deadline_at,
     drop_late,
     enter,
+    forget_down,
     idle_device,
     latency_of,
     length_of,
@@ -103,6 +104,7 @@ def _rank(pool: Ints, queue: int) -> None:
 def _plan(pool: Ints, now: int, ahead: int) -> None:
     """Give batches to devices that are idle or nearly done, as long as there are both."""
     while size_of(pool, READY) > 0:
+        forget_down(pool, pool[OWN])
         is_idle = size_of(pool, REST) > 0
         if not is_idle and least_of(pool, pool[OWN], NEVER) > now:
             return

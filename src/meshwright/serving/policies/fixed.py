@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from meshwright.cost.compiled import compiled
 from meshwright.serving.policies.heaps import first_of, is_in, least_of, put, size_of, take_out
 from meshwright.serving.policies.pool import (
+    DELAY,
+    FREE_AT,
     HEAD,
     LATE,
     MODEL,
@@ -118,7 +120,7 @@ def _see_to(pool: Ints, now: int, queue: int, preferred: int, wait: int) -> None
             while enough > 1 and 2 * latency_of(pool, queue, enough) > slo:
                 enough -= 1
         deadline = deadline_at(pool, queue, pool[pool[HEAD] + queue]) + pool[SLACK]
-        waited = deadline - slo + wait * slo // 100
+        waited = deadline - slo + min(wait, NEVER // slo) * slo // 100
         if not (is_in(pool, READY, queue) or length >= enough or waited <= now):
             put(pool, TIMER, queue, waited)
             return
@@ -154,6 +156,9 @@ def _learn(pool: Ints, now: int, device: int) -> None:
     own = pool[OWN] + pool[NUM_QUEUES] + 3 * device
     queue, batch, begin = pool[own], pool[own + 1], pool[own + 2]
     pool[own + 1] = 0
+    # A device that has failed meanwhile is free from now on, and says nothing about its batch.
+    if pool[pool[FREE_AT] + device] != begin + pool[DELAY] + latency_of(pool, queue, batch):
+        return
     limit = pool[OWN] + queue
     if batch > 0 and now - begin > pool[pool[SLO] + pool[pool[MODEL] + queue]]:
         pool[limit] = max(pool[limit] * 9 // 10, 1000)

@@ -42,7 +42,7 @@ def measure_rate(pool: Ints, now: int, queue: int) -> None:
     if elapsed >= WINDOW_NS or (rate == 0 and pool[count] == _SOON):
         measured = pool[count] / max(elapsed, 1) / PER_NS
         weight = 1.0 if rate == 0 else min(elapsed / (_MEMORY * WINDOW_NS), 1.0)
-        pool[pool[RATE] + queue] = rate + int(weight * (measured - rate))
+        pool[pool[RATE] + queue] = max(rate + int(weight * (measured - rate)), 1)
         pool[count] = 0
         pool[since] = now + 1
         target = staggered_batch(pool, queue, pool[pool[RATE] + queue] * PER_NS)

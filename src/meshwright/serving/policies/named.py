@@ -52,14 +52,17 @@ def load_policy(reference: str) -> Policy:
 
 def _read_settings(reference: str, kind: Callable[..., Any], text: str) -> dict[str, int]:
     known = list(inspect.signature(kind).parameters)
-    settings = {}
+    settings: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         key, separator, value = part.partition("=")
         if key not in known:
             raise ServingError(
                 f"Policy {reference!r} has no setting {key!r}{suggest(key, known)}. It has {', '.join(known)}."
             )
-        if not separator or not value.isdecimal() or int(value) > _LARGEST_SETTING:
+        if key in settings:
+            raise ServingError(f"Policy {reference!r} has {key!r} twice. Give it once.")
+        # Python reads no more than some thousand digits.
+        if not separator or not value.isdecimal() or len(value) > 100 or int(value) > _LARGEST_SETTING:
             raise ServingError(
                 f"Policy {reference!r}: {part!r} is no setting; expected {key}=NUMBER, a whole one from 0 to 10^9."
             )

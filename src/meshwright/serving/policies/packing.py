@@ -38,9 +38,9 @@ def pack(latency: Ints, row: int, most: Ints, slo: Ints, rates: Floats, num_devi
             continue
         full = _saturating(latency, row, most, slo, model)
         capacity = full / latency[model * row + full]
-        whole = int(rates[model] / capacity)
-        if device + whole > num_devices:
+        if rates[model] / capacity >= num_devices + 1 - device:
             return -1
+        whole = int(rates[model] / capacity)
         for _ in range(whole):
             table[rows, DEVICE_OF], table[rows, MODEL_OF], table[rows, BATCH] = device, model, full
             table[rows, SHARE], table[rows, CYCLE], table[rows, LOAD] = capacity, latency[model * row + full], 1.0

@@ -27,6 +27,7 @@ from meshwright.serving.policies.pool import (
     MODEL,
     MOST,
     NEVER,
+    NUM_DECISIONS,
     NUM_DEVICES,
     NUM_QUEUES,
     SLACK,
@@ -37,13 +38,15 @@ from meshwright.spec import ServingError
 from meshwright.spec.own_code import importable, reported
 
 _METHODS = ("arrive", "free")
+_MOST_WAKES = 10_000
 
 
 class View:
     """A pool as a plain policy sees it; times are nanoseconds, ``now`` the moment of the event."""
 
-    def __init__(self, pool: Ints, now: int) -> None:
+    def __init__(self, pool: Ints, now: int, given: dict[int, int]) -> None:
         self._pool = pool
+        self._given = given
         self.now = now
 
     @property
@@ -84,6 +87,7 @@ class View:
     def latency(self, queue: int, batch: int) -> int:
         """What a batch of a queue's model takes; a very large number for one that is too large."""
         self._check("queue", queue, self.num_queues)
+        self._check("batch", batch, NEVER)
         return int(queues.latency_of(self._pool, queue, batch)) if batch > 0 else 0
 
     def largest(self, queue: int) -> int:
@@ -103,10 +107,14 @@ class View:
 
     def enter(self, queue: int, request: int, deadline: int) -> bool:
         """Put the request that has come into its queue; False if the queue is full, and the request is dropped."""
+        self._take(queue, request)
+        if not _is_whole(deadline) or abs(deadline) > NEVER:
+            raise ServingError(f"A policy gave the deadline {deadline!r}; expected nanoseconds as a whole number.")
         return bool(queues.enter(self._pool, self.now, queue, request, deadline))
 
     def refuse(self, queue: int, request: int) -> None:
         """Drop the request that has come."""
+        self._take(queue, request)
         queues.refuse(self._pool, self.now, queue, request, CROWDED)
 
     def drop(self, queue: int, count: int) -> None:
@@ -121,10 +129,26 @@ class View:
             raise ServingError(f"Device {device} was given a batch and is not idle. Ask is_idle before.")
         queues.run(self._pool, self.now, queue, count, device)
 
+    def _take(self, queue: int, request: int) -> None:
+        if self._given.get(request) != queue:
+            raise ServingError(
+                f"A policy put or dropped request {request!r} of queue {queue!r}; expected one that has come for that "
+                "queue, and each of them once."
+            )
+        del self._given[request]
+
     @staticmethod
     def _check(what: str, value: int, end: int) -> None:
-        if not 0 <= value < end:
-            raise ServingError(f"A policy named {what} {value}; expected 0 to {end - 1}.")
+        if not _is_whole(value) or not 0 <= value < end:
+            raise ServingError(f"A policy named {what} {value!r}; expected {_numbers(end)}.")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int)
+
+
+def _numbers(end: int) -> str:
+    return f"a whole number from 0 to {end - 1}" if end > 0 else "none, as there are none"
 
 
 class PlainPolicy:
@@ -134,38 +158,55 @@ class PlainPolicy:
 
     def __init__(self, make: Callable[[], Any], path: Path) -> None:
         self._make, self._path = make, path
-        self._mine = self._begin()
+        self.begin_again()
 
     def begin_again(self) -> None:
         """Forget all that was learned."""
         self._mine = self._begin()
+        # The queue of each request that the policy has neither let in nor dropped.
+        self._given: dict[int, int] = {}
+        self._woken, self._times = -1, 0
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
         """As `Policy`."""
+        self._given[int(request)] = int(queue)
         with self._told("arrive"):
-            self._mine.arrive(View(pool, now), int(now), int(queue), int(request), int(deadline))
+            self._mine.arrive(self._view(pool, now), int(now), int(queue), int(request), int(deadline))
 
     def free(self, pool: Ints, now: int, device: int) -> None:
         """As `Policy`."""
         queues.rest(pool, device)
         with self._told("free"):
-            self._mine.free(View(pool, now), int(now), int(device))
+            self._mine.free(self._view(pool, now), int(now), int(device))
 
     def wake(self, pool: Ints, now: int) -> None:
-        """As `Policy`; nothing if the class has no such method."""
+        """As `Policy`; nothing if the class has no such method.
+
+        Raises ServingError if it is woken again and again at one moment and decides nothing: time would stand still.
+        """
         if hasattr(self._mine, "wake"):
             with self._told("wake"):
-                self._mine.wake(View(pool, now), int(now))
+                self._mine.wake(self._view(pool, now), int(now))
+        self._times = self._times + 1 if now == self._woken and pool[NUM_DECISIONS] == 0 else 0
+        self._woken = now
+        if self._times > _MOST_WAKES:
+            raise ServingError(
+                f"{self._path}: next_wake named {now} ns or earlier {_MOST_WAKES} times, and wake decided nothing. "
+                "Name a moment that is still to come, or None."
+            )
 
     def next_wake(self, pool: Ints) -> int:
         """As `Policy`; never if the class has no such method, or says None."""
         if not hasattr(self._mine, "next_wake"):
             return NEVER
         with self._told("next_wake"):
-            moment = self._mine.next_wake(View(pool, 0))
+            moment = self._mine.next_wake(self._view(pool, 0))
             if moment is not None and not isinstance(moment, int):
                 raise ServingError(f"next_wake returned {moment!r}; expected nanoseconds as a whole number, or None.")
         return NEVER if moment is None else min(int(moment), NEVER)
+
+    def _view(self, pool: Ints, now: int) -> View:
+        return View(pool, int(now), self._given)
 
     def _begin(self) -> Any:
         with importable(self._path.parent), reported(self._path, "Making the policy raised", ServingError):

@@ -6,7 +6,8 @@ The array begins with numbers, which are its first cells (``pool[DELAY]``), and 
 ``pool[pool[HEAD] + queue]`` is the head of a queue. `columns` gives the columns as views, by name.
 
 Times are nanoseconds of one clock, that of the simulator or of the machine. A **queue** holds requests by deadline; a
-policy may have one for each model, or for each model on each device.
+policy may have one for each model, or for each model on each device. Requests come for the queue that has their model's
+number; a policy may use further ones.
 
 Decisions are rows of `DECISION` that a driver reads and carries out after each event, with the requests that they are
 about among the ``chosen``:
@@ -86,7 +87,7 @@ TIMER, READY = LATENCY + 13, LATENCY + 16
 DEVICE, FREE_AT, NEXT, SLOWNESS, BEGAN, REST, END = *range(LATENCY + 19, LATENCY + 25), LATENCY + 27
 DEADLINE, REQUEST, DECISION, CHOSEN, OWN = range(LATENCY + 30, LATENCY + 35)
 
-_MOST_DECISIONS = 1024
+_SOME_DECISIONS = 1024
 
 
 def allocate_pool(
@@ -126,7 +127,10 @@ def allocate_pool(
     sizes |= dict.fromkeys(("timer_item", "ready_item"), num_queues + 1)
     sizes |= dict.fromkeys(by_device, num_devices)
     sizes |= {"rest_item": num_devices + 1, "end_item": num_devices + 1, "deadline": room, "request": room}
-    sizes |= {"decision": _MOST_DECISIONS * WIDTH, "chosen": room + int(size.max()), "own": num_own}
+    # What one event may bring: a drop and a batch of every queue, and two drops before the batch of every device. What
+    # a device gave up, its batch and the next one, can be chosen beside all that waits.
+    num_decisions = _SOME_DECISIONS + 2 * num_queues + 3 * num_devices
+    sizes |= {"decision": num_decisions * WIDTH, "chosen": room + 2 * int(size.max()), "own": num_own}
     ends = _FIRST_COLUMN + len(COLUMNS) + 1 + np.cumsum([0, *(sizes[name] for name in COLUMNS)])
     pool = np.zeros(int(ends[-1]), np.int64)
     pool[_FIRST_COLUMN : _FIRST_COLUMN + len(ends)] = ends

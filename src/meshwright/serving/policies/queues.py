@@ -117,6 +117,13 @@ def idle_device(pool: Ints) -> int:
 
 
 @compiled
+def forget_down(pool: Ints, heap: int) -> None:
+    """Take devices that have failed from the top of a policy's own heap of devices, since no policy is told of them."""
+    while size_of(pool, heap) > 0 and pool[pool[DEVICE] + first_of(pool, heap)] == DOWN:
+        take_out(pool, heap, first_of(pool, heap))
+
+
+@compiled
 def first_end(pool: Ints, now: int) -> int:
     """When the first device is free, by prediction: now if one is idle. The pool must keep ends."""
     return now if size_of(pool, REST) > 0 else max(least_of(pool, END, now), now)
@@ -210,12 +217,17 @@ def enter(pool: Ints, now: int, queue: int, request: int, deadline: int) -> bool
 
 @compiled
 def refuse(pool: Ints, now: int, queue: int, request: int, reason: int) -> None:
-    """Drop a request that is in no queue."""
+    """Drop a request that is in no queue; many at once, as when a device fails, are one decision."""
     chosen = pool[NUM_CHOSEN]
     pool[pool[CHOSEN] + chosen] = request
     pool[NUM_CHOSEN] = chosen + 1
     pool[NUM_DROPPED] += 1
-    _decide(pool, DROP, reason, queue, chosen, 1, now)
+    last = pool[DECISION] + (pool[NUM_DECISIONS] - 1) * WIDTH
+    is_more = pool[NUM_DECISIONS] > 0 and pool[last] == DROP and pool[last + 1] == reason and pool[last + 2] == queue
+    if is_more and pool[last + 3] + pool[last + 4] == chosen:
+        pool[last + 4] += 1
+    else:
+        _decide(pool, DROP, reason, queue, chosen, 1, now)
 
 
 @compiled

@@ -28,6 +28,7 @@ from meshwright.serving.policies.queues import (
     deadline_at,
     drop_late,
     enter,
+    forget_down,
     idle_device,
     largest_batch,
     length_of,
@@ -35,6 +36,7 @@ from meshwright.serving.policies.queues import (
     rest,
     run,
 )
+from meshwright.spec import ServingError
 
 
 class Shepherd(NamedTuple):
@@ -43,7 +45,12 @@ class Shepherd(NamedTuple):
     factor: int = 300
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """A pool with a heap of devices at work by the size of their batch."""
+        """A pool with a heap of devices at work by the size of their batch.
+
+        Raises ServingError for a factor with which two batches would preempt each other for ever.
+        """
+        if self.factor <= 100:
+            raise ServingError(f"shepherd:factor={self.factor}: expected more than 100 (percent).")
         pool = allocate_pool(**facts, num_own=cells_of_heap(facts["num_devices"]))
         lay_heap(pool, int(pool[OWN]), facts["num_devices"])
         return pool
@@ -53,6 +60,7 @@ class Shepherd(NamedTuple):
         if not enter(pool, now, queue, request, deadline):
             return
         put(pool, READY, queue, deadline_at(pool, queue, pool[pool[HEAD] + queue]))
+        forget_down(pool, pool[OWN])
         if size_of(pool, REST) > 0:
             _run_largest(pool, now, queue)
         elif size_of(pool, pool[OWN]) > 0:

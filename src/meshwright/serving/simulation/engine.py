@@ -28,6 +28,7 @@ from meshwright.serving.policies.pool import (
     NEVER,
     NUM_DECISIONS,
     NUM_DEVICES,
+    NUM_QUEUED,
     REASONS,
     ROW,
     RUN,
@@ -47,6 +48,8 @@ NUM_COUNTS = NUM_DROPPED + len(REASONS)
 
 # A latency's place in a histogram: so many places for an SLO, and so many SLOs; what is longer counts in the last one.
 PLACES, SLOS = 1024, 4
+# A batch takes no longer, whatever its device does: what comes after it still fits into int64, and comes before NEVER.
+_LONGEST = 2.0**60
 
 
 class Outcome(NamedTuple):
@@ -78,7 +81,7 @@ class Devices(NamedTuple):
     """What devices really do.
 
     A heap of those at work by their ends; what each computes, and, in the second half, what it will compute next
-    (queue, count, begin); and whose requests these are.
+    (model, count, begin); and whose requests these are. A policy's queue may be another model's before the batch ends.
     """
 
     ends: Ints
@@ -110,7 +113,7 @@ def simulate_events(
         next_end = least_of(devices.ends, 0, NEVER)
         next_change = truth.change_at[change] if change < len(truth.change_at) else NEVER
         next_timer = next_wake(policy, pool)
-        if min(next_arrival, next_end, next_timer) >= NEVER:
+        if min(next_arrival, next_end, next_timer) >= NEVER and (next_change >= NEVER or pool[NUM_QUEUED] == 0):
             return now
         now = max(now, min(next_arrival, next_end, next_change, next_timer))
         if next_end <= now:
@@ -139,7 +142,7 @@ def _end(policy: Any, pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome,
     work, requests = devices.work, devices.requests
     device = first_of(devices.ends, 0)
     take_out(devices.ends, 0, device)
-    _record(pool, outcome, truth, arrival, requests[device], work[device, 1], pool[pool[MODEL] + work[device, 0]], now)
+    _record(pool, outcome, truth, arrival, requests[device], work[device, 1], work[device, 0], now)
     outcome.busy[device] += now - work[device, 2]
     after = device + len(work) // 2
     if work[after, 1] > 0:
@@ -171,19 +174,17 @@ def _carry_out(
     policy: Any, pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, row: int, now: int
 ) -> None:
     """Do what one row of decisions says."""
-    kind, target, number, count, begin = pool[row], pool[row + 1], pool[row + 2], pool[row + 4], pool[row + 5]
+    kind, target, count, begin = pool[row], pool[row + 1], pool[row + 4], pool[row + 5]
     first, model = pool[CHOSEN] + pool[row + 3], pool[pool[MODEL] + pool[row + 2]]
     if kind == RUN:
         begin = max(now, begin)
         is_next = is_in(devices.ends, 0, target)
         slot = target + len(devices.work) // 2 if is_next else target
-        devices.work[slot, 0], devices.work[slot, 1], devices.work[slot, 2] = number, count, begin
+        devices.work[slot, 0], devices.work[slot, 1], devices.work[slot, 2] = model, count, begin
         for offset in range(count):
             devices.requests[slot, offset] = pool[first + offset]
         if not is_next:
-            put(devices.ends, 0, target, begin + _draw_length(pool, truth, target, number, count))
-        outcome.counts[model, NUM_BATCHES] += 1
-        outcome.batches[count] += 1
+            put(devices.ends, 0, target, begin + _draw_length(pool, truth, target, model, count))
     elif kind == DROP:
         for chosen in range(first, first + count):
             outcome.counts[model, NUM_DROPPED + target] += arrival[pool[chosen]] >= truth.counted_from
@@ -192,12 +193,12 @@ def _carry_out(
 
 
 @inlined
-def _draw_length(pool: Ints, truth: Truth, device: int, queue: int, count: int) -> int:
+def _draw_length(pool: Ints, truth: Truth, device: int, model: int, count: int) -> int:
     """How long a batch really takes."""
     factor = 1.0 / truth.speed[device]
     if truth.jitter > 0.0:
         factor *= np.exp(truth.jitter * np.random.normal() - 0.5 * truth.jitter * truth.jitter)  # noqa: NPY002
-    return int(truth.latency[pool[pool[MODEL] + queue] * pool[ROW] + count] * factor)
+    return int(min(truth.latency[model * pool[ROW] + count] * factor, _LONGEST))
 
 
 @compiled
@@ -208,13 +209,12 @@ def _give_up(policy: Any, pool: Ints, arrival: Ints, outcome: Outcome, devices: 
     take_out(devices.ends, 0, device)
     outcome.busy[device] += max(now - devices.work[device, 2], 0)
     for slot in (device, device + len(devices.work) // 2):
-        number, count = devices.work[slot, 0], devices.work[slot, 1]
+        model, count = devices.work[slot, 0], devices.work[slot, 1]
         devices.work[slot, 1] = 0
-        model = pool[pool[MODEL] + number]
         outcome.counts[model, NUM_LOST] += count
         for place in range(count):
             request = devices.requests[slot, place]
-            arrive(policy, pool, now, number, request, arrival[request] + pool[pool[SLO] + model])
+            arrive(policy, pool, now, model, request, arrival[request] + pool[pool[SLO] + model])
 
 
 @inlined
@@ -222,12 +222,16 @@ def _record(
     pool: Ints, outcome: Outcome, truth: Truth, arrival: Ints, requests: Ints, count: int, model: int, now: int
 ) -> None:
     slo = pool[pool[SLO] + model]
-    scale = PLACES / slo
+    scale, counts = PLACES / slo, False
     for place in range(count):
         moment = arrival[requests[place]]
         if moment >= truth.counted_from:
+            counts = True
             outcome.histogram[model, min(int((now - moment) * scale), PLACES * SLOS - 1)] += 1
             outcome.counts[model, NUM_IN_TIME if now - moment <= slo else NUM_TOO_LATE] += 1
+    if counts:
+        outcome.counts[model, NUM_BATCHES] += 1
+        outcome.batches[count] += 1
 
 
 def _uncompiled() -> Callable[..., int]:

@@ -32,7 +32,7 @@ from meshwright.serving.simulation.engine import (
     simulate_events,
     simulate_plainly,
 )
-from meshwright.spec import Deployment, Latency, Outage, Straggler
+from meshwright.spec import Deployment, Latency, Outage, ServingError, Straggler
 
 # Share of requests in time that goodput asks for, where nothing else is said (as the papers do).
 IN_TIME = 0.99
@@ -186,11 +186,14 @@ def find_goodput(
 ) -> tuple[float, ServingResult]:
     """The highest scale of all rates at which this share of requests is in time, and what then happens.
 
-    Found by halving an interval below twice the staggered bound, to a relative tolerance.
+    Found by halving an interval below twice the staggered bound, to a relative tolerance; 0 if it is less than that
+    tolerance of the interval. Raises ServingError where nothing arrives.
     """
     rates = [mean_rate(model.arrivals) for model in deployment.models]
+    if not any(rates):
+        raise ServingError("Nothing arrives in this deployment, so that no multiple of its rates is the highest.")
     low, high = 0.0, 2.0 * bound_scale(deployment.models, rates, deployment.devices)
-    best = None
+    best, least = None, tolerance * high
     while best is None or high - low > tolerance * high:
         middle = (low + high) / 2
         result = simulate_deployment(deployment, policy, seconds, seed=seed, scale=middle, warm_up_s=warm_up_s)
@@ -198,7 +201,7 @@ def find_goodput(
             low, best = middle, result
         else:
             high = middle
-        if best is None and high < tolerance:
+        if best is None and high < least:
             return 0.0, result
     return low, best
 
@@ -243,18 +246,32 @@ def make_pool(deployment: Deployment, policy: Policy, latency: Ints, scale: floa
 
 def _truth(deployment: Deployment, latency: Ints, counted_from: int) -> Truth:
     speed = np.ones(deployment.devices)
-    changes = []
+    away: dict[int, list[tuple[int, int]]] = {}
     for trouble in deployment.troubles:
         match trouble:
             case Straggler():
                 speed[trouble.device] /= trouble.factor
             case Outage():
-                changes.append((round(trouble.since * _NS), trouble.device, 0))
-                if trouble.until is not None:
-                    changes.append((round(trouble.until * _NS), trouble.device, 1))
+                until = NEVER if trouble.until is None else round(trouble.until * _NS)
+                away.setdefault(trouble.device, []).append((round(trouble.since * _NS), until))
+    changes = []
+    for number, outages in away.items():
+        for since, until in _joined(outages):
+            changes += [(since, number, 0)] + ([(until, number, 1)] if until < NEVER else [])
     table = np.array(sorted(changes), np.int64).reshape(-1, 3)
     at, device, up = (np.ascontiguousarray(column) for column in table.T)
     return Truth(latency.ravel(), speed, deployment.jitter, at, device, up, counted_from)
+
+
+def _joined(outages: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Outages of one device, those that overlap or touch as one: it returns when the last of them ends."""
+    joined: list[tuple[int, int]] = []
+    for since, until in sorted(outages):
+        if joined and since <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], until))
+        else:
+            joined.append((since, until))
+    return joined
 
 
 def _collect(deployment: Deployment, outcome: Outcome) -> tuple[Served, ...]:
