@@ -98,12 +98,11 @@ def test_devices_are_learned_to_be_slow():
     for request in range(40):
         queues.enter(found, now, 0, request, 10**9)
         device = queues.idle_device(found)
-        assert device == (0 if request == 0 else device)
         queues.run(found, now, 0, 1, device)
         now += 15 if device == 0 else 10
         queues.observe(found, now, device)
         queues.rest(found, device)
         queues.clear(found)
-    assert abs(int(pool.columns(found)["slowness"][0]) - 1500) <= 300
+    assert 1250 <= pool.columns(found)["slowness"][0] <= 1500
     assert pool.columns(found)["slowness"][1] == pool.NOMINAL
     assert queues.idle_device(found) == 1

@@ -5,11 +5,15 @@ import numpy as np
 from meshwright.spec import (
     BatchMeasurement,
     Cluster,
+    Deployment,
     DeviceGroup,
     DeviceKind,
+    Diurnal,
     Extent,
+    Gamma,
     GradientExchange,
     Graph,
+    Latency,
     Layer,
     Link,
     Loader,
@@ -21,20 +25,26 @@ from meshwright.spec import (
     OpMeasurement,
     Optimizer,
     OptimizerMeasurement,
+    Outage,
     PlacedStage,
     Placement,
     Plan,
+    Poisson,
     Program,
     Section,
+    ServedModel,
     StagePlan,
+    Straggler,
     Stream,
     Tensor,
     Timeline,
+    Trace,
     TransferMeasurement,
     Workload,
     empty_section,
 )
 from meshwright.spec.cluster import NodePath, Racks
+from meshwright.spec.quantities import Seconds
 from meshwright.spec.sharding import OpPlacement, Sharding
 
 LINK = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)
@@ -241,8 +251,35 @@ MEASUREMENTS = Measurements(
     batches=(BatchMeasurement(model="m", batch_size=2, seconds=1e-3, p90_s=2e-3, p99_s=3e-3, num_samples=20),),
 )
 
+DEPLOYMENT = Deployment(
+    models=tuple(
+        ServedModel(
+            name=f"model {place}",
+            slo=Seconds(0.025),
+            latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005), largest=32),
+            arrivals=arrivals,
+            copies=2 + place,
+        )
+        for place, arrivals in enumerate(
+            (
+                Poisson(rate=100.0),
+                Gamma(rate=50.0, shape=0.5),
+                Diurnal(low=1.0, high=2.0, period=Seconds(60.0)),
+                Trace(file="requests.txt", speed=2.0),
+            )
+        )
+    ),
+    devices=4,
+    policy="symphony:window=75",
+    delay=Seconds(0.0001),
+    slack=Seconds(0.001),
+    jitter=0.1,
+    troubles=(Straggler(device=0, factor=1.5), Outage(device=1, since=Seconds(1.0), until=Seconds(2.0))),
+)
+
 EXAMPLES = {
     "cluster": CLUSTER,
+    "deployment": DEPLOYMENT,
     "graph": GRAPH,
     "measurements": MEASUREMENTS,
     "placement": PLACEMENT,

@@ -5,7 +5,7 @@ With l(b) = α b + β the latency of a batch, L the SLO and N devices,
     throughput       N b / l(b)                 `throughput`
     uncoordinated    2 l(b) ≤ L                 a request can just miss a batch (Nexus)
     staggered        (1 + 1/N) l(b) ≤ L         a device is free every l(b) / N; no policy does better in the mean
-    a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r
+    a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r, or for as long as L allows
 
 `bound_rate` is the highest rate of the largest batch that an equation allows. Models that share devices each take a
 number of devices that need not be whole, N = r l(b) / b (`devices_for`); together they can be served if these sum to no
@@ -69,7 +69,13 @@ def devices_for(latency: Latency, slo_s: float, rate: float, equation: Equation 
             low = middle
         else:
             high = middle - 1
-    return rate * latency.of(low) / low
+    needed = rate * latency.of(low) / low
+    if low < largest_batch(latency, slo_s):
+        # A part of a device can also begin a batch of one more before it is full.
+        cycle = slo_s - latency.of(low + 1)
+        part = latency.of(low + 1) / cycle if cycle > 0 else math.inf
+        needed = min(needed, part) if part < 1 else needed
+    return needed
 
 
 def _waits(latency: Latency, batch: int, rate: float) -> float:

@@ -54,7 +54,7 @@ from meshwright.serving.policies.pool import (
 )
 
 # Devices whose slowness differs by less than this are used by number; no device is taken to be faster than a tenth.
-_ALIKE, _LEAST_SLOWNESS = 256, 100
+_ALIKE, _LEAST_SLOWNESS = 250, 100
 
 
 @compiled
