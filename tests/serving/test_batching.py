@@ -1,70 +1,116 @@
-"""The equations of batching against brute force over all sizes of batch, and a published case."""
-
-from __future__ import annotations
+"""The equations of batching, against brute force over the batch and published figures."""
 
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from meshwright.serving import bound_rate, bound_scale, devices_for, largest_batch
-from meshwright.spec import Latency
-from meshwright.spec.quantities import Seconds
-from tests.serving.deployments import make_model
+from meshwright.serving import bound_rate, bound_scale, devices_for, largest_batch, throughput
+from meshwright.spec import Latency, Poisson, ServedModel
 
 LATENCIES = st.builds(
-    lambda alpha, beta, largest: Latency(alpha=Seconds(alpha / 1e3), beta=Seconds(beta / 1e3), largest=largest),
-    st.floats(0.01, 5),
-    st.floats(0.1, 10),
+    lambda alpha, beta, largest: Latency(alpha=alpha, beta=beta, largest=largest),
+    st.just(0.0) | st.floats(1e-5, 0.01),
+    st.floats(1e-6, 0.02),
     st.integers(1, 80),
 )
+SLOS = st.floats(1e-3, 0.5)
+EQUATIONS = ("staggered", "uncoordinated")
 
 
-def sizes(latency):
-    return range(1, latency.largest + 1)
+def seconds(latency, batch):
+    return latency.alpha * batch + latency.beta
 
 
-def test_resnet_50_on_eight_devices():
-    """b = 16 is the largest batch with (1 + 1/8) l(b) ≤ 25 ms; 8 · 16 / l(16) (nexuslb's example)."""
-    latency = Latency(alpha=Seconds(1.053e-3), beta=Seconds(5.072e-3))
+@given(LATENCIES, SLOS)
+def test_the_largest_batch(latency, limit):
+    fitting = [batch for batch in range(1, latency.largest + 1) if seconds(latency, batch) <= limit]
+    assert largest_batch(latency, limit) == max(fitting, default=0)
+
+
+def test_an_alpha_next_to_nothing_is_none():
+    assert largest_batch(Latency(alpha=5e-324, beta=0.01, largest=9), 1.0) == 9
+
+
+@given(LATENCIES, SLOS, st.integers(1, 9))
+def test_the_bound_of_a_rate_is_the_best_batch_that_the_equation_allows(latency, slo, devices):
+    for equation, share in (("staggered", 1 + 1 / devices), ("uncoordinated", 2)):
+        allowed = [
+            devices * batch / seconds(latency, batch)
+            for batch in range(1, latency.largest + 1)
+            if seconds(latency, batch) <= slo / share
+        ]
+        assert bound_rate(latency, slo, devices, equation) == pytest.approx(max(allowed, default=0.0))
+        assert all(throughput(latency, batch, devices) <= max(allowed) + 1e-6 for batch in range(1, len(allowed) + 1))
+
+
+@given(LATENCIES, SLOS, st.floats(0.01, 1e5))
+def test_devices_for_a_rate(latency, slo, rate):
+    assume(seconds(latency, 1) <= slo)
+    # A request alone waits for no other; b of them wait b / r for each other, or for the next of N devices.
+    # What serves a higher rate serves this one: batches that would fill too slowly are padded.
+    needed = {}
+    for equation, limit in (("staggered", slo), ("uncoordinated", slo / 2)):
+        needs = [rate * seconds(latency, 1)] if seconds(latency, 1) <= limit else []
+        for batch in range(1, latency.largest + 1):
+            length = seconds(latency, batch)
+            if length <= limit and length < slo:
+                needs.append(max(rate, batch / (slo - length)) * length / batch)
+        needed[equation] = devices_for(latency, slo, rate, equation)
+        assert needed[equation] == pytest.approx(min(needs, default=math.inf), rel=1e-6)
+        assert devices_for(latency, slo, rate * 1.01, equation) >= needed[equation]
+    assert needed["uncoordinated"] >= needed["staggered"]
+
+
+def test_nothing_needs_nothing_and_the_impossible_no_number():
+    latency = Latency(alpha=0.001, beta=0.01)
+    assert [devices_for(latency, 0.02, 0.0, equation) for equation in EQUATIONS] == [0, 0]
+    assert devices_for(latency, 0.005, 1.0) == math.inf
+    assert bound_rate(latency, 0.005, 3) == 0
+
+
+@given(
+    st.lists(st.tuples(LATENCIES, st.floats(2, 30), st.integers(1, 3)), min_size=1, max_size=3),
+    st.integers(1, 20),
+    st.sampled_from(EQUATIONS),
+)
+def test_at_the_bound_all_devices_are_needed(drawn, devices, equation):
+    models = [
+        ServedModel(
+            name=str(place),
+            slo=max(latency.of(1) * factor, 1e-6),
+            latency=latency,
+            arrivals=Poisson(rate=100.0 * (place + 1)),
+            copies=copies,
+        )
+        for place, (latency, factor, copies) in enumerate(drawn)
+    ]
+    rates = [100.0 * (place + 1) for place in range(len(models))]
+    scale = bound_scale(models, rates, devices, equation)
+
+    def needed(by):
+        return sum(
+            model.copies * devices_for(model.latency, model.slo, rate * by, equation)
+            for model, rate in zip(models, rates, strict=True)
+        )
+
+    assert needed(scale * (1 - 1e-9)) <= devices + 1e-6
+    assert needed(scale * (1 + 1e-9)) > devices - 1e-6
+    assert needed(scale) == pytest.approx(devices)
+    assert bound_scale(models, [2 * rate for rate in rates], devices, equation) == pytest.approx(scale / 2)
+    assert bound_scale(models, rates, devices + 1, equation) > scale
+
+
+def test_nothing_can_be_multiplied_by_anything():
+    model = ServedModel(name="a", slo=1, latency=Latency(alpha=0, beta=1), arrivals=Poisson(rate=0))
+    assert bound_scale([model], [0.0], 1) == math.inf
+    assert bound_scale([model], [1.0], 1, "uncoordinated") == 0
+
+
+def test_the_published_resnet_on_eight_devices():
+    """Symphony, arXiv 2308.07470, section 3.4: l(b) = 1.053 b + 5.072 ms, 25 ms, 8 devices serve 5,839 per second."""
+    latency = Latency(alpha=1.053e-3, beta=5.072e-3)
     assert bound_rate(latency, 0.025, 8) == pytest.approx(5839, abs=1)
-    assert bound_rate(latency, 0.025, 8, "uncoordinated") == pytest.approx(8 * 7 / 12.443e-3, rel=1e-3)
-
-
-@given(LATENCIES, st.floats(1e-3, 0.2))
-def test_the_largest_batch(latency, seconds):
-    assert largest_batch(latency, seconds) == max((b for b in sizes(latency) if latency.of(b) <= seconds), default=0)
-
-
-@given(LATENCIES, st.floats(5e-3, 0.2), st.integers(1, 30))
-def test_the_staggered_rate(latency, slo, devices):
-    fits = [b for b in sizes(latency) if (1 + 1 / devices) * latency.of(b) <= slo]
-    expected = max((devices * b / latency.of(b) for b in fits), default=0.0)
-    assert bound_rate(latency, slo, devices) == pytest.approx(expected, rel=1e-9)
-
-
-@given(LATENCIES, st.floats(16e-3, 0.2), st.floats(1, 1e4))
-def test_the_devices_of_a_rate(latency, slo, rate):
-    def in_time(batch):
-        devices = rate * latency.of(batch) / batch
-        wait = latency.of(batch) / devices if devices >= 1 else batch / rate
-        return batch == 1 or wait + latency.of(batch) <= slo
-
-    needed = [rate * latency.of(b) / b for b in sizes(latency) if latency.of(b) <= slo and in_time(b)]
-    # Batches that are not full, one in each cycle that the SLO allows: part of a device.
-    cycles = [(latency.of(b), slo - latency.of(b)) for b in sizes(latency) if latency.of(b) < slo and not in_time(b)]
-    needed += [computing / cycle for computing, cycle in cycles if computing < cycle and needed]
-    assert devices_for(latency, slo, rate) == pytest.approx(min(needed, default=math.inf), rel=1e-6)
-
-
-@given(st.integers(1, 4), st.floats(1, 500), st.integers(1, 16))
-def test_at_the_bound_all_devices_are_needed(copies, rate, devices):
-    model = make_model(rate=rate, copies=copies)
-    scale = bound_scale([model], [rate], devices)
-    needed = [copies * devices_for(model.latency, model.slo, rate * scale * factor) for factor in (1, 1 + 1e-6)]
-    assert needed[0] <= devices < needed[1]
-
-
-def test_where_nothing_arrives_nothing_is_bounded():
-    assert bound_scale([make_model(rate=0.0)], [0.0], 3) == math.inf
+    assert largest_batch(latency, 0.025 / (1 + 1 / 8)) == 16
+    assert bound_rate(latency, 0.025, 8, "uncoordinated") == pytest.approx(8 * 7 / (1.053e-3 * 7 + 5.072e-3))

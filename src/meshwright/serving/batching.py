@@ -5,7 +5,7 @@ With l(b) = α b + β the latency of a batch, L the SLO and N devices,
     throughput       N b / l(b)                 `throughput`
     uncoordinated    2 l(b) ≤ L                 a request can just miss a batch (Nexus)
     staggered        (1 + 1/N) l(b) ≤ L         a device is free every l(b) / N; no policy does better in the mean
-    a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r, or for as long as L allows
+    a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r, of either kind
 
 `bound_rate` is the highest rate of the largest batch that an equation allows. Models that share devices each take a
 number of devices that need not be whole, N = r l(b) / b (`devices_for`); together they can be served if these sum to no
@@ -56,32 +56,23 @@ def devices_for(latency: Latency, slo_s: float, rate: float, equation: Equation 
     """How many devices a model needs for its rate, the last of them in part; infinite if no number suffices."""
     if rate == 0:
         return 0.0
-    if equation == "uncoordinated":
-        batch = largest_batch(latency, slo_s / 2)
-        return rate * latency.of(batch) / batch if batch else math.inf
-    low, high = 1, largest_batch(latency, slo_s)
+    low, high = 1, largest_batch(latency, slo_s / 2 if equation == "uncoordinated" else slo_s)
+    most = high
     if not high:
         return math.inf
-    # What a batch needs grows with it: l(b) does, and b / r, and N falls. A request alone waits for no other.
+    # Where devices are staggered, l(b) / N is b / r, too. A request alone waits for no other.
     while low < high:
         middle = (low + high + 1) // 2
-        if _waits(latency, middle, rate) + latency.of(middle) <= slo_s:
+        if latency.of(middle) + middle / rate <= slo_s:
             low = middle
         else:
             high = middle - 1
     needed = rate * latency.of(low) / low
-    if low < largest_batch(latency, slo_s):
-        # A part of a device can also begin a batch of one more before it is full.
-        cycle = slo_s - latency.of(low + 1)
-        part = latency.of(low + 1) / cycle if cycle > 0 else math.inf
-        needed = min(needed, part) if part < 1 else needed
+    if low < most and latency.of(low + 1) < slo_s:
+        # A larger batch fills too slowly, and can begin before it is full, as if requests came faster: what serves more
+        # serves less.
+        needed = min(needed, latency.of(low + 1) / (slo_s - latency.of(low + 1)))
     return needed
-
-
-def _waits(latency: Latency, batch: int, rate: float) -> float:
-    """How long a request waits at most for its batch, where devices are staggered."""
-    devices = rate * latency.of(batch) / batch
-    return latency.of(batch) / devices if devices >= 1 else batch / rate
 
 
 def bound_scale(

@@ -53,7 +53,7 @@ _FIRST_COLUMN = 16
 # Columns.
 #   of models   LATENCY: ns of model m and batch b at ``m * ROW + b``, `NEVER` for a batch that is too large; MOST: the
 #               largest batch; SLO: ns
-#   of queues   MODEL; requests from HEAD to TAIL (which only grow), by deadline, at ``START + (place & MASK)`` of
+#   of queues   MODEL; requests from HEAD to TAIL, by deadline, at ``START + (place & MASK)`` of
 #               DEADLINE and REQUEST; COUNT, SINCE, RATE and TARGET, which belong to the meter (`meter`); UNIT: ns of a
 #               device that a request takes, in batches as they are expected
 #   of devices  DEVICE: the state; FREE_AT: the end of what it has; NEXT: 1 if it has its next batch already;

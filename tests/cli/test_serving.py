@@ -1,0 +1,216 @@
+"""`simulate` of a deployment as users type it: what is printed, written and refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.serving import find_goodput, load_policy, simulate_deployment
+from meshwright.spec import read_deployment, write_document
+from tests.spec.examples import PLAN
+
+DEPLOYMENT = """
+schema = "meshwright/deployment/1"
+devices = 2
+policy = "symphony"
+
+[[models]]
+name = "cat"
+slo = "50 ms"
+latency = { alpha = "1 ms", beta = "5 ms", largest = 32 }
+arrivals = { kind = "poisson", rate = 600 }
+
+[[models]]
+name = "dog"
+slo = "100 ms"
+latency = { alpha = "2 ms", beta = "10 ms", largest = 16 }
+arrivals = { kind = "gamma", rate = 60, shape = 0.5 }
+copies = 2
+"""
+OWN = """
+class Mine:
+    def arrive(self, pool, now, queue, request, deadline):
+        pool.refuse(queue, request)
+    def free(self, pool, now, device):
+        pass
+"""
+
+
+@pytest.fixture
+def serve(run):
+    """`simulate` of a deployment in the folder, with options."""
+    Path("served.toml").write_text(DEPLOYMENT)
+    Path("mine.py").write_text(OWN)
+    return lambda *options: run("simulate", "served.toml", "--seconds", "2", *options)
+
+
+def facts(serve, *options):
+    code, out, err = serve(*options, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def refused(serve, *options):
+    code, out, err = serve(*options)
+    assert (code, out) == (1, "")
+    assert "Traceback" not in err
+    return " ".join(err.split())
+
+
+def test_a_deployment_is_simulated_under_its_policy(serve):
+    found = facts(serve)
+    expected = simulate_deployment(read_deployment("served.toml"), load_policy("symphony"), 2.0)
+    assert {**found, **expected.row()} == found
+    assert found["models"] == [each.row(2.0) for each in expected.models]
+    assert (found["policy"], found["seconds"]) == ("symphony", 2.0)
+    assert 0 < found["uncoordinated_scale"] < found["staggered_scale"]
+    assert "policies" not in found
+    code, out, _ = serve()
+    assert code == 0
+    for words in ("symphony:", "cat", "dog", "requests per second in time", "if devices take turns"):
+        assert words in out
+
+
+def test_json_documents_are_deployments_too(serve, run):
+    write_document(read_deployment("served.toml"), "served.json")
+    code, out, _ = run("simulate", "served.json", "--seconds", "2", "--json")
+    assert code == 0
+    assert json.loads(out) == facts(serve)
+
+
+def test_policy_seed_and_scale(serve):
+    assert facts(serve, "--policy", "timeouts:wait=10")["policy"] == "timeouts:wait=10"
+    assert facts(serve, "--policy", "timeouts:wait=0") != facts(serve, "--policy", "timeouts:wait=100")
+    assert facts(serve, "--seed", "1") == facts(serve, "--seed", "1") != facts(serve)
+    double, single = facts(serve, "--scale", "2"), facts(serve)
+    assert double["staggered_scale"] == pytest.approx(single["staggered_scale"] / 2)
+    assert double["requests_per_s"] > 1.5 * single["requests_per_s"]
+    nothing = facts(serve, "--scale", "0")
+    assert (nothing["requests_per_s"], nothing["staggered_scale"], nothing["worst_p99_s"]) == (0, None, None)
+    assert "Nothing arrives." in serve("--scale", "0")[1]
+
+
+def test_an_own_policy_beside_ours(serve):
+    found = facts(
+        serve, "--policy", "mine.py:Mine", "--against", "eager", "--against", "symphony", "--against", "eager"
+    )
+    assert found["in_time_share"] == 0
+    rows = {row["policy"]: row for row in found["policies"]}
+    assert list(rows) == ["mine.py:Mine", "eager", "symphony"]
+    assert rows["mine.py:Mine"]["regret_share"] == 1
+    assert min(row["regret_share"] for row in rows.values()) == 0
+    out = serve("--policy", "mine.py:Mine", "--against", "eager")[1]
+    assert "regret" in out
+    assert "mine.py:Mine" in out
+
+
+def test_goodput_is_a_scale_for_each_policy(serve):
+    found = facts(serve, "--goodput", "--against", "eager")
+    rows = {row["policy"]: row for row in found["policies"]}
+    scale, result = find_goodput(read_deployment("served.toml"), load_policy("symphony"), 2.0)
+    assert rows["symphony"]["scale"] == scale
+    assert {**rows["symphony"], **result.row()} == rows["symphony"]
+    assert rows["symphony"]["bound_share"] == pytest.approx(scale / found["staggered_scale"])
+    code, out, _ = serve("--goodput", "--out", "goodput.json")
+    assert code == 0
+    assert "results written to goodput.json" in out
+    assert json.loads(Path("goodput.json").read_text())["policies"][0]["scale"] == scale
+
+
+def test_results_are_written(serve):
+    code, out, _ = serve("--out", "result.json")
+    assert code == 0
+    assert "results written to result.json" in out
+    assert json.loads(Path("result.json").read_text()) == facts(serve)
+
+
+def test_a_sweep_is_a_table_a_file_and_a_plot(serve):
+    sweep = ("--sweep", "devices=1,2", "--sweep", "policy=eager,symphony")
+    code, out, err = serve(*sweep, "--out", "cases.csv", "--plot", "cases.svg", "--figure", "goodput_per_s")
+    assert (code, err) == (0, "")
+    assert "cases written to cases.csv" in out
+    with Path("cases.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["devices"], row["policy"]) for row in rows] == [
+        ("1", "eager"), ("1", "symphony"), ("2", "eager"), ("2", "symphony"),
+    ]  # fmt: skip
+    assert Path("cases.svg").read_text().startswith("<svg")
+    cases = facts(serve, "--policy", "eager", "--sweep", "scale=1,2", "--seed", "4")["cases"]
+    alone = facts(serve, "--policy", "eager", "--scale", "2", "--seed", "4")
+    assert cases[1]["goodput_per_s"] == alone["goodput_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--policy", "symphny"), "There is no policy 'symphny' (did you mean 'symphony'?)"),
+        (("--against", "clockwerk"), "did you mean 'clockwork'?"),
+        (("--policy", "timeouts:wait=soon"), "'wait=soon' is no setting"),
+        (("--policy", "mine.py:Yours"), "has no function 'Yours'"),
+        (("--policy", "absent.py:Mine"), "There is no file 'absent.py'"),
+        (("--schedule", "gpipe"), "--schedule was given for a deployment, about which it says nothing"),
+        (("--explain",), "--explain was given for a deployment"),
+        (("--trace", "t.json"), "--trace was given for a deployment"),
+        (("--steps", "3"), "--steps was given for a deployment"),
+        (("--cluster", "2xA100"), "--cluster was given for a deployment"),
+        (("--plot", "x.svg"), "--plot and --figure draw the cases of a sweep"),
+        (("--figure", "p99_s"), "--plot and --figure draw the cases of a sweep"),
+        (("--out", "x.csv"), "Choose a name that ends in .json"),
+        (("--goodput", "--scale", "2"), "Leave --scale out"),
+        (("--goodput", "--out", "x.csv"), "Choose a name that ends in .json"),
+        (("--sweep", "devices=1,2", "--out", "x.json"), "choose a name that ends in .csv"),
+        (("--sweep", "devices=1,2", "--plot", "x.png"), "choose a name that ends in .svg"),
+        (("--sweep", "devices=1,2", "--figure", "p98_s"), "--figure 'p98_s' is no column"),
+        (("--sweep", "devices=1,2", "--goodput"), "--sweep has policies as a parameter"),
+        (("--sweep", "devices=1,2", "--against", "eager"), "--sweep has policies as a parameter"),
+        (("--sweep", "device=1,2"), "did you mean 'devices'"),
+        (("--sweep", "devices"), "names no values"),
+        (("--policy", "shepherd:factor=50"), "expected more than 100"),
+    ],
+)
+def test_what_is_refused(serve, options, words):
+    assert words in refused(serve, *options)
+    assert not list(Path().glob("x.*"))
+
+
+def test_rates_of_nothing_have_no_highest_multiple(serve):
+    text = DEPLOYMENT.replace("rate = 600", "rate = 0").replace("rate = 60", "rate = 0")
+    Path("served.toml").write_text(text)
+    assert "Nothing arrives" in refused(serve, "--goodput")
+    assert serve()[0] == 0
+
+
+def test_options_of_deployments_say_nothing_about_plans(run):
+    write_document(PLAN, "plan.json")
+    for option in (["--policy", "eager"], ["--seconds", "3"], ["--seed", "1"], ["--scale", "2"], ["--goodput"]):
+        code, _, err = run("simulate", "plan.json", *option)
+        assert code == 1
+        assert f"{option[0]} is about a deployment" in " ".join(err.split())
+
+
+def test_files_that_are_none(run):
+    Path("bad.toml").write_text(DEPLOYMENT.replace("devices = 2", "devices = 0"))
+    Path("trace.toml").write_text(DEPLOYMENT.replace('"poisson", rate = 600', '"trace", file = "day.txt"'))
+    Path("broken.toml").write_text(DEPLOYMENT + "[[")
+    for name, words in (
+        ("absent.toml", "cannot be read"),
+        ("bad.toml", "devices is 0"),
+        ("trace.toml", "day.txt: cannot be read"),
+        ("broken.toml", "not valid TOML"),
+    ):
+        code, _, err = run("simulate", name)
+        assert code == 1
+        assert "Traceback" not in err
+        assert words in " ".join(err.split())
+    Path("day.txt").write_text("1\n2\n3\n")
+    assert run("simulate", "trace.toml")[0] == 0
+
+
+def test_the_example_that_is_shipped(run):
+    path = Path(__file__).parents[2] / "examples" / "deployments" / "vision.toml"
+    code, out, _ = run("simulate", path, "--seconds", "1", "--json")
+    assert code == 0
+    assert [row["model"] for row in json.loads(out)["models"]] == ["classifier", "detector"]

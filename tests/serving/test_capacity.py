@@ -1,0 +1,56 @@
+"""How many devices requests need, and what is learned of slow ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwright.serving import find_capacity, load_policy, simulate_deployment
+from meshwright.serving.policies import pool, queues
+from meshwright.spec import ServingError, Straggler
+from tests.serving.deployments import one_model
+
+pytestmark = pytest.mark.timeout(400)  # the first test of a policy compiles it
+
+
+def test_capacity_is_where_one_device_less_is_too_little():
+    found = find_capacity(one_model(devices=1, slo=0.025, rate=3000.0), load_policy("symphony"), 3.0)
+    assert found.staggered <= found.devices <= 1.3 * found.staggered + 1
+    assert found.result.in_time_share >= 0.99 > found.fewer.in_time_share
+
+
+def test_no_number_of_devices_helps_where_delay_takes_the_time():
+    deployment = replace(one_model(devices=1, slo=0.008, rate=10.0), delay=0.005)
+    with pytest.raises(ServingError, match="devices do not answer 99 %"):
+        find_capacity(deployment, load_policy("eager"), 1.0)
+
+
+def test_stragglers_are_learned():
+    """Of three devices one takes half as long again; nothing else can be late."""
+    deployment = replace(one_model(devices=3, slo=0.025), troubles=(Straggler(device=0, factor=1.5),))
+    result = simulate_deployment(deployment, load_policy("adaptive"), 20.0, warm_up_s=2.0)
+    assert result.models[0].num_late == 0
+    assert result.in_time_share > 0.999
+
+
+def test_a_device_that_is_slow_is_planned_so_and_used_last():
+    found = pool.allocate_pool(np.array([[0, 10]]), np.array([100]), 2)
+    now = 0
+    for device in (0, 1):
+        queues.come_up(found, device, now)
+        queues.rest(found, device)
+    for request in range(40):
+        queues.enter(found, now, 0, request, 10**9)
+        device = queues.idle_device(found)
+        queues.run(found, now, 0, 1, device)
+        now += 15 if device == 0 else 10
+        queues.observe(found, now, device)
+        queues.rest(found, device)
+        queues.clear(found)
+    slowness = pool.columns(found)["slowness"]
+    assert 1250 <= slowness[0] <= 1500
+    assert slowness[1] == pool.NOMINAL
+    assert queues.idle_device(found) == 1
+    assert queues.latency_on(found, 0, 1, 0) == 10 * slowness[0] // 1000

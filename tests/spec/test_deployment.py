@@ -1,0 +1,150 @@
+"""Deployment documents: what they may say, and what is refused with its place."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.spec import (
+    Deployment,
+    Diurnal,
+    DocumentError,
+    Gamma,
+    Latency,
+    MeshwrightError,
+    Outage,
+    Poisson,
+    ServedModel,
+    ServingError,
+    Straggler,
+    Trace,
+    read_deployment,
+)
+
+GOOD = """
+schema = "meshwright/deployment/1"
+devices = 2
+[[models]]
+name = "a"
+slo = "25 ms"
+latency = { alpha = "1 ms", beta = "5 ms", largest = 8 }
+arrivals = { kind = "poisson", rate = 30 }
+"""
+MODEL = ServedModel(name="a", slo=0.025, latency=Latency(alpha=0.001, beta=0.005, largest=8), arrivals=Poisson(rate=30))
+
+
+def read(tmp_path, text, name="served.toml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return read_deployment(path)
+
+
+def test_a_document_is_read(tmp_path):
+    assert read(tmp_path, GOOD) == Deployment(models=(MODEL,), devices=2)
+    more = GOOD + '[[troubles]]\nkind = "outage"\ndevice = 1\nsince = "2 s"\nuntil = "3 s"\n'
+    more += '[[troubles]]\nkind = "straggler"\ndevice = 0\nfactor = 2\n'
+    assert read(tmp_path, more).troubles == (
+        Outage(device=1, since=2.0, until=3.0),
+        Straggler(device=0, factor=2.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("devices = 2", "devices = 0", "devices is 0; expected 1 to"),
+        ("devices = 2", "devices = 2000000", "expected 1 to 1e"),
+        ("devices = 2", "devices = 1.5", "devices"),
+        ("devices = 2", 'devices = 2\npolicy = "eager"\nslack = "2 min"', "slack is 120; expected 0 to 60"),
+        ("devices = 2", "devices = 2\njitter = 3.0", "jitter is 3; expected 0 to 2"),
+        ("devices = 2", "devices = 2\ndealy = 3", "unknown key 'dealy' .did you mean 'delay'"),
+        ('"25 ms"', '"5 ms"', "no request can be met"),
+        ('"25 ms"', '"25 km"', r"models\[0\].slo"),
+        ('"25 ms"', "-1", "slo"),
+        ('"25 ms"', '"0 s"', "slo is 0"),
+        ('"1 ms"', "-1", "alpha"),
+        ("largest = 8", "largest = 0", "largest is 0; expected 1 to 65536"),
+        ("largest = 8", "largest = 100000", "largest is 100000; expected 1 to 65536"),
+        ('"1 ms", beta = "5 ms"', '"0 s", beta = "0 s"', "A batch of one takes 0 s; expected 10 ns or more"),
+        ("rate = 30", "rate = -30", "rate is -30; expected 0 to"),
+        ("rate = 30", "rate = nan", "finite"),
+        ("rate = 30", 'rate = "30"', r"models\[0\].arrivals"),
+        ('"poisson", rate = 30', '"poisson"', "rate"),
+        ('"poisson"', '"gamma"', "shape"),
+        ('"poisson", rate = 30', '"gamma", rate = 3, shape = 0', "shape is 0; expected 0.001 to 1000"),
+        ('"poisson", rate = 30', '"diurnal", low = 3, high = 2', "low is 3; expected 0 to 2"),
+        ('"poisson", rate = 30', '"diurnal", low = 1, high = 2, period = "0 s"', "period is 0"),
+        ('"poisson", rate = 30', '"trace", file = "x", speed = 0', "speed is 0"),
+        ('"poisson"', '"weekly"', "weekly"),
+        ('name = "a"', 'name = "a"\ncopies = 0', "copies is 0; expected 1 to"),
+        ("[[models]]", "[[model]]", "unknown key 'model'"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_file(tmp_path, old, new, words):
+    assert old in GOOD
+    with pytest.raises(DocumentError, match=words) as caught:
+        read(tmp_path, GOOD.replace(old, new))
+    assert str(caught.value).startswith(str(tmp_path / "served.toml"))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ('kind = "outage"\ndevice = 2\nsince = "0 s"', "of device 2; there are 2, from 0 to 1"),
+        ('kind = "outage"\ndevice = -1\nsince = "0 s"', "of device -1"),
+        ('kind = "outage"\ndevice = 0\nsince = "3 s"\nuntil = "2 s"', "expected an end after the begin"),
+        ('kind = "outage"\ndevice = 0\nsince = "1e20 s"', "since is 1e"),
+        ('kind = "straggler"\ndevice = 0\nfactor = 0', "factor is 0"),
+        ('kind = "fire"\ndevice = 0', "fire"),
+    ],
+)
+def test_a_bad_trouble_is_refused_with_its_file(tmp_path, more, words):
+    with pytest.raises(DocumentError, match=words) as caught:
+        read(tmp_path, f"{GOOD}[[troubles]]\n{more}\n")
+    assert str(caught.value).startswith(str(tmp_path / "served.toml"))
+
+
+def test_models_have_names_of_their_own():
+    with pytest.raises(ServingError, match="Two models are called 'a'"):
+        Deployment(models=(MODEL, MODEL), devices=1)
+    with pytest.raises(ServingError, match="no models"):
+        Deployment(models=(), devices=1)
+    many = replace(MODEL, copies=60_000)
+    with pytest.raises(ServingError, match="models is 120000"):
+        Deployment(models=(many, replace(many, name="b")), devices=1)
+
+
+def test_traces_are_found_beside_their_document(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path)
+    text = GOOD.replace('"poisson", rate = 30', '"trace", file = "FILE"')
+
+    def file(name):
+        return read(tmp_path / "inner", text.replace("FILE", name)).models[0].arrivals.file
+
+    assert file("day.txt") == str(tmp_path / "inner" / "day.txt")
+    assert file("../day.txt") == str(tmp_path / "inner" / ".." / "day.txt")
+    assert file("/elsewhere/day.txt") == "/elsewhere/day.txt"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert file("~/day.txt") == str(tmp_path / "day.txt")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda bad: Poisson(rate=bad),
+        lambda bad: Gamma(rate=bad, shape=1.0),
+        lambda bad: Gamma(rate=1.0, shape=bad),
+        lambda bad: Diurnal(low=0.0, high=bad),
+        lambda bad: Trace(file="x", speed=bad),
+        lambda bad: Latency(alpha=bad, beta=0.0),
+        lambda bad: replace(MODEL, slo=bad),
+        lambda bad: Straggler(device=0, factor=bad),
+        lambda bad: Outage(device=0, since=bad),
+        lambda bad: Outage(device=0, since=0.0, until=bad),
+        lambda bad: Deployment(models=(MODEL,), devices=1, jitter=bad),
+    ],
+)
+def test_what_is_no_number_is_refused_by_every_part(make):
+    for bad in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(MeshwrightError):
+            make(bad)
