@@ -132,10 +132,10 @@ def _shrink(latency: Ints, row: int, residue: Floats, table: Floats, rows: int, 
 
 @compiled
 def pack_all(latency: Ints, row: int, most: Ints, slo: Ints, rates: Floats, num_devices: int, table: Floats) -> int:
-    """The packing of the highest multiple of all rates that devices suffice for; how many rows it has.
+    """The packing of a multiple of all rates that is about as high as devices suffice for; how many rows it has.
 
     Where they suffice for less than the rates, those that pack says are served in part; where they suffice for more,
-    devices have room for what comes unevenly. Found by halving, to a hundredth.
+    devices have room for what comes unevenly. Found by halving, to a hundredth, as if less fitted wherever more does.
     """
     low, high = 0.0, 1.0
     while high < 1e6 and pack(latency, row, most, slo, rates * high, num_devices, table) >= 0:
