@@ -13,7 +13,7 @@ from rich.text import Text
 
 from meshwright.cli.output import print_json, print_tables
 from meshwright.cli.sweeps import check_sweep, put_sweep
-from meshwright.spec.codec import document_kind
+from meshwright.spec.codec import document_kind, dump_json
 from meshwright.spec.deployment import Deployment, read_deployment
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.files import read_regular, write_text
@@ -139,7 +139,6 @@ def _print_result(
     deployment: Deployment, policy: str, result: ServingResult, rows: list[dict[str, Any]], request: ServingRequest
 ) -> None:
     from meshwright.report import make_table
-    from meshwright.spec.codec import dump_json
 
     models = [model.row(result.seconds) for model in result.models]
     document = {
@@ -150,56 +149,51 @@ def _print_result(
         "models": models,
         **({"policies": rows} if rows else {}),
     }
-    if request.out is not None:
-        write_text(dump_json(document), request.out)
-    if request.as_json:
-        print_json(document)
-        return
     shown = ("model", "requests_per_s", "in_time_share", "p50_s", "p99_s", "mean_batch")
     compared = ("policy", "goodput_per_s", "in_time_share", "worst_p99_s", "busy_share", "regret_share")
     total = result.row()
-    print_tables(
+    _put(
+        document,
+        request,
         f"{policy}: {total['goodput_per_s']:.4g} of {total['requests_per_s']:.4g} requests per second in time "
         f"({format_percent(total['in_time_share'], 2)}), devices busy {format_percent(total['busy_share'])}.",
         make_table([{name: row[name] for name in shown} for row in models]),
         _bound_sentence(deployment, request.scale),
         *((make_table([{name: row[name] for name in compared} for row in rows]),) if rows else ()),
-        *_written(request),
     )
 
 
-def _written(request: ServingRequest) -> tuple[Text, ...]:
-    return (Text(f"results written to {request.out}"),) if request.out is not None else ()
+def _put(document: dict[str, Any], request: ServingRequest, *tables: Any) -> None:
+    """Write the document where it was asked for, and print it or its tables."""
+    if request.out is not None:
+        write_text(dump_json(document), request.out)
+    if request.as_json:
+        print_json(document)
+        return
+    print_tables(*tables, *((Text(f"results written to {request.out}"),) if request.out is not None else ()))
 
 
 def _print_goodput(deployment: Deployment, policies: Sequence[str], request: ServingRequest) -> None:
     from meshwright.report import make_table
     from meshwright.serving import find_goodput, load_policy
-    from meshwright.spec.codec import dump_json
 
     bound = _bounds(deployment, 1.0)["staggered_scale"]
     rows = []
     for name in dict.fromkeys(policies):
         scale, result = find_goodput(deployment, load_policy(name), request.seconds, seed=request.seed)
         rows.append({"policy": name, "scale": scale, **result.row(), "bound_share": scale / bound if bound else None})
-    document = {"staggered_scale": bound, "policies": rows}
-    if request.out is not None:
-        write_text(dump_json(document), request.out)
-    if request.as_json:
-        print_json(document)
-        return
     shown = ("policy", "scale", "goodput_per_s", "bound_share", "worst_p99_s", "mean_batch")
-    print_tables(
+    _put(
+        {"staggered_scale": bound, "policies": rows},
+        request,
         make_table([{name: row[name] for name in shown} for row in rows]),
         _bound_sentence(deployment, 1.0),
-        *_written(request),
     )
 
 
 def _print_capacity(deployment: Deployment, policies: Sequence[str], request: ServingRequest) -> None:
     from meshwright.report import make_table
     from meshwright.serving import find_capacity, load_policy
-    from meshwright.spec.codec import dump_json
 
     rows, told = [], ""
     for name in dict.fromkeys(policies):
@@ -220,14 +214,8 @@ def _print_capacity(deployment: Deployment, policies: Sequence[str], request: Se
             }
         )
         told = f"If devices take turns, {found.staggered:.2f} would do; if they do not, {found.uncoordinated:.2f}."
-    document = {"policies": rows}
-    if request.out is not None:
-        write_text(dump_json(document), request.out)
-    if request.as_json:
-        print_json(document)
-        return
     shown = ("policy", "num_devices", "worst_in_time_share", "one_less_in_time_share", "busy_share")
-    print_tables(make_table([{name: row[name] for name in shown} for row in rows]), told, *_written(request))
+    _put({"policies": rows}, request, make_table([{name: row[name] for name in shown} for row in rows]), told)
 
 
 def _bounds(deployment: Deployment, scale: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ With l(b) = α b + β the latency of a batch, L the SLO and N devices,
 
     throughput       N b / l(b)                 `throughput`
     uncoordinated    2 l(b) ≤ L                 a request can just miss a batch (Nexus)
-    staggered        (1 + 1/N) l(b) ≤ L         a device is free every l(b) / N; no policy does better in the mean
+    staggered        (1 + 1/N) l(b) ≤ L         a device is free every l(b) / N
     a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r, of either kind
 
 `bound_rate` is the highest rate of the largest batch that an equation allows. Models that share devices each take a

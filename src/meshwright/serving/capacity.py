@@ -69,9 +69,6 @@ def find_capacity(
             f"{low or limit} devices do not answer {100 * in_time:g} % of every model's requests in time, and "
             f"{staggered:.4g} would if devices took turns. Give more time (slo), or less delay and slack."
         )
-    if devices == max(math.ceil(staggered), most):
-        # Fewer than the equation asks for may do where few requests are simulated.
-        low = max(devices // 2, most - 1)
     tried: dict[int, ServingResult] = {}
     while devices - low > 1:
         middle = (low + devices) // 2

@@ -89,15 +89,20 @@ def _expect(pool: Ints, device: int, ahead: int) -> None:
 @compiled
 def _rank(pool: Ints, queue: int) -> None:
     """Rank a queue by its first deadline less the latency of its largest batch."""
-    length = length_of(pool, queue)
-    if length == 0:
+    if length_of(pool, queue) == 0:
         take_out(pool, READY, queue)
         return
-    size = 1
-    while 2 * size <= min(length, pool[pool[MOST] + pool[pool[MODEL] + queue]]):
-        size *= 2
     first = deadline_at(pool, queue, pool[pool[HEAD] + queue])
-    put(pool, READY, queue, first - latency_of(pool, queue, size))
+    put(pool, READY, queue, first - latency_of(pool, queue, _compiled_size(pool, queue)))
+
+
+@compiled
+def _compiled_size(pool: Ints, queue: int) -> int:
+    """The largest size of batch, a power of two, for which enough requests wait."""
+    size = 1
+    while 2 * size <= min(length_of(pool, queue), pool[pool[MOST] + pool[pool[MODEL] + queue]]):
+        size *= 2
+    return size
 
 
 @compiled
@@ -127,9 +132,7 @@ def _plan(pool: Ints, now: int, ahead: int) -> None:
 def _largest_compiled(pool: Ints, queue: int, begin: int) -> tuple[int, int]:
     """The largest power of two for which there are so many requests in time, and how many earlier ones are not."""
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
-    size = 1
-    while 2 * size <= min(tail - head, pool[pool[MOST] + pool[pool[MODEL] + queue]]):
-        size *= 2
+    size = _compiled_size(pool, queue)
     while size > 1:
         end = begin + latency_of(pool, queue, size)
         at = head

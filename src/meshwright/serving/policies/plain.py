@@ -154,8 +154,6 @@ def _numbers(end: int) -> str:
 class PlainPolicy:
     """The driver's side of such a class: an instance of it for each simulation."""
 
-    is_plain = True
-
     def __init__(self, make: Callable[[], Any], path: Path) -> None:
         self._make, self._path = make, path
         self.begin_again()
@@ -201,7 +199,7 @@ class PlainPolicy:
             return NEVER
         with self._told("next_wake"):
             moment = self._mine.next_wake(self._view(pool, 0))
-            if moment is not None and not isinstance(moment, int):
+            if moment is not None and not _is_whole(moment):
                 raise ServingError(f"next_wake returned {moment!r}; expected nanoseconds as a whole number, or None.")
         return NEVER if moment is None else min(int(moment), NEVER)
 

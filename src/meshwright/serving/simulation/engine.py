@@ -53,7 +53,7 @@ _LONGEST = 2.0**60
 
 
 class Outcome(NamedTuple):
-    """What happened: counts and histogram by model; ns that devices computed; ``late_ns``: the longest latency."""
+    """What happened: counts and histogram by model; ns that each device computed; batches by their size."""
 
     counts: Ints
     histogram: NDArray[np.int32]
