@@ -65,7 +65,7 @@ def test_a_document_is_read(tmp_path):
         ("largest = 8", "largest = 0", "largest is 0; expected 1 to 65536"),
         ("largest = 8", "largest = 100000", "largest is 100000; expected 1 to 65536"),
         ('"1 ms", beta = "5 ms"', '"0 s", beta = "0 s"', "A batch of one takes 0 s; expected 10 ns or more"),
-        ("rate = 30", "rate = -30", "rate is -30; expected 0 to"),
+        ("rate = 30", "rate = -30", "rate is -30; expected at least 0"),
         ("rate = 30", "rate = nan", "finite"),
         ("rate = 30", 'rate = "30"', r"models\[0\].arrivals"),
         ('"poisson", rate = 30', '"poisson"', "rate"),

@@ -11,9 +11,11 @@ taken to be. Rates are requests per second.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+from meshwright.spec.bounds import check_bounds
 from meshwright.spec.codec import decode_document
 from meshwright.spec.errors import DocumentError, ServingError
 from meshwright.spec.parsing import read_data
@@ -26,11 +28,7 @@ A_DAY, NO_TIME = Seconds(86_400.0), Seconds(0)
 MOST_DEVICES, MOST_MODELS, LARGEST_BATCH = 1_000_000, 100_000, 65_536
 
 
-def _check(what: str, **bounds_of: tuple[float, float, float]) -> None:
-    """Raise ServingError unless each value is within its bounds: name = (least, value, most)."""
-    for name, (least, value, most) in bounds_of.items():
-        if not least <= value <= most:
-            raise ServingError(f"{what}: {name} is {value:g}; expected {least:g} to {most:g}.")
+_check = partial(check_bounds, ServingError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +156,7 @@ class Outage:
     until: Seconds | None = None
 
     def __post_init__(self) -> None:
-        _check("An outage", since=(0.0, self.since, _YEAR))
-        if self.until is not None:
-            _check("An outage", until=(0.0, self.until, _YEAR))
+        _check("An outage", since=(0.0, self.since, _YEAR), until=(0.0, self.until, _YEAR))
         if self.until is not None and self.until <= self.since:
             raise ServingError(
                 f"An outage ends at {self.until:g} s and begins at {self.since:g} s; expected an end after the begin."

@@ -21,10 +21,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
+from meshwright.spec.bounds import check_bounds
 from meshwright.spec.codec import decode_document
 from meshwright.spec.errors import DocumentError, ScenarioError, suggest
 from meshwright.spec.parsing import read_data
@@ -33,18 +35,11 @@ from meshwright.spec.selectors import Devices, Links
 
 T = TypeVar("T")
 
-# Bounds from here on are not told.
-_MOST = 1e9
 ALL = Devices("all")
 NO_TIME = Seconds(0)
 
 
-def _check(kind: str, **bounds_of: tuple[float, float | None, float]) -> None:
-    """Raise ScenarioError unless each value is within its bounds: name = (least, value, most); None is none given."""
-    for name, (least, value, most) in bounds_of.items():
-        if value is not None and not least <= value <= most:
-            expected = f"{least:g} to {most:g}" if most < _MOST or value > most else f"at least {least:g}"
-            raise ScenarioError(f"{kind}: {name} is {value:g}; expected {expected}.")
+_check = partial(check_bounds, ScenarioError)
 
 
 def _check_while(kind: str, since: float, until: float | None) -> None:

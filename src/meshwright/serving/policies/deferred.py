@@ -14,7 +14,8 @@ devices, in percent, from which on nothing waits: 0 is eager, more than 100 is S
 When a batch begins, requests that cannot even be met alone are dropped. If what is left is smaller than ``window``
 percent of the target, the size of batch that staggered devices could serve at the measured rate, then first requests
 are dropped, too, until such a batch fits. With ``admit``, a request is refused at once if it would be late behind that
-many percent of the work in all queues.
+many percent of the work in all queues. Latencies are those that devices have shown (`queues.observe`): a queue waits
+by what they typically take, and a batch is made for the device that it runs on.
 """
 
 from __future__ import annotations
