@@ -87,7 +87,7 @@ def bound_scale(
 
     def fits(scale: float) -> bool:
         needs = (
-            model.copies * devices_for(model.latency, model.slo, rate * scale, equation)
+            model.copies * devices_for(model.line, model.slo, rate * scale, equation)
             for model, rate in zip(models, rates, strict=True)
         )
         return math.fsum(needs) <= num_devices

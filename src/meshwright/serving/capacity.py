@@ -89,6 +89,6 @@ def find_capacity(
 
 def _needed(deployment: Deployment, scale: float, equation: Equation) -> float:
     return math.fsum(
-        model.copies * devices_for(model.latency, model.slo, mean_rate(model.arrivals) * scale, equation)
+        model.copies * devices_for(model.line, model.slo, mean_rate(model.arrivals) * scale, equation)
         for model in deployment.models
     )

@@ -10,6 +10,7 @@ from meshwright.spec.codec import (
     write_document,
 )
 from meshwright.spec.deployment import (
+    DATATYPES,
     Arrivals,
     Deployment,
     Diurnal,
@@ -18,7 +19,9 @@ from meshwright.spec.deployment import (
     Outage,
     Poisson,
     ServedModel,
+    Server,
     Straggler,
+    TensorSpec,
     Trace,
     read_deployment,
 )
@@ -116,6 +119,7 @@ from meshwright.spec.units import (
 from meshwright.spec.workload import Loader, Optimizer, Workload
 
 __all__ = [
+    "DATATYPES",
     "DTYPE_BYTES",
     "FLOAT_DTYPES",
     "MAX_SECONDS",
@@ -194,6 +198,7 @@ __all__ = [
     "Section",
     "Send",
     "ServedModel",
+    "Server",
     "ServingError",
     "Shard",
     "Sharding",
@@ -204,6 +209,7 @@ __all__ = [
     "Stream",
     "Sum",
     "Tensor",
+    "TensorSpec",
     "Timeline",
     "Trace",
     "TransferMeasurement",

@@ -3,6 +3,7 @@
     Latency    l(b) = α b + β seconds for a batch of b, up to a largest batch
     Arrivals   Poisson · Gamma (bursts) · Diurnal (a day's wave) · Trace (a file of moments)
     Trouble    Straggler · Outage: what happens to devices
+    Server     where it listens, and its limits
 
 All devices of a deployment are alike, and hold all of its models; `Straggler` makes some of them slower than they are
 taken to be. Rates are requests per second.
@@ -10,6 +11,7 @@ taken to be. Rates are requests per second.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,15 +19,15 @@ from typing import ClassVar
 
 from meshwright.spec.bounds import check_bounds
 from meshwright.spec.codec import decode_document
-from meshwright.spec.errors import DocumentError, ServingError
+from meshwright.spec.errors import DocumentError, ServingError, suggest
 from meshwright.spec.parsing import read_data
 from meshwright.spec.quantities import Seconds
 
 _MOST_RATE = 1e9
 _LONGEST = 86_400.0
 _YEAR = 366 * _LONGEST
-A_DAY, NO_TIME = Seconds(86_400.0), Seconds(0)
-MOST_DEVICES, MOST_MODELS, LARGEST_BATCH = 1_000_000, 100_000, 65_536
+A_DAY, NO_TIME, A_MINUTE = Seconds(86_400.0), Seconds(0), Seconds(60.0)
+MOST_DEVICES, MOST_MODELS, LARGEST_BATCH, LARGEST_SAMPLE = 1_000_000, 100_000, 65_536, 2**30
 
 
 _check = partial(check_bounds, ServingError)
@@ -112,26 +114,88 @@ class Latency:
         return self.alpha * batch + self.beta
 
 
+# Names of the Open Inference Protocol and what a value takes in bytes.
+DATATYPES = {
+    "BOOL": 1,
+    "UINT8": 1,
+    "UINT16": 2,
+    "UINT32": 4,
+    "UINT64": 8,
+    "INT8": 1,
+    "INT16": 2,
+    "INT32": 4,
+    "INT64": 8,
+    "FP16": 2,
+    "BF16": 2,
+    "FP32": 4,
+    "FP64": 8,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """A tensor that a served model takes or gives: ``shape`` is that of one sample, without the batch."""
+
+    name: str
+    datatype: str = "FP32"
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.datatype not in DATATYPES:
+            raise ServingError(
+                f"Tensor {self.name!r}: there is no datatype {self.datatype!r}{suggest(self.datatype, DATATYPES)}. "
+                f"Give one of {', '.join(DATATYPES)}."
+            )
+        if any(size < 1 for size in self.shape) or self.num_bytes > LARGEST_SAMPLE:
+            raise ServingError(
+                f"Tensor {self.name!r}: a sample of shape {list(self.shape)} was asked for; expected sizes of at least "
+                f"1, and {LARGEST_SAMPLE} bytes at most. Give the shape of one sample, without the batch."
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sample."""
+        return math.prod(self.shape) * DATATYPES[self.datatype]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """A model, how long its batches take, how soon answers are due (``slo``), and what arrives for it.
 
-    ``copies`` are so many models of this kind, each with such arrivals.
+    ``copies`` are so many models of this kind, each with such arrivals. ``model`` names what a server runs: a zoo name,
+    a shape file, ``model.pt2``, ``file.py:function``; a server without it sleeps as long as batches would take, which
+    then have ``inputs`` and ``outputs``. ``latency`` can be left to a server that runs a model, which measures it.
     """
 
     name: str
     slo: Seconds
-    latency: Latency
-    arrivals: Arrivals
+    latency: Latency | None = None
+    arrivals: Arrivals = Poisson(rate=0.0)
     copies: int = 1
+    model: str | None = None
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
 
     def __post_init__(self) -> None:
         _check(f"Model {self.name!r}", slo=(1e-6, self.slo, _LONGEST), copies=(1, self.copies, MOST_MODELS))
-        if self.latency.of(1) > self.slo:
+        if self.latency is not None and self.latency.of(1) > self.slo:
             raise ServingError(
                 f"Model {self.name!r}: a batch of one takes {self.latency.of(1):g} s, longer than its SLO of "
                 f"{self.slo:g} s, so that no request can be met. Give it more time, or another latency."
             )
+        names = [tensor.name for tensor in (*self.inputs, *self.outputs)]
+        if len(set(names)) < len(names):
+            raise ServingError(f"Model {self.name!r} has two tensors of one name. Give each its own.")
+
+    @property
+    def line(self) -> Latency:
+        """The latency; raises ServingError where it is left to a server."""
+        if self.latency is None:
+            raise ServingError(
+                f"Model {self.name!r} has no latency, which only a server can measure. Give it alpha and beta: "
+                f"meshwright measure {self.model or 'MODEL'} --batches 1..64:7log tells them."
+            )
+        return self.latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +231,40 @@ Trouble = Straggler | Outage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Where a server listens, and its limits.
+
+    ``fronts`` are processes that read requests; ``device`` is where workers run: ``cpu``, or ``cuda`` for one GPU each.
+    ``tensor_bytes`` bounds the memory of requests that are being served, of each front and model. A request's body has
+    at most ``body_bytes`` and its headers ``header_bytes``; it must have come within ``receive`` seconds, and a
+    connection may be idle for ``idle``. Requests may ask for deadlines up to ``longest_deadline``.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_port: int = 8002
+    fronts: int = 1
+    device: str = "cpu"
+    tensor_bytes: int = 2**28
+    body_bytes: int = 2**26
+    header_bytes: int = 2**14
+    receive: Seconds = A_MINUTE
+    idle: Seconds = A_MINUTE
+    longest_deadline: Seconds = A_MINUTE
+    connections: int = 20_000
+
+    def __post_init__(self) -> None:
+        what = "A server"
+        _check(what, port=(0, self.port, 65_535), admin_port=(0, self.admin_port, 65_535), fronts=(1, self.fronts, 256))
+        _check(what, tensor_bytes=(4096, self.tensor_bytes, 2**40), body_bytes=(256, self.body_bytes, 2**32))
+        _check(what, header_bytes=(256, self.header_bytes, 2**20), connections=(1, self.connections, 10**6))
+        for name in ("receive", "idle", "longest_deadline"):
+            _check(what, **{name: (1e-3, getattr(self, name), _LONGEST)})
+        if self.device not in ("cpu", "cuda"):
+            raise ServingError(f"A server's device is {self.device!r}; expected cpu or cuda.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """See the module's docstring.
 
@@ -182,6 +280,7 @@ class Deployment:
     slack: Seconds = NO_TIME
     jitter: float = 0.0
     troubles: tuple[Trouble, ...] = ()
+    server: Server = Server()
 
     SCHEMA_VERSION: ClassVar[int] = 1
 

@@ -210,7 +210,7 @@ def latency_table(deployment: Deployment) -> Ints:
     """Nanoseconds of batches of all models, copies one by one; only batches that can be in time."""
     rows = []
     for model in deployment.models:
-        row = batch_nanoseconds(model.latency, model.slo)
+        row = batch_nanoseconds(model.line, model.slo)
         rows.extend([row] * model.copies)
     table = np.full((len(rows), max(map(len, rows))), NEVER, np.int64)
     for place, row in enumerate(rows):

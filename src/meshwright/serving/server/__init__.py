@@ -1,0 +1,6 @@
+"""A server of models under deadlines: fronts, a scheduler and workers, each a process.
+
+channel     messages between them
+slabs       shared memory in which tensors lie
+gate        how a front gets its requests to the scheduler, and back
+"""

@@ -1,0 +1,141 @@
+"""Messages between the processes of a server: arrays of int64, or documents, over local sockets.
+
+A message is one array whose first cell says what it is (`Kind`); its place in the stream, and its bounds, are kept by
+the kernel (SOCK_SEQPACKET). Sending never waits: what the other side has no room for yet is kept in order and sent by
+`flush`. That the other side has gone is seen as an end of the stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import socket
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.serving.policies.pool import Ints
+
+# A message must fit into a socket's buffer, of which 200 KiB are usual; an array of this many cells is half of that.
+MOST_CELLS = 12_000
+_MOST_BYTES = 8 * MOST_CELLS
+# Messages that are read before others get their turn.
+_AT_ONCE = 64
+
+
+class Kind(enum.IntEnum):
+    """What a message is; what follows in its cells.
+
+    TEXT    1 if more of it follows; then bytes of JSON
+    SUBMIT  rows of (model, slot, deadline): requests of a front have come
+    CANCEL  rows of (model, slot, deadline): whoever sent them has gone
+    ANSWER  model, outcome (`Fate`), slots: what became of requests
+    RUN     batch, model, expected ns, count, requests, deadlines: compute this
+    RAN     batch, begin, end, failed, requests that were not computed or failed, as places in the batch
+    """
+
+    TEXT, SUBMIT, CANCEL, ANSWER, RUN, RAN = range(6)
+
+
+class Closed(Exception):  # noqa: N818 - it is no error
+    """The other side has gone."""
+
+
+class Channel:
+    """One end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self._waiting: deque[bytes] = deque()
+        self._text = b""
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self.socket.fileno()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Is something still to be sent (`flush`) once there is room?"""
+        return bool(self._waiting)
+
+    def send(self, cells: Ints) -> None:
+        """Send a message of at most `MOST_CELLS`. Raises Closed."""
+        self._send(cells.tobytes())
+
+    def send_text(self, document: Any) -> None:
+        """Send a document as JSON. Raises Closed."""
+        data, room = json.dumps(document).encode(), _MOST_BYTES - 16
+        for place in range(0, max(len(data), 1), room):
+            head = np.array([Kind.TEXT, place + room < len(data)], np.int64).tobytes()
+            self._send(head + data[place : place + room])
+
+    def flush(self) -> None:
+        """Send what had to wait, as far as there is room. Raises Closed."""
+        while self._waiting and self._try(self._waiting[0]):
+            self._waiting.popleft()
+
+    def receive(self) -> Iterator[tuple[int, Any]]:
+        """Messages that have come, a limited number of them: kind and cells after it, or document. Raises Closed."""
+        for _ in range(_AT_ONCE):
+            try:
+                data = self.socket.recv(2 * _MOST_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                raise Closed from None
+            if not data:
+                raise Closed
+            if len(data) >= 16 and data[:8] == b"\0\0\0\0\0\0\0\0":
+                self._text += data[16:]
+                if not data[8]:
+                    text, self._text = self._text, b""
+                    yield Kind.TEXT, json.loads(text)
+            else:
+                cells = np.frombuffer(data, np.int64)
+                yield int(cells[0]), cells[1:]
+
+    def close(self) -> None:
+        """Give the connection up."""
+        self.socket.close()
+
+    def _send(self, data: bytes) -> None:
+        if self._waiting or not self._try(data):
+            self._waiting.append(data)
+
+    def _try(self, data: bytes) -> bool:
+        try:
+            self.socket.send(data)
+        except BlockingIOError:
+            return False
+        except OSError:
+            raise Closed from None
+        return True
+
+
+def listen(path: Path) -> socket.socket:
+    """A socket at which others `connect`; what stood at its place is gone."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.ExitStack() as stack:
+        stack.callback(listener.close)
+        listener.bind(str(path))
+        listener.listen(1024)
+        listener.setblocking(False)
+        stack.pop_all()
+    return listener
+
+
+def connect(path: Path) -> Channel | None:
+    """A connection to whoever listens there; None if nobody does."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(str(path))
+    except OSError:
+        connection.close()
+        return None
+    return Channel(connection)

@@ -1,0 +1,230 @@
+"""The gate of a front: requests go through it to the scheduler, and come back with their fate.
+
+A front reserves slots for a request's samples (`Gate.reserve`), writes its tensors into the model's slab, and submits
+it with a deadline (`Gate.submit`); a request of several samples is answered when all of them are. What it is told then,
+in ``reply``, is the `Fate`. The slots are its own until it gives them back (`Gate.release`). Requests and cancellations
+of one turn of the event loop travel in one message.
+
+A gate connects to the scheduler, and connects again when that was started anew; requests that it had then are `LOST`.
+Slabs are made for each connection, so that a worker of former times cannot write to what is used now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.serving.policies.pool import CANCELLED, CROWDED, FULL, LATE, SACRIFICED
+from meshwright.serving.server.channel import MOST_CELLS, Channel, Closed, Kind, connect
+from meshwright.serving.server.slabs import Slab, slab_path, slot_layout
+from meshwright.spec import TensorSpec
+
+_AGAIN_S = 0.02
+# Slots of a model that a front makes at most; memory bounds it before, if samples are not tiny.
+_MOST_SLOTS = 2**16
+
+
+class Fate(enum.IntEnum):
+    """What became of a request. Those up to ``CANCELLED`` are reasons of a policy for dropping it."""
+
+    LATE, FULL, CROWDED, SACRIFICED, CANCELLED = LATE, FULL, CROWDED, SACRIFICED, CANCELLED
+    DONE = 16
+    FAILED = 17
+    LOST = 18
+
+
+class ModelFacts:
+    """What a front knows of a model: how it is called, what it takes and gives (of one sample), and where that lies."""
+
+    def __init__(self, document: dict[str, Any], folder: Path, epoch: int, channel: int, tensor_bytes: int) -> None:
+        self.number: int = document["number"]
+        self.name: str = document["name"]
+        self.version: str = document["version"]
+        self.platform: str = document["platform"]
+        self.slo_ns: int = document["slo_ns"]
+        self.most: int = document["most"]
+        self.inputs = tuple(TensorSpec(**{**item, "shape": tuple(item["shape"])}) for item in document["inputs"])
+        self.outputs = tuple(TensorSpec(**{**item, "shape": tuple(item["shape"])}) for item in document["outputs"])
+        size = slot_layout(self.inputs, self.outputs).itemsize
+        slots = max(min(tensor_bytes // size, _MOST_SLOTS), 1)
+        self.slab = Slab(slab_path(folder, epoch, channel, self.number), self.inputs, self.outputs, slots)
+        # Slots that were used last are used first, so that memory that was never needed is never touched.
+        self.idle = list(range(slots - 1, -1, -1))
+        self.tickets: list[Ticket | None] = [None] * slots
+
+
+class Ticket:
+    """A request that is under way: its slots, what became of it, and whom to tell."""
+
+    __slots__ = ("deadline_ns", "fate", "left", "model", "reply", "slots")
+
+    def __init__(
+        self, model: ModelFacts, slots: list[int], deadline_ns: int, reply: Callable[[Ticket], None] | None
+    ) -> None:
+        self.model, self.slots, self.deadline_ns, self.reply = model, slots, deadline_ns, reply
+        self.left = len(slots)
+        self.fate = Fate.DONE
+
+
+class Gate:
+    """See the module's docstring. ``models`` has those that can be asked, by name; the newest version of each."""
+
+    def __init__(self, folder: Path, tensor_bytes: int) -> None:
+        self.models: dict[str, ModelFacts] = {}
+        self.is_ready = False
+        self._folder, self._tensor_bytes = folder, tensor_bytes
+        self._channel: Channel | None = None
+        self._by_number: dict[int, ModelFacts] = {}
+        self._submitted: list[int] = []
+        self._cancelled: list[int] = []
+        self._flushing = False
+
+    async def keep_connected(self) -> None:
+        """Connect to the scheduler, again and again; never returns."""
+        loop = asyncio.get_running_loop()
+        while True:
+            channel = connect(self._folder / "scheduler.sock")
+            if channel is not None:
+                closed = asyncio.Event()
+                self._channel = channel
+                loop.add_reader(channel.fileno(), self._receive, closed)
+                try:
+                    channel.send_text({"front": True})
+                    await closed.wait()
+                except Closed:
+                    pass
+                finally:
+                    loop.remove_reader(channel.fileno())
+                    loop.remove_writer(channel.fileno())
+                    self._disconnect()
+            await asyncio.sleep(_AGAIN_S)
+
+    def reserve(self, model: ModelFacts, count: int) -> list[int] | None:
+        """Slots for so many samples; None if there is no room for them."""
+        idle = model.idle
+        if count == 1 and idle:
+            return [idle.pop()]
+        if count > len(idle):
+            return None
+        taken = idle[len(idle) - count :]
+        del idle[len(idle) - count :]
+        return taken
+
+    def submit(self, model: ModelFacts, slots: list[int], deadline_ns: int, reply: Callable[[Ticket], None]) -> Ticket:
+        """Ask for an answer by a moment of `time.monotonic_ns`; ``reply`` is told, never before this returns."""
+        ticket = Ticket(model, slots, deadline_ns, reply)
+        tickets, number, submitted = model.tickets, model.number, self._submitted
+        for slot in slots:
+            tickets[slot] = ticket
+            submitted += (number, slot, deadline_ns)
+        self._flush_soon()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody wants the answer any more; ``reply`` is not told, and the slots are given back in time."""
+        if ticket.reply is not None:
+            ticket.reply = None
+            for slot in ticket.slots:
+                if ticket.model.tickets[slot] is ticket:
+                    self._cancelled += (ticket.model.number, slot, ticket.deadline_ns)
+            self._flush_soon()
+
+    def release(self, ticket: Ticket) -> None:
+        """Give slots back, after the answer was read."""
+        ticket.model.idle += ticket.slots
+
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        rows = {Kind.SUBMIT: self._submitted, Kind.CANCEL: self._cancelled}
+        self._submitted, self._cancelled = [], []
+        channel = self._channel
+        if channel is None:
+            # The connection was lost in this turn, or there is none.
+            for model, slot in zip(rows[Kind.SUBMIT][::3], rows[Kind.SUBMIT][1::3], strict=True):
+                self._settle(self._by_number.get(model), [slot], Fate.LOST)
+            return
+        with contextlib.suppress(Closed):  # seen by the reader, too
+            for kind, cells in rows.items():
+                for place in range(0, len(cells), MOST_CELLS - 3):
+                    channel.send(np.array([kind, *cells[place : place + MOST_CELLS - 3]], np.int64))
+            self._watch_room(channel)
+
+    def _watch_room(self, channel: Channel) -> None:
+        loop = asyncio.get_running_loop()
+        if channel.is_waiting:
+            loop.add_writer(channel.fileno(), self._write_more, channel)
+
+    def _write_more(self, channel: Channel) -> None:
+        with contextlib.suppress(Closed):
+            channel.flush()
+        if not channel.is_waiting:
+            asyncio.get_running_loop().remove_writer(channel.fileno())
+
+    def _receive(self, closed: asyncio.Event) -> None:
+        channel = self._channel
+        if channel is None:
+            return
+        try:
+            for kind, content in channel.receive():
+                if kind == Kind.ANSWER:
+                    cells = content.tolist()
+                    self._settle(self._by_number.get(cells[0]), cells[2:], cells[1])
+                elif kind == Kind.TEXT:
+                    self._learn(content)
+        except Closed:
+            closed.set()
+
+    def _settle(self, model: ModelFacts | None, slots: list[int], fate: int) -> None:
+        """Requests whose last sample this was are told; slots that nobody waits for are given back."""
+        if model is None:
+            return
+        tickets = model.tickets
+        for slot in slots:
+            ticket = tickets[slot]
+            if ticket is None:
+                continue
+            tickets[slot] = None
+            ticket.left -= 1
+            if fate != Fate.DONE and ticket.fate == Fate.DONE:
+                ticket.fate = Fate(fate)
+            if ticket.left == 0:
+                if ticket.reply is None:
+                    self.release(ticket)
+                else:
+                    ticket.reply(ticket)
+
+    def _learn(self, document: dict[str, Any]) -> None:
+        """The scheduler tells what models there are: all of them, each time."""
+        facts = {item["number"]: item for item in document["models"]}
+        for number in [number for number in self._by_number if number not in facts]:
+            self._by_number.pop(number).slab.remove()
+        for number, item in facts.items():
+            if number not in self._by_number:
+                self._by_number[number] = ModelFacts(
+                    item, self._folder, document["epoch"], document["channel"], self._tensor_bytes
+                )
+        self.models = {self._by_number[number].name: self._by_number[number] for number in sorted(facts)}
+        self.is_ready = bool(document["ready"])
+
+    def _disconnect(self) -> None:
+        """The scheduler has gone: nothing is known any more of what was submitted, nor will it be."""
+        self.is_ready = False
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+        models, self._by_number, self.models = self._by_number, {}, {}
+        self._submitted, self._cancelled = [], []
+        for model in models.values():
+            model.slab.remove()
+            self._settle(model, [slot for slot, ticket in enumerate(model.tickets) if ticket is not None], Fate.LOST)
