@@ -16,7 +16,7 @@ from meshwright.serving.arrivals import draw_arrivals, mean_rate
 from meshwright.serving.batching import bound_scale
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.policies.plain import PlainPolicy
-from meshwright.serving.policies.pool import NEVER, REASONS, Ints, allocate_pool
+from meshwright.serving.policies.pool import NEVER, REASONS, Ints, pool_for
 from meshwright.serving.simulation.engine import (
     NUM_ARRIVED,
     NUM_BATCHES,
@@ -239,9 +239,9 @@ def make_pool(deployment: Deployment, policy: Policy, latency: Ints, scale: floa
         "capacity": np.array(capacity, np.int64),
         "delay_ns": round(deployment.delay * _NS),
         "slack_ns": round(deployment.slack * _NS),
+        "guard_ns": round(deployment.guard * _NS),
     }
-    prepare = getattr(policy, "prepare", None)
-    return prepare(facts) if prepare is not None else allocate_pool(**facts)
+    return pool_for(policy, facts)
 
 
 def _truth(deployment: Deployment, latency: Ints, counted_from: int) -> Truth:
