@@ -179,7 +179,9 @@ def decode_outputs(answer: Answer) -> dict[str, NDArray[Any]]:
             shape, kind = tuple(output["shape"]), output["datatype"]
             size = output.get("parameters", {}).get("binary_data_size")
             if size is None:
-                values: NDArray[Any] = np.array(output["data"], dtype=_NUMBERS.get(kind, object if kind == "BYTES" else np.float32))
+                values: NDArray[Any] = np.array(
+                    output["data"], dtype=_NUMBERS.get(kind, object if kind == "BYTES" else np.float32)
+                )
             else:
                 values = _decode_binary(answer.body[place : place + size], kind)
                 place += size
