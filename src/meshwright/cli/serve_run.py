@@ -39,10 +39,10 @@ def run(
     ] = None,
 ) -> None:
     """Serve models over HTTP (Open Inference Protocol v2), each request by its deadline; Ctrl-C ends it in order."""
-    from meshwright.serving.policies import load_policy
+    from meshwright.serving.policies.named import load_policy
 
     given = read_deployment(deployment)
-    asked = {"host": host, "port": port, "admin_port": admin_port, "fronts": fronts}
+    asked: dict[str, Any] = {"host": host, "port": port, "admin_port": admin_port, "fronts": fronts}
     chosen = replace(
         given,
         policy=policy or given.policy,

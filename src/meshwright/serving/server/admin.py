@@ -70,7 +70,7 @@ class Door:
         self._registry.register(self)
 
     async def __call__(
-        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+        self, scope: Message, _receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
     ) -> None:
         """Answer one request."""
         if scope["type"] != "http":

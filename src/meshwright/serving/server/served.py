@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.serving.simulation.simulate import batch_nanoseconds
+from meshwright.serving.batching import batch_nanoseconds
 from meshwright.spec import Deployment, ServedModel, ServingError, TensorSpec
 
 # A batch of more requests would not fit into one message (`channel`).

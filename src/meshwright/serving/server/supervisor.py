@@ -51,9 +51,9 @@ class _Child:
 class Supervisor:
     """A server of a deployment; `run` keeps it up until it is stopped.
 
-    Decisions are written to ``log``; requests need the token of ``token_file``. ``told`` hears what processes report: the
-    name of one (``worker-3``) and its facts; ``kind`` "ended" and "started" are the supervisor's own. Raises ServingError
-    where a process cannot go on by a fault of the deployment.
+    Decisions are written to ``log``; requests need the token of ``token_file``. ``told`` hears what processes report:
+    the name of one (``worker-3``) and its facts; ``kind`` "ended" and "started" are the supervisor's own. Raises
+    ServingError where a process cannot go on by a fault of the deployment.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.serving.arrivals import draw_arrivals, mean_rate
-from meshwright.serving.batching import bound_scale
+from meshwright.serving.batching import batch_nanoseconds, bound_scale
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.policies.plain import PlainPolicy
 from meshwright.serving.policies.pool import NEVER, REASONS, Ints, pool_for
@@ -32,7 +32,7 @@ from meshwright.serving.simulation.engine import (
     simulate_events,
     simulate_plainly,
 )
-from meshwright.spec import Deployment, Latency, Outage, ServingError, Straggler
+from meshwright.spec import Deployment, Outage, ServingError, Straggler
 
 # Share of requests in time that goodput asks for, where nothing else is said (as the papers do).
 IN_TIME = 0.99
@@ -216,13 +216,6 @@ def latency_table(deployment: Deployment) -> Ints:
     for place, row in enumerate(rows):
         table[place, : len(row)] = row
     return table
-
-
-def batch_nanoseconds(latency: Latency, slo_s: float) -> Ints:
-    """Nanoseconds of batches from 0 (unused) to the largest that takes no longer than the SLO."""
-    sizes = np.arange(latency.largest + 1)
-    seconds = latency.alpha * sizes + latency.beta
-    return np.round(seconds[seconds <= slo_s] * _NS).astype(np.int64)
 
 
 def make_pool(deployment: Deployment, policy: Policy, latency: Ints, scale: float = 1.0) -> Ints:
