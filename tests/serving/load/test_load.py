@@ -19,7 +19,8 @@ from meshwright.serving.load import (
     run_load,
 )
 from meshwright.serving.load import run as running
-from meshwright.serving.load.loop import Loop, Outcome
+from meshwright.serving.load.job import Outcome
+from meshwright.serving.load.loop import Loop
 from meshwright.spec import Gamma, Poisson, ServedModel, ServingError, Trace, read_deployment
 from meshwright.spec.quantities import Seconds
 from tests.events import SeenEvents
