@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
+from typer.core import TyperGroup
 
 from meshwright.cli.models import JsonOption
 from meshwright.cli.output import note, print_json, print_tables, terminal_sink
+from meshwright.cli.serve_run import replay, run
 from meshwright.spec.codec import dump_json
 from meshwright.spec.deployment import Arrivals, Gamma, Poisson, Trace, read_deployment
 from meshwright.spec.errors import DocumentError
@@ -20,9 +22,24 @@ from meshwright.spec.units import format_percent, format_seconds
 if TYPE_CHECKING:
     from meshwright.serving.load import LoadResult, Stream
 
+
+class _DeploymentFirst(TyperGroup):
+    """``serve DEPLOYMENT`` is ``serve run DEPLOYMENT``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
 serve = typer.Typer(
-    name="serve", help="Serve models under deadlines, and put a load on a server.", no_args_is_help=True
+    name="serve",
+    cls=_DeploymentFirst,
+    help="Serve models under deadlines: `meshwright serve DEPLOYMENT`; options: `serve run -h`.",
+    no_args_is_help=True,
 )
+serve.command()(run)
+serve.command()(replay)
 
 # Tokens are short; a file that is longer is another one.
 _MOST_TOKEN_BYTES = 2**14
@@ -36,11 +53,6 @@ _TOLD = {
     "num_unanswered": "unanswered",
     "num_unsent": "unsent",
 }
-
-
-@serve.callback()
-def _serve() -> None:
-    """Without it a group of one command would be that command."""
 
 
 @serve.command()

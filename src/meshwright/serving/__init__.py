@@ -6,43 +6,42 @@ policies      which requests run together, where and when
 simulation    a deployment under a policy, on a virtual clock
 capacity      how many devices these requests need
 sweeps        a deployment with some of its values changed
+server        answers to requests as they come, by the same policies
+load          requests to a server at their moments
+
+What stands in the table is loaded on first use: processes of a server need none of the simulator.
 """
 
-from meshwright.serving.arrivals import draw_arrivals, mean_rate
-from meshwright.serving.batching import (
-    bound_rate,
-    bound_scale,
-    devices_for,
-    largest_batch,
-    throughput,
-)
-from meshwright.serving.capacity import Capacity, find_capacity
-from meshwright.serving.policies import POLICY_NAMES, load_policy
-from meshwright.serving.simulation import (
-    Served,
-    ServingResult,
-    compare_policies,
-    find_goodput,
-    simulate_deployment,
-)
-from meshwright.serving.sweeps import sweep_deployment
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "POLICY_NAMES",
-    "Capacity",
-    "Served",
-    "ServingResult",
-    "bound_rate",
-    "bound_scale",
-    "compare_policies",
-    "devices_for",
-    "draw_arrivals",
-    "find_capacity",
-    "find_goodput",
-    "largest_batch",
-    "load_policy",
-    "mean_rate",
-    "simulate_deployment",
-    "sweep_deployment",
-    "throughput",
-]
+_PUBLIC = {
+    "draw_arrivals": "meshwright.serving.arrivals",
+    "mean_rate": "meshwright.serving.arrivals",
+    "bound_rate": "meshwright.serving.batching",
+    "bound_scale": "meshwright.serving.batching",
+    "devices_for": "meshwright.serving.batching",
+    "largest_batch": "meshwright.serving.batching",
+    "throughput": "meshwright.serving.batching",
+    "Capacity": "meshwright.serving.capacity",
+    "find_capacity": "meshwright.serving.capacity",
+    "POLICY_NAMES": "meshwright.serving.policies.named",
+    "load_policy": "meshwright.serving.policies.named",
+    "Served": "meshwright.serving.simulation",
+    "ServingResult": "meshwright.serving.simulation",
+    "compare_policies": "meshwright.serving.simulation",
+    "find_goodput": "meshwright.serving.simulation",
+    "simulate_deployment": "meshwright.serving.simulation",
+    "sweep_deployment": "meshwright.serving.sweeps",
+}
+
+__all__ = [*_PUBLIC]  # noqa: PLE0604  (the table is the one list of names)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module, once (PEP 562)."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'meshwright.serving' has no attribute {name!r}")
+    value = getattr(import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value

@@ -20,6 +20,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshwright.spec import Latency, ServedModel
 
 Equation = Literal["staggered", "uncoordinated"]
@@ -99,3 +102,10 @@ def bound_scale(
         middle = (low + high) / 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def batch_nanoseconds(latency: Latency, slo_s: float) -> NDArray[np.int64]:
+    """Nanoseconds of batches from 0 (unused) to the largest that takes no longer than the SLO."""
+    sizes = np.arange(latency.largest + 1)
+    seconds = latency.alpha * sizes + latency.beta
+    return np.round(seconds[seconds <= slo_s] * 1e9).astype(np.int64)

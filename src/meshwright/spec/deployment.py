@@ -269,8 +269,9 @@ class Deployment:
     """See the module's docstring.
 
     ``policy`` is a name with settings, or ``file.py:Class`` (`meshwright.serving.policies`). ``delay``: what passes
-    between a decision and its begin on an idle device. ``slack``: how long before a deadline batches are planned to
-    end. ``jitter``: deviation of the lognormal factor by which batches take longer or shorter.
+    between a decision and its begin on an idle device. ``slack``: how long before a deadline batches have to end.
+    ``guard``: how much earlier than needed a policy asks to be woken. A server measures those of the three that are 0.
+    ``jitter``: deviation of the lognormal factor by which batches take longer or shorter.
     """
 
     models: tuple[ServedModel, ...]
@@ -278,6 +279,7 @@ class Deployment:
     policy: str = "adaptive"
     delay: Seconds = NO_TIME
     slack: Seconds = NO_TIME
+    guard: Seconds = NO_TIME
     jitter: float = 0.0
     troubles: tuple[Trouble, ...] = ()
     server: Server = Server()
@@ -286,7 +288,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         _check("A deployment", devices=(1, self.devices, MOST_DEVICES), jitter=(0.0, self.jitter, 2.0))
-        _check("A deployment", delay=(0.0, self.delay, 60.0), slack=(0.0, self.slack, 60.0))
+        _check("A deployment", **{name: (0.0, getattr(self, name), 60.0) for name in ("delay", "slack", "guard")})
         if not self.models:
             raise ServingError("The deployment has no models; expected at least one.")
         names = [model.name for model in self.models]
