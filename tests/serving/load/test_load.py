@@ -19,7 +19,8 @@ from meshwright.serving.load import (
     run_load,
 )
 from meshwright.serving.load import run as running
-from meshwright.serving.load.loop import Loop, Outcome
+from meshwright.serving.load.job import Outcome
+from meshwright.serving.load.loop import Loop
 from meshwright.spec import Gamma, Poisson, ServedModel, ServingError, Trace, read_deployment
 from meshwright.spec.quantities import Seconds
 from tests.events import SeenEvents
@@ -181,7 +182,7 @@ def test_every_status_is_counted():
 )
 def test_what_is_no_answer_is_counted_and_others_are_answered(content, name):
     with Stub(lambda request: echo(request) if request.number % 3 else content) as stub:
-        result = run_load(stub.url, cat(150), 1.0)
+        result = run_load(stub.url, cat(200), 0.4)
     total = result.total
     assert getattr(total, name) == len(range(0, total.num_requests, 3))
     assert total.num_in_time == total.num_requests - getattr(total, name)

@@ -4,6 +4,8 @@ streams     which models are asked, when, and by when answers are due
 target      the server: its address, its models and what they take
 bodies      requests as bytes, made before the first is sent
 answers     responses as bytes: are they whole, and whose are they
+job         what one process is to send, and what it writes down
+connection  one connection, and what is under way on it
 loop        sends and receives in one process
 processes   the same in several
 run         all of it

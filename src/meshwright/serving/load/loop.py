@@ -13,7 +13,6 @@ together one turn serves those of a fifth of a millisecond.
 from __future__ import annotations
 
 import contextlib
-import enum
 import errno
 import gc
 import os
@@ -22,15 +21,15 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.serving.load.answers import Answer, MalformedError, is_for_another, read_answer
-from meshwright.serving.load.bodies import ID_DIGITS, RequestBytes
+from meshwright.serving.load.bodies import ID_DIGITS
+from meshwright.serving.load.connection import Connection
+from meshwright.serving.load.job import Job, Outcome, Records
 from meshwright.spec import ServingError
 
 _NS = 1_000_000_000
@@ -49,71 +48,7 @@ _CONNECT_S = 10.0
 # 17 microseconds, for 2**14 less than one (2026-11-23, Linux 6, two cores).
 _READ_BYTES, _READ_MORE_BYTES = 2**14, 2**18
 # Once it was told to stop, answers are waited for this long.
-_STOP_GRACE_S = 1.0
-
-Check = Callable[[str, int, Answer], bool]
-
-
-class Outcome(enum.IntEnum):
-    """What became of a request that was not answered by an HTTP status, as which others are kept."""
-
-    UNANSWERED = 0
-    FAILED = -1
-    MALFORMED = -2
-    WRONG = -3
-    UNSENT = -4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Job:
-    """What one process is to send: moments (ns from the begin, ascending), and the model of each.
-
-    ``first`` and ``step`` number its requests among those of all processes. ``names`` and ``requests`` are those of
-    the models. ``connections`` is the most that are opened, ``at_first`` before the begin.
-    """
-
-    family: int
-    address: tuple[Any, ...]
-    moments: NDArray[np.int64]
-    whose: NDArray[np.int32]
-    names: Sequence[str]
-    requests: Sequence[Sequence[RequestBytes]] = field(repr=False)
-    first: int
-    step: int
-    connections: int
-    at_first: int
-    grace_s: float
-    check: Check | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Records:
-    """What became of each request: status (or `Outcome`), seconds from its moment to its sending and to its answer.
-
-    ``waited`` is whether it found no idle connection. ``cpu_s`` is the processor time of the loop, ``end_ns`` the last
-    moment that it came to (from the begin).
-    """
-
-    status: NDArray[np.int16]
-    lateness: NDArray[np.float32]
-    latency: NDArray[np.float32]
-    waited: NDArray[np.bool_]
-    cpu_s: float
-    end_ns: int
-    num_connections: int
-
-
-class _Connection:
-    __slots__ = ("buffer", "is_open", "number", "receive", "request_id", "rest", "send", "socket")
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket, self.send, self.receive = connection, connection.send, connection.recv
-        self.is_open = False
-        # The request that is under way, or -1; what of it is still to be sent; what of the answer has come.
-        self.number = -1
-        self.request_id = b""
-        self.rest = b""
-        self.buffer: bytearray | None = None
+_STOP_GRACE_NS = _NS
 
 
 class Loop:
@@ -127,8 +62,8 @@ class Loop:
         self._stop = stop
         if stop is not None:
             self._selector.register(stop, selectors.EVENT_READ, None)
-        self._connections: set[_Connection] = set()
-        self._idle: list[_Connection] = []
+        self._connections: set[Connection] = set()
+        self._idle: list[Connection] = []
         self._num_connecting = 0
         self._num_opened = 0
         self._most = job.connections
@@ -139,6 +74,8 @@ class Loop:
         # The next to be sent, of so many, and how many are not done; none before the begin.
         self._next = self._count = self._num_left = 0
         self._is_stopped = False
+        # Nothing is sent or waited for after this moment.
+        self._end_ns = 0
         self._now = 0
         self._moments = job.moments.data
         self._whose = job.whose.data
@@ -175,6 +112,8 @@ class Loop:
         """
         self._moments = (self._job.moments + begin_ns).data
         self._count = self._num_left = len(self._moments)
+        if self._count:
+            self._end_ns = self._moments[-1] + int(self._job.grace_s * _NS)
         collects = gc.isenabled()
         gc.disable()
         cpu_s = time.thread_time()
@@ -207,16 +146,14 @@ class Loop:
 
     def _go_on(self, tell: Callable[[int, int], None] | None) -> None:
         clock, moments = time.perf_counter_ns, self._moments
-        told_ns, last_ns = clock(), clock()
+        told_ns = clock()
         while self._num_left:
             began_ns = now = clock()
-            if self._next < self._count:
-                if moments[self._next] <= now:
-                    self._send_due(now)
-                    now = clock()
-                last_ns = now
-            elif now - last_ns > self._grace_s * _NS:
-                return
+            if self._next < self._count and moments[self._next] <= now:
+                self._send_due(now)
+                now = clock()
+            if now > self._end_ns:
+                break
             if self._backlog:
                 self._open_more(now)
             wait_ns = _LONGEST_TURN_NS
@@ -233,14 +170,11 @@ class Loop:
         if tell is not None:
             tell(self._next, self._count - self._num_left)
 
-    @property
-    def _grace_s(self) -> float:
-        return min(self._job.grace_s, _STOP_GRACE_S) if self._is_stopped else self._job.grace_s
-
     def _end_early(self) -> None:
         if self._is_stopped:
             return
         self._is_stopped = True
+        self._end_ns = min(self._end_ns, time.perf_counter_ns() + _STOP_GRACE_NS)
         self._num_left -= self._count - self._next
         self._count = self._next
 
@@ -281,7 +215,7 @@ class Loop:
             else:
                 self._wait_for_connection(number, now)
 
-    def _send(self, connection: _Connection, number: int) -> None:
+    def _send(self, connection: Connection, number: int) -> None:
         # As it stands in the JSON of request and answer.
         request_id = b'"%010d"' % (self._first + number * self._step)
         bodies = self._requests[self._whose[number]]
@@ -332,7 +266,7 @@ class Loop:
         connection = None
         try:
             plain = socket.socket(socket.AddressFamily(self._job.family), socket.SOCK_STREAM)
-            connection = _Connection(plain)
+            connection = Connection(plain)
             plain.setblocking(False)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             problem = plain.connect_ex(self._job.address)
@@ -350,7 +284,7 @@ class Loop:
         self._connections.add(connection)
         self._num_connecting += 1
 
-    def _write(self, connection: _Connection) -> None:
+    def _write(self, connection: Connection) -> None:
         """A connection was made, or could not be, or has room for more."""
         if not connection.is_open:
             self._num_connecting -= 1
@@ -382,19 +316,19 @@ class Loop:
         if not self._connections:
             self._fail_backlog()
 
-    def _free(self, connection: _Connection) -> None:
+    def _free(self, connection: Connection) -> None:
         if self._backlog:
             self._send(connection, self._backlog.popleft())
         else:
             self._idle.append(connection)
 
-    def _lose(self, connection: _Connection) -> None:
+    def _lose(self, connection: Connection) -> None:
         """A connection ended; if a request was under way, it has failed."""
         self._drop(connection)
         if connection.number >= 0:
             self._settle(connection.number, Outcome.FAILED)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection.socket)
         connection.socket.close()
         self._connections.discard(connection)
@@ -402,7 +336,7 @@ class Loop:
             with contextlib.suppress(ValueError):
                 self._idle.remove(connection)
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: Connection) -> None:
         try:
             data = connection.receive(_READ_BYTES if connection.buffer is None else _READ_MORE_BYTES)
         except BlockingIOError:
@@ -431,7 +365,7 @@ class Loop:
         elif connection.buffer is None:
             connection.buffer = bytearray(data)
 
-    def _take(self, connection: _Connection, status: int, *, closes: bool) -> None:
+    def _take(self, connection: Connection, status: int, *, closes: bool) -> None:
         """The request of a connection is done, which is ready for the next one unless it is at its end."""
         self._settle(connection.number, status)
         if closes or connection.rest:
@@ -440,7 +374,7 @@ class Loop:
         connection.number, connection.buffer = -1, None
         self._free(connection)
 
-    def _judge(self, connection: _Connection, answer: Answer) -> int:
+    def _judge(self, connection: Connection, answer: Answer) -> int:
         """The status of an answer, or why it is none."""
         status = answer.head.status
         if status != 200:

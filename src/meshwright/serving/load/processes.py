@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.serving.load.loop import Job, Loop, Records
+from meshwright.serving.load.job import Job, Records
+from meshwright.serving.load.loop import Loop
 from meshwright.spec import ServingError
 
 # Until processes have begun (they load their modules) and have connected, and until they end when they are told to.

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.serving.load.loop import Outcome, Records
+from meshwright.serving.load.job import Outcome, Records
 from meshwright.serving.load.streams import Stream
 
 _NS = 1e9

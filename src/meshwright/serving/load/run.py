@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from meshwright.serving.load.bodies import build_requests
-from meshwright.serving.load.loop import Check, Job, Records
+from meshwright.serving.load.job import Check, Job, Records
 from meshwright.serving.load.processes import Tell, run_here, run_in_processes
 from meshwright.serving.load.result import LoadResult, sum_up
 from meshwright.serving.load.streams import Stream, draw_moments, most_at_once
