@@ -5,6 +5,7 @@ arrivals      when requests come
 policies      which requests run together, where and when
 simulation    a deployment under a policy, on a virtual clock
 capacity      how many devices these requests need
+measured      latencies from a measurement table
 sweeps        a deployment with some of its values changed
 """
 
@@ -17,6 +18,7 @@ from meshwright.serving.batching import (
     throughput,
 )
 from meshwright.serving.capacity import Capacity, find_capacity
+from meshwright.serving.measured import take_latencies
 from meshwright.serving.policies import POLICY_NAMES, load_policy
 from meshwright.serving.simulation import (
     Served,
@@ -44,5 +46,6 @@ __all__ = [
     "mean_rate",
     "simulate_deployment",
     "sweep_deployment",
+    "take_latencies",
     "throughput",
 ]

@@ -1,6 +1,6 @@
 """Deployment: models that are served under deadlines, the devices that serve them, and what arrives.
 
-    Latency    l(b) = α b + β seconds for a batch of b, up to a largest batch
+    Latency    l(b) = α b + β seconds for a batch of b, or lines between measured sizes, up to a largest batch
     Arrivals   Poisson · Gamma (bursts) · Diurnal (a day's wave) · Trace (a file of moments)
     Trouble    Straggler · Outage: what happens to devices
     Server     where it listens, and its limits
@@ -12,6 +12,8 @@ taken to be. Rates are requests per second.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,23 +97,66 @@ Arrivals = Poisson | Gamma | Diurnal | Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Seconds of a batch of b: ``alpha`` b + ``beta``; no batch is larger than ``largest``."""
+    """Seconds of a batch of b: ``alpha`` b + ``beta``; no batch is larger than ``largest``.
 
-    alpha: Seconds
-    beta: Seconds
+    Instead of the two, ``points`` are measured sizes and what each takes, both ascending. Lines lie between them;
+    before the first, batches take as long as that one, and behind the last goes on what lies before it.
+    """
+
+    alpha: Seconds = NO_TIME
+    beta: Seconds = NO_TIME
     largest: int = 1024
+    points: tuple[tuple[int, Seconds], ...] = ()
 
     def __post_init__(self) -> None:
         _check("A latency", alpha=(0.0, self.alpha, _LONGEST), beta=(0.0, self.beta, _LONGEST))
         _check("A latency", largest=(1, self.largest, LARGEST_BATCH))
-        if self.alpha + self.beta < 1e-8:
+        if self.points:
+            self._check_points()
+        if self.of(1) < 1e-8:
             raise ServingError(
-                f"A batch of one takes {self.alpha + self.beta:g} s; expected 10 ns or more. Check alpha and beta."
+                f"A batch of one takes {self.of(1):g} s; expected 10 ns or more. Check "
+                f"{'the points' if self.points else 'alpha and beta'}."
             )
+
+    @classmethod
+    def through(cls, measured: Iterable[tuple[int, float]]) -> Latency:
+        """The latency of measured sizes, of which the last is the largest.
+
+        What a larger batch took less for is taken for noise: it counts as long as the smaller one.
+        """
+        points: list[tuple[int, Seconds]] = []
+        for size, seconds in sorted(measured):
+            points.append((size, Seconds(max(seconds, points[-1][1] if points else 0.0))))
+        return cls(points=tuple(points), largest=points[-1][0])
 
     def of(self, batch: float) -> float:
         """Seconds of a batch."""
-        return self.alpha * batch + self.beta
+        if not self.points:
+            return self.alpha * batch + self.beta
+        place = max(bisect_right(self.points, batch, key=lambda point: point[0]), 1)
+        size, seconds = self.points[place - 1]
+        return seconds + self._slope(place) * max(batch - size, 0.0)
+
+    def _slope(self, place: int) -> float:
+        """Seconds per sample behind this many points, of which there is one or more."""
+        if len(self.points) == 1:
+            return 0.0
+        (size, seconds), (next_size, next_seconds) = self.points[min(place, len(self.points) - 1) - 1 :][:2]
+        return (next_seconds - seconds) / (next_size - size)
+
+    def _check_points(self) -> None:
+        if self.alpha or self.beta:
+            raise ServingError("A latency has points, and alpha or beta as well. Give either a line or points.")
+        for size, seconds in self.points:
+            _check("A point of a latency", size=(1, size, LARGEST_BATCH), seconds=(0.0, seconds, _LONGEST))
+        for (size, seconds), (next_size, next_seconds) in zip(self.points, self.points[1:], strict=False):
+            if next_size <= size or next_seconds < seconds:
+                raise ServingError(
+                    f"Points of a latency: batches of {size} take {seconds:g} s, and then batches of {next_size} "
+                    f"{next_seconds:g} s; expected ascending sizes that never take less. Sort them, and give a size "
+                    "that takes less the time of the smaller one."
+                )
 
 
 # Names of the Open Inference Protocol and what a value takes in bytes.
@@ -163,8 +208,14 @@ class ServedModel:
     """A model, how long its batches take, how soon answers are due (``slo``), and what arrives for it.
 
     ``copies`` are so many models of this kind, each with such arrivals. ``model`` names what a server runs: a zoo name,
-    a shape file, ``model.pt2``, ``file.py:function``; a server without it sleeps as long as batches would take, which
-    then have ``inputs`` and ``outputs``. ``latency`` can be left to a server that runs a model, which measures it.
+    a shape file, a Hugging Face configuration, ``model.pt2``, ``file.py:function``, with ``sequence_length`` or
+    ``image_size`` where they are asked for; a file is one from the deployment's folder. A server without it sleeps as
+    long as batches would take, which then have ``inputs`` and ``outputs``. ``latency`` can be left to a server that
+    runs a model, which measures it.
+
+    ``inputs`` and ``outputs`` are found by trying the model; those that are given rename them, or choose among outputs.
+    ``preprocess`` and ``postprocess`` are ``file.py:function``: what makes the model's arguments of ``inputs``, which
+    are then given, and what becomes of its outputs.
     """
 
     name: str
@@ -173,11 +224,16 @@ class ServedModel:
     arrivals: Arrivals = Poisson(rate=0.0)
     copies: int = 1
     model: str | None = None
+    sequence_length: int | None = None
+    image_size: int | None = None
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
+    preprocess: str | None = None
+    postprocess: str | None = None
 
     def __post_init__(self) -> None:
         _check(f"Model {self.name!r}", slo=(1e-6, self.slo, _LONGEST), copies=(1, self.copies, MOST_MODELS))
+        _check(f"Model {self.name!r}", **{name: (1, size, LARGEST_SAMPLE) for name, size in self.sizes.items()})
         if self.latency is not None and self.latency.of(1) > self.slo:
             raise ServingError(
                 f"Model {self.name!r}: a batch of one takes {self.latency.of(1):g} s, longer than its SLO of "
@@ -186,6 +242,21 @@ class ServedModel:
         names = [tensor.name for tensor in (*self.inputs, *self.outputs)]
         if len(set(names)) < len(names):
             raise ServingError(f"Model {self.name!r} has two tensors of one name. Give each its own.")
+        if self.model is None and (self.sizes or self.preprocess or self.postprocess):
+            raise ServingError(
+                f"Model {self.name!r} has sizes, preprocess or postprocess, but no `model` for them. Name it."
+            )
+        if self.preprocess is not None and not self.inputs:
+            raise ServingError(
+                f"Model {self.name!r}: what {self.preprocess} takes cannot be found out. Give the names, datatypes and "
+                "shapes of its inputs."
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes that are asked for, by name."""
+        given = {"sequence_length": self.sequence_length, "image_size": self.image_size}
+        return {name: size for name, size in given.items() if size is not None}
 
     @property
     def line(self) -> Latency:
@@ -302,7 +373,7 @@ class Deployment:
 
 
 def read_deployment(path: Path | str) -> Deployment:
-    """Read a deployment (.toml, .json); traces beside it are found from anywhere.
+    """Read a deployment (.toml, .json); traces and models beside it are then named by absolute paths.
 
     Raises DocumentError with the file's name and the place.
     """
@@ -315,6 +386,19 @@ def read_deployment(path: Path | str) -> Deployment:
 
 
 def _located(model: ServedModel, folder: Path) -> ServedModel:
-    if not isinstance(model.arrivals, Trace):
-        return model
-    return replace(model, arrivals=replace(model.arrivals, file=str(folder / Path(model.arrivals.file).expanduser())))
+    if isinstance(model.arrivals, Trace):
+        trace = str((folder / Path(model.arrivals.file).expanduser()).absolute())
+        model = replace(model, arrivals=replace(model.arrivals, file=trace))
+    return replace(
+        model,
+        model=_located_reference(model.model, folder),
+        preprocess=_located_reference(model.preprocess, folder),
+        postprocess=_located_reference(model.postprocess, folder),
+    )
+
+
+def _located_reference(reference: str | None, folder: Path) -> str | None:
+    """Where a file of a reference lies; names, which have neither a slash nor a suffix, stay as they are."""
+    if reference is None or not ("/" in reference or Path(reference).suffix):
+        return reference
+    return str((folder / Path(reference).expanduser()).absolute())

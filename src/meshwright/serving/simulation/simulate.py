@@ -220,8 +220,7 @@ def latency_table(deployment: Deployment) -> Ints:
 
 def batch_nanoseconds(latency: Latency, slo_s: float) -> Ints:
     """Nanoseconds of batches from 0 (unused) to the largest that takes no longer than the SLO."""
-    sizes = np.arange(latency.largest + 1)
-    seconds = latency.alpha * sizes + latency.beta
+    seconds = np.array([latency.of(size) for size in range(latency.largest + 1)])
     return np.round(seconds[seconds <= slo_s] * _NS).astype(np.int64)
 
 
