@@ -263,8 +263,9 @@ class ServedModel:
         """The latency; raises ServingError where it is left to a server."""
         if self.latency is None:
             raise ServingError(
-                f"Model {self.name!r} has no latency, which only a server can measure. Give it alpha and beta: "
-                f"meshwright measure {self.model or 'MODEL'} --batches 1..64:7log tells them."
+                f"Model {self.name!r} has no latency, which only a server finds out itself. Give it alpha and beta, or "
+                f"measure them (meshwright measure {self.model or 'MODEL'} --batches 1..64:7log --out table.json) and "
+                "give that table (--measurements table.json)."
             )
         return self.latency
 
