@@ -12,8 +12,6 @@ taken to be. Rates are requests per second.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,14 +20,14 @@ from typing import ClassVar
 from meshwright.spec.bounds import check_bounds
 from meshwright.spec.codec import decode_document
 from meshwright.spec.errors import DocumentError, ServingError, suggest
+from meshwright.spec.latency import LONGEST, NO_TIME, Latency
 from meshwright.spec.parsing import read_data
 from meshwright.spec.quantities import Seconds
 
 _MOST_RATE = 1e9
-_LONGEST = 86_400.0
-_YEAR = 366 * _LONGEST
-A_DAY, NO_TIME, A_MINUTE = Seconds(86_400.0), Seconds(0), Seconds(60.0)
-MOST_DEVICES, MOST_MODELS, LARGEST_BATCH, LARGEST_SAMPLE = 1_000_000, 100_000, 65_536, 2**30
+_YEAR = 366 * LONGEST
+A_DAY, A_MINUTE = Seconds(86_400.0), Seconds(60.0)
+MOST_DEVICES, MOST_MODELS, LARGEST_SAMPLE = 1_000_000, 100_000, 2**30
 
 
 _check = partial(check_bounds, ServingError)
@@ -93,70 +91,6 @@ class Trace:
 
 
 Arrivals = Poisson | Gamma | Diurnal | Trace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latency:
-    """Seconds of a batch of b: ``alpha`` b + ``beta``; no batch is larger than ``largest``.
-
-    Instead of the two, ``points`` are measured sizes and what each takes, both ascending. Lines lie between them;
-    before the first, batches take as long as that one, and behind the last goes on what lies before it.
-    """
-
-    alpha: Seconds = NO_TIME
-    beta: Seconds = NO_TIME
-    largest: int = 1024
-    points: tuple[tuple[int, Seconds], ...] = ()
-
-    def __post_init__(self) -> None:
-        _check("A latency", alpha=(0.0, self.alpha, _LONGEST), beta=(0.0, self.beta, _LONGEST))
-        _check("A latency", largest=(1, self.largest, LARGEST_BATCH))
-        if self.points:
-            self._check_points()
-        if self.of(1) < 1e-8:
-            raise ServingError(
-                f"A batch of one takes {self.of(1):g} s; expected 10 ns or more. Check "
-                f"{'the points' if self.points else 'alpha and beta'}."
-            )
-
-    @classmethod
-    def through(cls, measured: Iterable[tuple[int, float]]) -> Latency:
-        """The latency of measured sizes, of which the last is the largest.
-
-        What a larger batch took less for is taken for noise: it counts as long as the smaller one.
-        """
-        points: list[tuple[int, Seconds]] = []
-        for size, seconds in sorted(measured):
-            points.append((size, Seconds(max(seconds, points[-1][1] if points else 0.0))))
-        return cls(points=tuple(points), largest=points[-1][0])
-
-    def of(self, batch: float) -> float:
-        """Seconds of a batch."""
-        if not self.points:
-            return self.alpha * batch + self.beta
-        place = max(bisect_right(self.points, batch, key=lambda point: point[0]), 1)
-        size, seconds = self.points[place - 1]
-        return seconds + self._slope(place) * max(batch - size, 0.0)
-
-    def _slope(self, place: int) -> float:
-        """Seconds per sample behind this many points, of which there is one or more."""
-        if len(self.points) == 1:
-            return 0.0
-        (size, seconds), (next_size, next_seconds) = self.points[min(place, len(self.points) - 1) - 1 :][:2]
-        return (next_seconds - seconds) / (next_size - size)
-
-    def _check_points(self) -> None:
-        if self.alpha or self.beta:
-            raise ServingError("A latency has points, and alpha or beta as well. Give either a line or points.")
-        for size, seconds in self.points:
-            _check("A point of a latency", size=(1, size, LARGEST_BATCH), seconds=(0.0, seconds, _LONGEST))
-        for (size, seconds), (next_size, next_seconds) in zip(self.points, self.points[1:], strict=False):
-            if next_size <= size or next_seconds < seconds:
-                raise ServingError(
-                    f"Points of a latency: batches of {size} take {seconds:g} s, and then batches of {next_size} "
-                    f"{next_seconds:g} s; expected ascending sizes that never take less. Sort them, and give a size "
-                    "that takes less the time of the smaller one."
-                )
 
 
 # Names of the Open Inference Protocol and what a value takes in bytes.
@@ -232,7 +166,7 @@ class ServedModel:
     postprocess: str | None = None
 
     def __post_init__(self) -> None:
-        _check(f"Model {self.name!r}", slo=(1e-6, self.slo, _LONGEST), copies=(1, self.copies, MOST_MODELS))
+        _check(f"Model {self.name!r}", slo=(1e-6, self.slo, LONGEST), copies=(1, self.copies, MOST_MODELS))
         _check(f"Model {self.name!r}", **{name: (1, size, LARGEST_SAMPLE) for name, size in self.sizes.items()})
         if self.latency is not None and self.latency.of(1) > self.slo:
             raise ServingError(
@@ -331,7 +265,7 @@ class Server:
         _check(what, tensor_bytes=(4096, self.tensor_bytes, 2**40), body_bytes=(256, self.body_bytes, 2**32))
         _check(what, header_bytes=(256, self.header_bytes, 2**20), connections=(1, self.connections, 10**6))
         for name in ("receive", "idle", "longest_deadline"):
-            _check(what, **{name: (1e-3, getattr(self, name), _LONGEST)})
+            _check(what, **{name: (1e-3, getattr(self, name), LONGEST)})
         if self.device not in ("cpu", "cuda"):
             raise ServingError(f"A server's device is {self.device!r}; expected cpu or cuda.")
 
