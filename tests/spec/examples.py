@@ -33,10 +33,12 @@ from meshwright.spec import (
     Program,
     Section,
     ServedModel,
+    Server,
     StagePlan,
     Straggler,
     Stream,
     Tensor,
+    TensorSpec,
     Timeline,
     Trace,
     TransferMeasurement,
@@ -256,16 +258,23 @@ DEPLOYMENT = Deployment(
         ServedModel(
             name=f"model {place}",
             slo=Seconds(0.025),
-            latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005), largest=32),
+            latency=latency,
             arrivals=arrivals,
             copies=2 + place,
+            model="mine.py:build",
+            sequence_length=4,
+            image_size=8,
+            inputs=(TensorSpec(name="text", datatype="UINT8", shape=(8,)),),
+            outputs=(TensorSpec(name="classes", datatype="FP16", shape=(2, 5)),),
+            preprocess="mine.py:before",
+            postprocess="mine.py:after",
         )
-        for place, arrivals in enumerate(
+        for place, (arrivals, latency) in enumerate(
             (
-                Poisson(rate=100.0),
-                Gamma(rate=50.0, shape=0.5),
-                Diurnal(low=1.0, high=2.0, period=Seconds(60.0)),
-                Trace(file="requests.txt", speed=2.0),
+                (Poisson(rate=100.0), Latency(alpha=Seconds(0.001), beta=Seconds(0.005), largest=32)),
+                (Gamma(rate=50.0, shape=0.5), Latency(points=((1, Seconds(0.002)), (8, Seconds(0.004))))),
+                (Diurnal(low=1.0, high=2.0, period=Seconds(60.0)), Latency(beta=Seconds(0.005))),
+                (Trace(file="requests.txt", speed=2.0), Latency(alpha=Seconds(0.001))),
             )
         )
     ),
@@ -273,8 +282,23 @@ DEPLOYMENT = Deployment(
     policy="symphony:window=75",
     delay=Seconds(0.0001),
     slack=Seconds(0.001),
+    guard=Seconds(0.0005),
     jitter=0.1,
     troubles=(Straggler(device=0, factor=1.5), Outage(device=1, since=Seconds(1.0), until=Seconds(2.0))),
+    server=Server(
+        host="0.0.0.0",
+        port=8080,
+        admin_port=8081,
+        fronts=2,
+        device="cuda",
+        tensor_bytes=2**20,
+        body_bytes=2**16,
+        header_bytes=2**12,
+        receive=Seconds(5.0),
+        idle=Seconds(6.0),
+        longest_deadline=Seconds(7.0),
+        connections=100,
+    ),
 )
 
 EXAMPLES = {

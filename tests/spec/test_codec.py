@@ -245,6 +245,12 @@ def test_wrong_types_are_refused_everywhere(kind):
                 ("model_flops",),
                 ("nvme",),
                 ("until",),
+                ("latency",),
+                ("model",),
+                ("preprocess",),
+                ("postprocess",),
+                ("sequence_length",),
+                ("image_size",),
             ):
                 continue  # these may be none
             if item == 3 and {"shape", "flops", "backward_flops", "model_flops"} & set(path):

@@ -13,10 +13,11 @@ from rich.text import Text
 
 from meshwright.cli.output import print_json, print_tables
 from meshwright.cli.sweeps import check_sweep, put_sweep
-from meshwright.spec.codec import document_kind, dump_json
+from meshwright.spec.codec import document_kind, dump_json, read_document
 from meshwright.spec.deployment import Deployment, read_deployment
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.files import read_regular, write_text
+from meshwright.spec.measurements import Measurements
 from meshwright.spec.parsing import read_data
 from meshwright.spec.units import format_percent
 
@@ -41,7 +42,8 @@ CapacityOption = Annotated[
 
 # Options that say something about a deployment, and those that say something about nothing else.
 _ONLY_OF_DEPLOYMENTS = ("--policy", "--seconds", "--seed", "--scale", "--goodput", "--capacity")
-_OF_DEPLOYMENTS = frozenset({*_ONLY_OF_DEPLOYMENTS, "--against", "--sweep", "--plot", "--figure", "--out", "--json"})
+_OF_BOTH = ("--measurements", "--against", "--sweep", "--plot", "--figure", "--out", "--json")
+_OF_DEPLOYMENTS = frozenset({*_ONLY_OF_DEPLOYMENTS, *_OF_BOTH})
 _SCHEMA = b"meshwright/deployment/"
 _SHOWN = ("in_time_share", "goodput_per_s", "worst_p99_s", "busy_share")
 
@@ -50,6 +52,7 @@ _SHOWN = ("in_time_share", "goodput_per_s", "worst_p99_s", "busy_share")
 class ServingRequest:
     """What `simulate` was asked about a deployment."""
 
+    measurements: Path | None
     policy: str | None
     against: Sequence[str]
     seconds: float
@@ -89,11 +92,13 @@ def refuse_without_deployment(given: Sequence[str]) -> None:
 
 def simulate_serving(path: Path, request: ServingRequest) -> None:
     """Simulate a deployment under a policy, or several, or for many values; print and write what comes of it."""
-    from meshwright.serving import compare_policies, load_policy, simulate_deployment, sweep_deployment
+    from meshwright.serving import compare_policies, load_policy, simulate_deployment, sweep_deployment, take_latencies
     from meshwright.simulator.scenarios import read_parameter
 
     _refuse_unused(request)
     deployment = read_deployment(path)
+    if request.measurements is not None:
+        deployment = take_latencies(deployment, _read_table(request.measurements))
     policy = request.policy or deployment.policy
     if request.sweep:
         parameters = [read_parameter(text) for text in request.sweep]
@@ -120,6 +125,14 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
             deployment, load_policy(policy), request.seconds, seed=request.seed, scale=request.scale
         )
     _print_result(deployment, policy, result, rows, request)
+
+
+def _read_table(path: Path) -> Measurements:
+    if path.suffix != ".json":
+        raise DocumentError(
+            f"--measurements {path}: a deployment takes those of one device, a file that ends in .json."
+        )
+    return read_document(Measurements, path)
 
 
 def _refuse_unused(request: ServingRequest) -> None:

@@ -5,6 +5,7 @@ arrivals      when requests come
 policies      which requests run together, where and when
 simulation    a deployment under a policy, on a virtual clock
 capacity      how many devices these requests need
+measured      latencies from a measurement table
 sweeps        a deployment with some of its values changed
 server        answers to requests as they come, by the same policies
 load          requests to a server at their moments
@@ -25,6 +26,7 @@ _PUBLIC = {
     "throughput": "meshwright.serving.batching",
     "Capacity": "meshwright.serving.capacity",
     "find_capacity": "meshwright.serving.capacity",
+    "take_latencies": "meshwright.serving.measured",
     "POLICY_NAMES": "meshwright.serving.policies.named",
     "load_policy": "meshwright.serving.policies.named",
     "Served": "meshwright.serving.simulation",

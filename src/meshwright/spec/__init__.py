@@ -15,7 +15,6 @@ from meshwright.spec.deployment import (
     Deployment,
     Diurnal,
     Gamma,
-    Latency,
     Outage,
     Poisson,
     ServedModel,
@@ -74,6 +73,7 @@ from meshwright.spec.instructions import (
     Sum,
     instruction_name,
 )
+from meshwright.spec.latency import Latency
 from meshwright.spec.measurements import (
     MAX_SECONDS,
     MIN_SECONDS,

@@ -57,7 +57,9 @@ class FakeWorker:
         self.folder = folder
         self.channel = connect(folder / "scheduler.sock")
         document = {key: [asdict(tensor) for tensor in tensors] for key, tensors in SPECS.items()}
-        self.channel.send_text({"worker": device, "models": [{**document, "platform": "fake", "points": []}]})
+        self.channel.send_text(
+            {"worker": device, "models": [{**document, "platform": "fake", "largest": 64, "points": []}]}
+        )
         self.epoch, self.given = None, []
 
     def look(self):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from meshwright.serving.batching import batch_nanoseconds
-from meshwright.spec import Deployment, ServedModel, ServingError, TensorSpec
+from meshwright.spec import Deployment, Latency, ServedModel, ServingError, TensorSpec
 
 # A batch of more requests would not fit into one message (`channel`).
 LARGEST = 4096
@@ -46,16 +44,12 @@ class Served:
                 )
             return
         self.inputs, self.outputs, self.platform = inputs, outputs, found["platform"]
-        if self.model.latency is not None:
-            self.table = batch_nanoseconds(self.model.latency, self.model.slo)[: LARGEST + 1].tolist()
-            return
-        sizes, seconds = np.array(found["points"], float).T
-        every = np.maximum.accumulate(np.interp(np.arange(sizes[-1] + 1), sizes, seconds))
-        self.table = [0, *np.round(every[1:][every[1:] <= self.model.slo][:LARGEST] * 1e9).astype(int).tolist()]
+        latency = self.model.latency or Latency.through(found["points"])
+        self.table = batch_nanoseconds(latency, self.model.slo)[: min(found["largest"], LARGEST) + 1].tolist()
         if len(self.table) < 2:
             raise ServingError(
-                f"Model {self.name!r}: a batch of one took {every[1]:.4g} s, longer than its SLO of {self.model.slo:g} "
-                "s, so that no request can be met. Give it more time, or a faster device."
+                f"Model {self.name!r}: a batch of one took {latency.of(1):.4g} s, longer than its SLO of "
+                f"{self.model.slo:g} s, so that no request can be met. Give it more time, or a faster device."
             )
 
     def document(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ scheduler has gone, it connects again to the one that comes.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import sys
 import time
@@ -18,23 +19,26 @@ import numpy as np
 
 from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server.channel import Channel, Closed, Kind, connect
-from meshwright.serving.server.reports import end_with_input, report
+from meshwright.serving.server.models import Runnable, open_model, run_batch, warm_up
+from meshwright.serving.server.reports import end_with_input, report, reporting_errors
 from meshwright.serving.server.served import Served, served_models
 from meshwright.serving.server.slabs import Slab, slab_path
-from meshwright.spec import read_deployment
+from meshwright.spec import ServingError, read_deployment
 
 _SLOT = (1 << 32) - 1
 _AGAIN_S = 0.02
 _PING = -1
+_BRIEFLY_S = 1.0
 
 
 class Worker:
     """See the module's docstring. ``models``: what runs each served model (`models.Runnable`)."""
 
-    def __init__(self, folder: Path, device: int, served: list[Served], models: list[Any]) -> None:
+    def __init__(self, folder: Path, device: int, served: list[Served], models: list[Runnable]) -> None:
         self._folder, self._device, self._served, self._models = folder, device, served, models
         self._slabs: dict[tuple[int, int], Slab] = {}
         self._epoch = 0
+        self._silent_until = 0.0
 
     def run(self, points: list[Any]) -> None:
         """Serve; connect again where the scheduler has gone. Ends with SystemExit."""
@@ -52,6 +56,7 @@ class Worker:
                                 "inputs": [asdict(tensor) for tensor in model.inputs],
                                 "outputs": [asdict(tensor) for tensor in model.outputs],
                                 "platform": model.platform,
+                                "largest": model.largest,
                                 "points": found,
                             }
                             for model, found in zip(self._models, points, strict=True)
@@ -89,34 +94,41 @@ class Worker:
 
     def _run(self, model: int, requests: Ints, places: Ints) -> Ints:
         """Run the requests at these places; those that failed."""
-        groups = []
-        chosen = requests[places]
-        numbers = chosen >> 32
+        numbers, slots = requests[places] >> 32, requests[places] & _SLOT
+        groups, order = [], []
         for number in np.unique(numbers).tolist():
             here = np.flatnonzero(numbers == number)
-            groups.append((self._slab(number, model), here, chosen[here] & _SLOT))
-        runnable = self._models[model]
-        arrays = []
-        for place in range(len(runnable.inputs)):
-            if len(groups) == 1:
-                arrays.append(groups[0][0].inputs[place][groups[0][2]])
+            order.append(places[here])
+            slab = self._slab(number, model)
+            if slab is not None:
+                groups.append((slab, slots[here]))
             else:
-                spec = groups[0][0].inputs[place]
-                array = np.empty((len(places), *spec.shape[1:]), spec.dtype)
-                for slab, here, slots in groups:
-                    array[here] = slab.inputs[place][slots]
-                arrays.append(array)
-        outputs = runnable.run(arrays)
-        for place, output in enumerate(outputs):
-            for slab, here, slots in groups:
-                slab.outputs[place][slots] = output[here]
-        return places[:0]
+                order.pop()
+        if not groups:
+            return places
+        failures = run_batch(self._models[model], groups)
+        if failures.error:
+            self._tell_of(model, failures.error)
+        known = np.concatenate(order)
+        return np.concatenate([np.setdiff1d(places, known), known[list(failures.places)]])
 
-    def _slab(self, channel: int, model: int) -> Slab:
+    def _tell_of(self, model: int, error: str) -> None:
+        """At most once a second: whoever sends what a model cannot compute may do so often."""
+        if time.monotonic() > self._silent_until:
+            self._silent_until = time.monotonic() + 1.0
+            report("failure", model=self._served[model].name, text=error)
+
+    def _slab(self, channel: int, model: int) -> Slab | None:
+        """The slab of a front's connection; None if that has gone, and its memory with it."""
         if (channel, model) not in self._slabs:
-            path = slab_path(self._folder, self._epoch, channel, model)
             runnable = self._models[model]
-            self._slabs[channel, model] = Slab(path, runnable.inputs, runnable.outputs, 0)
+            path = slab_path(self._folder, self._epoch, channel, model)
+            try:
+                opened = Slab(path, runnable.inputs, runnable.outputs, 0)
+            except ServingError:
+                return None
+            self._slabs = {key: slab for key, slab in self._slabs.items() if slab.path.exists()}
+            self._slabs[channel, model] = opened
         return self._slabs[channel, model]
 
 
@@ -127,30 +139,36 @@ def _wait_for_end(seconds: float) -> None:
         end_with_input()
 
 
-class Emulated:
-    """A stand-in."""
-
-    platform = "emulated"
-
-    def __init__(self, model: Any) -> None:
-        from meshwright.spec import TensorSpec
-
-        self.latency = model.line
-        self.inputs = model.inputs or (TensorSpec(name="input", shape=(16,)),)
-        self.outputs = model.outputs or (TensorSpec(name="output", shape=(10,)),)
-
-    def run(self, arrays: Any) -> Any:
-        time.sleep(self.latency.of(len(arrays[0])) - 60e-6)
-        return [np.zeros((len(arrays[0]), *tensor.shape), np.float32) for tensor in self.outputs]
-
-
 def main(arguments: list[str]) -> None:
     """Load, warm up, and serve until standard input ends."""
-    folder, device = Path(arguments[0]), int(arguments[1])
-    served = served_models(read_deployment(folder / "deployment.json"))
-    models = [Emulated(one.model) for one in served]
-    report("worker", device=device, ready=True)
-    Worker(folder, device, served, models).run([[] for _ in served])
+    folder, number = Path(arguments[0]), int(arguments[1])
+    deployment = read_deployment(folder / "deployment.json")
+    device = deployment.server.device if deployment.server.device == "cpu" else f"cuda:{number}"
+    with reporting_errors():
+        served = served_models(deployment)
+        models = []
+        for place, one in enumerate(served):
+            report("loading", device=number, model=one.name, place=place, of=len(served))
+            models.append(_open(one, device))
+        Worker(folder, number, served, models).run(
+            [_time(one, model) for one, model in zip(served, models, strict=True)]
+        )
+
+
+def _open(served: Served, device: str) -> Runnable:
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    return open_model(served.model, device, threads)
+
+
+def _time(served: Served, model: Runnable) -> list[tuple[int, float]]:
+    """What batches take, where the deployment does not say; in any case the model has run once."""
+    if served.model.model is None:
+        return []
+    if served.model.latency is not None:
+        rows = warm_up(model, name=served.name, longest_s=served.model.slo, budget_s=_BRIEFLY_S, repeats=1)
+    else:
+        rows = warm_up(model, name=served.name, longest_s=served.model.slo)
+    return [(row.batch_size, row.seconds) for row in rows]
 
 
 if __name__ == "__main__":
