@@ -54,8 +54,10 @@ class Devices:
         for decisions, chosen in self.live.take(rows(*events)):
             for kind, target, queue, first, count, _ in decisions.tolist():
                 requests = chosen[first : first + count].tolist()
-                if kind == RUN:
-                    assert target in self.up
+                if kind == RUN and target not in self.up:
+                    # Decided in the call that told of its end, and before.
+                    self.arrive(requests, self.gone_at)
+                elif kind == RUN:
                     assert len(self.batches[target]) < 2
                     self.batches[target].append((queue, requests))
                 elif kind == DROP:
@@ -78,6 +80,7 @@ class Devices:
         # Nexus learns of devices at its next epoch only.
         if device in self.up and len(self.up) > 1 and "Nexus" not in type(self.live.policy).__name__:
             self.up.discard(device)
+            self.gone_at = now
             lost, self.batches[device] = self.batches[device], []
             self.take((DOWN, now, device))
             for _, requests in lost:

@@ -198,6 +198,7 @@ def test_what_cannot_be_in_time_is_refused_and_what_was_late_or_failed_is_told(t
         await until(lambda: worker.given, worker)
         for number in (2, 3, 4):
             client.ask(number)
+        await asyncio.sleep(0.1)
         worker.compute()
         await until(lambda: worker.given, worker)
         worker.compute(late=[0], failed=[2])

@@ -151,8 +151,11 @@ class Scheduler:
     def _carry_out(self, decisions: Ints, chosen: Ints, now: int) -> None:
         for kind, target, queue, first, count, _ in decisions.tolist():
             model, requests = self._model_of(queue), chosen[first : first + count]
-            if kind == RUN:
+            if kind == RUN and target in self._workers:
                 self._run(self._workers[target], model, requests, now)
+            elif kind == RUN:
+                # It was decided before the policy was told, in the same turn, that the worker has gone.
+                self._come_again(model, requests, now)
             elif kind == DROP:
                 self._answer(model, requests, target)
             else:
@@ -360,16 +363,20 @@ class Scheduler:
         del self._workers[worker.device]
         self._event(DOWN, now, worker.device)
         for batch in worker.batches:
-            deadlines = self._deadlines(batch.model, batch.requests)
-            for request, deadline in zip(batch.requests.tolist(), deadlines.tolist(), strict=True):
-                if request in self._once_lost:
-                    self._answer(batch.model, np.array([request], np.int64), Fate.FAILED)
-                elif request >> _SLOT_BITS in self._fronts:
-                    self._once_lost.add(request)
-                    self._event(ARRIVE, now, batch.model, request, deadline)
+            again = np.array([request not in self._once_lost for request in batch.requests.tolist()], bool)
+            self._answer(batch.model, batch.requests[~again], Fate.FAILED)
+            self._once_lost.update(batch.requests[again].tolist())
+            self._come_again(batch.model, batch.requests[again], now)
         if not self._workers:
             for front in self._fronts.values():
                 self._tell(front)
+
+    def _come_again(self, model: int, requests: Ints, now: int) -> None:
+        """Requests that nobody computes any more are put to the policy again, by their deadlines."""
+        deadlines = self._deadlines(model, requests)
+        for request, deadline in zip(requests.tolist(), deadlines.tolist(), strict=True):
+            if request >> _SLOT_BITS in self._fronts:
+                self._event(ARRIVE, now, model, request, deadline)
 
     def _ping(self, worker: _Worker) -> None:
         if worker.pings:
