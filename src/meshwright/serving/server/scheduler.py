@@ -305,6 +305,7 @@ class Scheduler:
         """A front has gone: what it had in queues is cancelled, what runs is not answered."""
         self._forget(front.channel)
         del self._fronts[front.number]
+        self._once_lost = {request for request in self._once_lost if request >> _SLOT_BITS != front.number}
         for served in self._models:
             slab_path(self._folder, self._epoch, front.number, served.number).unlink(missing_ok=True)
         if self._live is None:
