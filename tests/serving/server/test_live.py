@@ -90,7 +90,7 @@ class Devices:
         if self.batches[device]:
             self.settle(self.batches[device].pop(0)[1], "done")
             queue, requests = (self.batches[device] or [(0, [])])[0]
-            self.take((FREE, now, device, queue % MODELS, len(requests)))
+            self.take((FREE, now, device, queue % MODELS, len(requests), MS))
 
     def step(self, kind, number, now):
         device = number % DEVICES

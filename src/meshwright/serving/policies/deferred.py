@@ -67,6 +67,7 @@ from meshwright.serving.policies.queues import (
     rest,
     run,
     skip_for,
+    trust,
 )
 
 
@@ -131,7 +132,8 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
     """What follows from what is in a queue now: it runs, is ready, or waits for its window. Has anything been run?"""
     has_run = False
     while True:
-        drop_late(pool, now, queue, now + pool[DELAY])
+        if drop_late(pool, now, queue, now + pool[DELAY]) > 0 and idle_device(pool) >= 0:
+            trust(pool, idle_device(pool))
         length = length_of(pool, queue)
         if length == 0:
             take_out(pool, TIMER, queue)

@@ -105,8 +105,18 @@ def observe(pool: Ints, now: int, device: int) -> None:
 
 
 @compiled
+def trust(pool: Ints, device: int) -> None:
+    """A request was dropped while this device, which is taken to be slow, had nothing to do: it may have recovered."""
+    slowness = pool[pool[SLOWNESS] + device]
+    pool[pool[SLOWNESS] + device] -= max(slowness - NOMINAL, 0) // 8
+    pool[TYPICAL] -= max(pool[TYPICAL] - NOMINAL, 0) // 8
+
+
+@compiled
 def begin_on(pool: Ints, device: int, now: int) -> int:
     """When a batch begins that is decided now."""
+    if pool[pool[DEVICE] + device] == IDLE:
+        return now + pool[DELAY]
     return max(now + pool[DELAY], pool[pool[FREE_AT] + device])
 
 
@@ -137,14 +147,15 @@ def value_work(pool: Ints, queue: int, unit: int) -> None:
 
 
 @compiled
-def drop_late(pool: Ints, now: int, queue: int, begin: int) -> None:
-    """Drop the first requests that would be late even alone, if they began then."""
+def drop_late(pool: Ints, now: int, queue: int, begin: int) -> int:
+    """Drop the first requests that would be late even alone, if they began then; how many these were."""
     latest = begin + latency_of(pool, queue, 1)
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
     at = head
     while at < tail and deadline_at(pool, queue, at) < latest:
         at += 1
     drop(pool, now, queue, at - head, LATE)
+    return at - head
 
 
 @compiled
@@ -299,6 +310,14 @@ def begin_waiting(pool: Ints, queue: int, count: int, device: int, begin: int) -
     pool[pool[FREE_AT] + device] = begin + latency_on(pool, queue, count, device)
     if pool[KEEPS_ENDS]:
         put(pool, END, device, pool[pool[FREE_AT] + device])
+
+
+@compiled
+def end_batch(pool: Ints, now: int, device: int, taken: int) -> None:
+    """A device has ended its batch, which took so long: when that is known late, the device is not slow for it."""
+    later = now - taken - pool[pool[BEGAN] + device]
+    pool[pool[BEGAN] + device] += later
+    pool[pool[FREE_AT] + device] += later
 
 
 @compiled

@@ -1,7 +1,8 @@
 """A policy on the real clock: events go in as rows, decisions come out, and both can be written down.
 
     ARRIVE   queue, request, deadline    a request has come
-    FREE     device, queue, count        a device has ended a batch; its next one, if it has one, begins now
+    FREE     device, queue, count, ns    a device has ended a batch that took so long; its next one, if it has one, begins
+                                         now
     CANCEL   queue, request, deadline    whoever sent a request has gone
     UP       device, batches             a device is there; it may have one batch already, or two
     DOWN     device                      a device is gone; its requests come again as further events
@@ -40,11 +41,11 @@ from meshwright.serving.policies.pool import (
     Ints,
     pool_for,
 )
-from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, go_down
+from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, end_batch, go_down
 from meshwright.spec import ServingError
 
 ARRIVE, FREE, CANCEL, UP, DOWN, ADJUST, WAKE = range(7)
-EVENT_WIDTH = 5
+EVENT_WIDTH = 6
 
 # A log begins with a line of JSON: its kind, the policy, and what its pool was allocated with. For each call follow
 # the numbers of events, decisions and chosen requests, and these.
@@ -168,10 +169,11 @@ def take_events(policy: Any, pool: Ints, events: Ints, at: int) -> int:
 
 @compiled
 def _take_event(policy: Any, pool: Ints, event: Ints) -> None:
-    kind, now, first, second, third = event
+    kind, now, first, second, third, taken = event
     if kind == ARRIVE:
         arrive(policy, pool, now, first, second, third)
     elif kind == FREE:
+        end_batch(pool, now, first, taken)
         if third > 0:
             begin_waiting(pool, second, third, first, now)
         free(policy, pool, now, first)

@@ -213,12 +213,12 @@ class Scheduler:
             self._selector.register(channel, selectors.EVENT_READ, partial(self._greet, channel))
 
     def _greet(self, channel: Channel, now: int, _mask: int) -> None:
-        """Whoever has connected says who it is."""
+        """Whoever has connected says who it is; what it says after that is for another function."""
         try:
             for kind, content in channel.receive():
                 if kind != Kind.TEXT:
-                    continue
-                if "front" in content:
+                    self._forget(channel)
+                elif "front" in content:
                     self._connections += 1
                     front = _Front(channel, self._connections)
                     self._fronts[front.number] = front
@@ -226,6 +226,7 @@ class Scheduler:
                     self._tell(front)
                 else:
                     self._welcome(channel, content, now)
+                return
         except Closed:
             self._forget(channel)
 
@@ -282,9 +283,9 @@ class Scheduler:
             for kind, content in front.channel.receive():
                 if kind in (Kind.SUBMIT, Kind.CANCEL):
                     rows = content.reshape(-1, 3)
-                    events = np.empty((len(rows), EVENT_WIDTH), np.int64)
+                    events = np.zeros((len(rows), EVENT_WIDTH), np.int64)
                     events[:, 0], events[:, 1] = ARRIVE if kind == Kind.SUBMIT else CANCEL, now
-                    events[:, 2:] = rows
+                    events[:, 2:5] = rows
                     events[:, 3] |= front.number << _SLOT_BITS
                     if kind == Kind.SUBMIT:
                         self._keep_deadlines(front, rows)
@@ -332,6 +333,7 @@ class Scheduler:
     def _finish(self, worker: _Worker, cells: Ints, now: int) -> None:
         """A worker has done a batch, or answers a ping."""
         number, begin, end, num_late = cells[:4].tolist()
+        taken = end - begin
         self._lateness.ends.add(now - end)
         if number == _PING:
             self._lateness.begins.add(begin - int(cells[4]))
@@ -352,9 +354,9 @@ class Scheduler:
         self._batch_counts[batch.model] += 1
         if worker.batches:
             following = worker.batches[0]
-            self._event(FREE, now, worker.device, following.model, len(following.requests))
+            self._event(FREE, now, worker.device, following.model, len(following.requests), taken)
         else:
-            self._event(FREE, now, worker.device, 0, 0)
+            self._event(FREE, now, worker.device, 0, 0, taken)
 
     def _lose_worker(self, worker: _Worker, now: int) -> None:
         """A worker has gone: what it had comes again, but for requests that were on one that has gone before."""
