@@ -357,7 +357,7 @@ def test_a_client_that_does_not_read_is_not_read_from(loop, tmp_path):
     async def scenario(server, connect):
         peer = socket.create_connection(server.sockets[0].getsockname()[:2])
         peer.setblocking(False)
-        message, still = get("/openapi.json") * 1000, 0, 0
+        message, still = get("/openapi.json") * 1000, 0
         while still < 20:  # until nothing more is taken for 0.2 s
             try:
                 peer.send(message)

@@ -90,24 +90,21 @@ class Refusal(Exception):  # noqa: N818 - it is an answer
 class Exchange:
     """A request, and its answer once it is there."""
 
-    __slots__ = (
-        *("answer", "asked", "asker", "begun_ns", "body", "closes", "fields", "has_left", "headers", "method", "owed"),
-        *("served", "ticket", "url"),
-    )
+    # Most requests leave most of these as they are: is the connection closed after the answer, and has that been sent;
+    # lines of its head that do not depend on it; what it costs a connection to have it under way, about in bytes.
+    closes = has_left = False
+    fields = b""
+    owed = 0
+    answer: bytes | None = None
+    asked: Asked | None = None
+    served: Served | None = None
+    ticket: Ticket | None = None
 
     def __init__(
         self, asker: Asker, method: bytes, url: bytes, headers: dict[bytes, bytes], body: bytes, begun_ns: int
     ) -> None:
         self.asker, self.method, self.url, self.headers, self.body = asker, method, url, headers, body
         self.begun_ns = begun_ns
-        # Is the connection closed after the answer, which has been sent; lines of its head that do not depend on it.
-        self.closes, self.has_left, self.fields = False, False, b""
-        self.answer: bytes | None = None
-        self.asked: Asked | None = None
-        self.served: Served | None = None
-        self.ticket: Ticket | None = None
-        # What it costs a connection to have this under way, about the bytes of the answer.
-        self.owed = 0
 
 
 class Served:
@@ -140,7 +137,7 @@ class Front:
         self._known: dict[str, ModelFacts] | None = None
         self._served: dict[str, Served] = {}
         self._infer_paths: dict[bytes, Served] = {}
-        self._openapi = Path(__file__).with_name("openapi.json").read_bytes()
+        self._openapi = _openapi(server)
 
     def begin(self, exchange: Exchange) -> None:
         """Answer a request at once, or have it answered (`Asker.settle`)."""
@@ -148,7 +145,7 @@ class Front:
             self._learn()
         served = self._infer_paths.get(exchange.url)
         try:
-            if exchange.headers:
+            if self._token is not None or b"traceparent" in exchange.headers:
                 self._read_headers(exchange)
             if served is not None and exchange.method == b"POST":
                 self._infer(exchange, served)
@@ -179,7 +176,7 @@ class Front:
         gate, model, codec, headers = self.gate, served.model, served.codec, exchange.headers
         if not gate.is_ready:
             raise Refusal(503, _NOT_READY, RETRY)
-        body = self._plain_body(exchange)
+        body = self._plain_body(exchange) if b"content-encoding" in headers else exchange.body
         length = headers.get(b"inference-header-content-length")
         asked = codec.decode(body, None if length is None else _read_integer("Inference-Header-Content-Length", length))
         timeout_ns = model.slo_ns
@@ -384,6 +381,16 @@ class Front:
             for each in (f"{path}/infer", f"{path}/versions/{quote(served.model.version, safe='')}/infer"):
                 self._infer_paths[each.encode()] = served
         self._known = known
+
+
+def _openapi(server: Server) -> bytes:
+    """The document of all this, with a server's limit."""
+    document = msgspec.json.decode(Path(__file__).with_name("openapi.json").read_bytes())
+    parts = document["components"]
+    parts["parameters"]["timeout"]["schema"]["maximum"] = int(server.longest_deadline * 1e3)
+    timeout = parts["schemas"]["InferRequest"]["properties"]["parameters"]["properties"]["timeout"]
+    timeout["maximum"] = int(server.longest_deadline * 1e6)
+    return msgspec.json.encode(document)
 
 
 class _IndexRequest(msgspec.Struct):

@@ -44,6 +44,7 @@ _LINGER_NS = 2_000_000_000
 # How often it is looked whether all connections are closed, at the end.
 _LOOK_S = 0.01
 _GROUPS = 16
+_now_ns = time.monotonic_ns
 _CONTINUE, _CLOSE = b"HTTP/1.1 100 Continue\r\n\r\n", b"Connection: close\r\n"
 
 
@@ -73,13 +74,13 @@ class Connection(asyncio.Protocol):
         self._is_over = self._is_lingering = False
         self._stop: Refusal | None = None
         # Since when it has been idle, lingers, or waits for its client to read.
-        self._since_ns = self._begun_ns = time.monotonic_ns()
+        self._since_ns = self._begun_ns = _now_ns()
         self._group: set[Connection] | None = None
         # Bytes that came since they had a meaning.
         self._quiet = 0
         self._has_begun = self._owes_continue = False
         # Of the request that is being received; `_left` is what its Content-Length says, None before all headers came.
-        self._url, self._body = b"", b""
+        self._url = self._body = b""
         self._headers: dict[bytes, bytes] = {}
         self._header_bytes = self._size = self._parts_bytes = 0
         self._parts: list[bytes] = []
@@ -127,18 +128,18 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The client does not read its answers."""
-        self._is_paused, self._since_ns = True, time.monotonic_ns()
+        self._is_paused, self._since_ns = True, _now_ns()
 
     def resume_writing(self) -> None:
         """The client has read its answers."""
-        self._is_paused, self._since_ns = False, time.monotonic_ns()
+        self._is_paused, self._since_ns = False, _now_ns()
         self.go_on()
 
     # --- of the parser ------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        self._has_begun, self._begun_ns, self._quiet = True, time.monotonic_ns(), 0
+        self._has_begun, self._begun_ns, self._quiet = True, _now_ns(), 0
         self._url = self._body = b""
         self._headers = {}
         self._header_bytes = self._size = 0
@@ -151,8 +152,7 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header of the request, or a trailer after its body, which means nothing here."""
         self._header_bytes += len(name) + len(value) + 4
-        name = name.lower()
-        if name in WANTED and self._left is None:
+        if (name := name.lower()) in WANTED and self._left is None:
             before = self._headers.get(name)
             if before is not None:
                 if name not in LISTS:
@@ -215,7 +215,7 @@ class Connection(asyncio.Protocol):
         elif b"connection" in self._headers and parser.get_http_version() == "1.0":
             exchange.fields = b"Connection: keep-alive\r\n"
         self._waiting.append(exchange)
-        if self._held or self._is_blocked:
+        if self._held or self._is_paused or self._owed > _MOST_OWED:
             self._held.append(exchange)
         else:
             self._begin(exchange)
@@ -235,9 +235,8 @@ class Connection(asyncio.Protocol):
             if first.closes:
                 self._close()
                 return
-        if not waiting:
-            if not self._is_paused:
-                self._since_ns = time.monotonic_ns()
+        if not (waiting or self._is_paused):
+            self._since_ns = _now_ns()
             if self._owes_continue:
                 self._continue()
         if self._held or self._unfed:
@@ -314,25 +313,27 @@ class Connection(asyncio.Protocol):
     def _feed(self, data: bytes | memoryview) -> None:
         self._quiet += len(data)
         try:
-            while data:
-                try:
-                    self._parser.feed_data(data)
-                    break
-                except httptools.HttpParserUpgrade as upgrade:
-                    # The wish for another protocol may be ignored; what follows is HTTP/1.1 still.
-                    data = data[upgrade.args[0] :]
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # The wish for another protocol may be ignored; what follows is HTTP/1.1 still.
+            self._unfed = memoryview(bytes(data[upgrade.args[0] :]) + bytes(self._unfed))
+            self.go_on()
         except httptools.HttpParserError as error:
-            if not self._is_over:
-                stop = self._stop
-                if stop is None and isinstance(error, httptools.HttpParserCallbackError):
-                    _LOG.error("A request could not be read.", exc_info=error.__context__ or error)
-                    stop = Refusal(500, "The server failed on this request; its log says why.")
-                self._end_early(stop or Refusal(400, f"What came is no request of HTTP/1.1: {error}."))
+            self._stop_at(error)
         else:
             if self._quiet > self._most_header and not self._is_over:
                 self._end_early(
                     Refusal(431, f"Headers, trailers or what precedes them are longer than {self._most_header} bytes.")
                 )
+
+    def _stop_at(self, error: httptools.HttpParserError) -> None:
+        if self._is_over:
+            return  # no more was expected
+        stop = self._stop
+        if stop is None and isinstance(error, httptools.HttpParserCallbackError):
+            _LOG.error("A request could not be read.", exc_info=error.__context__ or error)
+            stop = Refusal(500, "The server failed on this request; its log says why.")
+        self._end_early(stop or Refusal(400, f"What came is no request of HTTP/1.1: {error}."))
 
     def _refuse(self, status: int, sentence: str, fields: bytes = b"") -> NoReturn:
         """Stop the parser, from one of its calls; `_feed` goes on from here."""
@@ -352,7 +353,7 @@ class Connection(asyncio.Protocol):
 
     def _close(self) -> None:
         """All that will be answered is."""
-        self._is_over, self._since_ns = True, time.monotonic_ns()
+        self._is_over, self._since_ns = True, _now_ns()
         self._held.clear()
         if self._stop is None:
             self._transport.close()
@@ -446,7 +447,7 @@ class HttpServer:
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
         self._place = (self._place + 1) % _GROUPS
         self.front.answers.tick()
-        now_ns = time.monotonic_ns()
+        now_ns = _now_ns()
         for connection in list(self._groups[self._place]):
             connection.check(now_ns)
 

@@ -115,13 +115,12 @@ class Asked:
     ``timeout_us`` and ``priority`` are None where the request does not say them; nothing follows from ``priority`` yet.
     """
 
-    __slots__ = ("count", "id", "outputs", "priority", "timeout_us", "values")
+    id: str | None = None
+    timeout_us: int | None = None
+    priority: int | None = None
 
     def __init__(self, count: int, values: list[Any], outputs: Sequence[tuple[_OutputPlace, bool]]) -> None:
         self.count, self.values, self.outputs = count, values, outputs
-        self.id: str | None = None
-        self.timeout_us: int | None = None
-        self.priority: int | None = None
 
 
 class Codec:
@@ -234,7 +233,8 @@ class Codec:
         elif not as_binary and not self._all_can_be_json:
             outputs = self._chosen([_Output(name) for name in self._outputs], False)
         asked = Asked(count, values, outputs)
-        asked.id = request.id
+        if request.id is not None:
+            asked.id = request.id
         if parameters is not None:
             timeout, priority = parameters.timeout, parameters.priority
             if timeout is not None and timeout < 1:
