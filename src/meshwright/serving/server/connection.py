@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
         else:
             self._unfed = memoryview(bytes(self._unfed) + data if self._unfed else data)
             self.go_on()
-        if (self._held or self._unfed) and self._is_reading and not self._is_over:
+        if (self._held or self._unfed) and self._is_reading and not self._transport.is_closing():
             self._is_reading = False
             self._transport.pause_reading()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from meshwright.serving.server.values import SHOWN, BadRequest
 
 if TYPE_CHECKING:
+    from meshwright.serving.server.front import Served
     from meshwright.serving.server.gate import Ticket
     from meshwright.serving.server.tensors import Asked
 
@@ -48,7 +49,7 @@ class Exchange:
     owed = 0
     answer: bytes | None = None
     asked: Asked | None = None
-    served: Any = None
+    served: Served | None = None
     ticket: Ticket | None = None
 
     def __init__(

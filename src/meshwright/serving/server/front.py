@@ -155,26 +155,31 @@ class Front:
         """The scheduler has told what became of a request."""
         # The ticket holds this call, and so the exchange.
         exchange.ticket = None
+        refusal = None
         try:
-            self._tell(exchange, ticket)
+            self._make_answer(exchange, ticket)
+        except Refusal as error:
+            refusal = error
         except NotFinite as error:
-            self.refuse(exchange, Refusal(500, str(error)))
+            refusal = Refusal(500, str(error))
         except Exception:
             _LOG.exception("A request could not be answered.")
-            self.refuse(exchange, Refusal(500, "The server failed on this request; its log says why."))
+            refusal = Refusal(500, "The server failed on this request; its log says why.")
         finally:
             self.gate.release(ticket)
+        # Only now, as requests that waited behind this one may need its slots.
+        if refusal is None:
+            exchange.asker.settle(exchange)
+        else:
+            self.refuse(exchange, refusal)
 
-    def _tell(self, exchange: Exchange, ticket: Ticket) -> None:
+    def _make_answer(self, exchange: Exchange, ticket: Ticket) -> None:
         served, asked, fate = exchange.served, exchange.asked, ticket.fate
         assert served is not None
         assert asked is not None
         served.counts.fates[fate] += 1
         if fate != Fate.DONE:
-            self.refuse(
-                exchange, Refusal(500, _FATES[fate]) if fate == Fate.FAILED else Refusal(503, _FATES[fate], RETRY)
-            )
-            return
+            raise Refusal(500, _FATES[fate]) if fate == Fate.FAILED else Refusal(503, _FATES[fate], RETRY)
         body, json_bytes = served.codec.encode(asked, ticket.slots)
         fields, accepted = exchange.fields, exchange.headers.get(b"accept-encoding")
         if accepted is not None:
@@ -186,7 +191,6 @@ class Front:
             fields += b"Inference-Header-Content-Length: %d\r\n" % json_bytes
             exchange.answer = self.answers.make(200, body, fields, BINARY)
         served.counts.note_done(time.monotonic_ns() - exchange.begun_ns, asked.count)
-        exchange.asker.settle(exchange)
 
     def _timeout_ns(self, asked: Asked, headers: dict[bytes, bytes]) -> int:
         """How long a request may take that says so itself."""
