@@ -351,13 +351,28 @@ def test_many_pipelined_requests(loop, tmp_path):
     assert counts.models["m", "1"].statuses[200] == number
 
 
+def test_what_waits_behind_an_answer_can_have_its_slots(loop, tmp_path):
+    """Each request takes the one slot there is, and its answer is all that a connection may have under way."""
+    large = TensorSpec(name="y", datatype="UINT8", shape=(2**20,))
+    model = facts(tmp_path, outputs=(large,), tensor_bytes=2**20 + 64)
+    gate = FakeGate(tmp_path, model, decide=lambda ticket: Fate.DONE)
+    assert len(model.slab) == 1
+
+    async def scenario(server, connect):
+        client = await connect()
+        await client.send(post(request(parameters={"binary_data_output": True})) * 3)
+        return [(await client.answer())[0] for _ in range(3)]
+
+    assert run(loop, gate, scenario) == [200] * 3
+
+
 def test_a_client_that_does_not_read_is_not_read_from(loop, tmp_path):
     """What it could make the server hold is bounded; it is closed in the end."""
 
     async def scenario(server, connect):
         peer = socket.create_connection(server.sockets[0].getsockname()[:2])
         peer.setblocking(False)
-        message, still = get("/openapi.json") * 1000, 0, 0
+        message, still = get("/openapi.json") * 1000, 0
         while still < 20:  # until nothing more is taken for 0.2 s
             try:
                 peer.send(message)

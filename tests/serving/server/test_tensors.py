@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.serving.server.slabs import NUMPY_TYPES
-from meshwright.serving.server.tensors import BadRequest, Codec, NotFinite
+from meshwright.serving.server.tensors import Codec
+from meshwright.serving.server.values import BadRequest, NotFinite
 from meshwright.spec import DATATYPES, TensorSpec
 from tests.serving.server.fakes import X, Y, copy_inputs, facts, request
 

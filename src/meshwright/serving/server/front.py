@@ -21,7 +21,7 @@ import time
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -38,21 +38,13 @@ from meshwright.serving.server.answers import (
     error_body,
 )
 from meshwright.serving.server.counters import Counts, FrontCounts
+from meshwright.serving.server.exchange import Exchange, Refusal, check_method, path_of, read_integer, show
 from meshwright.serving.server.gate import Fate, Gate, ModelFacts, Ticket
-from meshwright.serving.server.tensors import Asked, BadRequest, Codec, NotFinite
+from meshwright.serving.server.tensors import Asked, Codec
+from meshwright.serving.server.values import SHOWN, BadRequest, NotFinite
 from meshwright.spec import Server
 
 _LOG = logging.getLogger(__name__)
-# Names of headers that are looked at; all others are passed over.
-WANTED = frozenset(
-    {
-        *(b"host", b"connection", b"content-length", b"transfer-encoding", b"content-encoding", b"expect"),
-        *(b"accept-encoding", b"authorization", b"traceparent", b"x-request-timeout-ms"),
-        b"inference-header-content-length",
-    }
-)
-# Those of them that may come several times, as one list.
-LISTS = frozenset((b"connection", b"transfer-encoding", b"content-encoding", b"accept-encoding", b"traceparent"))
 _TRACE = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 _FATES = {
     Fate.LATE: "The request cannot be answered by its deadline. Give it more time, or send less.",
@@ -68,46 +60,6 @@ _NOT_READY = "The server is not ready. Try again later."
 _READ, _WRITE = b"GET, HEAD", b"POST"
 # The Open Inference Protocol's metadata name extensions; this is Triton's, for tensors as binary.
 _EXTENSIONS = ["binary_tensor_data"]
-_MOST_DIGITS = 15
-_SHOWN = 80
-
-
-class Asker(Protocol):
-    """Whoever a request came from, as far as its answer needs it."""
-
-    def settle(self, exchange: Exchange) -> None:
-        """The answer is there."""
-
-
-class Refusal(Exception):  # noqa: N818 - it is an answer
-    """An answer that says what is wrong with a request."""
-
-    def __init__(self, status: int, sentence: str, fields: bytes = b"") -> None:
-        super().__init__(sentence)
-        self.status, self.sentence, self.fields = status, sentence, fields
-
-
-class Exchange:
-    """A request, and its answer once it is there."""
-
-    __slots__ = (
-        *("answer", "asked", "asker", "begun_ns", "body", "closes", "fields", "has_left", "headers", "method", "owed"),
-        *("served", "ticket", "url"),
-    )
-
-    def __init__(
-        self, asker: Asker, method: bytes, url: bytes, headers: dict[bytes, bytes], body: bytes, begun_ns: int
-    ) -> None:
-        self.asker, self.method, self.url, self.headers, self.body = asker, method, url, headers, body
-        self.begun_ns = begun_ns
-        # Is the connection closed after the answer, which has been sent; lines of its head that do not depend on it.
-        self.closes, self.has_left, self.fields = False, False, b""
-        self.answer: bytes | None = None
-        self.asked: Asked | None = None
-        self.served: Served | None = None
-        self.ticket: Ticket | None = None
-        # What it costs a connection to have this under way, about the bytes of the answer.
-        self.owed = 0
 
 
 class Served:
@@ -140,7 +92,7 @@ class Front:
         self._known: dict[str, ModelFacts] | None = None
         self._served: dict[str, Served] = {}
         self._infer_paths: dict[bytes, Served] = {}
-        self._openapi = Path(__file__).with_name("openapi.json").read_bytes()
+        self._openapi = _openapi(server)
 
     def begin(self, exchange: Exchange) -> None:
         """Answer a request at once, or have it answered (`Asker.settle`)."""
@@ -148,7 +100,7 @@ class Front:
             self._learn()
         served = self._infer_paths.get(exchange.url)
         try:
-            if exchange.headers:
+            if self._token is not None or b"traceparent" in exchange.headers:
                 self._read_headers(exchange)
             if served is not None and exchange.method == b"POST":
                 self._infer(exchange, served)
@@ -179,9 +131,9 @@ class Front:
         gate, model, codec, headers = self.gate, served.model, served.codec, exchange.headers
         if not gate.is_ready:
             raise Refusal(503, _NOT_READY, RETRY)
-        body = self._plain_body(exchange)
+        body = self._plain_body(exchange) if b"content-encoding" in headers else exchange.body
         length = headers.get(b"inference-header-content-length")
-        asked = codec.decode(body, None if length is None else _read_integer("Inference-Header-Content-Length", length))
+        asked = codec.decode(body, None if length is None else read_integer("Inference-Header-Content-Length", length))
         timeout_ns = model.slo_ns
         if asked.timeout_us is not None or b"x-request-timeout-ms" in headers:
             timeout_ns = self._timeout_ns(asked, headers)
@@ -203,26 +155,31 @@ class Front:
         """The scheduler has told what became of a request."""
         # The ticket holds this call, and so the exchange.
         exchange.ticket = None
+        refusal = None
         try:
-            self._tell(exchange, ticket)
+            self._make_answer(exchange, ticket)
+        except Refusal as error:
+            refusal = error
         except NotFinite as error:
-            self.refuse(exchange, Refusal(500, str(error)))
+            refusal = Refusal(500, str(error))
         except Exception:
             _LOG.exception("A request could not be answered.")
-            self.refuse(exchange, Refusal(500, "The server failed on this request; its log says why."))
+            refusal = Refusal(500, "The server failed on this request; its log says why.")
         finally:
             self.gate.release(ticket)
+        # Only now, as requests that waited behind this one may need its slots.
+        if refusal is None:
+            exchange.asker.settle(exchange)
+        else:
+            self.refuse(exchange, refusal)
 
-    def _tell(self, exchange: Exchange, ticket: Ticket) -> None:
+    def _make_answer(self, exchange: Exchange, ticket: Ticket) -> None:
         served, asked, fate = exchange.served, exchange.asked, ticket.fate
         assert served is not None
         assert asked is not None
         served.counts.fates[fate] += 1
         if fate != Fate.DONE:
-            self.refuse(
-                exchange, Refusal(500, _FATES[fate]) if fate == Fate.FAILED else Refusal(503, _FATES[fate], RETRY)
-            )
-            return
+            raise Refusal(500, _FATES[fate]) if fate == Fate.FAILED else Refusal(503, _FATES[fate], RETRY)
         body, json_bytes = served.codec.encode(asked, ticket.slots)
         fields, accepted = exchange.fields, exchange.headers.get(b"accept-encoding")
         if accepted is not None:
@@ -234,14 +191,13 @@ class Front:
             fields += b"Inference-Header-Content-Length: %d\r\n" % json_bytes
             exchange.answer = self.answers.make(200, body, fields, BINARY)
         served.counts.note_done(time.monotonic_ns() - exchange.begun_ns, asked.count)
-        exchange.asker.settle(exchange)
 
     def _timeout_ns(self, asked: Asked, headers: dict[bytes, bytes]) -> int:
         """How long a request may take that says so itself."""
         limits = [] if asked.timeout_us is None else [asked.timeout_us * 1000]
         milliseconds = headers.get(b"x-request-timeout-ms")
         if milliseconds is not None:
-            limits.append(_read_integer("X-Request-Timeout-Ms", milliseconds, least=1) * 1_000_000)
+            limits.append(read_integer("X-Request-Timeout-Ms", milliseconds, least=1) * 1_000_000)
         if min(limits) > self._longest_ns:
             raise Refusal(
                 400,
@@ -258,7 +214,7 @@ class Front:
         except KeyError:
             raise Refusal(
                 415,
-                f"The body's Content-Encoding is {_shown(coding)!r}; expected gzip or deflate, or none.",
+                f"The body's Content-Encoding is {show(coding)!r}; expected gzip or deflate, or none.",
                 b"Accept-Encoding: gzip, deflate\r\n",
             ) from None
         except TooLarge:
@@ -266,13 +222,13 @@ class Front:
                 413, f"The body has more than {self.server.body_bytes} bytes when it is decompressed; send less."
             ) from None
         except NotCompressed as error:
-            raise BadRequest(f"The body is not compressed as {_shown(coding)}: {error}.") from None
+            raise BadRequest(f"The body is not compressed as {show(coding)}: {error}.") from None
 
     # --- everything else ----------------------------------------------------------------------
 
     def _route(self, exchange: Exchange) -> None:
         """Answer what is no inference, or is one by an unusual name."""
-        path = _path(exchange.url)
+        path = path_of(exchange.url)
         parts = [unquote(part) for part in path.split("/")[1:]]
         match parts:
             case ["v2"]:
@@ -286,7 +242,7 @@ class Front:
             case ["v2", "health", "ready"]:
                 self._show_ready(exchange, {})
             case ["v2", "repository", "index"]:
-                _check_method(exchange, _WRITE)
+                check_method(exchange, _WRITE)
                 self._show_index(exchange)
             case ["v2", "models", name, *rest]:
                 number = None
@@ -294,7 +250,7 @@ class Front:
                     number, rest = rest[1], rest[2:]
                 if rest not in ([], ["ready"], ["infer"]):
                     raise _no_path(path)
-                _check_method(exchange, _WRITE if rest == ["infer"] else _READ)
+                check_method(exchange, _WRITE if rest == ["infer"] else _READ)
                 served = self._find(name, number)
                 if rest == ["infer"]:
                     self._infer(exchange, served)
@@ -310,15 +266,15 @@ class Front:
         if served is None and not self.gate.is_ready:
             raise Refusal(503, _NOT_READY, RETRY)
         if served is None:
-            raise Refusal(404, f"There is no model {name[:_SHOWN]!r}; POST /v2/repository/index tells what there is.")
+            raise Refusal(404, f"There is no model {name[:SHOWN]!r}; POST /v2/repository/index tells what there is.")
         if number is not None and number != served.model.version:
             raise Refusal(
-                404, f"Model {name!r} has no version {number[:_SHOWN]!r}; expected {served.model.version!r}, or none."
+                404, f"Model {name!r} has no version {number[:SHOWN]!r}; expected {served.model.version!r}, or none."
             )
         return served
 
     def _show(self, exchange: Exchange, document: Any, status: int = 200) -> None:
-        _check_method(exchange, _READ)
+        check_method(exchange, _READ)
         self._give(exchange, status, document if isinstance(document, bytes) else msgspec.json.encode(document))
 
     def _show_ready(self, exchange: Exchange, document: dict[str, Any]) -> None:
@@ -332,7 +288,7 @@ class Front:
             asked = msgspec.json.decode(body, type=_IndexRequest) if body else _IndexRequest()
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise BadRequest(
-                f'The body is no request of the index: {str(error)[: 4 * _SHOWN]}. Send {{"ready": true}} or nothing.'
+                f'The body is no request of the index: {str(error)[: 4 * SHOWN]}. Send {{"ready": true}} or nothing.'
             ) from None
         is_ready = self.gate.is_ready and not self.is_draining
         state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "the server is not ready")
@@ -360,7 +316,7 @@ class Front:
                 exchange.fields += b"traceparent: " + trace + b"\r\n"
             else:
                 del headers[b"traceparent"]
-        if self._token is not None and not _path(exchange.url).startswith("/v2/health/"):
+        if self._token is not None and not path_of(exchange.url).startswith("/v2/health/"):
             given = headers.get(b"authorization", b"")
             scheme, _, token = given.partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(b"Bearer " + token.strip(), self._token):
@@ -386,36 +342,19 @@ class Front:
         self._known = known
 
 
+def _openapi(server: Server) -> bytes:
+    """The document of all this, with a server's limit."""
+    document = msgspec.json.decode(Path(__file__).with_name("openapi.json").read_bytes())
+    parts = document["components"]
+    parts["parameters"]["timeout"]["schema"]["maximum"] = int(server.longest_deadline * 1e3)
+    timeout = parts["schemas"]["InferRequest"]["properties"]["parameters"]["properties"]["timeout"]
+    timeout["maximum"] = int(server.longest_deadline * 1e6)
+    return msgspec.json.encode(document)
+
+
 class _IndexRequest(msgspec.Struct):
     ready: bool = False
 
 
-def _path(url: bytes) -> str:
-    """The path of a request's target, which may also be a whole URL."""
-    text = url.partition(b"?")[0].decode("latin-1")
-    return text if text[:1] == "/" or "://" not in text else "/" + text.partition("://")[2].partition("/")[2]
-
-
 def _no_path(path: str) -> Refusal:
-    return Refusal(404, f"There is nothing at {path[:_SHOWN]!r}; GET /openapi.json tells what there is.")
-
-
-def _check_method(exchange: Exchange, allowed: bytes) -> None:
-    if exchange.method not in allowed.split(b", "):
-        raise Refusal(
-            405,
-            f"{exchange.method.decode()} is not possible at this path; expected {allowed.decode()}.",
-            b"Allow: " + allowed + b"\r\n",
-        )
-
-
-def _read_integer(name: str, text: bytes, least: int = 0) -> int:
-    """The integer that a header is."""
-    digits = text.strip()
-    if not (digits.isdigit() and len(digits) <= _MOST_DIGITS and int(digits) >= least):
-        raise BadRequest(f"{name} is {_shown(text)!r}; expected an integer, at least {least}.")
-    return int(digits)
-
-
-def _shown(text: bytes) -> str:
-    return text[:_SHOWN].decode("latin-1")
+    return Refusal(404, f"There is nothing at {path[:SHOWN]!r}; GET /openapi.json tells what there is.")

@@ -18,65 +18,30 @@ What is decided here, where the protocol leaves it open:
 
 from __future__ import annotations
 
-import struct
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import orjson
 
-from meshwright.spec import ServingError, TensorSpec
+from meshwright.serving.server.values import (
+    MOST_CHARACTERS,
+    NOT_DECODED,
+    SHOWN,
+    BadRequest,
+    Input,
+    InputPlace,
+    OutputPlace,
+    explain,
+    shorten,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
     from meshwright.serving.server.gate import ModelFacts
 
 # Samples of one request; more are several requests, which also wait less for each other.
 MOST_SAMPLES = 1024
-# How `struct` calls the datatypes that JSON can carry, and what Python has for their values.
-_LETTERS = {
-    "BOOL": ("?", bool),
-    "UINT8": ("B", int),
-    "UINT16": ("H", int),
-    "UINT32": ("I", int),
-    "UINT64": ("Q", int),
-    "INT8": ("b", int),
-    "INT16": ("h", int),
-    "INT32": ("i", int),
-    "INT64": ("q", int),
-    "FP32": ("f", float),
-    "FP64": ("d", float),
-}
-_WORDS = {bool: "true or false", int: "integers", float: "numbers"}
-# Characters of a value in JSON, at most: FP64 has 24, and a comma.
-_MOST_CHARACTERS = 25
-# A name or text of a stranger is shown so far.
-_SHOWN = 80
-
-
-class BadRequest(ServingError):  # noqa: N818 - as HTTP calls it
-    """A request that means nothing to this model; the message is for whoever sent it."""
-
-
-class NotFinite(ServingError):  # noqa: N818 - it is the output that is not
-    """An output has values that JSON cannot carry."""
-
-
-class _InputParameters(msgspec.Struct, gc=False):
-    binary_data_size: int | None = None
-    shared_memory_region: str | None = None
-
-
-class _Input(msgspec.Struct, gc=False):
-    name: str
-    shape: list[int]
-    datatype: str
-    data: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    parameters: _InputParameters | None = None
 
 
 class _OutputParameters(msgspec.Struct, gc=False):
@@ -98,15 +63,13 @@ class _Parameters(msgspec.Struct, gc=False):
 
 
 class _Request(msgspec.Struct, gc=False):
-    inputs: list[_Input]
+    inputs: list[Input]
     id: str | None = None
     outputs: list[_Output] | None = None
     parameters: _Parameters | None = None
 
 
 _REQUESTS = msgspec.json.Decoder(_Request)
-# What decoders raise for what is not JSON, or not as it should be: too deeply nested, and integers that are too long.
-_NOT_DECODED = (msgspec.DecodeError, RecursionError, ValueError)
 
 
 class Asked:
@@ -115,13 +78,12 @@ class Asked:
     ``timeout_us`` and ``priority`` are None where the request does not say them; nothing follows from ``priority`` yet.
     """
 
-    __slots__ = ("count", "id", "outputs", "priority", "timeout_us", "values")
+    id: str | None = None
+    timeout_us: int | None = None
+    priority: int | None = None
 
-    def __init__(self, count: int, values: list[Any], outputs: Sequence[tuple[_OutputPlace, bool]]) -> None:
+    def __init__(self, count: int, values: list[Any], outputs: Sequence[tuple[OutputPlace, bool]]) -> None:
         self.count, self.values, self.outputs = count, values, outputs
-        self.id: str | None = None
-        self.timeout_us: int | None = None
-        self.priority: int | None = None
 
 
 class Codec:
@@ -134,11 +96,9 @@ class Codec:
         cells = slab.slots.view(np.uint8)
         rows = cells.reshape(len(slab), size)
         self._memory, self._slot_bytes = cells.data, size
-        self._inputs = [
-            _InputPlace(spec, place, names[f"i{place}"][1], rows) for place, spec in enumerate(model.inputs)
-        ]
+        self._inputs = [InputPlace(spec, place, names[f"i{place}"][1], rows) for place, spec in enumerate(model.inputs)]
         outputs = [
-            _OutputPlace(spec, names[f"o{place}"][1], rows, slab.outputs[place])
+            OutputPlace(spec, names[f"o{place}"][1], rows, slab.outputs[place])
             for place, spec in enumerate(model.outputs)
         ]
         self._by_name = {place.name: place for place in self._inputs}
@@ -148,7 +108,7 @@ class Codec:
         self._all_can_be_json = all(place.can_be_json for place in outputs)
         self.most = min(MOST_SAMPLES, len(slab))
         # Bytes of an answer for one sample, about.
-        self.answer_bytes = sum(place.sample_bytes + place.size * _MOST_CHARACTERS for place in outputs)
+        self.answer_bytes = sum(place.sample_bytes + place.size * MOST_CHARACTERS for place in outputs)
         name, version = (msgspec.json.encode(each) for each in (model.name, model.version))
         self._begin = b'{"model_name":' + name + b',"model_version":' + version + b',"outputs":['
 
@@ -161,8 +121,8 @@ class Codec:
             text, rest = view[:json_bytes], view[json_bytes:]
         try:
             request = _REQUESTS.decode(text)
-        except _NOT_DECODED as error:
-            raise BadRequest(_explain(error)) from None
+        except NOT_DECODED as error:
+            raise BadRequest(explain(error)) from None
         values: list[Any] = [None] * len(self._inputs)
         count, at = 0, 0
         for item in request.inputs:
@@ -218,7 +178,7 @@ class Codec:
         text = b"".join(pieces)
         return b"".join((text, *blocks)), len(text)
 
-    def _block(self, place: _OutputPlace, slots: list[int]) -> Any:
+    def _block(self, place: OutputPlace, slots: list[int]) -> Any:
         if len(slots) == 1:
             at = slots[0] * self._slot_bytes + place.offset
             return self._memory[at : at + place.sample_bytes]
@@ -234,7 +194,8 @@ class Codec:
         elif not as_binary and not self._all_can_be_json:
             outputs = self._chosen([_Output(name) for name in self._outputs], False)
         asked = Asked(count, values, outputs)
-        asked.id = request.id
+        if request.id is not None:
+            asked.id = request.id
         if parameters is not None:
             timeout, priority = parameters.timeout, parameters.priority
             if timeout is not None and timeout < 1:
@@ -246,13 +207,13 @@ class Codec:
             asked.timeout_us, asked.priority = timeout, priority
         return asked
 
-    def _chosen(self, items: Sequence[_Output], as_binary: bool) -> list[tuple[_OutputPlace, bool]]:
-        chosen: dict[str, tuple[_OutputPlace, bool]] = {}
+    def _chosen(self, items: Sequence[_Output], as_binary: bool) -> list[tuple[OutputPlace, bool]]:
+        chosen: dict[str, tuple[OutputPlace, bool]] = {}
         for item in items:
             place, parameters = self._outputs.get(item.name), item.parameters
             if place is None:
                 raise BadRequest(
-                    f"There is no output {item.name[:_SHOWN]!r}; expected one of {', '.join(map(repr, self._outputs))}."
+                    f"There is no output {item.name[:SHOWN]!r}; expected one of {', '.join(map(repr, self._outputs))}."
                 )
             if item.name in chosen:
                 raise BadRequest(f"Output {item.name!r} is asked for twice; expected once.")
@@ -272,169 +233,22 @@ class Codec:
             chosen[item.name] = (place, is_binary)
         return list(chosen.values())
 
-    def _count(self, place: _InputPlace, shape: list[int]) -> int:
+    def _count(self, place: InputPlace, shape: list[int]) -> int:
         """How many samples an input of this shape has."""
         if len(shape) != len(place.shape) + 1 or shape[1:] != place.shape:
             sizes = "".join(f", {size}" for size in place.shape)
-            raise BadRequest(f"Input {place.name!r} has the shape {_short(shape)}; expected [n{sizes}] for n samples.")
+            raise BadRequest(f"Input {place.name!r} has the shape {shorten(shape)}; expected [n{sizes}] for n samples.")
         if not 1 <= shape[0] <= self.most:
             raise BadRequest(
-                f"Input {place.name!r} has the shape {_short(shape)}, of {_short(shape[0])} samples; expected 1 to "
+                f"Input {place.name!r} has the shape {shorten(shape)}, of {shorten(shape[0])} samples; expected 1 to "
                 f"{self.most} in a request."
             )
         return shape[0]
 
-    def _explain_input(self, item: _Input, place: _InputPlace | None) -> str:
+    def _explain_input(self, item: Input, place: InputPlace | None) -> str:
         """Why an input is none of this model, or not as it should be."""
         if place is None:
-            return f"There is no input {item.name[:_SHOWN]!r}; expected {', '.join(map(repr, self._by_name))}."
+            return f"There is no input {item.name[:SHOWN]!r}; expected {', '.join(map(repr, self._by_name))}."
         if item.datatype != place.datatype:
-            return f"Input {place.name!r} was sent as {item.datatype[:_SHOWN]!r}; expected {place.datatype}."
+            return f"Input {place.name!r} was sent as {item.datatype[:SHOWN]!r}; expected {place.datatype}."
         return f"Input {place.name!r} was sent twice; expected once."
-
-
-class _InputPlace:
-    """An input, and where it lies in each slot."""
-
-    def __init__(self, spec: TensorSpec, place: int, offset: int, rows: NDArray[np.uint8]) -> None:
-        self.name, self.datatype, self.place, self.offset = spec.name, spec.datatype, place, offset
-        self.shape, self.shape_of_one, self.sample_bytes = list(spec.shape), [1, *spec.shape], spec.num_bytes
-        self.rows = rows[:, offset : offset + spec.num_bytes]
-        self._size = int(np.prod(spec.shape, dtype=np.int64))
-        self._letter, self._type = _LETTERS.get(spec.datatype, ("", float))
-        self._one = struct.Struct(f"={self._size}{self._letter or 'x'}")
-        nested: Any = list[self._type]  # type: ignore[name-defined]
-        self._flat = msgspec.json.Decoder(nested)
-        for _ in spec.shape:
-            nested = list[nested]
-        self._nested = msgspec.json.Decoder(nested)
-
-    def pack(self, data: msgspec.Raw | msgspec.UnsetType, count: int) -> bytes:
-        """Values of so many samples, as a slab has them. Raises BadRequest."""
-        if data is msgspec.UNSET:
-            raise BadRequest(f"Input {self.name!r} has no data; expected data, or binary_data_size.")
-        if not self._letter:
-            raise BadRequest(
-                f"Input {self.name!r} is {self.datatype}, which JSON cannot carry; send it as binary, with "
-                "binary_data_size."
-            )
-        try:
-            values = self._flat.decode(data)
-        except msgspec.ValidationError as error:
-            values = self._flatten(data, count, error)
-        except _NOT_DECODED as error:
-            raise BadRequest(_explain(error)) from None
-        if len(values) != count * self._size:
-            raise BadRequest(
-                f"Input {self.name!r} has {len(values)} values; expected {count * self._size} for its shape "
-                f"{[count, *self.shape]}."
-            )
-        try:
-            return self._one.pack(*values) if count == 1 else struct.pack(f"={len(values)}{self._letter}", *values)
-        except (struct.error, OverflowError):
-            raise BadRequest(self._explain_range(values)) from None
-
-    def take(
-        self, item: _Input, parameters: _InputParameters, rest: bytes | memoryview, at: int, count: int
-    ) -> tuple[bytes | memoryview, int]:
-        """Values of so many samples, and how many bytes of those that follow the JSON they are. Raises BadRequest."""
-        size = parameters.binary_data_size
-        if parameters.shared_memory_region is not None:
-            raise BadRequest(f"Input {self.name!r} lies in shared memory, which is not supported; send its data.")
-        if size is None:
-            return self.pack(item.data, count), 0
-        if item.data is not msgspec.UNSET:
-            raise BadRequest(f"Input {self.name!r} has both data and binary_data_size; expected one of them.")
-        if size != count * self.sample_bytes:
-            raise BadRequest(
-                f"Input {self.name!r} has a binary_data_size of {_short(size)}; expected {count * self.sample_bytes} "
-                f"for {self.datatype} of its shape {[count, *self.shape]}."
-            )
-        value = rest[at : at + size]
-        if len(value) != size:
-            raise BadRequest(
-                f"Input {self.name!r} has {size} bytes, of which {len(value)} follow the JSON; expected all of them, "
-                "and Inference-Header-Content-Length with the length of the JSON."
-            )
-        if self.datatype == "BOOL" and np.frombuffer(value, np.uint8).max(initial=0) > 1:
-            raise BadRequest(f"Input {self.name!r} is BOOL and has bytes that are neither 0 nor 1; expected these.")
-        return value, size
-
-    def _flatten(self, data: msgspec.Raw, count: int, error: Exception) -> list[Any]:
-        """Values that are nested as the shape is."""
-        try:
-            values = self._nested.decode(data)
-        except msgspec.ValidationError as deeper:
-            # What is nested fails as a flat list at its first entry, and is better told as what it is.
-            told = deeper if self.shape and "got `array`" in str(error) else error
-            raise BadRequest(
-                f"Input {self.name!r} is {self.datatype} and its data are not {_WORDS[self._type]}, flat or nested as "
-                f"its shape {[count, *self.shape]}: {told}."
-            ) from None
-        except _NOT_DECODED as wrong:
-            raise BadRequest(_explain(wrong)) from None
-        sizes = [count, *self.shape]
-        level: list[Any] = [values]
-        for size in sizes:
-            if any(len(part) != size for part in level):
-                raise BadRequest(f"Input {self.name!r} has nested data that are not of its shape {sizes}; expected so.")
-            level = list(chain.from_iterable(level))
-        return level
-
-    def _explain_range(self, values: list[Any]) -> str:
-        for value in values:
-            try:
-                struct.pack(f"={self._letter}", value)
-            except (struct.error, OverflowError):
-                return f"Input {self.name!r} has the value {_short(value)}, which is none of {self.datatype}."
-        return f"Input {self.name!r} has values that are none of {self.datatype}."
-
-
-class _OutputPlace:
-    """An output, and where it lies in each slot."""
-
-    def __init__(self, spec: TensorSpec, offset: int, rows: NDArray[np.uint8], values: NDArray[Any]) -> None:
-        self.name, self.datatype, self.offset, self.sample_bytes = spec.name, spec.datatype, offset, spec.num_bytes
-        self.can_be_json = spec.datatype in _LETTERS
-        self.rows = rows[:, offset : offset + spec.num_bytes]
-        # Flat, as clients are used to; no copy, as samples lie in one piece.
-        self._values = values.reshape(len(values), -1)
-        self.size = self._values.shape[1]
-        name = msgspec.json.encode(spec.name)
-        self._head = b'{"name":' + name + b',"datatype":"' + spec.datatype.encode() + b'","shape":['
-        self._sizes = b"".join(b",%d" % size for size in spec.shape) + b"],"
-        self.head_of_one = self.head(1)
-
-    def head(self, count: int) -> bytes:
-        """JSON of this output up to its data."""
-        return self._head + b"%d" % count + self._sizes
-
-    def data(self, slots: list[int]) -> bytes:
-        """JSON of the values in these slots. Raises NotFinite."""
-        values = self._values[slots[0]] if len(slots) == 1 else self._values[slots].reshape(-1)
-        text = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
-        # What is not finite is written as null, and nothing else is.
-        if b"null" in text:
-            raise NotFinite(
-                f"Output {self.name!r} has values that are not finite, which JSON cannot carry; ask for it with the "
-                "parameter binary_data, or for all with binary_data_output."
-            )
-        return text
-
-
-def _explain(error: Exception) -> str:
-    """Why something could not be decoded."""
-    if isinstance(error, msgspec.ValidationError):
-        return f"The request is none of the Open Inference Protocol: {str(error)[: 4 * _SHOWN]}."
-    if isinstance(error, RecursionError):
-        return "The request's JSON is nested too deeply; expected data that are nested as their shape is, or flat."
-    return f"The request is not JSON: {str(error)[: 4 * _SHOWN]}."
-
-
-def _short(value: Any) -> str:
-    """A value of a stranger, not too long."""
-    try:
-        text = str(value)
-    except ValueError:  # an integer of thousands of digits
-        return "an endless number"
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
