@@ -13,6 +13,7 @@ from meshwright.spec import (
     Gamma,
     GradientExchange,
     Graph,
+    Group,
     Latency,
     Layer,
     Link,
@@ -44,7 +45,7 @@ from meshwright.spec import (
     empty_section,
 )
 from meshwright.spec.cluster import NodePath, Racks
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.quantities import Bytes, Seconds
 from meshwright.spec.sharding import OpPlacement, Sharding
 
 LINK = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)
@@ -259,6 +260,7 @@ DEPLOYMENT = Deployment(
             latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005), largest=32),
             arrivals=arrivals,
             copies=2 + place,
+            memory=Bytes(2.0**30),
         )
         for place, arrivals in enumerate(
             (
@@ -275,6 +277,11 @@ DEPLOYMENT = Deployment(
     slack=Seconds(0.001),
     jitter=0.1,
     troubles=(Straggler(device=0, factor=1.5), Outage(device=1, since=Seconds(1.0), until=Seconds(2.0))),
+    device_memory=Bytes(9 * 2.0**30),
+    groups=(
+        Group(devices=1, models=("model 0", "model 1")),
+        Group(devices=2, models=("model 1", "model 3"), weights=(0.5, 2.0)),
+    ),
 )
 
 EXAMPLES = {

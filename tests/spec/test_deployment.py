@@ -1,6 +1,7 @@
 """Deployment documents: what they may say, and what is refused with its place."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from meshwright.spec import (
     Diurnal,
     DocumentError,
     Gamma,
+    Group,
     Latency,
     MeshwrightError,
     Outage,
@@ -18,6 +20,7 @@ from meshwright.spec import (
     Straggler,
     Trace,
     read_deployment,
+    write_deployment,
 )
 
 GOOD = """
@@ -148,3 +151,67 @@ def test_what_is_no_number_is_refused_by_every_part(make):
     for bad in (float("nan"), float("inf"), -1.0):
         with pytest.raises(MeshwrightError):
             make(bad)
+
+
+def in_groups(*groups, devices=4, memory=2.0, limit=4.0):
+    models = tuple(replace(MODEL, name=name, memory=memory) for name in "abc")
+    return Deployment(models=models, devices=devices, device_memory=limit, groups=groups)
+
+
+def test_groups_that_fit():
+    found = in_groups(Group(devices=1, models=("a", "b")), Group(devices=2, models=("b",), weights=(0.5,)))
+    assert [found.memory_of(group.models) for group in found.groups] == [4, 2]
+    assert [group.weight_of("b") for group in found.groups] == [1, 0.5]
+    assert found.groups[1].weight_of("a") == 0
+    assert replace(MODEL, memory=None) == MODEL  # memory is asked for only where devices have some
+    # Copies are held one by one, and rounding is no reason to refuse.
+    third = replace(MODEL, copies=3, memory=4.0 / 3)
+    assert Deployment(models=(third,), devices=1, device_memory=4.0, groups=(Group(devices=1, models=("a",)),)).groups
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Group(devices=0, models=("a",)), "devices is 0; expected 1 to"),
+        (lambda: Group(devices=1, models=("a", "a")), "names a model twice: a, a"),
+        (lambda: Group(devices=1, models=("a", "b"), weights=(1.0,)), "2 models and 1 weights"),
+        (lambda: Group(devices=1, models=("a",), weights=(0.0,)), "weight is 0; expected"),
+        (lambda: in_groups(Group(devices=1, models=("d",))), "'d', which is no model of this deployment"),
+        (lambda: in_groups(Group(devices=3, models=()), Group(devices=2, models=())), "have 5 devices, and .* 4"),
+        (lambda: in_groups(Group(devices=1, models=("a", "b", "c"))), r"group 0 \(a, b, c\) take 6 B, .* has 4 B"),
+        (lambda: in_groups(memory=5.0), "'a' takes 5 B, and a device has 4 B"),
+        (lambda: in_groups(memory=None), "'a' has no memory"),
+        (lambda: in_groups(limit=0.0), "device_memory is 0"),
+        (
+            lambda: Deployment(
+                models=(replace(MODEL, copies=3, memory=2.0),),
+                devices=1,
+                device_memory=4.0,
+                groups=(Group(devices=1, models=("a",)),),
+            ),
+            "take 6 B",
+        ),
+    ],
+)
+def test_groups_that_do_not_fit(make, words):
+    with pytest.raises(ServingError, match=words):
+        make()
+
+
+def test_what_is_written_is_read_again_from_any_folder(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "day.txt").write_text("1\n2\n")
+    monkeypatch.chdir(tmp_path)
+    text = GOOD.replace('"poisson", rate = 30', '"trace", file = "day.txt"')
+    text += 'memory = "1 GiB"\n[[groups]]\ndevices = 1\nmodels = ["a"]\nweights = [2]\n'
+    (tmp_path / "served.toml").write_text(text)
+    found = read_deployment("served.toml")
+    assert found.groups == (Group(devices=1, models=("a",), weights=(2.0,)),)
+    for name in ("inner/placed.toml", "inner/placed.json", "placed.toml"):
+        write_deployment(found, name)
+        monkeypatch.chdir(tmp_path / "inner")
+        again = read_deployment(tmp_path / name)
+        assert Path(again.models[0].arrivals.file).samefile(tmp_path / "day.txt")
+        assert again.groups == found.groups
+        assert again.models[0].memory == 2**30
+        monkeypatch.chdir(tmp_path)

@@ -15,6 +15,7 @@ from meshwright.spec.deployment import (
     Deployment,
     Diurnal,
     Gamma,
+    Group,
     Latency,
     Outage,
     Poisson,
@@ -24,6 +25,7 @@ from meshwright.spec.deployment import (
     TensorSpec,
     Trace,
     read_deployment,
+    write_deployment,
 )
 from meshwright.spec.drives import Nvme
 from meshwright.spec.errors import (
@@ -151,6 +153,7 @@ __all__ = [
     "Graph",
     "GraphError",
     "GraphMismatchError",
+    "Group",
     "Instruction",
     "Latency",
     "Layer",
@@ -252,6 +255,7 @@ __all__ = [
     "to_seconds",
     "with_branches",
     "with_recompute",
+    "write_deployment",
     "write_document",
     "write_text",
 ]

@@ -4,29 +4,35 @@
     Arrivals   Poisson · Gamma (bursts) · Diurnal (a day's wave) · Trace (a file of moments)
     Trouble    Straggler · Outage: what happens to devices
     Server     where it listens, and its limits
+    Group      some of the devices, and which models they hold
 
-All devices of a deployment are alike, and hold all of its models; `Straggler` makes some of them slower than they are
-taken to be. Rates are requests per second.
+All devices of a deployment are alike; `Straggler` makes some of them slower than they are taken to be. They hold all of
+its models, or, where there are groups, those of their group. Rates are requests per second.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from meshwright.spec.bounds import check_bounds
-from meshwright.spec.codec import decode_document
+from meshwright.spec.codec import decode_document, write_document
 from meshwright.spec.errors import DocumentError, ServingError, suggest
 from meshwright.spec.parsing import read_data
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.quantities import Bytes, Seconds
+from meshwright.spec.units import format_bytes
 
 _MOST_RATE = 1e9
 _LONGEST = 86_400.0
 _YEAR = 366 * _LONGEST
 A_DAY, NO_TIME, A_MINUTE = Seconds(86_400.0), Seconds(0), Seconds(60.0)
+# What sums of bytes may be off by.
+_ROUNDING = 1 + 1e-9
 MOST_DEVICES, MOST_MODELS, LARGEST_BATCH, LARGEST_SAMPLE = 1_000_000, 100_000, 65_536, 2**30
 
 
@@ -165,6 +171,7 @@ class ServedModel:
     ``copies`` are so many models of this kind, each with such arrivals. ``model`` names what a server runs: a zoo name,
     a shape file, ``model.pt2``, ``file.py:function``; a server without it sleeps as long as batches would take, which
     then have ``inputs`` and ``outputs``. ``latency`` can be left to a server that runs a model, which measures it.
+    ``memory`` is what one copy takes of a device that holds it.
     """
 
     name: str
@@ -175,6 +182,7 @@ class ServedModel:
     model: str | None = None
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
+    memory: Bytes | None = None
 
     def __post_init__(self) -> None:
         _check(f"Model {self.name!r}", slo=(1e-6, self.slo, _LONGEST), copies=(1, self.copies, MOST_MODELS))
@@ -265,12 +273,44 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """So many devices, each of which holds these models (with all their copies), and no others serve their requests.
+
+    A model's requests are dealt out to the groups that hold it, by ``weights``, one for each of ``models``: by default
+    the number of devices.
+    """
+
+    devices: int
+    models: tuple[str, ...]
+    weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check("A group", devices=(1, self.devices, MOST_DEVICES))
+        if len(set(self.models)) < len(self.models):
+            raise ServingError(f"A group names a model twice: {', '.join(self.models)}. Name each once.")
+        if self.weights and len(self.weights) != len(self.models):
+            raise ServingError(
+                f"A group has {len(self.models)} models and {len(self.weights)} weights; expected a weight for each."
+            )
+        for weight in self.weights:
+            _check("A group", weight=(1e-9, weight, _MOST_RATE))
+
+    def weight_of(self, model: str) -> float:
+        """The weight of a model; 0 if it is not held."""
+        if model not in self.models:
+            return 0.0
+        return self.weights[self.models.index(model)] if self.weights else float(self.devices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """See the module's docstring.
 
     ``policy`` is a name with settings, or ``file.py:Class`` (`meshwright.serving.policies`). ``delay``: what passes
     between a decision and its begin on an idle device. ``slack``: how long before a deadline batches are planned to
-    end. ``jitter``: deviation of the lognormal factor by which batches take longer or shorter.
+    end. ``jitter``: deviation of the lognormal factor by which batches take longer or shorter. ``device_memory``: of
+    each device. ``groups`` number the devices one group after the other; devices of none are idle, and requests for
+    models of none are not served.
     """
 
     models: tuple[ServedModel, ...]
@@ -281,6 +321,8 @@ class Deployment:
     jitter: float = 0.0
     troubles: tuple[Trouble, ...] = ()
     server: Server = Server()
+    device_memory: Bytes | None = None
+    groups: tuple[Group, ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -299,6 +341,59 @@ class Deployment:
                 raise ServingError(
                     f"A trouble is of device {trouble.device}; there are {self.devices}, from 0 to {self.devices - 1}."
                 )
+        _check_groups(self, names)
+        _check_memory(self)
+
+    def memory_of(self, models: Iterable[str]) -> float:
+        """Bytes of each device that holds these models with all their copies."""
+        held = set(models)
+        return math.fsum((model.memory or 0.0) * model.copies for model in self.models if model.name in held)
+
+    def has_room(self, models: Iterable[str]) -> bool:
+        """Whether a device can hold these models with all their copies."""
+        return self.device_memory is None or self.memory_of(models) <= self.device_memory * _ROUNDING
+
+
+def _check_groups(deployment: Deployment, names: list[str]) -> None:
+    taken = sum(group.devices for group in deployment.groups)
+    if taken > deployment.devices:
+        raise ServingError(
+            f"The groups have {taken} devices, and the deployment {deployment.devices}. Give it as many, or smaller "
+            "groups."
+        )
+    known = set(names)
+    for group in deployment.groups:
+        for name in group.models:
+            if name not in known:
+                raise ServingError(
+                    f"A group holds {name!r}, which is no model of this deployment{suggest(name, names)}."
+                )
+
+
+def _check_memory(deployment: Deployment) -> None:
+    """What cannot fit, however models are placed; and groups that do not."""
+    limit = deployment.device_memory
+    if limit is None:
+        return
+    _check("A deployment", device_memory=(1.0, limit, 1e18))
+    for model in deployment.models:
+        if model.memory is None:
+            raise ServingError(
+                f"Model {model.name!r} has no memory, so that nobody can tell whether it fits into device_memory. Give "
+                'it, as memory = "2 GiB", or leave device_memory out.'
+            )
+        if model.memory > limit:
+            raise ServingError(
+                f"Model {model.name!r} takes {format_bytes(model.memory)}, and a device has {format_bytes(limit)}. "
+                "Give devices more memory, or a smaller model."
+            )
+    for place, group in enumerate(deployment.groups):
+        if not deployment.has_room(group.models):
+            raise ServingError(
+                f"The models of group {place} ({', '.join(group.models[:9])}) take "
+                f"{format_bytes(deployment.memory_of(group.models))}, and a device has {format_bytes(limit)}. Put some "
+                "of them into another group, or let `simulate --place best` do so."
+            )
 
 
 def read_deployment(path: Path | str) -> Deployment:
@@ -312,6 +407,18 @@ def read_deployment(path: Path | str) -> Deployment:
     except ServingError as error:
         raise DocumentError(f"{place}: {error}") from None
     return replace(deployment, models=tuple(_located(model, place.parent) for model in deployment.models))
+
+
+def write_deployment(deployment: Deployment, path: Path | str) -> Path:
+    """Write a deployment (.toml, .json) that `read_deployment` reads as the same, traces named from its folder."""
+    folder = Path(path).parent
+    models = tuple(
+        replace(model, arrivals=replace(model.arrivals, file=os.path.relpath(model.arrivals.file, folder)))
+        if isinstance(model.arrivals, Trace)
+        else model
+        for model in deployment.models
+    )
+    return write_document(replace(deployment, models=models), path)
 
 
 def _located(model: ServedModel, folder: Path) -> ServedModel:
