@@ -127,6 +127,65 @@ def test_results_are_written(serve):
     assert json.loads(Path("result.json").read_text()) == facts(serve)
 
 
+ROOM = """
+[[models]]
+name = "bird"
+slo = "100 ms"
+latency = { alpha = "2 ms", beta = "10 ms" }
+memory = "3 GiB"
+arrivals = { kind = "poisson", rate = 40 }
+"""
+
+
+def in_memory(limit):
+    text = DEPLOYMENT.replace("devices = 2", f'devices = 2\ndevice_memory = "{limit} GiB"')
+    return text.replace("[[models]]\n", '[[models]]\nmemory = "2 GiB"\n') + ROOM
+
+
+def test_models_are_placed_and_written(serve, run):
+    Path("served.toml").write_text(in_memory(5))
+    assert "All models together take 9 GiB, and a device has 5 GiB" in refused(serve)
+    found = facts(serve, "--place", "simulated", "--out", "placed.toml")
+    assert (found["method"], found["num_devices"], found["out"]) == ("simulated", 2, "placed.toml")
+    assert found["in_time_share"] <= found["bound_in_time_share"] == 1
+    placed = read_deployment("placed.toml")
+    assert [group["models"] for group in found["groups"]] == [list(group.models) for group in placed.groups]
+    assert all(0 < group["memory_bytes"] <= 5 * 2**30 for group in found["groups"])
+    assert all(0 < group["busy_share"] < 1 for group in found["groups"])
+    # What was printed is what the written deployment does.
+    code, out, _ = run("simulate", "placed.toml", "--seconds", "2", "--json")
+    assert code == 0
+    assert {**found, "models": json.loads(out)["models"]} == found
+    code, out, _ = serve("--place", "best", "--out", "placed.json")
+    assert code == 0
+    for words in (
+        "2 devices answer",
+        "no placement could answer more than 100.00 %",
+        "written to placed.json",
+    ):
+        assert words in out
+    assert sum(group.devices for group in read_deployment("placed.json").groups) == 2
+
+
+def test_the_fewest_devices_with_models_placed_on_them(serve):
+    Path("served.toml").write_text(in_memory(3))
+    found = facts(serve, "--place", "replication", "--capacity")
+    # Cat, two dogs and a bird, one on each device at most.
+    assert found["num_devices"] == 4
+    assert sum(group["num_devices"] for group in found["groups"]) == found["num_devices"]
+    assert min(model["in_time_share"] for model in found["models"]) >= 0.99
+    assert found["staggered_devices"] < found["num_devices"]
+    assert "took turns" in serve("--place", "replication", "--capacity")[1]
+
+
+def test_groups_of_a_file_are_replaced(serve):
+    text = DEPLOYMENT + '[[groups]]\ndevices = 1\nmodels = ["cat"]\n'
+    Path("served.toml").write_text(text)
+    assert facts(serve)["models"][1]["num_unplaced"] > 0
+    assert facts(serve, "--place", "replication")["in_time_share"] > 0.9
+    assert "has groups, whose numbers of devices are given" in refused(serve, "--capacity")
+
+
 def test_a_sweep_is_a_table_a_file_and_a_plot(serve):
     sweep = ("--sweep", "devices=1,2", "--sweep", "policy=eager,symphony")
     code, out, err = serve(*sweep, "--out", "cases.csv", "--plot", "cases.svg", "--figure", "goodput_per_s")
@@ -169,6 +228,11 @@ def test_a_sweep_is_a_table_a_file_and_a_plot(serve):
         (("--sweep", "device=1,2"), "did you mean 'devices'"),
         (("--sweep", "devices"), "names no values"),
         (("--policy", "shepherd:factor=50"), "expected more than 100"),
+        (("--place", "simulatd"), "did you mean 'simulated'?"),
+        (("--place", "best", "--against", "eager"), "Leave --sweep, --against, --goodput out"),
+        (("--place", "best", "--goodput"), "Leave --sweep, --against, --goodput out"),
+        (("--place", "best", "--sweep", "devices=1,2"), "Leave --sweep, --against, --goodput out"),
+        (("--place", "best", "--out", "x.csv"), "ends in .toml or .json"),
     ],
 )
 def test_what_is_refused(serve, options, words):
@@ -185,7 +249,14 @@ def test_rates_of_nothing_have_no_highest_multiple(serve):
 
 def test_options_of_deployments_say_nothing_about_plans(run):
     write_document(PLAN, "plan.json")
-    for option in (["--policy", "eager"], ["--seconds", "3"], ["--seed", "1"], ["--scale", "2"], ["--goodput"]):
+    for option in (
+        ["--policy", "eager"],
+        ["--seconds", "3"],
+        ["--seed", "1"],
+        ["--scale", "2"],
+        ["--goodput"],
+        ["--place", "best"],
+    ):
         code, _, err = run("simulate", "plan.json", *option)
         assert code == 1
         assert f"{option[0]} is about a deployment" in " ".join(err.split())

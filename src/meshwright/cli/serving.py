@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.placing import simulate_placed
 from meshwright.cli.sweeps import check_sweep, put_sweep
 from meshwright.spec.codec import document_kind, dump_json
 from meshwright.spec.deployment import Deployment, read_deployment
@@ -40,7 +41,7 @@ CapacityOption = Annotated[
 ]
 
 # Options that say something about a deployment, and those that say something about nothing else.
-_ONLY_OF_DEPLOYMENTS = ("--policy", "--seconds", "--seed", "--scale", "--goodput", "--capacity")
+_ONLY_OF_DEPLOYMENTS = ("--policy", "--seconds", "--seed", "--scale", "--goodput", "--capacity", "--place")
 _OF_DEPLOYMENTS = frozenset({*_ONLY_OF_DEPLOYMENTS, "--against", "--sweep", "--plot", "--figure", "--out", "--json"})
 _SCHEMA = b"meshwright/deployment/"
 _SHOWN = ("in_time_share", "goodput_per_s", "worst_p99_s", "busy_share")
@@ -57,6 +58,7 @@ class ServingRequest:
     scale: float
     goodput: bool
     capacity: bool
+    place: str | None
     sweep: Sequence[str]
     out: Path | None
     plot: Path | None
@@ -104,6 +106,9 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
             sweep, path.stem, request.out, request.plot, request.figure, as_json=request.as_json, usual=list(_SHOWN)
         )
         return
+    if request.place is not None:
+        simulate_placed(deployment, policy, request.place, request)
+        return
     if request.capacity:
         _print_capacity(deployment, [policy, *request.against], request)
         return
@@ -128,10 +133,15 @@ def _refuse_unused(request: ServingRequest) -> None:
         raise DocumentError("--goodput changes rates and --capacity devices. Ask for one of them.")
     if request.sweep and (request.against or request.goodput or request.capacity):
         raise DocumentError("--sweep has policies as a parameter (policy=adaptive,symphony). Leave the others out.")
+    if request.place is not None and (request.sweep or request.against or request.goodput):
+        raise DocumentError("--place is for one policy, and for --capacity. Leave --sweep, --against, --goodput out.")
     check_sweep(list(request.sweep), request.out, request.plot, request.figure, {})
     if request.goodput and request.scale != 1:
         raise DocumentError("--goodput looks for the highest scale of all rates. Leave --scale out.")
-    if request.out is not None and not request.sweep and request.out.suffix != ".json":
+    if request.place is not None:
+        if request.out is not None and request.out.suffix not in (".json", ".toml"):
+            raise DocumentError(f"--out {request.out}: choose a name that ends in .toml or .json.")
+    elif request.out is not None and not request.sweep and request.out.suffix != ".json":
         raise DocumentError(f"--out {request.out}: results are written as JSON. Choose a name that ends in .json.")
 
 

@@ -5,6 +5,7 @@ arrivals      when requests come
 policies      which requests run together, where and when
 simulation    a deployment under a policy, on a virtual clock
 capacity      how many devices these requests need
+placement     which device holds which models
 sweeps        a deployment with some of its values changed
 """
 
@@ -17,6 +18,7 @@ from meshwright.serving.batching import (
     throughput,
 )
 from meshwright.serving.capacity import Capacity, find_capacity
+from meshwright.serving.placement import PLACE_METHODS, PlacedModels, bound_share, place_models
 from meshwright.serving.policies import POLICY_NAMES, load_policy
 from meshwright.serving.simulation import (
     Served,
@@ -28,12 +30,15 @@ from meshwright.serving.simulation import (
 from meshwright.serving.sweeps import sweep_deployment
 
 __all__ = [
+    "PLACE_METHODS",
     "POLICY_NAMES",
     "Capacity",
+    "PlacedModels",
     "Served",
     "ServingResult",
     "bound_rate",
     "bound_scale",
+    "bound_share",
     "compare_policies",
     "devices_for",
     "draw_arrivals",
@@ -42,6 +47,7 @@ __all__ = [
     "largest_batch",
     "load_policy",
     "mean_rate",
+    "place_models",
     "simulate_deployment",
     "sweep_deployment",
     "throughput",
