@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.serving import find_goodput, load_policy, simulate_deployment
+from meshwright.serving import devices_of, find_goodput, load_policy, simulate_deployment, split_evenly, split_time
 from meshwright.spec import read_deployment, write_document
 from tests.spec.examples import PLAN
 
@@ -184,6 +184,52 @@ def test_groups_of_a_file_are_replaced(serve):
     assert facts(serve)["models"][1]["num_unplaced"] > 0
     assert facts(serve, "--place", "replication")["in_time_share"] > 0.9
     assert "has groups, whose numbers of devices are given" in refused(serve, "--capacity")
+
+
+ASKING = """
+schema = "meshwright/deployment/1"
+devices = 4
+policy = "symphony"
+[[queries]]
+name = "street"
+slo = "300 ms"
+rate = 50
+calls = [
+    { name = "find", latency = { alpha = "10 ms", beta = "30 ms", largest = 32 } },
+    { name = "cars", after = "find", fan_out = 3, latency = { alpha = "1 ms", beta = "5 ms" } },
+]
+"""
+
+
+def test_queries_are_split_and_simulated(serve):
+    Path("served.toml").write_text(ASKING)
+    found = facts(serve)
+    (query,) = read_deployment("served.toml").queries
+    times, even = split_time(query), split_evenly(query)
+    (row,) = found["queries"]
+    assert [call["time_s"] for call in row["calls"]] == [times["find"], times["cars"]]
+    assert [call["even_time_s"] for call in row["calls"]] == [even["find"], even["cars"]] == [0.15, 0.15]
+    assert [call["requests_per_s"] for call in row["calls"]] == [50, 150]
+    assert row["staggered_devices"] == devices_of(query, times) < row["even_devices"] == devices_of(query, even)
+    assert [model["model"] for model in found["models"]] == ["street.find", "street.cars"]
+    saved = 100 * (1 - row["staggered_devices"] / row["even_devices"])
+    out = " ".join(serve()[1].split())
+    assert f"with an even split ({saved:.1f} % saved)" in out
+    # Each way to ask about a deployment knows its queries.
+    assert facts(serve, "--goodput")["policies"][0]["scale"] > 0
+    assert facts(serve, "--capacity")["policies"][0]["staggered_devices"] == row["staggered_devices"]
+    assert facts(serve, "--place", "replication")["groups"][0]["models"] == ["street.find", "street.cars"]
+    cases = facts(serve, "--sweep", "queries.0.rate=10,50")["cases"]
+    assert cases[0]["requests_per_s"] < cases[1]["requests_per_s"]
+
+
+def test_splits_that_cannot_be(serve):
+    Path("served.toml").write_text(ASKING.replace("300 ms", "70 ms"))
+    found = facts(serve)
+    assert found["queries"][0]["even_devices"] is None
+    assert "split evenly, some call would have less time than a batch of one takes" in " ".join(serve()[1].split())
+    Path("served.toml").write_text(ASKING.replace("300 ms", "45 ms"))
+    assert "Query 'street': no split of 0.045 s in 100 parts" in refused(serve)
 
 
 def test_a_sweep_is_a_table_a_file_and_a_plot(serve):

@@ -4,6 +4,7 @@ import numpy as np
 
 from meshwright.spec import (
     BatchMeasurement,
+    Call,
     Cluster,
     Deployment,
     DeviceGroup,
@@ -32,6 +33,7 @@ from meshwright.spec import (
     Plan,
     Poisson,
     Program,
+    Query,
     Section,
     ServedModel,
     StagePlan,
@@ -281,6 +283,23 @@ DEPLOYMENT = Deployment(
     groups=(
         Group(devices=1, models=("model 0", "model 1")),
         Group(devices=2, models=("model 1", "model 3"), weights=(0.5, 2.0)),
+    ),
+    queries=(
+        Query(
+            name="query",
+            slo=Seconds(0.1),
+            rate=10.0,
+            calls=(
+                Call(name="find", latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005))),
+                Call(
+                    name="tell",
+                    latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005)),
+                    after="find",
+                    fan_out=2.5,
+                    memory=Bytes(2.0**30),
+                ),
+            ),
+        ),
     ),
 )
 

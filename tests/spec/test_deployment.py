@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.spec import (
+    Call,
     Deployment,
     Diurnal,
     DocumentError,
@@ -15,6 +16,7 @@ from meshwright.spec import (
     MeshwrightError,
     Outage,
     Poisson,
+    Query,
     ServedModel,
     ServingError,
     Straggler,
@@ -215,3 +217,51 @@ def test_what_is_written_is_read_again_from_any_folder(tmp_path, monkeypatch):
         assert again.groups == found.groups
         assert again.models[0].memory == 2**30
         monkeypatch.chdir(tmp_path)
+
+
+def asking(*calls, rate=10.0):
+    return Query(name="q", slo=0.1, rate=rate, calls=calls)
+
+
+def call(name, after=None, **facts):
+    return Call(name=name, after=after, latency=MODEL.latency, **facts)
+
+
+def test_a_deployment_may_have_queries_alone(tmp_path):
+    text = """
+schema = "meshwright/deployment/1"
+devices = 2
+groups = [{ devices = 1, models = ["q.find"] }]
+[[queries]]
+name = "q"
+slo = "100 ms"
+rate = 10
+calls = [
+    { name = "find", latency = { alpha = "1 ms", beta = "5 ms", largest = 8 } },
+    { name = "tell", after = "find", fan_out = 2.5, latency = { alpha = "1 ms", beta = "5 ms", largest = 8 } },
+]
+"""
+    found = read(tmp_path, text)
+    assert found.queries == (asking(call("find"), call("tell", "find", fan_out=2.5)),)
+    assert found.models == ()
+    assert asking(call("a"), call("b", "a"), call("c", "a"), call("d", "b")).calls[3].after == "b"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (asking, "calls is 0; expected 1 to 100"),
+        (lambda: asking(call("a", "b")), "'a' comes after 'b'; expected none, as it is the first"),
+        (lambda: asking(call("a"), call("b")), "'b' comes after None; expected one of a"),
+        (lambda: asking(call("a"), call("b", "c"), call("c", "a")), "'b' comes after 'c'; expected one of a"),
+        (lambda: asking(call("a"), call("a", "a")), "two calls 'a'"),
+        (lambda: asking(call("a", fan_out=2.0)), "first call has a fan_out"),
+        (lambda: asking(call("a"), call("b", "a", fan_out=-1.0)), "fan_out is -1; expected 0 to"),
+        (lambda: asking(call("a"), call("b", "a", fan_out=1e6), rate=1e6), "call 'b': rate is 1e[+]12; expected"),
+        (lambda: asking(call("a"), rate=-1.0), "rate is -1"),
+        (lambda: Deployment(models=(replace(MODEL, name="q.a"),), devices=1, queries=(asking(call("a")),)), "'q.a'"),
+    ],
+)
+def test_bad_queries_are_refused(make, words):
+    with pytest.raises(ServingError, match=words):
+        make()

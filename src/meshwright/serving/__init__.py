@@ -6,6 +6,7 @@ policies      which requests run together, where and when
 simulation    a deployment under a policy, on a virtual clock
 capacity      how many devices these requests need
 placement     which device holds which models
+query_trees   queries that ask several models, and how much time each gets
 sweeps        a deployment with some of its values changed
 """
 
@@ -20,6 +21,7 @@ from meshwright.serving.batching import (
 from meshwright.serving.capacity import Capacity, find_capacity
 from meshwright.serving.placement import PLACE_METHODS, PlacedModels, bound_share, place_models
 from meshwright.serving.policies import POLICY_NAMES, load_policy
+from meshwright.serving.query_trees import call_rates, devices_of, expand_queries, split_evenly, split_time
 from meshwright.serving.simulation import (
     Served,
     ServingResult,
@@ -39,9 +41,12 @@ __all__ = [
     "bound_rate",
     "bound_scale",
     "bound_share",
+    "call_rates",
     "compare_policies",
     "devices_for",
+    "devices_of",
     "draw_arrivals",
+    "expand_queries",
     "find_capacity",
     "find_goodput",
     "largest_batch",
@@ -49,6 +54,8 @@ __all__ = [
     "mean_rate",
     "place_models",
     "simulate_deployment",
+    "split_evenly",
+    "split_time",
     "sweep_deployment",
     "throughput",
 ]

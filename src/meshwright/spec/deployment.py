@@ -5,6 +5,7 @@
     Trouble    Straggler · Outage: what happens to devices
     Server     where it listens, and its limits
     Group      some of the devices, and which models they hold
+    Query      a tree of calls, each of a model
 
 All devices of a deployment are alike; `Straggler` makes some of them slower than they are taken to be. They hold all of
 its models, or, where there are groups, those of their group. Rates are requests per second.
@@ -303,6 +304,51 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A model that a query asks: ``fan_out`` requests for each request of the call ``after`` which it comes."""
+
+    name: str
+    latency: Latency
+    after: str | None = None
+    fan_out: float = 1.0
+    memory: Bytes | None = None
+
+    def __post_init__(self) -> None:
+        _check(f"Call {self.name!r}", fan_out=(0.0, self.fan_out, 1e6))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """So many queries a second ask for ``calls``, the first of which is the root of their tree, within ``slo`` in all.
+
+    A call stands behind the one that it comes after.
+    """
+
+    name: str
+    slo: Seconds
+    rate: float
+    calls: tuple[Call, ...]
+
+    def __post_init__(self) -> None:
+        what = f"Query {self.name!r}"
+        _check(what, slo=(1e-6, self.slo, _LONGEST), rate=(0.0, self.rate, _MOST_RATE), calls=(1, len(self.calls), 100))
+        before, rates = list[str](), dict[str | None, float]()
+        for call in self.calls:
+            if call.name in before:
+                raise ServingError(f"{what} has two calls {call.name!r}. Give each its own name.")
+            if (call.after is None) != (not before) or (call.after is not None and call.after not in before):
+                raise ServingError(
+                    f"{what}: call {call.name!r} comes after {call.after!r}; expected "
+                    f"{'one of ' + ', '.join(before) if before else 'none, as it is the first'}."
+                )
+            before.append(call.name)
+            rates[call.name] = rates[call.after] * call.fan_out if call.after else self.rate
+            _check(f"{what}, call {call.name!r}", rate=(0.0, rates[call.name], _MOST_RATE))
+        if self.calls[0].fan_out != 1.0:
+            raise ServingError(f"{what}: its first call has a fan_out, but each query asks for it once. Leave it out.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """See the module's docstring.
 
@@ -310,10 +356,10 @@ class Deployment:
     between a decision and its begin on an idle device. ``slack``: how long before a deadline batches are planned to
     end. ``jitter``: deviation of the lognormal factor by which batches take longer or shorter. ``device_memory``: of
     each device. ``groups`` number the devices one group after the other; devices of none are idle, and requests for
-    models of none are not served.
+    models of none are not served. A call of a query is a model called query.call.
     """
 
-    models: tuple[ServedModel, ...]
+    models: tuple[ServedModel, ...] = ()
     devices: int
     policy: str = "adaptive"
     delay: Seconds = NO_TIME
@@ -323,19 +369,21 @@ class Deployment:
     server: Server = Server()
     device_memory: Bytes | None = None
     groups: tuple[Group, ...] = ()
+    queries: tuple[Query, ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _check("A deployment", devices=(1, self.devices, MOST_DEVICES), jitter=(0.0, self.jitter, 2.0))
         _check("A deployment", delay=(0.0, self.delay, 60.0), slack=(0.0, self.slack, 60.0))
-        if not self.models:
+        if not self.models and not self.queries:
             raise ServingError("The deployment has no models; expected at least one.")
         names = [model.name for model in self.models]
+        names += [f"{query.name}.{call.name}" for query in self.queries for call in query.calls]
         again = sorted({name for name in names if names.count(name) > 1})
         if again:
             raise ServingError(f"Two models are called {again[0]!r}. Give each its own name, or use `copies`.")
-        _check("A deployment", models=(1, sum(model.copies for model in self.models), MOST_MODELS))
+        _check("A deployment", models=(0, sum(model.copies for model in self.models), MOST_MODELS))
         for trouble in self.troubles:
             if not 0 <= trouble.device < self.devices:
                 raise ServingError(
