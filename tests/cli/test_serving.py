@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.serving import devices_of, find_goodput, load_policy, simulate_deployment, split_evenly, split_time
+from meshwright.serving import (
+    devices_of,
+    devices_shared,
+    find_goodput,
+    load_policy,
+    simulate_deployment,
+    split_evenly,
+    split_time,
+)
 from meshwright.spec import read_deployment, write_document
 from tests.spec.examples import PLAN
 
@@ -221,6 +229,39 @@ def test_queries_are_split_and_simulated(serve):
     assert facts(serve, "--place", "replication")["groups"][0]["models"] == ["street.find", "street.cars"]
     cases = facts(serve, "--sweep", "queries.0.rate=10,50")["cases"]
     assert cases[0]["requests_per_s"] < cases[1]["requests_per_s"]
+
+
+def test_trunks_are_shared(serve):
+    text = """
+schema = "meshwright/deployment/1"
+devices = 2
+policy = "symphony"
+[[trunks]]
+name = "faces"
+slo = "100 ms"
+latency = { alpha = "2 ms", beta = "8 ms" }
+heads = [
+    { name = "age", rate = 100, latency = { alpha = "0.1 ms", beta = "0.3 ms" } },
+    { name = "name", rate = 100, latency = { alpha = "0.1 ms", beta = "0.3 ms" } },
+]
+"""
+    Path("served.toml").write_text(text)
+    found = facts(serve)
+    together, apart = devices_shared(read_deployment("served.toml").trunks[0])
+    assert found["trunks"] == [
+        {"trunk": "faces", "num_heads": 2, "staggered_devices": together, "apart_devices": apart}
+    ]
+    assert [model["model"] for model in found["models"]] == ["faces"]
+    assert f"{together:.2f} devices would do for its 2 heads together, {apart:.2f} with" in " ".join(serve()[1].split())
+    Path("served.toml").write_text(text.replace("rate = 100", "rate = 0"))
+    assert facts(serve)["requests_per_s"] == 0
+    slow = text.replace(
+        'name = "name", rate = 100, latency = { alpha = "0.1 ms"',
+        'name = "name", rate = 1, latency = { alpha = "91 ms"',
+    )
+    Path("served.toml").write_text(slow)
+    assert facts(serve)["trunks"][0]["apart_devices"] is None
+    assert "no number with a trunk for each head" in " ".join(serve()[1].split())
 
 
 def test_splits_that_cannot_be(serve):

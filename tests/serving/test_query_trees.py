@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshwright.serving import (
     devices_for,
     devices_of,
-    expand_queries,
+    expand_deployment,
     find_capacity,
     load_policy,
     simulate_deployment,
@@ -114,12 +114,12 @@ def test_at_high_rates_devices_are_rates_over_throughputs():
 def test_models_of_calls_are_simulated_beside_others():
     query = Query(name="cars", slo=0.3, rate=60.0, calls=(call("find", beta=0.02), call("name", "find", fan_out=2.5)))
     deployment = Deployment(models=(model("other", rate=10.0),), queries=(query,), devices=3)
-    found = expand_queries(deployment)
+    found = expand_deployment(deployment)
     times = split_time(query)
     assert [each.name for each in found.models] == ["other", "cars.find", "cars.name"]
     assert [each.slo for each in found.models[1:]] == [times["find"], times["name"]]
     assert [each.arrivals for each in found.models[1:]] == [Poisson(rate=60.0), Poisson(rate=150.0)]
-    assert (found.queries, expand_queries(found)) == ((), found)
+    assert (found.queries, expand_deployment(found)) == ((), found)
     one, other = (simulate_deployment(each, load_policy("eager"), 2.0) for each in (deployment, found))
     assert [each.row(2.0) for each in one.models] == [each.row(2.0) for each in other.models]
     alone = find_capacity(Deployment(queries=(query,), devices=1), load_policy("eager"), 2.0)

@@ -15,6 +15,7 @@ from meshwright.spec import (
     GradientExchange,
     Graph,
     Group,
+    Head,
     Latency,
     Layer,
     Link,
@@ -43,6 +44,7 @@ from meshwright.spec import (
     Timeline,
     Trace,
     TransferMeasurement,
+    Trunk,
     Workload,
     empty_section,
 )
@@ -299,6 +301,19 @@ DEPLOYMENT = Deployment(
                     memory=Bytes(2.0**30),
                 ),
             ),
+        ),
+    ),
+    trunks=(
+        Trunk(
+            name="trunk",
+            slo=Seconds(0.1),
+            latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005)),
+            heads=(
+                Head(
+                    name="head", latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.0)), rate=5.0, memory=Bytes(9.0)
+                ),
+            ),
+            memory=Bytes(2.0**30),
         ),
     ),
 )

@@ -12,6 +12,7 @@ from meshwright.spec import (
     DocumentError,
     Gamma,
     Group,
+    Head,
     Latency,
     MeshwrightError,
     Outage,
@@ -21,6 +22,7 @@ from meshwright.spec import (
     ServingError,
     Straggler,
     Trace,
+    Trunk,
     read_deployment,
     write_deployment,
 )
@@ -265,3 +267,25 @@ calls = [
 def test_bad_queries_are_refused(make, words):
     with pytest.raises(ServingError, match=words):
         make()
+
+
+def test_a_deployment_may_have_trunks_alone(tmp_path):
+    text = """
+schema = "meshwright/deployment/1"
+devices = 2
+[[trunks]]
+name = "t"
+slo = "100 ms"
+latency = { alpha = "1 ms", beta = "5 ms", largest = 8 }
+heads = [{ name = "a", rate = 3, latency = { alpha = "1 ms", beta = "5 ms", largest = 8 } }]
+"""
+    heads = (Head(name="a", latency=MODEL.latency, rate=3.0),)
+    assert read(tmp_path, text).trunks == (Trunk(name="t", slo=0.1, latency=MODEL.latency, heads=heads),)
+    with pytest.raises(ServingError, match="Two models are called 'a'"):
+        Deployment(models=(MODEL,), devices=1, trunks=(Trunk(name="a", slo=1.0, latency=MODEL.latency, heads=heads),))
+    with pytest.raises(ServingError, match="two heads of one name"):
+        Trunk(name="t", slo=0.1, latency=MODEL.latency, heads=heads * 2)
+    with pytest.raises(ServingError, match="heads is 0; expected 1 to"):
+        Trunk(name="t", slo=0.1, latency=MODEL.latency, heads=())
+    with pytest.raises(ServingError, match="rate is -1"):
+        replace(heads[0], rate=-1.0)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from meshwright.cli.joint import describe_joint, joint_rows
 from meshwright.cli.output import print_json, print_tables
 from meshwright.cli.placing import simulate_placed
-from meshwright.cli.splits import describe_splits, split_rows
 from meshwright.cli.sweeps import check_sweep, put_sweep
 from meshwright.spec.codec import document_kind, dump_json
 from meshwright.spec.deployment import Deployment, read_deployment
@@ -92,7 +92,13 @@ def refuse_without_deployment(given: Sequence[str]) -> None:
 
 def simulate_serving(path: Path, request: ServingRequest) -> None:
     """Simulate a deployment under a policy, or several, or for many values; print and write what comes of it."""
-    from meshwright.serving import compare_policies, expand_queries, load_policy, simulate_deployment, sweep_deployment
+    from meshwright.serving import (
+        compare_policies,
+        expand_deployment,
+        load_policy,
+        simulate_deployment,
+        sweep_deployment,
+    )
     from meshwright.simulator.scenarios import read_parameter
 
     _refuse_unused(request)
@@ -107,7 +113,7 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
             sweep, path.stem, request.out, request.plot, request.figure, as_json=request.as_json, usual=list(_SHOWN)
         )
         return
-    queries, deployment = deployment.queries, expand_queries(deployment)
+    given, deployment = deployment, expand_deployment(deployment)
     if request.place is not None:
         simulate_placed(deployment, policy, request.place, request)
         return
@@ -126,7 +132,7 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
         result = simulate_deployment(
             deployment, load_policy(policy), request.seconds, seed=request.seed, scale=request.scale
         )
-    _print_result(deployment, policy, result, rows, request, split_rows(queries))
+    _print_result(deployment, policy, result, rows, request, joint_rows(given))
 
 
 def _refuse_unused(request: ServingRequest) -> None:
@@ -153,7 +159,7 @@ def _print_result(
     result: ServingResult,
     rows: list[dict[str, Any]],
     request: ServingRequest,
-    splits: list[dict[str, Any]],
+    joint: dict[str, list[dict[str, Any]]],
 ) -> None:
     from meshwright.report import make_table
 
@@ -164,7 +170,7 @@ def _print_result(
         **result.row(),
         **_bounds(deployment, request.scale),
         "models": models,
-        **({"queries": splits} if splits else {}),
+        **joint,
         **({"policies": rows} if rows else {}),
     }
     shown = ("model", "requests_per_s", "in_time_share", "p50_s", "p99_s", "mean_batch")
@@ -176,7 +182,7 @@ def _print_result(
         f"{policy}: {total['goodput_per_s']:.4g} of {total['requests_per_s']:.4g} requests per second in time "
         f"({format_percent(total['in_time_share'], 2)}), devices busy {format_percent(total['busy_share'])}.",
         make_table([{name: row[name] for name in shown} for row in models]),
-        *describe_splits(splits),
+        *describe_joint(joint),
         _bound_sentence(deployment, request.scale),
         *((make_table([{name: row[name] for name in compared} for row in rows]),) if rows else ()),
     )
@@ -254,7 +260,8 @@ def _bound_sentence(deployment: Deployment, scale: float) -> str:
     bounds = _bounds(deployment, scale)
     if bounds["staggered_scale"] is None:
         return "Nothing arrives."
+    devices = "devices, if each held all models" if deployment.groups else "devices"
     return (
-        f"Bound of these devices: {bounds['staggered_scale']:.3f} times these rates if devices take turns, "
+        f"Bound of these {devices}: {bounds['staggered_scale']:.3f} times these rates if devices take turns, "
         f"{bounds['uncoordinated_scale']:.3f} times if they do not."
     )

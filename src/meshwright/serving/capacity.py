@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from meshwright.serving.arrivals import mean_rate
 from meshwright.serving.batching import Equation, devices_for
+from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.policies.hooks import Policy
-from meshwright.serving.query_trees import expand_queries
 from meshwright.serving.simulation import IN_TIME, ServingResult, simulate_deployment
 from meshwright.spec import Deployment, ServingError
 from meshwright.spec.deployment import MOST_DEVICES
@@ -55,7 +55,7 @@ def find_capacity(
             "The deployment has groups, whose numbers of devices are given. Leave them out, or have them found anew "
             "for each number of devices: --place best."
         )
-    deployment = expand_queries(deployment)
+    deployment = expand_deployment(deployment)
     most = max((trouble.device + 1 for trouble in deployment.troubles), default=1)
 
     def attempt(devices: int) -> ServingResult:

@@ -6,6 +6,7 @@
     Server     where it listens, and its limits
     Group      some of the devices, and which models they hold
     Query      a tree of calls, each of a model
+    Trunk      the first layers of several models, which differ in their heads
 
 All devices of a deployment are alike; `Straggler` makes some of them slower than they are taken to be. They hold all of
 its models, or, where there are groups, those of their group. Rates are requests per second.
@@ -349,6 +350,40 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What a model computes from its trunk's output: ``latency`` and ``memory`` are those of its own layers."""
+
+    name: str
+    latency: Latency
+    rate: float
+    memory: Bytes | None = None
+
+    def __post_init__(self) -> None:
+        _check(f"Head {self.name!r}", rate=(0.0, self.rate, _MOST_RATE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trunk:
+    """Models with one SLO whose first layers are the same: these run once for a batch of all their requests.
+
+    ``latency`` and ``memory`` are those of the shared layers.
+    """
+
+    name: str
+    slo: Seconds
+    latency: Latency
+    heads: tuple[Head, ...]
+    memory: Bytes | None = None
+
+    def __post_init__(self) -> None:
+        what = f"Trunk {self.name!r}"
+        _check(what, slo=(1e-6, self.slo, _LONGEST), heads=(1, len(self.heads), 10_000))
+        names = [head.name for head in self.heads]
+        if len(set(names)) < len(names):
+            raise ServingError(f"{what} has two heads of one name. Give each its own.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """See the module's docstring.
 
@@ -356,7 +391,8 @@ class Deployment:
     between a decision and its begin on an idle device. ``slack``: how long before a deadline batches are planned to
     end. ``jitter``: deviation of the lognormal factor by which batches take longer or shorter. ``device_memory``: of
     each device. ``groups`` number the devices one group after the other; devices of none are idle, and requests for
-    models of none are not served. A call of a query is a model called query.call.
+    models of none are not served. A call of a query is a model called query.call, and a trunk
+    with its heads is one model.
     """
 
     models: tuple[ServedModel, ...] = ()
@@ -370,16 +406,18 @@ class Deployment:
     device_memory: Bytes | None = None
     groups: tuple[Group, ...] = ()
     queries: tuple[Query, ...] = ()
+    trunks: tuple[Trunk, ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _check("A deployment", devices=(1, self.devices, MOST_DEVICES), jitter=(0.0, self.jitter, 2.0))
         _check("A deployment", delay=(0.0, self.delay, 60.0), slack=(0.0, self.slack, 60.0))
-        if not self.models and not self.queries:
+        if not self.models and not self.queries and not self.trunks:
             raise ServingError("The deployment has no models; expected at least one.")
         names = [model.name for model in self.models]
         names += [f"{query.name}.{call.name}" for query in self.queries for call in query.calls]
+        names += [trunk.name for trunk in self.trunks]
         again = sorted({name for name in names if names.count(name) > 1})
         if again:
             raise ServingError(f"Two models are called {again[0]!r}. Give each its own name, or use `copies`.")

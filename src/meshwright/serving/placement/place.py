@@ -27,11 +27,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.serving.batching import largest_batch
+from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.placement.groups import Groups, put_together, take_apart
 from meshwright.serving.placement.heuristics import pack_models, replicate_models
 from meshwright.serving.placement.search import score_of, search_placement
 from meshwright.serving.policies.hooks import Policy
-from meshwright.serving.query_trees import expand_queries
 from meshwright.serving.simulation import ServingResult, simulate_deployment
 from meshwright.spec import Deployment, ServedModel, ServingError, suggest
 
@@ -69,7 +69,7 @@ def place_models(
     that there is not.
     """
     beam = _read_beam(method)
-    deployment = expand_queries(replace(deployment, groups=()))
+    deployment = expand_deployment(replace(deployment, groups=()))
     apart = take_apart(deployment)
 
     def simulate(groups: Groups) -> ServingResult:

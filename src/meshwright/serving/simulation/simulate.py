@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from meshwright.serving.arrivals import draw_arrivals, mean_rate
 from meshwright.serving.batching import bound_scale
+from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.policies.plain import PlainPolicy
 from meshwright.serving.policies.pool import NEVER, REASONS, Ints, allocate_pool
-from meshwright.serving.query_trees import expand_queries
 from meshwright.serving.simulation.engine import (
     NUM_ARRIVED,
     NUM_BATCHES,
@@ -149,10 +149,10 @@ def simulate_deployment(
 ) -> ServingResult:
     """Requests of some seconds, after those of a warm-up that do not count, until the last one is done.
 
-    Calls of queries are simulated as models (`query_trees`). ``scale`` multiplies all rates of arrival. Raises
-    ServingError where devices that are in no groups have too little memory for all models.
+    Calls of queries, and trunks, are simulated as models (`expansion`). ``scale`` multiplies all rates of arrival.
+    Raises ServingError where devices that are in no groups have too little memory for all models.
     """
-    deployment = expand_queries(deployment)
+    deployment = expand_deployment(deployment)
     check_memory(deployment)
     arrival, whose = draw_arrivals(deployment.models, warm_up_s + seconds, seed=seed, scale=scale)
     counted_from = int(warm_up_s * _NS)
@@ -244,7 +244,7 @@ def find_goodput(
     Found by halving an interval below twice the staggered bound, to a relative tolerance; 0 if it is less than that
     tolerance of the interval. Raises ServingError where nothing arrives.
     """
-    deployment = expand_queries(deployment)
+    deployment = expand_deployment(deployment)
     rates = [mean_rate(model.arrivals) for model in deployment.models]
     if not any(rates):
         raise ServingError("Nothing arrives in this deployment, so that no multiple of its rates is the highest.")
