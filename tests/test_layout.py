@@ -25,6 +25,10 @@ def contract(name: str) -> dict:
 
 
 TORCH_FREE = [name.removeprefix("*.") for name in contract("no-torch")["source_modules"]]
+# Modules of such packages that run torch models, and that nothing else of them imports.
+TORCH_MODULES = [
+    SOURCE.parent / (name.replace(".", "/") + ".py") for name in contract("no-torch-serving")["protected_modules"]
+]
 
 
 def test_every_package_is_listed_in_the_architecture():
@@ -71,7 +75,7 @@ def test_torch_free_packages_load_no_torch(run_fresh):
     modules = [
         ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
         for path in MODULES
-        if path.relative_to(SOURCE).parts[0] in TORCH_FREE
+        if path.relative_to(SOURCE).parts[0] in TORCH_FREE and path not in TORCH_MODULES
     ]
     code = f"""
 import importlib, sys
@@ -128,7 +132,11 @@ def test_what_the_code_imports_is_what_the_project_declares():
     extras = {name: declared(lines) for name, lines in PROJECT["project"]["optional-dependencies"].items()}
     for path in MODULES:
         package = path.relative_to(SOURCE).parts[0]
-        usable = EXTRAS_WITHOUT_TORCH.get(package, ()) if package in TORCH_FREE else set(extras) - {"dev", "docs"}
+        usable = (
+            EXTRAS_WITHOUT_TORCH.get(package, ())
+            if package in TORCH_FREE and path not in TORCH_MODULES
+            else set(extras) - {"dev", "docs"}
+        )
         allowed = core.union(*(extras[name] for name in usable))
         assert third_party_imports(path) <= allowed, path
 

@@ -17,7 +17,7 @@ from meshwright.serving import (
     split_evenly,
     split_time,
 )
-from meshwright.spec import read_deployment, write_document
+from meshwright.spec import BatchMeasurement, Measurements, read_deployment, write_document
 from tests.spec.examples import PLAN
 
 DEPLOYMENT = """
@@ -372,3 +372,34 @@ def test_the_example_that_is_shipped(run):
     code, out, _ = run("simulate", path, "--seconds", "1", "--json")
     assert code == 0
     assert [row["model"] for row in json.loads(out)["models"]] == ["classifier", "detector"]
+
+
+def test_latencies_come_from_a_table(run):
+    Path("served.toml").write_text(
+        DEPLOYMENT.replace('latency = { alpha = "1 ms", beta = "5 ms", largest = 32 }', 'model = "gpt-tiny"')
+    )
+    code, _, err = run("simulate", "served.toml")
+    assert code == 1
+    assert "Model 'cat' has no latency" in " ".join(err.split())
+    write_document(
+        Measurements(
+            device="cpu",
+            software="torch",
+            date="2026-11-20",
+            batches=tuple(
+                BatchMeasurement(
+                    model="gpt-tiny", batch_size=size, seconds=seconds, p90_s=seconds, p99_s=seconds, num_samples=5
+                )
+                for size, seconds in ((1, 0.006), (32, 0.037))
+            ),
+        ),
+        "table.json",
+    )
+    code, out, err = run("simulate", "served.toml", "--measurements", "table.json", "--seconds", "2", "--json")
+    assert (code, err) == (0, "")
+    Path("line.toml").write_text(DEPLOYMENT)
+    assert json.loads(out) == json.loads(run("simulate", "line.toml", "--seconds", "2", "--json")[1])
+    for name, words in (("table.parquet", "a file that ends in .json"), ("none.json", "cannot be read")):
+        code, _, err = run("simulate", "served.toml", "--measurements", name)
+        assert code == 1
+        assert words in " ".join(err.split())

@@ -1,7 +1,10 @@
 """The equations of batching, against brute force over the batch and published figures."""
 
 import math
+from dataclasses import replace
+from itertools import accumulate
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -9,18 +12,39 @@ from hypothesis import strategies as st
 from meshwright.serving import bound_rate, bound_scale, devices_for, largest_batch, throughput
 from meshwright.spec import Latency, Poisson, ServedModel
 
-LATENCIES = st.builds(
+LINES = st.builds(
     lambda alpha, beta, largest: Latency(alpha=alpha, beta=beta, largest=largest),
     st.just(0.0) | st.floats(1e-5, 0.01),
     st.floats(1e-6, 0.02),
     st.integers(1, 80),
 )
+
+
+def through(steps, largest):
+    """A latency of points: from each to the next so many samples and seconds more."""
+    sizes = accumulate(size for size, _ in steps)
+    times = accumulate((seconds for _, seconds in steps), initial=1e-4)
+    next(times)
+    return replace(Latency.through(zip(sizes, times, strict=True)), largest=largest)
+
+
+POINTS = st.builds(
+    through,
+    st.lists(st.tuples(st.integers(1, 20), st.just(0.0) | st.floats(1e-5, 0.05)), min_size=1, max_size=5),
+    st.integers(1, 80),
+)
+LATENCIES = LINES | POINTS
 SLOS = st.floats(1e-3, 0.5)
 EQUATIONS = ("staggered", "uncoordinated")
 
 
 def seconds(latency, batch):
-    return latency.alpha * batch + latency.beta
+    if not latency.points:
+        return latency.alpha * batch + latency.beta
+    sizes, times = zip(*latency.points, strict=True)
+    if batch <= sizes[-1] or len(sizes) == 1:
+        return float(np.interp(batch, sizes, times))
+    return times[-1] + (batch - sizes[-1]) * (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
 
 
 @given(LATENCIES, SLOS)

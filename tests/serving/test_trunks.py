@@ -97,6 +97,17 @@ def test_what_is_shared_and_what_is_apart():
     assert devices_shared(trunk_of(head("a", 1.0), head("b", 1.0, beta=0.2)))[1] == math.inf
 
 
+def test_latencies_through_points_are_summed_size_by_size():
+    measured = Latency(points=((1, 0.01), (4, 0.011), (16, 0.03)), largest=16)
+    heads = (head("a", 3.0, alpha=0.001), Head(name="b", rate=1.0, latency=Latency(points=((2, 0.004), (8, 0.02)))))
+    trunk = Trunk(name="t", slo=1.0, latency=measured, heads=heads)
+    shared = shared_latency(trunk)
+    assert shared.largest == 16
+    for batch in range(1, 17):
+        expected = measured.of(batch) + heads[0].latency.of(0.75 * batch) + heads[1].latency.of(0.25 * batch)
+        assert shared.of(batch) == pytest.approx(expected)
+
+
 def test_shared_heads_are_served_by_fewer_devices():
     """Ten heads of a hundred requests a second: apart, each waits for its own."""
     trunk = trunk_of(*(head(str(place), 100.0, alpha=1e-4, beta=3e-4) for place in range(10)))

@@ -25,7 +25,9 @@ from meshwright.spec import (
     Trunk,
     read_deployment,
     write_deployment,
+    write_document,
 )
+from meshwright.spec.quantities import Seconds
 
 GOOD = """
 schema = "meshwright/deployment/1"
@@ -36,6 +38,7 @@ slo = "25 ms"
 latency = { alpha = "1 ms", beta = "5 ms", largest = 8 }
 arrivals = { kind = "poisson", rate = 30 }
 """
+LINE = 'alpha = "1 ms", beta = "5 ms", largest = 8'
 MODEL = ServedModel(name="a", slo=0.025, latency=Latency(alpha=0.001, beta=0.005, largest=8), arrivals=Poisson(rate=30))
 
 
@@ -83,6 +86,16 @@ def test_a_document_is_read(tmp_path):
         ('"poisson", rate = 30', '"trace", file = "x", speed = 0', "speed is 0"),
         ('"poisson"', '"weekly"', "weekly"),
         ('name = "a"', 'name = "a"\ncopies = 0', "copies is 0; expected 1 to"),
+        ("largest = 8", 'points = [[1, "1 ms"]]', "points, and alpha or beta as well"),
+        (LINE, 'points = [[1, "2 ms"], [4, "1 ms"]]', "batches of 1 take 0.002 s, and then batches of 4 0.001 s"),
+        (LINE, 'points = [[4, "1 ms"], [4, "2 ms"]]', "expected ascending sizes"),
+        (LINE, 'points = [[0, "1 ms"]]', "size is 0; expected 1 to 65536"),
+        (LINE, 'points = [[1, "2 d"]]', "seconds is 172800; expected 0 to 86400"),
+        (LINE, 'points = [[1, "0 s"]]', "A batch of one takes 0 s; expected 10 ns or more. Check the points"),
+        (LINE, 'points = [[1, "30 ms"]]', "a batch of one takes 0.03 s, longer than its SLO"),
+        (LINE, "points = [[1, 2]]", r"latency.points\[0\]\[1\]: 2 has no unit"),
+        (LINE, "largest = 8", "A batch of one takes 0 s; expected 10 ns or more. Check alpha and beta"),
+        ('name = "a"', 'name = "a"\nimage_size = 8', "no `model` for them"),
         ("[[models]]", "[[model]]", "unknown key 'model'"),
     ],
 )
@@ -91,6 +104,39 @@ def test_a_bad_value_is_refused_with_its_file(tmp_path, old, new, words):
     with pytest.raises(DocumentError, match=words) as caught:
         read(tmp_path, GOOD.replace(old, new))
     assert str(caught.value).startswith(str(tmp_path / "served.toml"))
+
+
+def test_a_latency_of_points_goes_through_them():
+    latency = Latency(points=((2, Seconds(0.004)), (4, Seconds(0.005)), (8, Seconds(0.011))), largest=16)
+    expected = {1: 4.0, 2: 4.0, 3: 4.5, 4: 5.0, 5: 6.5, 8: 11.0, 10: 14.0, 16: 23.0}
+    for batch, milliseconds in expected.items():
+        assert latency.of(batch) == pytest.approx(milliseconds / 1e3, rel=1e-12)
+    assert [latency.of(size) for size, _ in latency.points] == [seconds for _, seconds in latency.points]
+    assert {Latency(points=((3, Seconds(0.004)),)).of(batch) for batch in (1, 3, 9)} == {0.004}
+    # What a larger batch took less for is noise.
+    measured = Latency.through([(4, 0.003), (1, 0.002), (8, 0.0029), (16, 0.004)])
+    assert measured.points == ((1, 0.002), (4, 0.003), (8, 0.003), (16, 0.004))
+    assert measured.largest == 16
+
+
+def test_points_are_read_and_written(tmp_path):
+    read_model = read(tmp_path, GOOD.replace(LINE, 'points = [[1, "1 ms"], [8, "2 ms"]], largest = 9')).models[0]
+    assert read_model.latency == Latency(points=((1, Seconds(0.001)), (8, Seconds(0.002))), largest=9)
+    deployment = Deployment(models=(read_model,), devices=1)
+    write_document(deployment, tmp_path / "again.toml")
+    assert read_deployment(tmp_path / "again.toml") == deployment
+
+
+def test_models_are_found_beside_their_document(tmp_path):
+    def model(text):
+        return read(tmp_path, GOOD.replace('name = "a"', f'name = "a"\n{text}')).models[0]
+
+    assert model('model = "gpt-tiny"').model == "gpt-tiny"
+    for reference in ("mine.py:build", "m.pt2", "shape.toml", "folder/", "../m.pt2"):
+        assert model(f'model = "{reference}"').model == str(tmp_path / reference)
+    assert model('model = "/there/m.pt2"').model == "/there/m.pt2"
+    hooked = model('model = "gpt-tiny"\npreprocess = "a.py:f"\npostprocess = "b.py:g"\ninputs = [{ name = "x" }]')
+    assert (hooked.preprocess, hooked.postprocess) == (str(tmp_path / "a.py:f"), str(tmp_path / "b.py:g"))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +253,7 @@ def test_what_is_written_is_read_again_from_any_folder(tmp_path, monkeypatch):
     (tmp_path / "day.txt").write_text("1\n2\n")
     monkeypatch.chdir(tmp_path)
     text = GOOD.replace('"poisson", rate = 30', '"trace", file = "day.txt"')
-    text += 'memory = "1 GiB"\n[[groups]]\ndevices = 1\nmodels = ["a"]\nweights = [2]\n'
+    text += 'model = "mine.py:build"\nmemory = "1 GiB"\n[[groups]]\ndevices = 1\nmodels = ["a"]\nweights = [2]\n'
     (tmp_path / "served.toml").write_text(text)
     found = read_deployment("served.toml")
     assert found.groups == (Group(devices=1, models=("a",), weights=(2.0,)),)
@@ -217,6 +263,8 @@ def test_what_is_written_is_read_again_from_any_folder(tmp_path, monkeypatch):
         again = read_deployment(tmp_path / name)
         assert Path(again.models[0].arrivals.file).samefile(tmp_path / "day.txt")
         assert again.groups == found.groups
+        assert Path(again.models[0].model).parent.samefile(tmp_path)
+        assert Path(again.models[0].model).name == "mine.py:build"
         assert again.models[0].memory == 2**30
         monkeypatch.chdir(tmp_path)
 

@@ -18,6 +18,7 @@ from meshwright.cli.optimize import optimize
 from meshwright.cli.output import report_error
 from meshwright.cli.plan import plan
 from meshwright.cli.run import run as run_verb
+from meshwright.cli.serve import serve
 from meshwright.cli.show import show
 from meshwright.cli.simulate import simulate
 from meshwright.cli.validate import validate
@@ -42,6 +43,7 @@ app = typer.Typer(
 for verb in (capture, measure, plan, simulate, run_verb, compare, validate, show, doctor):
     app.command()(verb)
 app.add_typer(optimize)
+app.add_typer(serve)
 
 
 @app.callback(invoke_without_command=True)

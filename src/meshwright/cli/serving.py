@@ -15,10 +15,11 @@ from meshwright.cli.joint import describe_joint, joint_rows
 from meshwright.cli.output import print_json, print_tables
 from meshwright.cli.placing import simulate_placed
 from meshwright.cli.sweeps import check_sweep, put_sweep
-from meshwright.spec.codec import document_kind, dump_json
+from meshwright.spec.codec import document_kind, dump_json, read_document
 from meshwright.spec.deployment import Deployment, read_deployment
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.files import read_regular, write_text
+from meshwright.spec.measurements import Measurements
 from meshwright.spec.parsing import read_data
 from meshwright.spec.units import format_percent
 
@@ -43,7 +44,8 @@ CapacityOption = Annotated[
 
 # Options that say something about a deployment, and those that say something about nothing else.
 _ONLY_OF_DEPLOYMENTS = ("--policy", "--seconds", "--seed", "--scale", "--goodput", "--capacity", "--place")
-_OF_DEPLOYMENTS = frozenset({*_ONLY_OF_DEPLOYMENTS, "--against", "--sweep", "--plot", "--figure", "--out", "--json"})
+_OF_BOTH = ("--measurements", "--against", "--sweep", "--plot", "--figure", "--out", "--json")
+_OF_DEPLOYMENTS = frozenset({*_ONLY_OF_DEPLOYMENTS, *_OF_BOTH})
 _SCHEMA = b"meshwright/deployment/"
 _SHOWN = ("in_time_share", "goodput_per_s", "worst_p99_s", "busy_share")
 
@@ -52,6 +54,7 @@ _SHOWN = ("in_time_share", "goodput_per_s", "worst_p99_s", "busy_share")
 class ServingRequest:
     """What `simulate` was asked about a deployment."""
 
+    measurements: Path | None
     policy: str | None
     against: Sequence[str]
     seconds: float
@@ -98,11 +101,14 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
         load_policy,
         simulate_deployment,
         sweep_deployment,
+        take_latencies,
     )
     from meshwright.simulator.scenarios import read_parameter
 
     _refuse_unused(request)
     deployment = read_deployment(path)
+    if request.measurements is not None:
+        deployment = take_latencies(deployment, _read_table(request.measurements))
     policy = request.policy or deployment.policy
     if request.sweep:
         parameters = [read_parameter(text) for text in request.sweep]
@@ -133,6 +139,14 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
             deployment, load_policy(policy), request.seconds, seed=request.seed, scale=request.scale
         )
     _print_result(deployment, policy, result, rows, request, joint_rows(given))
+
+
+def _read_table(path: Path) -> Measurements:
+    if path.suffix != ".json":
+        raise DocumentError(
+            f"--measurements {path}: a deployment takes those of one device, a file that ends in .json."
+        )
+    return read_document(Measurements, path)
 
 
 def _refuse_unused(request: ServingRequest) -> None:

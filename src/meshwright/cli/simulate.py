@@ -165,6 +165,7 @@ def simulate(
     if is_deployment(plan):
         refuse_for_deployment(given_options(call))
         asked = ServingRequest(
+            measurements=measurements,
             policy=policy,
             against=against or (),
             seconds=seconds,

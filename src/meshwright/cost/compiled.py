@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import numba
@@ -39,6 +40,16 @@ def compiled(function: Function) -> Function:
     _forgive(dispatcher)
     _load_without_collecting(dispatcher)
     return cast("Function", dispatcher)
+
+
+def uncompiled(scope: dict[str, Any], name: str) -> Callable[..., Any]:
+    """A compiled function as plain Python, and so are those of its module that it calls; ``scope``: its globals."""
+    plain = dict(scope)
+    for each, item in scope.items():
+        function = getattr(item, "py_func", None)
+        if function is not None and function.__module__ == scope["__name__"]:
+            plain[each] = FunctionType(function.__code__, plain, each, function.__defaults__)
+    return cast("Callable[..., Any]", plain[name])
 
 
 def _depend_on_package(dispatcher: Any, function: Callable[..., object]) -> None:

@@ -9,60 +9,57 @@ placement     which device holds which models
 query_trees   queries that ask several models, and how much time each gets
 trunks        models that share their first layers
 expansion     a deployment whose queries and trunks are models like others
+measured      latencies from a measurement table
 sweeps        a deployment with some of its values changed
+server        answers to requests as they come, by the same policies
+load          requests to a server at their moments
+
+What stands in the table is loaded on first use: processes of a server need none of the simulator.
 """
 
-from meshwright.serving.arrivals import draw_arrivals, mean_rate
-from meshwright.serving.batching import (
-    bound_rate,
-    bound_scale,
-    devices_for,
-    largest_batch,
-    throughput,
-)
-from meshwright.serving.capacity import Capacity, find_capacity
-from meshwright.serving.expansion import expand_deployment
-from meshwright.serving.placement import PLACE_METHODS, PlacedModels, bound_share, place_models
-from meshwright.serving.policies import POLICY_NAMES, load_policy
-from meshwright.serving.query_trees import call_rates, devices_of, split_evenly, split_time
-from meshwright.serving.simulation import (
-    Served,
-    ServingResult,
-    compare_policies,
-    find_goodput,
-    simulate_deployment,
-)
-from meshwright.serving.sweeps import sweep_deployment
-from meshwright.serving.trunks import devices_shared, separate_heads, share_trunk
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "PLACE_METHODS",
-    "POLICY_NAMES",
-    "Capacity",
-    "PlacedModels",
-    "Served",
-    "ServingResult",
-    "bound_rate",
-    "bound_scale",
-    "bound_share",
-    "call_rates",
-    "compare_policies",
-    "devices_for",
-    "devices_of",
-    "devices_shared",
-    "draw_arrivals",
-    "expand_deployment",
-    "find_capacity",
-    "find_goodput",
-    "largest_batch",
-    "load_policy",
-    "mean_rate",
-    "place_models",
-    "separate_heads",
-    "share_trunk",
-    "simulate_deployment",
-    "split_evenly",
-    "split_time",
-    "sweep_deployment",
-    "throughput",
-]
+_PUBLIC = {
+    "draw_arrivals": "meshwright.serving.arrivals",
+    "mean_rate": "meshwright.serving.arrivals",
+    "bound_rate": "meshwright.serving.batching",
+    "bound_scale": "meshwright.serving.batching",
+    "devices_for": "meshwright.serving.batching",
+    "largest_batch": "meshwright.serving.batching",
+    "throughput": "meshwright.serving.batching",
+    "Capacity": "meshwright.serving.capacity",
+    "find_capacity": "meshwright.serving.capacity",
+    "expand_deployment": "meshwright.serving.expansion",
+    "take_latencies": "meshwright.serving.measured",
+    "PLACE_METHODS": "meshwright.serving.placement",
+    "PlacedModels": "meshwright.serving.placement",
+    "bound_share": "meshwright.serving.placement",
+    "place_models": "meshwright.serving.placement",
+    "POLICY_NAMES": "meshwright.serving.policies.named",
+    "load_policy": "meshwright.serving.policies.named",
+    "call_rates": "meshwright.serving.query_trees",
+    "devices_of": "meshwright.serving.query_trees",
+    "split_evenly": "meshwright.serving.query_trees",
+    "split_time": "meshwright.serving.query_trees",
+    "Served": "meshwright.serving.simulation",
+    "ServingResult": "meshwright.serving.simulation",
+    "compare_policies": "meshwright.serving.simulation",
+    "find_goodput": "meshwright.serving.simulation",
+    "simulate_deployment": "meshwright.serving.simulation",
+    "sweep_deployment": "meshwright.serving.sweeps",
+    "devices_shared": "meshwright.serving.trunks",
+    "separate_heads": "meshwright.serving.trunks",
+    "share_trunk": "meshwright.serving.trunks",
+}
+
+__all__ = [*_PUBLIC]  # noqa: PLE0604  (the table is the one list of names)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module, once (PEP 562)."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'meshwright.serving' has no attribute {name!r}")
+    value = getattr(import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value

@@ -1,13 +1,13 @@
 """The equations of batching under deadlines, and what they bound: rates of given devices, devices of given rates.
 
-With l(b) = α b + β the latency of a batch, L the SLO and N devices,
+With l(b) = α b + β, or lines between measured sizes, the latency of a batch, L the SLO and N devices,
 
     throughput       N b / l(b)                 `throughput`
     uncoordinated    2 l(b) ≤ L                 a request can just miss a batch (Nexus)
     staggered        (1 + 1/N) l(b) ≤ L         a device is free every l(b) / N
     a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r, of either kind
 
-`bound_rate` is the highest rate of the largest batch that an equation allows. Models that share devices each take a
+`bound_rate` is the highest rate of the batches that an equation allows. Models that share devices each take a
 number of devices that need not be whole, N = r l(b) / b (`devices_for`); together they can be served if these sum to no
 more than there are (`bound_scale`).
 
@@ -19,6 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.spec import Latency, ServedModel
 
@@ -34,22 +37,24 @@ def largest_batch(latency: Latency, seconds: float) -> int:
     """The largest batch that takes no longer; 0 if not even one does."""
     if latency.of(1) > seconds:
         return 0
-    if not latency.alpha:
-        return latency.largest
-    batch = int(min((seconds - latency.beta) / latency.alpha, latency.largest))
-    # Division may round either way.
-    while batch < latency.largest and latency.of(batch + 1) <= seconds:
-        batch += 1
-    while latency.of(batch) > seconds:
-        batch -= 1
-    return batch
+    low, high = 1, latency.largest
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if latency.of(middle) <= seconds else (low, middle - 1)
+    return low
+
+
+def best_batch(latency: Latency, most: int) -> int:
+    """The size up to ``most`` with the highest throughput: the largest of a line, but of points not always."""
+    sizes = [most, *(size for size, _ in latency.points if size < most)]
+    return max(sizes, key=lambda size: throughput(latency, size))
 
 
 def bound_rate(latency: Latency, slo_s: float, num_devices: int, equation: Equation = "staggered") -> float:
     """Requests per second of one model that an equation allows so many devices of its own; 0 if none."""
     share = 2.0 if equation == "uncoordinated" else 1.0 + 1.0 / num_devices
     batch = largest_batch(latency, slo_s / share)
-    return throughput(latency, batch, num_devices) if batch else 0.0
+    return throughput(latency, best_batch(latency, batch), num_devices) if batch else 0.0
 
 
 def devices_for(latency: Latency, slo_s: float, rate: float, equation: Equation = "staggered") -> float:
@@ -67,7 +72,7 @@ def devices_for(latency: Latency, slo_s: float, rate: float, equation: Equation 
             low = middle
         else:
             high = middle - 1
-    needed = rate * latency.of(low) / low
+    needed = rate / throughput(latency, best_batch(latency, low))
     if low < most and latency.of(low + 1) < slo_s:
         # A larger batch fills too slowly, and can begin before it is full, as if requests came faster: what serves more
         # serves less.
@@ -99,3 +104,13 @@ def bound_scale(
         middle = (low + high) / 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def batch_nanoseconds(latency: Latency, slo_s: float) -> NDArray[np.int64]:
+    """Nanoseconds of batches from 0 (unused) to the largest that takes no longer than the SLO."""
+    sizes = np.arange(latency.largest + 1)
+    if latency.points:
+        seconds = np.array([latency.of(size) for size in sizes.tolist()])
+    else:
+        seconds = latency.alpha * sizes + latency.beta
+    return np.round(seconds[seconds <= slo_s] * 1e9).astype(np.int64)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from meshwright.serving.policies import load_policy
+from meshwright.serving.policies.named import load_policy
 from meshwright.serving.simulation import simulate_deployment
 from meshwright.simulator.scenarios import MAX_CASES, Parameter, Sweep, Value, put_value
 from meshwright.spec import Deployment, MeshwrightError, ServingError

@@ -5,8 +5,9 @@ With r_i the rate of head i, w_i = r_i / Σ r and l_p, l_i the latencies of trun
     l(b) = l_p(b) + Σ l_i(w_i b) = (α_p + Σ w_i α_i) b + β_p + Σ β_i
 
 so that the heads are one model with the rate of all, and the SLO that they share (prefix batching: Nexus, SOSP 2019,
-section 6.3). That is what a batch with requests for each head takes in the mean. One without any for head i takes β_i
-less, which happens to (1 - w_i)^b of all batches: small ones are taken to be slower than they are.
+section 6.3); latencies that are points are summed size by size. That is what a batch with requests for each head takes
+in the mean. One without any for head i takes β_i less, which happens to (1 - w_i)^b of all batches: small ones are
+taken to be slower than they are.
 
 Apart, a batch of head i takes l_p(b) + l_i(b), and waits for its own requests alone.
 """
@@ -14,6 +15,7 @@ Apart, a batch of head i takes l_p(b) + l_i(b), and waits for its own requests a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.serving.batching import Equation, devices_for
@@ -50,7 +52,10 @@ def devices_shared(trunk: Trunk, equation: Equation = "staggered") -> tuple[floa
     """The devices that the heads need together, and with a trunk for each; infinite where no number suffices."""
     return (
         devices_for(shared_latency(trunk), trunk.slo, _total_rate(trunk), equation),
-        math.fsum(devices_for(_latency_apart(trunk, head), trunk.slo, head.rate, equation) for head in trunk.heads),
+        math.fsum(
+            devices_for(_sum_latencies([(1.0, trunk.latency), (1.0, head.latency)]), trunk.slo, head.rate, equation)
+            for head in trunk.heads
+        ),
     )
 
 
@@ -58,12 +63,7 @@ def shared_latency(trunk: Trunk) -> Latency:
     """Seconds of a batch for all heads, as they are asked; heads that nobody asks take none."""
     total = _total_rate(trunk)
     asked = [(head.rate / total, head.latency) for head in trunk.heads if head.rate] if total else []
-    return Latency(
-        alpha=Seconds(math.fsum([trunk.latency.alpha, *(weight * latency.alpha for weight, latency in asked)])),
-        beta=Seconds(math.fsum([trunk.latency.beta, *(latency.beta for _, latency in asked)])),
-        # Each head's part of a batch is one that it can run.
-        largest=int(min([trunk.latency.largest, *(latency.largest / weight for weight, latency in asked)])),
-    )
+    return _sum_latencies([(1.0, trunk.latency), *asked])
 
 
 def expand_trunks(deployment: Deployment) -> Deployment:
@@ -75,10 +75,19 @@ def expand_trunks(deployment: Deployment) -> Deployment:
 
 
 def _latency_apart(trunk: Trunk, head: Head) -> Latency:
+    return _sum_latencies([(1.0, trunk.latency), (1.0, head.latency)])
+
+
+def _sum_latencies(parts: Sequence[tuple[float, Latency]]) -> Latency:
+    """Seconds of a batch of which each part runs this share, one after the other; a share is one that it can run."""
+    largest = int(min(latency.largest / share for share, latency in parts))
+    if any(latency.points for _, latency in parts):
+        sums = ((size, math.fsum(each.of(share * size) for share, each in parts)) for size in range(1, largest + 1))
+        return Latency.through(sums)
     return Latency(
-        alpha=Seconds(trunk.latency.alpha + head.latency.alpha),
-        beta=Seconds(trunk.latency.beta + head.latency.beta),
-        largest=min(trunk.latency.largest, head.latency.largest),
+        alpha=Seconds(math.fsum(share * latency.alpha for share, latency in parts)),
+        beta=Seconds(math.fsum(latency.beta for _, latency in parts)),
+        largest=largest,
     )
 
 

@@ -18,7 +18,6 @@ from meshwright.spec.deployment import (
     Gamma,
     Group,
     Head,
-    Latency,
     Outage,
     Poisson,
     Query,
@@ -80,6 +79,7 @@ from meshwright.spec.instructions import (
     Sum,
     instruction_name,
 )
+from meshwright.spec.latency import Latency
 from meshwright.spec.measurements import (
     MAX_SECONDS,
     MIN_SECONDS,

@@ -1,6 +1,6 @@
 """Deployment: models that are served under deadlines, the devices that serve them, and what arrives.
 
-    Latency    l(b) = α b + β seconds for a batch of b, up to a largest batch
+    Latency    l(b) = α b + β seconds for a batch of b, or lines between measured sizes, up to a largest batch
     Arrivals   Poisson · Gamma (bursts) · Diurnal (a day's wave) · Trace (a file of moments)
     Trouble    Straggler · Outage: what happens to devices
     Server     where it listens, and its limits
@@ -25,17 +25,17 @@ from typing import ClassVar
 from meshwright.spec.bounds import check_bounds
 from meshwright.spec.codec import decode_document, write_document
 from meshwright.spec.errors import DocumentError, ServingError, suggest
+from meshwright.spec.latency import LONGEST, NO_TIME, Latency
 from meshwright.spec.parsing import read_data
 from meshwright.spec.quantities import Bytes, Seconds
 from meshwright.spec.units import format_bytes
 
 _MOST_RATE = 1e9
-_LONGEST = 86_400.0
-_YEAR = 366 * _LONGEST
-A_DAY, NO_TIME, A_MINUTE = Seconds(86_400.0), Seconds(0), Seconds(60.0)
+_YEAR = 366 * LONGEST
+A_DAY, A_MINUTE = Seconds(86_400.0), Seconds(60.0)
 # What sums of bytes may be off by.
 _ROUNDING = 1 + 1e-9
-MOST_DEVICES, MOST_MODELS, LARGEST_BATCH, LARGEST_SAMPLE = 1_000_000, 100_000, 65_536, 2**30
+MOST_DEVICES, MOST_MODELS, LARGEST_SAMPLE = 1_000_000, 100_000, 2**30
 
 
 _check = partial(check_bounds, ServingError)
@@ -101,27 +101,6 @@ class Trace:
 Arrivals = Poisson | Gamma | Diurnal | Trace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latency:
-    """Seconds of a batch of b: ``alpha`` b + ``beta``; no batch is larger than ``largest``."""
-
-    alpha: Seconds
-    beta: Seconds
-    largest: int = 1024
-
-    def __post_init__(self) -> None:
-        _check("A latency", alpha=(0.0, self.alpha, _LONGEST), beta=(0.0, self.beta, _LONGEST))
-        _check("A latency", largest=(1, self.largest, LARGEST_BATCH))
-        if self.alpha + self.beta < 1e-8:
-            raise ServingError(
-                f"A batch of one takes {self.alpha + self.beta:g} s; expected 10 ns or more. Check alpha and beta."
-            )
-
-    def of(self, batch: float) -> float:
-        """Seconds of a batch."""
-        return self.alpha * batch + self.beta
-
-
 # Names of the Open Inference Protocol and what a value takes in bytes.
 DATATYPES = {
     "BOOL": 1,
@@ -171,8 +150,14 @@ class ServedModel:
     """A model, how long its batches take, how soon answers are due (``slo``), and what arrives for it.
 
     ``copies`` are so many models of this kind, each with such arrivals. ``model`` names what a server runs: a zoo name,
-    a shape file, ``model.pt2``, ``file.py:function``; a server without it sleeps as long as batches would take, which
-    then have ``inputs`` and ``outputs``. ``latency`` can be left to a server that runs a model, which measures it.
+    a shape file, a Hugging Face configuration, ``model.pt2``, ``file.py:function``, with ``sequence_length`` or
+    ``image_size`` where they are asked for; a file is one from the deployment's folder. A server without it sleeps as
+    long as batches would take, which then have ``inputs`` and ``outputs``. ``latency`` can be left to a server that
+    runs a model, which measures it.
+
+    ``inputs`` and ``outputs`` are found by trying the model; those that are given rename them, or choose among outputs.
+    ``preprocess`` and ``postprocess`` are ``file.py:function``: what makes the model's arguments of ``inputs``, which
+    are then given, and what becomes of its outputs.
     ``memory`` is what one copy takes of a device that holds it.
     """
 
@@ -182,12 +167,17 @@ class ServedModel:
     arrivals: Arrivals = Poisson(rate=0.0)
     copies: int = 1
     model: str | None = None
+    sequence_length: int | None = None
+    image_size: int | None = None
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
+    preprocess: str | None = None
+    postprocess: str | None = None
     memory: Bytes | None = None
 
     def __post_init__(self) -> None:
-        _check(f"Model {self.name!r}", slo=(1e-6, self.slo, _LONGEST), copies=(1, self.copies, MOST_MODELS))
+        _check(f"Model {self.name!r}", slo=(1e-6, self.slo, LONGEST), copies=(1, self.copies, MOST_MODELS))
+        _check(f"Model {self.name!r}", **{name: (1, size, LARGEST_SAMPLE) for name, size in self.sizes.items()})
         if self.latency is not None and self.latency.of(1) > self.slo:
             raise ServingError(
                 f"Model {self.name!r}: a batch of one takes {self.latency.of(1):g} s, longer than its SLO of "
@@ -196,14 +186,30 @@ class ServedModel:
         names = [tensor.name for tensor in (*self.inputs, *self.outputs)]
         if len(set(names)) < len(names):
             raise ServingError(f"Model {self.name!r} has two tensors of one name. Give each its own.")
+        if self.model is None and (self.sizes or self.preprocess or self.postprocess):
+            raise ServingError(
+                f"Model {self.name!r} has sizes, preprocess or postprocess, but no `model` for them. Name it."
+            )
+        if self.preprocess is not None and not self.inputs:
+            raise ServingError(
+                f"Model {self.name!r}: what {self.preprocess} takes cannot be found out. Give the names, datatypes and "
+                "shapes of its inputs."
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes that are asked for, by name."""
+        given = {"sequence_length": self.sequence_length, "image_size": self.image_size}
+        return {name: size for name, size in given.items() if size is not None}
 
     @property
     def line(self) -> Latency:
         """The latency; raises ServingError where it is left to a server."""
         if self.latency is None:
             raise ServingError(
-                f"Model {self.name!r} has no latency, which only a server can measure. Give it alpha and beta: "
-                f"meshwright measure {self.model or 'MODEL'} --batches 1..64:7log tells them."
+                f"Model {self.name!r} has no latency, which only a server finds out itself. Give it alpha and beta, or "
+                f"measure them (meshwright measure {self.model or 'MODEL'} --batches 1..64:7log --out table.json) and "
+                "give that table (--measurements table.json)."
             )
         return self.latency
 
@@ -269,7 +275,7 @@ class Server:
         _check(what, tensor_bytes=(4096, self.tensor_bytes, 2**40), body_bytes=(256, self.body_bytes, 2**32))
         _check(what, header_bytes=(256, self.header_bytes, 2**20), connections=(1, self.connections, 10**6))
         for name in ("receive", "idle", "longest_deadline"):
-            _check(what, **{name: (1e-3, getattr(self, name), _LONGEST)})
+            _check(what, **{name: (1e-3, getattr(self, name), LONGEST)})
         if self.device not in ("cpu", "cuda"):
             raise ServingError(f"A server's device is {self.device!r}; expected cpu or cuda.")
 
@@ -332,7 +338,7 @@ class Query:
 
     def __post_init__(self) -> None:
         what = f"Query {self.name!r}"
-        _check(what, slo=(1e-6, self.slo, _LONGEST), rate=(0.0, self.rate, _MOST_RATE), calls=(1, len(self.calls), 100))
+        _check(what, slo=(1e-6, self.slo, LONGEST), rate=(0.0, self.rate, _MOST_RATE), calls=(1, len(self.calls), 100))
         before, rates = list[str](), dict[str | None, float]()
         for call in self.calls:
             if call.name in before:
@@ -377,7 +383,7 @@ class Trunk:
 
     def __post_init__(self) -> None:
         what = f"Trunk {self.name!r}"
-        _check(what, slo=(1e-6, self.slo, _LONGEST), heads=(1, len(self.heads), 10_000))
+        _check(what, slo=(1e-6, self.slo, LONGEST), heads=(1, len(self.heads), 10_000))
         names = [head.name for head in self.heads]
         if len(set(names)) < len(names):
             raise ServingError(f"{what} has two heads of one name. Give each its own.")
@@ -388,10 +394,11 @@ class Deployment:
     """See the module's docstring.
 
     ``policy`` is a name with settings, or ``file.py:Class`` (`meshwright.serving.policies`). ``delay``: what passes
-    between a decision and its begin on an idle device. ``slack``: how long before a deadline batches are planned to
-    end. ``jitter``: deviation of the lognormal factor by which batches take longer or shorter. ``device_memory``: of
-    each device. ``groups`` number the devices one group after the other; devices of none are idle, and requests for
-    models of none are not served. A call of a query is a model called query.call, and a trunk
+    between a decision and its begin on an idle device. ``slack``: how long before a deadline batches have to end.
+    ``guard``: how much earlier than needed a policy asks to be woken. A server measures those of the three that are 0.
+    ``jitter``: deviation of the lognormal factor by which batches take longer or shorter.
+    ``device_memory``: of each device. ``groups`` number the devices one group after the other; devices of none are
+    idle, and requests for models of none are not served. A call of a query is a model called query.call, and a trunk
     with its heads is one model.
     """
 
@@ -400,6 +407,7 @@ class Deployment:
     policy: str = "adaptive"
     delay: Seconds = NO_TIME
     slack: Seconds = NO_TIME
+    guard: Seconds = NO_TIME
     jitter: float = 0.0
     troubles: tuple[Trouble, ...] = ()
     server: Server = Server()
@@ -412,7 +420,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         _check("A deployment", devices=(1, self.devices, MOST_DEVICES), jitter=(0.0, self.jitter, 2.0))
-        _check("A deployment", delay=(0.0, self.delay, 60.0), slack=(0.0, self.slack, 60.0))
+        _check("A deployment", **{name: (0.0, getattr(self, name), 60.0) for name in ("delay", "slack", "guard")})
         if not self.models and not self.queries and not self.trunks:
             raise ServingError("The deployment has no models; expected at least one.")
         names = [model.name for model in self.models]
@@ -483,7 +491,7 @@ def _check_memory(deployment: Deployment) -> None:
 
 
 def read_deployment(path: Path | str) -> Deployment:
-    """Read a deployment (.toml, .json); traces beside it are found from anywhere.
+    """Read a deployment (.toml, .json); traces and models beside it are then named by absolute paths.
 
     Raises DocumentError with the file's name and the place.
     """
@@ -496,18 +504,46 @@ def read_deployment(path: Path | str) -> Deployment:
 
 
 def write_deployment(deployment: Deployment, path: Path | str) -> Path:
-    """Write a deployment (.toml, .json) that `read_deployment` reads as the same, traces named from its folder."""
+    """Write a deployment (.toml, .json) that `read_deployment` reads as the same; files are named from its folder."""
     folder = Path(path).parent
-    models = tuple(
-        replace(model, arrivals=replace(model.arrivals, file=os.path.relpath(model.arrivals.file, folder)))
-        if isinstance(model.arrivals, Trace)
-        else model
-        for model in deployment.models
-    )
-    return write_document(replace(deployment, models=models), path)
+    models = []
+    for model in deployment.models:
+        arrivals = model.arrivals
+        if isinstance(arrivals, Trace):
+            arrivals = replace(arrivals, file=os.path.relpath(arrivals.file, folder))
+        models.append(
+            replace(
+                model,
+                arrivals=arrivals,
+                model=_reference_from(model.model, folder),
+                preprocess=_reference_from(model.preprocess, folder),
+                postprocess=_reference_from(model.postprocess, folder),
+            )
+        )
+    return write_document(replace(deployment, models=tuple(models)), path)
+
+
+def _reference_from(reference: str | None, folder: Path) -> str | None:
+    """A file of a reference as it is called from a folder; one in it keeps a suffix or a slash."""
+    if reference is None or not Path(reference).is_absolute():
+        return reference
+    return f"./{os.path.relpath(reference, folder)}"
 
 
 def _located(model: ServedModel, folder: Path) -> ServedModel:
-    if not isinstance(model.arrivals, Trace):
-        return model
-    return replace(model, arrivals=replace(model.arrivals, file=str(folder / Path(model.arrivals.file).expanduser())))
+    if isinstance(model.arrivals, Trace):
+        trace = str((folder / Path(model.arrivals.file).expanduser()).absolute())
+        model = replace(model, arrivals=replace(model.arrivals, file=trace))
+    return replace(
+        model,
+        model=_located_reference(model.model, folder),
+        preprocess=_located_reference(model.preprocess, folder),
+        postprocess=_located_reference(model.postprocess, folder),
+    )
+
+
+def _located_reference(reference: str | None, folder: Path) -> str | None:
+    """Where a file of a reference lies; names, which have neither a slash nor a suffix, stay as they are."""
+    if reference is None or not ("/" in reference or Path(reference).suffix):
+        return reference
+    return str((folder / Path(reference).expanduser()).absolute())

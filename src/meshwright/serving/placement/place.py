@@ -26,7 +26,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.serving.batching import largest_batch
+from meshwright.serving.batching import best_batch, largest_batch
 from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.placement.groups import Groups, put_together, take_apart
 from meshwright.serving.placement.heuristics import pack_models, replicate_models
@@ -117,7 +117,7 @@ def bound_share(models: Sequence[ServedModel], rates: Sequence[float], num_devic
     """
     costs = []
     for model, rate in zip(models, rates, strict=True):
-        most = largest_batch(model.line, model.slo)
+        most = best_batch(model.line, largest_batch(model.line, model.slo))
         costs.append((model.line.of(most) / most, rate * model.copies))
     left, served = float(num_devices), 0.0
     for cost, rate in sorted(costs):

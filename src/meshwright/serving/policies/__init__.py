@@ -9,7 +9,3 @@
 
 What a policy is stands in `hooks`, what it sees in `pool`, what it may do in `queues`, which there are in `named`.
 """
-
-from meshwright.serving.policies.named import POLICY_NAMES, load_policy
-
-__all__ = ["POLICY_NAMES", "load_policy"]

@@ -6,10 +6,11 @@ is
     from  d − l(b + 1)    from here on one more request could not join: waiting is useless
     to    d − l(b)        until here the batch can begin and be in time
 
-A queue is **ready** from the begin of its window on, or when it holds the largest batch. Ready queues get devices by
-the end of their windows. Symphony (arXiv 2308.07470, sections 3 and 4) waits for the begin; eager batching (as
-Clockwork, without its central plan) runs what there is on any idle device. Between them, ``spare`` is the share of idle
-devices, in percent, from which on nothing waits: 0 is eager, more than 100 is Symphony.
+A queue is **ready** from the begin of its window on (on a real clock a guard earlier, since timers are late), or when
+it holds the largest batch. Ready queues get devices by the end of their windows. Symphony (arXiv 2308.07470, sections 3
+and 4) waits for the begin; eager batching (as Clockwork, without its central plan) runs what there is on any idle
+device. Between them, ``spare`` is the share of idle devices, in percent, from which on nothing waits: 0 is eager, more
+than 100 is Symphony.
 
 When a batch begins, requests that cannot even be met alone are dropped. If what is left is smaller than ``window``
 percent of the target, the size of batch that staggered devices could serve at the measured rate, then first requests
@@ -28,6 +29,7 @@ from meshwright.serving.policies.meter import measure_rate
 from meshwright.serving.policies.pool import (
     CROWDED,
     DELAY,
+    GUARD,
     HEAD,
     LATE,
     MODEL,
@@ -137,7 +139,7 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
             return has_run
         deadline = deadline_at(pool, queue, pool[pool[HEAD] + queue]) - pool[DELAY]
         batch = min(length, pool[pool[MOST] + pool[pool[MODEL] + queue]])
-        window_begin = deadline - _typically(pool, queue, batch + 1)
+        window_begin = deadline - pool[GUARD] - _typically(pool, queue, batch + 1)
         is_ready = window_begin <= now or is_in(pool, READY, queue)
         device = idle_device(pool)
         if device >= 0 and (is_ready or _has_spare(pool, spare)) and _is_in_time(pool, now, queue, device):

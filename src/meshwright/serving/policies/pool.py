@@ -19,6 +19,8 @@ about among the ``chosen``:
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,9 +47,9 @@ DOWN, IDLE, BUSY = 0, 1, 2
 # decisions, and chosen requests, that were written since the driver read them; devices that are there, and idle ones;
 # requests in queues; how many there are of models, queues and devices; entries of ``LATENCY`` for each model; device
 # time (ns) that what is in queues takes, by ``UNIT``; requests that were dropped since the beginning; is ``END`` kept;
-# how slow devices typically are, in thousandths of what they are taken to be.
+# how slow devices typically are, in thousandths of what they are taken to be; how late a policy may be woken.
 DELAY, SLACK, NUM_DECISIONS, NUM_CHOSEN, NUM_UP, NUM_IDLE, NUM_QUEUED = range(7)
-NUM_MODELS, NUM_QUEUES, NUM_DEVICES, ROW, WORK, NUM_DROPPED, KEEPS_ENDS, TYPICAL = range(7, 15)
+NUM_MODELS, NUM_QUEUES, NUM_DEVICES, ROW, WORK, NUM_DROPPED, KEEPS_ENDS, TYPICAL, GUARD = range(7, 16)
 _FIRST_COLUMN = 16
 
 # Columns.
@@ -101,6 +103,7 @@ def allocate_pool(
     keep_ends: bool = False,
     delay_ns: int = 0,
     slack_ns: int = 0,
+    guard_ns: int = 0,
 ) -> Ints:
     """A pool whose devices are all down and whose queues are empty.
 
@@ -113,7 +116,8 @@ def allocate_pool(
         num_own: numbers that the policy keeps for itself.
         keep_ends: keep the heap ``END``, for a policy that asks when devices will be free.
         delay_ns: what passes between a decision and its begin on an idle device.
-        slack_ns: how long before a deadline a batch is planned to end.
+        slack_ns: how long before a deadline a batch has to end.
+        guard_ns: how much earlier than needed a policy asks to be woken.
     """
     num_models, row = latency.shape
     model = np.arange(num_models) if model_of_queue is None else np.asarray(model_of_queue, np.int64)
@@ -134,8 +138,8 @@ def allocate_pool(
     ends = _FIRST_COLUMN + len(COLUMNS) + 1 + np.cumsum([0, *(sizes[name] for name in COLUMNS)])
     pool = np.zeros(int(ends[-1]), np.int64)
     pool[_FIRST_COLUMN : _FIRST_COLUMN + len(ends)] = ends
-    pool[[DELAY, SLACK, NUM_MODELS, NUM_QUEUES, NUM_DEVICES, ROW]] = (
-        delay_ns, slack_ns, num_models, num_queues, num_devices, row,
+    pool[[DELAY, SLACK, GUARD, NUM_MODELS, NUM_QUEUES, NUM_DEVICES, ROW]] = (
+        delay_ns, slack_ns, guard_ns, num_models, num_queues, num_devices, row,
     )  # fmt: skip
     pool[KEEPS_ENDS] = keep_ends
     column = columns(pool)
@@ -149,6 +153,13 @@ def allocate_pool(
     column["mask"][:] = size - 1
     for name in ("timer_place", "ready_place", "rest_place", "end_place"):
         column[name][:] = -1
+    return pool
+
+
+def pool_for(policy: Any, facts: dict[str, Any]) -> Ints:
+    """The pool of a policy: what its ``prepare`` makes of the arguments of `allocate_pool`, if it has one."""
+    prepare = getattr(policy, "prepare", None)
+    pool: Ints = prepare(facts) if prepare is not None else allocate_pool(**facts)
     return pool
 
 

@@ -73,9 +73,13 @@ class Ticket:
 
 
 class Gate:
-    """See the module's docstring. ``models`` has those that can be asked, by name; the newest version of each."""
+    """See the module's docstring. ``models`` has those that can be asked, by name; the newest version of each.
+
+    ``changed`` is called when others are there, or none.
+    """
 
     def __init__(self, folder: Path, tensor_bytes: int) -> None:
+        self.changed: Callable[[], None] | None = None
         self.models: dict[str, ModelFacts] = {}
         self.is_ready = False
         self._folder, self._tensor_bytes = folder, tensor_bytes
@@ -216,6 +220,8 @@ class Gate:
                 )
         self.models = {self._by_number[number].name: self._by_number[number] for number in sorted(facts)}
         self.is_ready = bool(document["ready"])
+        if self.changed is not None:
+            self.changed()
 
     def _disconnect(self) -> None:
         """The scheduler has gone: nothing is known any more of what was submitted, nor will it be."""
@@ -228,3 +234,5 @@ class Gate:
         for model in models.values():
             model.slab.remove()
             self._settle(model, [slot for slot, ticket in enumerate(model.tickets) if ticket is not None], Fate.LOST)
+        if models and self.changed is not None:
+            self.changed()

@@ -7,15 +7,13 @@ is the same source uncompiled, for a policy of plain Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cost.compiled import compiled
+from meshwright.cost.compiled import compiled, uncompiled
 from meshwright.serving.policies.heaps import first_of, is_in, lay_heap, least_of, put, take_out
 from meshwright.serving.policies.hooks import arrive, free, next_wake, wake
 from meshwright.serving.policies.pool import (
@@ -234,14 +232,4 @@ def _record(
         outcome.batches[count] += 1
 
 
-def _uncompiled() -> Callable[..., int]:
-    """The event loop and all of its parts as plain Python."""
-    scope = dict(globals())
-    for name, item in globals().items():
-        function = getattr(item, "py_func", None)
-        if function is not None and function.__module__ == __name__:
-            scope[name] = FunctionType(function.__code__, scope, name)
-    return cast("Callable[..., int]", scope["simulate_events"])
-
-
-simulate_plainly = _uncompiled()
+simulate_plainly = uncompiled(globals(), "simulate_events")

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.serving.arrivals import draw_arrivals, mean_rate
-from meshwright.serving.batching import bound_scale
+from meshwright.serving.batching import batch_nanoseconds, bound_scale
 from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.policies.plain import PlainPolicy
-from meshwright.serving.policies.pool import NEVER, REASONS, Ints, allocate_pool
+from meshwright.serving.policies.pool import NEVER, REASONS, Ints, pool_for
 from meshwright.serving.simulation.engine import (
     NUM_ARRIVED,
     NUM_BATCHES,
@@ -34,7 +34,7 @@ from meshwright.serving.simulation.engine import (
     simulate_plainly,
 )
 from meshwright.serving.simulation.groups import check_memory, split_groups
-from meshwright.spec import Deployment, Latency, Outage, ServingError, Straggler
+from meshwright.spec import Deployment, Outage, ServingError, Straggler
 
 # Share of requests in time that goodput asks for, where nothing else is said (as the papers do).
 IN_TIME = 0.99
@@ -274,13 +274,6 @@ def latency_table(deployment: Deployment) -> Ints:
     return table
 
 
-def batch_nanoseconds(latency: Latency, slo_s: float) -> Ints:
-    """Nanoseconds of batches from 0 (unused) to the largest that takes no longer than the SLO."""
-    sizes = np.arange(latency.largest + 1)
-    seconds = latency.alpha * sizes + latency.beta
-    return np.round(seconds[seconds <= slo_s] * _NS).astype(np.int64)
-
-
 def make_pool(deployment: Deployment, policy: Policy, latency: Ints, scale: float = 1.0) -> Ints:
     """The pool of a deployment for a policy, with queues that hold all that can come within an SLO, and more."""
     slo, capacity = [], []
@@ -295,9 +288,9 @@ def make_pool(deployment: Deployment, policy: Policy, latency: Ints, scale: floa
         "capacity": np.array(capacity, np.int64),
         "delay_ns": round(deployment.delay * _NS),
         "slack_ns": round(deployment.slack * _NS),
+        "guard_ns": round(deployment.guard * _NS),
     }
-    prepare = getattr(policy, "prepare", None)
-    return prepare(facts) if prepare is not None else allocate_pool(**facts)
+    return pool_for(policy, facts)
 
 
 def _truth(deployment: Deployment, latency: Ints, counted_from: int) -> Truth:

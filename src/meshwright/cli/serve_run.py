@@ -1,0 +1,98 @@
+"""``meshwright serve DEPLOYMENT``: a server of models under deadlines, until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli.output import note
+from meshwright.spec.deployment import Deployment, read_deployment
+
+if TYPE_CHECKING:
+    from meshwright.serving.server.supervisor import Supervisor
+
+
+def run(
+    deployment: Annotated[Path, typer.Argument(metavar="DEPLOYMENT", help="Models and devices (.toml or .json).")],
+    policy: Annotated[
+        str | None, typer.Option(help="Which policy decides: a name with settings, or your own, file.py:Class.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="The address to listen at; 0.0.0.0 is all of this machine's.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="The port of requests; 0 for a free one.", min=0, max=65_535)] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="The port of metrics, on this machine only; 0 for a free one.", min=0, max=65_535)
+    ] = None,
+    fronts: Annotated[int | None, typer.Option(help="Processes that read requests.", min=1, max=256)] = None,
+    devices: Annotated[int | None, typer.Option(help="Workers, one process each.", min=1, max=256)] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Requests have to bring the token in this file.")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Write all events and decisions, which `serve replay` decides again.")
+    ] = None,
+) -> None:
+    """Serve models over HTTP (Open Inference Protocol v2), each request by its deadline; Ctrl-C ends it in order."""
+    from meshwright.serving.policies.named import load_policy
+
+    given = read_deployment(deployment)
+    asked: dict[str, Any] = {"host": host, "port": port, "admin_port": admin_port, "fronts": fronts}
+    chosen = replace(
+        given,
+        policy=policy or given.policy,
+        devices=devices or given.devices,
+        server=replace(given.server, **{name: value for name, value in asked.items() if value is not None}),
+    )
+    load_policy(chosen.policy)
+    asyncio.run(_serve(chosen, log, token_file))
+
+
+async def _serve(deployment: Deployment, log: Path | None, token_file: Path | None) -> None:
+    from meshwright.serving.server.admin import serve_admin
+    from meshwright.serving.server.supervisor import Supervisor
+
+    supervisor = Supervisor(deployment, log=log, token_file=token_file, told=_tell)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, supervisor.stop)
+    serving = asyncio.create_task(supervisor.run())
+    admin = asyncio.create_task(serve_admin(supervisor))
+    try:
+        await supervisor.wait_until_ready()
+        if supervisor.is_ready:
+            _welcome(supervisor)
+        await serving
+    finally:
+        supervisor.stop()
+        await asyncio.gather(serving, admin, return_exceptions=True)
+
+
+def _welcome(supervisor: Supervisor) -> None:
+    deployment, server = supervisor.deployment, supervisor.deployment.server
+    note(
+        f"Ready: {sum(model.copies for model in deployment.models)} models on {deployment.devices} devices by policy "
+        f"{deployment.policy}, at http://{server.host}:{supervisor.port}/v2; metrics at "
+        f"http://127.0.0.1:{supervisor.admin_port}/metrics. Ctrl-C ends it."
+    )
+
+
+def _tell(name: str, facts: dict[str, Any]) -> None:
+    """What a user should know at once."""
+    if facts["kind"] == "ended" and facts["code"]:
+        note(f"{name} ended with {facts['code']}; it is started again.")
+
+
+def replay(
+    log: Annotated[Path, typer.Argument(metavar="LOG", exists=True, dir_okay=False, help="What `serve --log` wrote.")],
+) -> None:
+    """Decide all again that a server has decided: its log's events through its policy."""
+    from meshwright.serving.server.live import replay_log
+
+    events, decisions = replay_log(log)
+    print(f"{events} events, {decisions} decisions: the same ones.")

@@ -1,0 +1,206 @@
+"""Responses as bytes: are they whole, whose are they, and which tensors are in them?
+
+An answer of status 200 belongs to a request if its ``id`` is the request's. Whoever asks looks for that id in the bytes
+and parses JSON only where it is not found.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# The largest head and body of a response that are taken for one.
+_MOST_HEAD_BYTES = 2**16
+_MOST_BODY_BYTES = 2**31
+_NUMBERS = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """Name, datatype and shape as a server tells them; -1 is an open size."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+class Head(NamedTuple):
+    """Status line and headers: ``length`` is -1 if the end of the connection ends the body.
+
+    ``json_length`` are the bytes of the body that are JSON, if binary data follows.
+    """
+
+    status: int
+    length: int
+    json_length: int | None
+    is_chunked: bool
+    closes: bool
+
+
+class Answer(NamedTuple):
+    """A whole response."""
+
+    head: Head
+    body: bytes
+
+    @property
+    def text(self) -> bytes:
+        """The part of the body that is JSON."""
+        return self.body if self.head.json_length is None else self.body[: self.head.json_length]
+
+
+class MalformedError(Exception):
+    """Bytes that are no response."""
+
+
+def read_answer(data: bytes, *, ended: bool = False) -> Answer | None:
+    """The response that these bytes are; None if more are to come. Raises MalformedError, also for more than one."""
+    end = data.find(b"\r\n\r\n")
+    if end < 0:
+        if len(data) > _MOST_HEAD_BYTES or data[:7] != b"HTTP/1."[: len(data)]:
+            raise MalformedError("no head of a response")
+        return None
+    head = parse_head(data[:end])
+    start = end + 4
+    if 100 <= head.status < 200:
+        return read_answer(data[start:], ended=ended) if len(data) > start else None
+    if head.is_chunked:
+        body = _join_chunks(data, start)
+        return None if body is None else Answer(head, body)
+    if head.length < 0:
+        return Answer(head, data[start:]) if ended else None
+    missing = start + head.length - len(data)
+    if missing > 0:
+        return None
+    if missing < 0:
+        raise MalformedError("more than one response to a request")
+    return Answer(head, data[start:])
+
+
+@lru_cache(maxsize=4096)
+def parse_head(head: bytes) -> Head:
+    """Parse status line and headers. Raises MalformedError."""
+    lines = head.split(b"\r\n")
+    words = lines[0].split(b" ", 2)
+    if len(words) < 2 or words[0] not in (b"HTTP/1.1", b"HTTP/1.0") or len(words[1]) != 3 or not words[1].isdigit():
+        raise MalformedError("no status line")
+    headers = {}
+    for line in lines[1:]:
+        name, separator, value = line.partition(b":")
+        if not separator:
+            raise MalformedError("a header without a colon")
+        headers[name.strip().lower()] = value.strip().lower()
+    connection = headers.get(b"connection", b"")
+    status = int(words[1])
+    is_chunked = headers.get(b"transfer-encoding", b"").endswith(b"chunked")
+    length = _parse_size(headers.get(b"content-length"))
+    if length is None:
+        length = 0 if status in (204, 304) else -1
+    return Head(
+        status=status,
+        length=length,
+        json_length=_parse_size(headers.get(b"inference-header-content-length")),
+        is_chunked=is_chunked,
+        closes=connection == b"close" or (words[0] == b"HTTP/1.0" and connection != b"keep-alive"),
+    )
+
+
+def _parse_size(value: bytes | None) -> int | None:
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > 10 or int(value) > _MOST_BODY_BYTES:
+        raise MalformedError("a length that is no number")
+    return int(value)
+
+
+def _join_chunks(data: bytes, place: int) -> bytes | None:
+    parts: list[bytes] = []
+    while True:
+        end = data.find(b"\r\n", place)
+        if end < 0:
+            if len(data) - place > 1024:
+                raise MalformedError("a chunk without a size")
+            return None
+        try:
+            size = int(data[place:end].split(b";", 1)[0], 16)
+        except ValueError:
+            raise MalformedError("a chunk without a size") from None
+        place = end + 2
+        if not 0 <= size <= _MOST_BODY_BYTES:
+            raise MalformedError("a chunk without a size")
+        if size == 0:
+            # Trailers end with an empty line, as does a body without them.
+            end = data.find(b"\r\n\r\n", end)
+            if end < 0:
+                return None
+            if end + 4 != len(data):
+                raise MalformedError("more than one response to a request")
+            return b"".join(parts)
+        if len(data) < place + size + 2:
+            return None
+        if data[place + size : place + size + 2] != b"\r\n":
+            raise MalformedError("a chunk of another size than it says")
+        parts.append(data[place : place + size])
+        place += size + 2
+
+
+def is_for_another(answer: Answer, request_id: str) -> bool:
+    """Is an answer of status 200, in which an id was not found, that to another request? If not, it is malformed."""
+    try:
+        found = json.loads(answer.text)["id"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
+    return bool(found != request_id)
+
+
+def decode_outputs(answer: Answer) -> dict[str, NDArray[Any]]:
+    """The tensors of an answer by name, from JSON or binary data. Raises ValueError for what is none."""
+    try:
+        outputs, place, found = json.loads(answer.text)["outputs"], len(answer.text), {}
+        for output in outputs:
+            shape, kind = tuple(output["shape"]), output["datatype"]
+            size = output.get("parameters", {}).get("binary_data_size")
+            if size is None:
+                values: NDArray[Any] = np.array(
+                    output["data"], dtype=_NUMBERS.get(kind, object if kind == "BYTES" else np.float32)
+                )
+            else:
+                values = _decode_binary(answer.body[place : place + size], kind)
+                place += size
+            found[output["name"]] = values.reshape(shape)
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"no outputs of the Open Inference Protocol: {type(error).__name__}: {error}") from None
+    return found
+
+
+def _decode_binary(content: bytes, kind: str) -> NDArray[Any]:
+    if kind == "BF16":
+        # The upper half of a float32.
+        return (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32)
+    if kind != "BYTES":
+        return np.frombuffer(content, np.dtype(_NUMBERS[kind]).newbyteorder("<"))
+    values: list[str] = []
+    place = 0
+    while place < len(content):
+        size = int.from_bytes(content[place : place + 4], "little")
+        values.append(content[place + 4 : place + 4 + size].decode(errors="replace"))
+        place += 4 + size
+    return np.array(values, dtype=object)

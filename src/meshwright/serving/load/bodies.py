@@ -1,0 +1,192 @@
+"""Requests as bytes, made before the first is sent: sending one costs writing its id into them, and the system's call.
+
+    POST /v2/models/NAME/infer
+    {"id": "0000000042", "parameters": {"timeout": 50000}, "inputs": [{"name", "shape", "datatype", "data"}, ...]}
+
+``timeout`` is the deadline in microseconds (Triton's). In binary requests (Triton's binary tensor data extension) the
+values follow the JSON, whose length a header says, and the answer's values are asked for in the same way. Values are
+drawn from (seed, model, number of the body).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.serving.load.answers import Tensor
+from meshwright.serving.load.target import ModelFacts, Target
+from meshwright.spec import ServingError
+
+# Digits of an id, which are written into bytes that are there already.
+ID_DIGITS = 10
+_NO_ID = "0" * ID_DIGITS
+# Different bodies of a model, and what those of all models may take in memory.
+_NUM_BODIES = 8
+_MOST_BYTES = 2**30
+_MOST_BODY_BYTES = 2**28
+# An open size which is not that of the batch, such as tokens.
+_OPEN_SIZE = 16
+# Whole numbers are below this: an id of a token or a class, for which most models have room.
+_MOST_WHOLE = 100
+_WHOLE = {
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+}
+_REAL = {"FP16": np.float16, "BF16": np.float32, "FP32": np.float32, "FP64": np.float64}
+
+
+class RequestBytes:
+    """A request as bytes, head and body; its id begins at ``id_place``."""
+
+    __slots__ = ("content", "id_place")
+
+    def __init__(self, content: bytearray, id_place: int) -> None:
+        self.content, self.id_place = content, id_place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RequestBytes, (self.content, self.id_place)
+
+
+def build_requests(
+    target: Target,
+    models: Sequence[ModelFacts],
+    deadlines_s: Sequence[float | None],
+    *,
+    rows: int = 1,
+    binary: bool = False,
+    seed: int = 0,
+) -> list[list[RequestBytes]]:
+    """Some requests for each model, which differ in their values. Raises ServingError for inputs that cannot be made.
+
+    ``rows`` are the samples of a request.
+    """
+    requests: list[list[RequestBytes]] = []
+    num_bytes = 0
+    for place, (model, deadline_s) in enumerate(zip(models, deadlines_s, strict=True)):
+        made: list[RequestBytes] = []
+        share = _MOST_BYTES // len(models)
+        while len(made) < _NUM_BODIES and (not made or (len(made) + 1) * len(made[0].content) <= share):
+            values = draw_inputs(model, rows, seed=seed, place=place, number=len(made))
+            made.append(_build(target, model, values, deadline_s, binary))
+        num_bytes += sum(len(request.content) for request in made)
+        if num_bytes > 2 * _MOST_BYTES:
+            raise ServingError(
+                f"Requests for {len(models)} models of {rows} samples take more than {2 * _MOST_BYTES} bytes. Ask for "
+                "fewer samples in a request, or fewer models."
+            )
+        requests.append(made)
+    return requests
+
+
+def draw_inputs(
+    model: ModelFacts, rows: int, *, seed: int = 0, place: int = 0, number: int = 0
+) -> dict[str, NDArray[Any]]:
+    """The values of a body by tensor: the ``number``-th body of the model at this place among all that are asked.
+
+    Real numbers are normal with four digits after the point, so that JSON and binary requests say the same. Raises
+    ServingError.
+    """
+    rng = np.random.default_rng([seed, place, number])
+    return {tensor.name: _draw(model.name, tensor, rows, rng) for tensor in model.inputs}
+
+
+def _draw(model: str, tensor: Tensor, rows: int, rng: np.random.Generator) -> NDArray[Any]:
+    shape = input_shape(model, tensor, rows)
+    if math.prod(shape) * 8 > _MOST_BODY_BYTES:
+        raise ServingError(
+            f"Input {tensor.name!r} of model {model!r} has shape {list(shape)}; expected at most "
+            f"{_MOST_BODY_BYTES // 8} values. Ask for fewer samples in a request."
+        )
+    if tensor.datatype == "BOOL":
+        return rng.random(shape) < 0.5
+    if tensor.datatype in _WHOLE:
+        return rng.integers(0, _MOST_WHOLE, shape).astype(_WHOLE[tensor.datatype])
+    if tensor.datatype in _REAL:
+        values = rng.standard_normal(shape).round(4).astype(_REAL[tensor.datatype])
+        return _to_bfloat16(values) if tensor.datatype == "BF16" else values
+    if tensor.datatype == "BYTES":
+        return rng.integers(10**7, 10**8, shape).astype(str).astype(object)
+    raise ServingError(
+        f"Input {tensor.name!r} of model {model!r} has datatype {tensor.datatype!r}; expected BOOL, BYTES, BF16 or one "
+        "of numbers (INT64, FP32, ...). Requests for it cannot be made here."
+    )
+
+
+def input_shape(model: str, tensor: Tensor, rows: int) -> tuple[int, ...]:
+    """The shape of an input of so many samples; open sizes but the first are some size. Raises ServingError."""
+    if not tensor.shape or tensor.shape[0] != -1:
+        if rows != 1:
+            raise ServingError(
+                f"Input {tensor.name!r} of model {model!r} has shape {list(tensor.shape)}, of one sample; {rows} rows "
+                "were asked for. Leave --rows out."
+            )
+        return tensor.shape
+    return (rows, *(_OPEN_SIZE if size == -1 else size for size in tensor.shape[1:]))
+
+
+def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Cut to what bfloat16 can say, so that JSON and binary requests say the same."""
+    return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def _build(
+    target: Target, model: ModelFacts, values: dict[str, NDArray[Any]], deadline_s: float | None, binary: bool
+) -> RequestBytes:
+    inputs: list[dict[str, Any]] = []
+    parts = []
+    for tensor in model.inputs:
+        drawn = values[tensor.name]
+        entry: dict[str, Any] = {"name": tensor.name, "shape": list(drawn.shape), "datatype": tensor.datatype}
+        if binary:
+            parts.append(_encode(drawn, tensor.datatype))
+            entry["parameters"] = {"binary_data_size": len(parts[-1])}
+        else:
+            # Values as texts are the shortest that are read as the same number.
+            entry["data"] = json.loads(f"[{','.join(map(str, drawn.ravel()))}]") if _is_real(drawn) else _listed(drawn)
+        inputs.append(entry)
+    parameters: dict[str, Any] = {}
+    if deadline_s is not None:
+        parameters["timeout"] = max(round(deadline_s * 1e6), 1)
+    if binary:
+        parameters["binary_data_output"] = True
+    document = {"id": _NO_ID, **({"parameters": parameters} if parameters else {}), "inputs": inputs}
+    text = json.dumps(document, separators=(",", ":")).encode()
+    body = b"".join((text, *parts))
+    headers = {
+        **target.headers,
+        "Content-Type": "application/octet-stream" if binary else "application/json",
+        **({"Inference-Header-Content-Length": str(len(text))} if binary else {}),
+        "Content-Length": str(len(body)),
+    }
+    lines = [f"POST {target.model_path(model.name)}/infer HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
+    head = "\r\n".join([*lines, "", ""]).encode()
+    return RequestBytes(bytearray(head + body), len(head) + body.index(_NO_ID.encode()))
+
+
+def _is_real(values: NDArray[Any]) -> bool:
+    return values.dtype.kind == "f"
+
+
+def _listed(values: NDArray[Any]) -> list[Any]:
+    listed: list[Any] = values.ravel().tolist()
+    return listed
+
+
+def _encode(values: NDArray[Any], datatype: str) -> bytes:
+    if datatype == "BYTES":
+        texts = [text.encode() for text in values.ravel()]
+        return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+    if datatype == "BF16":
+        return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
+    return values.astype(values.dtype.newbyteorder("<")).tobytes()

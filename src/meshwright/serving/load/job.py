@@ -1,0 +1,65 @@
+"""What one process is to send, and what it writes down of each request."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.serving.load.answers import Answer
+from meshwright.serving.load.bodies import RequestBytes
+
+Check = Callable[[str, int, Answer], bool]
+
+
+class Outcome(enum.IntEnum):
+    """What became of a request that was not answered by an HTTP status, as which others are kept."""
+
+    UNANSWERED = 0
+    FAILED = -1
+    MALFORMED = -2
+    WRONG = -3
+    UNSENT = -4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """What one process is to send: moments (ns from the begin, ascending), and the model of each.
+
+    ``first`` and ``step`` number its requests among those of all processes. ``names`` and ``requests`` are those of
+    the models. ``connections`` is the most that are opened, ``at_first`` before the begin.
+    """
+
+    family: int
+    address: tuple[Any, ...]
+    moments: NDArray[np.int64]
+    whose: NDArray[np.int32]
+    names: Sequence[str]
+    requests: Sequence[Sequence[RequestBytes]] = field(repr=False)
+    first: int
+    step: int
+    connections: int
+    at_first: int
+    grace_s: float
+    check: Check | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Records:
+    """What became of each request: status (or `Outcome`), seconds from its moment to its sending and to its answer.
+
+    ``waited`` is whether it found no idle connection. ``cpu_s`` is the processor time of the loop, ``end_ns`` the last
+    moment that it came to (from the begin).
+    """
+
+    status: NDArray[np.int16]
+    lateness: NDArray[np.float32]
+    latency: NDArray[np.float32]
+    waited: NDArray[np.bool_]
+    cpu_s: float
+    end_ns: int
+    num_connections: int

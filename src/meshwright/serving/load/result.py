@@ -1,0 +1,269 @@
+"""What became of the requests of a load, as figures.
+
+    in time       answered with 200 within the deadline, counted from the moment at which the request was to be sent
+    late          answered with 200 after it
+    rejected      answered with 503
+    failed        the connection was lost, or none could be made
+    malformed     what came is no response, or none of the protocol
+    wrong         the answer to another request, or one that a check refused
+    unanswered    nothing had come by the end
+
+Latencies are those of answers with 200. Lateness is that of the sender itself, of requests that found a connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.serving.load.job import Outcome, Records
+from meshwright.serving.load.streams import Stream
+
+_NS = 1e9
+_OK, _REJECTED = 200, 503
+_SHARES = {"p50_s": 0.5, "p90_s": 0.9, "p99_s": 0.99, "p999_s": 0.999, "max_s": 1.0}
+# A sender that is later than this at its 99th percentile measures itself.
+_LATE_S = 1e-3
+# Points of a series in time.
+_MOST_POINTS = 3600
+_COUNTED = {
+    "num_failed": Outcome.FAILED,
+    "num_malformed": Outcome.MALFORMED,
+    "num_wrong": Outcome.WRONG,
+    "num_unanswered": Outcome.UNANSWERED,
+    "num_unsent": Outcome.UNSENT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What became of the requests for one model and its copies, or for all.
+
+    ``statuses`` counts answers by HTTP status, ``latency_s`` has percentiles (None without answers of 200) and
+    ``rejected_p99_s`` that of answers of 503.
+    """
+
+    model: str
+    deadline_s: float | None
+    num_requests: int
+    num_in_time: int
+    num_late: int
+    statuses: dict[int, int]
+    num_failed: int
+    num_malformed: int
+    num_wrong: int
+    num_unanswered: int
+    num_unsent: int
+    latency_s: dict[str, float | None] = field(repr=False)
+    rejected_p99_s: float | None
+
+    @property
+    def num_sent(self) -> int:
+        """Requests that were begun to be sent."""
+        return self.num_requests - self.num_unsent
+
+    @property
+    def num_rejected(self) -> int:
+        """Answers of 503."""
+        return self.statuses.get(_REJECTED, 0)
+
+    @property
+    def in_time_share(self) -> float | None:
+        """Share of all requests that were answered in time; None if there were none."""
+        return self.num_in_time / self.num_requests if self.num_requests else None
+
+    def row(self, seconds: float) -> dict[str, Any]:
+        """Figures for a table."""
+        return {
+            "model": self.model,
+            "requests_per_s": self.num_requests / seconds,
+            "goodput_per_s": self.num_in_time / seconds,
+            "in_time_share": self.in_time_share,
+            **self.latency_s,
+            "rejected_p99_s": self.rejected_p99_s,
+            "deadline_s": self.deadline_s,
+            "num_requests": self.num_requests,
+            "num_sent": self.num_sent,
+            "num_in_time": self.num_in_time,
+            "num_late": self.num_late,
+            "statuses": {str(status): count for status, count in self.statuses.items()},
+            **{name: getattr(self, name) for name in _COUNTED},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """``models`` in the order of the streams, copies together; ``total`` is all of them.
+
+    ``seconds`` are those whose requests count; fewer than were asked for if it was ended early. ``lateness_s`` has
+    percentiles of how late requests were sent that found an idle connection; ``num_waited`` found none, and were sent
+    ``waited_p99_s`` later. ``cpu_s_per_request`` is the sender's own. ``series`` has a row for each second.
+    """
+
+    seconds: float
+    began: float
+    models: tuple[Loaded, ...]
+    total: Loaded
+    lateness_s: dict[str, float | None]
+    num_waited: int
+    waited_p99_s: float | None
+    cpu_s_per_request: float | None
+    num_connections: int
+    series: tuple[dict[str, Any], ...] = field(repr=False)
+
+    @property
+    def num_wrong(self) -> int:
+        """Answers that were given to the wrong caller, or that a check refused."""
+        return self.total.num_wrong
+
+    @property
+    def goodput_per_s(self) -> float:
+        """Answers in time per second."""
+        return self.total.num_in_time / self.seconds
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Figures of each model."""
+        return [model.row(self.seconds) for model in self.models]
+
+    def row(self) -> dict[str, Any]:
+        """Figures of all models together, and of the sender."""
+        return {
+            **self.total.row(self.seconds),
+            "seconds": self.seconds,
+            "began": self.began,
+            **{f"lateness_{name}": value for name, value in self.lateness_s.items()},
+            "num_waited": self.num_waited,
+            "waited_p99_s": self.waited_p99_s,
+            "cpu_s_per_request": self.cpu_s_per_request,
+            "num_connections": self.num_connections,
+        }
+
+    def warnings(self) -> list[str]:
+        """What makes these figures doubtful, one paragraph each."""
+        found = []
+        lateness = self.lateness_s["p99_s"]
+        if lateness is not None and lateness > _LATE_S:
+            found.append(
+                f"The sender itself was late: 1 % of the requests were sent more than {lateness * 1e3:.3g} ms after "
+                "their moment, which latencies contain. Ask for a lower rate or more --processes, or give it a "
+                "machine of its own."
+            )
+        if self.num_waited:
+            found.append(
+                f"{self.num_waited:,} requests found no idle connection and waited for one, 1 % of them for more than "
+                f"{(self.waited_p99_s or 0) * 1e3:.3g} ms, which latencies contain. If the server is not what holds "
+                "them up, allow more --connections."
+            )
+        if self.total.num_unsent:
+            found.append(
+                f"{self.total.num_unsent:,} requests could not even be sent by the end. Ask for a lower rate or more "
+                "--connections."
+            )
+        return found
+
+
+def sum_up(
+    streams: Sequence[Stream],
+    moments: NDArray[np.int64],
+    whose: NDArray[np.int32],
+    records: Records,
+    *,
+    ramp_s: float,
+    seconds: float,
+    began: float,
+) -> LoadResult:
+    """Figures of the requests after a ramp. Fewer records than moments are those of a run that was ended early."""
+    count = len(records.status)
+    if count < len(moments):
+        seconds = min(max(records.end_ns / _NS - ramp_s, 1e-3), seconds)
+    counted = slice(int(np.searchsorted(moments, ramp_s * _NS)), count)
+    status, latency, at = records.status[counted], records.latency[counted], moments[counted] / _NS - ramp_s
+    deadline = np.array(
+        [np.inf if s.deadline_s is None else s.deadline_s for s in streams for _ in s.names], np.float32
+    )[whose[counted]]
+    in_time = (status == _OK) & (latency <= deadline)
+    owners = np.repeat(np.arange(len(streams)), [stream.copies for stream in streams])[whose[counted]]
+    models = []
+    for place, stream in enumerate(streams):
+        mine = owners == place
+        models.append(_count(stream.model, stream.deadline_s, status[mine], latency[mine], in_time[mine]))
+    lateness, waited = records.lateness[counted], records.waited[counted]
+    sent = (status != Outcome.UNSENT) & ~waited
+    return LoadResult(
+        seconds=seconds,
+        began=began,
+        models=tuple(models),
+        total=_count("total", None, status, latency, in_time),
+        lateness_s=_percentiles(lateness[sent], ("p50_s", "p99_s", "max_s")),
+        num_waited=int(waited.sum()),
+        waited_p99_s=_percentiles(lateness[waited], ("p99_s",))["p99_s"],
+        cpu_s_per_request=records.cpu_s / count if count else None,
+        num_connections=records.num_connections,
+        series=_series(at, status, latency, in_time, seconds),
+    )
+
+
+def _count(
+    model: str,
+    deadline_s: float | None,
+    status: NDArray[np.int16],
+    latency: NDArray[np.float32],
+    in_time: NDArray[np.bool_],
+) -> Loaded:
+    kinds, counts = np.unique(status, return_counts=True)
+    number = dict(zip(kinds.tolist(), counts.tolist(), strict=True))
+    num_in_time = int(in_time.sum())
+    return Loaded(
+        model=model,
+        deadline_s=deadline_s,
+        num_requests=len(status),
+        num_in_time=num_in_time,
+        num_late=number.get(_OK, 0) - num_in_time,
+        statuses={kind: count for kind, count in number.items() if kind > 0},
+        **{name: number.get(int(outcome), 0) for name, outcome in _COUNTED.items()},
+        latency_s=_percentiles(latency[status == _OK], tuple(_SHARES)),
+        rejected_p99_s=_percentiles(latency[status == _REJECTED], ("p99_s",))["p99_s"],
+    )
+
+
+def _percentiles(values: NDArray[np.float32], names: Sequence[str]) -> dict[str, float | None]:
+    if not len(values):
+        return dict.fromkeys(names)
+    # The least value that so many are not above: one that was measured.
+    found = np.quantile(values, [_SHARES[name] for name in names], method="inverted_cdf")
+    return dict(zip(names, found.tolist(), strict=True))
+
+
+def _series(
+    at: NDArray[np.float64],
+    status: NDArray[np.int16],
+    latency: NDArray[np.float32],
+    in_time: NDArray[np.bool_],
+    seconds: float,
+) -> tuple[dict[str, Any], ...]:
+    """One row for each second, by the moments of requests; of long runs for some seconds each."""
+    width = max(1, int(np.ceil(seconds / _MOST_POINTS)))
+    starts = np.arange(0, seconds, width)
+    ends = np.searchsorted(at, [*starts, np.inf])
+    rows = []
+    for place, start in enumerate(starts.tolist()):
+        part = slice(ends[place], ends[place + 1])
+        states, good = status[part], in_time[part]
+        num_ok, num_rejected = int((states == _OK).sum()), int((states == _REJECTED).sum())
+        num_in_time = int(good.sum())
+        rows.append(
+            {
+                "at_s": start,
+                "num_requests": len(states),
+                "num_in_time": num_in_time,
+                "num_late": num_ok - num_in_time,
+                "num_rejected": num_rejected,
+                "num_other": len(states) - num_ok - num_rejected,
+                **_percentiles(latency[part][states == _OK], ("p50_s", "p99_s")),
+            }
+        )
+    return tuple(rows)

@@ -1,0 +1,178 @@
+"""The server that is asked: its address, the models it has, and what they take.
+
+    GET  /v2/models/NAME         inputs and outputs of a model (Open Inference Protocol)
+    POST /v2/repository/index    which models there are (Triton's model repository extension)
+
+These are asked before requests are sent, one by one; nothing here is quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from meshwright.serving.load.answers import Tensor
+from meshwright.spec import ServingError, suggest
+
+# Until a server has said what it has; one that compiles may be slow.
+_PATIENCE_S = 10.0
+_MOST_BYTES = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A server's address; ``path`` stands before ``/v2``. ``token`` is sent as a bearer's."""
+
+    host: str
+    port: int
+    path: str = ""
+    token: str | None = field(default=None, repr=False)
+
+    @property
+    def authority(self) -> str:
+        """Host and port as a Host header has them."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request has."""
+        bearer = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        return {"Host": self.authority, **bearer}
+
+    def model_path(self, model: str) -> str:
+        """Where a model is."""
+        return f"{self.path}/v2/models/{quote(model, safe='')}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a model takes and gives; -1 in a shape is a size that is open, the first of which is that of a batch."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+def read_target(url: str, token: str | None = None) -> Target:
+    """The server that a URL names. Raises ServingError for what is no address of one."""
+    expected = "expected one as http://127.0.0.1:8000. Check the address."
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ServingError(f"{url!r} is no address of a server ({error}); {expected}") from None
+    if parts.scheme != "http" or not host or parts.query or parts.fragment or parts.username:
+        raise ServingError(f"{url!r} is no address of a server without TLS; {expected}")
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise ServingError(f"{url!r} has characters that no address has; {expected}")
+    if token is not None and not (token.isascii() and token.isprintable() and token and " " not in token):
+        raise ServingError("The token has characters that no header may have; expected one line of letters and digits.")
+    return Target(host=host, port=80 if port is None else port, path=parts.path.rstrip("/"), token=token)
+
+
+def find_address(target: Target) -> tuple[int, tuple[Any, ...]]:
+    """Family and address of the server, by connecting to it once. Raises ServingError if nobody listens there."""
+    problem: OSError | None = None
+    try:
+        found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _unreachable(target, error) from None
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as trial:
+                trial.settimeout(_PATIENCE_S)
+                trial.connect(address)
+            return int(family), address
+        except OSError as error:
+            problem = error
+    raise _unreachable(target, problem or OSError("no address"))
+
+
+def read_model(target: Target, name: str) -> ModelFacts:
+    """What the server says of a model. Raises ServingError if it has none of this name, or does not answer."""
+    status, content = _ask(target, "GET", target.model_path(name))
+    if status != 200:
+        known: list[str] = []
+        with contextlib.suppress(ServingError):
+            known = [model for model in read_model_names(target) if model != name]
+        raise ServingError(
+            f"The server at {target.authority} answered {status} when asked for model {name!r}{suggest(name, known)}: "
+            f"{_reason(content)}. Check the name, and whether the server has loaded it."
+        )
+    try:
+        data = json.loads(content)
+        return ModelFacts(
+            name=name,
+            inputs=tuple(map(_tensor, data["inputs"])),
+            outputs=tuple(map(_tensor, data.get("outputs", ()))),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ServingError(
+            f"What the server at {target.authority} says of model {name!r} is not metadata of the Open Inference "
+            f"Protocol ({type(error).__name__}: {error}). Check that the address is that of such a server."
+        ) from None
+
+
+def read_model_names(target: Target) -> list[str]:
+    """The models that the server has. Raises ServingError if it does not tell."""
+    status, content = _ask(target, "POST", f"{target.path}/v2/repository/index", b"{}")
+    try:
+        if status == 200:
+            return sorted({str(item["name"]) for item in json.loads(content)})
+    except (KeyError, TypeError, ValueError, RecursionError):
+        status = 0
+    raise ServingError(
+        f"The server at {target.authority} does not tell which models it has"
+        f"{f' (status {status} for /v2/repository/index)' if status else ''}. Give --model NAME."
+    )
+
+
+def only_model(target: Target) -> str:
+    """The name of the server's only model. Raises ServingError if there is none, or more than one."""
+    names = read_model_names(target)
+    if len(names) != 1:
+        raise ServingError(
+            f"The server at {target.authority} has {len(names)} models"
+            f"{suggest('', names)}. Give --model NAME for one of them, or --deployment FILE for all."
+        )
+    return names[0]
+
+
+def _tensor(data: Any) -> Tensor:
+    shape = tuple(data["shape"])
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= -1 for size in shape):
+        raise ValueError(f"shape {shape!r}")
+    if not isinstance(data["name"], str) or not isinstance(data["datatype"], str):
+        raise TypeError("name and datatype are texts")
+    return Tensor(name=data["name"], datatype=data["datatype"], shape=shape)
+
+
+def _ask(target: Target, method: str, path: str, content: bytes | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(target.host, target.port, timeout=_PATIENCE_S)
+    try:
+        connection.request(method, path, content, {**target.headers, "Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read(_MOST_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise _unreachable(target, error) from None
+    finally:
+        connection.close()
+
+
+def _unreachable(target: Target, error: Exception) -> ServingError:
+    why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return ServingError(
+        f"No server answers at {target.authority} ({why}). Start one there, or check host and port of the address."
+    )
+
+
+def _reason(content: bytes) -> str:
+    try:
+        return str(json.loads(content)["error"]).rstrip(".")[:300]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return content[:100].decode(errors="replace").strip() or "without a reason"

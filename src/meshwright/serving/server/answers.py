@@ -1,0 +1,97 @@
+"""Answers of HTTP as bytes: heads are ready but for the length, and each answer is one piece."""
+
+from __future__ import annotations
+
+import zlib
+from email.utils import formatdate
+from http import HTTPStatus
+
+import msgspec
+
+JSON = b"application/json"
+BINARY = b"application/octet-stream"
+# Answers that are smaller go as they are, even to those who take compressed ones: they fit into a packet.
+_LEAST_COMPRESSED = 1024
+# Windows of zlib: with the header of gzip, or that of zlib, which HTTP calls deflate.
+_WINDOWS = {b"gzip": 31, b"deflate": 15}
+# A client asked for it because the line is slow; the front's core serves others, too.
+_LEVEL = 1
+RETRY = b"Retry-After: 1\r\n"
+
+
+class TooLarge(Exception):  # noqa: N818 - it is no error of ours
+    """What was compressed is larger than allowed."""
+
+
+class NotCompressed(Exception):  # noqa: N818 - it is no error of ours
+    """What should be compressed is not; the message says why."""
+
+
+class Answers:
+    """Makes answers; `tick` is called about once a second and renews their date."""
+
+    def __init__(self) -> None:
+        self._statuses = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
+        self._date = self._done = b""
+        self.tick()
+
+    def tick(self) -> None:
+        """A second has passed."""
+        date = f"Date: {formatdate(usegmt=True)}\r\nContent-Type: ".encode()
+        if date != self._date:
+            self._date = date
+            self._done = self._statuses[200] + date + JSON + b"\r\nContent-Length: "
+
+    def done(self, body: bytes, fields: bytes = b"") -> bytes:
+        """Status 200 with JSON; ``fields`` are further lines of the head, each with its end."""
+        return b"%b%d\r\n%b\r\n%b" % (self._done, len(body), fields, body)
+
+    def make(self, status: int, body: bytes, fields: bytes = b"", kind: bytes = JSON) -> bytes:
+        """An answer of any status and kind."""
+        return b"%b%b%b\r\nContent-Length: %d\r\n%b\r\n%b" % (
+            self._statuses[status],
+            self._date,
+            kind,
+            len(body),
+            fields,
+            body,
+        )
+
+    def error(self, status: int, sentence: str, fields: bytes = b"") -> bytes:
+        """An answer that says what is wrong."""
+        return self.make(status, error_body(sentence), fields)
+
+
+def error_body(sentence: str) -> bytes:
+    """How errors are told."""
+    return msgspec.json.encode({"error": sentence.encode(errors="replace").decode()})
+
+
+def compress(body: bytes, accepted: bytes | None) -> tuple[bytes, bytes]:
+    """A body as its client accepts it (``Accept-Encoding``), and the line of the head that says so."""
+    if accepted is None or len(body) < _LEAST_COMPRESSED:
+        return body, b""
+    for part in accepted.lower().split(b","):
+        name, _, quality = part.partition(b";")
+        name = name.strip()
+        if name in _WINDOWS and quality.replace(b" ", b"").rstrip(b".0") not in (b"q=", b"q"):
+            packer = zlib.compressobj(_LEVEL, wbits=_WINDOWS[name])
+            return packer.compress(body) + packer.flush(), b"Content-Encoding: " + name + b"\r\n"
+    return body, b""
+
+
+def decompress(body: bytes, coding: bytes, most: int) -> bytes:
+    """A body that came compressed (``Content-Encoding``). Raises TooLarge, NotCompressed, KeyError of the coding."""
+    name = coding.strip().lower()
+    if name == b"identity":
+        return body
+    unpacker = zlib.decompressobj(_WINDOWS[name])
+    try:
+        plain = unpacker.decompress(body, most + 1)
+    except zlib.error as error:
+        raise NotCompressed(str(error)) from None
+    if len(plain) > most:
+        raise TooLarge
+    if not unpacker.eof or unpacker.unused_data:
+        raise NotCompressed("it ends too early" if not unpacker.eof else "something follows its end")
+    return plain

@@ -1,0 +1,74 @@
+"""The process of a front: it reads requests from the network, and answers them.
+
+Run as ``python -m meshwright.serving.server.front_process FOLDER [TOKEN-FILE]``, where ``FOLDER`` has the deployment;
+ends when its standard input does, or, after all that is under way has been answered, by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from meshwright.serving.server.counters import Counts
+from meshwright.serving.server.gate import Gate
+from meshwright.serving.server.http import serve_http
+from meshwright.serving.server.reports import end_with_input, report, reporting_errors
+from meshwright.spec import read_deployment
+
+_EVERY_S, _DRAIN_S = 1.0, 25.0
+
+
+async def serve(folder: Path, token: str | None) -> None:
+    """Answer requests until SIGTERM."""
+    settings = read_deployment(folder / "deployment.json").server
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    gate = Gate(folder, settings.tensor_bytes)
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    loop.add_reader(sys.stdin, end_with_input)
+    http = await serve_http(gate, settings, token=token)
+
+    def tell() -> None:
+        counts = http.front.counts
+        report(
+            "front",
+            ready=gate.is_ready,
+            connections=counts.connections,
+            cancelled=counts.cancelled,
+            models=[[name, version, _facts(of)] for (name, version), of in counts.models.items()],
+            others=_facts(counts.others),
+        )
+
+    gate.changed = tell
+    connecting = asyncio.create_task(gate.keep_connected())
+    while not ended.is_set():
+        tell()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), _EVERY_S)
+    await http.drain(_DRAIN_S)
+    connecting.cancel()
+
+
+def _facts(counts: Counts) -> dict[str, Any]:
+    return {
+        "statuses": counts.statuses,
+        "buckets": {place: count for place, count in enumerate(counts.buckets) if count},
+        "latency_ns": counts.latency_ns,
+        "samples": counts.samples,
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until standard input ends, or SIGTERM."""
+    token = Path(arguments[1]).read_text().strip() if arguments[1:] else None
+    with reporting_errors():
+        uvloop.run(serve(Path(arguments[0]), token))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,469 @@
+"""Connections of a front: HTTP/1.1 with keep-alive and pipelining, and limits on what each may cost.
+
+`Connection` reads requests (`httptools`) and hands each to the `Front` as an `Exchange`; answers leave in the order in
+which requests came. No task or timer belongs to a connection or request: `HttpServer` looks at a sixteenth of the
+connections at each of its ticks and ends those that take too long.
+
+    431   the request line and headers are longer than ``header_bytes``
+    413   the body is longer than ``body_bytes``: from its Content-Length, or once too much has come
+    408   the request has not come within ``receive`` seconds
+    503   there are ``connections`` already, or bodies that are being received take all their memory
+
+A connection that is idle for ``idle`` seconds, or whose client does not read its answers for so long, is closed. No
+further requests are read while answers wait to be read, or are owed; so what a client can make a front hold is bounded.
+The end of a client's stream counts as its going: what it still waits for is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from typing import Any, NoReturn
+
+import httptools
+
+from meshwright.serving.server.answers import RETRY
+from meshwright.serving.server.front import LISTS, WANTED, Exchange, Front, Refusal
+from meshwright.serving.server.gate import Gate
+from meshwright.spec import Server
+
+_LOG = logging.getLogger(__name__)
+# Bytes that the parser gets at once where many requests can be in them.
+_SLICE = 2**13
+# What a connection may have under way, in bytes of answers; each request counts as so many more.
+_MOST_OWED, _EACH = 2**20, 2**14
+# Bytes that wait to be sent until requests are no longer read.
+_MOST_UNSENT = 2**18
+# Connections over the limit that are told so, rather than closed at once.
+_MOST_REFUSED = 256
+# After an early answer, what a client still sends is read for so long, so that it gets to see the answer.
+_LINGER_NS = 2_000_000_000
+# How often it is looked whether all connections are closed, at the end.
+_LOOK_S = 0.01
+_GROUPS = 16
+_CONTINUE, _CLOSE = b"HTTP/1.1 100 Continue\r\n\r\n", b"Connection: close\r\n"
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection."""
+
+    __slots__ = (
+        *("_begun_ns", "_body", "_front", "_group", "_has_begun", "_header_bytes", "_headers", "_held", "_is_going_on"),
+        *("_is_lingering", "_is_over", "_is_paused", "_is_reading", "_left", "_most_body", "_most_header", "_owed"),
+        *("_owes_continue", "_parser", "_parts", "_parts_bytes", "_quiet", "_server", "_since_ns", "_size", "_stop"),
+        *("_transport", "_unfed", "_url", "_waiting"),
+    )
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server, self._front = server, server.front
+        self._most_header, self._most_body = server.limits.header_bytes, server.limits.body_bytes
+        self._transport: Any = None
+        self._parser: Any = httptools.HttpRequestParser(self)
+        # Requests that are not answered yet, in order; those of them that were not begun; bytes that were not parsed.
+        self._waiting: deque[Exchange] = deque()
+        self._held: deque[Exchange] = deque()
+        self._unfed = memoryview(b"")
+        self._owed = 0
+        self._is_paused = self._is_going_on = False
+        self._is_reading = True
+        # No further requests are read, and what comes is thrown away; why that is, if it is no wish of the client.
+        self._is_over = self._is_lingering = False
+        self._stop: Refusal | None = None
+        # Since when it has been idle, lingers, or waits for its client to read.
+        self._since_ns = self._begun_ns = time.monotonic_ns()
+        self._group: set[Connection] | None = None
+        # Bytes that came since they had a meaning.
+        self._quiet = 0
+        self._has_begun = self._owes_continue = False
+        # Of the request that is being received; `_left` is what its Content-Length says, None before all headers came.
+        self._url, self._body = b"", b""
+        self._headers: dict[bytes, bytes] = {}
+        self._header_bytes = self._size = self._parts_bytes = 0
+        self._parts: list[bytes] = []
+        self._left: int | None = None
+
+    # --- of the transport ---------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has connected."""
+        self._transport = transport
+        self._transport.set_write_buffer_limits(high=_MOST_UNSENT)
+        self._group = self._server.join(self)
+        if self._group is None:
+            self._transport.abort()
+        elif self._server.is_full:
+            most = self._server.limits.connections
+            self._end_early(Refusal(503, f"There are {most} connections already, as many as there may be.", RETRY))
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        """The client has gone, or was closed."""
+        self._is_over = True
+        self._forget_body()
+        for exchange in self._waiting:
+            self._front.give_up(exchange)
+        self._waiting.clear()
+        self._held.clear()
+        self._unfed = memoryview(b"")
+        # The parser has methods of this object: neither would be freed for a while.
+        self._parser = None
+        if self._group is not None:
+            self._server.leave(self, self._group)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests have come."""
+        if self._is_over:
+            return
+        if len(data) <= _SLICE and not self._unfed and not self._held:
+            self._feed(data)
+        else:
+            self._unfed = memoryview(bytes(self._unfed) + data if self._unfed else data)
+            self.go_on()
+        if (self._held or self._unfed) and self._is_reading and not self._is_over:
+            self._is_reading = False
+            self._transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        """The client does not read its answers."""
+        self._is_paused, self._since_ns = True, time.monotonic_ns()
+
+    def resume_writing(self) -> None:
+        """The client has read its answers."""
+        self._is_paused, self._since_ns = False, time.monotonic_ns()
+        self.go_on()
+
+    # --- of the parser ------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._has_begun, self._begun_ns, self._quiet = True, time.monotonic_ns(), 0
+        self._url = self._body = b""
+        self._headers = {}
+        self._header_bytes = self._size = 0
+        self._left = None
+
+    def on_url(self, url: bytes) -> None:
+        """What the request is about, or a part of it."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header of the request, or a trailer after its body, which means nothing here."""
+        self._header_bytes += len(name) + len(value) + 4
+        name = name.lower()
+        if name in WANTED and self._left is None:
+            before = self._headers.get(name)
+            if before is not None:
+                if name not in LISTS:
+                    self._refuse(400, f"The request has two headers {name.decode()}; expected one.")
+                value = before + b", " + value
+            self._headers[name] = value
+
+    def on_headers_complete(self) -> None:
+        """All headers have come; what can be refused without the body is."""
+        self._quiet = self._left = 0
+        headers = self._headers
+        if self._header_bytes + len(self._url) > self._most_header:
+            self._refuse(431, f"The request line and headers are longer than {self._most_header} bytes; send less.")
+        length = headers.get(b"content-length")
+        if length is not None:
+            self._left = int(length)
+            if self._left > self._most_body:
+                self._refuse(413, f"The body has {self._left} bytes; expected {self._most_body} at most.")
+        if b"host" not in headers and self._parser.get_http_version() == "1.1":
+            self._refuse(400, "The request has no Host header; expected one, as HTTP/1.1 demands.")
+        if self._parser.should_upgrade() and (self._left or b"transfer-encoding" in headers):
+            self._refuse(400, "The request has a body and asks for another protocol; expected HTTP/1.1 alone.")
+        expected = headers.get(b"expect")
+        if expected is not None and self._parser.get_http_version() != "1.0":
+            if expected.strip().lower() != b"100-continue":
+                self._refuse(417, "The request's Expect is unknown; expected 100-continue, or none.")
+            self._owes_continue = True
+            self._continue()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body; nearly always all of it."""
+        self._quiet, self._owes_continue = 0, False
+        self._size += len(body)
+        if self._size > self._most_body:
+            self._refuse(413, f"The body has more than {self._most_body} bytes; send less.")
+        if not self._body:
+            self._body = body
+            return
+        self._parts.append(body)
+        self._parts_bytes += len(body)
+        self._server.receiving_bytes += len(body)
+        if self._server.receiving_bytes > self._server.most_receiving_bytes:
+            self._refuse(503, "Bodies of other requests take all the memory there is for them. Try again later.", RETRY)
+
+    def on_message_complete(self) -> None:
+        """The request has come as a whole."""
+        if self._is_over:
+            return
+        self._quiet = 0
+        self._has_begun = self._owes_continue = False
+        body = self._body
+        if self._parts:
+            body = b"".join((body, *self._parts))
+            self._forget_body()
+        parser = self._parser
+        exchange = Exchange(self, parser.get_method(), self._url, self._headers, body, self._begun_ns)
+        self._body = b""
+        if not parser.should_keep_alive() or self._front.is_draining:
+            exchange.closes, exchange.fields, self._is_over = True, _CLOSE, True
+        elif b"connection" in self._headers and parser.get_http_version() == "1.0":
+            exchange.fields = b"Connection: keep-alive\r\n"
+        self._waiting.append(exchange)
+        if self._held or self._is_blocked:
+            self._held.append(exchange)
+        else:
+            self._begin(exchange)
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def settle(self, exchange: Exchange) -> None:
+        """An answer is there; it leaves as soon as those before it have."""
+        waiting = self._waiting
+        if not waiting or waiting[0] is not exchange:
+            return
+        while waiting and (answer := waiting[0].answer) is not None:
+            first = waiting.popleft()
+            first.has_left = True
+            self._owed -= first.owed
+            self._transport.write(answer)
+            if first.closes:
+                self._close()
+                return
+        if not waiting:
+            if not self._is_paused:
+                self._since_ns = time.monotonic_ns()
+            if self._owes_continue:
+                self._continue()
+        if self._held or self._unfed:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Begin and read what had to wait, as long as nothing has to wait again."""
+        if self._is_going_on:
+            return
+        self._is_going_on = True
+        try:
+            while not self._is_blocked:
+                if self._held:
+                    self._begin(self._held.popleft())
+                elif self._unfed and not self._is_over:
+                    # Of a body as much as there is: no further request can be in it.
+                    size = max((self._left or 0) - self._size, _SLICE) if self._has_begun else _SLICE
+                    part, self._unfed = self._unfed[:size], self._unfed[size:]
+                    self._feed(part)
+                else:
+                    break
+        finally:
+            self._is_going_on = False
+        if not (self._is_reading or self._held or self._unfed or self._transport.is_closing()):
+            self._is_reading = True
+            self._transport.resume_reading()
+
+    def check(self, now_ns: int) -> None:
+        """End the connection if it takes too long; called now and then."""
+        waited_ns, server = now_ns - self._since_ns, self._server
+        if self._is_lingering:
+            if waited_ns > _LINGER_NS:
+                self._transport.abort()
+        elif self._is_paused or (self._is_over and not self._waiting):
+            # The client does not read what was sent.
+            if waited_ns > server.idle_ns:
+                self._transport.abort()
+        elif self._is_over or self._unfed or self._held:
+            return
+        elif self._has_begun:
+            if now_ns - self._begun_ns > server.receive_ns:
+                self._end_early(
+                    Refusal(408, f"The request has not come within {server.limits.receive:g} s; send it at once.")
+                )
+        elif not self._waiting and waited_ns > server.idle_ns:
+            self._close()
+
+    def finish(self) -> None:
+        """Close as soon as what was asked is answered."""
+        if self._has_begun or self._is_over:
+            return  # closed by its end, or for another reason
+        if self._waiting:
+            last = self._waiting[-1]
+            last.closes, last.fields, self._is_over = True, last.fields + _CLOSE, True
+        else:
+            self._close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._transport.abort()
+
+    @property
+    def _is_blocked(self) -> bool:
+        """Must further requests wait until answers have left?"""
+        return self._is_paused or self._owed > _MOST_OWED
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._front.begin(exchange)
+        if not exchange.has_left:
+            answer = exchange.answer
+            exchange.owed += _EACH if answer is None else _EACH + len(answer)
+            self._owed += exchange.owed
+
+    def _feed(self, data: bytes | memoryview) -> None:
+        self._quiet += len(data)
+        try:
+            while data:
+                try:
+                    self._parser.feed_data(data)
+                    break
+                except httptools.HttpParserUpgrade as upgrade:
+                    # The wish for another protocol may be ignored; what follows is HTTP/1.1 still.
+                    data = data[upgrade.args[0] :]
+        except httptools.HttpParserError as error:
+            if not self._is_over:
+                stop = self._stop
+                if stop is None and isinstance(error, httptools.HttpParserCallbackError):
+                    _LOG.error("A request could not be read.", exc_info=error.__context__ or error)
+                    stop = Refusal(500, "The server failed on this request; its log says why.")
+                self._end_early(stop or Refusal(400, f"What came is no request of HTTP/1.1: {error}."))
+        else:
+            if self._quiet > self._most_header and not self._is_over:
+                self._end_early(
+                    Refusal(431, f"Headers, trailers or what precedes them are longer than {self._most_header} bytes.")
+                )
+
+    def _refuse(self, status: int, sentence: str, fields: bytes = b"") -> NoReturn:
+        """Stop the parser, from one of its calls; `_feed` goes on from here."""
+        self._stop = Refusal(status, sentence, fields)
+        raise self._stop
+
+    def _end_early(self, refusal: Refusal) -> None:
+        """Answer that no more will be read, after what was asked before is answered."""
+        self._stop, self._is_over, self._has_begun = refusal, True, False
+        self._owes_continue = False
+        self._forget_body()
+        self._unfed = memoryview(b"")
+        exchange = Exchange(self, b"", self._url, {}, b"", self._begun_ns)
+        exchange.closes, exchange.fields = True, _CLOSE
+        self._waiting.append(exchange)
+        self._front.refuse(exchange, refusal)
+
+    def _close(self) -> None:
+        """All that will be answered is."""
+        self._is_over, self._since_ns = True, time.monotonic_ns()
+        self._held.clear()
+        if self._stop is None:
+            self._transport.close()
+            return
+        # A connection that is closed with bytes unread is reset, and its client may never see the answer.
+        self._is_lingering = True
+        with contextlib.suppress(OSError, RuntimeError):  # gone already
+            self._transport.write_eof()
+            if not self._is_reading:
+                self._is_reading = True
+                self._transport.resume_reading()
+
+    def _continue(self) -> None:
+        """Tell a client to send its body, unless other answers must come first."""
+        if not self._waiting:
+            self._owes_continue = False
+            self._transport.write(_CONTINUE)
+
+    def _forget_body(self) -> None:
+        self._server.receiving_bytes -= self._parts_bytes
+        self._parts, self._parts_bytes, self._body = [], 0, b""
+
+
+class HttpServer:
+    """Connections of a front, and how long they may take; `serve_http` makes one."""
+
+    def __init__(self, front: Front, limits: Server) -> None:
+        self.front, self.limits = front, limits
+        self.receive_ns, self.idle_ns = round(limits.receive * 1e9), round(limits.idle * 1e9)
+        self.receiving_bytes = 0
+        # What bodies that come in pieces may take until they are there.
+        self.most_receiving_bytes = max(4 * limits.body_bytes, limits.tensor_bytes)
+        self.sockets: list[Any] = []
+        self._groups: list[set[Connection]] = [set() for _ in range(_GROUPS)]
+        self._place = 0
+        # A connection is looked at four times in the shortest of its times, or each second.
+        self._tick_s = min(limits.receive, limits.idle, 4.0) / 4 / _GROUPS
+        self._listener: asyncio.Server | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Are there more connections than there may be?"""
+        return self.front.counts.connections > self.limits.connections
+
+    async def listen(self, host: str, port: int, reuse_port: bool) -> None:
+        """Take connections."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(
+            lambda: Connection(self), host, port, reuse_port=reuse_port, backlog=2048
+        )
+        self.sockets = list(self._listener.sockets)
+        self._tick()
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no further connections or requests, answer what is under way, and close; at once after so long."""
+        self.front.is_draining = True
+        if self._listener is not None:
+            self._listener.close()
+        for connection in [each for group in self._groups for each in group]:
+            connection.finish()
+        end = time.monotonic() + grace_s
+        while self.front.counts.connections and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
+        for connection in [each for group in self._groups for each in group]:
+            connection.abort()
+        while self.front.counts.connections:
+            await asyncio.sleep(0)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def join(self, connection: Connection) -> set[Connection] | None:
+        """A connection was made; the group that it belongs to, or None if there are far too many."""
+        counts = self.front.counts
+        counts.accepted += 1
+        if counts.connections >= self.limits.connections:
+            counts.refused += 1
+            if counts.connections >= self.limits.connections + _MOST_REFUSED:
+                return None
+        counts.connections += 1
+        group = self._groups[counts.accepted % _GROUPS]
+        group.add(connection)
+        return group
+
+    def leave(self, connection: Connection, group: set[Connection]) -> None:
+        """A connection has ended."""
+        group.discard(connection)
+        self.front.counts.connections -= 1
+
+    def _tick(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+        self._place = (self._place + 1) % _GROUPS
+        self.front.answers.tick()
+        now_ns = time.monotonic_ns()
+        for connection in list(self._groups[self._place]):
+            connection.check(now_ns)
+
+
+async def serve_http(
+    gate: Gate,
+    server: Server,
+    *,
+    token: str | None = None,
+    port: int | None = None,
+    reuse_port: bool = True,
+) -> HttpServer:
+    """Listen where a server says, or at another port (0: a free one), and answer what a gate lets in.
+
+    Other processes may listen at the same place, each has its share of the connections. With a ``token``, requests must
+    have it. Raises OSError if the place cannot be listened at.
+    """
+    http = HttpServer(Front(gate, server, token), server)
+    await http.listen(server.host, server.port if port is None else port, reuse_port)
+    return http

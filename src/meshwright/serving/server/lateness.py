@@ -1,0 +1,57 @@
+"""How late things happen in this server, measured: what batches have to be planned for.
+
+    DELAY    what typically passes between a decision and its begin
+    SLACK    how long before a deadline a batch has to end: what a worker has done is known late to the scheduler, and
+             then to the front; both ways take about the same, and only the first can be seen from here
+    GUARD    how much earlier than needed the policy asks to be woken, as timers fire late
+
+The last two are what is exceeded once in a thousand times. (Symphony has constants for them, of 2.1 and 0.1 ms.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_KEPT = 4096
+_ENOUGH = 32
+_RARE = 99.9
+
+
+class _Samples:
+    """The last samples of a quantity."""
+
+    def __init__(self) -> None:
+        self._values = np.zeros(_KEPT, np.int64)
+        self.count = 0
+
+    def add(self, value: int) -> None:
+        self._values[self.count % _KEPT] = max(value, 0)
+        self.count += 1
+
+    def quantile(self, share: float) -> int:
+        return int(np.percentile(self._values[: min(self.count, _KEPT)], share)) if self.count else 0
+
+
+class Lateness:
+    """Samples of what is late; each of the three is at most ``most_ns``, so that something can be met at all."""
+
+    def __init__(self, most_ns: int) -> None:
+        self.begins, self.ends, self.timers = _Samples(), _Samples(), _Samples()
+        self._most_ns = most_ns
+
+    @property
+    def is_known(self) -> bool:
+        """Have there been enough samples?"""
+        return min(self.begins.count, self.ends.count) >= _ENOUGH
+
+    def delay_ns(self) -> int:
+        """See the module's docstring."""
+        return min(self.begins.quantile(50.0), self._most_ns)
+
+    def slack_ns(self) -> int:
+        """See the module's docstring."""
+        return min(2 * self.ends.quantile(_RARE), self._most_ns)
+
+    def guard_ns(self) -> int:
+        """See the module's docstring."""
+        return min(self.timers.quantile(_RARE), self._most_ns)

@@ -1,0 +1,203 @@
+"""A policy on the real clock: events go in as rows, decisions come out, and both can be written down.
+
+    ARRIVE   queue, request, deadline    a request has come
+    FREE     device, queue, count        a device has ended a batch; its next one, if it has one, begins now
+    CANCEL   queue, request, deadline    whoever sent a request has gone
+    UP       device, batches             a device is there; it may have one batch already, or two
+    DOWN     device                      a device is gone; its requests come again as further events
+    ADJUST   number, value               a number of the pool is known better (`DELAY`, `SLACK`, `GUARD`)
+    WAKE                                 a moment has come that the policy asked for
+
+Each row begins with its kind and its moment (ns). Policies are the functions that the simulator calls
+(`policies.hooks`). A log has the events and the decisions of each call; `replay_log` puts its events through the same
+policy again, which has to decide the same.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from meshwright.cost.compiled import compiled, uncompiled
+from meshwright.serving.policies.hooks import arrive, free, next_wake, wake
+from meshwright.serving.policies.named import load_policy
+from meshwright.serving.policies.plain import PlainPolicy
+from meshwright.serving.policies.pool import (
+    CHOSEN,
+    DECISION,
+    MODEL,
+    NEXT,
+    NUM_CHOSEN,
+    NUM_DECISIONS,
+    NUM_DEVICES,
+    NUM_QUEUED,
+    NUM_QUEUES,
+    OWN,
+    WIDTH,
+    Ints,
+    pool_for,
+)
+from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, go_down
+from meshwright.spec import ServingError
+
+ARRIVE, FREE, CANCEL, UP, DOWN, ADJUST, WAKE = range(7)
+EVENT_WIDTH = 5
+
+# A log begins with a line of JSON: its kind, the policy, and what its pool was allocated with. For each call follow
+# the numbers of events, decisions and chosen requests, and these.
+_LOG_KIND = "meshwright/decisions/1"
+_LONGEST_HEADER, _MOST_IN_PART = 2**26, 2**28
+
+
+class Live:
+    """A policy with its pool, which takes events and gives decisions; both go to ``log``, if there is one.
+
+    ``facts`` are the arguments of `allocate_pool`, with lists for arrays.
+    """
+
+    def __init__(self, reference: str, facts: dict[str, Any], log: BinaryIO | None = None) -> None:
+        self.policy: Any = load_policy(reference)
+        self.pool: Ints = pool_for(
+            self.policy,
+            {key: np.array(value, np.int64) if isinstance(value, list) else value for key, value in facts.items()},
+        )
+        self._take, self._next = take_events, _next_moment
+        if isinstance(self.policy, PlainPolicy):
+            self.policy.begin_again()
+            self._take, self._next = uncompiled(globals(), "take_events"), uncompiled(globals(), "_next_moment")
+        # Compiled, or loaded, before there is anything to do.
+        self._take(self.policy, self.pool, np.zeros((0, EVENT_WIDTH), np.int64), 0)
+        self._next(self.policy, self.pool)
+        self._log = log
+        if log is not None:
+            log.write(json.dumps({"kind": _LOG_KIND, "policy": reference, "facts": facts}).encode() + b"\n")
+
+    def take(self, events: Ints) -> list[tuple[Ints, Ints]]:
+        """Rows of decisions, with the requests that they choose; several of both where many events brought many."""
+        at, pool = 0, self.pool
+        taken: list[tuple[Ints, Ints]] = []
+        while at < len(events):
+            at = int(self._take(self.policy, pool, events, at))
+            count, chosen = int(pool[NUM_DECISIONS]), int(pool[NUM_CHOSEN])
+            row, first = int(pool[DECISION]), int(pool[CHOSEN])
+            if count:
+                decisions = pool[row : row + count * WIDTH].reshape(-1, WIDTH).copy()
+                taken.append((decisions, pool[first : first + chosen].copy()))
+                clear(pool)
+        if self._log is not None:
+            decisions, requests = _joined(taken)
+            sizes = np.array([len(events), len(decisions), len(requests)], np.int64)
+            self._log.writelines(part.tobytes() for part in (sizes, events, decisions, requests))
+        return taken
+
+    @property
+    def next_moment(self) -> int:
+        """When the policy wants a WAKE; `NEVER` if there is no need."""
+        return int(self._next(self.policy, self.pool))
+
+
+def replay_log(path: Path) -> tuple[int, int]:
+    """Put a log's events through its policy again; how many events and decisions there were, all of these the same.
+
+    A last call that was not written to its end is left out. Raises ServingError where a decision differs, or for what
+    is no log.
+    """
+    with path.open("rb") as file:
+        try:
+            header = json.loads(file.readline(_LONGEST_HEADER))
+            live = Live(header["policy"], header["facts"])
+            is_log = header["kind"] == _LOG_KIND
+        except (ValueError, KeyError, TypeError):
+            is_log = False
+        if not is_log:
+            raise ServingError(f"{path} is no log of decisions; expected one that a server has written.")
+        num_events = num_decisions = 0
+        while (part := _read_part(file)) is not None:
+            events, decisions, chosen = part
+            found = _joined(live.take(events))
+            if not (np.array_equal(found[0], decisions) and np.array_equal(found[1], chosen)):
+                raise ServingError(
+                    f"{path}: after {num_events} events the policy decides something else than it did then. Is this "
+                    "log from another version, or does a policy of your own remember what is not in its pool?"
+                )
+            num_events, num_decisions = num_events + len(events), num_decisions + len(decisions)
+        return num_events, num_decisions
+
+
+def _joined(taken: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+    decisions = [np.zeros((0, WIDTH), np.int64), *(rows for rows, _ in taken)]
+    return np.concatenate(decisions), np.concatenate([np.zeros(0, np.int64), *(chosen for _, chosen in taken)])
+
+
+def _read_part(file: BinaryIO) -> tuple[Ints, Ints, Ints] | None:
+    """Events, decisions and chosen requests of the next call; None at the end."""
+    sizes = np.frombuffer(file.read(24).ljust(24, b"\xff"), np.int64)
+    if sizes.min() < 0 or sizes.max() > _MOST_IN_PART:
+        return None
+    arrays = []
+    for count, width in zip(sizes.tolist(), (EVENT_WIDTH, WIDTH, 1), strict=True):
+        data = file.read(8 * count * width)
+        if len(data) < 8 * count * width:
+            return None
+        arrays.append(np.frombuffer(data, np.int64).reshape(count, width))
+    return arrays[0], arrays[1], arrays[2].ravel()
+
+
+@compiled
+def take_events(policy: Any, pool: Ints, events: Ints, at: int) -> int:
+    """Put rows of events through a policy, from ``at`` on; the first that was not taken.
+
+    It stops when what one more event might bring does not fit into the pool; decisions have to be cleared then.
+    """
+    while at < len(events) and _has_room(pool):
+        now = events[at, 1]
+        # A policy that asks for the same moment again and again gets no more turns than it has things to decide.
+        turns = pool[NUM_QUEUES] + pool[NUM_DEVICES] + 1
+        while turns > 0 and next_wake(policy, pool) <= now and _has_room(pool):
+            wake(policy, pool, now)
+            turns -= 1
+        if not _has_room(pool):
+            return at
+        _take_event(policy, pool, events[at])
+        at += 1
+    return at
+
+
+@compiled
+def _take_event(policy: Any, pool: Ints, event: Ints) -> None:
+    kind, now, first, second, third = event
+    if kind == ARRIVE:
+        arrive(policy, pool, now, first, second, third)
+    elif kind == FREE:
+        if third > 0:
+            begin_waiting(pool, second, third, first, now)
+        free(policy, pool, now, first)
+    elif kind == CANCEL:
+        for queue in range(pool[NUM_QUEUES]):
+            if pool[pool[MODEL] + queue] == first and cancel(pool, now, queue, second, third):
+                break
+    elif kind == UP:
+        come_up(pool, first, now)
+        pool[pool[NEXT] + first] = second > 1
+        if second == 0:
+            free(policy, pool, now, first)
+    elif kind == DOWN:
+        go_down(pool, first)
+    elif kind == ADJUST:
+        pool[first] = second
+
+
+@compiled
+def _has_room(pool: Ints) -> bool:
+    """Could one more event's decisions be written?"""
+    decisions = pool[NUM_DECISIONS] + 2 * pool[NUM_QUEUES] + 3 * pool[NUM_DEVICES] + 2
+    chosen = pool[NUM_CHOSEN] + pool[NUM_QUEUED] + 2
+    return bool(decisions * WIDTH <= pool[CHOSEN] - pool[DECISION] and chosen <= pool[OWN] - pool[CHOSEN])
+
+
+@compiled
+def _next_moment(policy: Any, pool: Ints) -> int:
+    return next_wake(policy, pool)

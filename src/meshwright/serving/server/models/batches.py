@@ -1,0 +1,107 @@
+"""A batch of requests from slabs: inputs are gathered, the model runs, outputs are scattered.
+
+If the model raises, the batch is halved until the samples are found that it raises for: k of b cost some k log b runs
+of ever smaller batches. The others are answered as they would have been without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.serving.policies.pool import Ints
+from meshwright.serving.server.models.runnable import Arrays, DeviceLost, Runnable
+from meshwright.serving.server.slabs import NUMPY_TYPES, Slab
+from meshwright.spec import ServingError
+
+# Slots of one slab.
+Group = tuple[Slab, Ints]
+_LONGEST_MESSAGE = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """Places in the batch that have no answer, ascending, and why the first of them has none."""
+
+    places: tuple[int, ...] = ()
+    error: str = ""
+
+
+def run_batch(model: Runnable, groups: Sequence[Group]) -> Failures:
+    """Compute a batch, whose samples lie in slots of one slab or several, and write the outputs there.
+
+    Places count through the groups; slots of those that fail keep what they had. Raises DeviceLost, and nothing that
+    the model raises.
+    """
+    failed: list[tuple[int, str]] = []
+    _run_part(model, groups, 0, failed)
+    return Failures(places=tuple(place for place, _ in failed), error=failed[0][1] if failed else "")
+
+
+def gather(groups: Sequence[Group]) -> Arrays:
+    """Inputs of a batch, as arrays of their own of shape (batch, *that of a sample)."""
+    if len(groups) == 1:
+        slab, slots = groups[0]
+        return [column[slots] for column in slab.inputs]
+    columns = zip(*(slab.inputs for slab, _ in groups), strict=True)
+    return [
+        np.concatenate([column[slots] for column, (_, slots) in zip(of_slabs, groups, strict=True)])
+        for of_slabs in columns
+    ]
+
+
+def scatter(groups: Sequence[Group], outputs: Arrays) -> None:
+    """Write outputs of a batch where its samples lie."""
+    begin = 0
+    for slab, slots in groups:
+        end = begin + len(slots)
+        for column, output in zip(slab.outputs, outputs, strict=True):
+            column[slots] = output[begin:end]
+        begin = end
+
+
+def _run_part(model: Runnable, groups: Sequence[Group], first: int, failed: list[tuple[int, str]]) -> None:
+    """Run a part of a batch that begins at place ``first``, and append to ``failed`` what it raised for which place."""
+    count = sum(len(slots) for _, slots in groups)
+    try:
+        answers = model.run(gather(groups))
+        check_answers(model, answers, count)
+    except DeviceLost:
+        raise
+    except Exception as error:
+        if count == 1:
+            failed.append((first, " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_MESSAGE]))
+            return
+        middle = count // 2
+        _run_part(model, _take(groups, 0, middle), first, failed)
+        _run_part(model, _take(groups, middle, count), first + middle, failed)
+        return
+    scatter(groups, answers)
+
+
+def _take(groups: Sequence[Group], begin: int, end: int) -> list[Group]:
+    """Groups with the samples from place ``begin`` to ``end``."""
+    taken: list[Group] = []
+    for slab, slots in groups:
+        part = slots[max(begin, 0) : max(end, 0)]
+        if len(part):
+            taken.append((slab, part))
+        begin, end = begin - len(slots), end - len(slots)
+    return taken
+
+
+def check_answers(model: Runnable, answers: Arrays, count: int) -> None:
+    """Raise ServingError unless outputs of a batch are of the shapes and types that the model has promised."""
+    promised = [((count, *item.shape), np.dtype(NUMPY_TYPES[item.datatype])) for item in model.outputs]
+    given = [(answer.shape, answer.dtype) for answer in answers]
+    if given != promised:
+        raise ServingError(
+            f"The model gave {_describe(given)}; expected {_describe(promised)}, as for the batches that it was tried "
+            "with. Serve a model whose outputs have shapes that do not depend on values."
+        )
+
+
+def _describe(arrays: list[tuple[tuple[int, ...], np.dtype]]) -> str:
+    return ", ".join(f"{dtype.name} {list(shape)}" for shape, dtype in arrays) or "nothing"

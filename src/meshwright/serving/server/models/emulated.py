@@ -1,0 +1,72 @@
+"""A model that computes nothing: its batches take as long as the deployment says, and its answers can be checked.
+
+What is asked and answered travels as with any model, so that a server and its policies can be tried at the speed of
+devices that are not here. A batch ends l(b) after it was begun. The system wakes a sleeper some 60 µs late, or 100 if
+the processor was idle; each sleep shows how late, the next is planned to end so much sooner, and what is left then is
+waited for awake.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.serving.server.models.runnable import Arrays
+from meshwright.serving.server.slabs import NUMPY_TYPES
+from meshwright.spec import ServedModel, TensorSpec
+
+# Where a deployment names no tensors.
+INPUTS = (TensorSpec(name="input", shape=(4,)),)
+OUTPUTS = (TensorSpec(name="output", shape=(4,)),)
+# How late a sleeper is woken, as taken at first and at most: several emulations may share a core, and none of them
+# keeps it for longer while it waits.
+_LATE_S, _LATEST_S = 60e-6, 150e-6
+# Weight of the last sleep.
+_LEARNT = 0.1
+
+
+class EmulatedModel:
+    """See the module's docstring. Output number k of a sample is the `echo` of its input number k, cyclically."""
+
+    platform = "emulated"
+
+    def __init__(self, model: ServedModel) -> None:
+        """Raises ServingError if the model has no latency."""
+        self.inputs, self.outputs = model.inputs or INPUTS, model.outputs or OUTPUTS
+        latency = model.line
+        self.largest = latency.largest
+        self._seconds = [latency.of(batch) for batch in range(latency.largest + 1)]
+        self._late_s = _LATE_S
+
+    def run(self, arrays: Arrays) -> Arrays:
+        """The echoes, after the time that the batch takes."""
+        end = time.perf_counter() + self._seconds[len(arrays[0])]
+        answers = [echo(arrays[place % len(arrays)], output) for place, output in enumerate(self.outputs)]
+        self._wait_until(end)
+        return answers
+
+    def sample(self, count: int) -> Arrays:
+        """Zeros."""
+        return [np.zeros((count, *item.shape), NUMPY_TYPES[item.datatype]) for item in self.inputs]
+
+    def _wait_until(self, end: float) -> None:
+        begin = time.perf_counter()
+        asleep = end - begin - self._late_s
+        if asleep > 0:
+            time.sleep(asleep)
+            late = min(time.perf_counter() - begin - asleep, _LATEST_S)
+            self._late_s += _LEARNT * (late - self._late_s)
+        while time.perf_counter() < end:
+            pass
+
+
+def echo(array: NDArray[Any], output: TensorSpec) -> NDArray[Any]:
+    """Rows of an output: the first values of the same row of the input (b, ...), again and again if it has too few."""
+    rows = array.reshape(len(array), -1)
+    taken = rows[:, np.arange(math.prod(output.shape)) % rows.shape[1]]
+    with np.errstate(invalid="ignore", over="ignore"):  # not every number has a counterpart in every type
+        return taken.astype(NUMPY_TYPES[output.datatype]).reshape(len(array), *output.shape)

@@ -1,0 +1,33 @@
+"""Functions of one's own around a model: ``preprocess`` and ``postprocess``, each ``file.py:function``.
+
+preprocess(inputs)     a dict of tensors (batch, ...) by name → what the model takes: a tensor, a tuple, or keywords
+postprocess(outputs)   what the model returned → a tensor, or several in a tuple or by name, of the same batch
+
+They run in the worker, on its device. What they raise is told with their line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.spec import ServingError, own_code
+
+Hook = Callable[[Any], Any]
+
+
+def load_hook(reference: str | None, expected: str) -> Hook | None:
+    """The function, which does what is ``expected``; None if there is none. Raises ServingError."""
+    if reference is None:
+        return None
+    split = own_code.split_reference(reference)
+    if split is None:
+        raise ServingError(f"{reference!r} is no function. Give file.py:function, which {expected}.")
+    path, name = split
+    function = own_code.load_function(path, name, expected=expected, error=ServingError)
+
+    def call(value: Any) -> Any:
+        with own_code.reported(path, f"{name}() raised", ServingError):
+            return function(value)
+
+    return call

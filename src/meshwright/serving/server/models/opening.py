@@ -1,0 +1,30 @@
+"""From a deployment's model to what a worker runs. Torch is loaded only for models that need it."""
+
+from __future__ import annotations
+
+import importlib
+
+from meshwright.serving.server.models.emulated import EmulatedModel
+from meshwright.serving.server.models.runnable import Runnable
+from meshwright.spec import ServedModel, ServingError
+
+INSTALL = "pip install 'meshwright[torch]'"
+
+
+def open_model(model: ServedModel, device: str = "cpu", num_threads: int = 1) -> Runnable:
+    """Load the model onto a device (``cpu``, ``cuda:0``), or the emulation of one that names none.
+
+    Raises ServingError, and what reading the model's reference raises.
+    """
+    if model.model is None:
+        return EmulatedModel(model)
+    try:
+        torch_model = importlib.import_module("meshwright.serving.server.models.torch_model")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ServingError(
+            f"Model {model.name!r} is a torch model, and torch is not installed. Run {INSTALL}."
+        ) from None
+    opened: Runnable = torch_model.TorchModel(model, device, num_threads)
+    return opened

@@ -1,0 +1,135 @@
+"""A torch model that is served: it is loaded, tried with batches of a few sizes, and then run on batches of any.
+
+What a sample's tensors are is found by trying: those of the inputs from an example, those of the outputs from batches
+of 1, 2 and 3 samples. A tensor whose first dim follows the batch is an output; one without dims (a loss) is none;
+any other is refused, unless the deployment names the outputs that it wants.
+
+A sample that a model cannot compute, such as a token beyond its vocabulary, raises on a processor. On a GPU an
+assertion fails, after which the process can use the device no more: that is DeviceLost, and the worker has to be
+started anew. Whoever serves tokens of strangers on a GPU checks them in `preprocess`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from meshwright.serving.server.models.hooks import load_hook
+from meshwright.serving.server.models.matching import Named, find_outputs, match_specs
+from meshwright.serving.server.models.runnable import LARGEST, Arrays, DeviceLost
+from meshwright.serving.server.models.sources import load_source, zeros_of
+from meshwright.serving.server.models.tensors import as_arguments, named_tensors, spec_of, to_array, to_tensor
+from meshwright.spec import ServedModel, ServingError, TensorSpec, own_code
+
+_TRIED = (1, 2, 3)
+
+
+class TorchModel:
+    """See the module's docstring; a `Runnable`."""
+
+    def __init__(self, model: ServedModel, device: str = "cpu", num_threads: int = 1) -> None:
+        """Load and try the model on ``cpu`` or ``cuda:0``; operators use so many threads.
+
+        Raises ServingError if it cannot be served, and what reading its reference raises.
+        """
+        torch.set_num_threads(num_threads)
+        self._name = model.name
+        self._device = _find_device(device)
+        source = load_source(model, self._device)
+        most = LARGEST if model.latency is None else model.latency.largest
+        self.platform, self.largest = source.platform, int(min(most, source.largest))
+        self._call, self._fixed = source.call, source.fixed
+        self._before = load_hook(model.preprocess, "makes the model's arguments of a dict of tensors")
+        self._after = load_hook(model.postprocess, "makes tensors of what the model returns")
+        self._arguments = None if self._before is not None else source.arguments
+        self.inputs = self._find_inputs(model)
+        examples = zeros_of(self.inputs, 1) if self._arguments is None else self._arguments.examples
+        self._samples = [to_array(item) for item in examples]
+        runs = {count: self._try(model, count) for count in ((self._fixed,) if self._fixed else _TRIED)}
+        self.outputs, self._places = find_outputs(model.name, runs, model.outputs)
+
+    def run(self, arrays: Arrays) -> Arrays:
+        """See `Runnable.run`."""
+        found = self._compute(arrays)
+        count = len(arrays[0])
+        return [to_array(found[place][1][:count]) for place in self._places]
+
+    def sample(self, count: int) -> Arrays:
+        """Samples of the model's example, as often as needed; zeros where there is none."""
+        return [array[np.arange(count) % len(array)] for array in self._samples]
+
+    def _compute(self, arrays: Arrays) -> Named:
+        """Tensors that the model returns; for a batch that was filled up, where it runs only one size."""
+        if self._fixed:
+            fill = self._fixed - len(arrays[0])
+            arrays = [np.concatenate([array, np.repeat(array[-1:], fill, axis=0)]) for array in arrays]
+        with self._losing(), torch.inference_mode():
+            tensors = [
+                to_tensor(array, item.datatype).to(self._device)
+                for array, item in zip(arrays, self.inputs, strict=True)
+            ]
+            if self._before is not None:
+                named = {item.name: tensor for item, tensor in zip(self.inputs, tensors, strict=True)}
+                args, kwargs = as_arguments(self._before(named))
+            elif self._arguments is not None:
+                args, kwargs = self._arguments.fill(tensors)
+            else:
+                args, kwargs = tuple(tensors), {}
+            outputs = self._call(*args, **kwargs)
+            if self._after is not None:
+                outputs = self._after(outputs)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # what fails there is told here
+        return list(named_tensors(outputs))
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Tell the end of a device from what a batch can raise."""
+        try:
+            yield
+        except Exception as error:
+            if any(isinstance(item, torch.AcceleratorError) for item in (error, error.__cause__)):
+                raise DeviceLost(f"{self._device}: {' '.join(str(error).split())[:200]}") from error
+            raise
+
+    def _find_inputs(self, model: ServedModel) -> tuple[TensorSpec, ...]:
+        """Those of the example, with the deployment's names; the deployment's own where there is none."""
+        if self._arguments is None:
+            return model.inputs
+        names, examples = self._arguments.names, self._arguments.examples
+        if len({len(tensor) for tensor in examples}) != 1:
+            sizes = ", ".join(f"{name} {len(tensor)}" for name, tensor in zip(names, examples, strict=True))
+            raise ServingError(
+                f"Model {model.name!r}: first dims of its inputs are {sizes or 'none'}; expected one size, the batch, "
+                "for all of them. Return such an example."
+            )
+        found = tuple(map(spec_of, names, examples))
+        if not model.inputs:
+            return found
+        order = match_specs(model.name, "inputs", model.inputs, found)
+        if sorted(order) != list(range(len(found))):
+            raise ServingError(
+                f"Model {model.name!r} takes {', '.join(names)}; the deployment's inputs are only "
+                f"{', '.join(item.name for item in model.inputs)}. Give all, or make the others with preprocess."
+            )
+        self._arguments.reorder(order)
+        return model.inputs
+
+    def _try(self, model: ServedModel, count: int) -> Named:
+        reference = model.model or ""
+        path = (own_code.split_reference(reference) or (Path(reference), ""))[0]
+        told = f"Model {model.name!r}, run on a batch of {count}, raised"
+        with own_code.importable(path.parent), own_code.reported(path, told, ServingError):
+            return self._compute(self.sample(count))
+
+
+def _find_device(device: str) -> torch.device:
+    here = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    chosen = "cuda:0" if device == "cuda" else device
+    if chosen not in here:
+        raise ServingError(f"A model was to run on {device!r}; torch sees {', '.join(here)} here. Give one of these.")
+    return torch.device(chosen)

@@ -1,0 +1,76 @@
+"""What do batches of each size take? A model is warmed up and timed, as its worker will run it.
+
+Sizes are 1, 2, 4, ... and the largest. Each is run twice, the second time on the clock; growing ends behind the first
+size that takes longer than an answer may. Then all sizes are visited in turns, so that what the machine does meanwhile
+hits all of them alike, until there are enough samples or the time is spent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from meshwright.serving.server.models.batches import check_answers
+from meshwright.serving.server.models.runnable import DeviceLost, Runnable
+from meshwright.spec import BatchMeasurement, ServingError
+from meshwright.spec.measurements import MIN_SECONDS
+
+REPEATS = 20
+# Of the time that there is, for growing: what is begun then is finished.
+_GROWING = 0.5
+
+
+def warm_up(
+    model: Runnable,
+    *,
+    name: str,
+    longest_s: float,
+    budget_s: float = 10.0,
+    repeats: int = REPEATS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[BatchMeasurement, ...]:
+    """Medians and percentiles of batches of each size that was run; the last size is the largest that may be.
+
+    ``longest_s``: what a batch may take. A size that the model raises for, perhaps because memory ends, and all larger
+    ones are left out. Raises ServingError if it raises for a single sample.
+    """
+    begin, largest, size = clock(), model.largest, 1
+    samples: dict[int, list[float]] = {}
+    while True:
+        try:
+            _time(model, size, clock)
+            samples[size] = [_time(model, size, clock)]
+        except DeviceLost:
+            raise
+        except Exception as error:
+            if not samples:
+                raise ServingError(
+                    f"{name} raised {type(error).__name__} for a single sample: {' '.join(str(error).split())[:500]}. "
+                    "Correct the model."
+                ) from error
+            break
+        if size >= largest or samples[size][0] > longest_s or clock() - begin > _GROWING * budget_s:
+            break
+        size = min(2 * size, largest)
+    for _ in range(repeats - 1):
+        for size, seconds in samples.items():
+            if clock() - begin > budget_s:
+                break
+            seconds.append(_time(model, size, clock))
+    return tuple(_summarise(name, size, seconds) for size, seconds in samples.items())
+
+
+def _time(model: Runnable, size: int, clock: Callable[[], float]) -> float:
+    arrays = model.sample(size)
+    begin = clock()
+    answers = model.run(arrays)
+    seconds = clock() - begin
+    check_answers(model, answers, size)
+    return seconds
+
+
+def _summarise(name: str, size: int, seconds: list[float]) -> BatchMeasurement:
+    median, p90, p99 = np.maximum(np.percentile(seconds, (50, 90, 99)), MIN_SECONDS).tolist()
+    return BatchMeasurement(model=name, batch_size=size, seconds=median, p90_s=p90, p99_s=p99, num_samples=len(seconds))

@@ -1,0 +1,85 @@
+"""The models of a server: each copy of a deployment's models, with what its workers have found out about it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from meshwright.serving.batching import batch_nanoseconds
+from meshwright.spec import Deployment, Latency, ServedModel, ServingError, TensorSpec
+
+# A batch of more requests would not fit into one message (`channel`).
+LARGEST = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """A model by its number. ``table`` has the ns of batches; entry 0 is unused. Both are known from the first worker.
+
+    Raises ServingError where not even a batch of one is in time.
+    """
+
+    number: int
+    name: str
+    model: ServedModel
+    version: str = "1"
+    platform: str = ""
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    table: list[int] = field(default_factory=list)
+
+    @property
+    def slo_ns(self) -> int:
+        """From arrival to deadline, where a request does not say."""
+        return round(self.model.slo * 1e9)
+
+    def learn(self, found: dict[str, Any]) -> None:
+        """A worker is ready to run the model, and says what it takes and gives and how long batches took."""
+        inputs, outputs = (read_tensors(found[key]) for key in ("inputs", "outputs"))
+        if self.table:
+            if (inputs, outputs) != (self.inputs, self.outputs):
+                raise ServingError(
+                    f"Model {self.name!r}: two workers have loaded it with different tensors ({self.inputs} and "
+                    f"{inputs}). A model's function has to return the same in each process."
+                )
+            return
+        self.inputs, self.outputs, self.platform = inputs, outputs, found["platform"]
+        latency = self.model.latency or Latency.through(found["points"])
+        self.table = batch_nanoseconds(latency, self.model.slo)[: min(found["largest"], LARGEST) + 1].tolist()
+        if len(self.table) < 2:
+            raise ServingError(
+                f"Model {self.name!r}: a batch of one took {latency.of(1):.4g} s, longer than its SLO of "
+                f"{self.model.slo:g} s, so that no request can be met. Give it more time, or a faster device."
+            )
+
+    def document(self) -> dict[str, Any]:
+        """What fronts are told."""
+        return {
+            "number": self.number,
+            "name": self.name,
+            "version": self.version,
+            "platform": self.platform,
+            "slo_ns": self.slo_ns,
+            "most": len(self.table) - 1,
+            "inputs": [asdict(tensor) for tensor in self.inputs],
+            "outputs": [asdict(tensor) for tensor in self.outputs],
+        }
+
+
+def read_tensors(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+    """Tensors as they are sent between processes."""
+    return tuple(TensorSpec(**{**item, "shape": tuple(item["shape"])}) for item in items)
+
+
+def served_models(deployment: Deployment) -> list[Served]:
+    """All models, copies one by one: the third copy of ``detector`` is ``detector-2``."""
+    served: list[Served] = []
+    for model in deployment.models:
+        for copy in range(model.copies):
+            name = model.name if model.copies == 1 else f"{model.name}-{copy}"
+            served.append(Served(number=len(served), name=name, model=model))
+    names = [one.name for one in served]
+    again = sorted({name for name in names if names.count(name) > 1})
+    if again:
+        raise ServingError(f"Two models would be called {again[0]!r}. Give one of them another name.")
+    return served

@@ -1,0 +1,252 @@
+"""The supervisor: it starts the processes of a server, starts again those that end, and ends them all in order.
+
+A process is told to end by the end of its standard input, so that none outlives its supervisor, whatever becomes of
+that; fronts first answer what they have. A process that ends soon after its start is started again later each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.serving.server.reports import FATAL
+from meshwright.serving.server.served import served_models
+from meshwright.spec import Deployment, ServingError
+from meshwright.spec.codec import write_document
+
+# Shared memory; a folder elsewhere does, too, where the system has none.
+_MEMORY = Path("/dev/shm")
+_PREFIX = "meshwright-serve-"
+# A process that lived so long was well; one that did not is started again after a pause, twice as long each time.
+_WELL_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 0.05, 5.0
+# What fronts have to answer what is under way, and others to end.
+_DRAIN_S, _END_S = 30.0, 5.0
+_LONGEST_LINE = 2**24
+
+Told = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    name: str
+    arguments: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    process: asyncio.subprocess.Process | None = None
+    starts: int = 0
+
+
+class Supervisor:
+    """A server of a deployment; `run` keeps it up until it is stopped.
+
+    Decisions are written to ``log``; requests need the token of ``token_file``. ``told`` hears what processes report:
+    the name of one (``worker-3``) and its facts; ``kind`` "ended" and "started" are the supervisor's own. Raises
+    ServingError where a process cannot go on by a fault of the deployment.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        *,
+        log: Path | None = None,
+        token_file: Path | None = None,
+        told: Told | None = None,
+    ) -> None:
+        self.deployment = deployment
+        self.facts: dict[str, dict[str, Any]] = {}
+        self.port = self.admin_port = 0
+        self._log, self._token_file, self._told = log, token_file, told
+        self._stopping = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._children: dict[str, _Child] = {}
+        self._fault: str | None = None
+
+    def stop(self) -> None:
+        """Answer what is under way, and end."""
+        self._stopping.set()
+
+    def process_ids(self) -> dict[str, int]:
+        """The processes that there are, by name."""
+        return {
+            name: child.process.pid
+            for name, child in self._children.items()
+            if child.process is not None and child.process.returncode is None
+        }
+
+    def starts(self, name: str) -> int:
+        """How often a process was started; the supervisor itself once."""
+        return self._children[name].starts if name in self._children else 1
+
+    async def stopped(self) -> None:
+        """Return when it was told to stop, or cannot go on."""
+        await self._stopping.wait()
+
+    @property
+    def is_ready(self) -> bool:
+        """Can requests be answered?"""
+        fronts = range(self.deployment.server.fronts)
+        return all(self.facts.get(f"front-{front}", {}).get("ready") for front in fronts)
+
+    async def wait_until_ready(self) -> None:
+        """Return when all fronts answer requests, or the server ends."""
+        while not self.is_ready and not self._stopping.is_set():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def run(self) -> None:
+        """Start all, and keep them up until `stop`."""
+        served_models(self.deployment)
+        with _reserved_port(self.deployment) as self.port, _own_folder() as folder:
+            server = replace(self.deployment.server, port=self.port)
+            write_document(replace(self.deployment, server=server), folder / "deployment.json")
+            async with self._keeping(self._describe(folder)):
+                await self._stopping.wait()
+        if self._fault is not None:
+            raise ServingError(self._fault)
+
+    def _describe(self, folder: Path) -> list[_Child]:
+        log = [] if self._log is None else [str(self._log.absolute())]
+        token = [] if self._token_file is None else [str(self._token_file.absolute())]
+        threads = str(max(len(os.sched_getaffinity(0)) // self.deployment.devices, 1))
+        return [
+            _Child("scheduler", ["scheduler", str(folder), *log]),
+            *(
+                _Child(f"worker-{device}", ["worker", str(folder), str(device)], {"OMP_NUM_THREADS": threads})
+                for device in range(self.deployment.devices)
+            ),
+            *(
+                _Child(f"front-{front}", ["front_process", str(folder), *token])
+                for front in range(self.deployment.server.fronts)
+            ),
+        ]
+
+    @asynccontextmanager
+    async def _keeping(self, children: list[_Child]) -> AsyncIterator[None]:
+        self._children = {child.name: child for child in children}
+        keepers = [asyncio.create_task(self._keep(child)) for child in children]
+        try:
+            yield
+        finally:
+            self._stopping.set()
+            self._changed.set()
+            await self._end_all()
+            await asyncio.gather(*keepers)
+
+    async def _keep(self, child: _Child) -> None:
+        """Start a process, and start it again when it has ended."""
+        pause_s = _FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            child.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", f"meshwright.serving.server.{child.arguments[0]}", *child.arguments[1:]),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, **child.environment},
+                limit=_LONGEST_LINE,
+                start_new_session=True,  # Ctrl-C is for the supervisor
+            )
+            if self._stopping.is_set() and child.process.stdin is not None:
+                child.process.stdin.close()
+            child.starts += 1
+            self._tell(child.name, {"kind": "started", "pid": child.process.pid, "starts": child.starts})
+            await self._listen(child, child.process)
+            code = await child.process.wait()
+            self.facts.pop(child.name, None)
+            self._tell(child.name, {"kind": "ended", "code": code})
+            if code == FATAL:
+                self._stopping.set()
+            if time.monotonic() - began > _WELL_S:
+                pause_s = _FIRST_PAUSE_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _listen(self, child: _Child, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            try:
+                facts = json.loads(line)
+                kind = facts["kind"]
+            except (ValueError, KeyError, TypeError):
+                sys.stderr.buffer.write(line)  # what a model prints
+                continue
+            if kind == "error":
+                self._fault = self._fault or facts["text"]
+            else:
+                self.facts[child.name] = facts
+            self._tell(child.name, facts)
+            self._changed.set()
+
+    def _tell(self, name: str, facts: dict[str, Any]) -> None:
+        if self._told is not None:
+            self._told(name, facts)
+
+    async def _end_all(self) -> None:
+        """First fronts, which answer what they have; then all others."""
+        fronts = [child for name, child in self._children.items() if name.startswith("front-")]
+        others = [child for child in self._children.values() if child not in fronts]
+        for child in fronts:
+            if child.process is not None and child.process.returncode is None:
+                child.process.send_signal(signal.SIGTERM)
+        await _await_end(fronts, _DRAIN_S)
+        for child in others:
+            if child.process is not None and child.process.stdin is not None:
+                child.process.stdin.close()
+        await _await_end(others, _END_S)
+
+
+async def _await_end(children: list[_Child], limit_s: float) -> None:
+    """Wait for processes to end; those that do not are killed."""
+    processes = [child.process for child in children if child.process is not None]
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.gather(*(process.wait() for process in processes)), limit_s)
+    for process in processes:
+        if process.returncode is None:
+            process.kill()
+
+
+@contextlib.contextmanager
+def _reserved_port(deployment: Deployment) -> Any:
+    """The port of the deployment's server, or a free one for 0; fronts share it, and nobody else gets it meanwhile."""
+    server = deployment.server
+    with socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET) as reserved:
+        try:
+            # Without sharing first: what listens there already is found.
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            with socket.socket(reserved.family) as alone:
+                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                alone.bind((server.host, server.port))
+            reserved.bind((server.host, server.port))
+        except OSError as error:
+            raise ServingError(
+                f"Nothing can listen at {server.host} port {server.port}: {error.strerror}. Choose another port, or 0 "
+                "for a free one."
+            ) from None
+        yield reserved.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _own_folder() -> Any:
+    """A folder in shared memory for sockets and slabs; what servers left behind that were killed is removed."""
+    memory = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    for left in memory.glob(f"{_PREFIX}*"):
+        owner = left.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists() and left.owner() == Path("/proc/self").owner():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=memory))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

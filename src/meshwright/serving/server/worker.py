@@ -1,0 +1,175 @@
+"""A worker: it loads the models of a deployment on one device, and runs the batches that the scheduler sends.
+
+Run as ``python -m meshwright.serving.server.worker FOLDER DEVICE``; ends when its standard input does. When the
+scheduler has gone, it connects again to the one that comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.serving.policies.pool import Ints
+from meshwright.serving.server.channel import Channel, Closed, Kind, connect
+from meshwright.serving.server.models import Runnable, open_model, run_batch, warm_up
+from meshwright.serving.server.reports import end_with_input, report, reporting_errors
+from meshwright.serving.server.served import Served, served_models
+from meshwright.serving.server.slabs import Slab, slab_path
+from meshwright.spec import ServingError, read_deployment
+
+_SLOT = (1 << 32) - 1
+_AGAIN_S = 0.02
+_PING = -1
+_BRIEFLY_S = 1.0
+
+
+class Worker:
+    """See the module's docstring. ``models``: what runs each served model (`models.Runnable`)."""
+
+    def __init__(self, folder: Path, device: int, served: list[Served], models: list[Runnable]) -> None:
+        self._folder, self._device, self._served, self._models = folder, device, served, models
+        self._slabs: dict[tuple[int, int], Slab] = {}
+        self._epoch = 0
+        self._silent_until = 0.0
+
+    def run(self, points: list[Any]) -> None:
+        """Serve; connect again where the scheduler has gone. Ends with SystemExit."""
+        while True:
+            channel = connect(self._folder / "scheduler.sock")
+            if channel is None:
+                _wait_for_end(_AGAIN_S)
+                continue
+            with contextlib.suppress(Closed):
+                channel.send_text(
+                    {
+                        "worker": self._device,
+                        "models": [
+                            {
+                                "inputs": [asdict(tensor) for tensor in model.inputs],
+                                "outputs": [asdict(tensor) for tensor in model.outputs],
+                                "platform": model.platform,
+                                "largest": model.largest,
+                                "points": found,
+                            }
+                            for model, found in zip(self._models, points, strict=True)
+                        ],
+                    }
+                )
+                self._obey(channel)
+            channel.close()
+
+    def _obey(self, channel: Channel) -> None:
+        while True:
+            ready, _, _ = select.select([channel, sys.stdin], [channel] if channel.is_waiting else [], [])
+            if sys.stdin in ready:
+                end_with_input()
+            channel.flush()
+            for kind, content in channel.receive():
+                if kind == Kind.RUN:
+                    channel.send(self._compute(content))
+                elif kind == Kind.TEXT:
+                    self._epoch = content["epoch"]
+                    self._slabs.clear()
+
+    def _compute(self, cells: Ints) -> Ints:
+        """Run a batch; what is to be told of it."""
+        number, model, expected, count = cells[:4].tolist()
+        begin = time.monotonic_ns()
+        if number == _PING:
+            return np.array([Kind.RAN, _PING, begin, begin, 0, expected], np.int64)
+        requests, deadlines = cells[4 : 4 + count], cells[4 + count :]
+        late = np.flatnonzero(deadlines < begin + expected)
+        places = np.arange(count) if len(late) == 0 else np.flatnonzero(deadlines >= begin + expected)
+        failed = self._run(model, requests, places) if len(places) else places
+        head = np.array([Kind.RAN, number, begin, time.monotonic_ns(), len(late)], np.int64)
+        return np.concatenate([head, late, failed])
+
+    def _run(self, model: int, requests: Ints, places: Ints) -> Ints:
+        """Run the requests at these places; those that failed."""
+        numbers, slots = requests[places] >> 32, requests[places] & _SLOT
+        groups, order = [], []
+        for number in np.unique(numbers).tolist():
+            here = np.flatnonzero(numbers == number)
+            order.append(places[here])
+            slab = self._slab(number, model)
+            if slab is not None:
+                groups.append((slab, slots[here]))
+            else:
+                order.pop()
+        if not groups:
+            return places
+        failures = run_batch(self._models[model], groups)
+        if failures.error:
+            self._tell_of(model, failures.error)
+        known = np.concatenate(order)
+        return np.concatenate([np.setdiff1d(places, known), known[list(failures.places)]])
+
+    def _tell_of(self, model: int, error: str) -> None:
+        """At most once a second: whoever sends what a model cannot compute may do so often."""
+        if time.monotonic() > self._silent_until:
+            self._silent_until = time.monotonic() + 1.0
+            report("failure", model=self._served[model].name, text=error)
+
+    def _slab(self, channel: int, model: int) -> Slab | None:
+        """The slab of a front's connection; None if that has gone, and its memory with it."""
+        if (channel, model) not in self._slabs:
+            runnable = self._models[model]
+            path = slab_path(self._folder, self._epoch, channel, model)
+            try:
+                opened = Slab(path, runnable.inputs, runnable.outputs, 0)
+            except ServingError:
+                return None
+            self._slabs = {key: slab for key, slab in self._slabs.items() if slab.path.exists()}
+            self._slabs[channel, model] = opened
+        return self._slabs[channel, model]
+
+
+def _wait_for_end(seconds: float) -> None:
+    """Wait, and end if the supervisor has gone."""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    if ready:
+        end_with_input()
+
+
+def main(arguments: list[str]) -> None:
+    """Load, warm up, and serve until standard input ends."""
+    folder, number = Path(arguments[0]), int(arguments[1])
+    deployment = read_deployment(folder / "deployment.json")
+    device = deployment.server.device if deployment.server.device == "cpu" else f"cuda:{number}"
+    with reporting_errors():
+        served = served_models(deployment)
+        models = []
+        for place, one in enumerate(served):
+            report("loading", device=number, model=one.name, place=place, of=len(served))
+            models.append(_open(one, device))
+        Worker(folder, number, served, models).run(
+            [_time(one, model) for one, model in zip(served, models, strict=True)]
+        )
+
+
+def _open(served: Served, device: str) -> Runnable:
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    return open_model(served.model, device, threads)
+
+
+def _time(served: Served, model: Runnable) -> list[tuple[int, float]]:
+    """What batches take, where the deployment does not say; in any case the model has run once."""
+    if served.model.model is None:
+        return []
+    if served.model.latency is not None:
+        rows = warm_up(model, name=served.name, longest_s=served.model.slo, budget_s=_BRIEFLY_S, repeats=1)
+    else:
+        rows = warm_up(model, name=served.name, longest_s=served.model.slo)
+    return [(row.batch_size, row.seconds) for row in rows]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

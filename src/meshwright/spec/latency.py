@@ -1,0 +1,82 @@
+"""How long batches of a served model take, by their size: a line, or lines between sizes that were measured."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from meshwright.spec.bounds import check_bounds
+from meshwright.spec.errors import ServingError
+from meshwright.spec.quantities import Seconds
+
+NO_TIME = Seconds(0)
+LONGEST = 86_400.0
+LARGEST_BATCH = 65_536
+
+_check = partial(check_bounds, ServingError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Seconds of a batch of b: ``alpha`` b + ``beta``; no batch is larger than ``largest``.
+
+    Instead of the two, ``points`` are measured sizes and what each takes, both ascending. Lines lie between them;
+    before the first, batches take as long as that one, and behind the last goes on what lies before it.
+    """
+
+    alpha: Seconds = NO_TIME
+    beta: Seconds = NO_TIME
+    largest: int = 1024
+    points: tuple[tuple[int, Seconds], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check("A latency", alpha=(0.0, self.alpha, LONGEST), beta=(0.0, self.beta, LONGEST))
+        _check("A latency", largest=(1, self.largest, LARGEST_BATCH))
+        if self.points:
+            self._check_points()
+        if self.of(1) < 1e-8:
+            raise ServingError(
+                f"A batch of one takes {self.of(1):g} s; expected 10 ns or more. Check "
+                f"{'the points' if self.points else 'alpha and beta'}."
+            )
+
+    @classmethod
+    def through(cls, measured: Iterable[tuple[int, float]]) -> Latency:
+        """The latency of measured sizes, of which the last is the largest.
+
+        What a larger batch took less for is taken for noise: it counts as long as the smaller one.
+        """
+        points: list[tuple[int, Seconds]] = []
+        for size, seconds in sorted(measured):
+            points.append((size, Seconds(max(seconds, points[-1][1] if points else 0.0))))
+        return cls(points=tuple(points), largest=points[-1][0])
+
+    def of(self, batch: float) -> float:
+        """Seconds of a batch."""
+        if not self.points:
+            return self.alpha * batch + self.beta
+        place = max(bisect_right(self.points, batch, key=lambda point: point[0]), 1)
+        size, seconds = self.points[place - 1]
+        return seconds + self._slope(place) * max(batch - size, 0.0)
+
+    def _slope(self, place: int) -> float:
+        """Seconds per sample behind this many points, of which there is one or more."""
+        if len(self.points) == 1:
+            return 0.0
+        (size, seconds), (next_size, next_seconds) = self.points[min(place, len(self.points) - 1) - 1 :][:2]
+        return (next_seconds - seconds) / (next_size - size)
+
+    def _check_points(self) -> None:
+        if self.alpha or self.beta:
+            raise ServingError("A latency has points, and alpha or beta as well. Give either a line or points.")
+        for size, seconds in self.points:
+            _check("A point of a latency", size=(1, size, LARGEST_BATCH), seconds=(0.0, seconds, LONGEST))
+        for (size, seconds), (next_size, next_seconds) in zip(self.points, self.points[1:], strict=False):
+            if next_size <= size or next_seconds < seconds:
+                raise ServingError(
+                    f"Points of a latency: batches of {size} take {seconds:g} s, and then batches of {next_size} "
+                    f"{next_seconds:g} s; expected ascending sizes that never take less. Sort them, and give a size "
+                    "that takes less the time of the smaller one."
+                )

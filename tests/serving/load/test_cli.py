@@ -1,0 +1,122 @@
+"""`serve load` as users type it: what is printed, written and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import invoke
+from tests.serving.load.stub import MODELS, Stub, double, respond
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def load(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(url, *options):
+        code = invoke(["serve", "load", url, *map(str, options)])
+        captured = capsys.readouterr()
+        return code, captured.out, " ".join(captured.err.split())
+
+    return run
+
+
+def test_figures_as_a_table_and_as_json(load):
+    options = ("--rate", 200, "--seconds", 1, "--deadline", "2 s", "--seed", 3, "--binary", "--rows", 2)
+    Path("token").write_text("secret\n")
+    with Stub() as stub:
+        code, out, _ = load(stub.url, *options, "--token-file", "token")
+        assert code == 0
+        assert "requests per second answered in time (100.00 %)" in out
+        assert "per request." in out
+        code, out, _ = load(stub.url, *options, "--model", "cat", "--out", "found.json", "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert json.loads(Path("found.json").read_text()) == document
+    assert document["num_requests"] == document["num_in_time"] == len(stub.requests) / 2
+    assert [model["model"] for model in document["models"]] == ["cat"]
+    assert document["statuses"] == {"200": document["num_requests"]}
+    assert document["lateness_p50_s"] <= document["lateness_p99_s"] <= document["lateness_max_s"]
+    assert document["p50_s"] <= document["p90_s"] <= document["p99_s"] <= document["p999_s"] <= document["max_s"]
+    assert sum(row["num_in_time"] for row in document["series"]) == document["num_requests"]
+    (request, *_) = stub.requests
+    assert request.headers["authorization"] == "Bearer secret"
+    assert request.document["inputs"][0]["shape"] == [2, 4]
+    assert request.document["parameters"] == {"timeout": 2_000_000, "binary_data_output": True}
+
+
+def test_a_deployment(load):
+    Path("served.toml").write_text(
+        'schema = "meshwright/deployment/1"\ndevices = 1\n'
+        '[[models]]\nname = "cat"\nslo = "5 s"\ncopies = 2\nlatency = { alpha = "1 ms", beta = "1 ms" }\n'
+        'arrivals = { kind = "poisson", rate = 40 }\n'
+        '[[models]]\nname = "dog"\nslo = "4 s"\nlatency = { alpha = "1 ms", beta = "1 ms" }\n'
+        'arrivals = { kind = "gamma", rate = 40, shape = 0.5 }\n'
+    )
+    with Stub(models=dict.fromkeys(("cat-0", "cat-1", "dog"), MODELS["cat"])) as stub:
+        code, out, _ = load(stub.url, "--deployment", "served.toml", "--seconds", 1)
+    assert code == 0
+    assert "total" in out
+    timeouts = {(request.model, request.document["parameters"]["timeout"]) for request in stub.requests}
+    assert timeouts == {("cat-0", 5_000_000), ("cat-1", 5_000_000), ("dog", 4_000_000)}
+
+
+def test_bursts_and_traces(load):
+    Path("moments.txt").write_text("0.1\n0.2\n0.3\n")
+    with Stub() as stub:
+        assert load(stub.url, "--trace", "moments.txt", "--seconds", 0.5)[0] == 0
+        assert len(stub.requests) == 3
+        assert load(stub.url, "--rate", 100, "--shape", 0.1, "--seconds", 0.5)[0] == 0
+
+
+def test_exit_codes(load):
+    with Stub(lambda request: respond(503, {"error": "full"})) as stub:
+        code, out, _ = load(stub.url, "--rate", 50, "--seconds", 0.5)
+        assert code == 1
+        assert "with status 503" in out
+        stub.answer = lambda request: double(request) if request.number % 5 else respond(500, {"error": "no"})
+        assert load(stub.url, "--rate", 50, "--seconds", 0.5)[0] == 0
+        stub.answer = lambda request: double(request, None if request.number % 5 else "7777777777")
+        code, out, _ = load(stub.url, "--rate", 50, "--seconds", 0.5)
+        assert code == 1
+        assert "wrong" in out
+
+
+def test_a_server_of_several_models_asks_for_one(load):
+    with Stub(models={"cat": MODELS["cat"], "dog": MODELS["cat"]}) as stub:
+        code, out, err = load(stub.url, "--rate", 1)
+    assert (code, out) == (1, "")
+    assert "has 2 models (known are cat, dog). Give --model NAME" in err
+
+
+def test_a_server_that_is_down(load):
+    with Stub() as stub:
+        pass
+    for options in ((), ("--model", "cat")):
+        code, out, err = load(stub.url, "--rate", 1, *options)
+        assert (code, out) == (1, "")
+        assert "No server answers at 127.0.0.1" in err
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ((), 1, "Nothing says when requests come"),
+        (("--rate", 1, "--trace", "x"), 1, "--trace says what arrives, and --rate too"),
+        (("--deployment", "x.toml", "--model", "cat"), 1, "--deployment says what arrives, and --model too"),
+        (("--shape", 1), 1, "Nothing says when requests come"),
+        (("--rate", 1, "--deadline", "50"), 2, "has no unit"),
+        (("--rate", 1, "--out", "x.csv"), 1, "ends in .json"),
+        (("--rate", 1, "--token-file", "missing"), 1, "missing"),
+    ],
+)
+def test_what_is_refused(load, options, code, message):
+    found, out, err = load("http://127.0.0.1:9", *options)
+    assert (found, out) == (code, "")
+    assert message in err
