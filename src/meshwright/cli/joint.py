@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from meshwright.spec.units import format_count, format_percent
 
 if TYPE_CHECKING:
-    from meshwright.spec.deployment import Deployment, Query, Trunk
+    from meshwright.spec.deployment import Deployment
+    from meshwright.spec.joint_models import Query, Trunk
 
 
 def joint_rows(deployment: Deployment) -> dict[str, list[dict[str, Any]]]:

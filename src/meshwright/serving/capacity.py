@@ -17,7 +17,7 @@ from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.simulation import IN_TIME, ServingResult, simulate_deployment
 from meshwright.spec import Deployment, ServingError
-from meshwright.spec.deployment import MOST_DEVICES
+from meshwright.spec.groups import MOST_DEVICES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -12,21 +12,16 @@ from meshwright.spec.codec import (
 from meshwright.spec.deployment import (
     DATATYPES,
     Arrivals,
-    Call,
     Deployment,
     Diurnal,
     Gamma,
-    Group,
-    Head,
     Outage,
     Poisson,
-    Query,
     ServedModel,
     Server,
     Straggler,
     TensorSpec,
     Trace,
-    Trunk,
     read_deployment,
     write_deployment,
 )
@@ -57,6 +52,7 @@ from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.files import read_regular, write_text
 from meshwright.spec.graph import Extent, Graph, Layer, Op, Tensor
+from meshwright.spec.groups import Group
 from meshwright.spec.instructions import (
     AllGather,
     AllReduce,
@@ -79,6 +75,7 @@ from meshwright.spec.instructions import (
     Sum,
     instruction_name,
 )
+from meshwright.spec.joint_models import Call, Head, Query, Trunk
 from meshwright.spec.latency import Latency
 from meshwright.spec.measurements import (
     MAX_SECONDS,

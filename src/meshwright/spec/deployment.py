@@ -25,17 +25,17 @@ from typing import ClassVar
 from meshwright.spec.bounds import check_bounds
 from meshwright.spec.codec import decode_document, write_document
 from meshwright.spec.errors import DocumentError, ServingError, suggest
+from meshwright.spec.groups import MOST_DEVICES, Group, check_groups, check_memory
+from meshwright.spec.joint_models import MOST_RATE, Query, Trunk
 from meshwright.spec.latency import LONGEST, NO_TIME, Latency
 from meshwright.spec.parsing import read_data
 from meshwright.spec.quantities import Bytes, Seconds
-from meshwright.spec.units import format_bytes
 
-_MOST_RATE = 1e9
 _YEAR = 366 * LONGEST
 A_DAY, A_MINUTE = Seconds(86_400.0), Seconds(60.0)
 # What sums of bytes may be off by.
 _ROUNDING = 1 + 1e-9
-MOST_DEVICES, MOST_MODELS, LARGEST_SAMPLE = 1_000_000, 100_000, 2**30
+MOST_MODELS, LARGEST_SAMPLE = 100_000, 2**30
 
 
 _check = partial(check_bounds, ServingError)
@@ -49,7 +49,7 @@ class Poisson:
     rate: float
 
     def __post_init__(self) -> None:
-        _check("Poisson arrivals", rate=(0.0, self.rate, _MOST_RATE))
+        _check("Poisson arrivals", rate=(0.0, self.rate, MOST_RATE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Gamma:
     shape: float
 
     def __post_init__(self) -> None:
-        _check("Gamma arrivals", rate=(0.0, self.rate, _MOST_RATE), shape=(1e-3, self.shape, 1e3))
+        _check("Gamma arrivals", rate=(0.0, self.rate, MOST_RATE), shape=(1e-3, self.shape, 1e3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Diurnal:
     period: Seconds = A_DAY
 
     def __post_init__(self) -> None:
-        _check("Diurnal arrivals", low=(0.0, self.low, self.high), high=(0.0, self.high, _MOST_RATE))
+        _check("Diurnal arrivals", low=(0.0, self.low, self.high), high=(0.0, self.high, MOST_RATE))
         _check("Diurnal arrivals", period=(1e-3, self.period, _YEAR))
 
     @property
@@ -281,115 +281,6 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """So many devices, each of which holds these models (with all their copies), and no others serve their requests.
-
-    A model's requests are dealt out to the groups that hold it, by ``weights``, one for each of ``models``: by default
-    the number of devices.
-    """
-
-    devices: int
-    models: tuple[str, ...]
-    weights: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check("A group", devices=(1, self.devices, MOST_DEVICES))
-        if len(set(self.models)) < len(self.models):
-            raise ServingError(f"A group names a model twice: {', '.join(self.models)}. Name each once.")
-        if self.weights and len(self.weights) != len(self.models):
-            raise ServingError(
-                f"A group has {len(self.models)} models and {len(self.weights)} weights; expected a weight for each."
-            )
-        for weight in self.weights:
-            _check("A group", weight=(1e-9, weight, _MOST_RATE))
-
-    def weight_of(self, model: str) -> float:
-        """The weight of a model; 0 if it is not held."""
-        if model not in self.models:
-            return 0.0
-        return self.weights[self.models.index(model)] if self.weights else float(self.devices)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A model that a query asks: ``fan_out`` requests for each request of the call ``after`` which it comes."""
-
-    name: str
-    latency: Latency
-    after: str | None = None
-    fan_out: float = 1.0
-    memory: Bytes | None = None
-
-    def __post_init__(self) -> None:
-        _check(f"Call {self.name!r}", fan_out=(0.0, self.fan_out, 1e6))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
-    """So many queries a second ask for ``calls``, the first of which is the root of their tree, within ``slo`` in all.
-
-    A call stands behind the one that it comes after.
-    """
-
-    name: str
-    slo: Seconds
-    rate: float
-    calls: tuple[Call, ...]
-
-    def __post_init__(self) -> None:
-        what = f"Query {self.name!r}"
-        _check(what, slo=(1e-6, self.slo, LONGEST), rate=(0.0, self.rate, _MOST_RATE), calls=(1, len(self.calls), 100))
-        before, rates = list[str](), dict[str | None, float]()
-        for call in self.calls:
-            if call.name in before:
-                raise ServingError(f"{what} has two calls {call.name!r}. Give each its own name.")
-            if (call.after is None) != (not before) or (call.after is not None and call.after not in before):
-                raise ServingError(
-                    f"{what}: call {call.name!r} comes after {call.after!r}; expected "
-                    f"{'one of ' + ', '.join(before) if before else 'none, as it is the first'}."
-                )
-            before.append(call.name)
-            rates[call.name] = rates[call.after] * call.fan_out if call.after else self.rate
-            _check(f"{what}, call {call.name!r}", rate=(0.0, rates[call.name], _MOST_RATE))
-        if self.calls[0].fan_out != 1.0:
-            raise ServingError(f"{what}: its first call has a fan_out, but each query asks for it once. Leave it out.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """What a model computes from its trunk's output: ``latency`` and ``memory`` are those of its own layers."""
-
-    name: str
-    latency: Latency
-    rate: float
-    memory: Bytes | None = None
-
-    def __post_init__(self) -> None:
-        _check(f"Head {self.name!r}", rate=(0.0, self.rate, _MOST_RATE))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trunk:
-    """Models with one SLO whose first layers are the same: these run once for a batch of all their requests.
-
-    ``latency`` and ``memory`` are those of the shared layers.
-    """
-
-    name: str
-    slo: Seconds
-    latency: Latency
-    heads: tuple[Head, ...]
-    memory: Bytes | None = None
-
-    def __post_init__(self) -> None:
-        what = f"Trunk {self.name!r}"
-        _check(what, slo=(1e-6, self.slo, LONGEST), heads=(1, len(self.heads), 10_000))
-        names = [head.name for head in self.heads]
-        if len(set(names)) < len(names):
-            raise ServingError(f"{what} has two heads of one name. Give each its own.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """See the module's docstring.
 
@@ -435,8 +326,8 @@ class Deployment:
                 raise ServingError(
                     f"A trouble is of device {trouble.device}; there are {self.devices}, from 0 to {self.devices - 1}."
                 )
-        _check_groups(self, names)
-        _check_memory(self)
+        check_groups(self, names)
+        check_memory(self)
 
     def memory_of(self, models: Iterable[str]) -> float:
         """Bytes of each device that holds these models with all their copies."""
@@ -446,48 +337,6 @@ class Deployment:
     def has_room(self, models: Iterable[str]) -> bool:
         """Whether a device can hold these models with all their copies."""
         return self.device_memory is None or self.memory_of(models) <= self.device_memory * _ROUNDING
-
-
-def _check_groups(deployment: Deployment, names: list[str]) -> None:
-    taken = sum(group.devices for group in deployment.groups)
-    if taken > deployment.devices:
-        raise ServingError(
-            f"The groups have {taken} devices, and the deployment {deployment.devices}. Give it as many, or smaller "
-            "groups."
-        )
-    known = set(names)
-    for group in deployment.groups:
-        for name in group.models:
-            if name not in known:
-                raise ServingError(
-                    f"A group holds {name!r}, which is no model of this deployment{suggest(name, names)}."
-                )
-
-
-def _check_memory(deployment: Deployment) -> None:
-    """What cannot fit, however models are placed; and groups that do not."""
-    limit = deployment.device_memory
-    if limit is None:
-        return
-    _check("A deployment", device_memory=(1.0, limit, 1e18))
-    for model in deployment.models:
-        if model.memory is None:
-            raise ServingError(
-                f"Model {model.name!r} has no memory, so that nobody can tell whether it fits into device_memory. Give "
-                'it, as memory = "2 GiB", or leave device_memory out.'
-            )
-        if model.memory > limit:
-            raise ServingError(
-                f"Model {model.name!r} takes {format_bytes(model.memory)}, and a device has {format_bytes(limit)}. "
-                "Give devices more memory, or a smaller model."
-            )
-    for place, group in enumerate(deployment.groups):
-        if not deployment.has_room(group.models):
-            raise ServingError(
-                f"The models of group {place} ({', '.join(group.models[:9])}) take "
-                f"{format_bytes(deployment.memory_of(group.models))}, and a device has {format_bytes(limit)}. Put some "
-                "of them into another group, or let `simulate --place best` do so."
-            )
 
 
 def read_deployment(path: Path | str) -> Deployment:
