@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.serving import find_goodput, load_policy, simulate_deployment
+from meshwright.serving import (
+    devices_of,
+    devices_shared,
+    find_goodput,
+    load_policy,
+    simulate_deployment,
+    split_evenly,
+    split_time,
+)
 from meshwright.spec import BatchMeasurement, Measurements, read_deployment, write_document
 from tests.spec.examples import PLAN
 
@@ -127,6 +135,144 @@ def test_results_are_written(serve):
     assert json.loads(Path("result.json").read_text()) == facts(serve)
 
 
+ROOM = """
+[[models]]
+name = "bird"
+slo = "100 ms"
+latency = { alpha = "2 ms", beta = "10 ms" }
+memory = "3 GiB"
+arrivals = { kind = "poisson", rate = 40 }
+"""
+
+
+def in_memory(limit):
+    text = DEPLOYMENT.replace("devices = 2", f'devices = 2\ndevice_memory = "{limit} GiB"')
+    return text.replace("[[models]]\n", '[[models]]\nmemory = "2 GiB"\n') + ROOM
+
+
+def test_models_are_placed_and_written(serve, run):
+    Path("served.toml").write_text(in_memory(5))
+    assert "All models together take 9 GiB, and a device has 5 GiB" in refused(serve)
+    found = facts(serve, "--place", "simulated", "--out", "placed.toml")
+    assert (found["method"], found["num_devices"], found["out"]) == ("simulated", 2, "placed.toml")
+    assert found["in_time_share"] <= found["bound_in_time_share"] == 1
+    placed = read_deployment("placed.toml")
+    assert [group["models"] for group in found["groups"]] == [list(group.models) for group in placed.groups]
+    assert all(0 < group["memory_bytes"] <= 5 * 2**30 for group in found["groups"])
+    assert all(0 < group["busy_share"] < 1 for group in found["groups"])
+    # What was printed is what the written deployment does.
+    code, out, _ = run("simulate", "placed.toml", "--seconds", "2", "--json")
+    assert code == 0
+    assert {**found, "models": json.loads(out)["models"]} == found
+    code, out, _ = serve("--place", "best", "--out", "placed.json")
+    assert code == 0
+    for words in (
+        "2 devices answer",
+        "no placement could answer more than 100.00 %",
+        "written to placed.json",
+    ):
+        assert words in out
+    assert sum(group.devices for group in read_deployment("placed.json").groups) == 2
+
+
+def test_the_fewest_devices_with_models_placed_on_them(serve):
+    Path("served.toml").write_text(in_memory(3))
+    found = facts(serve, "--place", "replication", "--capacity")
+    # Cat, two dogs and a bird, one on each device at most.
+    assert found["num_devices"] == 4
+    assert sum(group["num_devices"] for group in found["groups"]) == found["num_devices"]
+    assert min(model["in_time_share"] for model in found["models"]) >= 0.99
+    assert found["staggered_devices"] < found["num_devices"]
+    assert "took turns" in serve("--place", "replication", "--capacity")[1]
+
+
+def test_groups_of_a_file_are_replaced(serve):
+    text = DEPLOYMENT + '[[groups]]\ndevices = 1\nmodels = ["cat"]\n'
+    Path("served.toml").write_text(text)
+    assert facts(serve)["models"][1]["num_unplaced"] > 0
+    assert facts(serve, "--place", "replication")["in_time_share"] > 0.9
+    assert "has groups, whose numbers of devices are given" in refused(serve, "--capacity")
+
+
+ASKING = """
+schema = "meshwright/deployment/1"
+devices = 4
+policy = "symphony"
+[[queries]]
+name = "street"
+slo = "300 ms"
+rate = 50
+calls = [
+    { name = "find", latency = { alpha = "10 ms", beta = "30 ms", largest = 32 } },
+    { name = "cars", after = "find", fan_out = 3, latency = { alpha = "1 ms", beta = "5 ms" } },
+]
+"""
+
+
+def test_queries_are_split_and_simulated(serve):
+    Path("served.toml").write_text(ASKING)
+    found = facts(serve)
+    (query,) = read_deployment("served.toml").queries
+    times, even = split_time(query), split_evenly(query)
+    (row,) = found["queries"]
+    assert [call["time_s"] for call in row["calls"]] == [times["find"], times["cars"]]
+    assert [call["even_time_s"] for call in row["calls"]] == [even["find"], even["cars"]] == [0.15, 0.15]
+    assert [call["requests_per_s"] for call in row["calls"]] == [50, 150]
+    assert row["staggered_devices"] == devices_of(query, times) < row["even_devices"] == devices_of(query, even)
+    assert [model["model"] for model in found["models"]] == ["street.find", "street.cars"]
+    saved = 100 * (1 - row["staggered_devices"] / row["even_devices"])
+    out = " ".join(serve()[1].split())
+    assert f"with an even split ({saved:.1f} % saved)" in out
+    # Each way to ask about a deployment knows its queries.
+    assert facts(serve, "--goodput")["policies"][0]["scale"] > 0
+    assert facts(serve, "--capacity")["policies"][0]["staggered_devices"] == row["staggered_devices"]
+    assert facts(serve, "--place", "replication")["groups"][0]["models"] == ["street.find", "street.cars"]
+    cases = facts(serve, "--sweep", "queries.0.rate=10,50")["cases"]
+    assert cases[0]["requests_per_s"] < cases[1]["requests_per_s"]
+
+
+def test_trunks_are_shared(serve):
+    text = """
+schema = "meshwright/deployment/1"
+devices = 2
+policy = "symphony"
+[[trunks]]
+name = "faces"
+slo = "100 ms"
+latency = { alpha = "2 ms", beta = "8 ms" }
+heads = [
+    { name = "age", rate = 100, latency = { alpha = "0.1 ms", beta = "0.3 ms" } },
+    { name = "name", rate = 100, latency = { alpha = "0.1 ms", beta = "0.3 ms" } },
+]
+"""
+    Path("served.toml").write_text(text)
+    found = facts(serve)
+    together, apart = devices_shared(read_deployment("served.toml").trunks[0])
+    assert found["trunks"] == [
+        {"trunk": "faces", "num_heads": 2, "staggered_devices": together, "apart_devices": apart}
+    ]
+    assert [model["model"] for model in found["models"]] == ["faces"]
+    assert f"{together:.2f} devices would do for its 2 heads together, {apart:.2f} with" in " ".join(serve()[1].split())
+    Path("served.toml").write_text(text.replace("rate = 100", "rate = 0"))
+    assert facts(serve)["requests_per_s"] == 0
+    slow = text.replace(
+        'name = "name", rate = 100, latency = { alpha = "0.1 ms"',
+        'name = "name", rate = 1, latency = { alpha = "91 ms"',
+    )
+    Path("served.toml").write_text(slow)
+    assert facts(serve)["trunks"][0]["apart_devices"] is None
+    assert "no number with a trunk for each head" in " ".join(serve()[1].split())
+
+
+def test_splits_that_cannot_be(serve):
+    Path("served.toml").write_text(ASKING.replace("300 ms", "70 ms"))
+    found = facts(serve)
+    assert found["queries"][0]["even_devices"] is None
+    assert "split evenly, some call would have less time than a batch of one takes" in " ".join(serve()[1].split())
+    Path("served.toml").write_text(ASKING.replace("300 ms", "45 ms"))
+    assert "Query 'street': no split of 0.045 s in 100 parts" in refused(serve)
+
+
 def test_a_sweep_is_a_table_a_file_and_a_plot(serve):
     sweep = ("--sweep", "devices=1,2", "--sweep", "policy=eager,symphony")
     code, out, err = serve(*sweep, "--out", "cases.csv", "--plot", "cases.svg", "--figure", "goodput_per_s")
@@ -169,6 +315,11 @@ def test_a_sweep_is_a_table_a_file_and_a_plot(serve):
         (("--sweep", "device=1,2"), "did you mean 'devices'"),
         (("--sweep", "devices"), "names no values"),
         (("--policy", "shepherd:factor=50"), "expected more than 100"),
+        (("--place", "simulatd"), "did you mean 'simulated'?"),
+        (("--place", "best", "--against", "eager"), "Leave --sweep, --against, --goodput out"),
+        (("--place", "best", "--goodput"), "Leave --sweep, --against, --goodput out"),
+        (("--place", "best", "--sweep", "devices=1,2"), "Leave --sweep, --against, --goodput out"),
+        (("--place", "best", "--out", "x.csv"), "ends in .toml or .json"),
     ],
 )
 def test_what_is_refused(serve, options, words):
@@ -185,7 +336,14 @@ def test_rates_of_nothing_have_no_highest_multiple(serve):
 
 def test_options_of_deployments_say_nothing_about_plans(run):
     write_document(PLAN, "plan.json")
-    for option in (["--policy", "eager"], ["--seconds", "3"], ["--seed", "1"], ["--scale", "2"], ["--goodput"]):
+    for option in (
+        ["--policy", "eager"],
+        ["--seconds", "3"],
+        ["--seed", "1"],
+        ["--scale", "2"],
+        ["--goodput"],
+        ["--place", "best"],
+    ):
         code, _, err = run("simulate", "plan.json", *option)
         assert code == 1
         assert f"{option[0]} is about a deployment" in " ".join(err.split())

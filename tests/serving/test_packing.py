@@ -13,7 +13,10 @@ from meshwright.serving.policies.pool import NEVER
 
 @st.composite
 def cases(draw, most_models=4, most_rate=2.5):
-    """(latencies, largest batches, SLOs in ns, rates per ns) of some models; two batches of one fit into each SLO."""
+    """(latencies, largest batches, SLOs in ns, rates per ns, shares of memory) of some models.
+
+    Two batches of one fit into each SLO, and each model into a device.
+    """
     num_models = draw(st.integers(1, most_models))
     largest = [draw(st.integers(1, 16)) for _ in range(num_models)]
     latency = np.full((num_models, max(largest) + 1), NEVER)
@@ -25,13 +28,14 @@ def cases(draw, most_models=4, most_rate=2.5):
         slo.append(int(latency[model, 1] * draw(st.floats(2, 30))) + 1)
         # As a multiple of what one device serves in batches of one.
         rates.append(draw(st.just(0.0) | st.floats(1e-4, most_rate)) / float(latency[model, 1]))
-    return latency, np.array(largest), np.array(slo), np.array(rates)
+    memory = draw(st.just([0.0] * num_models) | st.lists(st.floats(0, 1), min_size=num_models, max_size=num_models))
+    return latency, np.array(largest), np.array(slo), np.array(rates), np.array(memory)
 
 
 def packed(case, num_devices, function=pack):
-    latency, largest, slo, rates = case
+    latency, largest, slo, rates, memory = case
     table = np.zeros((len(rates) + num_devices, 6))
-    count = function(latency.ravel().copy(), latency.shape[1], largest, slo, rates, num_devices, table)
+    count = function(latency.ravel().copy(), latency.shape[1], largest, slo, rates, memory, num_devices, table)
     return count, table[: max(count, 0)]
 
 
@@ -41,11 +45,12 @@ def saturating(latency, slo):
 
 def check(case, table, num_devices, multiple=1.0):
     """Is what a table says possible, and enough for the rates?"""
-    latency, _, slo, rates = case
+    latency, _, slo, rates, memory = case
     assert set(table[:, DEVICE_OF]) <= set(range(num_devices))
     for device in set(table[:, DEVICE_OF]):
         rows = table[table[:, DEVICE_OF] == device]
         cycle = rows[0, CYCLE]
+        assert sum(memory[int(row[MODEL_OF])] for row in rows) <= 1 + 1e-6
         assert (rows[:, CYCLE] == cycle).all()
         used = sum(latency[int(row[MODEL_OF]), int(row[BATCH])] for row in rows)
         assert used <= cycle * (1 + 1e-9)
@@ -67,7 +72,7 @@ def check(case, table, num_devices, multiple=1.0):
 @settings(max_examples=200)
 def test_what_is_packed_is_possible(case, num_devices):
     count, table = packed(case, num_devices)
-    latency, _, slo, rates = case
+    latency, _, slo, rates, _ = case
     whole = residues = 0
     for model, rate in enumerate(rates):
         full = saturating(latency[model], slo[model])
@@ -97,7 +102,7 @@ def partitions(items):
 @settings(max_examples=200)
 def test_what_could_be_together_by_no_partition_is_not_refused_wrongly(case):
     """Models of parts of devices only: no packing has fewer devices than the best partition, by its own cycles."""
-    latency, largest, slo, rates = case
+    latency, largest, slo, rates, memory = case
     cycles = {}
     for model, rate in enumerate(rates):
         if rate > 0:
@@ -113,7 +118,8 @@ def test_what_could_be_together_by_no_partition_is_not_refused_wrongly(case):
             return False
         lengths = [latency[model, batch] for model, batch in zip(group, batches, strict=True)]
         in_time = all(cycle + length <= slo[model] for model, length in zip(group, lengths, strict=True))
-        return len(group) == 1 or (in_time and sum(lengths) <= cycle)
+        is_held = sum(memory[model] for model in group) <= 1 + 1e-9
+        return len(group) == 1 or (in_time and sum(lengths) <= cycle and is_held)
 
     best = min(len(groups) for groups in partitions(list(cycles)) if all(map(fits, groups)))
     needed = next(devices for devices in range(1, 9) if packed(case, devices)[0] >= 0)
@@ -124,7 +130,7 @@ def test_what_could_be_together_by_no_partition_is_not_refused_wrongly(case):
 
 @given(cases(), st.integers(4, 12))
 def test_the_multiple_is_possible_and_the_one_where_halving_ends(case, num_devices):
-    latency, largest, slo, rates = case
+    latency, largest, slo, rates, memory = case
     assume(rates.any())
     count, table = packed(case, num_devices, pack_all)
     assert count > 0
@@ -133,7 +139,7 @@ def test_the_multiple_is_possible_and_the_one_where_halving_ends(case, num_devic
     check(case, table, num_devices, multiple)
 
     def fits(factor):
-        return packed((latency, largest, slo, rates * factor), num_devices)[0] >= 0
+        return packed((latency, largest, slo, rates * factor, memory), num_devices)[0] >= 0
 
     low, high = 0.0, 1.0
     while high < 1e6 and fits(high):
@@ -146,6 +152,6 @@ def test_the_multiple_is_possible_and_the_one_where_halving_ends(case, num_devic
 
 
 def test_a_rate_beyond_all_numbers_needs_more_devices_than_there_are():
-    case = (np.array([[0, 8 * 10**13]]), np.array([1]), np.array([2 * 10**14]), np.array([1e7]))
+    case = (np.array([[0, 8 * 10**13]]), np.array([1]), np.array([2 * 10**14]), np.array([1e7]), np.zeros(1))
     assert packed(case, 3)[0] == -1
     assert packed(case, 3, pack_all)[0] == 0

@@ -4,6 +4,7 @@ import numpy as np
 
 from meshwright.spec import (
     BatchMeasurement,
+    Call,
     Cluster,
     Deployment,
     DeviceGroup,
@@ -13,6 +14,8 @@ from meshwright.spec import (
     Gamma,
     GradientExchange,
     Graph,
+    Group,
+    Head,
     Latency,
     Layer,
     Link,
@@ -31,6 +34,7 @@ from meshwright.spec import (
     Plan,
     Poisson,
     Program,
+    Query,
     Section,
     ServedModel,
     Server,
@@ -42,11 +46,12 @@ from meshwright.spec import (
     Timeline,
     Trace,
     TransferMeasurement,
+    Trunk,
     Workload,
     empty_section,
 )
 from meshwright.spec.cluster import NodePath, Racks
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.quantities import Bytes, Seconds
 from meshwright.spec.sharding import OpPlacement, Sharding
 
 LINK = Link(latency_s=1e-6, bandwidth_bytes_per_s=1e9)
@@ -261,6 +266,7 @@ DEPLOYMENT = Deployment(
             latency=latency,
             arrivals=arrivals,
             copies=2 + place,
+            memory=Bytes(2.0**30),
             model="mine.py:build",
             sequence_length=4,
             image_size=8,
@@ -298,6 +304,41 @@ DEPLOYMENT = Deployment(
         idle=Seconds(6.0),
         longest_deadline=Seconds(7.0),
         connections=100,
+    ),
+    device_memory=Bytes(9 * 2.0**30),
+    groups=(
+        Group(devices=1, models=("model 0", "model 1")),
+        Group(devices=2, models=("model 1", "model 3"), weights=(0.5, 2.0)),
+    ),
+    queries=(
+        Query(
+            name="query",
+            slo=Seconds(0.1),
+            rate=10.0,
+            calls=(
+                Call(name="find", latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005))),
+                Call(
+                    name="tell",
+                    latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005)),
+                    after="find",
+                    fan_out=2.5,
+                    memory=Bytes(2.0**30),
+                ),
+            ),
+        ),
+    ),
+    trunks=(
+        Trunk(
+            name="trunk",
+            slo=Seconds(0.1),
+            latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005)),
+            heads=(
+                Head(
+                    name="head", latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.0)), rate=5.0, memory=Bytes(9.0)
+                ),
+            ),
+            memory=Bytes(2.0**30),
+        ),
     ),
 )
 

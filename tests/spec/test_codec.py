@@ -20,6 +20,7 @@ from meshwright.spec import (
     Offload,
     Plan,
     PlanError,
+    ServingError,
     Workload,
     codec,
     content_hash,
@@ -214,8 +215,8 @@ def test_a_missing_key_is_refused_or_was_optional(kind):
             with pytest.raises(DocumentError, match=key):
                 decode_document(type(document), changed, "here")
         else:
-            # Two keys that need each other (schedule and schedule_hash) are refused by the document itself.
-            with contextlib.suppress(PlanError):
+            # Keys that need each other (schedule and schedule_hash, models and groups) are refused by the document.
+            with contextlib.suppress(PlanError, ServingError):
                 assert not same(document, decode_document(type(document), changed, "here"))
 
 
@@ -245,6 +246,9 @@ def test_wrong_types_are_refused_everywhere(kind):
                 ("model_flops",),
                 ("nvme",),
                 ("until",),
+                ("memory",),
+                ("device_memory",),
+                ("after",),
                 ("latency",),
                 ("model",),
                 ("preprocess",),

@@ -1,23 +1,30 @@
 """Deployment documents: what they may say, and what is refused with its place."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from meshwright.spec import (
+    Call,
     Deployment,
     Diurnal,
     DocumentError,
     Gamma,
+    Group,
+    Head,
     Latency,
     MeshwrightError,
     Outage,
     Poisson,
+    Query,
     ServedModel,
     ServingError,
     Straggler,
     Trace,
+    Trunk,
     read_deployment,
+    write_deployment,
     write_document,
 )
 from meshwright.spec.quantities import Seconds
@@ -194,3 +201,139 @@ def test_what_is_no_number_is_refused_by_every_part(make):
     for bad in (float("nan"), float("inf"), -1.0):
         with pytest.raises(MeshwrightError):
             make(bad)
+
+
+def in_groups(*groups, devices=4, memory=2.0, limit=4.0):
+    models = tuple(replace(MODEL, name=name, memory=memory) for name in "abc")
+    return Deployment(models=models, devices=devices, device_memory=limit, groups=groups)
+
+
+def test_groups_that_fit():
+    found = in_groups(Group(devices=1, models=("a", "b")), Group(devices=2, models=("b",), weights=(0.5,)))
+    assert [found.memory_of(group.models) for group in found.groups] == [4, 2]
+    assert [group.weight_of("b") for group in found.groups] == [1, 0.5]
+    assert found.groups[1].weight_of("a") == 0
+    assert replace(MODEL, memory=None) == MODEL  # memory is asked for only where devices have some
+    # Copies are held one by one, and rounding is no reason to refuse.
+    third = replace(MODEL, copies=3, memory=4.0 / 3)
+    assert Deployment(models=(third,), devices=1, device_memory=4.0, groups=(Group(devices=1, models=("a",)),)).groups
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Group(devices=0, models=("a",)), "devices is 0; expected 1 to"),
+        (lambda: Group(devices=1, models=("a", "a")), "names a model twice: a, a"),
+        (lambda: Group(devices=1, models=("a", "b"), weights=(1.0,)), "2 models and 1 weights"),
+        (lambda: Group(devices=1, models=("a",), weights=(0.0,)), "weight is 0; expected"),
+        (lambda: in_groups(Group(devices=1, models=("d",))), "'d', which is no model of this deployment"),
+        (lambda: in_groups(Group(devices=3, models=()), Group(devices=2, models=())), "have 5 devices, and .* 4"),
+        (lambda: in_groups(Group(devices=1, models=("a", "b", "c"))), r"group 0 \(a, b, c\) take 6 B, .* has 4 B"),
+        (lambda: in_groups(memory=5.0), "'a' takes 5 B, and a device has 4 B"),
+        (lambda: in_groups(memory=None), "'a' has no memory"),
+        (lambda: in_groups(limit=0.0), "device_memory is 0"),
+        (
+            lambda: Deployment(
+                models=(replace(MODEL, copies=3, memory=2.0),),
+                devices=1,
+                device_memory=4.0,
+                groups=(Group(devices=1, models=("a",)),),
+            ),
+            "take 6 B",
+        ),
+    ],
+)
+def test_groups_that_do_not_fit(make, words):
+    with pytest.raises(ServingError, match=words):
+        make()
+
+
+def test_what_is_written_is_read_again_from_any_folder(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "day.txt").write_text("1\n2\n")
+    monkeypatch.chdir(tmp_path)
+    text = GOOD.replace('"poisson", rate = 30', '"trace", file = "day.txt"')
+    text += 'model = "mine.py:build"\nmemory = "1 GiB"\n[[groups]]\ndevices = 1\nmodels = ["a"]\nweights = [2]\n'
+    (tmp_path / "served.toml").write_text(text)
+    found = read_deployment("served.toml")
+    assert found.groups == (Group(devices=1, models=("a",), weights=(2.0,)),)
+    for name in ("inner/placed.toml", "inner/placed.json", "placed.toml"):
+        write_deployment(found, name)
+        monkeypatch.chdir(tmp_path / "inner")
+        again = read_deployment(tmp_path / name)
+        assert Path(again.models[0].arrivals.file).samefile(tmp_path / "day.txt")
+        assert again.groups == found.groups
+        assert Path(again.models[0].model).parent.samefile(tmp_path)
+        assert Path(again.models[0].model).name == "mine.py:build"
+        assert again.models[0].memory == 2**30
+        monkeypatch.chdir(tmp_path)
+
+
+def asking(*calls, rate=10.0):
+    return Query(name="q", slo=0.1, rate=rate, calls=calls)
+
+
+def call(name, after=None, **facts):
+    return Call(name=name, after=after, latency=MODEL.latency, **facts)
+
+
+def test_a_deployment_may_have_queries_alone(tmp_path):
+    text = """
+schema = "meshwright/deployment/1"
+devices = 2
+groups = [{ devices = 1, models = ["q.find"] }]
+[[queries]]
+name = "q"
+slo = "100 ms"
+rate = 10
+calls = [
+    { name = "find", latency = { alpha = "1 ms", beta = "5 ms", largest = 8 } },
+    { name = "tell", after = "find", fan_out = 2.5, latency = { alpha = "1 ms", beta = "5 ms", largest = 8 } },
+]
+"""
+    found = read(tmp_path, text)
+    assert found.queries == (asking(call("find"), call("tell", "find", fan_out=2.5)),)
+    assert found.models == ()
+    assert asking(call("a"), call("b", "a"), call("c", "a"), call("d", "b")).calls[3].after == "b"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (asking, "calls is 0; expected 1 to 100"),
+        (lambda: asking(call("a", "b")), "'a' comes after 'b'; expected none, as it is the first"),
+        (lambda: asking(call("a"), call("b")), "'b' comes after None; expected one of a"),
+        (lambda: asking(call("a"), call("b", "c"), call("c", "a")), "'b' comes after 'c'; expected one of a"),
+        (lambda: asking(call("a"), call("a", "a")), "two calls 'a'"),
+        (lambda: asking(call("a", fan_out=2.0)), "first call has a fan_out"),
+        (lambda: asking(call("a"), call("b", "a", fan_out=-1.0)), "fan_out is -1; expected 0 to"),
+        (lambda: asking(call("a"), call("b", "a", fan_out=1e6), rate=1e6), "call 'b': rate is 1e[+]12; expected"),
+        (lambda: asking(call("a"), rate=-1.0), "rate is -1"),
+        (lambda: Deployment(models=(replace(MODEL, name="q.a"),), devices=1, queries=(asking(call("a")),)), "'q.a'"),
+    ],
+)
+def test_bad_queries_are_refused(make, words):
+    with pytest.raises(ServingError, match=words):
+        make()
+
+
+def test_a_deployment_may_have_trunks_alone(tmp_path):
+    text = """
+schema = "meshwright/deployment/1"
+devices = 2
+[[trunks]]
+name = "t"
+slo = "100 ms"
+latency = { alpha = "1 ms", beta = "5 ms", largest = 8 }
+heads = [{ name = "a", rate = 3, latency = { alpha = "1 ms", beta = "5 ms", largest = 8 } }]
+"""
+    heads = (Head(name="a", latency=MODEL.latency, rate=3.0),)
+    assert read(tmp_path, text).trunks == (Trunk(name="t", slo=0.1, latency=MODEL.latency, heads=heads),)
+    with pytest.raises(ServingError, match="Two models are called 'a'"):
+        Deployment(models=(MODEL,), devices=1, trunks=(Trunk(name="a", slo=1.0, latency=MODEL.latency, heads=heads),))
+    with pytest.raises(ServingError, match="two heads of one name"):
+        Trunk(name="t", slo=0.1, latency=MODEL.latency, heads=heads * 2)
+    with pytest.raises(ServingError, match="heads is 0; expected 1 to"):
+        Trunk(name="t", slo=0.1, latency=MODEL.latency, heads=())
+    with pytest.raises(ServingError, match="rate is -1"):
+        replace(heads[0], rate=-1.0)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from meshwright.cli.joint import describe_joint, joint_rows
 from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.placing import simulate_placed
 from meshwright.cli.sweeps import check_sweep, put_sweep
 from meshwright.spec.codec import document_kind, dump_json, read_document
 from meshwright.spec.deployment import Deployment, read_deployment
@@ -41,7 +43,7 @@ CapacityOption = Annotated[
 ]
 
 # Options that say something about a deployment, and those that say something about nothing else.
-_ONLY_OF_DEPLOYMENTS = ("--policy", "--seconds", "--seed", "--scale", "--goodput", "--capacity")
+_ONLY_OF_DEPLOYMENTS = ("--policy", "--seconds", "--seed", "--scale", "--goodput", "--capacity", "--place")
 _OF_BOTH = ("--measurements", "--against", "--sweep", "--plot", "--figure", "--out", "--json")
 _OF_DEPLOYMENTS = frozenset({*_ONLY_OF_DEPLOYMENTS, *_OF_BOTH})
 _SCHEMA = b"meshwright/deployment/"
@@ -60,6 +62,7 @@ class ServingRequest:
     scale: float
     goodput: bool
     capacity: bool
+    place: str | None
     sweep: Sequence[str]
     out: Path | None
     plot: Path | None
@@ -92,7 +95,14 @@ def refuse_without_deployment(given: Sequence[str]) -> None:
 
 def simulate_serving(path: Path, request: ServingRequest) -> None:
     """Simulate a deployment under a policy, or several, or for many values; print and write what comes of it."""
-    from meshwright.serving import compare_policies, load_policy, simulate_deployment, sweep_deployment, take_latencies
+    from meshwright.serving import (
+        compare_policies,
+        expand_deployment,
+        load_policy,
+        simulate_deployment,
+        sweep_deployment,
+        take_latencies,
+    )
     from meshwright.simulator.scenarios import read_parameter
 
     _refuse_unused(request)
@@ -109,6 +119,10 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
             sweep, path.stem, request.out, request.plot, request.figure, as_json=request.as_json, usual=list(_SHOWN)
         )
         return
+    given, deployment = deployment, expand_deployment(deployment)
+    if request.place is not None:
+        simulate_placed(deployment, policy, request.place, request)
+        return
     if request.capacity:
         _print_capacity(deployment, [policy, *request.against], request)
         return
@@ -124,7 +138,7 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
         result = simulate_deployment(
             deployment, load_policy(policy), request.seconds, seed=request.seed, scale=request.scale
         )
-    _print_result(deployment, policy, result, rows, request)
+    _print_result(deployment, policy, result, rows, request, joint_rows(given))
 
 
 def _read_table(path: Path) -> Measurements:
@@ -141,15 +155,25 @@ def _refuse_unused(request: ServingRequest) -> None:
         raise DocumentError("--goodput changes rates and --capacity devices. Ask for one of them.")
     if request.sweep and (request.against or request.goodput or request.capacity):
         raise DocumentError("--sweep has policies as a parameter (policy=adaptive,symphony). Leave the others out.")
+    if request.place is not None and (request.sweep or request.against or request.goodput):
+        raise DocumentError("--place is for one policy, and for --capacity. Leave --sweep, --against, --goodput out.")
     check_sweep(list(request.sweep), request.out, request.plot, request.figure, {})
     if request.goodput and request.scale != 1:
         raise DocumentError("--goodput looks for the highest scale of all rates. Leave --scale out.")
-    if request.out is not None and not request.sweep and request.out.suffix != ".json":
+    if request.place is not None:
+        if request.out is not None and request.out.suffix not in (".json", ".toml"):
+            raise DocumentError(f"--out {request.out}: choose a name that ends in .toml or .json.")
+    elif request.out is not None and not request.sweep and request.out.suffix != ".json":
         raise DocumentError(f"--out {request.out}: results are written as JSON. Choose a name that ends in .json.")
 
 
 def _print_result(
-    deployment: Deployment, policy: str, result: ServingResult, rows: list[dict[str, Any]], request: ServingRequest
+    deployment: Deployment,
+    policy: str,
+    result: ServingResult,
+    rows: list[dict[str, Any]],
+    request: ServingRequest,
+    joint: dict[str, list[dict[str, Any]]],
 ) -> None:
     from meshwright.report import make_table
 
@@ -160,6 +184,7 @@ def _print_result(
         **result.row(),
         **_bounds(deployment, request.scale),
         "models": models,
+        **joint,
         **({"policies": rows} if rows else {}),
     }
     shown = ("model", "requests_per_s", "in_time_share", "p50_s", "p99_s", "mean_batch")
@@ -171,6 +196,7 @@ def _print_result(
         f"{policy}: {total['goodput_per_s']:.4g} of {total['requests_per_s']:.4g} requests per second in time "
         f"({format_percent(total['in_time_share'], 2)}), devices busy {format_percent(total['busy_share'])}.",
         make_table([{name: row[name] for name in shown} for row in models]),
+        *describe_joint(joint),
         _bound_sentence(deployment, request.scale),
         *((make_table([{name: row[name] for name in compared} for row in rows]),) if rows else ()),
     )
@@ -248,7 +274,8 @@ def _bound_sentence(deployment: Deployment, scale: float) -> str:
     bounds = _bounds(deployment, scale)
     if bounds["staggered_scale"] is None:
         return "Nothing arrives."
+    devices = "devices, if each held all models" if deployment.groups else "devices"
     return (
-        f"Bound of these devices: {bounds['staggered_scale']:.3f} times these rates if devices take turns, "
+        f"Bound of these {devices}: {bounds['staggered_scale']:.3f} times these rates if devices take turns, "
         f"{bounds['uncoordinated_scale']:.3f} times if they do not."
     )

@@ -12,6 +12,7 @@ from meshwright.cli.exchanges import ExchangeOption, compare_ways
 from meshwright.cli.models import JsonOption, MeasurementsOption, VirtualStagesOption, graph_of_plan
 from meshwright.cli.output import grid_width, print_json, print_tables
 from meshwright.cli.pages import HtmlOption, OpenOption, page_path, provenance, put_page
+from meshwright.cli.placing import PlaceOption
 from meshwright.cli.planning import given_options
 from meshwright.cli.scenarios import RunStepsOption, ScenarioOption, SeedsOption, follow_scenario, load_scenarios
 from meshwright.cli.schedules import FindOrdersOption, WholeOption, compare, compared_schedules, place_of_orders
@@ -124,6 +125,7 @@ def simulate(
     scale: ScaleOption = 1.0,
     goodput: GoodputOption = False,
     capacity: CapacityOption = False,
+    place: PlaceOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the timeline to this file (.json).")] = None,
     trace: TraceOption = None,
     trace_ranks: TraceRanksOption = None,
@@ -171,6 +173,7 @@ def simulate(
             scale=scale,
             goodput=goodput,
             capacity=capacity,
+            place=place,
             sweep=sweep or (),
             out=out,
             plot=plot,

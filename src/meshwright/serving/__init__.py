@@ -5,6 +5,10 @@ arrivals      when requests come
 policies      which requests run together, where and when
 simulation    a deployment under a policy, on a virtual clock
 capacity      how many devices these requests need
+placement     which device holds which models
+query_trees   queries that ask several models, and how much time each gets
+trunks        models that share their first layers
+expansion     a deployment whose queries and trunks are models like others
 measured      latencies from a measurement table
 sweeps        a deployment with some of its values changed
 server        answers to requests as they come, by the same policies
@@ -26,15 +30,27 @@ _PUBLIC = {
     "throughput": "meshwright.serving.batching",
     "Capacity": "meshwright.serving.capacity",
     "find_capacity": "meshwright.serving.capacity",
+    "expand_deployment": "meshwright.serving.expansion",
     "take_latencies": "meshwright.serving.measured",
+    "PLACE_METHODS": "meshwright.serving.placement",
+    "PlacedModels": "meshwright.serving.placement",
+    "bound_share": "meshwright.serving.placement",
+    "place_models": "meshwright.serving.placement",
     "POLICY_NAMES": "meshwright.serving.policies.named",
     "load_policy": "meshwright.serving.policies.named",
+    "call_rates": "meshwright.serving.query_trees",
+    "devices_of": "meshwright.serving.query_trees",
+    "split_evenly": "meshwright.serving.query_trees",
+    "split_time": "meshwright.serving.query_trees",
     "Served": "meshwright.serving.simulation",
     "ServingResult": "meshwright.serving.simulation",
     "compare_policies": "meshwright.serving.simulation",
     "find_goodput": "meshwright.serving.simulation",
     "simulate_deployment": "meshwright.serving.simulation",
     "sweep_deployment": "meshwright.serving.sweeps",
+    "devices_shared": "meshwright.serving.trunks",
+    "separate_heads": "meshwright.serving.trunks",
+    "share_trunk": "meshwright.serving.trunks",
 }
 
 __all__ = [*_PUBLIC]  # noqa: PLE0604  (the table is the one list of names)

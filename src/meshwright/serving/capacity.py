@@ -1,20 +1,23 @@
 """How many devices do these requests need? The fewest with which a policy answers enough of every model's in time.
 
 Found by simulation, from the devices that the staggered equation asks for: their number is doubled until it suffices,
-then the interval is halved. That one device less does not suffice is simulated, too.
+then the interval is halved. That one device less does not suffice is simulated, too. Devices hold all models, or those
+that a placement gives them (`placement`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshwright.serving.arrivals import mean_rate
 from meshwright.serving.batching import Equation, devices_for
+from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.simulation import IN_TIME, ServingResult, simulate_deployment
 from meshwright.spec import Deployment, ServingError
-from meshwright.spec.deployment import MOST_DEVICES
+from meshwright.spec.groups import MOST_DEVICES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,15 +43,25 @@ def find_capacity(
     scale: float = 1.0,
     in_time: float = IN_TIME,
     warm_up_s: float = 1.0,
+    place: Callable[[Deployment], Deployment] | None = None,
 ) -> Capacity:
     """The fewest devices that answer this share of each model's requests in time; those of the deployment do not count.
 
-    Raises ServingError where no number of devices does, as with more delay and slack than time.
+    ``place`` gives groups to a deployment of some devices. Raises ServingError where no number of devices does, as with
+    more delay and slack than time, and for a deployment with groups of its own.
     """
+    if deployment.groups:
+        raise ServingError(
+            "The deployment has groups, whose numbers of devices are given. Leave them out, or have them found anew "
+            "for each number of devices: --place best."
+        )
+    deployment = expand_deployment(deployment)
     most = max((trouble.device + 1 for trouble in deployment.troubles), default=1)
 
     def attempt(devices: int) -> ServingResult:
         changed = replace(deployment, devices=devices)
+        if place is not None:
+            changed = place(changed)
         return simulate_deployment(changed, policy, seconds, seed=seed, scale=scale, warm_up_s=warm_up_s)
 
     def suffices(result: ServingResult) -> bool:

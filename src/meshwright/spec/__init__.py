@@ -23,6 +23,7 @@ from meshwright.spec.deployment import (
     TensorSpec,
     Trace,
     read_deployment,
+    write_deployment,
 )
 from meshwright.spec.drives import Nvme
 from meshwright.spec.errors import (
@@ -51,6 +52,7 @@ from meshwright.spec.events import EventSink, NullSink
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.files import read_regular, write_text
 from meshwright.spec.graph import Extent, Graph, Layer, Op, Tensor
+from meshwright.spec.groups import Group
 from meshwright.spec.instructions import (
     AllGather,
     AllReduce,
@@ -73,6 +75,7 @@ from meshwright.spec.instructions import (
     Sum,
     instruction_name,
 )
+from meshwright.spec.joint_models import Call, Head, Query, Trunk
 from meshwright.spec.latency import Latency
 from meshwright.spec.measurements import (
     MAX_SECONDS,
@@ -132,6 +135,7 @@ __all__ = [
     "BackwardInput",
     "BackwardWeight",
     "BatchMeasurement",
+    "Call",
     "CaptureError",
     "Channel",
     "Cluster",
@@ -151,6 +155,8 @@ __all__ = [
     "Graph",
     "GraphError",
     "GraphMismatchError",
+    "Group",
+    "Head",
     "Instruction",
     "Latency",
     "Layer",
@@ -187,6 +193,7 @@ __all__ = [
     "ProgramError",
     "Pull",
     "Push",
+    "Query",
     "Receive",
     "ReduceScatter",
     "Replicate",
@@ -213,6 +220,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "TransferMeasurement",
+    "Trunk",
     "Workload",
     "check_placement",
     "check_plan",
@@ -252,6 +260,7 @@ __all__ = [
     "to_seconds",
     "with_branches",
     "with_recompute",
+    "write_deployment",
     "write_document",
     "write_text",
 ]

@@ -4,30 +4,38 @@
     Arrivals   Poisson · Gamma (bursts) · Diurnal (a day's wave) · Trace (a file of moments)
     Trouble    Straggler · Outage: what happens to devices
     Server     where it listens, and its limits
+    Group      some of the devices, and which models they hold
+    Query      a tree of calls, each of a model
+    Trunk      the first layers of several models, which differ in their heads
 
-All devices of a deployment are alike, and hold all of its models; `Straggler` makes some of them slower than they are
-taken to be. Rates are requests per second.
+All devices of a deployment are alike; `Straggler` makes some of them slower than they are taken to be. They hold all of
+its models, or, where there are groups, those of their group. Rates are requests per second.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from meshwright.spec.bounds import check_bounds
-from meshwright.spec.codec import decode_document
+from meshwright.spec.codec import decode_document, write_document
 from meshwright.spec.errors import DocumentError, ServingError, suggest
+from meshwright.spec.groups import MOST_DEVICES, Group, check_groups, check_memory
+from meshwright.spec.joint_models import MOST_RATE, Query, Trunk
 from meshwright.spec.latency import LONGEST, NO_TIME, Latency
 from meshwright.spec.parsing import read_data
-from meshwright.spec.quantities import Seconds
+from meshwright.spec.quantities import Bytes, Seconds
 
-_MOST_RATE = 1e9
 _YEAR = 366 * LONGEST
 A_DAY, A_MINUTE = Seconds(86_400.0), Seconds(60.0)
-MOST_DEVICES, MOST_MODELS, LARGEST_SAMPLE = 1_000_000, 100_000, 2**30
+# What sums of bytes may be off by.
+_ROUNDING = 1 + 1e-9
+MOST_MODELS, LARGEST_SAMPLE = 100_000, 2**30
 
 
 _check = partial(check_bounds, ServingError)
@@ -41,7 +49,7 @@ class Poisson:
     rate: float
 
     def __post_init__(self) -> None:
-        _check("Poisson arrivals", rate=(0.0, self.rate, _MOST_RATE))
+        _check("Poisson arrivals", rate=(0.0, self.rate, MOST_RATE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +61,7 @@ class Gamma:
     shape: float
 
     def __post_init__(self) -> None:
-        _check("Gamma arrivals", rate=(0.0, self.rate, _MOST_RATE), shape=(1e-3, self.shape, 1e3))
+        _check("Gamma arrivals", rate=(0.0, self.rate, MOST_RATE), shape=(1e-3, self.shape, 1e3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +74,7 @@ class Diurnal:
     period: Seconds = A_DAY
 
     def __post_init__(self) -> None:
-        _check("Diurnal arrivals", low=(0.0, self.low, self.high), high=(0.0, self.high, _MOST_RATE))
+        _check("Diurnal arrivals", low=(0.0, self.low, self.high), high=(0.0, self.high, MOST_RATE))
         _check("Diurnal arrivals", period=(1e-3, self.period, _YEAR))
 
     @property
@@ -150,6 +158,7 @@ class ServedModel:
     ``inputs`` and ``outputs`` are found by trying the model; those that are given rename them, or choose among outputs.
     ``preprocess`` and ``postprocess`` are ``file.py:function``: what makes the model's arguments of ``inputs``, which
     are then given, and what becomes of its outputs.
+    ``memory`` is what one copy takes of a device that holds it.
     """
 
     name: str
@@ -164,6 +173,7 @@ class ServedModel:
     outputs: tuple[TensorSpec, ...] = ()
     preprocess: str | None = None
     postprocess: str | None = None
+    memory: Bytes | None = None
 
     def __post_init__(self) -> None:
         _check(f"Model {self.name!r}", slo=(1e-6, self.slo, LONGEST), copies=(1, self.copies, MOST_MODELS))
@@ -278,9 +288,12 @@ class Deployment:
     between a decision and its begin on an idle device. ``slack``: how long before a deadline batches have to end.
     ``guard``: how much earlier than needed a policy asks to be woken. A server measures those of the three that are 0.
     ``jitter``: deviation of the lognormal factor by which batches take longer or shorter.
+    ``device_memory``: of each device. ``groups`` number the devices one group after the other; devices of none are
+    idle, and requests for models of none are not served. A call of a query is a model called query.call, and a trunk
+    with its heads is one model.
     """
 
-    models: tuple[ServedModel, ...]
+    models: tuple[ServedModel, ...] = ()
     devices: int
     policy: str = "adaptive"
     delay: Seconds = NO_TIME
@@ -289,24 +302,41 @@ class Deployment:
     jitter: float = 0.0
     troubles: tuple[Trouble, ...] = ()
     server: Server = Server()
+    device_memory: Bytes | None = None
+    groups: tuple[Group, ...] = ()
+    queries: tuple[Query, ...] = ()
+    trunks: tuple[Trunk, ...] = ()
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _check("A deployment", devices=(1, self.devices, MOST_DEVICES), jitter=(0.0, self.jitter, 2.0))
         _check("A deployment", **{name: (0.0, getattr(self, name), 60.0) for name in ("delay", "slack", "guard")})
-        if not self.models:
+        if not self.models and not self.queries and not self.trunks:
             raise ServingError("The deployment has no models; expected at least one.")
         names = [model.name for model in self.models]
+        names += [f"{query.name}.{call.name}" for query in self.queries for call in query.calls]
+        names += [trunk.name for trunk in self.trunks]
         again = sorted({name for name in names if names.count(name) > 1})
         if again:
             raise ServingError(f"Two models are called {again[0]!r}. Give each its own name, or use `copies`.")
-        _check("A deployment", models=(1, sum(model.copies for model in self.models), MOST_MODELS))
+        _check("A deployment", models=(0, sum(model.copies for model in self.models), MOST_MODELS))
         for trouble in self.troubles:
             if not 0 <= trouble.device < self.devices:
                 raise ServingError(
                     f"A trouble is of device {trouble.device}; there are {self.devices}, from 0 to {self.devices - 1}."
                 )
+        check_groups(self, names)
+        check_memory(self)
+
+    def memory_of(self, models: Iterable[str]) -> float:
+        """Bytes of each device that holds these models with all their copies."""
+        held = set(models)
+        return math.fsum((model.memory or 0.0) * model.copies for model in self.models if model.name in held)
+
+    def has_room(self, models: Iterable[str]) -> bool:
+        """Whether a device can hold these models with all their copies."""
+        return self.device_memory is None or self.memory_of(models) <= self.device_memory * _ROUNDING
 
 
 def read_deployment(path: Path | str) -> Deployment:
@@ -320,6 +350,33 @@ def read_deployment(path: Path | str) -> Deployment:
     except ServingError as error:
         raise DocumentError(f"{place}: {error}") from None
     return replace(deployment, models=tuple(_located(model, place.parent) for model in deployment.models))
+
+
+def write_deployment(deployment: Deployment, path: Path | str) -> Path:
+    """Write a deployment (.toml, .json) that `read_deployment` reads as the same; files are named from its folder."""
+    folder = Path(path).parent
+    models = []
+    for model in deployment.models:
+        arrivals = model.arrivals
+        if isinstance(arrivals, Trace):
+            arrivals = replace(arrivals, file=os.path.relpath(arrivals.file, folder))
+        models.append(
+            replace(
+                model,
+                arrivals=arrivals,
+                model=_reference_from(model.model, folder),
+                preprocess=_reference_from(model.preprocess, folder),
+                postprocess=_reference_from(model.postprocess, folder),
+            )
+        )
+    return write_document(replace(deployment, models=tuple(models)), path)
+
+
+def _reference_from(reference: str | None, folder: Path) -> str | None:
+    """A file of a reference as it is called from a folder; one in it keeps a suffix or a slash."""
+    if reference is None or not Path(reference).is_absolute():
+        return reference
+    return f"./{os.path.relpath(reference, folder)}"
 
 
 def _located(model: ServedModel, folder: Path) -> ServedModel:

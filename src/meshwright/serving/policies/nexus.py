@@ -182,7 +182,7 @@ def _begin_epoch(pool: Ints, now: int, epoch: int) -> None:
     table = np.zeros((num_models + num_devices, 6))
     latency = pool[pool[LATENCY] : pool[LATENCY] + num_models * pool[ROW]]
     most, slo = pool[pool[MOST] : pool[MOST] + num_models], pool[pool[SLO] : pool[SLO] + num_models]
-    num_slots = pack_all(latency, pool[ROW], most, slo, rates, num_devices, table)
+    num_slots = pack_all(latency, pool[ROW], most, slo, rates, np.zeros(num_models), num_devices, table)
     waiting = _take_all(pool)
     _lay_out(pool, table[:num_slots])
     for model in range(num_models):

@@ -4,7 +4,8 @@ A model with rate r and SLO L takes whole devices first: B is the largest batch 
 B / l(B), and ⌊r l(B) / B⌋ of them are full. What is left, r', goes in rounds: in a duty cycle of D a device runs
 a batch of b = ⌈D r'⌉ of each of its models, which is in time if D + l(b) ≤ L. Alone, D is the largest possible, b / r'
 with the largest b such that (b − 1) / r' + l(b) ≤ L. Models are put together, those that take most of a device first,
-each on the device that is then fullest: D is the least of theirs, batches shrink to it, and it fits if Σ l(b) ≤ D.
+each on the device that is then fullest: D is the least of theirs, batches shrink to it, and it fits if Σ l(b) ≤ D, and
+if the device has memory for all of them.
 
 Everything is in one table of rows (device, model, batch, rate share, duty cycle), which `pack` fills.
 """
@@ -22,13 +23,18 @@ Floats = NDArray[np.float64]
 DEVICE_OF, MODEL_OF, BATCH, SHARE, CYCLE, LOAD = range(6)
 # ⌈D r⌉ with room for rounding, as in the published code.
 _ROUNDING = 1e-3
+# What sums of shares of memory may be off by rounding.
+_ROOM = 1e-9
 
 
 @compiled
-def pack(latency: Ints, row: int, most: Ints, slo: Ints, rates: Floats, num_devices: int, table: Floats) -> int:
+def pack(
+    latency: Ints, row: int, most: Ints, slo: Ints, rates: Floats, memory: Floats, num_devices: int, table: Floats
+) -> int:
     """Fill the table for rates in requests per ns; how many rows it has, or -1 if devices do not suffice.
 
-    ``latency``, ``most`` and ``slo`` as in a pool; the table needs a row for each device and model.
+    ``latency``, ``most`` and ``slo`` as in a pool; ``memory`` is the share of a device's that each model takes. The
+    table needs a row for each device and model.
     """
     num_models = len(rates)
     rows, device = 0, 0
@@ -55,7 +61,7 @@ def pack(latency: Ints, row: int, most: Ints, slo: Ints, rates: Floats, num_devi
             break
         best, fullest = -1, -1.0
         for candidate in range(shared, device):
-            filled = _fill(latency, row, most, slo, residue, table, rows, candidate, model, cycle[model])
+            filled = _fill(latency, row, most, slo, residue, memory, table, rows, candidate, model, cycle[model])
             if filled > fullest:
                 best, fullest = candidate, filled
         if best < 0:
@@ -92,15 +98,15 @@ def _alone(latency: Ints, row: int, slo: Ints, model: int, full: int, rate: floa
 
 @compiled
 def _fill(
-    latency: Ints, row: int, most: Ints, slo: Ints, residue: Floats, table: Floats, rows: int, device: int,
-    model: int, cycle: float,
+    latency: Ints, row: int, most: Ints, slo: Ints, residue: Floats, memory: Floats, table: Floats, rows: int,
+    device: int, model: int, cycle: float,
 ) -> float:  # fmt: skip
     """The load of a device with one more model; -1 if it does not fit."""
     shortest = cycle
     for at in range(rows):
         if table[at, DEVICE_OF] == device:
             shortest = min(shortest, table[at, CYCLE])
-    used = 0.0
+    used = held = 0.0
     for at in range(rows + 1):
         if at < rows and table[at, DEVICE_OF] != device:
             continue
@@ -109,7 +115,8 @@ def _fill(
         if batch > most[each] or shortest + latency[each * row + batch] > slo[each]:
             return -1.0
         used += latency[each * row + batch]
-    return used / shortest if used <= shortest else -1.0
+        held += memory[each]
+    return used / shortest if used <= shortest and held <= 1.0 + _ROOM else -1.0
 
 
 @compiled
@@ -131,19 +138,21 @@ def _shrink(latency: Ints, row: int, residue: Floats, table: Floats, rows: int, 
 
 
 @compiled
-def pack_all(latency: Ints, row: int, most: Ints, slo: Ints, rates: Floats, num_devices: int, table: Floats) -> int:
+def pack_all(
+    latency: Ints, row: int, most: Ints, slo: Ints, rates: Floats, memory: Floats, num_devices: int, table: Floats
+) -> int:
     """The packing of a multiple of all rates that is about as high as devices suffice for; how many rows it has.
 
     Where they suffice for less than the rates, those that pack says are served in part; where they suffice for more,
     devices have room for what comes unevenly. Found by halving, to a hundredth, as if less fitted wherever more does.
     """
     low, high = 0.0, 1.0
-    while high < 1e6 and pack(latency, row, most, slo, rates * high, num_devices, table) >= 0:
+    while high < 1e6 and pack(latency, row, most, slo, rates * high, memory, num_devices, table) >= 0:
         low, high = high, high * 2
     while high - low > 0.01 * high and high > 1e-6:
         middle = (low + high) / 2
-        if pack(latency, row, most, slo, rates * middle, num_devices, table) >= 0:
+        if pack(latency, row, most, slo, rates * middle, memory, num_devices, table) >= 0:
             low = middle
         else:
             high = middle
-    return max(pack(latency, row, most, slo, rates * low, num_devices, table), 0)
+    return max(pack(latency, row, most, slo, rates * low, memory, num_devices, table), 0)

@@ -2,6 +2,7 @@
 
 simulate    a deployment for some seconds; the highest rates that it serves
 regret      a policy beside others
+groups      devices that hold only some models, as pools of their own
 engine      the event loop
 """
 
@@ -11,7 +12,16 @@ from meshwright.serving.simulation.simulate import (
     Served,
     ServingResult,
     find_goodput,
+    latency_table,
     simulate_deployment,
 )
 
-__all__ = ["IN_TIME", "Served", "ServingResult", "compare_policies", "find_goodput", "simulate_deployment"]
+__all__ = [
+    "IN_TIME",
+    "Served",
+    "ServingResult",
+    "compare_policies",
+    "find_goodput",
+    "latency_table",
+    "simulate_deployment",
+]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from meshwright.serving.arrivals import draw_arrivals, mean_rate
 from meshwright.serving.batching import batch_nanoseconds, bound_scale
+from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.policies.plain import PlainPolicy
 from meshwright.serving.policies.pool import NEVER, REASONS, Ints, pool_for
@@ -32,6 +33,7 @@ from meshwright.serving.simulation.engine import (
     simulate_events,
     simulate_plainly,
 )
+from meshwright.serving.simulation.groups import check_memory, split_groups
 from meshwright.spec import Deployment, Outage, ServingError, Straggler
 
 # Share of requests in time that goodput asks for, where nothing else is said (as the papers do).
@@ -43,7 +45,8 @@ _NS = 1e9
 class Served:
     """What became of the requests of one model (or several), counted; ``dropped`` by reason.
 
-    ``histogram`` counts latencies in places of SLO / `PLACES`.
+    Reasons are those of policies (`pool.REASONS`), and ``unplaced`` where no group holds the model. ``histogram``
+    counts latencies in places of SLO / `PLACES`.
     """
 
     model: str
@@ -146,31 +149,83 @@ def simulate_deployment(
 ) -> ServingResult:
     """Requests of some seconds, after those of a warm-up that do not count, until the last one is done.
 
-    ``scale`` multiplies all rates of arrival.
+    Calls of queries, and trunks, are simulated as models (`expansion`). ``scale`` multiplies all rates of arrival.
+    Raises ServingError where devices that are in no groups have too little memory for all models.
     """
+    deployment = expand_deployment(deployment)
+    check_memory(deployment)
     arrival, whose = draw_arrivals(deployment.models, warm_up_s + seconds, seed=seed, scale=scale)
-    latency = latency_table(deployment)
-    pool = make_pool(deployment, policy, latency, scale)
-    num_models, row = latency.shape
-    outcome = Outcome(
-        counts=np.zeros((num_models, NUM_COUNTS), np.int64),
-        histogram=np.zeros((num_models, PLACES * SLOS), np.int32),
-        busy=np.zeros(deployment.devices, np.int64),
-        batches=np.zeros(row + 1, np.int64),
-    )
-    truth = _truth(deployment, latency, int(warm_up_s * _NS))
-    if isinstance(policy, PlainPolicy):
-        policy.begin_again()
-        run = simulate_plainly
+    counted_from = int(warm_up_s * _NS)
+    if deployment.groups:
+        outcome, end = _simulate_groups(deployment, policy, arrival, whose, counted_from, seed, scale)
     else:
-        run = simulate_events
-    end = run(policy, pool, truth, arrival, whose, outcome, seed)
+        outcome, end = _simulate_pool(deployment, policy, arrival, whose, counted_from, seed, scale)
     return ServingResult(
         seconds=seconds,
         end_s=end / _NS,
         models=_collect(deployment, outcome),
         busy_s=outcome.busy / _NS,
         batches=outcome.batches,
+    )
+
+
+def _simulate_pool(
+    deployment: Deployment,
+    policy: Policy,
+    arrival: Ints,
+    whose: NDArray[np.int32],
+    counted_from: int,
+    seed: int,
+    scale: float,
+) -> tuple[Outcome, int]:
+    """All requests through devices that hold all models; what happened, and the moment of the last event."""
+    latency = latency_table(deployment)
+    pool = make_pool(deployment, policy, latency, scale)
+    num_models, row = latency.shape
+    outcome = _empty(num_models, deployment.devices, row)
+    truth = _truth(deployment, latency, counted_from)
+    if isinstance(policy, PlainPolicy):
+        policy.begin_again()
+        run = simulate_plainly
+    else:
+        run = simulate_events
+    return outcome, int(run(policy, pool, truth, arrival, whose, outcome, seed))
+
+
+def _simulate_groups(
+    deployment: Deployment,
+    policy: Policy,
+    arrival: Ints,
+    whose: NDArray[np.int32],
+    counted_from: int,
+    seed: int,
+    scale: float,
+) -> tuple[Outcome, int]:
+    """Each group is a pool of its own; what happened in all of them. What no group holds has arrived, no more."""
+    whole = _empty(sum(model.copies for model in deployment.models), deployment.devices, 0)
+    end = 0
+    for part in split_groups(deployment, whose, seed):
+        outcome, ended = _simulate_pool(
+            part.deployment, policy, arrival[part.chosen], part.queue, counted_from, part.seed, scale
+        )
+        whole.counts[part.numbers] += outcome.counts
+        whole.histogram[part.numbers] += outcome.histogram
+        whole.busy[part.first_device : part.first_device + part.deployment.devices] = outcome.busy
+        sizes = np.zeros(max(len(whole.batches), len(outcome.batches)), np.int64)
+        sizes[: len(whole.batches)] = whole.batches
+        sizes[: len(outcome.batches)] += outcome.batches
+        whole, end = whole._replace(batches=sizes), max(end, ended)
+    came = np.bincount(whose[arrival >= counted_from], minlength=len(whole.counts))
+    whole.counts[:, NUM_ARRIVED] = came
+    return whole, end
+
+
+def _empty(num_models: int, num_devices: int, row: int) -> Outcome:
+    return Outcome(
+        counts=np.zeros((num_models, NUM_COUNTS), np.int64),
+        histogram=np.zeros((num_models, PLACES * SLOS), np.int32),
+        busy=np.zeros(num_devices, np.int64),
+        batches=np.zeros(row + 1, np.int64),
     )
 
 
@@ -189,6 +244,7 @@ def find_goodput(
     Found by halving an interval below twice the staggered bound, to a relative tolerance; 0 if it is less than that
     tolerance of the interval. Raises ServingError where nothing arrives.
     """
+    deployment = expand_deployment(deployment)
     rates = [mean_rate(model.arrivals) for model in deployment.models]
     if not any(rates):
         raise ServingError("Nothing arrives in this deployment, so that no multiple of its rates is the highest.")
@@ -271,6 +327,9 @@ def _collect(deployment: Deployment, outcome: Outcome) -> tuple[Served, ...]:
     served, first = [], 0
     for model in deployment.models:
         counts = outcome.counts[first : first + model.copies].sum(axis=0)
+        dropped = dict(zip(REASONS, counts[NUM_DROPPED:].tolist(), strict=True))
+        if deployment.groups and not any(model.name in group.models for group in deployment.groups):
+            dropped["unplaced"] = int(counts[NUM_ARRIVED])
         served.append(
             Served(
                 model=model.name,
@@ -280,7 +339,7 @@ def _collect(deployment: Deployment, outcome: Outcome) -> tuple[Served, ...]:
                 num_late=int(counts[NUM_TOO_LATE]),
                 num_batches=int(counts[NUM_BATCHES]),
                 num_again=int(counts[NUM_LOST]),
-                dropped=dict(zip(REASONS, counts[NUM_DROPPED:].tolist(), strict=True)),
+                dropped=dropped,
                 histogram=outcome.histogram[first : first + model.copies].sum(axis=0, dtype=np.int64),
             )
         )

@@ -1,0 +1,76 @@
+"""Groups as placements build them: what has room where, groups that hold the same, copies on their own and together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from meshwright.spec import Deployment, Group, ServedModel
+
+Groups = tuple[Group, ...]
+
+
+def has_room(deployment: Deployment, group: Group, name: str) -> bool:
+    """Whether a group can hold one more model."""
+    return name not in group.models and deployment.has_room((*group.models, name))
+
+
+def with_model(group: Group, name: str) -> Group:
+    """The group with one more model."""
+    return replace(group, models=(*group.models, name))
+
+
+def join_alike(groups: Iterable[Group]) -> Groups:
+    """Groups that hold the same models as one, whose weights are the sums of theirs; one without models if all are."""
+    alike: dict[frozenset[str], list[Group]] = {}
+    for group in groups:
+        if group.models:
+            alike.setdefault(frozenset(group.models), []).append(group)
+    joined = []
+    for members in alike.values():
+        models = members[0].models
+        weights = tuple(sum(group.weight_of(name) for group in members) for name in models)
+        devices = sum(group.devices for group in members)
+        joined.append(
+            Group(
+                devices=devices,
+                models=models,
+                weights=() if all(weight == devices for weight in weights) else weights,
+            )
+        )
+    return tuple(joined) or (Group(devices=1, models=()),)
+
+
+def take_apart(deployment: Deployment) -> Deployment:
+    """The same with a model for each copy."""
+    models = [replace(model, name=name, copies=1) for model in deployment.models for name in _names_of_copies(model)]
+    return replace(deployment, models=tuple(models))
+
+
+def put_together(deployment: Deployment, apart: Deployment, groups: Groups) -> Deployment:
+    """The deployment with groups; copies that are in the same groups with the same weights are one model again."""
+    models, name_of = list[ServedModel](), dict[str, str | None]()
+    of_copy = {model.name: model for model in apart.models}
+    for model in deployment.models:
+        names = _names_of_copies(model)
+        ways = {tuple(group.weight_of(name) for group in groups) for name in names}
+        models += [model] if len(ways) == 1 else [of_copy[name] for name in names]
+        # The first copy stands for all.
+        name_of |= {name: name if len(ways) > 1 else model.name if name == names[0] else None for name in names}
+    named = []
+    for group in groups:
+        kept = [(name_of[name], group.weight_of(name)) for name in group.models]
+        named.append(
+            replace(
+                group,
+                models=tuple(name for name, _ in kept if name),
+                weights=tuple(weight for name, weight in kept if name) if group.weights else (),
+            )
+        )
+    return replace(deployment, models=tuple(models), groups=tuple(named))
+
+
+def _names_of_copies(model: ServedModel) -> list[str]:
+    if model.copies == 1:
+        return [model.name]
+    return [f"{model.name}-{number}" for number in range(1, model.copies + 1)]

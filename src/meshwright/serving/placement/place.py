@@ -1,0 +1,127 @@
+"""Which device holds which models? Groups of devices for a deployment whose models do not all fit, or should not.
+
+    packing       devices as squishy bin packing fills them (`policies.packing`), by load and memory, each model's
+                  requests dealt out by the shares of the packing; where not all models fit, those that take most memory
+                  for a request are left out
+    replication   each model on the least loaded device with room, by descending load; then another copy of whichever
+                  has most load for each of its copies, until nothing fits any more
+    simulated     AlpaServe's greedy (OSDI 2023, section 4.2), for devices in groups of 1, 2, 4, … and all: start empty,
+                  simulate, and put the model with most unserved requests on the least busy group with room; the best of
+                  all that was simulated is kept
+    simulated:beam=K   its algorithm 1 instead: simulate every model on every group with room, keep the K best, go on
+    best          packing, replication and simulated: whichever answers most in time
+
+A model's load is r l(b) / b, the devices that the staggered equation asks for (`batching.devices_for`). Groups that
+hold the same models become one, after a search only where that is no worse. All methods choose by requests of another
+seed than those that are simulated afterwards, though a trace is the same for every seed. Of AlpaServe, what is not
+here: a model that is split over the devices of a group.
+
+Beside it stands `bound_share`: whatever is placed where, a request for model m takes at least c = min l(b) / b of a
+device, over batches with l(b) ≤ L, so that at most Σ xₘ rₘ of all requests are in time, where Σ xₘ rₘ cₘ ≤ N.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.serving.batching import best_batch, largest_batch
+from meshwright.serving.expansion import expand_deployment
+from meshwright.serving.placement.groups import Groups, put_together, take_apart
+from meshwright.serving.placement.heuristics import pack_models, replicate_models
+from meshwright.serving.placement.search import score_of, search_placement
+from meshwright.serving.policies.hooks import Policy
+from meshwright.serving.simulation import ServingResult, simulate_deployment
+from meshwright.spec import Deployment, ServedModel, ServingError, suggest
+
+PLACE_METHODS = ("best", "packing", "replication", "simulated")
+# Seeds of requests that placements are chosen by; those that users give are below.
+_OTHER_REQUESTS = 2**31 + 1
+_BEAM = re.compile(r"simulated:beam=([1-9][0-9]{0,3})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedModels:
+    """``deployment`` has groups, found by ``method``, which had this share of its own requests in time.
+
+    A model with copies that are not all in the same groups has become models of their own: name-1, name-2, …
+    """
+
+    deployment: Deployment
+    method: str
+    planned_share: float
+
+
+def place_models(
+    deployment: Deployment,
+    policy: Policy,
+    seconds: float,
+    *,
+    method: str = "best",
+    seed: int = 0,
+    scale: float = 1.0,
+    warm_up_s: float = 0.0,
+) -> PlacedModels:
+    """Groups for the devices of a deployment, in place of those that it has, for a policy.
+
+    ``seconds``, ``seed``, ``scale`` and ``warm_up_s`` as in `simulate_deployment`. Raises ServingError for a method
+    that there is not.
+    """
+    beam = _read_beam(method)
+    deployment = expand_deployment(replace(deployment, groups=()))
+    apart = take_apart(deployment)
+
+    def simulate(groups: Groups) -> ServingResult:
+        return simulate_deployment(
+            replace(apart, groups=groups),
+            policy,
+            seconds,
+            seed=seed + _OTHER_REQUESTS,
+            scale=scale,
+            warm_up_s=warm_up_s,
+        )
+
+    found = []
+    for name in PLACE_METHODS[1:] if method == "best" else [method]:
+        if name == "packing":
+            groups = pack_models(apart, scale)
+        elif name == "replication":
+            groups = replicate_models(apart, scale)
+        else:
+            groups = search_placement(apart, simulate, beam)
+        found.append((simulate(groups), name, groups))
+    result, name, groups = max(found, key=lambda each: score_of(each[0]))
+    return PlacedModels(
+        deployment=put_together(deployment, apart, groups), method=name, planned_share=result.in_time_share
+    )
+
+
+def _read_beam(method: str) -> int:
+    """How many placements the method keeps at each step; 0 for those that keep one chain, or simulate none."""
+    found = _BEAM.fullmatch(method)
+    if found:
+        return int(found[1])
+    if method not in PLACE_METHODS:
+        raise ServingError(
+            f"There is no way to place models that is called {method!r}{suggest(method, PLACE_METHODS)}. Give one of "
+            f"{', '.join(PLACE_METHODS)}, or simulated:beam=K with K from 1 to 9999."
+        )
+    return 0
+
+
+def bound_share(models: Sequence[ServedModel], rates: Sequence[float], num_devices: int) -> float:
+    """The largest share of requests that can be in time, if they come at these mean rates; see the module's docstring.
+
+    ``rates`` are those of one copy of each model.
+    """
+    costs = []
+    for model, rate in zip(models, rates, strict=True):
+        most = best_batch(model.line, largest_batch(model.line, model.slo))
+        costs.append((model.line.of(most) / most, rate * model.copies))
+    left, served = float(num_devices), 0.0
+    for cost, rate in sorted(costs):
+        answered = min(rate, left / cost)
+        served, left = served + answered, left - answered * cost
+    total = sum(rate for _, rate in costs)
+    return served / total if total else 1.0

@@ -1,0 +1,116 @@
+"""Queries that ask one model after another: how much of their time each call should get.
+
+A query is a tree of calls: the first one sees every query, each of the others ``fan_out`` requests for each request of
+the call that it comes after (a detector, then a classifier for each car that it found). If the calls on every way down
+the tree have times that sum to the query's SLO, a query whose calls are all in time is in time. Of all such splits,
+`split_time` finds the one that needs fewest devices (Nexus, SOSP 2019, section 6.2), with the time in S segments:
+
+    devices(u, t) = min over k ≤ t of  need(u, k) + Σ over calls v after u of devices(v, t − k)
+
+where need is `batching.devices_for`: for high rates r l(B) / B with the largest batch B that an equation allows in the
+time of k segments, as in the paper; for low ones it counts how long batches fill, too. `split_evenly`, which Nexus
+compares with, divides what is left among the calls of the longest way down.
+
+`expand_queries` makes a model of each call, with requests of its own that come independently of each other. In truth
+those of one query come together, when the call before them ends, which batches better and bursts more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from meshwright.serving.batching import Equation, devices_for, largest_batch
+from meshwright.spec import Call, Deployment, Poisson, Query, ServedModel, ServingError
+from meshwright.spec.quantities import Seconds
+
+# A hundredth of the SLO: finer than latencies are known.
+SEGMENTS = 100
+
+
+def split_time(query: Query, *, segments: int = SEGMENTS, equation: Equation = "staggered") -> dict[str, float]:
+    """Seconds of each call, such that the fewest devices serve the query's rate; multiples of a segment of its SLO.
+
+    Raises ServingError where no split leaves each call the time of a batch of one.
+    """
+    rates, after = call_rates(query), _calls_after(query)
+    fewest: dict[str, list[float]] = {}
+    chosen: dict[str, list[int]] = {}
+    # Those that come after a call stand behind it.
+    for call in reversed(query.calls):
+        needs = [math.inf]
+        needs += [
+            _need(call, query.slo * count / segments, rates[call.name], equation) for count in range(1, segments + 1)
+        ]
+        rest = [math.fsum(fewest[later.name][left] for later in after[call.name]) for left in range(segments + 1)]
+        fewest[call.name], chosen[call.name] = [], []
+        for available in range(segments + 1):
+            # Of equally good ones the longest: time that nobody needs is given to somebody.
+            best, count = min((needs[count] + rest[available - count], -count) for count in range(available + 1))
+            fewest[call.name].append(best)
+            chosen[call.name].append(-count)
+    if not math.isfinite(fewest[query.calls[0].name][segments]):
+        raise ServingError(
+            f"Query {query.name!r}: no split of {query.slo:g} s in {segments} parts leaves each of its calls the time "
+            "of a batch of one. Give it more time (slo)."
+        )
+    left = {query.calls[0].name: segments}
+    for call in query.calls:
+        taken = chosen[call.name][left[call.name]]
+        left |= {later.name: left[call.name] - taken for later in after[call.name]}
+    return {call.name: query.slo * chosen[call.name][left[call.name]] / segments for call in query.calls}
+
+
+def split_evenly(query: Query) -> dict[str, float]:
+    """Seconds of each call: what is left of the SLO, divided by the calls of the longest way down from it."""
+    after, longest = _calls_after(query), dict[str, int]()
+    for call in reversed(query.calls):
+        longest[call.name] = 1 + max((longest[later.name] for later in after[call.name]), default=0)
+    left, times = {query.calls[0].name: float(query.slo)}, dict[str, float]()
+    for call in query.calls:
+        times[call.name] = left[call.name] / longest[call.name]
+        left |= {later.name: left[call.name] - times[call.name] for later in after[call.name]}
+    return times
+
+
+def devices_of(query: Query, times: Mapping[str, float], equation: Equation = "staggered") -> float:
+    """The devices that the calls of a query need in these times; infinite if one cannot be met."""
+    rates = call_rates(query)
+    return math.fsum(_need(call, times[call.name], rates[call.name], equation) for call in query.calls)
+
+
+def call_rates(query: Query) -> dict[str, float]:
+    """Requests per second of each call."""
+    rates = dict[str, float]()
+    for call in query.calls:
+        rates[call.name] = query.rate if call.after is None else rates[call.after] * call.fan_out
+    return rates
+
+
+def expand_queries(deployment: Deployment) -> Deployment:
+    """The deployment with a model for each call of its queries: query.call, whose SLO is its part of the time."""
+    if not deployment.queries:
+        return deployment
+    models = list(deployment.models)
+    for query in deployment.queries:
+        times, rates = split_time(query), call_rates(query)
+        models += [
+            ServedModel(
+                name=f"{query.name}.{call.name}",
+                slo=Seconds(times[call.name]),
+                latency=call.latency,
+                arrivals=Poisson(rate=rates[call.name]),
+                memory=call.memory,
+            )
+            for call in query.calls
+        ]
+    return replace(deployment, models=tuple(models), queries=())
+
+
+def _need(call: Call, seconds: float, rate: float, equation: Equation) -> float:
+    return devices_for(call.latency, seconds, rate, equation) if largest_batch(call.latency, seconds) else math.inf
+
+
+def _calls_after(query: Query) -> dict[str, Sequence[Call]]:
+    return {call.name: [later for later in query.calls if later.after == call.name] for call in query.calls}

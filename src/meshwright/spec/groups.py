@@ -1,0 +1,91 @@
+"""Groups of a deployment's devices: which models they hold, and whether these fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from meshwright.spec.bounds import check_bounds
+from meshwright.spec.errors import ServingError, suggest
+from meshwright.spec.units import format_bytes
+
+if TYPE_CHECKING:
+    from meshwright.spec.deployment import Deployment
+
+MOST_DEVICES = 1_000_000
+
+_check = partial(check_bounds, ServingError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """So many devices, each of which holds these models (with all their copies), and no others serve their requests.
+
+    A model's requests are dealt out to the groups that hold it, by ``weights``, one for each of ``models``: by default
+    the number of devices.
+    """
+
+    devices: int
+    models: tuple[str, ...]
+    weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check("A group", devices=(1, self.devices, MOST_DEVICES))
+        if len(set(self.models)) < len(self.models):
+            raise ServingError(f"A group names a model twice: {', '.join(self.models)}. Name each once.")
+        if self.weights and len(self.weights) != len(self.models):
+            raise ServingError(
+                f"A group has {len(self.models)} models and {len(self.weights)} weights; expected a weight for each."
+            )
+        for weight in self.weights:
+            _check("A group", weight=(1e-9, weight, 1e9))
+
+    def weight_of(self, model: str) -> float:
+        """The weight of a model; 0 if it is not held."""
+        if model not in self.models:
+            return 0.0
+        return self.weights[self.models.index(model)] if self.weights else float(self.devices)
+
+
+def check_groups(deployment: Deployment, names: list[str]) -> None:
+    """Raise ServingError for more devices than there are, or a model that is none of these names."""
+    taken = sum(group.devices for group in deployment.groups)
+    if taken > deployment.devices:
+        raise ServingError(
+            f"The groups have {taken} devices, and the deployment {deployment.devices}. Give it as many, or smaller "
+            "groups."
+        )
+    known = set(names)
+    for group in deployment.groups:
+        for name in group.models:
+            if name not in known:
+                raise ServingError(
+                    f"A group holds {name!r}, which is no model of this deployment{suggest(name, names)}."
+                )
+
+
+def check_memory(deployment: Deployment) -> None:
+    """What cannot fit, however models are placed; and groups that do not."""
+    limit = deployment.device_memory
+    if limit is None:
+        return
+    _check("A deployment", device_memory=(1.0, limit, 1e18))
+    for model in deployment.models:
+        if model.memory is None:
+            raise ServingError(
+                f"Model {model.name!r} has no memory, so that nobody can tell whether it fits into device_memory. Give "
+                'it, as memory = "2 GiB", or leave device_memory out.'
+            )
+        if model.memory > limit:
+            raise ServingError(
+                f"Model {model.name!r} takes {format_bytes(model.memory)}, and a device has {format_bytes(limit)}. "
+                "Give devices more memory, or a smaller model."
+            )
+    for place, group in enumerate(deployment.groups):
+        if not deployment.has_room(group.models):
+            raise ServingError(
+                f"The models of group {place} ({', '.join(group.models[:9])}) take "
+                f"{format_bytes(deployment.memory_of(group.models))}, and a device has {format_bytes(limit)}. Put some "
+                "of them into another group, or let `simulate --place best` do so."
+            )

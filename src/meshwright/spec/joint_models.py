@@ -1,0 +1,94 @@
+"""Models of a deployment that have to do with each other: queries that ask several, trunks that several share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from meshwright.spec.bounds import check_bounds
+from meshwright.spec.errors import ServingError
+from meshwright.spec.latency import LONGEST, Latency
+from meshwright.spec.quantities import Bytes, Seconds
+
+MOST_RATE = 1e9
+
+_check = partial(check_bounds, ServingError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A model that a query asks: ``fan_out`` requests for each request of the call ``after`` which it comes."""
+
+    name: str
+    latency: Latency
+    after: str | None = None
+    fan_out: float = 1.0
+    memory: Bytes | None = None
+
+    def __post_init__(self) -> None:
+        _check(f"Call {self.name!r}", fan_out=(0.0, self.fan_out, 1e6))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """So many queries a second ask for ``calls``, the first of which is the root of their tree, within ``slo`` in all.
+
+    A call stands behind the one that it comes after.
+    """
+
+    name: str
+    slo: Seconds
+    rate: float
+    calls: tuple[Call, ...]
+
+    def __post_init__(self) -> None:
+        what = f"Query {self.name!r}"
+        _check(what, slo=(1e-6, self.slo, LONGEST), rate=(0.0, self.rate, MOST_RATE), calls=(1, len(self.calls), 100))
+        before, rates = list[str](), dict[str | None, float]()
+        for call in self.calls:
+            if call.name in before:
+                raise ServingError(f"{what} has two calls {call.name!r}. Give each its own name.")
+            if (call.after is None) != (not before) or (call.after is not None and call.after not in before):
+                raise ServingError(
+                    f"{what}: call {call.name!r} comes after {call.after!r}; expected "
+                    f"{'one of ' + ', '.join(before) if before else 'none, as it is the first'}."
+                )
+            before.append(call.name)
+            rates[call.name] = rates[call.after] * call.fan_out if call.after else self.rate
+            _check(f"{what}, call {call.name!r}", rate=(0.0, rates[call.name], MOST_RATE))
+        if self.calls[0].fan_out != 1.0:
+            raise ServingError(f"{what}: its first call has a fan_out, but each query asks for it once. Leave it out.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What a model computes from its trunk's output: ``latency`` and ``memory`` are those of its own layers."""
+
+    name: str
+    latency: Latency
+    rate: float
+    memory: Bytes | None = None
+
+    def __post_init__(self) -> None:
+        _check(f"Head {self.name!r}", rate=(0.0, self.rate, MOST_RATE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trunk:
+    """Models with one SLO whose first layers are the same: these run once for a batch of all their requests.
+
+    ``latency`` and ``memory`` are those of the shared layers.
+    """
+
+    name: str
+    slo: Seconds
+    latency: Latency
+    heads: tuple[Head, ...]
+    memory: Bytes | None = None
+
+    def __post_init__(self) -> None:
+        what = f"Trunk {self.name!r}"
+        _check(what, slo=(1e-6, self.slo, LONGEST), heads=(1, len(self.heads), 10_000))
+        names = [head.name for head in self.heads]
+        if len(set(names)) < len(names):
+            raise ServingError(f"{what} has two heads of one name. Give each its own.")
