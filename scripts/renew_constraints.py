@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/renew_constraints.py
 
-pip resolves core, `torch`, `dev` and `docs` from nothing, for the oldest Python that is supported
+pip resolves core, `torch`, `serve`, `dev` and `docs` from nothing, for the oldest Python that is supported
 and for a newer one; nothing is installed. Where the two disagree the lower version is kept, since
 it is the one that every Python can have. torch's local label (+cpu, +cu130) is dropped: which build
 is taken is up to pip's own settings. Packages that only the CUDA build needs are kept in the list;
@@ -20,7 +20,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.13")
-EXTRAS = ("torch", "dev", "docs")
+EXTRAS = ("torch", "serve", "dev", "docs")
 HEADER = """\
 # Exact versions of all that `make` installs: core, torch, dev, docs and what they need.
 # Made by scripts/renew_constraints.py; which build of torch is taken is up to pip's own settings.

@@ -82,6 +82,7 @@ options=()
 extras=()
 [ "$kind" = docs ] || extras+=(torch)
 [ "$kind" = run ] || extras+=("$kind")
+[ "$kind" != dev ] || extras+=(serve)
 if torch_is_outside; then
     warn_untested_torch
     extras=("${extras[@]/torch/}")

@@ -30,6 +30,7 @@ EXTRAS = {
     "pyarrow": ("pyarrow", "tables"),
     "sklearn": ("scikit-learn", "validate"),
     "z3": ("z3-solver", "rewrite"),
+    **{name: (name, "serve") for name in ("httptools", "msgspec", "orjson", "prometheus_client", "uvicorn", "uvloop")},
 }
 
 app = typer.Typer(

@@ -206,9 +206,11 @@ def _models(supervisor: Supervisor, scheduler: dict[str, Any], fronts: list[dict
 def _usage(pid: int) -> dict[str, Any]:
     """Seconds of processors and bytes of memory of a process, as Linux tells (proc(5)); zeros if it has just gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
     except (OSError, IndexError):
+        return {"cpu_s": 0.0, "resident_bytes": 0}
+    if not hasattr(os, "sysconf"):
         return {"cpu_s": 0.0, "resident_bytes": 0}
     ticks = int(fields[11]) + int(fields[12])
     return {"cpu_s": ticks / os.sysconf("SC_CLK_TCK"), "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE")}

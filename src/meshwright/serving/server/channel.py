@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.serving.policies.pool import Ints
+from meshwright.spec import ServingError
 
 # A message must fit into a socket's buffer, of which 200 KiB are usual; an array of this many cells is half of that.
 MOST_CELLS = 12_000
@@ -120,7 +121,7 @@ class Channel:
 def listen(path: Path) -> socket.socket:
     """A socket at which others `connect`; what stood at its place is gone."""
     path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener = _socket()
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
         listener.bind(str(path))
@@ -132,10 +133,16 @@ def listen(path: Path) -> socket.socket:
 
 def connect(path: Path) -> Channel | None:
     """A connection to whoever listens there; None if nobody does."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = _socket()
     try:
         connection.connect(str(path))
     except OSError:
         connection.close()
         return None
     return Channel(connection)
+
+
+def _socket() -> socket.socket:
+    if not hasattr(socket, "AF_UNIX"):
+        raise ServingError("A server's processes talk over sockets that this system does not have. Serve on Linux.")
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -65,7 +65,7 @@ def _facts(counts: Counts) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> None:
     """Serve until standard input ends, or SIGTERM."""
-    token = Path(arguments[1]).read_text().strip() if arguments[1:] else None
+    token = Path(arguments[1]).read_text(encoding="utf-8").strip() if arguments[1:] else None
     with reporting_errors():
         uvloop.run(serve(Path(arguments[0]), token))
 

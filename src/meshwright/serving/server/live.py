@@ -1,8 +1,7 @@
 """A policy on the real clock: events go in as rows, decisions come out, and both can be written down.
 
     ARRIVE   queue, request, deadline    a request has come
-    FREE     device, queue, count, ns    a device has ended a batch that took so long; its next one, if it has one, begins
-                                         now
+    FREE     device, queue, count, ns    a device has ended a batch that took so long; its next one, if any, begins now
     CANCEL   queue, request, deadline    whoever sent a request has gone
     UP       device, batches             a device is there; it may have one batch already, or two
     DOWN     device                      a device is gone; its requests come again as further events
@@ -17,6 +16,7 @@ policy again, which has to decide the same.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +28,10 @@ from meshwright.serving.policies.named import load_policy
 from meshwright.serving.policies.plain import PlainPolicy
 from meshwright.serving.policies.pool import (
     CHOSEN,
+    DEADLINE,
     DECISION,
+    HEAD,
+    MASK,
     MODEL,
     NEXT,
     NUM_CHOSEN,
@@ -37,6 +40,9 @@ from meshwright.serving.policies.pool import (
     NUM_QUEUED,
     NUM_QUEUES,
     OWN,
+    REQUEST,
+    START,
+    TAIL,
     WIDTH,
     Ints,
     pool_for,
@@ -93,6 +99,20 @@ class Live:
             sizes = np.array([len(events), len(decisions), len(requests)], np.int64)
             self._log.writelines(part.tobytes() for part in (sizes, events, decisions, requests))
         return taken
+
+    def model_of(self, queue: int) -> int:
+        """Whose requests a queue holds."""
+        return int(self.pool[self.pool[MODEL] + queue])
+
+    def waiting(self) -> Iterator[tuple[int, int, int]]:
+        """Model, request and deadline of all that waits."""
+        pool = self.pool
+        for queue in range(int(pool[NUM_QUEUES])):
+            head, tail = int(pool[pool[HEAD] + queue]), int(pool[pool[TAIL] + queue])
+            at = pool[pool[START] + queue] + (np.arange(head, tail) & pool[pool[MASK] + queue])
+            requests, deadlines = pool[pool[REQUEST] + at].tolist(), pool[pool[DEADLINE] + at].tolist()
+            for request, deadline in zip(requests, deadlines, strict=True):
+                yield self.model_of(queue), request, deadline
 
     @property
     def next_moment(self) -> int:

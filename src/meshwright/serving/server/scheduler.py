@@ -15,8 +15,7 @@ import selectors
 import socket
 import sys
 import time
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,67 +23,30 @@ from typing import Any
 import numpy as np
 
 from meshwright.serving.policies.pool import (
-    DEADLINE,
     DELAY,
     DROP,
     GUARD,
-    HEAD,
     LATE,
-    MASK,
-    MODEL,
     NEVER,
     NUM_IDLE,
     NUM_QUEUED,
-    NUM_QUEUES,
     NUM_UP,
-    REQUEST,
     RUN,
     SLACK,
-    START,
-    TAIL,
     Ints,
 )
 from meshwright.serving.server.channel import MOST_CELLS, Channel, Closed, Kind, listen
 from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.lateness import Lateness
 from meshwright.serving.server.live import ADJUST, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, UP, WAKE, Live
+from meshwright.serving.server.peers import CAPACITY, SLOT_BITS, Batch, Front, Worker, by_front, deadlines_of, slots_of
 from meshwright.serving.server.reports import end_with_input, report, reporting_errors
 from meshwright.serving.server.served import Served, served_models
 from meshwright.serving.server.slabs import slab_path
 from meshwright.spec import Deployment, ServingError, read_deployment
 
-# A request is a front's connection, in the upper half, and its slot.
-_SLOT_BITS = 32
-_SLOT = (1 << _SLOT_BITS) - 1
-# Messages without a batch, that tell how long the way to a worker takes.
-_PING, _PINGS = -1, 64
+_PING = -1
 _EVERY_NS = 1_000_000_000
-# Requests that a queue holds, and slots of a model in a front.
-_CAPACITY = 65_536
-
-
-@dataclass(slots=True, eq=False)
-class _Front:
-    channel: Channel
-    number: int
-    # By model, the deadline of what is in each slot.
-    deadlines: dict[int, Ints] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    number: int
-    model: int
-    requests: Ints
-    sent_ns: int
-
-
-@dataclass(slots=True, eq=False)
-class _Worker:
-    channel: Channel
-    device: int
-    pings: int = _PINGS
-    batches: deque[_Batch] = field(default_factory=deque)
 
 
 class Scheduler:
@@ -100,8 +62,8 @@ class Scheduler:
         self._models: list[Served] = served_models(deployment)
         self._live: Live | None = None
         self._lateness = Lateness(NEVER)
-        self._fronts: dict[int, _Front] = {}
-        self._workers: dict[int, _Worker] = {}
+        self._fronts: dict[int, Front] = {}
+        self._workers: dict[int, Worker] = {}
         self._connections = 0
         self._batches = 0
         self._events: list[Ints] = []
@@ -128,7 +90,7 @@ class Scheduler:
         while self._events and self._live is not None:
             events, self._events = np.concatenate(self._events), []
             for decisions, chosen in self._live.take(events):
-                self._carry_out(decisions, chosen, now)
+                self._carry_out(self._live, decisions, chosen, now)
 
     def watch_input(self) -> None:
         """From now on, `turn` ends with SystemExit when standard input does."""
@@ -137,7 +99,7 @@ class Scheduler:
     def close(self) -> None:
         """Close what is open; the log is complete then."""
         self._listener.close()
-        sides: list[_Front | _Worker] = [*self._fronts.values(), *self._workers.values()]
+        sides: list[Front | Worker] = [*self._fronts.values(), *self._workers.values()]
         for side in sides:
             side.channel.close()
         if self._log is not None:
@@ -148,11 +110,11 @@ class Scheduler:
     def _event(self, kind: int, now: int, *values: int) -> None:
         self._events.append(np.array([[kind, now, *values, *[0] * (EVENT_WIDTH - 2 - len(values))]], np.int64))
 
-    def _carry_out(self, decisions: Ints, chosen: Ints, now: int) -> None:
+    def _carry_out(self, live: Live, decisions: Ints, chosen: Ints, now: int) -> None:
         for kind, target, queue, first, count, _ in decisions.tolist():
-            model, requests = self._model_of(queue), chosen[first : first + count]
+            model, requests = live.model_of(queue), chosen[first : first + count]
             if kind == RUN and target in self._workers:
-                self._run(self._workers[target], model, requests, now)
+                self._run(self._workers[target], model, requests)
             elif kind == RUN:
                 # It was decided before the policy was told, in the same turn, that the worker has gone.
                 self._come_again(model, requests, now)
@@ -164,27 +126,15 @@ class Scheduler:
                     "Serve by another one; the simulator knows this one."
                 )
 
-    def _model_of(self, queue: int) -> int:
-        pool = self._live.pool if self._live is not None else np.zeros(0, np.int64)
-        return int(pool[pool[MODEL] + queue])
-
-    def _run(self, worker: _Worker, model: int, requests: Ints, now: int) -> None:
-        batch = _Batch(self._batches, model, requests, now)
+    def _run(self, worker: Worker, model: int, requests: Ints) -> None:
+        batch = Batch(self._batches, model, requests)
         self._batches += 1
         worker.batches.append(batch)
         expected = self._models[model].table[len(requests)]
         head = np.array([Kind.RUN, batch.number, model, expected, len(requests)], np.int64)
         with contextlib.suppress(Closed):  # seen when it is read
-            worker.channel.send(np.concatenate([head, requests, self._deadlines(model, requests)]))
+            worker.channel.send(np.concatenate([head, requests, deadlines_of(model, requests, self._fronts)]))
             self._listen_for_room(worker.channel)
-
-    def _deadlines(self, model: int, requests: Ints) -> Ints:
-        found = np.zeros(len(requests), np.int64)
-        for number, places in _by_front(requests):
-            front = self._fronts.get(number)
-            if front is not None:
-                found[places] = front.deadlines[model][requests[places] & _SLOT]
-        return found
 
     def _answer(self, model: int, requests: Ints, fate: int) -> None:
         """Tell fronts what became of requests."""
@@ -193,11 +143,11 @@ class Scheduler:
         self._counts[model, fate] += len(requests)
         if self._once_lost:
             self._once_lost.difference_update(requests.tolist())
-        for number, places in _by_front(requests):
+        for number, places in by_front(requests):
             front = self._fronts.get(number)
             if front is None:
                 continue
-            slots = requests[places] & _SLOT
+            slots = slots_of(requests[places])
             with contextlib.suppress(Closed):
                 for place in range(0, len(slots), MOST_CELLS - 3):
                     part = slots[place : place + MOST_CELLS - 3]
@@ -220,7 +170,7 @@ class Scheduler:
                     self._forget(channel)
                 elif "front" in content:
                     self._connections += 1
-                    front = _Front(channel, self._connections)
+                    front = Front(channel, self._connections)
                     self._fronts[front.number] = front
                     self._selector.modify(channel, selectors.EVENT_READ, partial(self._hear_front, front))
                     self._tell(front)
@@ -232,7 +182,7 @@ class Scheduler:
 
     def _welcome(self, channel: Channel, content: dict[str, Any], now: int) -> None:
         """A worker has come, and has all models."""
-        worker = _Worker(channel, content["worker"])
+        worker = Worker(channel, content["worker"])
         for served, found in zip(self._models, content["models"], strict=True):
             served.learn(found)
         if self._live is None:
@@ -255,7 +205,7 @@ class Scheduler:
             "latency": [served.table + [NEVER] * (most - len(served.table)) for served in self._models],
             "slo": [served.slo_ns for served in self._models],
             "num_devices": self._deployment.devices,
-            "capacity": _CAPACITY,
+            "capacity": CAPACITY,
             "delay_ns": round(self._deployment.delay * 1e9),
             "slack_ns": round(self._deployment.slack * 1e9),
             "guard_ns": round(self._deployment.guard * 1e9),
@@ -263,7 +213,7 @@ class Scheduler:
         self._live = Live(self._deployment.policy, facts, self._log)
         self._lateness = Lateness(min((served.slo_ns - served.table[1]) // 4 for served in self._models))
 
-    def _tell(self, front: _Front) -> None:
+    def _tell(self, front: Front) -> None:
         """What models there are."""
         is_open = self._live is not None
         with contextlib.suppress(Closed):
@@ -276,7 +226,7 @@ class Scheduler:
                 }
             )
 
-    def _hear_front(self, front: _Front, now: int, mask: int) -> None:
+    def _hear_front(self, front: Front, now: int, mask: int) -> None:
         try:
             if mask & selectors.EVENT_WRITE:
                 self._flush(front.channel)
@@ -286,41 +236,27 @@ class Scheduler:
                     events = np.zeros((len(rows), EVENT_WIDTH), np.int64)
                     events[:, 0], events[:, 1] = ARRIVE if kind == Kind.SUBMIT else CANCEL, now
                     events[:, 2:5] = rows
-                    events[:, 3] |= front.number << _SLOT_BITS
+                    events[:, 3] |= front.number << SLOT_BITS
                     if kind == Kind.SUBMIT:
-                        self._keep_deadlines(front, rows)
+                        front.keep_deadlines(rows)
                     self._events.append(events)
         except Closed:
             self._lose_front(front, now)
 
-    def _keep_deadlines(self, front: _Front, rows: Ints) -> None:
-        first = int(rows[0, 0])
-        models = [first] if (rows[:, 0] == first).all() else np.unique(rows[:, 0]).tolist()
-        for model in models:
-            if model not in front.deadlines:
-                front.deadlines[model] = np.zeros(_CAPACITY, np.int64)
-            mine = rows if len(models) == 1 else rows[rows[:, 0] == model]
-            front.deadlines[model][mine[:, 1]] = mine[:, 2]
-
-    def _lose_front(self, front: _Front, now: int) -> None:
+    def _lose_front(self, front: Front, now: int) -> None:
         """A front has gone: what it had in queues is cancelled, what runs is not answered."""
         self._forget(front.channel)
         del self._fronts[front.number]
-        self._once_lost = {request for request in self._once_lost if request >> _SLOT_BITS != front.number}
+        self._once_lost = {request for request in self._once_lost if request >> SLOT_BITS != front.number}
         for served in self._models:
             slab_path(self._folder, self._epoch, front.number, served.number).unlink(missing_ok=True)
         if self._live is None:
             return
-        pool = self._live.pool
-        for queue in range(int(pool[NUM_QUEUES])):
-            head, tail = int(pool[pool[HEAD] + queue]), int(pool[pool[TAIL] + queue])
-            at = pool[pool[START] + queue] + (np.arange(head, tail) & pool[pool[MASK] + queue])
-            requests, deadlines = pool[pool[REQUEST] + at], pool[pool[DEADLINE] + at]
-            mine = requests >> _SLOT_BITS == front.number
-            for request, deadline in zip(requests[mine].tolist(), deadlines[mine].tolist(), strict=True):
-                self._event(CANCEL, now, self._model_of(queue), request, deadline)
+        for model, request, deadline in self._live.waiting():
+            if request >> SLOT_BITS == front.number:
+                self._event(CANCEL, now, model, request, deadline)
 
-    def _hear_worker(self, worker: _Worker, now: int, mask: int) -> None:
+    def _hear_worker(self, worker: Worker, now: int, mask: int) -> None:
         try:
             if mask & selectors.EVENT_WRITE:
                 self._flush(worker.channel)
@@ -330,7 +266,7 @@ class Scheduler:
         except Closed:
             self._lose_worker(worker, now)
 
-    def _finish(self, worker: _Worker, cells: Ints, now: int) -> None:
+    def _finish(self, worker: Worker, cells: Ints, now: int) -> None:
         """A worker has done a batch, or answers a ping."""
         number, begin, end, num_late = cells[:4].tolist()
         taken = end - begin
@@ -358,7 +294,7 @@ class Scheduler:
         else:
             self._event(FREE, now, worker.device, 0, 0, taken)
 
-    def _lose_worker(self, worker: _Worker, now: int) -> None:
+    def _lose_worker(self, worker: Worker, now: int) -> None:
         """A worker has gone: what it had comes again, but for requests that were on one that has gone before."""
         self._forget(worker.channel)
         if self._workers.get(worker.device) is not worker:
@@ -376,12 +312,12 @@ class Scheduler:
 
     def _come_again(self, model: int, requests: Ints, now: int) -> None:
         """Requests that nobody computes any more are put to the policy again, by their deadlines."""
-        deadlines = self._deadlines(model, requests)
+        deadlines = deadlines_of(model, requests, self._fronts)
         for request, deadline in zip(requests.tolist(), deadlines.tolist(), strict=True):
-            if request >> _SLOT_BITS in self._fronts:
+            if request >> SLOT_BITS in self._fronts:
                 self._event(ARRIVE, now, model, request, deadline)
 
-    def _ping(self, worker: _Worker) -> None:
+    def _ping(self, worker: Worker) -> None:
         if worker.pings:
             worker.pings -= 1
             with contextlib.suppress(Closed):
@@ -433,17 +369,6 @@ class Scheduler:
             fates=[[model, fate, count] for (model, fate), count in self._counts.items()],
             batches=sorted(self._batch_counts.items()),
         )
-
-
-def _by_front(requests: Ints) -> list[tuple[int, Any]]:
-    """Numbers of fronts' connections, and where their requests are among these."""
-    numbers = requests >> _SLOT_BITS
-    if len(numbers) == 0:
-        return []
-    first = int(numbers[0])
-    if (numbers == first).all():
-        return [(first, slice(None))]
-    return [(number, numbers == number) for number in np.unique(numbers).tolist()]
 
 
 def main(arguments: list[str]) -> None:

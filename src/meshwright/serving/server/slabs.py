@@ -7,7 +7,6 @@ reads outputs; a worker gathers the inputs of a batch and scatters its outputs, 
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,13 +42,10 @@ class Slab:
         """Open the slab of this file, which is made if ``slots`` is not 0. Raises ServingError if that fails."""
         layout = slot_layout(inputs, outputs)
         try:
-            opened = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if slots else 0), 0o600)
-            try:
+            with path.open("x+b" if slots else "r+b") as opened:
                 if slots:
-                    os.ftruncate(opened, slots * layout.itemsize)
-                self._memory = mmap.mmap(opened, 0)
-            finally:
-                os.close(opened)
+                    opened.truncate(slots * layout.itemsize)
+                self._memory = mmap.mmap(opened.fileno(), 0)
         except (OSError, ValueError) as error:
             raise ServingError(f"{path}: shared memory cannot be used: {error}.") from None
         self.path = path

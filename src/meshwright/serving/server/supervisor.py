@@ -119,7 +119,8 @@ class Supervisor:
     def _describe(self, folder: Path) -> list[_Child]:
         log = [] if self._log is None else [str(self._log.absolute())]
         token = [] if self._token_file is None else [str(self._token_file.absolute())]
-        threads = str(max(len(os.sched_getaffinity(0)) // self.deployment.devices, 1))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = str(max(cores // self.deployment.devices, 1))
         return [
             _Child("scheduler", ["scheduler", str(folder), *log]),
             *(

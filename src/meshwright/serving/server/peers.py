@@ -1,0 +1,84 @@
+"""Whom the scheduler talks with: fronts and workers, and the batches that these have."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshwright.serving.policies.pool import Ints
+from meshwright.serving.server.channel import Channel
+
+# A request is a front's connection, in the upper half, and its slot.
+SLOT_BITS = 32
+_SLOT = (1 << SLOT_BITS) - 1
+# Requests that a queue holds, and slots of a model in a front.
+CAPACITY = 65_536
+# Messages without a batch, that tell how long the way to a worker takes.
+PINGS = 64
+
+
+@dataclass(slots=True, eq=False)
+class Front:
+    """A front's connection. ``deadlines``: by model, the deadline of what is in each slot."""
+
+    channel: Channel
+    number: int
+    deadlines: dict[int, Ints] = field(default_factory=dict)
+
+    def keep_deadlines(self, rows: Ints) -> None:
+        """Remember rows of (model, slot, deadline)."""
+        first = int(rows[0, 0])
+        models = [first] if (rows[:, 0] == first).all() else np.unique(rows[:, 0]).tolist()
+        for model in models:
+            if model not in self.deadlines:
+                self.deadlines[model] = np.zeros(CAPACITY, np.int64)
+            mine = rows if len(models) == 1 else rows[rows[:, 0] == model]
+            self.deadlines[model][mine[:, 1]] = mine[:, 2]
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Requests of a model that a worker computes, or will."""
+
+    number: int
+    model: int
+    requests: Ints
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker's connection; ``pings`` are still to be sent."""
+
+    channel: Channel
+    device: int
+    pings: int = PINGS
+    batches: deque[Batch] = field(default_factory=deque)
+
+
+def slots_of(requests: Ints) -> Ints:
+    """The slots in which requests lie."""
+    return requests & _SLOT
+
+
+def by_front(requests: Ints) -> list[tuple[int, Any]]:
+    """Numbers of fronts' connections, and where their requests are among these."""
+    numbers = requests >> SLOT_BITS
+    if len(numbers) == 0:
+        return []
+    first = int(numbers[0])
+    if (numbers == first).all():
+        return [(first, slice(None))]
+    return [(number, numbers == number) for number in np.unique(numbers).tolist()]
+
+
+def deadlines_of(model: int, requests: Ints, fronts: dict[int, Front]) -> Ints:
+    """When requests have to be answered; 0 for those of fronts that have gone."""
+    found = np.zeros(len(requests), np.int64)
+    for number, places in by_front(requests):
+        front = fronts.get(number)
+        if front is not None:
+            found[places] = front.deadlines[model][slots_of(requests[places])]
+    return found
