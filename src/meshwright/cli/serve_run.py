@@ -59,21 +59,22 @@ async def _serve(deployment: Deployment, log: Path | None, token_file: Path | No
 
     supervisor = Supervisor(deployment, log=log, token_file=token_file, told=_tell)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop)
-    serving = asyncio.create_task(supervisor.run())
-    admin = asyncio.create_task(serve_admin(supervisor))
+    tasks = [asyncio.create_task(each) for each in (supervisor.run(), serve_admin(supervisor), _welcome(supervisor))]
     try:
-        await supervisor.wait_until_ready()
-        if supervisor.is_ready:
-            _welcome(supervisor)
-        await serving
+        # What fails first is what is told.
+        await asyncio.gather(*tasks)
     finally:
-        supervisor.stop()
-        await asyncio.gather(serving, admin, return_exceptions=True)
+        if any(not task.done() for task in tasks):
+            supervisor.stop()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _welcome(supervisor: Supervisor) -> None:
+async def _welcome(supervisor: Supervisor) -> None:
+    await supervisor.wait_until_ready()
+    if not supervisor.is_ready:
+        return
     deployment, server = supervisor.deployment, supervisor.deployment.server
     note(
         f"Ready: {sum(model.copies for model in deployment.models)} models on {deployment.devices} devices by policy "
@@ -84,8 +85,21 @@ def _welcome(supervisor: Supervisor) -> None:
 
 def _tell(name: str, facts: dict[str, Any]) -> None:
     """What a user should know at once."""
-    if facts["kind"] == "ended" and facts["code"]:
-        note(f"{name} ended with {facts['code']}; it is started again.")
+    kind = facts["kind"]
+    if kind == "ended" and facts["code"] and facts["again"]:
+        note(f"{name} ended with {_meaning(facts['code'])}; it is started again.")
+    elif kind == "failure":
+        note(f"{name}: model {facts['model']} failed on a request, which was answered 500: {facts['text']}")
+    elif kind == "stuck":
+        note(f"worker-{facts['worker']} has computed one batch for {facts['seconds']:.3g} s; it is killed.")
+
+
+def _meaning(code: int) -> str:
+    """An exit code, or the signal that a process was killed by."""
+    try:
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
 
 
 def replay(

@@ -18,7 +18,8 @@ FATAL = 3
 def report(kind: str, **facts: Any) -> None:
     """Tell something; without a supervisor there is nobody left to work for."""
     try:
-        sys.stdout.write(json.dumps({"kind": kind, **facts}) + "\n")
+        # A line of its own, whatever a model has printed.
+        sys.stdout.write("\n" + json.dumps({"kind": kind, **facts}) + "\n")
         sys.stdout.flush()
     except (BrokenPipeError, ValueError):
         raise SystemExit from None

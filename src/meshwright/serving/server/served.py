@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from meshwright.serving.batching import batch_nanoseconds
+from meshwright.serving.policies.named import load_policy
+from meshwright.serving.policies.shepherd import Shepherd
 from meshwright.spec import Deployment, Latency, ServedModel, ServingError, TensorSpec
 
 # A batch of more requests would not fit into one message (`channel`).
@@ -69,6 +71,28 @@ class Served:
 def read_tensors(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
     """Tensors as they are sent between processes."""
     return tuple(TensorSpec(**{**item, "shape": tuple(item["shape"])}) for item in items)
+
+
+def check_served(deployment: Deployment) -> None:
+    """Raise ServingError for what a server cannot do, though the simulator can."""
+    served_models(deployment)
+    for what, given in (("queries", deployment.queries), ("trunks", deployment.trunks), ("groups", deployment.groups)):
+        if given:
+            raise ServingError(
+                f"The deployment has {what}, which only the simulator knows: a server's workers all hold all models, "
+                f"each answered by itself. Leave {what} out, or serve each part by a deployment of its own."
+            )
+    limit = deployment.device_memory
+    if limit is not None and not deployment.has_room(model.name for model in deployment.models):
+        raise ServingError(
+            "All models together need more than device_memory, and a server's workers hold all of them. Serve some of "
+            "them by a deployment of their own."
+        )
+    if isinstance(load_policy(deployment.policy), Shepherd):
+        raise ServingError(
+            f"Policy {deployment.policy!r} gives batches up while they run, which no worker can do. Serve by another "
+            "one; the simulator knows this one."
+        )
 
 
 def served_models(deployment: Deployment) -> list[Served]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.serving.server.reports import FATAL
-from meshwright.serving.server.served import served_models
+from meshwright.serving.server.served import check_served
 from meshwright.spec import Deployment, ServingError
 from meshwright.spec.codec import write_document
 
@@ -68,14 +68,17 @@ class Supervisor:
         self.facts: dict[str, dict[str, Any]] = {}
         self.port = self.admin_port = 0
         self._log, self._token_file, self._told = log, token_file, told
-        self._stopping = asyncio.Event()
+        self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
         self._changed = asyncio.Event()
         self._children: dict[str, _Child] = {}
         self._fault: str | None = None
 
     def stop(self) -> None:
-        """Answer what is under way, and end."""
+        """Answer what is under way, and end; asked again, end at once."""
+        if self._stopping.is_set():
+            self._hurrying.set()
         self._stopping.set()
+        self._changed.set()
 
     def process_ids(self) -> dict[str, int]:
         """The processes that there are, by name."""
@@ -107,7 +110,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Start all, and keep them up until `stop`."""
-        served_models(self.deployment)
+        check_served(self.deployment)
         with _reserved_port(self.deployment) as self.port, _own_folder() as folder:
             server = replace(self.deployment.server, port=self.port)
             write_document(replace(self.deployment, server=server), folder / "deployment.json")
@@ -165,9 +168,9 @@ class Supervisor:
             await self._listen(child, child.process)
             code = await child.process.wait()
             self.facts.pop(child.name, None)
-            self._tell(child.name, {"kind": "ended", "code": code})
             if code == FATAL:
                 self._stopping.set()
+            self._tell(child.name, {"kind": "ended", "code": code, "again": not self._stopping.is_set()})
             if time.monotonic() - began > _WELL_S:
                 pause_s = _FIRST_PAUSE_S
             with contextlib.suppress(TimeoutError):
@@ -175,8 +178,26 @@ class Supervisor:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _listen(self, child: _Child, process: asyncio.subprocess.Process) -> None:
+        """Hear a process until it has ended."""
+        hearing = asyncio.create_task(self._hear(child, process))
+        await process.wait()
+        # What it has started itself ends with it, and holds its output open no longer.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.wait([hearing], timeout=_END_S)
+        hearing.cancel()
+
+    async def _hear(self, child: _Child, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        while line := await process.stdout.readline():
+        while True:
+            try:
+                line = await process.stdout.readline()
+            except ValueError:  # a line without end
+                continue
+            if not line:
+                return
+            if line == b"\n":
+                continue
             try:
                 facts = json.loads(line)
                 kind = facts["kind"]
@@ -185,10 +206,18 @@ class Supervisor:
                 continue
             if kind == "error":
                 self._fault = self._fault or facts["text"]
-            else:
+            elif kind == "stuck":
+                self._kill_stuck(facts)
+            elif kind != "failure":
                 self.facts[child.name] = facts
             self._tell(child.name, facts)
             self._changed.set()
+
+    def _kill_stuck(self, facts: dict[str, Any]) -> None:
+        """A worker has computed for too long: it will not look at its input, so it is killed, and started again."""
+        process = self._children[f"worker-{facts['worker']}"].process
+        if process is not None and process.pid == facts["pid"] and process.returncode is None:
+            process.kill()
 
     def _tell(self, name: str, facts: dict[str, Any]) -> None:
         if self._told is not None:
@@ -201,18 +230,21 @@ class Supervisor:
         for child in fronts:
             if child.process is not None and child.process.returncode is None:
                 child.process.send_signal(signal.SIGTERM)
-        await _await_end(fronts, _DRAIN_S)
+        await _await_end(fronts, _DRAIN_S, self._hurrying)
         for child in others:
             if child.process is not None and child.process.stdin is not None:
                 child.process.stdin.close()
-        await _await_end(others, _END_S)
+        await _await_end(others, _END_S, self._hurrying)
 
 
-async def _await_end(children: list[_Child], limit_s: float) -> None:
-    """Wait for processes to end; those that do not are killed."""
+async def _await_end(children: list[_Child], limit_s: float, hurrying: asyncio.Event) -> None:
+    """Wait for processes to end; those that do not, or not soon enough for somebody, are killed."""
     processes = [child.process for child in children if child.process is not None]
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.gather(*(process.wait() for process in processes)), limit_s)
+    ending = asyncio.gather(*(process.wait() for process in processes))
+    hurry = asyncio.create_task(hurrying.wait())
+    await asyncio.wait([ending, hurry], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    hurry.cancel()
+    ending.cancel()
     for process in processes:
         if process.returncode is None:
             process.kill()
