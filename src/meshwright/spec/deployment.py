@@ -32,7 +32,7 @@ from meshwright.spec.parsing import read_data
 from meshwright.spec.quantities import Bytes, Seconds
 
 _YEAR = 366 * LONGEST
-A_DAY, A_MINUTE = Seconds(86_400.0), Seconds(60.0)
+A_DAY, A_MINUTE, HALF_A_MINUTE = Seconds(86_400.0), Seconds(60.0), Seconds(30.0)
 # What sums of bytes may be off by.
 _ROUNDING = 1 + 1e-9
 MOST_MODELS, LARGEST_SAMPLE = 100_000, 2**30
@@ -253,7 +253,8 @@ class Server:
     ``fronts`` are processes that read requests; ``device`` is where workers run: ``cpu``, or ``cuda`` for one GPU each.
     ``tensor_bytes`` bounds the memory of requests that are being served, of each front and model. A request's body has
     at most ``body_bytes`` and its headers ``header_bytes``; it must have come within ``receive`` seconds, and a
-    connection may be idle for ``idle``. Requests may ask for deadlines up to ``longest_deadline``.
+    connection may be idle for ``idle``. Requests may ask for deadlines up to ``longest_deadline``. A worker that
+    computes one batch for ``stuck``, and much longer than expected, is killed and started again.
     """
 
     host: str = "127.0.0.1"
@@ -267,6 +268,7 @@ class Server:
     receive: Seconds = A_MINUTE
     idle: Seconds = A_MINUTE
     longest_deadline: Seconds = A_MINUTE
+    stuck: Seconds = HALF_A_MINUTE
     connections: int = 20_000
 
     def __post_init__(self) -> None:
@@ -274,7 +276,7 @@ class Server:
         _check(what, port=(0, self.port, 65_535), admin_port=(0, self.admin_port, 65_535), fronts=(1, self.fronts, 256))
         _check(what, tensor_bytes=(4096, self.tensor_bytes, 2**40), body_bytes=(256, self.body_bytes, 2**32))
         _check(what, header_bytes=(256, self.header_bytes, 2**20), connections=(1, self.connections, 10**6))
-        for name in ("receive", "idle", "longest_deadline"):
+        for name in ("receive", "idle", "longest_deadline", "stuck"):
             _check(what, **{name: (1e-3, getattr(self, name), LONGEST)})
         if self.device not in ("cpu", "cuda"):
             raise ServingError(f"A server's device is {self.device!r}; expected cpu or cuda.")

@@ -58,7 +58,7 @@ class FakeWorker:
         self.channel = connect(folder / "scheduler.sock")
         document = {key: [asdict(tensor) for tensor in tensors] for key, tensors in SPECS.items()}
         self.channel.send_text(
-            {"worker": device, "models": [{**document, "platform": "fake", "largest": 64, "points": []}]}
+            {"worker": device, "pid": 0, "models": [{**document, "platform": "fake", "largest": 64, "points": []}]}
         )
         self.epoch, self.given = None, []
 

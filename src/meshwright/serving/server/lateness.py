@@ -10,7 +10,12 @@ The last two are what is exceeded once in a thousand times. (Symphony has consta
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+
+from meshwright.serving.policies.pool import DELAY, GUARD, SLACK, Ints
+from meshwright.spec import Deployment
 
 _KEPT = 4096
 _ENOUGH = 32
@@ -43,6 +48,16 @@ class Lateness:
     def is_known(self) -> bool:
         """Have there been enough samples?"""
         return min(self.begins.count, self.ends.count) >= _ENOUGH
+
+    def known_better(self, deployment: Deployment, pool: Ints) -> Iterator[tuple[int, int]]:
+        """Numbers of a pool that the deployment leaves open, and that are measured to be others; what they are."""
+        for given, number, measured in (
+            (deployment.delay, DELAY, self.delay_ns()),
+            (deployment.slack, SLACK, self.slack_ns()),
+            (deployment.guard, GUARD, self.guard_ns()),
+        ):
+            if not given and measured != pool[number]:
+                yield number, measured
 
     def delay_ns(self) -> int:
         """See the module's docstring."""

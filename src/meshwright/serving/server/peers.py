@@ -18,6 +18,8 @@ _SLOT = (1 << SLOT_BITS) - 1
 CAPACITY = 65_536
 # Messages without a batch, that tell how long the way to a worker takes.
 PINGS = 64
+# A batch is slow, and its worker not stuck, up to so many times what was expected.
+STUCK = 20
 
 
 @dataclass(slots=True, eq=False)
@@ -41,21 +43,64 @@ class Front:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Requests of a model that a worker computes, or will."""
+    """Requests of a model that a worker computes, or will.
+
+    A batch that the policy has decided may be sent in parts (`parts_of`); ``decided`` is its number of requests.
+    """
 
     number: int
     model: int
     requests: Ints
+    decided: int
+    expected_ns: int
+    is_last: bool
+
+    @property
+    def is_part(self) -> bool:
+        """Is it not all that was decided?"""
+        return len(self.requests) < self.decided
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A worker's connection; ``pings`` are still to be sent."""
+    """A worker's connection; ``pings`` are still to be sent. The first of its batches is the one that it computes."""
 
     channel: Channel
     device: int
+    pid: int
     pings: int = PINGS
     batches: deque[Batch] = field(default_factory=deque)
+    since_ns: int = 0
+
+    def give(self, batch: Batch, now: int) -> None:
+        """It has one more batch to compute."""
+        if not self.batches:
+            self.since_ns = now
+        self.batches.append(batch)
+
+    def take(self, now: int) -> Batch:
+        """It has computed its first batch."""
+        self.since_ns = now
+        return self.batches.popleft()
+
+    def stuck_ns(self, now: int, limit_ns: int) -> int:
+        """How long it has computed a batch, if that is over the limit and many times what was expected; otherwise 0."""
+        if not self.batches:
+            return 0
+        taken = now - self.since_ns
+        return taken if taken > max(limit_ns, STUCK * self.batches[0].expected_ns) else 0
+
+
+def parts_of(requests: Ints, suspects: set[int]) -> list[Ints]:
+    """A batch as it is to be computed: each request that has lost a worker by itself, so that it takes no others along.
+
+    The others come first.
+    """
+    if not suspects:
+        return [requests]
+    alone = np.array([request in suspects for request in requests.tolist()], bool)
+    parts = [requests[~alone]] if not alone.all() else []
+    return parts + [requests[place : place + 1] for place in np.flatnonzero(alone)]
 
 
 def slots_of(requests: Ints) -> Ints:

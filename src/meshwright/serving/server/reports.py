@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from meshwright.serving.policies.pool import DELAY, GUARD, NUM_IDLE, NUM_QUEUED, NUM_UP, SLACK, Ints
 from meshwright.spec import MeshwrightError
 
 # What a process ends with that would not do better if it were started again.
 FATAL = 3
+_FIGURES = {
+    "queued": NUM_QUEUED,
+    "up": NUM_UP,
+    "idle": NUM_IDLE,
+    "delay_ns": DELAY,
+    "slack_ns": SLACK,
+    "guard_ns": GUARD,
+}
+_GRACE_S = 1.0
 
 
 def report(kind: str, **facts: Any) -> None:
@@ -25,10 +38,27 @@ def report(kind: str, **facts: Any) -> None:
         raise SystemExit from None
 
 
+def pool_figures(pool: Ints | None) -> dict[str, int]:
+    """What a scheduler tells of its policy's pool; zeros before there is one."""
+    return {name: 0 if pool is None else int(pool[number]) for name, number in _FIGURES.items()}
+
+
 def end_with_input() -> None:
     """Standard input can be read: raise SystemExit if that is its end."""
     if not os.read(sys.stdin.fileno(), 4096):
         raise SystemExit
+
+
+def end_after_input() -> None:
+    """From now on, end soon after standard input has ended, whatever is computed meanwhile."""
+    threading.Thread(target=_end_after_input, daemon=True).start()
+
+
+def _end_after_input() -> None:
+    # Only looked at: whoever can read it ends in order.
+    select.select([sys.stdin], [], [])
+    time.sleep(_GRACE_S)
+    os._exit(0)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """The scheduler: it knows of requests where they are and when they are due, and decides by its policy what runs where.
 
 Fronts submit requests, workers run batches (`channel.Kind`); tensors never come here. What a worker that has gone had
-to do comes again, with the deadlines that it had; a request that has lost two workers is taken to be at fault. Only the
-scheduler says what became of a request, and it does so once.
+to do comes again, with the deadlines that it had. What was computed when it went is computed one by one then, and a
+request that has lost two workers is taken to be at fault. Only the scheduler says what became of a request, and it does
+so once.
 
 Run as ``python -m meshwright.serving.server.scheduler FOLDER``, where ``FOLDER`` has the deployment; ends when its
 standard input does.
@@ -22,25 +23,23 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.serving.policies.pool import (
-    DELAY,
-    DROP,
-    GUARD,
-    LATE,
-    NEVER,
-    NUM_IDLE,
-    NUM_QUEUED,
-    NUM_UP,
-    RUN,
-    SLACK,
-    Ints,
-)
+from meshwright.serving.policies.pool import DROP, LATE, NEVER, RUN, Ints
 from meshwright.serving.server.channel import MOST_CELLS, Channel, Closed, Kind, listen
 from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.lateness import Lateness
 from meshwright.serving.server.live import ADJUST, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, UP, WAKE, Live
-from meshwright.serving.server.peers import CAPACITY, SLOT_BITS, Batch, Front, Worker, by_front, deadlines_of, slots_of
-from meshwright.serving.server.reports import end_with_input, report, reporting_errors
+from meshwright.serving.server.peers import (
+    CAPACITY,
+    SLOT_BITS,
+    Batch,
+    Front,
+    Worker,
+    by_front,
+    deadlines_of,
+    parts_of,
+    slots_of,
+)
+from meshwright.serving.server.reports import end_with_input, pool_figures, report, reporting_errors
 from meshwright.serving.server.served import Served, served_models
 from meshwright.serving.server.slabs import slab_path
 from meshwright.spec import Deployment, ServingError, read_deployment
@@ -57,6 +56,8 @@ class Scheduler:
         self._log = None if log is None else log.open("wb")
         self._epoch = time.monotonic_ns()
         self._selector = selectors.SelectSelector()
+        for left in folder.glob("slab-*"):  # of fronts that ended with the scheduler before
+            left.unlink(missing_ok=True)
         self._listener = listen(folder / "scheduler.sock")
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._models: list[Served] = served_models(deployment)
@@ -87,6 +88,7 @@ class Scheduler:
             self._next_report = now + _EVERY_NS
             self._adjust(now)
             self._report()
+            self._look_for_stuck(now)
         while self._events and self._live is not None:
             events, self._events = np.concatenate(self._events), []
             for decisions, chosen in self._live.take(events):
@@ -114,7 +116,7 @@ class Scheduler:
         for kind, target, queue, first, count, _ in decisions.tolist():
             model, requests = live.model_of(queue), chosen[first : first + count]
             if kind == RUN and target in self._workers:
-                self._run(self._workers[target], model, requests)
+                self._run(self._workers[target], model, requests, now)
             elif kind == RUN:
                 # It was decided before the policy was told, in the same turn, that the worker has gone.
                 self._come_again(model, requests, now)
@@ -126,15 +128,17 @@ class Scheduler:
                     "Serve by another one; the simulator knows this one."
                 )
 
-    def _run(self, worker: Worker, model: int, requests: Ints) -> None:
-        batch = Batch(self._batches, model, requests)
-        self._batches += 1
-        worker.batches.append(batch)
-        expected = self._models[model].table[len(requests)]
-        head = np.array([Kind.RUN, batch.number, model, expected, len(requests)], np.int64)
-        with contextlib.suppress(Closed):  # seen when it is read
-            worker.channel.send(np.concatenate([head, requests, deadlines_of(model, requests, self._fronts)]))
-            self._listen_for_room(worker.channel)
+    def _run(self, worker: Worker, model: int, requests: Ints, now: int) -> None:
+        parts = parts_of(requests, self._once_lost)
+        for place, part in enumerate(parts):
+            expected = self._models[model].table[len(part)]
+            is_last = place == len(parts) - 1
+            worker.give(Batch(self._batches, model, part, len(requests), expected, is_last), now)
+            head = np.array([Kind.RUN, self._batches, model, expected, len(part)], np.int64)
+            self._batches += 1
+            with contextlib.suppress(Closed):  # seen when it is read
+                worker.channel.send(np.concatenate([head, part, deadlines_of(model, part, self._fronts)]))
+                self._listen_for_room(worker.channel)
 
     def _answer(self, model: int, requests: Ints, fate: int) -> None:
         """Tell fronts what became of requests."""
@@ -182,7 +186,7 @@ class Scheduler:
 
     def _welcome(self, channel: Channel, content: dict[str, Any], now: int) -> None:
         """A worker has come, and has all models."""
-        worker = Worker(channel, content["worker"])
+        worker = Worker(channel, content["worker"], content["pid"])
         for served, found in zip(self._models, content["models"], strict=True):
             served.learn(found)
         if self._live is None:
@@ -275,7 +279,7 @@ class Scheduler:
             self._lateness.begins.add(begin - int(cells[4]))
             self._ping(worker)
             return
-        batch = worker.batches.popleft()
+        batch = worker.take(now)
         if batch.number != number:
             raise ServingError(f"Worker {worker.device} has done batch {number}; expected {batch.number}.")
         late, failed = cells[4 : 4 + num_late], cells[4 + num_late :]
@@ -288,24 +292,32 @@ class Scheduler:
         else:
             self._answer(batch.model, batch.requests, Fate.DONE)
         self._batch_counts[batch.model] += 1
+        if not batch.is_last:
+            return
+        if batch.is_part:
+            # A device is not slow for what it was not asked to do at once.
+            taken = self._models[batch.model].table[batch.decided]
         if worker.batches:
             following = worker.batches[0]
-            self._event(FREE, now, worker.device, following.model, len(following.requests), taken)
+            self._event(FREE, now, worker.device, following.model, following.decided, taken)
         else:
             self._event(FREE, now, worker.device, 0, 0, taken)
 
     def _lose_worker(self, worker: Worker, now: int) -> None:
-        """A worker has gone: what it had comes again, but for requests that were on one that has gone before."""
+        """A worker has gone: what it had comes again, but for what it was at and another one before it, too."""
         self._forget(worker.channel)
         if self._workers.get(worker.device) is not worker:
             return
         del self._workers[worker.device]
         self._event(DOWN, now, worker.device)
-        for batch in worker.batches:
-            again = np.array([request not in self._once_lost for request in batch.requests.tolist()], bool)
-            self._answer(batch.model, batch.requests[~again], Fate.FAILED)
-            self._once_lost.update(batch.requests[again].tolist())
-            self._come_again(batch.model, batch.requests[again], now)
+        for place, batch in enumerate(worker.batches):
+            requests = batch.requests
+            if place == 0:
+                again = np.array([request not in self._once_lost for request in requests.tolist()], bool)
+                self._answer(batch.model, requests[~again], Fate.FAILED)
+                requests = requests[again]
+                self._once_lost.update(requests.tolist())
+            self._come_again(batch.model, requests, now)
         if not self._workers:
             for front in self._fronts.values():
                 self._tell(front)
@@ -316,6 +328,13 @@ class Scheduler:
         for request, deadline in zip(requests.tolist(), deadlines.tolist(), strict=True):
             if request >> SLOT_BITS in self._fronts:
                 self._event(ARRIVE, now, model, request, deadline)
+
+    def _look_for_stuck(self, now: int) -> None:
+        """A worker whose model does not return cannot be told anything: the supervisor kills it."""
+        limit_ns = round(self._deployment.server.stuck * 1e9)
+        for worker in self._workers.values():
+            if taken := worker.stuck_ns(now, limit_ns):
+                report("stuck", worker=worker.device, pid=worker.pid, seconds=taken / 1e9)
 
     def _ping(self, worker: Worker) -> None:
         if worker.pings:
@@ -342,15 +361,8 @@ class Scheduler:
 
     def _adjust(self, now: int) -> None:
         """What is late in this server is known better than a second ago."""
-        if self._live is None or not self._lateness.is_known:
-            return
-        known, late = self._deployment, self._lateness
-        for given, number, measured in (
-            (known.delay, DELAY, late.delay_ns()),
-            (known.slack, SLACK, late.slack_ns()),
-            (known.guard, GUARD, late.guard_ns()),
-        ):
-            if not given and measured != self._live.pool[number]:
+        if self._live is not None and self._lateness.is_known:
+            for number, measured in self._lateness.known_better(self._deployment, self._live.pool):
                 self._event(ADJUST, now, number, measured)
 
     def _report(self) -> None:
@@ -360,12 +372,7 @@ class Scheduler:
             ready=bool(pool is not None and self._workers),
             workers=sorted(self._workers),
             fronts=len(self._fronts),
-            queued=0 if pool is None else int(pool[NUM_QUEUED]),
-            up=0 if pool is None else int(pool[NUM_UP]),
-            idle=0 if pool is None else int(pool[NUM_IDLE]),
-            delay_ns=0 if pool is None else int(pool[DELAY]),
-            slack_ns=0 if pool is None else int(pool[SLACK]),
-            guard_ns=0 if pool is None else int(pool[GUARD]),
+            **pool_figures(pool),
             fates=[[model, fate, count] for (model, fate), count in self._counts.items()],
             batches=sorted(self._batch_counts.items()),
         )

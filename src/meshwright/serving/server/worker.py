@@ -20,7 +20,7 @@ import numpy as np
 from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server.channel import Channel, Closed, Kind, connect
 from meshwright.serving.server.models import Runnable, open_model, run_batch, warm_up
-from meshwright.serving.server.reports import end_with_input, report, reporting_errors
+from meshwright.serving.server.reports import end_after_input, end_with_input, report, reporting_errors
 from meshwright.serving.server.served import Served, served_models
 from meshwright.serving.server.slabs import Slab, slab_path
 from meshwright.spec import ServingError, read_deployment
@@ -51,6 +51,7 @@ class Worker:
                 channel.send_text(
                     {
                         "worker": self._device,
+                        "pid": os.getpid(),
                         "models": [
                             {
                                 "inputs": [asdict(tensor) for tensor in model.inputs],
@@ -143,6 +144,7 @@ def main(arguments: list[str]) -> None:
     """Load, warm up, and serve until standard input ends."""
     folder, number = Path(arguments[0]), int(arguments[1])
     deployment = read_deployment(folder / "deployment.json")
+    end_after_input()
     device = deployment.server.device if deployment.server.device == "cpu" else f"cuda:{number}"
     with reporting_errors():
         served = served_models(deployment)
