@@ -74,9 +74,9 @@ class Client:
         self.writer.write(data)
         await self.writer.drain()
 
-    async def answer(self, is_head=False):
+    async def answer(self, is_head=False, limit_s=10):
         """Status, headers by lower-case name, body."""
-        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 10)
+        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), limit_s)
         first, *lines = head.decode("latin-1").split("\r\n")[:-2]
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         assert len(headers) == len(lines)

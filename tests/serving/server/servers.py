@@ -1,4 +1,4 @@
-"""Servers of real processes, as the command line starts them, and what tests ask of them. All is ended with the test."""
+"""Servers of real processes, as the command line starts them, and what tests ask of them."""
 
 import asyncio
 import contextlib
@@ -85,7 +85,10 @@ class Served:
 
     def end(self, number=signal.SIGTERM, limit_s=45):
         """The exit code; no process and no file are left."""
-        pids = {} if self.process.poll() is not None or self.admin is None else self.pids()
+        pids = {}
+        if self.process.poll() is None and self.admin is not None:
+            with contextlib.suppress(OSError):  # it is ending already
+                pids = self.pids()
         if self.process.poll() is None:
             self.process.send_signal(number)
         code = self.process.wait(limit_s)
@@ -153,9 +156,10 @@ async def connect(server):
     return Client(*await asyncio.wait_for(asyncio.open_connection("127.0.0.1", server.port), 10))
 
 
-async def ask(client, data):
+async def ask(client, data, limit_s=10):
     """Status and document."""
-    status, _, body = await client.ask(data)
+    await client.send(data)
+    status, _, body = await client.answer(limit_s=limit_s)
     return status, json.loads(body)
 
 
@@ -176,12 +180,12 @@ class Load:
     ``wrong`` has what must never be: another answer than the question's, or none on a connection that stays.
     """
 
-    def __init__(self, server, connections=32, rows=1, name="m"):
+    def __init__(self, server, connections=32, rows=1, name="m", first=0, limit_s=10):
         self.server, self.connections, self.rows, self.name = server, connections, rows, name
         self.counts, self.wrong, self.sentences = {}, [], {}
         self.longest_s = 0.0
         self.done_at = []
-        self._next, self._is_over = 0, False
+        self._next, self._is_over, self._limit_s = first, False, limit_s
 
     def stop(self):
         self._is_over = True
@@ -211,7 +215,7 @@ class Load:
             question, expected = infer([(self._next, row, -self._next) for row in range(self.rows)], self.name)
             begin = time.monotonic()
             try:
-                status, document = await ask(client, question)
+                status, document = await ask(client, question, self._limit_s)
             except (asyncio.IncompleteReadError, ConnectionError):
                 self.note("closed")
                 client.close()

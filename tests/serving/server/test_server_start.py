@@ -9,6 +9,13 @@ import pytest
 
 from tests.serving.server.servers import EMULATED, serving, wait_until_gone
 
+SLOW = """import time, torch
+    class Slow(torch.nn.Module):
+        def forward(self, x):
+            time.sleep(0.05)
+            return x
+    return Slow(), (torch.zeros(4, 2),)
+"""
 MODEL = EMULATED[: EMULATED.index("[[models]]")]
 
 
@@ -77,10 +84,9 @@ def test_models_that_do_not_fit_together_are_refused(tmp_path):
     [
         ("raise ValueError('no weights here')", "no weights here"),
         ("return 1", "expected"),
-        ("import time; from torch import nn; import torch\n    class Slow(nn.Module):\n        def forward(self, x):\n"
-         "            time.sleep(0.05)\n            return x\n    return Slow(), (torch.zeros(4, 2),)", "longer than its SLO"),
+        (SLOW, "longer than its SLO"),
     ],
-)  # fmt: skip
+)
 def test_a_model_that_cannot_be_served_is_told(tmp_path, code, expected):
     (tmp_path / "own.py").write_text(f"def model(batch_size=4):\n    {code}\n")
     text = f'{MODEL}[[models]]\nname = "m"\nslo = "20 ms"\nmodel = "own.py:model"\n'
