@@ -51,7 +51,7 @@ class _Child:
 class Supervisor:
     """A server of a deployment; `run` keeps it up until it is stopped.
 
-    Decisions are written to ``log``; requests need the token of ``token_file``. ``told`` hears what processes report:
+    Decisions are written to ``log``, those of a scheduler that was started again to ``log.2`` and so on; requests need the token of ``token_file``. ``told`` hears what processes report:
     the name of one (``worker-3``) and its facts; ``kind`` "ended" and "started" are the supervisor's own. Raises
     ServingError where a process cannot go on by a fault of the deployment.
     """
@@ -153,8 +153,12 @@ class Supervisor:
         pause_s = _FIRST_PAUSE_S
         while not self._stopping.is_set():
             began = time.monotonic()
+            arguments = child.arguments
+            if child.name == "scheduler" and self._log is not None and child.starts:
+                # What the one before has written stays.
+                arguments = [*arguments[:-1], f"{arguments[-1]}.{child.starts + 1}"]
             child.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", f"meshwright.serving.server.{child.arguments[0]}", *child.arguments[1:]),
+                *(sys.executable, "-m", f"meshwright.serving.server.{arguments[0]}", *arguments[1:]),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={**os.environ, **child.environment},
