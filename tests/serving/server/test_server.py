@@ -146,6 +146,7 @@ def test_all_workers_are_killed_at_once(server):
     check(load, {200, 503})
 
 
+@pytest.mark.long
 def test_a_worker_that_is_stopped_for_a_while_goes_on(server):
     def disturb():
         pid = server.kill("worker-0", signal.SIGSTOP)
@@ -172,6 +173,7 @@ def test_the_scheduler_is_killed_under_load(server):
     assert len(list(server.folder().glob("slab-*"))) == 2
 
 
+@pytest.mark.long
 def test_the_scheduler_and_a_front_are_killed_at_once(server):
     load = Load(server, 16)
     run(disturbed(load, lambda: [server.kill(name) for name in ("scheduler", "front-1", "worker-0")]), limit_s=100)
@@ -347,15 +349,14 @@ def test_a_torch_model_answers_what_it_computes(tmp_path):
         assert np.allclose(found, module(values).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kills", [(), ("worker-0", "worker-1")])
-def test_a_log_is_decided_again_after_kills(tmp_path, kills):
+def test_a_log_is_decided_again_after_kills(tmp_path):
     from meshwright.serving.server.live import replay_log
 
     log, token = tmp_path / "log", tmp_path / "token"
     token.write_text("secret\n")
     with serving(tmp_path, EMULATED, "--log", str(log), "--policy", "adaptive") as server:
         load = Load(server, 32)
-        run(disturbed(load, lambda: [server.kill(name) for name in kills], after_s=0.5,
+        run(disturbed(load, lambda: [server.kill(name) for name in ("worker-0", "worker-1")], after_s=0.5,
                       condition=lambda status: status["up"] == 2))  # fmt: skip
         check(load, {200, 503})
         assert server.end() == 0
@@ -374,3 +375,16 @@ def test_a_token_is_asked_for(tmp_path):
             headers = f"Authorization: Bearer {given}\r\n"
             assert ask_once(server, infer([(1, 2, 3)], headers=headers)[0])[0] == expected
         assert ask_once(server, get("/v2/health/ready"))[0] == 200
+
+
+def test_a_log_of_a_scheduler_that_was_killed_is_kept(tmp_path):
+    from meshwright.serving.server.live import replay_log
+
+    log = tmp_path / "log"
+    with serving(tmp_path, EMULATED, "--log", str(log)) as server:
+        load = Load(server, 16)
+        run(disturbed(load, lambda: server.kill("scheduler"), condition=lambda status: status["up"] == 2))
+        check(load)
+        assert server.end() == 0
+    events = [replay_log(path)[0] for path in (log, tmp_path / "log.2")]
+    assert min(events) > 100
