@@ -59,8 +59,9 @@ async def _serve(deployment: Deployment, log: Path | None, token_file: Path | No
 
     supervisor = Supervisor(deployment, log=log, token_file=token_file, told=_tell)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, supervisor.stop)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            loop.add_signal_handler(getattr(signal, name), supervisor.stop)
     tasks = [asyncio.create_task(each) for each in (supervisor.run(), serve_admin(supervisor), _welcome(supervisor))]
     try:
         # What fails first is what is told.

@@ -42,7 +42,7 @@ class Slab:
         """Open the slab of this file, which is made if ``slots`` is not 0. Raises ServingError if that fails."""
         layout = slot_layout(inputs, outputs)
         try:
-            with path.open("x+b" if slots else "r+b") as opened:
+            with path.open("x+b") if slots else path.open("r+b") as opened:
                 if slots:
                     opened.truncate(slots * layout.itemsize)
                 self._memory = mmap.mmap(opened.fileno(), 0)

@@ -27,6 +27,11 @@ from meshwright.serving.server.served import check_served
 from meshwright.spec import Deployment, ServingError
 from meshwright.spec.codec import write_document
 
+try:
+    import fcntl
+except ImportError:  # elsewhere than on Linux and macOS nobody serves
+    fcntl = None  # type: ignore[assignment]
+
 # Shared memory; a folder elsewhere does, too, where the system has none.
 _MEMORY = Path("/dev/shm")
 _PREFIX = "meshwright-serve-"
@@ -35,6 +40,7 @@ _WELL_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 0.05, 5.0
 # What fronts have to answer what is under way, and others to end.
 _DRAIN_S, _END_S = 30.0, 5.0
 _LONGEST_LINE = 2**24
+_LOOK_S = 0.5
 
 Told = Callable[[str, dict[str, Any]], None]
 
@@ -51,9 +57,10 @@ class _Child:
 class Supervisor:
     """A server of a deployment; `run` keeps it up until it is stopped.
 
-    Decisions are written to ``log``, those of a scheduler that was started again to ``log.2`` and so on; requests need the token of ``token_file``. ``told`` hears what processes report:
-    the name of one (``worker-3``) and its facts; ``kind`` "ended" and "started" are the supervisor's own. Raises
-    ServingError where a process cannot go on by a fault of the deployment.
+    Decisions are written to ``log``, those of a scheduler that was started again to ``log.2`` and so on; requests need
+    the token of ``token_file``. ``told`` hears what processes report: the name of one (``worker-3``) and its facts;
+    ``kind`` "ended" and "started" are the supervisor's own. Raises ServingError where a process cannot go on by a fault
+    of the deployment.
     """
 
     def __init__(
@@ -170,7 +177,7 @@ class Supervisor:
             child.starts += 1
             self._tell(child.name, {"kind": "started", "pid": child.process.pid, "starts": child.starts})
             await self._listen(child, child.process)
-            code = await child.process.wait()
+            code = child.process.returncode
             self.facts.pop(child.name, None)
             if code == FATAL:
                 self._stopping.set()
@@ -184,12 +191,17 @@ class Supervisor:
     async def _listen(self, child: _Child, process: asyncio.subprocess.Process) -> None:
         """Hear a process until it has ended."""
         hearing = asyncio.create_task(self._hear(child, process))
-        await process.wait()
+        ending = asyncio.create_task(process.wait())
+        # asyncio waits for the end of output, too, which others may hold open.
+        while process.returncode is None and not ending.done():
+            await asyncio.wait([ending], timeout=_LOOK_S)
         # What it has started itself ends with it, and holds its output open no longer.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait([hearing], timeout=_END_S)
+        if hasattr(os, "killpg") and hasattr(signal, "SIGKILL"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.wait([hearing, ending], timeout=_END_S)
         hearing.cancel()
+        ending.cancel()
 
     async def _hear(self, child: _Child, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
@@ -246,7 +258,8 @@ async def _await_end(children: list[_Child], limit_s: float, hurrying: asyncio.E
     processes = [child.process for child in children if child.process is not None]
     ending = asyncio.gather(*(process.wait() for process in processes))
     hurry = asyncio.create_task(hurrying.wait())
-    await asyncio.wait([ending, hurry], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    awaited: list[asyncio.Future[Any]] = [ending, hurry]
+    await asyncio.wait(awaited, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     hurry.cancel()
     ending.cancel()
     for process in processes:
@@ -280,10 +293,26 @@ def _own_folder() -> Any:
     memory = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for left in memory.glob(f"{_PREFIX}*"):
         owner = left.name.removeprefix(_PREFIX).partition("-")[0]
-        if owner.isdecimal() and not Path(f"/proc/{owner}").exists() and left.owner() == Path("/proc/self").owner():
-            shutil.rmtree(left, ignore_errors=True)
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            # A server in another container has the memory in common with this one, and not its processes.
+            with contextlib.suppress(OSError), _locked(left):
+                shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=memory))
     try:
-        yield folder
+        with _locked(folder):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Any:
+    """A folder that no living server has. Raises OSError if one has it, or it is somebody else's."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        if hasattr(os, "getuid") and os.fstat(opened).st_uid != os.getuid():
+            raise PermissionError
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
