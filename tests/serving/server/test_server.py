@@ -255,7 +255,9 @@ def test_without_its_supervisor_everything_ends(tmp_path):
 
 OWN = """
 import os
+import subprocess
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -271,6 +273,11 @@ class Own(nn.Module):
 
 
 def model(batch_size=4):
+    # A process of its own that holds the worker's output, and half a line there.
+    other = subprocess.Popen(["sleep", "500"])
+    with (Path(__file__).parent / "others").open("a") as others:
+        others.write(f"{other.pid}\\n")
+    print("no line", end="", flush=True)
     return Own(), (torch.zeros(batch_size, 3, dtype=torch.int64),)
 """
 POISONED = """
@@ -320,6 +327,9 @@ def test_requests_that_kill_or_stop_workers_fail_and_no_others(tmp_path):
         assert "ended with exit code 9" in server.text
         assert "has computed one batch for" in server.text
         assert server.end() == 0
+    others = [int(line) for line in (tmp_path / "others").read_text().split()]
+    assert len(others) == 6
+    wait_until_gone(others)
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """What a server says of what it cannot do: one paragraph, exit code 1, and nothing is left."""
 
+import fcntl
 import os
 import socket
 import time
@@ -72,6 +73,12 @@ def test_what_only_the_simulator_knows_is_refused(tmp_path, more, what):
     assert f"The deployment has {what}, which only the simulator knows" in refusal(tmp_path, EMULATED + more)
 
 
+@pytest.mark.parametrize("token", ["", "\n", "tökén"])
+def test_a_token_that_is_none_is_refused(tmp_path, token):
+    (tmp_path / "token").write_text(token)
+    assert "expected a token" in refusal(tmp_path, EMULATED, "--token-file", str(tmp_path / "token"))
+
+
 def test_models_that_do_not_fit_together_are_refused(tmp_path):
     text = EMULATED.replace("devices = 2", 'devices = 2\ndevice_memory = "3 GiB"')
     text = text.replace('name = "m"', 'name = "m"\ncopies = 2\nmemory = "2 GiB"')
@@ -142,18 +149,25 @@ def test_a_folder_that_was_left_is_removed_and_one_of_another_server_is_not(tmp_
     if gone == 0:
         os._exit(0)
     os.waitpid(gone, 0)
-    left, other = (Path(f"/dev/shm/meshwright-serve-{pid}-test") for pid in (gone, os.getpid()))
-    for folder in (left, other):
+    left, other, foreign = (
+        Path(f"/dev/shm/meshwright-serve-{pid}-{name}")
+        for pid, name in ((gone, "left"), (os.getpid(), "here"), (gone, "container"))
+    )
+    for folder in (left, other, foreign):
         folder.mkdir()
         (folder / "slab-1-1-0").write_bytes(b"0")
+    lock = os.open(foreign, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         with serving(tmp_path) as server:
             assert not left.exists()
             assert other.exists()
+            assert foreign.exists()
             assert server.end() == 0
         assert other.exists()
     finally:
-        for folder in (left, other):
+        os.close(lock)
+        for folder in (left, other, foreign):
             (folder / "slab-1-1-0").unlink(missing_ok=True)
             if folder.exists():
                 folder.rmdir()

@@ -46,10 +46,7 @@ def client(server):
 def values_of(datatype, count=4):
     """Extreme values of a type, as numpy has them."""
     kind = errors.triton_to_np_dtype(datatype)
-    if datatype in VALUES:
-        given = VALUES[datatype]
-    else:
-        given = [np.iinfo(kind).min, np.iinfo(kind).max]
+    given = VALUES[datatype] if datatype in VALUES else [np.iinfo(kind).min, np.iinfo(kind).max]
     return np.resize(np.array(given, kind), (count, 2, 3))
 
 
