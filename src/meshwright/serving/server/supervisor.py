@@ -124,7 +124,7 @@ class Supervisor:
         return [
             _Child("scheduler", ["scheduler", str(folder), *log]),
             *(
-                _Child(f"worker-{device}", ["worker", str(folder), str(device)], {"OMP_NUM_THREADS": threads})
+                _Child(f"worker-{device}", ["worker", str(folder), str(device)], {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"})
                 for device in range(self.deployment.devices)
             ),
             *(
