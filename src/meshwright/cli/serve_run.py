@@ -95,6 +95,8 @@ def _tell(name: str, facts: dict[str, Any]) -> None:
             note(f"Preparing the policy {facts['policy']}; the first time it is compiled, in some seconds.")
         case "failure":
             note(f"{facts['model']} failed on a sample: {facts['text']}")
+        case _:
+            pass
 
 
 def replay(

@@ -126,7 +126,11 @@ class Supervisor:
         return [
             _Child("scheduler", ["scheduler", str(folder), *log]),
             *(
-                _Child(f"worker-{device}", ["worker", str(folder), str(device)], {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"})
+                _Child(
+                    f"worker-{device}",
+                    ["worker", str(folder), str(device)],
+                    {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"},
+                )
                 for device in range(self.deployment.devices)
             ),
             *(
