@@ -12,6 +12,7 @@ import typer
 
 from meshwright.cli.output import note
 from meshwright.spec.deployment import Deployment, read_deployment
+from meshwright.spec.units import format_count
 
 if TYPE_CHECKING:
     from meshwright.serving.server.supervisor import Supervisor
@@ -75,17 +76,20 @@ async def _serve(deployment: Deployment, log: Path | None, token_file: Path | No
 
 def _welcome(supervisor: Supervisor) -> None:
     deployment, server = supervisor.deployment, supervisor.deployment.server
+    models = format_count(sum(model.copies for model in deployment.models), "model")
     note(
-        f"Ready: {sum(model.copies for model in deployment.models)} models on {deployment.devices} devices by policy "
-        f"{deployment.policy}, at http://{server.host}:{supervisor.port}/v2; metrics at "
-        f"http://127.0.0.1:{supervisor.admin_port}/metrics. Ctrl-C ends it."
+        f"Ready: {models} on {format_count(deployment.devices, 'device')} by policy {deployment.policy}, at "
+        f"http://{server.host}:{supervisor.port}/v2; metrics at http://127.0.0.1:{supervisor.admin_port}/metrics. Ctrl-C "
+        "ends it."
     )
 
 
 def _tell(name: str, facts: dict[str, Any]) -> None:
     """What a user should know at once; of loading, what the first worker says, as all load the same."""
+    from meshwright.serving.server.reports import FATAL
+
     match facts["kind"]:
-        case "ended" if facts["code"]:
+        case "ended" if facts["code"] not in (0, FATAL):
             note(f"{name} ended with {facts['code']}; it is started again.")
         case "loading" if facts["device"] == 0:
             note(f"Loading {facts['model']} ({facts['place'] + 1} of {facts['of']}).")

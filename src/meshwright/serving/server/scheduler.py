@@ -275,6 +275,8 @@ class Scheduler:
         if number == _PING:
             self._lateness.begins.add(begin - int(cells[4]))
             self._ping(worker)
+            if not worker.pings:
+                self._adjust(now)
             return
         batch = worker.batches.popleft()
         if batch.number != number:
