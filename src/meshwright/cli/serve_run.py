@@ -79,8 +79,8 @@ def _welcome(supervisor: Supervisor) -> None:
     models = format_count(sum(model.copies for model in deployment.models), "model")
     note(
         f"Ready: {models} on {format_count(deployment.devices, 'device')} by policy {deployment.policy}, at "
-        f"http://{server.host}:{supervisor.port}/v2; metrics at http://127.0.0.1:{supervisor.admin_port}/metrics. Ctrl-C "
-        "ends it."
+        f"http://{server.host}:{supervisor.port}/v2; metrics at http://127.0.0.1:{supervisor.admin_port}/metrics. "
+        "Ctrl-C ends it."
     )
 
 
