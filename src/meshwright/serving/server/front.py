@@ -311,11 +311,8 @@ class Front:
         """What concerns all requests: who may ask, and what is sent back."""
         headers = exchange.headers
         trace = headers.get(b"traceparent")
-        if trace is not None:
-            if _TRACE.fullmatch(trace) and (len(trace) == 55 or trace[:2] != b"00"):
-                exchange.fields += b"traceparent: " + trace + b"\r\n"
-            else:
-                del headers[b"traceparent"]
+        if trace is not None and _TRACE.fullmatch(trace) and (len(trace) == 55 or trace[:2] != b"00"):
+            exchange.fields += b"traceparent: " + trace + b"\r\n"
         if self._token is not None and not path_of(exchange.url).startswith("/v2/health/"):
             given = headers.get(b"authorization", b"")
             scheme, _, token = given.partition(b" ")
