@@ -35,10 +35,10 @@ class Connection(asyncio.Protocol):
     """One client's connection."""
 
     __slots__ = (
-        *("_begun_ns", "_body", "_came", "_front", "_group", "_has_begun", "_header_bytes", "_headers", "_heads", "_held"),
-        *("_is_going_on", "_is_lingering", "_is_over", "_is_paused", "_is_reading", "_left", "_most_body", "_most_header"),
-        *("_owed", "_owes_continue", "_parser", "_parts", "_parts_bytes", "_quiet", "_server", "_since_ns", "_size", "_stop"),
-        *("_transport", "_unfed", "_url", "_waiting"),
+        *("_begun_ns", "_body", "_came", "_front", "_group", "_has_begun", "_header_bytes", "_headers", "_heads"),
+        *("_held", "_is_going_on", "_is_lingering", "_is_over", "_is_paused", "_is_reading", "_left", "_most_body"),
+        *("_most_header", "_owed", "_owes_continue", "_parser", "_parts", "_parts_bytes", "_quiet", "_server"),
+        *("_since_ns", "_size", "_stop", "_transport", "_unfed", "_url", "_waiting"),
     )
 
     def __init__(self, server: HttpServer) -> None:
