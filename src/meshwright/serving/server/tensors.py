@@ -82,7 +82,7 @@ class Asked:
     timeout_us: int | None = None
     priority: int | None = None
 
-    def __init__(self, count: int, values: list[Any], outputs: Sequence[tuple[OutputPlace, bool]]) -> None:
+    def __init__(self, count: int, values: Sequence[Any], outputs: Sequence[tuple[OutputPlace, bool]]) -> None:
         self.count, self.values, self.outputs = count, values, outputs
 
 
