@@ -171,8 +171,11 @@ class Codec:
     def encode(self, asked: Asked, slots: list[int]) -> tuple[bytes, int | None]:
         """An answer's body, and the length of its JSON if tensors follow it. Raises NotFinite."""
         if asked.count == 1 and asked.outputs is self._all_as_json and asked.id is None:
-            parts = [part for before, place in self._ones for part in (before, place.data(slots))]
-            return b"".join((*parts, b"}]}")), None
+            texts: list[bytes] = []
+            for before, place in self._ones:
+                texts += (before, place.data(slots))
+            texts.append(b"}]}")
+            return b"".join(texts), None
         pieces, blocks = [self._begin], []
         for place, is_binary in asked.outputs:
             pieces.append(place.head_of_one if asked.count == 1 else place.head(asked.count))
