@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
         # Requests that are not answered yet, in order; those of them that were not begun; bytes that were not parsed.
         self._waiting: deque[Exchange] = deque()
         self._held: deque[Exchange] = deque()
-        self._unfed = memoryview(b"")
+        self._unfed: bytes | memoryview = b""
         self._owed = 0
         self._is_paused = self._is_going_on = False
         self._is_reading = True
@@ -92,7 +92,7 @@ class Connection(asyncio.Protocol):
             self._front.give_up(exchange)
         self._waiting.clear()
         self._held.clear()
-        self._unfed = memoryview(b"")
+        self._unfed = b""
         # The parser has methods of this object: neither would be freed for a while.
         self._parser = None
         if self._group is not None:
@@ -347,7 +347,7 @@ class Connection(asyncio.Protocol):
         self._stop, self._is_over, self._has_begun = refusal, True, False
         self._owes_continue = False
         self._forget_body()
-        self._unfed = memoryview(b"")
+        self._unfed = b""
         exchange = Exchange(self, b"", self._url, {}, b"", self._begun_ns)
         exchange.closes, exchange.fields = True, _CLOSE
         self._waiting.append(exchange)
