@@ -40,7 +40,7 @@ from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.lateness import Lateness
 from meshwright.serving.server.live import ADJUST, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, UP, WAKE, Live
 from meshwright.serving.server.peers import CAPACITY, SLOT_BITS, Batch, Front, Worker, by_front, deadlines_of, slots_of
-from meshwright.serving.server.reports import end_with_input, report, reporting_errors
+from meshwright.serving.server.reports import end_with_input, keep_what_is_there, report, reporting_errors
 from meshwright.serving.server.served import Served, served_models
 from meshwright.serving.server.slabs import slab_path
 from meshwright.spec import Deployment, ServingError, read_deployment
@@ -72,6 +72,11 @@ class Scheduler:
         self._batch_counts: Counter[int] = Counter()
         self._next_report = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Has a worker been there?"""
+        return self._live is not None
+
     def turn(self) -> None:
         """Wait for the next message or moment, and do what follows from it."""
         moment = self._live.next_moment if self._live is not None else NEVER
@@ -88,7 +93,8 @@ class Scheduler:
             self._adjust(now)
             self._report()
         while self._events and self._live is not None:
-            events, self._events = np.concatenate(self._events), []
+            events = self._events[0] if len(self._events) == 1 else np.concatenate(self._events)
+            self._events = []
             for decisions, chosen in self._live.take(events):
                 self._carry_out(self._live, decisions, chosen, now)
 
@@ -381,6 +387,9 @@ def main(arguments: list[str]) -> None:
         scheduler = Scheduler(folder, read_deployment(folder / "deployment.json"), log)
         try:
             scheduler.watch_input()
+            while not scheduler.is_open:
+                scheduler.turn()
+            keep_what_is_there()
             while True:
                 scheduler.turn()
         finally:

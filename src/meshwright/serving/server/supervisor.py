@@ -122,7 +122,9 @@ class Supervisor:
         log = [] if self._log is None else [str(self._log.absolute())]
         token = [] if self._token_file is None else [str(self._token_file.absolute())]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = str(max(cores // self.deployment.devices, 1))
+        # Threads of an operator wait for each other by turning: they must not have to share cores with the rest.
+        rest = self.deployment.server.fronts + 1
+        threads = str(max((cores - rest) // self.deployment.devices, 1))
         return [
             _Child("scheduler", ["scheduler", str(folder), *log]),
             *(
