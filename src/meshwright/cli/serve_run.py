@@ -83,9 +83,20 @@ def _welcome(supervisor: Supervisor) -> None:
 
 
 def _tell(name: str, facts: dict[str, Any]) -> None:
-    """What a user should know at once."""
-    if facts["kind"] == "ended" and facts["code"]:
-        note(f"{name} ended with {facts['code']}; it is started again.")
+    """What a user should know at once; of loading, what the first worker says, as all load the same."""
+    match facts["kind"]:
+        case "ended" if facts["code"]:
+            note(f"{name} ended with {facts['code']}; it is started again.")
+        case "loading" if facts["device"] == 0:
+            note(f"Loading {facts['model']} ({facts['place'] + 1} of {facts['of']}).")
+        case "warming" if facts["device"] == 0:
+            note("Warming up; latencies that the deployment does not tell are measured.")
+        case "preparing":
+            note(f"Preparing the policy {facts['policy']}; the first time it is compiled, in some seconds.")
+        case "failure":
+            note(f"{facts['model']} failed on a sample: {facts['text']}")
+        case _:
+            pass
 
 
 def replay(

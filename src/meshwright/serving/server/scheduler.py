@@ -216,6 +216,7 @@ class Scheduler:
             "slack_ns": round(self._deployment.slack * 1e9),
             "guard_ns": round(self._deployment.guard * 1e9),
         }
+        report("preparing", policy=self._deployment.policy)
         self._live = Live(self._deployment.policy, facts, self._log)
         self._lateness = Lateness(min((served.slo_ns - served.table[1]) // 4 for served in self._models))
 

@@ -35,6 +35,8 @@ _WELL_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 0.05, 5.0
 # What fronts have to answer what is under way, and others to end.
 _DRAIN_S, _END_S = 30.0, 5.0
 _LONGEST_LINE = 2**24
+# Kinds of reports that hold until the next one; others tell of a moment.
+_LASTING = ("scheduler", "worker", "front")
 
 Told = Callable[[str, dict[str, Any]], None]
 
@@ -191,7 +193,7 @@ class Supervisor:
                 continue
             if kind == "error":
                 self._fault = self._fault or facts["text"]
-            else:
+            elif kind in _LASTING:
                 self.facts[child.name] = facts
             self._tell(child.name, facts)
             self._changed.set()

@@ -150,6 +150,7 @@ def main(arguments: list[str]) -> None:
         for place, one in enumerate(served):
             report("loading", device=number, model=one.name, place=place, of=len(served))
             models.append(_open(one, device))
+        report("warming", device=number)
         points = [_time(one, model) for one, model in zip(served, models, strict=True)]
         keep_what_is_there()
         Worker(folder, number, served, models).run(points)
