@@ -66,10 +66,16 @@ STRONG = Deployment(
 )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(count: int = 1) -> int:
+    """The first of so many ports in a row that nobody listens at."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+            probes[0].bind(("127.0.0.1", 0))
+            first = int(probes[0].getsockname()[1])
+            for place, probe in enumerate(probes[1:], 1):
+                probe.bind(("127.0.0.1", first + place))
+            return first
 
 
 class Process:
@@ -161,7 +167,7 @@ def overhead(quick: bool) -> list[Row]:
             print(f"{name}: no {python}; left out (see benchmarks/peers/README.md)")
     found: dict[str, list[float]] = {name: [] for name in arms}
     rates: dict[str, list[float]] = {name: [] for name in arms}
-    for round_ in range(2 if quick else 5):
+    for round_ in range(2 if quick else 3):
         for name in list(arms) if round_ % 2 == 0 else reversed(list(arms)):
             per_request, rate = _cost(name, arms[name], wrk, 3 if quick else 6)
             found[name].append(per_request)
@@ -192,7 +198,7 @@ def _cost(name: str, python: Path | None, wrk: str, seconds: int) -> tuple[float
     if python is None:
         context = serving(EXAMPLES / "tiny.toml", "--policy", "eager")
     else:
-        port = free_port()
+        port = free_port(3)  # MLServer takes the two behind it for gRPC and metrics
         command = [str(python), str(PEERS / f"{name}_server.py"), str(port)]
         context = running(command, f"http://127.0.0.1:{port}", ask="/v2/models/tiny/infer")
     with context as server, tempfile.NamedTemporaryFile("w", suffix=".lua", encoding="utf-8") as script:
