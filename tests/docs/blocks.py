@@ -6,7 +6,8 @@
 
 A comment before a block says what differs: ``<!-- run: exit 3, slow, lines 1-12 -->``. ``exit`` is the exit code that
 is expected, ``slow`` sends the whole page to the slow tests, ``not`` leaves the block alone, ``lines`` are those of the
-output that the page shows. Blocks of a page share a temporary folder, which has a copy of ``examples/``.
+output that the page shows. Blocks of a page share a temporary folder, which has a copy of ``examples/``. A page can
+start a server: `tests.docs.background`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.docs.background import END, Background, is_background
 from tests.warm import write_programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,20 +94,34 @@ def run_page(page: str, folder: Path) -> Iterator[tuple[Block, str, int, str]]:
     work = folder / "work"
     work.mkdir()
     shutil.copytree(ROOT / "examples", work / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    for block in blocks_of((ROOT / page).read_text()):
-        if block.skipped:
-            continue
-        if block.title is not None:
-            path = work / block.title
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text)
-        elif block.language == "python":
-            path = work / "block.py"
-            path.write_text(block.text)
-            yield block, "python block.py", *_run("python block.py", work, environment)
-        elif block.language == "console":
-            for command in block.commands:
-                yield block, command, *_run(command, work, environment)
+    blocks = [block for block in blocks_of((ROOT / page).read_text()) if not block.skipped]
+    server = Background(work, folder / "server.txt", environment)
+    if not any(is_background(command) for block in blocks for command in block.commands):
+        server.ports = {}
+
+    def run(command: str) -> tuple[int, str]:
+        if is_background(command):
+            return server.start(command)
+        if command == END:
+            return server.end()
+        code, output = _run(server.typed(command), work, environment)
+        return code, server.shown(output)
+
+    try:
+        for block in blocks:
+            if block.title is not None:
+                path = work / block.title
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(block.text)
+            elif block.language == "python":
+                path = work / "block.py"
+                path.write_text(server.typed(block.text))
+                yield block, "python block.py", *run("python block.py")
+            elif block.language == "console":
+                for command in block.commands:
+                    yield block, command, *run(command)
+    finally:
+        server.end()
 
 
 def _environment(folder: Path) -> dict[str, str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 
 import pytest
 
+from tests.docs.background import Background
 from tests.docs.blocks import PAGES, ROOT, blocks_of, is_run, is_slow, run_page
 
 pytestmark = pytest.mark.timeout(300)
@@ -19,6 +22,11 @@ RUN = [
 
 @pytest.mark.parametrize("page", RUN)
 def test_what_a_page_runs_ends_as_it_says(page, tmp_path):
+    asks = any(
+        command.startswith("curl ") for block in blocks_of((ROOT / page).read_text()) for command in block.commands
+    )
+    if asks and not shutil.which("curl") and not os.environ.get("CI"):
+        pytest.skip("needs curl")
     for block, command, code, output in run_page(page, tmp_path):
         assert code == block.exit_code, f"{page}: $ {command}\nended with {code}, not {block.exit_code}:\n{output}"
 
@@ -74,3 +82,12 @@ def test_a_block_that_is_written_over_two_lines_is_one_command():
 def test_a_comment_that_says_nothing_known_is_refused():
     with pytest.raises(ValueError, match="exti 3"):
         blocks_of("<!-- run: exti 3 -->\n```console\n$ one\n```\n")
+
+
+def test_a_server_of_a_page_has_ports_of_its_own_and_says_so_to_nobody(tmp_path):
+    server = Background(tmp_path, tmp_path / "out", {})
+    typed = server.typed("curl http://127.0.0.1:8000/v2 http://127.0.0.1:8002/status")
+    assert ":8000" not in typed
+    assert ":8002" not in typed
+    assert server.shown(typed) == "curl http://127.0.0.1:8000/v2 http://127.0.0.1:8002/status"
+    assert server.end() == (0, "")

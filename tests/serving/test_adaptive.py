@@ -105,7 +105,7 @@ def test_in_overload_it_ends_on_what_is_nearly_best(monkeypatch, name):
         simulate_deployment(deployment, Deferred(*candidate), 60.0).in_time_share for candidate in CANDIDATES.tolist()
     ]
     assert max(alone) < 0.99
-    assert alone[pool[pool[OWN] + USED]] >= 0.99 * max(alone)
+    assert alone[pool[pool[OWN] + USED]] >= (1 - adaptive._EARLY / 1000) * max(alone)
     # Else any choice would do.
     assert min(alone) < 0.98 * max(alone)
 

@@ -12,6 +12,7 @@ import typer
 
 from meshwright.cli.output import note
 from meshwright.spec.deployment import Deployment, read_deployment
+from meshwright.spec.units import format_count
 
 if TYPE_CHECKING:
     from meshwright.serving.server.supervisor import Supervisor
@@ -77,22 +78,31 @@ async def _welcome(supervisor: Supervisor) -> None:
     if not supervisor.is_ready:
         return
     deployment, server = supervisor.deployment, supervisor.deployment.server
+    models = format_count(sum(model.copies for model in deployment.models), "model")
     note(
-        f"Ready: {sum(model.copies for model in deployment.models)} models on {deployment.devices} devices by policy "
-        f"{deployment.policy}, at http://{server.host}:{supervisor.port}/v2; metrics at "
-        f"http://127.0.0.1:{supervisor.admin_port}/metrics. Ctrl-C ends it."
+        f"Ready: {models} on {format_count(deployment.devices, 'device')} by policy {deployment.policy}, at "
+        f"http://{server.host}:{supervisor.port}/v2; metrics at http://127.0.0.1:{supervisor.admin_port}/metrics. "
+        "Ctrl-C ends it."
     )
 
 
 def _tell(name: str, facts: dict[str, Any]) -> None:
-    """What a user should know at once."""
-    kind = facts["kind"]
-    if kind == "ended" and facts["code"] and facts["again"]:
-        note(f"{name} ended with {_meaning(facts['code'])}; it is started again.")
-    elif kind == "failure":
-        note(f"{name}: model {facts['model']} failed on a request, which was answered 500: {facts['text']}")
-    elif kind == "stuck":
-        note(f"worker-{facts['worker']} has computed one batch for {facts['seconds']:.3g} s; it is killed.")
+    """What a user should know at once; of loading, what the first worker says, as all load the same."""
+    match facts["kind"]:
+        case "ended" if facts["code"] and facts["again"]:
+            note(f"{name} ended with {_meaning(facts['code'])}; it is started again.")
+        case "loading" if facts["device"] == 0:
+            note(f"Loading {facts['model']} ({facts['place'] + 1} of {facts['of']}).")
+        case "warming" if facts["device"] == 0:
+            note("Warming up; latencies that the deployment does not tell are measured.")
+        case "preparing":
+            note(f"Preparing the policy {facts['policy']}; the first time it is compiled, in some seconds.")
+        case "failure":
+            note(f"{facts['model']} failed on a sample: {facts['text']}")
+        case "stuck":
+            note(f"worker-{facts['worker']} has computed one batch for {facts['seconds']:.3g} s; it is killed.")
+        case _:
+            pass
 
 
 def _meaning(code: int) -> str:

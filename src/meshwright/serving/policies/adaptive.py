@@ -48,8 +48,10 @@ CANDIDATES = np.array(
         (0, 75, 0),
         (0, 50, 0),
         (0, 0, 0),
-        (50, 100, 90),
-        (0, 100, 90),
+        (101, 100, 0),
+        (50, 100, 100),
+        (0, 100, 100),
+        (101, 100, 100),
     ],
     np.int64,
 )
@@ -65,7 +67,7 @@ _SHADOWS = _SERVED + NUM_CANDIDATES
 _LOST = 1
 _MEMORY = 0.5
 # What is used stays in use unless another serves so many of a thousand more; what refuses early may serve so many less.
-_LOYAL, _EARLY = 1, 4
+_LOYAL, _EARLY = 1, 20
 
 
 class Adaptive(NamedTuple):

@@ -176,7 +176,7 @@ def _is_in_time(pool: Ints, now: int, queue: int, device: int) -> bool:
 def is_crowded(pool: Ints, now: int, queue: int, deadline: int, admit: int) -> bool:
     """Would a request be late behind all that is in queues, were that dealt out evenly to all devices?"""
     batch = max(min(length_of(pool, queue) + 1, pool[pool[TARGET] + queue]), 1)
-    begin = first_end(pool, now) + pool[DELAY] + pool[WORK] * admit // (100 * max(pool[NUM_UP], 1))
+    begin = first_end(pool, now) + pool[DELAY] + pool[GUARD] + pool[WORK] * admit // (100 * max(pool[NUM_UP], 1))
     return begin + latency_of(pool, queue, batch) > deadline - pool[SLACK]
 
 

@@ -13,6 +13,7 @@ import httptools
 
 from meshwright.serving.server.answers import RETRY
 from meshwright.serving.server.exchange import LISTS, WANTED, Exchange, Refusal
+from meshwright.serving.server.heads import BLANK, LONGEST_HEAD
 
 if TYPE_CHECKING:
     from meshwright.serving.server.http import HttpServer
@@ -34,21 +35,21 @@ class Connection(asyncio.Protocol):
     """One client's connection."""
 
     __slots__ = (
-        *("_begun_ns", "_body", "_front", "_group", "_has_begun", "_header_bytes", "_headers", "_held", "_is_going_on"),
-        *("_is_lingering", "_is_over", "_is_paused", "_is_reading", "_left", "_most_body", "_most_header", "_owed"),
-        *("_owes_continue", "_parser", "_parts", "_parts_bytes", "_quiet", "_server", "_since_ns", "_size", "_stop"),
-        *("_transport", "_unfed", "_url", "_waiting"),
+        *("_begun_ns", "_body", "_came", "_front", "_group", "_has_begun", "_header_bytes", "_headers", "_heads"),
+        *("_held", "_is_going_on", "_is_lingering", "_is_over", "_is_paused", "_is_reading", "_left", "_most_body"),
+        *("_most_header", "_owed", "_owes_continue", "_parser", "_parts", "_parts_bytes", "_quiet", "_server"),
+        *("_since_ns", "_size", "_stop", "_transport", "_unfed", "_url", "_waiting"),
     )
 
     def __init__(self, server: HttpServer) -> None:
-        self._server, self._front = server, server.front
+        self._server, self._front, self._heads = server, server.front, server.heads
         self._most_header, self._most_body = server.limits.header_bytes, server.limits.body_bytes
         self._transport: Any = None
         self._parser: Any = httptools.HttpRequestParser(self)
         # Requests that are not answered yet, in order; those of them that were not begun; bytes that were not parsed.
         self._waiting: deque[Exchange] = deque()
         self._held: deque[Exchange] = deque()
-        self._unfed = memoryview(b"")
+        self._unfed: bytes | memoryview = b""
         self._owed = 0
         self._is_paused = self._is_going_on = False
         self._is_reading = True
@@ -58,6 +59,8 @@ class Connection(asyncio.Protocol):
         # Since when it has been idle, lingers, or waits for its client to read.
         self._since_ns = self._begun_ns = _now_ns()
         self._group: set[Connection] | None = None
+        # What has come at once, if a request began with it.
+        self._came = b""
         # Bytes that came since they had a meaning.
         self._quiet = 0
         self._has_begun = self._owes_continue = False
@@ -89,7 +92,7 @@ class Connection(asyncio.Protocol):
             self._front.give_up(exchange)
         self._waiting.clear()
         self._held.clear()
-        self._unfed = memoryview(b"")
+        self._unfed = b""
         # The parser has methods of this object: neither would be freed for a while.
         self._parser = None
         if self._group is not None:
@@ -99,11 +102,26 @@ class Connection(asyncio.Protocol):
         """Bytes of requests have come."""
         if self._is_over:
             return
+        if not (self._has_begun or self._unfed or self._held):
+            end = data.find(BLANK, 0, LONGEST_HEAD) + len(BLANK)
+            head = self._heads.get(data[:end])
+            if (
+                head is not None
+                and len(data) == end + head.length
+                and not (self._is_paused or self._owed > _MOST_OWED or self._front.is_draining)
+            ):
+                self._quiet = 0
+                exchange = Exchange(self, head.method, head.url, head.headers, data[end:], _now_ns())
+                self._waiting.append(exchange)
+                self._begin(exchange)
+                return
+            self._came = data
         if len(data) <= _SLICE and not self._unfed and not self._held:
             self._feed(data)
         else:
             self._unfed = memoryview(bytes(self._unfed) + data if self._unfed else data)
             self.go_on()
+        self._came = b""
         if (self._held or self._unfed) and self._is_reading and not self._transport.is_closing():
             self._is_reading = False
             self._transport.pause_reading()
@@ -196,6 +214,8 @@ class Connection(asyncio.Protocol):
             exchange.closes, exchange.fields, self._is_over = True, _CLOSE, True
         elif b"connection" in self._headers and parser.get_http_version() == "1.0":
             exchange.fields = b"Connection: keep-alive\r\n"
+        elif self._left and self._came and not parser.should_upgrade():
+            self._heads.learn(self._came, exchange)
         self._waiting.append(exchange)
         if self._held or self._is_paused or self._owed > _MOST_OWED:
             self._held.append(exchange)
@@ -327,7 +347,7 @@ class Connection(asyncio.Protocol):
         self._stop, self._is_over, self._has_begun = refusal, True, False
         self._owes_continue = False
         self._forget_body()
-        self._unfed = memoryview(b"")
+        self._unfed = b""
         exchange = Exchange(self, b"", self._url, {}, b"", self._begun_ns)
         exchange.closes, exchange.fields = True, _CLOSE
         self._waiting.append(exchange)

@@ -34,7 +34,7 @@ class Counts:
 
     def note_done(self, latency_ns: int, samples: int) -> None:
         """An answer of status 200 with outputs."""
-        self.note(200)
+        self.statuses[200] = self.statuses.get(200, 0) + 1
         self.buckets[bucket_of(latency_ns)] += 1
         self.latency_ns += latency_ns
         self.samples += samples

@@ -55,6 +55,7 @@ _FATES = {
     Fate.LOST: "What the request waited for was started anew. Try again.",
     Fate.FAILED: "The model failed on this request.",
 }
+_DONE = Fate.DONE
 _NO_ROOM = "There is no room for this request's tensors, as others are being answered. Try again later."
 _NOT_READY = "The server is not ready. Try again later."
 _READ, _WRITE = b"GET, HEAD", b"POST"
@@ -146,7 +147,7 @@ class Front:
             model.idle += slots
             raise
         # What came is in the slots.
-        exchange.body, asked.values = b"", []
+        exchange.body, asked.values = b"", ()
         exchange.asked = asked
         exchange.owed = codec.answer_bytes * asked.count
         exchange.ticket = gate.submit(model, slots, exchange.begun_ns + timeout_ns, partial(self._reply, exchange))
@@ -178,7 +179,7 @@ class Front:
         assert served is not None
         assert asked is not None
         served.counts.fates[fate] += 1
-        if fate != Fate.DONE:
+        if fate is not _DONE:
             raise Refusal(500, _FATES[fate]) if fate == Fate.FAILED else Refusal(503, _FATES[fate], RETRY)
         body, json_bytes = served.codec.encode(asked, ticket.slots)
         fields, accepted = exchange.fields, exchange.headers.get(b"accept-encoding")
@@ -311,11 +312,8 @@ class Front:
         """What concerns all requests: who may ask, and what is sent back."""
         headers = exchange.headers
         trace = headers.get(b"traceparent")
-        if trace is not None:
-            if _TRACE.fullmatch(trace) and (len(trace) == 55 or trace[:2] != b"00"):
-                exchange.fields += b"traceparent: " + trace + b"\r\n"
-            else:
-                del headers[b"traceparent"]
+        if trace is not None and _TRACE.fullmatch(trace) and (len(trace) == 55 or trace[:2] != b"00"):
+            exchange.fields += b"traceparent: " + trace + b"\r\n"
         if self._token is not None and not path_of(exchange.url).startswith("/v2/health/"):
             given = headers.get(b"authorization", b"")
             scheme, _, token = given.partition(b" ")

@@ -18,7 +18,7 @@ import uvloop
 from meshwright.serving.server.counters import Counts
 from meshwright.serving.server.gate import Gate
 from meshwright.serving.server.http import serve_http
-from meshwright.serving.server.reports import end_with_input, report, reporting_errors
+from meshwright.serving.server.reports import end_with_input, keep_what_is_there, report, reporting_errors
 from meshwright.spec import ServingError, read_deployment
 
 _EVERY_S, _DRAIN_S = 1.0, 25.0
@@ -45,6 +45,7 @@ async def serve(folder: Path, token: str | None) -> None:
         )
 
     gate.changed = tell
+    keep_what_is_there()
     connecting = asyncio.create_task(gate.keep_connected())
     while not ended.is_set():
         tell()

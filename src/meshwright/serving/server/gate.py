@@ -39,6 +39,9 @@ class Fate(enum.IntEnum):
     LOST = 18
 
 
+_DONE = Fate.DONE
+
+
 class ModelFacts:
     """What a front knows of a model: how it is called, what it takes and gives (of one sample), and where that lies."""
 
@@ -69,7 +72,7 @@ class Ticket:
     ) -> None:
         self.model, self.slots, self.deadline_ns, self.reply = model, slots, deadline_ns, reply
         self.left = len(slots)
-        self.fate = Fate.DONE
+        self.fate = _DONE
 
 
 class Gate:
@@ -127,7 +130,8 @@ class Gate:
         for slot in slots:
             tickets[slot] = ticket
             submitted += (number, slot, deadline_ns)
-        self._flush_soon()
+        if not self._flushing:
+            self._flush_soon()
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -137,16 +141,16 @@ class Gate:
             for slot in ticket.slots:
                 if ticket.model.tickets[slot] is ticket:
                     self._cancelled += (ticket.model.number, slot, ticket.deadline_ns)
-            self._flush_soon()
+            if not self._flushing:
+                self._flush_soon()
 
     def release(self, ticket: Ticket) -> None:
         """Give slots back, after the answer was read."""
         ticket.model.idle += ticket.slots
 
     def _flush_soon(self) -> None:
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+        self._flushing = True
+        asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flushing = False
@@ -193,14 +197,14 @@ class Gate:
         """Requests whose last sample this was are told; slots that nobody waits for are given back."""
         if model is None:
             return
-        tickets = model.tickets
+        tickets, is_done = model.tickets, fate == _DONE
         for slot in slots:
             ticket = tickets[slot]
             if ticket is None:
                 continue
             tickets[slot] = None
             ticket.left -= 1
-            if fate != Fate.DONE and ticket.fate == Fate.DONE:
+            if not is_done and ticket.fate is _DONE:
                 ticket.fate = Fate(fate)
             if ticket.left == 0:
                 if ticket.reply is None:

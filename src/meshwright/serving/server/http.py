@@ -23,6 +23,7 @@ from typing import Any
 from meshwright.serving.server.connection import Connection
 from meshwright.serving.server.front import Front
 from meshwright.serving.server.gate import Gate
+from meshwright.serving.server.heads import Heads
 from meshwright.spec import Server
 
 # Connections over the limit that are told so, rather than closed at once.
@@ -38,6 +39,7 @@ class HttpServer:
     def __init__(self, front: Front, limits: Server) -> None:
         self.front, self.limits = front, limits
         self.receive_ns, self.idle_ns = round(limits.receive * 1e9), round(limits.idle * 1e9)
+        self.heads = Heads()
         self.receiving_bytes = 0
         # What bodies that come in pieces may take until they are there.
         self.most_receiving_bytes = max(4 * limits.body_bytes, limits.tensor_bytes)

@@ -45,7 +45,7 @@ class Front:
 class Batch:
     """Requests of a model that a worker computes, or will.
 
-    A batch that the policy has decided may be sent in parts (`parts_of`); ``decided`` is its number of requests.
+    A batch that the policy has decided may be sent in parts (`Batch.parts_of`); ``decided`` is its number of requests.
     """
 
     number: int
@@ -59,6 +59,18 @@ class Batch:
     def is_part(self) -> bool:
         """Is it not all that was decided?"""
         return len(self.requests) < self.decided
+
+    @staticmethod
+    def parts_of(requests: Ints, suspects: set[int]) -> list[Ints]:
+        """A batch as it is to be computed: each request that has lost a worker by itself, so that it takes no others along.
+
+        The others come first.
+        """
+        if not suspects:
+            return [requests]
+        alone = np.array([request in suspects for request in requests.tolist()], bool)
+        parts = [requests[~alone]] if not alone.all() else []
+        return parts + [requests[place : place + 1] for place in np.flatnonzero(alone)]
 
 
 @dataclass(slots=True, eq=False)
@@ -89,18 +101,6 @@ class Worker:
             return 0
         taken = now - self.since_ns
         return taken if taken > max(limit_ns, STUCK * self.batches[0].expected_ns) else 0
-
-
-def parts_of(requests: Ints, suspects: set[int]) -> list[Ints]:
-    """A batch as it is to be computed: each request that has lost a worker by itself, so that it takes no others along.
-
-    The others come first.
-    """
-    if not suspects:
-        return [requests]
-    alone = np.array([request in suspects for request in requests.tolist()], bool)
-    parts = [requests[~alone]] if not alone.all() else []
-    return parts + [requests[place : place + 1] for place in np.flatnonzero(alone)]
 
 
 def slots_of(requests: Ints) -> Ints:

@@ -24,22 +24,12 @@ from typing import Any
 import numpy as np
 
 from meshwright.serving.policies.pool import DROP, LATE, NEVER, RUN, Ints
+from meshwright.serving.server import reports
 from meshwright.serving.server.channel import MOST_CELLS, Channel, Closed, Kind, listen
 from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.lateness import Lateness
 from meshwright.serving.server.live import ADJUST, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, UP, WAKE, Live
-from meshwright.serving.server.peers import (
-    CAPACITY,
-    SLOT_BITS,
-    Batch,
-    Front,
-    Worker,
-    by_front,
-    deadlines_of,
-    parts_of,
-    slots_of,
-)
-from meshwright.serving.server.reports import end_with_input, pool_figures, report, reporting_errors
+from meshwright.serving.server.peers import CAPACITY, SLOT_BITS, Batch, Front, Worker, by_front, deadlines_of, slots_of
 from meshwright.serving.server.served import Served, served_models
 from meshwright.serving.server.slabs import slab_path
 from meshwright.spec import Deployment, ServingError, read_deployment
@@ -73,6 +63,11 @@ class Scheduler:
         self._batch_counts: Counter[int] = Counter()
         self._next_report = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Has a worker been there?"""
+        return self._live is not None
+
     def turn(self) -> None:
         """Wait for the next message or moment, and do what follows from it."""
         moment = self._live.next_moment if self._live is not None else NEVER
@@ -90,13 +85,14 @@ class Scheduler:
             self._report()
             self._look_for_stuck(now)
         while self._events and self._live is not None:
-            events, self._events = np.concatenate(self._events), []
+            events = self._events[0] if len(self._events) == 1 else np.concatenate(self._events)
+            self._events = []
             for decisions, chosen in self._live.take(events):
                 self._carry_out(self._live, decisions, chosen, now)
 
     def watch_input(self) -> None:
         """From now on, `turn` ends with SystemExit when standard input does."""
-        self._selector.register(sys.stdin, selectors.EVENT_READ, lambda _now, _mask: end_with_input())
+        self._selector.register(sys.stdin, selectors.EVENT_READ, lambda _now, _mask: reports.end_with_input())
 
     def close(self) -> None:
         """Close what is open; the log is complete then."""
@@ -129,7 +125,7 @@ class Scheduler:
                 )
 
     def _run(self, worker: Worker, model: int, requests: Ints, now: int) -> None:
-        parts = parts_of(requests, self._once_lost)
+        parts = Batch.parts_of(requests, self._once_lost)
         for place, part in enumerate(parts):
             expected = self._models[model].table[len(part)]
             is_last = place == len(parts) - 1
@@ -214,6 +210,7 @@ class Scheduler:
             "slack_ns": round(self._deployment.slack * 1e9),
             "guard_ns": round(self._deployment.guard * 1e9),
         }
+        reports.report("preparing", policy=self._deployment.policy)
         self._live = Live(self._deployment.policy, facts, self._log)
         self._lateness = Lateness(min((served.slo_ns - served.table[1]) // 4 for served in self._models))
 
@@ -278,6 +275,8 @@ class Scheduler:
         if number == _PING:
             self._lateness.begins.add(begin - int(cells[4]))
             self._ping(worker)
+            if not worker.pings:
+                self._adjust(now)
             return
         batch = worker.take(now)
         if batch.number != number:
@@ -334,7 +333,7 @@ class Scheduler:
         limit_ns = round(self._deployment.server.stuck * 1e9)
         for worker in self._workers.values():
             if taken := worker.stuck_ns(now, limit_ns):
-                report("stuck", worker=worker.device, pid=worker.pid, seconds=taken / 1e9)
+                reports.report("stuck", worker=worker.device, pid=worker.pid, seconds=taken / 1e9)
 
     def _ping(self, worker: Worker) -> None:
         if worker.pings:
@@ -367,12 +366,12 @@ class Scheduler:
 
     def _report(self) -> None:
         pool = None if self._live is None else self._live.pool
-        report(
+        reports.report(
             "scheduler",
             ready=bool(pool is not None and self._workers),
             workers=sorted(self._workers),
             fronts=len(self._fronts),
-            **pool_figures(pool),
+            **reports.pool_figures(pool),
             fates=[[model, fate, count] for (model, fate), count in self._counts.items()],
             batches=sorted(self._batch_counts.items()),
         )
@@ -381,10 +380,13 @@ class Scheduler:
 def main(arguments: list[str]) -> None:
     """Schedule until standard input ends."""
     folder, log = Path(arguments[0]), Path(arguments[1]) if arguments[1:] else None
-    with reporting_errors():
+    with reports.reporting_errors():
         scheduler = Scheduler(folder, read_deployment(folder / "deployment.json"), log)
         try:
             scheduler.watch_input()
+            while not scheduler.is_open:
+                scheduler.turn()
+            reports.keep_what_is_there()
             while True:
                 scheduler.turn()
         finally:

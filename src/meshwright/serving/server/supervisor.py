@@ -41,6 +41,8 @@ _WELL_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 0.05, 5.0
 _DRAIN_S, _END_S = 30.0, 5.0
 _LONGEST_LINE = 2**24
 _LOOK_S = 0.5
+# Kinds of reports that hold until the next one; others tell of a moment.
+_LASTING = ("scheduler", "worker", "front")
 
 Told = Callable[[str, dict[str, Any]], None]
 
@@ -130,11 +132,17 @@ class Supervisor:
         log = [] if self._log is None else [str(self._log.absolute())]
         token = [] if self._token_file is None else [str(self._token_file.absolute())]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = str(max(cores // self.deployment.devices, 1))
+        # Threads of an operator wait for each other by turning: they must not have to share cores with the rest.
+        rest = self.deployment.server.fronts + 1
+        threads = str(max((cores - rest) // self.deployment.devices, 1))
         return [
             _Child("scheduler", ["scheduler", str(folder), *log]),
             *(
-                _Child(f"worker-{device}", ["worker", str(folder), str(device)], {"OMP_NUM_THREADS": threads})
+                _Child(
+                    f"worker-{device}",
+                    ["worker", str(folder), str(device)],
+                    {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"},
+                )
                 for device in range(self.deployment.devices)
             ),
             *(
@@ -224,7 +232,7 @@ class Supervisor:
                 self._fault = self._fault or facts["text"]
             elif kind == "stuck":
                 self._kill_stuck(facts)
-            elif kind != "failure":
+            elif kind in _LASTING:
                 self.facts[child.name] = facts
             self._tell(child.name, facts)
             self._changed.set()

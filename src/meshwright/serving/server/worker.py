@@ -20,7 +20,13 @@ import numpy as np
 from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server.channel import Channel, Closed, Kind, connect
 from meshwright.serving.server.models import Runnable, open_model, run_batch, warm_up
-from meshwright.serving.server.reports import end_after_input, end_with_input, report, reporting_errors
+from meshwright.serving.server.reports import (
+    end_after_input,
+    end_with_input,
+    keep_what_is_there,
+    report,
+    reporting_errors,
+)
 from meshwright.serving.server.served import Served, served_models
 from meshwright.serving.server.slabs import Slab, slab_path
 from meshwright.spec import ServingError, read_deployment
@@ -96,22 +102,22 @@ class Worker:
     def _run(self, model: int, requests: Ints, places: Ints) -> Ints:
         """Run the requests at these places; those that failed."""
         numbers, slots = requests[places] >> 32, requests[places] & _SLOT
-        groups, order = [], []
-        for number in np.unique(numbers).tolist():
+        groups, order, lost = [], [], []
+        for number in sorted(set(numbers.tolist())):
             here = np.flatnonzero(numbers == number)
-            order.append(places[here])
             slab = self._slab(number, model)
-            if slab is not None:
-                groups.append((slab, slots[here]))
+            if slab is None:
+                lost.append(places[here])
             else:
-                order.pop()
+                groups.append((slab, slots[here]))
+                order.append(places[here])
         if not groups:
             return places
         failures = run_batch(self._models[model], groups)
         if failures.error:
             self._tell_of(model, failures.error)
-        known = np.concatenate(order)
-        return np.concatenate([np.setdiff1d(places, known), known[list(failures.places)]])
+            lost.append(np.concatenate(order)[list(failures.places)])
+        return np.concatenate(lost) if lost else places[:0]
 
     def _tell_of(self, model: int, error: str) -> None:
         """At most once a second: whoever sends what a model cannot compute may do so often."""
@@ -152,9 +158,10 @@ def main(arguments: list[str]) -> None:
         for place, one in enumerate(served):
             report("loading", device=number, model=one.name, place=place, of=len(served))
             models.append(_open(one, device))
-        Worker(folder, number, served, models).run(
-            [_time(one, model) for one, model in zip(served, models, strict=True)]
-        )
+        report("warming", device=number)
+        points = [_time(one, model) for one, model in zip(served, models, strict=True)]
+        keep_what_is_there()
+        Worker(folder, number, served, models).run(points)
 
 
 def _open(served: Served, device: str) -> Runnable:
