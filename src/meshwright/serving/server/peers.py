@@ -62,7 +62,7 @@ class Batch:
 
     @staticmethod
     def parts_of(requests: Ints, suspects: set[int]) -> list[Ints]:
-        """A batch as it is to be computed: each request that has lost a worker by itself, so that it takes no others along.
+        """A batch as it is to be computed: what has lost a worker goes one by one, so that others are not harmed.
 
         The others come first.
         """
