@@ -95,7 +95,8 @@ def texts_without_encoding(text):
         modes = [item.value for item in node.args if isinstance(item, ast.Constant) and isinstance(item.value, str)]
         binary = any(set(mode) <= set("rwxab+") and "b" in mode for mode in modes)
         methods = name in ("read_text", "write_text") and isinstance(node.func, ast.Attribute)
-        opened = name in ("open", "fdopen", "NamedTemporaryFile") and owner not in ("webbrowser", "gzip", "os") and not binary
+        opens = name in ("open", "fdopen", "NamedTemporaryFile") and owner not in ("webbrowser", "gzip", "os")
+        opened = opens and not binary
         piped = owner == "subprocess" and any(item.arg in ("text", "universal_newlines") for item in node.keywords)
         if methods or opened or piped:
             yield node.lineno, name
