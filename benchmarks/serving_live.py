@@ -311,8 +311,8 @@ def emulated(quick: bool) -> list[Row]:
     rows, best = [], {}
     for policy in ("adaptive", "symphony", "eager"):
         with serving(replace(STRONG, policy=policy)) as server:
-            found = best[policy] = _find_live_goodput(server, bound, seconds, quick)
-            status = server.status()
+            found, status = _find_live_goodput(server, bound, seconds, quick)
+        best[policy] = found
         late = {name: Seconds(status[f"{name}_s"]) for name in ("delay", "slack", "guard")}
         given, known = replace(STRONG, policy=policy, **late), load_policy(policy)
         rate = 1000 * find_goodput(given, known, seconds, seed=1)[0]
@@ -343,13 +343,13 @@ def emulated(quick: bool) -> list[Row]:
     return [*rows, make_row(name, own, "/s", baseline=eager, ratio=eager / own, target=1 / 1.25)]
 
 
-def _find_live_goodput(server: Process, bound: float, seconds: float, quick: bool) -> Tried:
-    """The highest rate with 99 % in time, by halving."""
+def _find_live_goodput(server: Process, bound: float, seconds: float, quick: bool) -> tuple[Tried, dict[str, Any]]:
+    """The highest rate with 99 % in time, by halving, and what the server told of itself then."""
     low, high, best = 0.0, 1.1 * bound, None
     for _ in range(4 if quick else 7):
         tried = ask(server, (low + high) / 2, seconds, seed=1)
         if tried.share >= 0.99:
-            low, best = tried.rate, tried
+            low, best = tried.rate, (tried, server.status())
         else:
             high = tried.rate
     if best is None:
