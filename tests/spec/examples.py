@@ -304,6 +304,7 @@ DEPLOYMENT = Deployment(
         idle=Seconds(6.0),
         longest_deadline=Seconds(7.0),
         connections=100,
+        stuck=Seconds(12.0),
     ),
     device_memory=Bytes(9 * 2.0**30),
     groups=(
