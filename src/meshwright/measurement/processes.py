@@ -6,13 +6,12 @@ whole run at once, and its error is shown; so does the time limit. The ranks mee
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.host.processes import reaping
 from meshwright.spec import EventSink, MeasurementError, NullSink
 
 # Seconds that a process gets to end by itself once it was told to.
@@ -70,7 +70,7 @@ def run_ranks(
         meeting = str(Path(folder) / "meeting")
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
-        with _reaping(processes):
+        with reaping(processes, _GRACE_S):
             for rank in range(num_ranks):
                 receiving, sending = spawn.Pipe(duplex=False)
                 place = (function, arguments, rank, num_ranks, meeting, timeout_s, sending)
@@ -121,22 +121,6 @@ def _receive(pipe: Connection, process: BaseProcess, rank: int) -> tuple[str, An
             f"Rank {rank} of the measurement {how} before it had a result. A kill by signal 9 is often the system's "
             "answer to a lack of memory: measure a smaller batch or fewer ranks."
         ) from None
-
-
-@contextlib.contextmanager
-def _reaping(processes: list[BaseProcess]) -> Iterator[None]:
-    """End all processes when the block is left, gently first."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-        for process in processes:
-            process.join(_GRACE_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
 
 
 def _run_rank(

@@ -10,6 +10,7 @@ query_trees   queries that ask several models, and how much time each gets
 trunks        models that share their first layers
 expansion     a deployment whose queries and trunks are models like others
 measured      latencies from a measurement table
+datatypes     values of requests, as numpy has them
 sweeps        a deployment with some of its values changed
 server        answers to requests as they come, by the same policies
 load          requests to a server at their moments

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from meshwright.serving.server.slabs import NUMPY_TYPES, Slab, slot_layout
+from meshwright.serving.datatypes import NUMPY_TYPES
+from meshwright.serving.server.slabs import Slab, slot_layout
 from meshwright.spec import DATATYPES, ServingError, TensorSpec
 
 

@@ -14,23 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.serving.datatypes import NUMPY_TYPES
+
 # The largest head and body of a response that are taken for one.
 _MOST_HEAD_BYTES = 2**16
 _MOST_BODY_BYTES = 2**31
-_NUMBERS = {
-    "BOOL": np.bool_,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "FP64": np.float64,
-}
+_IN_JSON: dict[str, Any] = {**NUMPY_TYPES, "BF16": np.float32, "BYTES": object}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +168,7 @@ def decode_outputs(answer: Answer) -> dict[str, NDArray[Any]]:
             shape, kind = tuple(output["shape"]), output["datatype"]
             size = output.get("parameters", {}).get("binary_data_size")
             if size is None:
-                values: NDArray[Any] = np.array(
-                    output["data"], dtype=_NUMBERS.get(kind, object if kind == "BYTES" else np.float32)
-                )
+                values: NDArray[Any] = np.array(output["data"], dtype=_IN_JSON.get(kind, np.float32))
             else:
                 values = _decode_binary(answer.body[place : place + size], kind)
                 place += size
@@ -196,7 +183,7 @@ def _decode_binary(content: bytes, kind: str) -> NDArray[Any]:
         # The upper half of a float32.
         return (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32)
     if kind != "BYTES":
-        return np.frombuffer(content, np.dtype(_NUMBERS[kind]).newbyteorder("<"))
+        return np.frombuffer(content, np.dtype(NUMPY_TYPES[kind]).newbyteorder("<"))
     values: list[str] = []
     place = 0
     while place < len(content):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.load.answers import Tensor
 from meshwright.serving.load.target import ModelFacts, Target
 from meshwright.spec import ServingError
@@ -33,16 +34,7 @@ _MOST_BODY_BYTES = 2**28
 _OPEN_SIZE = 16
 # Whole numbers are below this: an id of a token or a class, for which most models have room.
 _MOST_WHOLE = 100
-_WHOLE = {
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-}
+_WHOLE = {name: kind for name, kind in NUMPY_TYPES.items() if name.startswith(("INT", "UINT"))}
 _REAL = {"FP16": np.float16, "BF16": np.float32, "FP32": np.float32, "FP64": np.float64}
 
 

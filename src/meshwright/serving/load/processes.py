@@ -10,7 +10,7 @@ import contextlib
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.host.processes import reaping
 from meshwright.serving.load.job import Job, Records
 from meshwright.serving.load.loop import Loop
 from meshwright.spec import ServingError
@@ -49,7 +50,7 @@ def run_in_processes(job: Job, count: int, tell: Tell | None) -> Records:
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     seconds = float(job.moments[-1]) / 1e9 if len(job.moments) else 0.0
-    with _reaping(processes):
+    with reaping(processes, _END_S):
         for part in _deal(job, count):
             here, there = spawn.Pipe()
             process = spawn.Process(target=_serve_job, args=(part, there), daemon=True)
@@ -152,22 +153,6 @@ def _receive(pipe: Connection, process: BaseProcess, until: float) -> tuple[str,
     if kind == "error":
         raise ServingError(content)
     return kind, content
-
-
-@contextlib.contextmanager
-def _reaping(processes: list[BaseProcess]) -> Iterator[None]:
-    """End all processes when the block is left, gently first."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-        for process in processes:
-            process.join(_END_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
 
 
 def _serve_job(job: Job, pipe: Connection) -> None:

@@ -1,14 +1,29 @@
-"""A server of models under deadlines: fronts, a scheduler and workers, each a process.
+"""A server of models under deadlines: fronts, a scheduler and workers, each a process, and who watches over them.
 
-channel     messages between them
-slabs       shared memory in which tensors lie
-gate        how a front gets its requests to the scheduler, and back
-tensors     requests and answers of the Open Inference Protocol, as bytes
-values      those of one input or output
-front       what is answered at which path
-exchange    a request and its answer
-answers     answers as bytes of HTTP
-counters    what was answered, for metrics
-http        connections, and limits on what they may cost
-connection  one of them
+supervisor     starts the processes, starts again those that end, and ends them all in order
+admin          how the server is: status, health, metrics
+reports        what processes tell the supervisor
+channel        messages between processes
+slabs          shared memory in which tensors lie
+
+front_process  a front: it reads requests from the network, and answers them
+http           its connections, and limits on what they may cost
+connection     one of them
+heads          heads of requests that were read before
+exchange       a request and its answer
+front          what is answered at which path
+tensors        requests and answers of the Open Inference Protocol, as bytes
+values         those of one input or output
+answers        answers as bytes of HTTP
+counters       what was answered, for metrics
+gate           how a front gets its requests to the scheduler, and back
+
+scheduler      knows of requests where they are and when they are due, and decides what runs where
+live           its policy on the real clock; logs, and how they are decided again
+lateness       how late things happen here, measured
+peers          the fronts and workers that it talks with
+served         the models, with what workers have found out about them
+
+worker         loads the models on one device, and runs batches
+models         what it runs: torch models, and emulated ones
 """

@@ -14,24 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.spec import ServingError, TensorSpec
 
-# Values of the Open Inference Protocol as numpy has them; BF16 is carried, and not computed with.
-NUMPY_TYPES = {
-    "BOOL": np.bool_,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "FP16": np.float16,
-    "BF16": np.uint16,
-    "FP32": np.float32,
-    "FP64": np.float64,
-}
 _ALIGNED = 64
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server.models.runnable import Arrays, DeviceLost, Runnable
-from meshwright.serving.server.slabs import NUMPY_TYPES, Slab
+from meshwright.serving.server.slabs import Slab
 from meshwright.spec import ServingError
 
 # Slots of one slab.

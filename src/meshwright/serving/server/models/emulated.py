@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.server.models.runnable import Arrays
-from meshwright.serving.server.slabs import NUMPY_TYPES
 from meshwright.spec import ServedModel, TensorSpec
 
 # Where a deployment names no tensors.

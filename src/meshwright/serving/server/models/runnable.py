@@ -28,8 +28,9 @@ class Runnable(Protocol):
     def run(self, arrays: Arrays) -> Arrays:
         """Outputs of a batch, in the order of ``outputs``, for its inputs in that of ``inputs``.
 
-        All are of shape (batch, *that of a sample), in the types of `slabs.NUMPY_TYPES`. The inputs can be written to
-        and are not used again. Whatever the model raises, it raises; DeviceLost if it can raise nothing else any more.
+        All are of shape (batch, *that of a sample), in the types of `datatypes.NUMPY_TYPES`. The inputs can be written
+        to and are not used again. Whatever the model raises, it raises; DeviceLost if it can raise nothing else any
+        more.
         """
         ...
 
