@@ -32,8 +32,8 @@ _MOST_BYTES = 2**30
 _MOST_BODY_BYTES = 2**28
 # An open size which is not that of the batch, such as tokens.
 _OPEN_SIZE = 16
-# Whole numbers are below this: an id of a token or a class, for which most models have room.
-_MOST_WHOLE = 100
+# Whole numbers are below this: ids of tokens, classes and types of segments, of which some models have only two.
+_MOST_WHOLE = 2
 _WHOLE = {name: kind for name, kind in NUMPY_TYPES.items() if name.startswith(("INT", "UINT"))}
 _REAL = {"FP16": np.float16, "BF16": np.float32, "FP32": np.float32, "FP64": np.float64}
 
