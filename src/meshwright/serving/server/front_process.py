@@ -18,7 +18,7 @@ import uvloop
 from meshwright.serving.server.counters import Counts
 from meshwright.serving.server.gate import Gate
 from meshwright.serving.server.http import serve_http
-from meshwright.serving.server.reports import end_with_input, keep_what_is_there, report, reporting_errors
+from meshwright.serving.server.reports import Orders, keep_what_is_there, report, reporting_errors
 from meshwright.spec import ServingError, read_deployment
 
 _EVERY_S, _DRAIN_S = 1.0, 25.0
@@ -30,7 +30,7 @@ async def serve(folder: Path, token: str | None) -> None:
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     gate = Gate(folder, settings.tensor_bytes)
     loop.add_signal_handler(signal.SIGTERM, ended.set)
-    loop.add_reader(sys.stdin, end_with_input)
+    loop.add_reader(sys.stdin, Orders().read)
     http = await serve_http(gate, settings, token=token)
 
     def tell() -> None:

@@ -1,4 +1,7 @@
-"""What processes of a server tell their supervisor: lines of JSON on standard output, and how they end with it."""
+"""What processes of a server and their supervisor tell each other, and how they end with it.
+
+Processes report lines of JSON on standard output; orders come as such lines on standard input, whose end is theirs.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ _FIGURES = {
     "guard_ns": GUARD,
 }
 _GRACE_S = 1.0
+_AT_ONCE = 2**16
 
 
 def report(kind: str, **facts: Any) -> None:
@@ -44,10 +48,19 @@ def pool_figures(pool: Ints | None) -> dict[str, int]:
     return {name: 0 if pool is None else int(pool[number]) for name, number in _FIGURES.items()}
 
 
-def end_with_input() -> None:
-    """Standard input can be read: raise SystemExit if that is its end."""
-    if not os.read(sys.stdin.fileno(), 4096):
-        raise SystemExit
+class Orders:
+    """What a supervisor sends on standard input."""
+
+    def __init__(self) -> None:
+        self._begun = b""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Standard input can be read: the orders that have come. Raises SystemExit if it has ended."""
+        data = os.read(sys.stdin.fileno(), _AT_ONCE)
+        if not data:
+            raise SystemExit
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        return [json.loads(line) for line in lines]
 
 
 def end_after_input() -> None:
@@ -57,7 +70,9 @@ def end_after_input() -> None:
 
 def _end_after_input() -> None:
     # Only looked at: whoever can read it ends in order.
-    select.select([sys.stdin], [], [])
+    looked_at = select.poll()
+    looked_at.register(sys.stdin, select.POLLHUP)
+    looked_at.poll()
     time.sleep(_GRACE_S)
     os._exit(0)
 

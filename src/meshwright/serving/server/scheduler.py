@@ -92,7 +92,8 @@ class Scheduler:
 
     def watch_input(self) -> None:
         """From now on, `turn` ends with SystemExit when standard input does."""
-        self._selector.register(sys.stdin, selectors.EVENT_READ, lambda _now, _mask: reports.end_with_input())
+        orders = reports.Orders()
+        self._selector.register(sys.stdin, selectors.EVENT_READ, lambda _now, _mask: orders.read())
 
     def close(self) -> None:
         """Close what is open; the log is complete then."""

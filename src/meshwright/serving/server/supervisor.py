@@ -101,6 +101,13 @@ class Supervisor:
         """How often a process was started; the supervisor itself once."""
         return self._children[name].starts if name in self._children else 1
 
+    def order(self, name: str, **facts: Any) -> None:
+        """Send a process an order (`reports.Orders`); one that is not there misses it."""
+        child = self._children.get(name)
+        if child is not None and child.process is not None and child.process.stdin is not None:
+            # A pipe that nobody reads any more is seen where the process is listened to.
+            child.process.stdin.write(json.dumps(facts).encode() + b"\n")
+
     async def stopped(self) -> None:
         """Return when it was told to stop, or cannot go on."""
         await self._stopping.wait()

@@ -21,8 +21,8 @@ from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server.channel import Channel, Closed, Kind, connect
 from meshwright.serving.server.models import Runnable, open_model, run_batch, warm_up
 from meshwright.serving.server.reports import (
+    Orders,
     end_after_input,
-    end_with_input,
     keep_what_is_there,
     report,
     reporting_errors,
@@ -45,13 +45,14 @@ class Worker:
         self._slabs: dict[tuple[int, int], Slab] = {}
         self._epoch = 0
         self._silent_until = 0.0
+        self._orders = Orders()
 
     def run(self, points: list[Any]) -> None:
         """Serve; connect again where the scheduler has gone. Ends with SystemExit."""
         while True:
             channel = connect(self._folder / "scheduler.sock")
             if channel is None:
-                _wait_for_end(_AGAIN_S)
+                self._wait(_AGAIN_S)
                 continue
             with contextlib.suppress(Closed):
                 channel.send_text(
@@ -77,7 +78,7 @@ class Worker:
         while True:
             ready, _, _ = select.select([channel, sys.stdin], [channel] if channel.is_waiting else [], [])
             if sys.stdin in ready:
-                end_with_input()
+                self._orders.read()
             channel.flush()
             for kind, content in channel.receive():
                 if kind == Kind.RUN:
@@ -85,6 +86,12 @@ class Worker:
                 elif kind == Kind.TEXT:
                     self._epoch = content["epoch"]
                     self._slabs.clear()
+
+    def _wait(self, seconds: float) -> None:
+        """Wait, and end if the supervisor has gone."""
+        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        if ready:
+            self._orders.read()
 
     def _compute(self, cells: Ints) -> Ints:
         """Run a batch; what is to be told of it."""
@@ -137,13 +144,6 @@ class Worker:
             self._slabs = {key: slab for key, slab in self._slabs.items() if slab.path.exists()}
             self._slabs[channel, model] = opened
         return self._slabs[channel, model]
-
-
-def _wait_for_end(seconds: float) -> None:
-    """Wait, and end if the supervisor has gone."""
-    ready, _, _ = select.select([sys.stdin], [], [], seconds)
-    if ready:
-        end_with_input()
 
 
 def main(arguments: list[str]) -> None:
