@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from meshwright.cli.models import JsonOption
 from meshwright.cli.output import note, print_json, print_tables, terminal_sink
+from meshwright.cli.serve_models import models
 from meshwright.cli.serve_run import replay, run
 from meshwright.spec.codec import dump_json
 from meshwright.spec.deployment import Arrivals, Gamma, Poisson, Trace, read_deployment
@@ -39,6 +40,7 @@ serve = typer.Typer(
     no_args_is_help=True,
 )
 serve.command()(run)
+serve.command()(models)
 serve.command()(replay)
 
 # Tokens are short; a file that is longer is another one.

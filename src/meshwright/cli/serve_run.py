@@ -51,10 +51,10 @@ def run(
         server=replace(given.server, **{name: value for name, value in asked.items() if value is not None}),
     )
     load_policy(chosen.policy)
-    asyncio.run(_serve(chosen, log, token_file))
+    asyncio.run(_serve(chosen, deployment, log, token_file))
 
 
-async def _serve(deployment: Deployment, log: Path | None, token_file: Path | None) -> None:
+async def _serve(deployment: Deployment, file: Path, log: Path | None, token_file: Path | None) -> None:
     from meshwright.serving.server.admin import serve_admin
     from meshwright.serving.server.supervisor import Supervisor
 
@@ -63,7 +63,8 @@ async def _serve(deployment: Deployment, log: Path | None, token_file: Path | No
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             loop.add_signal_handler(getattr(signal, name), supervisor.stop)
-    tasks = [asyncio.create_task(each) for each in (supervisor.run(), serve_admin(supervisor), _welcome(supervisor))]
+    parts = (supervisor.run(), serve_admin(supervisor, file, token_file), _welcome(supervisor))
+    tasks = [asyncio.create_task(each) for each in parts]
     try:
         # What fails first is what is told.
         await asyncio.gather(*tasks)
@@ -90,7 +91,10 @@ def _tell(name: str, facts: dict[str, Any]) -> None:
     """What a user should know at once; of loading, what the first worker says, as all load the same."""
     match facts["kind"]:
         case "ended" if facts["code"] and facts["again"]:
-            note(f"{name} ended with {_meaning(facts['code'])}; it is started again.")
+            why = "" if facts["error"] is None else f" ({facts['error']})"
+            note(f"{name} ended with {_meaning(facts['code'])}{why}; it is started again.")
+        case "broken":
+            note(f"worker-{facts['worker']} lacks a model, and is started again: {facts['text']}")
         case "loading" if facts["device"] == 0:
             note(f"Loading {facts['model']} ({facts['place'] + 1} of {facts['of']}).")
         case "warming" if facts["device"] == 0:

@@ -12,6 +12,7 @@ import pytest
 from meshwright.serving.server.channel import Closed, Kind, connect
 from meshwright.serving.server.gate import Fate, Gate
 from meshwright.serving.server.scheduler import Scheduler
+from meshwright.serving.server.served import served_models, write_models
 from meshwright.serving.server.slabs import Slab, slab_path
 from meshwright.spec import Deployment, Latency, ServedModel, TensorSpec
 from meshwright.spec.quantities import Seconds
@@ -29,6 +30,7 @@ def deployment(devices=1, policy="eager", slo=5.0):
 
 @contextmanager
 def scheduling(folder, given):
+    write_models(served_models(given), folder)
     scheduler, stop = Scheduler(folder, given), threading.Event()
 
     def turn():
@@ -49,23 +51,27 @@ def scheduling(folder, given):
 MADE = []
 
 
+def loaded(number):
+    tensors = {key: [asdict(tensor) for tensor in tensors] for key, tensors in SPECS.items()}
+    return {"number": number, **tensors, "platform": "fake", "largest": 64, "points": []}
+
+
 class FakeWorker:
     """A worker that computes y = 2 x when the test lets it; pings it answers at once."""
 
-    def __init__(self, folder, device):
+    def __init__(self, folder, device, held=(0,)):
         MADE.append(self)
         self.folder = folder
         self.channel = connect(folder / "scheduler.sock")
-        document = {key: [asdict(tensor) for tensor in tensors] for key, tensors in SPECS.items()}
-        self.channel.send_text(
-            {"worker": device, "pid": 0, "models": [{**document, "platform": "fake", "largest": 64, "points": []}]}
-        )
-        self.epoch, self.given = None, []
+        self.channel.send_text({"worker": device, "pid": 0, "models": [loaded(number) for number in held]})
+        self.epoch, self.given, self.asked, self.forgotten = None, [], [], []
 
     def look(self):
         for kind, content in self.channel.receive():
             if kind == Kind.TEXT:
-                self.epoch = content["epoch"]
+                self.epoch = content.get("epoch", self.epoch)
+                self.asked += [item["number"] for item in content.get("load", [])]
+                self.forgotten += content.get("forget", [])
             elif content[0] < 0:
                 now = time.monotonic_ns()
                 self.channel.send(np.array([Kind.RAN, content[0], now, now, 0, content[2]], np.int64))

@@ -3,6 +3,7 @@
     GET /status     what processes there are, and what each has reported, as JSON
     GET /metrics    the same in Prometheus' text format
     GET /health     200 while requests can be answered, 503 otherwise
+    POST /v2/repository/...   other models (`repository`); with the server's token, if it has one
 
 Processes report each second (`reports`), so that asking costs them nothing.
 """
@@ -10,6 +11,7 @@ Processes report each second (`reports`), so that asking costs them nothing.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import os
 import socket
@@ -25,21 +27,30 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from meshwright.serving.server.counters import bucket_begin
 from meshwright.serving.server.gate import Fate
-from meshwright.serving.server.served import served_models
+from meshwright.serving.server.repository import Repository
 from meshwright.serving.server.supervisor import Supervisor
+from meshwright.serving.server.tokens import read_token
 from meshwright.spec import ServingError
 
 Message = MutableMapping[str, Any]
 _HOST = "127.0.0.1"
+_MOST_BODY = 2**16
 # Bounds of the histogram, in buckets of `counters`: each doubling from 16 us to 34 s.
 _BOUNDS = range(4 * 13, 4 * 35, 4)
 
 
-async def serve_admin(supervisor: Supervisor) -> None:
-    """Answer until the supervisor stops."""
+async def serve_admin(supervisor: Supervisor, file: Path, token_file: Path | None = None) -> None:
+    """Answer until the supervisor stops. ``file`` has the deployment, ``token_file`` what changing it needs."""
+    token = None if token_file is None else read_token(token_file)
     listener = _listen(supervisor.deployment.server.admin_port)
     supervisor.admin_port = listener.getsockname()[1]
-    config = uvicorn.Config(Door(supervisor), log_level="warning", lifespan="off", access_log=False, ws="none")
+    config = uvicorn.Config(
+        Door(supervisor, Repository(supervisor, file), token),
+        log_level="warning",
+        lifespan="off",
+        access_log=False,
+        ws="none",
+    )
     server = uvicorn.Server(config)
     # Signals are the supervisor's.
     serving = asyncio.create_task(server._serve([listener]))
@@ -64,29 +75,32 @@ def _listen(port: int) -> socket.socket:
 class Door:
     """The ASGI application."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
+    def __init__(self, supervisor: Supervisor, repository: Repository, token: str | None = None) -> None:
+        self._supervisor, self._repository = supervisor, repository
+        self._token = None if token is None else token.encode()
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     async def __call__(
-        self, scope: Message, _receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
     ) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             return
-        status, kind, body = self._answer(scope["method"], scope["path"], dict(scope["headers"]).get(b"host", b""))
-        headers = [(b"content-type", kind), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
+        if method == "POST" and path.startswith("/v2/repository/") and _is_ours(headers.get(b"host", b"")):
+            code, document = await self._change(path, headers, receive)
+            status, kind, body = code, b"application/json", json.dumps(document).encode()
+        else:
+            status, kind, body = self._answer(method, path, headers.get(b"host", b""))
+        fields = [(b"content-type", kind), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+        await send({"type": "http.response.start", "status": status, "headers": fields})
         await send({"type": "http.response.body", "body": body})
 
     def _answer(self, method: str, path: str, host: bytes) -> tuple[int, bytes, bytes]:
         as_json = b"application/json"
         # A page of a stranger could otherwise have its name lead here.
-        if host.rpartition(b":")[0] not in (b"127.0.0.1", b"localhost", b"[::1]") and host not in (
-            b"127.0.0.1",
-            b"localhost",
-        ):
+        if not _is_ours(host):
             return 403, as_json, b'{"error": "This door is for this machine: ask for 127.0.0.1."}'
         if method not in ("GET", "HEAD"):
             return 405, as_json, b'{"error": "Ask with GET."}'
@@ -98,6 +112,27 @@ class Door:
             ready = self._supervisor.is_ready
             return (200 if ready else 503), as_json, json.dumps({"ready": ready}).encode()
         return 404, as_json, b'{"error": "There are /status, /metrics and /health."}'
+
+    async def _change(
+        self, path: str, headers: dict[bytes, bytes], receive: Callable[[], Awaitable[Message]]
+    ) -> tuple[int, Any]:
+        """Have other models served."""
+        # A page of a stranger can have a browser send this, and says so.
+        if b"origin" in headers or headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+            return 403, {"error": "Pages of browsers cannot change what is served."}
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if self._token is not None and not (
+            scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._token)
+        ):
+            return 401, {"error": "Other models need the server's token; expected Authorization: Bearer TOKEN."}
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if len(body) > _MOST_BODY:
+                return 413, {"error": f"The body has more than {_MOST_BODY} bytes. Send none."}
+            if not message.get("more_body"):
+                return await self._repository.answer(path, body)
 
     def collect(self) -> Iterable[Metric]:
         """All metrics as they are now, for prometheus_client."""
@@ -144,6 +179,12 @@ class Door:
         yield from (starts, cpu, memory)
 
 
+def _is_ours(host: bytes) -> bool:
+    """Was this machine asked by a name that only it has?"""
+    name, _, port = host.rpartition(b":")
+    return (name if port.isdigit() else host) in (b"127.0.0.1", b"localhost", b"[::1]")
+
+
 def _histogram(buckets: dict[int, int], latency_ns: int) -> tuple[list[tuple[str, float]], float]:
     total, places, rows = 0, sorted(buckets), []
     for bound in _BOUNDS:
@@ -175,7 +216,7 @@ def status_of(supervisor: Supervisor) -> dict[str, Any]:
 def _models(supervisor: Supervisor, scheduler: dict[str, Any], fronts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     batches = dict(scheduler.get("batches", []))
     rows = []
-    for served in served_models(supervisor.deployment):
+    for served in supervisor.models:
         statuses: Counter[str] = Counter()
         buckets: Counter[int] = Counter()
         latency_ns = 0
@@ -188,14 +229,15 @@ def _models(supervisor: Supervisor, scheduler: dict[str, Any], fronts: list[dict
         rows.append(
             {
                 "name": served.name,
+                "version": served.version,
                 "slo_s": served.slo_ns / 1e9,
                 "statuses": dict(statuses),
                 "fates": {
                     Fate(fate).name.lower(): count
                     for model, fate, count in scheduler.get("fates", [])
-                    if model == served.number
+                    if model == served.name
                 },
-                "num_batches": batches.get(served.number, 0),
+                "num_batches": batches.get(served.name, 0),
                 "buckets": dict(buckets),
                 "latency_ns": latency_ns,
             }

@@ -19,7 +19,8 @@ from meshwright.serving.server.counters import Counts
 from meshwright.serving.server.gate import Gate
 from meshwright.serving.server.http import serve_http
 from meshwright.serving.server.reports import Orders, keep_what_is_there, report, reporting_errors
-from meshwright.spec import ServingError, read_deployment
+from meshwright.serving.server.tokens import read_token
+from meshwright.spec import read_deployment
 
 _EVERY_S, _DRAIN_S = 1.0, 25.0
 
@@ -64,20 +65,10 @@ def _facts(counts: Counts) -> dict[str, Any]:
     }
 
 
-def _read_token(path: Path) -> str:
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        token = ""
-    if not token or not token.isprintable():
-        raise ServingError(f"{path}: expected a token in one line of ASCII, which requests have to bring. Write one.")
-    return token
-
-
 def main(arguments: list[str]) -> None:
     """Serve until standard input ends, or SIGTERM."""
     with reporting_errors():
-        token = _read_token(Path(arguments[1])) if arguments[1:] else None
+        token = read_token(Path(arguments[1])) if arguments[1:] else None
         uvloop.run(serve(Path(arguments[0]), token))
 
 

@@ -217,13 +217,19 @@ class Gate:
         facts = {item["number"]: item for item in document["models"]}
         for number in [number for number in self._by_number if number not in facts]:
             self._by_number.pop(number).slab.remove()
-        for number, item in facts.items():
+        staying = sorted(number for number, item in facts.items() if not item["leaving"])
+        for number in staying:
             if number not in self._by_number:
                 self._by_number[number] = ModelFacts(
-                    item, self._folder, document["epoch"], document["channel"], self._tensor_bytes
+                    facts[number], self._folder, document["epoch"], document["channel"], self._tensor_bytes
                 )
-        self.models = {self._by_number[number].name: self._by_number[number] for number in sorted(facts)}
+        self.models = {self._by_number[number].name: self._by_number[number] for number in staying}
         self.is_ready = bool(document["ready"])
+        # Behind the last request that a model which leaves gets from here.
+        self._flush()
+        if self._channel is not None:
+            self._channel.send_text({"known": document["generation"]})
+            self._watch_room(self._channel)
         if self.changed is not None:
             self.changed()
 

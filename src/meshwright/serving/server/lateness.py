@@ -43,7 +43,7 @@ class Lateness:
 
     def __init__(self, most_ns: int) -> None:
         self.begins, self.ends, self.timers = _Samples(), _Samples(), _Samples()
-        self._most_ns = most_ns
+        self.most_ns = most_ns
 
     @property
     def is_known(self) -> bool:
@@ -62,12 +62,12 @@ class Lateness:
 
     def delay_ns(self) -> int:
         """See the module's docstring."""
-        return min(self.begins.quantile(50.0), self._most_ns)
+        return min(self.begins.quantile(50.0), self.most_ns)
 
     def slack_ns(self) -> int:
         """See the module's docstring."""
-        return min(2 * self.ends.quantile(_RARE), self._most_ns)
+        return min(2 * self.ends.quantile(_RARE), self.most_ns)
 
     def guard_ns(self) -> int:
         """See the module's docstring."""
-        return min(self.timers.quantile(_RARE), self._most_ns)
+        return min(self.timers.quantile(_RARE), self.most_ns)

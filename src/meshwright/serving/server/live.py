@@ -3,14 +3,15 @@
     ARRIVE   queue, request, deadline    a request has come
     FREE     device, queue, count, ns    a device has ended a batch that took so long; its next one, if any, begins now
     CANCEL   queue, request, deadline    whoever sent a request has gone
-    UP       device, batches             a device is there; it may have one batch already, or two
+    UP       device, batches, begin, end a device is there; it may have one batch already, or two, begun and done then
     DOWN     device                      a device is gone; its requests come again as further events
     ADJUST   number, value               a number of the pool is known better (`DELAY`, `SLACK`, `GUARD`)
     WAKE                                 a moment has come that the policy asked for
 
 Each row begins with its kind and its moment (ns). Policies are the functions that the simulator calls
 (`policies.hooks`). A log has the events and the decisions of each call; `replay_log` puts its events through the same
-policy again, which has to decide the same.
+policy again, which has to decide the same. When models come or go, a policy begins anew in the same log, with what was
+measured before.
 """
 
 from __future__ import annotations
@@ -30,24 +31,29 @@ from meshwright.serving.policies.pool import (
     CHOSEN,
     DEADLINE,
     DECISION,
+    DELAY,
+    GUARD,
     HEAD,
     MASK,
     MODEL,
-    NEXT,
     NUM_CHOSEN,
     NUM_DECISIONS,
     NUM_DEVICES,
+    NUM_MODELS,
     NUM_QUEUED,
     NUM_QUEUES,
     OWN,
     REQUEST,
+    SLACK,
     START,
     TAIL,
+    TYPICAL,
     WIDTH,
     Ints,
+    columns,
     pool_for,
 )
-from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, end_batch, go_down
+from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, end_batch, go_down, resume
 from meshwright.spec import ServingError
 
 ARRIVE, FREE, CANCEL, UP, DOWN, ADJUST, WAKE = range(7)
@@ -57,20 +63,40 @@ EVENT_WIDTH = 6
 # the numbers of events, decisions and chosen requests, and these.
 _LOG_KIND = "meshwright/decisions/1"
 _LONGEST_HEADER, _MOST_IN_PART = 2**26, 2**28
+# In the place of these numbers: what follows is another header.
+_ANEW = np.array([-2, -2, -2], np.int64).tobytes()
+_NO_EVENTS = np.zeros((0, EVENT_WIDTH), np.int64)
+# What stays true when a pool is made anew.
+_MEASURED_NUMBERS = (DELAY, SLACK, GUARD, TYPICAL)
+_MEASURED_OF_MODELS = ("count", "since", "rate", "target")
 
 
 class Live:
     """A policy with its pool, which takes events and gives decisions; both go to ``log``, if there is one.
 
-    ``facts`` are the arguments of `allocate_pool`, with lists for arrays.
+    ``facts`` are the arguments of `allocate_pool`, with lists for arrays; ``numbers`` are those of models, by their
+    places in the pool (the places themselves by default). With ``before``, what that one has measured stays known.
     """
 
-    def __init__(self, reference: str, facts: dict[str, Any], log: BinaryIO | None = None) -> None:
+    def __init__(
+        self,
+        reference: str,
+        facts: dict[str, Any],
+        log: BinaryIO | None = None,
+        *,
+        numbers: list[int] | None = None,
+        before: Live | None = None,
+    ) -> None:
         self.policy: Any = load_policy(reference)
         self.pool: Ints = pool_for(
             self.policy,
             {key: np.array(value, np.int64) if isinstance(value, list) else value for key, value in facts.items()},
         )
+        self._numbers = list(range(len(facts["slo"]))) if numbers is None else numbers
+        self._places = np.full(max(self._numbers) + 1, -1, np.int64)
+        self._places[self._numbers] = np.arange(len(self._numbers))
+        measured = {} if before is None else before._measured(self._numbers)
+        self.know(measured)
         self._take, self._next = take_events, _next_moment
         if isinstance(self.policy, PlainPolicy):
             self.policy.begin_again()
@@ -80,7 +106,29 @@ class Live:
         self._next(self.policy, self.pool)
         self._log = log
         if log is not None:
-            log.write(json.dumps({"kind": _LOG_KIND, "policy": reference, "facts": facts}).encode() + b"\n")
+            if before is not None:
+                log.write(_ANEW)
+            header = {"kind": _LOG_KIND, "policy": reference, "facts": facts, "measured": measured}
+            log.write(json.dumps(header).encode() + b"\n")
+
+    def know(self, measured: dict[str, list[int]]) -> None:
+        """What another pool has measured: its numbers, and columns with -1 for what it did not know."""
+        for number, value in zip(_MEASURED_NUMBERS, measured.get("numbers", []), strict=False):
+            self.pool[number] = value
+        for name, values in measured.items():
+            if name != "numbers":
+                column, found = columns(self.pool)[name], np.array(values, np.int64)
+                column[found >= 0] = found[found >= 0]
+
+    def _measured(self, numbers: list[int]) -> dict[str, list[int]]:
+        """What is known of devices, and of models with these numbers (`know`)."""
+        pool, mine = self.pool, columns(self.pool)
+        found = {"numbers": [int(pool[number]) for number in _MEASURED_NUMBERS], "slowness": mine["slowness"].tolist()}
+        if pool[NUM_QUEUES] == pool[NUM_MODELS]:
+            old = {number: place for place, number in enumerate(self._numbers)}
+            for name in _MEASURED_OF_MODELS:
+                found[name] = [int(mine[name][old[number]]) if number in old else -1 for number in numbers]
+        return found
 
     def take(self, events: Ints) -> list[tuple[Ints, Ints]]:
         """Rows of decisions, with the requests that they choose; several of both where many events brought many."""
@@ -100,19 +148,27 @@ class Live:
             self._log.writelines(part.tobytes() for part in (sizes, events, decisions, requests))
         return taken
 
-    def model_of(self, queue: int) -> int:
-        """Whose requests a queue holds."""
-        return int(self.pool[self.pool[MODEL] + queue])
+    def number_of(self, queue: int) -> int:
+        """The number of the model whose requests a queue holds."""
+        return self._numbers[int(self.pool[self.pool[MODEL] + queue])]
+
+    def place_of(self, number: int) -> int:
+        """Where the pool has a model."""
+        return int(self._places[number])
+
+    def places_of(self, numbers: Ints) -> Ints:
+        """Where the pool has models; -1 for those that it has no more."""
+        return self._places[numbers]
 
     def waiting(self) -> Iterator[tuple[int, int, int]]:
-        """Model, request and deadline of all that waits."""
+        """Number of the model, request and deadline of all that waits."""
         pool = self.pool
         for queue in range(int(pool[NUM_QUEUES])):
             head, tail = int(pool[pool[HEAD] + queue]), int(pool[pool[TAIL] + queue])
             at = pool[pool[START] + queue] + (np.arange(head, tail) & pool[pool[MASK] + queue])
             requests, deadlines = pool[pool[REQUEST] + at].tolist(), pool[pool[DEADLINE] + at].tolist()
             for request, deadline in zip(requests, deadlines, strict=True):
-                yield self.model_of(queue), request, deadline
+                yield self.number_of(queue), request, deadline
 
     @property
     def next_moment(self) -> int:
@@ -127,17 +183,13 @@ def replay_log(path: Path) -> tuple[int, int]:
     is no log.
     """
     with path.open("rb") as file:
-        try:
-            header = json.loads(file.readline(_LONGEST_HEADER))
-            live = Live(header["policy"], header["facts"])
-            is_log = header["kind"] == _LOG_KIND
-        except (ValueError, KeyError, TypeError):
-            is_log = False
-        if not is_log:
-            raise ServingError(f"{path} is no log of decisions; expected one that a server has written.")
+        live = _read_header(file, path)
         num_events = num_decisions = 0
         while (part := _read_part(file)) is not None:
             events, decisions, chosen = part
+            if events is _NO_EVENTS:
+                live = _read_header(file, path)
+                continue
             found = _joined(live.take(events))
             if not (np.array_equal(found[0], decisions) and np.array_equal(found[1], chosen)):
                 raise ServingError(
@@ -148,14 +200,31 @@ def replay_log(path: Path) -> tuple[int, int]:
         return num_events, num_decisions
 
 
+def _read_header(file: BinaryIO, path: Path) -> Live:
+    """The policy as it was at the begin of a log, or where it began anew."""
+    try:
+        header = json.loads(file.readline(_LONGEST_HEADER))
+        live = Live(header["policy"], header["facts"])
+        live.know(header["measured"])
+        is_log = header["kind"] == _LOG_KIND
+    except (ValueError, KeyError, TypeError):
+        is_log = False
+    if not is_log:
+        raise ServingError(f"{path} is no log of decisions; expected one that a server has written.")
+    return live
+
+
 def _joined(taken: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
     decisions = [np.zeros((0, WIDTH), np.int64), *(rows for rows, _ in taken)]
     return np.concatenate(decisions), np.concatenate([np.zeros(0, np.int64), *(chosen for _, chosen in taken)])
 
 
 def _read_part(file: BinaryIO) -> tuple[Ints, Ints, Ints] | None:
-    """Events, decisions and chosen requests of the next call; None at the end."""
-    sizes = np.frombuffer(file.read(24).ljust(24, b"\xff"), np.int64)
+    """Events, decisions and chosen requests of the next call; None at the end, and `_NO_EVENTS` before a header."""
+    data = file.read(24)
+    if data == _ANEW:
+        return _NO_EVENTS, _NO_EVENTS, _NO_EVENTS
+    sizes = np.frombuffer(data.ljust(24, b"\xff"), np.int64)
     if sizes.min() < 0 or sizes.max() > _MOST_IN_PART:
         return None
     arrays = []
@@ -203,9 +272,10 @@ def _take_event(policy: Any, pool: Ints, event: Ints) -> None:
                 break
     elif kind == UP:
         come_up(pool, first, now)
-        pool[pool[NEXT] + first] = second > 1
         if second == 0:
             free(policy, pool, now, first)
+        else:
+            resume(pool, first, second, third, taken)
     elif kind == DOWN:
         go_down(pool, first)
     elif kind == ADJUST:

@@ -24,10 +24,14 @@ STUCK = 20
 
 @dataclass(slots=True, eq=False)
 class Front:
-    """A front's connection. ``deadlines``: by model, the deadline of what is in each slot."""
+    """A front's connection. ``deadlines``: by model, the deadline of what is in each slot.
+
+    ``known``: the generation of models (`Catalog`) that it has been told of, by its own word.
+    """
 
     channel: Channel
     number: int
+    known: int = 0
     deadlines: dict[int, Ints] = field(default_factory=dict)
 
     def keep_deadlines(self, rows: Ints) -> None:
@@ -75,11 +79,16 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A worker's connection; ``pings`` are still to be sent. The first of its batches is the one that it computes."""
+    """A worker's connection; ``pings`` are still to be sent. The first of its batches is the one that it computes.
+
+    ``held`` and ``loading`` are numbers of models.
+    """
 
     channel: Channel
     device: int
     pid: int
+    held: set[int] = field(default_factory=set)
+    loading: set[int] = field(default_factory=set)
     pings: int = PINGS
     batches: deque[Batch] = field(default_factory=deque)
     since_ns: int = 0
@@ -94,6 +103,13 @@ class Worker:
         """It has computed its first batch."""
         self.since_ns = now
         return self.batches.popleft()
+
+    def outlook(self, now: int) -> tuple[int, int, int]:
+        """How many batches it has that were decided, when the first began, and when all will be done as expected."""
+        if not self.batches:
+            return 0, now, now
+        left = sum(batch.expected_ns for batch in self.batches)
+        return sum(batch.is_last for batch in self.batches), self.since_ns, max(self.since_ns + left, now)
 
     def stuck_ns(self, now: int, limit_ns: int) -> int:
         """How long it has computed a batch, if that is over the limit and many times what was expected; otherwise 0."""
@@ -117,13 +133,3 @@ def by_front(requests: Ints) -> list[tuple[int, Any]]:
     if (numbers == first).all():
         return [(first, slice(None))]
     return [(number, numbers == number) for number in np.unique(numbers).tolist()]
-
-
-def deadlines_of(model: int, requests: Ints, fronts: dict[int, Front]) -> Ints:
-    """When requests have to be answered; 0 for those of fronts that have gone."""
-    found = np.zeros(len(requests), np.int64)
-    for number, places in by_front(requests):
-        front = fronts.get(number)
-        if front is not None:
-            found[places] = front.deadlines[model][slots_of(requests[places])]
-    return found

@@ -11,9 +11,6 @@ standard input does.
 
 from __future__ import annotations
 
-import contextlib
-import selectors
-import socket
 import sys
 import time
 from collections import Counter
@@ -25,16 +22,20 @@ import numpy as np
 
 from meshwright.serving.policies.pool import DROP, LATE, NEVER, RUN, Ints
 from meshwright.serving.server import reports
-from meshwright.serving.server.channel import MOST_CELLS, Channel, Closed, Kind, listen
+from meshwright.serving.server.catalog import Catalog
+from meshwright.serving.server.changes import Changes
+from meshwright.serving.server.channel import Channel, Kind
+from meshwright.serving.server.fronts import Fronts
 from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.lateness import Lateness
 from meshwright.serving.server.live import ADJUST, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, UP, WAKE, Live
-from meshwright.serving.server.peers import CAPACITY, SLOT_BITS, Batch, Front, Worker, by_front, deadlines_of, slots_of
-from meshwright.serving.server.served import Served, served_models
+from meshwright.serving.server.peers import CAPACITY, SLOT_BITS, Batch, Front, Worker
+from meshwright.serving.server.served import read_models
 from meshwright.serving.server.slabs import slab_path
+from meshwright.serving.server.switchboard import Switchboard
+from meshwright.serving.server.workers import PING, Workers
 from meshwright.spec import Deployment, ServingError, read_deployment
 
-_PING = -1
 _EVERY_NS = 1_000_000_000
 
 
@@ -45,22 +46,20 @@ class Scheduler:
         self._folder, self._deployment = folder, deployment
         self._log = None if log is None else log.open("wb")
         self._epoch = time.monotonic_ns()
-        self._selector = selectors.SelectSelector()
         for left in folder.glob("slab-*"):  # of fronts that ended with the scheduler before
             left.unlink(missing_ok=True)
-        self._listener = listen(folder / "scheduler.sock")
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._models: list[Served] = served_models(deployment)
+        self._board = Switchboard(folder / "scheduler.sock", self._greet)
+        self._catalog = Catalog(read_models(folder))
+        self._changes = Changes(self._catalog)
         self._live: Live | None = None
         self._lateness = Lateness(NEVER)
-        self._fronts: dict[int, Front] = {}
-        self._workers: dict[int, Worker] = {}
+        self._fronts = Fronts(self._board)
+        self._workers = Workers(self._board)
         self._connections = 0
-        self._batches = 0
         self._events: list[Ints] = []
         self._once_lost: set[int] = set()
-        self._counts: Counter[tuple[int, int]] = Counter()
-        self._batch_counts: Counter[int] = Counter()
+        self._counts: Counter[tuple[str, int]] = Counter()
+        self._batch_counts: Counter[str] = Counter()
         self._next_report = 0
 
     @property
@@ -72,33 +71,29 @@ class Scheduler:
         """Wait for the next message or moment, and do what follows from it."""
         moment = self._live.next_moment if self._live is not None else NEVER
         wait_ns = min(moment, self._next_report) - time.monotonic_ns()
-        ready = self._selector.select(max(wait_ns, 0) / 1e9)
+        ready = self._board.wait(wait_ns)
         now = time.monotonic_ns()
         if self._live is not None and moment <= now:
             self._lateness.timers.add(now - moment)
             self._event(WAKE, now)
-        for key, mask in ready:
-            key.data(now, mask)
+        self._board.hear(ready, now)
         if now >= self._next_report:
             self._next_report = now + _EVERY_NS
             self._adjust(now)
             self._report()
-            self._look_for_stuck(now)
-        while self._events and self._live is not None:
-            events = self._events[0] if len(self._events) == 1 else np.concatenate(self._events)
-            self._events = []
-            for decisions, chosen in self._live.take(events):
-                self._carry_out(self._live, decisions, chosen, now)
+            self._workers.look_for_stuck(now, self._deployment.server.stuck)
+            self._decide(now)
+            self._clear_out(now)
+        self._decide(now)
 
     def watch_input(self) -> None:
-        """From now on, `turn` ends with SystemExit when standard input does."""
-        orders = reports.Orders()
-        self._selector.register(sys.stdin, selectors.EVENT_READ, lambda _now, _mask: orders.read())
+        """From now on, orders are obeyed, and `turn` ends with SystemExit when standard input does."""
+        self._board.watch_input(self.obey)
 
     def close(self) -> None:
         """Close what is open; the log is complete then."""
-        self._listener.close()
-        sides: list[Front | Worker] = [*self._fronts.values(), *self._workers.values()]
+        self._board.close()
+        sides: list[Front | Worker] = [*self._fronts, *self._workers.present.values()]
         for side in sides:
             side.channel.close()
         if self._log is not None:
@@ -109,11 +104,25 @@ class Scheduler:
     def _event(self, kind: int, now: int, *values: int) -> None:
         self._events.append(np.array([[kind, now, *values, *[0] * (EVENT_WIDTH - 2 - len(values))]], np.int64))
 
+    def _place_of(self, model: int) -> int:
+        """Where the policy's pool has a model."""
+        assert self._live is not None
+        return self._live.place_of(model)
+
+    def _decide(self, now: int) -> None:
+        """Put what has happened to the policy, and do what it decides."""
+        while self._events and self._live is not None:
+            events = self._events[0] if len(self._events) == 1 else np.concatenate(self._events)
+            self._events = []
+            for decisions, chosen in self._live.take(events):
+                self._carry_out(self._live, decisions, chosen, now)
+
     def _carry_out(self, live: Live, decisions: Ints, chosen: Ints, now: int) -> None:
         for kind, target, queue, first, count, _ in decisions.tolist():
-            model, requests = live.model_of(queue), chosen[first : first + count]
-            if kind == RUN and target in self._workers:
-                self._run(self._workers[target], model, requests, now)
+            model, requests = live.number_of(queue), chosen[first : first + count]
+            if kind == RUN and target in self._workers.usable:
+                parts = Batch.parts_of(requests, self._once_lost)
+                self._workers.run(self._workers.usable[target], self._catalog[model], parts, self._fronts, now)
             elif kind == RUN:
                 # It was decided before the policy was told, in the same turn, that the worker has gone.
                 self._come_again(model, requests, now)
@@ -125,157 +134,160 @@ class Scheduler:
                     "Serve by another one; the simulator knows this one."
                 )
 
-    def _run(self, worker: Worker, model: int, requests: Ints, now: int) -> None:
-        parts = Batch.parts_of(requests, self._once_lost)
-        for place, part in enumerate(parts):
-            expected = self._models[model].table[len(part)]
-            is_last = place == len(parts) - 1
-            worker.give(Batch(self._batches, model, part, len(requests), expected, is_last), now)
-            head = np.array([Kind.RUN, self._batches, model, expected, len(part)], np.int64)
-            self._batches += 1
-            with contextlib.suppress(Closed):  # seen when it is read
-                worker.channel.send(np.concatenate([head, part, deadlines_of(model, part, self._fronts)]))
-                self._listen_for_room(worker.channel)
-
     def _answer(self, model: int, requests: Ints, fate: int) -> None:
         """Tell fronts what became of requests."""
         if not len(requests):
             return
-        self._counts[model, fate] += len(requests)
+        self._counts[self._catalog[model].name, fate] += len(requests)
         if self._once_lost:
             self._once_lost.difference_update(requests.tolist())
-        for number, places in by_front(requests):
-            front = self._fronts.get(number)
-            if front is None:
-                continue
-            slots = slots_of(requests[places])
-            with contextlib.suppress(Closed):
-                for place in range(0, len(slots), MOST_CELLS - 3):
-                    part = slots[place : place + MOST_CELLS - 3]
-                    front.channel.send(np.concatenate([np.array([Kind.ANSWER, model, fate], np.int64), part]))
-                self._listen_for_room(front.channel)
+        self._fronts.answer(model, requests, fate)
 
-    # --- connections ---------------------------------------------------------------------------
+    # --- models ----------------------------------------------------------------------------------
 
-    def _accept(self, _now: int, _mask: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            connection: socket.socket = self._listener.accept()[0]
-            channel = Channel(connection)
-            self._selector.register(channel, selectors.EVENT_READ, partial(self._greet, channel))
+    def obey(self, order: dict[str, Any], now: int) -> None:
+        """What the supervisor orders."""
+        self._changes.order(order, self._workers.present.values())
+        self._change(now)
 
-    def _greet(self, channel: Channel, now: int, _mask: int) -> None:
-        """Whoever has connected says who it is; what it says after that is for another function."""
-        try:
-            for kind, content in channel.receive():
-                if kind != Kind.TEXT:
-                    self._forget(channel)
-                elif "front" in content:
-                    self._connections += 1
-                    front = Front(channel, self._connections)
-                    self._fronts[front.number] = front
-                    self._selector.modify(channel, selectors.EVENT_READ, partial(self._hear_front, front))
-                    self._tell(front)
-                else:
-                    self._welcome(channel, content, now)
-                return
-        except Closed:
-            self._forget(channel)
+    def _change(self, now: int) -> None:
+        """Go on with a change of models, if there is one."""
+        if self._live is not None:
+            self._changes.step(self._workers.present.values(), partial(self._rebuild, now))
 
-    def _welcome(self, channel: Channel, content: dict[str, Any], now: int) -> None:
-        """A worker has come, and has all models."""
-        worker = Worker(channel, content["worker"], content["pid"])
-        for served, found in zip(self._models, content["models"], strict=True):
-            served.learn(found)
-        if self._live is None:
-            self._open()
-        before = self._workers.get(worker.device)
-        if before is not None:
-            self._lose_worker(before, now)
-        self._workers[worker.device] = worker
-        self._selector.modify(channel, selectors.EVENT_READ, partial(self._hear_worker, worker))
-        channel.send_text({"epoch": self._epoch})
-        self._ping(worker)
-        self._event(UP, now, worker.device, 0)
-        for front in self._fronts.values():
-            self._tell(front)
+    def _clear_out(self, now: int) -> None:
+        """Forget models that have left."""
+        known = self._fronts.known(self._catalog.generation)
+        self._changes.clear_out(known, self._is_needed, self._workers.present.values(), partial(self._rebuild, now))
 
-    def _open(self) -> None:
+    def _is_needed(self, number: int) -> bool:
+        """Is anything of this model waiting, or computed?"""
+        assert self._live is not None
+        return any(model == number for model, _, _ in self._live.waiting()) or self._workers.computes(number)
+
+    def _rebuild(self, now: int) -> None:
+        """Other models than before: the policy begins anew, with what it knows, and all that waits comes again."""
+        live = self._live
+        assert live is not None
+        # What has happened until now was told in the places of former times.
+        self._decide(now)
+        waiting = list(live.waiting())
+        self._live = self._open(live)
+        for worker in self._workers.usable.values():
+            self._event(UP, now, worker.device, *worker.outlook(now))
+        for model, request, deadline in waiting:
+            self._event(ARRIVE, now, self._place_of(model), request, deadline)
+        self._tell()
+
+    def _open(self, before: Live | None = None) -> Live:
         """All is known that the pool needs."""
-        most = max(len(served.table) for served in self._models)
+        reports.report("preparing", policy=self._deployment.policy)
         facts = {
-            "latency": [served.table + [NEVER] * (most - len(served.table)) for served in self._models],
-            "slo": [served.slo_ns for served in self._models],
+            **self._catalog.facts(),
             "num_devices": self._deployment.devices,
             "capacity": CAPACITY,
             "delay_ns": round(self._deployment.delay * 1e9),
             "slack_ns": round(self._deployment.slack * 1e9),
             "guard_ns": round(self._deployment.guard * 1e9),
         }
-        reports.report("preparing", policy=self._deployment.policy)
-        self._live = Live(self._deployment.policy, facts, self._log)
-        self._lateness = Lateness(min((served.slo_ns - served.table[1]) // 4 for served in self._models))
+        self._lateness.most_ns = self._catalog.least_spare_ns // 4
+        return Live(self._deployment.policy, facts, self._log, numbers=self._catalog.numbers, before=before)
 
-    def _tell(self, front: Front) -> None:
-        """What models there are."""
+    # --- connections ---------------------------------------------------------------------------
+
+    def _greet(self, channel: Channel, content: dict[str, Any], now: int) -> None:
+        """Whoever has connected has said who it is."""
+        if "front" in content:
+            self._connections += 1
+            front = Front(channel, self._connections)
+            self._fronts.add(front)
+            self._board.connect(channel, partial(self._hear_front, front), partial(self._lose_front, front))
+            self._tell(front)
+        else:
+            self._welcome(channel, content, now)
+
+    def _welcome(self, channel: Channel, content: dict[str, Any], now: int) -> None:
+        """A worker has come."""
+        worker = Worker(channel, content["worker"], content["pid"])
+        before = self._workers.present.get(worker.device)
+        if before is not None:
+            self._board.forget(before.channel)
+            self._lose_worker(before, now)
+        self._workers.present[worker.device] = worker
+        self._board.connect(channel, partial(self._hear_worker, worker), partial(self._lose_worker, worker))
+        channel.send_text({"epoch": self._epoch})
+        for document in content["models"]:
+            self._changes.learn(worker, document)
+        self._changes.equip(worker)
+        self._employ(worker, now)
+
+    def _employ(self, worker: Worker, now: int) -> None:
+        """A worker that has all models can be used."""
+        if worker.device in self._workers.usable or not worker.held.issuperset(self._catalog.numbers):
+            return
+        if self._live is None:
+            self._live = self._open()
+        self._workers.usable[worker.device] = worker
+        self._workers.ping(worker)
+        self._event(UP, now, worker.device)
+        self._tell()
+
+    def _tell(self, only: Front | None = None) -> None:
+        """Tell all fronts, or one, what models there are."""
         is_open = self._live is not None
-        with contextlib.suppress(Closed):
-            front.channel.send_text(
-                {
-                    "epoch": self._epoch,
-                    "channel": front.number,
-                    "ready": is_open and bool(self._workers),
-                    "models": [served.document() for served in self._models] if is_open else [],
-                }
-            )
+        document = {
+            "epoch": self._epoch,
+            "generation": self._catalog.generation,
+            "ready": is_open and bool(self._workers.usable),
+            "models": self._catalog.documents() if is_open else [],
+        }
+        self._fronts.tell(document, only)
 
-    def _hear_front(self, front: Front, now: int, mask: int) -> None:
-        try:
-            if mask & selectors.EVENT_WRITE:
-                self._flush(front.channel)
-            for kind, content in front.channel.receive():
-                if kind in (Kind.SUBMIT, Kind.CANCEL):
-                    rows = content.reshape(-1, 3)
-                    events = np.zeros((len(rows), EVENT_WIDTH), np.int64)
-                    events[:, 0], events[:, 1] = ARRIVE if kind == Kind.SUBMIT else CANCEL, now
-                    events[:, 2:5] = rows
-                    events[:, 3] |= front.number << SLOT_BITS
-                    if kind == Kind.SUBMIT:
-                        front.keep_deadlines(rows)
-                    self._events.append(events)
-        except Closed:
-            self._lose_front(front, now)
+    def _hear_front(self, front: Front, now: int) -> None:
+        live = self._live
+        for kind, content in front.channel.receive():
+            if kind == Kind.TEXT:
+                front.known = content["known"]
+            elif kind in (Kind.SUBMIT, Kind.CANCEL) and live is not None:
+                rows = content.reshape(-1, 3)
+                events = np.zeros((len(rows), EVENT_WIDTH), np.int64)
+                events[:, 0], events[:, 1] = ARRIVE if kind == Kind.SUBMIT else CANCEL, now
+                events[:, 2] = live.places_of(rows[:, 0])
+                events[:, 3:5] = rows[:, 1:]
+                events[:, 3] |= front.number << SLOT_BITS
+                if kind == Kind.SUBMIT:
+                    front.keep_deadlines(rows)
+                self._events.append(events)
 
     def _lose_front(self, front: Front, now: int) -> None:
         """A front has gone: what it had in queues is cancelled, what runs is not answered."""
-        self._forget(front.channel)
-        del self._fronts[front.number]
+        self._fronts.remove(front)
         self._once_lost = {request for request in self._once_lost if request >> SLOT_BITS != front.number}
-        for served in self._models:
+        for served in self._catalog:
             slab_path(self._folder, self._epoch, front.number, served.number).unlink(missing_ok=True)
         if self._live is None:
             return
         for model, request, deadline in self._live.waiting():
             if request >> SLOT_BITS == front.number:
-                self._event(CANCEL, now, model, request, deadline)
+                self._event(CANCEL, now, self._place_of(model), request, deadline)
 
-    def _hear_worker(self, worker: Worker, now: int, mask: int) -> None:
-        try:
-            if mask & selectors.EVENT_WRITE:
-                self._flush(worker.channel)
-            for kind, content in worker.channel.receive():
-                if kind == Kind.RAN:
-                    self._finish(worker, content, now)
-        except Closed:
-            self._lose_worker(worker, now)
+    def _hear_worker(self, worker: Worker, now: int) -> None:
+        for kind, content in worker.channel.receive():
+            if kind == Kind.RAN:
+                self._finish(worker, content, now)
+            elif kind == Kind.TEXT:
+                self._changes.learn(worker, content)
+                self._employ(worker, now)
+                self._change(now)
 
     def _finish(self, worker: Worker, cells: Ints, now: int) -> None:
         """A worker has done a batch, or answers a ping."""
         number, begin, end, num_late = cells[:4].tolist()
         taken = end - begin
         self._lateness.ends.add(now - end)
-        if number == _PING:
+        if number == PING:
             self._lateness.begins.add(begin - int(cells[4]))
-            self._ping(worker)
+            self._workers.ping(worker)
             if not worker.pings:
                 self._adjust(now)
             return
@@ -291,24 +303,27 @@ class Scheduler:
             self._answer(batch.model, batch.requests[is_done], Fate.DONE)
         else:
             self._answer(batch.model, batch.requests, Fate.DONE)
-        self._batch_counts[batch.model] += 1
+        self._batch_counts[self._catalog[batch.model].name] += 1
         if not batch.is_last:
             return
         if batch.is_part:
             # A device is not slow for what it was not asked to do at once.
-            taken = self._models[batch.model].table[batch.decided]
+            taken = self._catalog[batch.model].table[batch.decided]
         if worker.batches:
             following = worker.batches[0]
-            self._event(FREE, now, worker.device, following.model, following.decided, taken)
+            self._event(FREE, now, worker.device, self._place_of(following.model), following.decided, taken)
         else:
             self._event(FREE, now, worker.device, 0, 0, taken)
 
     def _lose_worker(self, worker: Worker, now: int) -> None:
         """A worker has gone: what it had comes again, but for what it was at and another one before it, too."""
-        self._forget(worker.channel)
-        if self._workers.get(worker.device) is not worker:
+        if self._workers.present.get(worker.device) is not worker:
             return
-        del self._workers[worker.device]
+        del self._workers.present[worker.device]
+        self._changes.lose(worker)
+        if self._workers.usable.pop(worker.device, None) is None:
+            self._change(now)
+            return
         self._event(DOWN, now, worker.device)
         for place, batch in enumerate(worker.batches):
             requests = batch.requests
@@ -318,44 +333,16 @@ class Scheduler:
                 requests = requests[again]
                 self._once_lost.update(requests.tolist())
             self._come_again(batch.model, requests, now)
-        if not self._workers:
-            for front in self._fronts.values():
-                self._tell(front)
+        if not self._workers.usable:
+            self._tell()
+        self._change(now)
 
     def _come_again(self, model: int, requests: Ints, now: int) -> None:
         """Requests that nobody computes any more are put to the policy again, by their deadlines."""
-        deadlines = deadlines_of(model, requests, self._fronts)
+        deadlines = self._fronts.deadlines_of(model, requests)
         for request, deadline in zip(requests.tolist(), deadlines.tolist(), strict=True):
-            if request >> SLOT_BITS in self._fronts:
-                self._event(ARRIVE, now, model, request, deadline)
-
-    def _look_for_stuck(self, now: int) -> None:
-        """A worker whose model does not return cannot be told anything: the supervisor kills it."""
-        limit_ns = round(self._deployment.server.stuck * 1e9)
-        for worker in self._workers.values():
-            if taken := worker.stuck_ns(now, limit_ns):
-                reports.report("stuck", worker=worker.device, pid=worker.pid, seconds=taken / 1e9)
-
-    def _ping(self, worker: Worker) -> None:
-        if worker.pings:
-            worker.pings -= 1
-            with contextlib.suppress(Closed):
-                worker.channel.send(np.array([Kind.RUN, _PING, 0, time.monotonic_ns(), 0], np.int64))
-
-    def _listen_for_room(self, channel: Channel) -> None:
-        if channel.is_waiting:
-            key = self._selector.get_key(channel)
-            self._selector.modify(channel, selectors.EVENT_READ | selectors.EVENT_WRITE, key.data)
-
-    def _flush(self, channel: Channel) -> None:
-        channel.flush()
-        if not channel.is_waiting:
-            self._selector.modify(channel, selectors.EVENT_READ, self._selector.get_key(channel).data)
-
-    def _forget(self, channel: Channel) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(channel)
-        channel.close()
+            if self._fronts.has_asked(request):
+                self._event(ARRIVE, now, self._place_of(model), request, deadline)
 
     # --- what is measured ----------------------------------------------------------------------
 
@@ -369,8 +356,8 @@ class Scheduler:
         pool = None if self._live is None else self._live.pool
         reports.report(
             "scheduler",
-            ready=bool(pool is not None and self._workers),
-            workers=sorted(self._workers),
+            ready=bool(pool is not None and self._workers.usable),
+            workers=sorted(self._workers.usable),
             fronts=len(self._fronts),
             **reports.pool_figures(pool),
             fates=[[model, fate, count] for (model, fate), count in self._counts.items()],

@@ -1,17 +1,26 @@
-"""The models of a server: each copy of a deployment's models, with what its workers have found out about it."""
+"""The models of a server: each copy of a deployment's models, with what its workers have found out about it.
+
+Processes that are started read in a file which ones there are (`write_models`); what comes later they are told.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from meshwright.serving.batching import batch_nanoseconds
 from meshwright.serving.policies.named import load_policy
 from meshwright.serving.policies.shepherd import Shepherd
 from meshwright.spec import Deployment, Latency, ServedModel, ServingError, TensorSpec
+from meshwright.spec.codec import decode, encode
+from meshwright.spec.files import write_text
 
 # A batch of more requests would not fit into one message (`channel`).
 LARGEST = 4096
+_FILE = "models.json"
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +63,10 @@ class Served:
                 f"{self.model.slo:g} s, so that no request can be met. Give it more time, or a faster device."
             )
 
+    def identity(self) -> dict[str, Any]:
+        """Which model it is, as `read_identity` reads it."""
+        return {"number": self.number, "name": self.name, "version": self.version, "model": encode(self.model)}
+
     def document(self) -> dict[str, Any]:
         """What fronts are told."""
         return {
@@ -66,6 +79,21 @@ class Served:
             "inputs": [asdict(tensor) for tensor in self.inputs],
             "outputs": [asdict(tensor) for tensor in self.outputs],
         }
+
+
+def read_identity(document: dict[str, Any]) -> Served:
+    """A model of which nothing is found out yet (`Served.identity`)."""
+    return Served(**{**document, "model": decode(ServedModel, document["model"])})
+
+
+def write_models(served: Iterable[Served], folder: Path) -> None:
+    """Write down which models there are, for processes that are started."""
+    write_text(json.dumps([one.identity() for one in served]), folder / _FILE)
+
+
+def read_models(folder: Path) -> list[Served]:
+    """The models that were written down last."""
+    return [read_identity(item) for item in json.loads((folder / _FILE).read_text(encoding="utf-8"))]
 
 
 def read_tensors(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
@@ -97,13 +125,20 @@ def check_served(deployment: Deployment) -> None:
 
 def served_models(deployment: Deployment) -> list[Served]:
     """All models, copies one by one: the third copy of ``detector`` is ``detector-2``."""
-    served: list[Served] = []
-    for model in deployment.models:
-        for copy in range(model.copies):
-            name = model.name if model.copies == 1 else f"{model.name}-{copy}"
-            served.append(Served(number=len(served), name=name, model=model))
+    names = [(name, model) for model in deployment.models for name in copy_names(model)]
+    served = [Served(number=number, name=name, model=model) for number, (name, model) in enumerate(names)]
+    check_names(served)
+    return served
+
+
+def copy_names(model: ServedModel) -> list[str]:
+    """What the copies of a model are called."""
+    return [model.name] if model.copies == 1 else [f"{model.name}-{copy}" for copy in range(model.copies)]
+
+
+def check_names(served: Iterable[Served]) -> None:
+    """Raise ServingError if two models have the same name."""
     names = [one.name for one in served]
     again = sorted({name for name in names if names.count(name) > 1})
     if again:
         raise ServingError(f"Two models would be called {again[0]!r}. Give one of them another name.")
-    return served

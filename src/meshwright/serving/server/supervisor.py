@@ -8,33 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
-import shutil
 import signal
-import socket
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.serving.server.place import own_folder, reserved_port
 from meshwright.serving.server.reports import FATAL
-from meshwright.serving.server.served import check_served
-from meshwright.spec import Deployment, ServingError
+from meshwright.serving.server.served import Served, check_names, check_served, served_models, write_models
+from meshwright.spec import Deployment, ServedModel, ServingError
 from meshwright.spec.codec import write_document
 
-try:
-    import fcntl
-except ImportError:  # elsewhere than on Linux and macOS nobody serves
-    fcntl = None  # type: ignore[assignment]
-
-# Shared memory; a folder elsewhere does, too, where the system has none.
-_MEMORY = Path("/dev/shm")
-_PREFIX = "meshwright-serve-"
 # A process that lived so long was well; one that did not is started again after a pause, twice as long each time.
 _WELL_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 0.05, 5.0
 # What fronts have to answer what is under way, and others to end.
@@ -43,6 +34,9 @@ _LONGEST_LINE = 2**24
 _LOOK_S = 0.5
 # Kinds of reports that hold until the next one; others tell of a moment.
 _LASTING = ("scheduler", "worker", "front")
+
+# What a change of models may take: the loading of large ones.
+_CHANGE_S = 1800.0
 
 Told = Callable[[str, dict[str, Any]], None]
 
@@ -54,6 +48,7 @@ class _Child:
     environment: dict[str, str] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
     starts: int = 0
+    error: str | None = None
 
 
 class Supervisor:
@@ -75,12 +70,18 @@ class Supervisor:
     ) -> None:
         self.deployment = deployment
         self.facts: dict[str, dict[str, Any]] = {}
+        self.models: list[Served] = served_models(deployment)
         self.port = self.admin_port = 0
         self._log, self._token_file, self._told = log, token_file, told
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
         self._changed = asyncio.Event()
         self._children: dict[str, _Child] = {}
         self._fault: str | None = None
+        self._was_ready = False
+        self._folder: Path | None = None
+        self._changing = asyncio.Lock()
+        self._changes, self._next_number = 0, len(self.models)
+        self._change: asyncio.Future[str | None] | None = None
 
     def stop(self) -> None:
         """Answer what is under way, and end; asked again, end at once."""
@@ -108,6 +109,58 @@ class Supervisor:
             # A pipe that nobody reads any more is seen where the process is listened to.
             child.process.stdin.write(json.dumps(facts).encode() + b"\n")
 
+    async def change(self, come: Sequence[tuple[str, ServedModel]], leave: Sequence[str]) -> None:
+        """Serve other models: some come, by name, in the place of those that had the name; others leave.
+
+        Returns when requests are answered by the new ones. Raises ServingError, and then all is as it was: where not
+        all can be loaded by all workers, and where no model would be left.
+        """
+        async with self._changing:
+            names = {name for name, _ in come}
+            former = {one.name: one for one in self.models}
+            numbers = itertools.count(self._next_number)
+            loaded = [
+                Served(next(numbers), name, model, version=str(int(former[name].version) + 1 if name in former else 1))
+                for name, model in come
+            ]
+            gone = [one for one in self.models if one.name in names or one.name in leave]
+            models = [one for one in self.models if one not in gone] + loaded
+            check_names(models)
+            if not models:
+                raise ServingError("No model would be left; a server has at least one. Stop it, or load another first.")
+            self._next_number += len(loaded)
+            await self._order_change(loaded, gone)
+            self.models = models
+            assert self._folder is not None
+            write_models(models, self._folder)
+
+    async def _order_change(self, come: list[Served], leave: list[Served]) -> None:
+        """Have the scheduler make a change."""
+        if not self.is_ready:
+            raise ServingError("The server is not ready; ask again when it is.")
+        self._changes += 1
+        self._change = asyncio.get_running_loop().create_future()
+        self.order(
+            "scheduler",
+            change=self._changes,
+            load=[one.identity() for one in come],
+            leave=[one.number for one in leave],
+        )
+        try:
+            done, _ = await asyncio.wait([self._change], timeout=_CHANGE_S)
+            if not done:
+                late = f"Workers have not loaded all models within {_CHANGE_S:g} s."
+                self.order("scheduler", change=self._changes, give_up=late)
+            error = await self._change
+        finally:
+            self._change = None
+        if error is not None:
+            raise ServingError(error)
+
+    def _end_change(self, error: str | None) -> None:
+        if self._change is not None and not self._change.done():
+            self._change.set_result(error)
+
     async def stopped(self) -> None:
         """Return when it was told to stop, or cannot go on."""
         await self._stopping.wait()
@@ -127,9 +180,12 @@ class Supervisor:
     async def run(self) -> None:
         """Start all, and keep them up until `stop`."""
         check_served(self.deployment)
-        with _reserved_port(self.deployment) as self.port, _own_folder() as folder:
-            server = replace(self.deployment.server, port=self.port)
+        server = self.deployment.server
+        with reserved_port(server.host, server.port) as self.port, own_folder() as folder:
+            server = replace(server, port=self.port)
             write_document(replace(self.deployment, server=server), folder / "deployment.json")
+            write_models(self.models, folder)
+            self._folder = folder
             async with self._keeping(self._describe(folder)):
                 await self._stopping.wait()
         if self._fault is not None:
@@ -194,9 +250,15 @@ class Supervisor:
             await self._listen(child, child.process)
             code = child.process.returncode
             self.facts.pop(child.name, None)
-            if code == FATAL:
+            if child.name == "scheduler":
+                self._end_change("The scheduler ended, and was started again. Ask again.")
+            # A worker that cannot load what others have loaded before may do so later.
+            if code == FATAL and not (self._was_ready and child.name.startswith("worker-")):
+                self._fault = self._fault or child.error
                 self._stopping.set()
-            self._tell(child.name, {"kind": "ended", "code": code, "again": not self._stopping.is_set()})
+            again = not self._stopping.is_set()
+            self._tell(child.name, {"kind": "ended", "code": code, "again": again, "error": child.error})
+            child.error = None
             if time.monotonic() - began > _WELL_S:
                 pause_s = _FIRST_PAUSE_S
             with contextlib.suppress(TimeoutError):
@@ -236,16 +298,19 @@ class Supervisor:
                 sys.stderr.buffer.write(line)  # what a model prints
                 continue
             if kind == "error":
-                self._fault = self._fault or facts["text"]
-            elif kind == "stuck":
-                self._kill_stuck(facts)
+                child.error = facts["text"]
+            elif kind in ("stuck", "broken"):
+                self._kill(facts)
+            elif kind in ("changed", "refused"):
+                self._end_change(facts.get("text"))
             elif kind in _LASTING:
                 self.facts[child.name] = facts
+            self._was_ready = self._was_ready or self.is_ready
             self._tell(child.name, facts)
             self._changed.set()
 
-    def _kill_stuck(self, facts: dict[str, Any]) -> None:
-        """A worker has computed for too long: it will not look at its input, so it is killed, and started again."""
+    def _kill(self, facts: dict[str, Any]) -> None:
+        """A worker is of no use: it has computed for too long, or lacks a model. It is killed, and started again."""
         process = self._children[f"worker-{facts['worker']}"].process
         if process is not None and process.pid == facts["pid"] and process.returncode is None:
             process.kill()
@@ -280,54 +345,3 @@ async def _await_end(children: list[_Child], limit_s: float, hurrying: asyncio.E
     for process in processes:
         if process.returncode is None:
             process.kill()
-
-
-@contextlib.contextmanager
-def _reserved_port(deployment: Deployment) -> Any:
-    """The port of the deployment's server, or a free one for 0; fronts share it, and nobody else gets it meanwhile."""
-    server = deployment.server
-    with socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET) as reserved:
-        try:
-            # Without sharing first: what listens there already is found.
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            with socket.socket(reserved.family) as alone:
-                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                alone.bind((server.host, server.port))
-            reserved.bind((server.host, server.port))
-        except OSError as error:
-            raise ServingError(
-                f"Nothing can listen at {server.host} port {server.port}: {error.strerror}. Choose another port, or 0 "
-                "for a free one."
-            ) from None
-        yield reserved.getsockname()[1]
-
-
-@contextlib.contextmanager
-def _own_folder() -> Any:
-    """A folder in shared memory for sockets and slabs; what servers left behind that were killed is removed."""
-    memory = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    for left in memory.glob(f"{_PREFIX}*"):
-        owner = left.name.removeprefix(_PREFIX).partition("-")[0]
-        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
-            # A server in another container has the memory in common with this one, and not its processes.
-            with contextlib.suppress(OSError), _locked(left):
-                shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=memory))
-    try:
-        with _locked(folder):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Any:
-    """A folder that no living server has. Raises OSError if one has it, or it is somebody else's."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        if hasattr(os, "getuid") and os.fstat(opened).st_uid != os.getuid():
-            raise PermissionError
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(opened)

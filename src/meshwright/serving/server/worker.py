@@ -1,4 +1,6 @@
-"""A worker: it loads the models of a deployment on one device, and runs the batches that the scheduler sends.
+"""A worker: it loads the models of a server on one device, and runs the batches that the scheduler sends.
+
+Models that come later are loaded in a thread beside the batches (`loading`), which are slower meanwhile.
 
 Run as ``python -m meshwright.serving.server.worker FOLDER DEVICE``; ends when its standard input does. When the
 scheduler has gone, it connects again to the one that comes.
@@ -11,7 +13,6 @@ import os
 import select
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import numpy as np
 
 from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server.channel import Channel, Closed, Kind, connect
-from meshwright.serving.server.models import Runnable, open_model, run_batch, warm_up
+from meshwright.serving.server.loading import Held, Loader
+from meshwright.serving.server.models import run_batch
 from meshwright.serving.server.reports import (
     Orders,
     end_after_input,
@@ -27,27 +29,27 @@ from meshwright.serving.server.reports import (
     report,
     reporting_errors,
 )
-from meshwright.serving.server.served import Served, served_models
+from meshwright.serving.server.served import read_identity, read_models
 from meshwright.serving.server.slabs import Slab, slab_path
 from meshwright.spec import ServingError, read_deployment
 
 _SLOT = (1 << 32) - 1
 _AGAIN_S = 0.02
 _PING = -1
-_BRIEFLY_S = 1.0
 
 
 class Worker:
-    """See the module's docstring. ``models``: what runs each served model (`models.Runnable`)."""
+    """See the module's docstring. ``held`` are the models that it has from the begin."""
 
-    def __init__(self, folder: Path, device: int, served: list[Served], models: list[Runnable]) -> None:
-        self._folder, self._device, self._served, self._models = folder, device, served, models
+    def __init__(self, folder: Path, device: int, held: list[Held], loader: Loader) -> None:
+        self._folder, self._device, self._loader = folder, device, loader
+        self._held = {one.served.number: one for one in held}
         self._slabs: dict[tuple[int, int], Slab] = {}
         self._epoch = 0
         self._silent_until = 0.0
         self._orders = Orders()
 
-    def run(self, points: list[Any]) -> None:
+    def run(self) -> None:
         """Serve; connect again where the scheduler has gone. Ends with SystemExit."""
         while True:
             channel = connect(self._folder / "scheduler.sock")
@@ -55,37 +57,40 @@ class Worker:
                 self._wait(_AGAIN_S)
                 continue
             with contextlib.suppress(Closed):
-                channel.send_text(
-                    {
-                        "worker": self._device,
-                        "pid": os.getpid(),
-                        "models": [
-                            {
-                                "inputs": [asdict(tensor) for tensor in model.inputs],
-                                "outputs": [asdict(tensor) for tensor in model.outputs],
-                                "platform": model.platform,
-                                "largest": model.largest,
-                                "points": found,
-                            }
-                            for model, found in zip(self._models, points, strict=True)
-                        ],
-                    }
-                )
+                models = [held.document() for held in self._held.values()]
+                channel.send_text({"worker": self._device, "pid": os.getpid(), "models": models})
                 self._obey(channel)
             channel.close()
 
     def _obey(self, channel: Channel) -> None:
         while True:
-            ready, _, _ = select.select([channel, sys.stdin], [channel] if channel.is_waiting else [], [])
+            sources = [channel, sys.stdin, self._loader]
+            ready, _, _ = select.select(sources, [channel] if channel.is_waiting else [], [])
             if sys.stdin in ready:
                 self._orders.read()
+            if self._loader in ready:
+                for loaded in self._loader.take():
+                    if isinstance(loaded, Held):
+                        self._held[loaded.served.number] = loaded
+                    channel.send_text(loaded.document())
             channel.flush()
             for kind, content in channel.receive():
                 if kind == Kind.RUN:
                     channel.send(self._compute(content))
                 elif kind == Kind.TEXT:
-                    self._epoch = content["epoch"]
-                    self._slabs.clear()
+                    self._hear(content)
+
+    def _hear(self, document: dict[str, Any]) -> None:
+        """Another scheduler, or other models."""
+        if "epoch" in document:
+            self._epoch = document["epoch"]
+            self._slabs.clear()
+        for item in document.get("load", []):
+            self._loader.load(read_identity(item))
+        for number in document.get("forget", []):
+            # One that is not there yet is forgotten by the next scheduler that hears of it.
+            self._held.pop(number, None)
+            self._slabs = {key: slab for key, slab in self._slabs.items() if key[1] != number}
 
     def _wait(self, seconds: float) -> None:
         """Wait, and end if the supervisor has gone."""
@@ -120,7 +125,7 @@ class Worker:
                 order.append(places[here])
         if not groups:
             return places
-        failures = run_batch(self._models[model], groups)
+        failures = run_batch(self._held[model].runnable, groups)
         if failures.error:
             self._tell_of(model, failures.error)
             lost.append(np.concatenate(order)[list(failures.places)])
@@ -130,12 +135,12 @@ class Worker:
         """At most once a second: whoever sends what a model cannot compute may do so often."""
         if time.monotonic() > self._silent_until:
             self._silent_until = time.monotonic() + 1.0
-            report("failure", model=self._served[model].name, text=error)
+            report("failure", model=self._held[model].served.name, text=error)
 
     def _slab(self, channel: int, model: int) -> Slab | None:
         """The slab of a front's connection; None if that has gone, and its memory with it."""
         if (channel, model) not in self._slabs:
-            runnable = self._models[model]
+            runnable = self._held[model].runnable
             path = slab_path(self._folder, self._epoch, channel, model)
             try:
                 opened = Slab(path, runnable.inputs, runnable.outputs, 0)
@@ -153,31 +158,16 @@ def main(arguments: list[str]) -> None:
     end_after_input()
     device = deployment.server.device if deployment.server.device == "cpu" else f"cuda:{number}"
     with reporting_errors():
-        served = served_models(deployment)
-        models = []
+        served = read_models(folder)
+        loader = Loader(device, int(os.environ.get("OMP_NUM_THREADS", "1")))
+        opened = []
         for place, one in enumerate(served):
             report("loading", device=number, model=one.name, place=place, of=len(served))
-            models.append(_open(one, device))
+            opened.append(loader.open(one))
         report("warming", device=number)
-        points = [_time(one, model) for one, model in zip(served, models, strict=True)]
+        held = [loader.time(one, runnable) for one, runnable in zip(served, opened, strict=True)]
         keep_what_is_there()
-        Worker(folder, number, served, models).run(points)
-
-
-def _open(served: Served, device: str) -> Runnable:
-    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    return open_model(served.model, device, threads)
-
-
-def _time(served: Served, model: Runnable) -> list[tuple[int, float]]:
-    """What batches take, where the deployment does not say; in any case the model has run once."""
-    if served.model.model is None:
-        return []
-    if served.model.latency is not None:
-        rows = warm_up(model, name=served.name, longest_s=served.model.slo, budget_s=_BRIEFLY_S, repeats=1)
-    else:
-        rows = warm_up(model, name=served.name, longest_s=served.model.slo)
-    return [(row.batch_size, row.seconds) for row in rows]
+        Worker(folder, number, held, loader).run()
 
 
 if __name__ == "__main__":

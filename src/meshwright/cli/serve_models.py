@@ -1,0 +1,83 @@
+"""``meshwright serve models``: which models a server has; others while it serves."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote, urlsplit
+
+import typer
+
+from meshwright.cli.models import JsonOption
+from meshwright.cli.output import print_json, print_tables
+from meshwright.spec.errors import ServingError
+
+# Large models take their time to load.
+_LIMIT_S = 3600.0
+_MOST_BYTES = 2**24
+
+
+def models(
+    url: Annotated[str, typer.Argument(metavar="ADMIN-URL", help="The server's admin address: http://127.0.0.1:8002.")],
+    load: Annotated[
+        list[str] | None, typer.Option(help="Load a model as the deployment's file has it now. Can be repeated.")
+    ] = None,
+    unload: Annotated[
+        list[str] | None, typer.Option(help="Answer what a model has, and serve it no more. Can be repeated.")
+    ] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Serve what the deployment's file has now, and nothing else.")
+    ] = False,
+    token_file: Annotated[Path | None, typer.Option(help="A file with the token that the server asks for.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell which models a server has, or have it load and unload some; it answers requests meanwhile.
+
+    A model that is loaded again serves by its former version until the new one is ready. What cannot be loaded changes
+    nothing.
+    """
+    from meshwright.report import make_table
+
+    paths = ["update"] if update else []
+    paths += [f"models/{quote(name, safe='')}/load" for name in load or []]
+    paths += [f"models/{quote(name, safe='')}/unload" for name in unload or []]
+    for path in paths or ["index"]:
+        rows = _post(url, path, token_file)
+    if as_json:
+        print_json(rows)
+    else:
+        print_tables(make_table(rows))
+
+
+def _post(url: str, path: str, token_file: Path | None) -> Any:
+    """What a server's admin door answers."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme != "http" or host is None or port is None:
+        raise ServingError(f"{url!r} is no admin address; expected one as http://127.0.0.1:8002.")
+    headers = {}
+    if token_file is not None:
+        from meshwright.serving.server.tokens import read_token
+
+        headers["Authorization"] = f"Bearer {read_token(token_file)}"
+    connection = http.client.HTTPConnection(host, port, timeout=_LIMIT_S)
+    try:
+        connection.request("POST", f"/v2/repository/{path}", headers=headers)
+        answer = connection.getresponse()
+        document = json.loads(answer.read(_MOST_BYTES))
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise ServingError(
+            f"No server's admin door answers at {url}: {why}. `meshwright serve` says where it is."
+        ) from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        said = document.get("error", document) if isinstance(document, dict) else document
+        raise ServingError(f"The server answered {answer.status}: {said}")
+    return document

@@ -1,0 +1,75 @@
+"""Fronts of a scheduler: what they are told, and when what they asked for is due."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from meshwright.serving.policies.pool import Ints
+from meshwright.serving.server.channel import MOST_CELLS, Closed, Kind
+from meshwright.serving.server.peers import SLOT_BITS, Front, by_front, slots_of
+from meshwright.serving.server.switchboard import Switchboard
+
+
+class Fronts:
+    """All fronts that are connected, by number."""
+
+    def __init__(self, board: Switchboard) -> None:
+        self._board = board
+        self._fronts: dict[int, Front] = {}
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._fronts)
+
+    def __iter__(self) -> Iterator[Front]:
+        """All of them."""
+        return iter(self._fronts.values())
+
+    def add(self, front: Front) -> None:
+        """One has come."""
+        self._fronts[front.number] = front
+
+    def remove(self, front: Front) -> None:
+        """One has gone."""
+        del self._fronts[front.number]
+
+    def has_asked(self, request: int) -> bool:
+        """Is the front of a request there?"""
+        return request >> SLOT_BITS in self._fronts
+
+    def known(self, newest: int) -> int:
+        """The generation of models of which all have been told, by their own word."""
+        return min((front.known for front in self), default=newest)
+
+    def tell(self, document: dict[str, Any], only: Front | None = None) -> None:
+        """Tell all, or one, how things are."""
+        for front in self if only is None else (only,):
+            with contextlib.suppress(Closed):  # seen when it is read
+                front.channel.send_text({**document, "channel": front.number})
+                self._board.listen_for_room(front.channel)
+
+    def answer(self, model: int, requests: Ints, fate: int) -> None:
+        """Tell those whose requests these are what became of them."""
+        for number, places in by_front(requests):
+            front = self._fronts.get(number)
+            if front is None:
+                continue
+            slots = slots_of(requests[places])
+            with contextlib.suppress(Closed):
+                for place in range(0, len(slots), MOST_CELLS - 3):
+                    part = slots[place : place + MOST_CELLS - 3]
+                    front.channel.send(np.concatenate([np.array([Kind.ANSWER, model, fate], np.int64), part]))
+                self._board.listen_for_room(front.channel)
+
+    def deadlines_of(self, model: int, requests: Ints) -> Ints:
+        """When requests have to be answered; 0 for those of fronts that have gone."""
+        found = np.zeros(len(requests), np.int64)
+        for number, places in by_front(requests):
+            front = self._fronts.get(number)
+            if front is not None:
+                found[places] = front.deadlines[model][slots_of(requests[places])]
+        return found

@@ -1,0 +1,110 @@
+"""How a worker gets its models: opened, warmed up and timed, at its start or in a thread beside its batches."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.serving.server.models import Runnable, open_model, warm_up
+from meshwright.serving.server.served import Served
+from meshwright.spec import MeshwrightError
+
+# For a model whose latencies the deployment tells.
+_BRIEFLY_S = 1.0
+_SHOWN = 500
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A model that a worker can run; ``points``: sizes of batches, and what they took in seconds."""
+
+    served: Served
+    runnable: Runnable
+    points: list[tuple[int, float]]
+
+    def document(self) -> dict[str, Any]:
+        """What the scheduler is told."""
+        return {
+            "number": self.served.number,
+            "inputs": [asdict(tensor) for tensor in self.runnable.inputs],
+            "outputs": [asdict(tensor) for tensor in self.runnable.outputs],
+            "platform": self.runnable.platform,
+            "largest": self.runnable.largest,
+            "points": self.points,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A model that could not be loaded, and why."""
+
+    served: Served
+    error: str
+
+    def document(self) -> dict[str, Any]:
+        """What the scheduler is told."""
+        return {"number": self.served.number, "error": self.error}
+
+
+class Loader:
+    """Models for a device (``cpu``, ``cuda:0``), on so many threads; what `load` has done can be selected for."""
+
+    def __init__(self, device: str, num_threads: int) -> None:
+        self._device, self._num_threads = device, num_threads
+        self._asked: queue.SimpleQueue[Served] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Held | Failed] = queue.SimpleQueue()
+        self._wakes, self._waker = os.pipe()
+        self._thread: threading.Thread | None = None
+
+    def fileno(self) -> int:
+        """It can be read when there is something to `take`."""
+        return self._wakes
+
+    def open(self, served: Served) -> Runnable:
+        """Load a model."""
+        return open_model(served.model, self._device, self._num_threads)
+
+    @staticmethod
+    def time(served: Served, runnable: Runnable) -> Held:
+        """Run a model once in any case, and find out what batches take where the deployment does not say."""
+        model = served.model
+        if model.model is None:
+            return Held(served, runnable, [])
+        if model.latency is not None:
+            rows = warm_up(runnable, name=served.name, longest_s=model.slo, budget_s=_BRIEFLY_S, repeats=1)
+        else:
+            rows = warm_up(runnable, name=served.name, longest_s=model.slo)
+        return Held(served, runnable, [(row.batch_size, row.seconds) for row in rows])
+
+    def load(self, served: Served) -> None:
+        """Open and time a model in the thread, one after the other."""
+        self._asked.put(served)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+
+    def take(self) -> list[Held | Failed]:
+        """What has been loaded, or could not be."""
+        os.read(self._wakes, 4096)
+        done = []
+        while not self._done.empty():
+            done.append(self._done.get())
+        return done
+
+    def _work(self) -> None:
+        while True:
+            served = self._asked.get()
+            done: Held | Failed
+            try:
+                done = self.time(served, self.open(served))
+            except MeshwrightError as error:
+                done = Failed(served, str(error))
+            except (Exception, SystemExit) as error:
+                # The code of a stranger: whatever it raises, batches of other models go on.
+                text = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
+                done = Failed(served, f"Model {served.name!r} could not be loaded: {text}")
+            self._done.put(done)
+            os.write(self._waker, b"1")

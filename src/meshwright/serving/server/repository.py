@@ -1,0 +1,125 @@
+"""The models that a server can be asked for while it serves: those of its deployment's file, read again each time.
+
+    POST /v2/repository/index                       what is served, as Triton tells it
+    POST /v2/repository/models/NAME/load            serve a model as the file has it now, in place of what it was
+    POST /v2/repository/models/NAME/unload          answer what it has, and serve it no more
+    POST /v2/repository/update                      serve what the file has now, and nothing else
+
+Paths are Triton's model repository extension, but for the last. What is not of models (the policy, devices, limits)
+stays as it was when the server was started.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from meshwright.serving.server.served import check_served, copy_names
+from meshwright.serving.server.supervisor import Supervisor
+from meshwright.spec import Deployment, MeshwrightError, Poisson, ServedModel, ServingError, read_deployment
+from meshwright.spec.errors import suggest
+
+_PREFIX = "/v2/repository/"
+# Triton's clients send it, and it asks for nothing.
+_NOTHING = {"unload_dependents": False}
+
+
+class Repository:
+    """Models of a deployment's ``file``, for a supervisor to serve."""
+
+    def __init__(self, supervisor: Supervisor, file: Path) -> None:
+        self._supervisor, self._file = supervisor, file
+
+    async def answer(self, path: str, body: bytes) -> tuple[int, Any]:
+        """Status and document of a POST to one of the module's paths."""
+        try:
+            _refuse_parameters(body)
+            match [unquote(part) for part in path.removeprefix(_PREFIX).split("/")]:
+                case ["index"]:
+                    pass
+                case ["update"]:
+                    await self.update()
+                case ["models", name, "load"]:
+                    await self.load(name)
+                case ["models", name, "unload"]:
+                    await self.unload(name)
+                case _:
+                    return 404, {"error": f"There is nothing at {path[:200]!r}."}
+        except MeshwrightError as error:
+            return 400, {"error": str(error)}
+        return 200, self.index()
+
+    def index(self) -> list[dict[str, str]]:
+        """What is served."""
+        ready = self._supervisor.is_ready
+        state, reason = ("READY", "") if ready else ("UNAVAILABLE", "the server is not ready")
+        return [
+            {"name": one.name, "version": one.version, "state": state, "reason": reason}
+            for one in self._supervisor.models
+        ]
+
+    async def load(self, name: str) -> None:
+        """Serve a model, with all its copies, as the file has it now. Raises MeshwrightError."""
+        known = {model.name: model for model in self._read().models}
+        # A copy is asked for by its own name, too.
+        family = next((model for model in known.values() if name in (model.name, *copy_names(model))), None)
+        if family is None:
+            raise ServingError(
+                f"{self._file} has no model {name[:200]!r}{suggest(name, known)}. Write it there, or ask for one of "
+                f"{', '.join(known)}."
+            )
+        names = copy_names(family)
+        former = [one.name for one in self._supervisor.models if one.model.name == family.name]
+        await self._supervisor.change(
+            [(each, family) for each in names], [each for each in former if each not in names]
+        )
+
+    async def unload(self, name: str) -> None:
+        """Serve a model no more, with all its copies. Raises MeshwrightError."""
+        models = self._supervisor.models
+        leave = [one.name for one in models if name in (one.name, one.model.name)]
+        if not leave:
+            names = [one.name for one in models]
+            raise ServingError(f"No model {name[:200]!r} is served{suggest(name, names)}; expected one of {names}.")
+        await self._supervisor.change([], leave)
+
+    async def update(self) -> None:
+        """Serve the models that the file has now: new and other ones are loaded, and those that it lacks leave.
+
+        Raises MeshwrightError.
+        """
+        wanted = {name: model for model in self._read().models for name in copy_names(model)}
+        former = {one.name: one.model for one in self._supervisor.models}
+        come = [(name, model) for name, model in wanted.items() if name not in former or _differ(model, former[name])]
+        leave = [name for name in former if name not in wanted]
+        if come or leave:
+            await self._supervisor.change(come, leave)
+
+    def _read(self) -> Deployment:
+        """The file's models, as this server would serve them. Raises MeshwrightError."""
+        read = read_deployment(self._file)
+        check_served(replace(self._supervisor.deployment, models=read.models))
+        return read
+
+
+def _differ(model: ServedModel, other: ServedModel) -> bool:
+    """Whether a server would run something else; what arrives is nothing to it."""
+    same = Poisson(rate=0.0)
+    return replace(model, arrivals=same) != replace(other, arrivals=same)
+
+
+def _refuse_parameters(body: bytes) -> None:
+    """Raise ServingError for what a client asks beside."""
+    try:
+        document = json.loads(body) if body else {}
+        parameters = document.get("parameters", {})
+        unknown = [name for name, value in parameters.items() if _NOTHING.get(name) != value]
+    except (ValueError, AttributeError, RecursionError):
+        raise ServingError("The body is no JSON object. Send none.") from None
+    if unknown:
+        raise ServingError(
+            f"The parameter {str(unknown[0])[:100]!r} is not known here; the deployment's file tells all."
+        )

@@ -1,0 +1,96 @@
+"""Connections of a scheduler: who has something to say is heard, and what had to wait is sent when there is room."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshwright.serving.server.channel import Channel, Closed, Kind, listen
+from meshwright.serving.server.reports import Orders
+
+# What to do with a channel that can be read; it may raise Closed.
+Hear = Callable[[int], None]
+
+
+class Switchboard:
+    """Whoever connects says who it is, in a document; ``greet`` takes it, and says by `connect` who hears the rest."""
+
+    def __init__(self, path: Path, greet: Callable[[Channel, dict[str, Any], int], None]) -> None:
+        self._greet = greet
+        self._selector = selectors.SelectSelector()
+        self._listener = listen(path)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def wait(self, wait_ns: int) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait so long for anybody; those that can be heard (`hear`)."""
+        return self._selector.select(max(wait_ns, 0) / 1e9)
+
+    @staticmethod
+    def hear(ready: list[tuple[selectors.SelectorKey, int]], now: int) -> None:
+        """Hear all that have something to say."""
+        for key, mask in ready:
+            key.data(now, mask)
+
+    def connect(self, channel: Channel, hear: Hear, lose: Hear) -> None:
+        """From now on ``hear`` is for this channel, and ``lose`` for its end."""
+        self._selector.modify(channel, selectors.EVENT_READ, partial(self._hear, channel, hear, lose))
+
+    def watch_input(self, obey: Callable[[dict[str, Any], int], None]) -> None:
+        """From now on, orders are heard; with the end of standard input, `hear` ends with SystemExit."""
+        orders = Orders()
+
+        def read(now: int, _mask: int) -> None:
+            for order in orders.read():
+                obey(order, now)
+
+        self._selector.register(sys.stdin, selectors.EVENT_READ, read)
+
+    def listen_for_room(self, channel: Channel) -> None:
+        """Something was sent: if it had to wait, go on when there is room."""
+        if channel.is_waiting:
+            key = self._selector.get_key(channel)
+            self._selector.modify(channel, selectors.EVENT_READ | selectors.EVENT_WRITE, key.data)
+
+    def forget(self, channel: Channel) -> None:
+        """Close a channel."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(channel)
+        channel.close()
+
+    def close(self) -> None:
+        """Nobody can connect any more."""
+        self._listener.close()
+
+    def _accept(self, _now: int, _mask: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            connection: socket.socket = self._listener.accept()[0]
+            channel = Channel(connection)
+            self._selector.register(channel, selectors.EVENT_READ, partial(self._meet, channel))
+
+    def _meet(self, channel: Channel, now: int, _mask: int) -> None:
+        try:
+            for kind, content in channel.receive():
+                if kind == Kind.TEXT:
+                    self._greet(channel, content, now)
+                else:
+                    self.forget(channel)
+                return
+        except Closed:
+            self.forget(channel)
+
+    def _hear(self, channel: Channel, hear: Hear, lose: Hear, now: int, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                channel.flush()
+                if not channel.is_waiting:
+                    self._selector.modify(channel, selectors.EVENT_READ, self._selector.get_key(channel).data)
+            hear(now)
+        except Closed:
+            self.forget(channel)
+            lose(now)

@@ -1,0 +1,59 @@
+"""Workers of a scheduler: those that are there, and those of them that have all models, and so can be used."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import numpy as np
+
+from meshwright.serving.policies.pool import Ints
+from meshwright.serving.server import reports
+from meshwright.serving.server.channel import Closed, Kind
+from meshwright.serving.server.fronts import Fronts
+from meshwright.serving.server.peers import Batch, Worker
+from meshwright.serving.server.served import Served
+from meshwright.serving.server.switchboard import Switchboard
+
+# The number of a message without a batch, that tells how long the way to a worker takes.
+PING = -1
+
+
+class Workers:
+    """By device: ``present`` has all that are connected, ``usable`` those that get batches."""
+
+    def __init__(self, board: Switchboard) -> None:
+        self.present: dict[int, Worker] = {}
+        self.usable: dict[int, Worker] = {}
+        self._board = board
+        self._batches = 0
+
+    def run(self, worker: Worker, served: Served, parts: list[Ints], fronts: Fronts, now: int) -> None:
+        """Have a worker compute a batch, in parts one after the other."""
+        decided = sum(len(part) for part in parts)
+        for place, part in enumerate(parts):
+            expected = served.table[len(part)]
+            is_last = place == len(parts) - 1
+            worker.give(Batch(self._batches, served.number, part, decided, expected, is_last), now)
+            head = np.array([Kind.RUN, self._batches, served.number, expected, len(part)], np.int64)
+            self._batches += 1
+            with contextlib.suppress(Closed):  # seen when it is read
+                worker.channel.send(np.concatenate([head, part, fronts.deadlines_of(served.number, part)]))
+                self._board.listen_for_room(worker.channel)
+
+    def ping(self, worker: Worker) -> None:
+        """Find out how long the way to a worker takes, if that is not known well yet."""
+        if worker.pings:
+            worker.pings -= 1
+            with contextlib.suppress(Closed):
+                worker.channel.send(np.array([Kind.RUN, PING, 0, time.monotonic_ns(), 0], np.int64))
+
+    def computes(self, model: int) -> bool:
+        """Has any worker a batch of this model?"""
+        return any(batch.model == model for worker in self.usable.values() for batch in worker.batches)
+
+    def look_for_stuck(self, now: int, limit_s: float) -> None:
+        """A worker whose model does not return cannot be told anything: the supervisor kills it."""
+        for worker in self.usable.values():
+            if taken := worker.stuck_ns(now, round(limit_s * 1e9)):
+                reports.report("stuck", worker=worker.device, pid=worker.pid, seconds=taken / 1e9)
