@@ -186,19 +186,35 @@ def _print_result(
         "models": models,
         **joint,
         **({"policies": rows} if rows else {}),
+        **({"fleet": result.scaled.points()} if result.scaled is not None else {}),
     }
     shown = ("model", "requests_per_s", "in_time_share", "p50_s", "p99_s", "mean_batch")
-    compared = ("policy", "goodput_per_s", "in_time_share", "worst_p99_s", "busy_share", "regret_share")
+    scaled = ("device_s",) if result.scaled is not None else ()
+    compared = ("policy", "goodput_per_s", "in_time_share", "worst_p99_s", "busy_share", *scaled, "regret_share")
     total = result.row()
     _put(
         document,
         request,
         f"{policy}: {total['goodput_per_s']:.4g} of {total['requests_per_s']:.4g} requests per second in time "
         f"({format_percent(total['in_time_share'], 2)}), devices busy {format_percent(total['busy_share'])}.",
+        *_scaled_sentence(deployment, result),
         make_table([{name: row[name] for name in shown} for row in models]),
         *describe_joint(joint),
         _bound_sentence(deployment, request.scale),
         *((make_table([{name: row[name] for name in compared} for row in rows]),) if rows else ()),
+    )
+
+
+def _scaled_sentence(deployment: Deployment, result: ServingResult) -> tuple[str, ...]:
+    """How many devices there were, if they scale."""
+    if result.scaled is None:
+        return ()
+    up = result.scaled.series[:, 1]
+    whole = deployment.devices * result.end_s
+    return (
+        f"{result.scaled.mean_devices:.2f} devices up in the mean, {up.min():.0f} to {up.max():.0f}, and "
+        f"{result.scaled.num_starts} starts: {result.scaled.device_s:.4g} device-seconds, "
+        f"{format_percent(result.scaled.device_s / whole if whole else 0.0)} of what all {deployment.devices} take.",
     )
 
 

@@ -16,6 +16,7 @@ from meshwright.serving.batching import Equation, devices_for
 from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.simulation import IN_TIME, ServingResult, simulate_deployment
+from meshwright.serving.simulation.fleet import refuse_scaling
 from meshwright.spec import Deployment, ServingError
 from meshwright.spec.groups import MOST_DEVICES
 
@@ -48,13 +49,14 @@ def find_capacity(
     """The fewest devices that answer this share of each model's requests in time; those of the deployment do not count.
 
     ``place`` gives groups to a deployment of some devices. Raises ServingError where no number of devices does, as with
-    more delay and slack than time, and for a deployment with groups of its own.
+    more delay and slack than time, and for a deployment with groups of its own or scaling.
     """
     if deployment.groups:
         raise ServingError(
             "The deployment has groups, whose numbers of devices are given. Leave them out, or have them found anew "
             "for each number of devices: --place best."
         )
+    refuse_scaling(deployment)
     deployment = expand_deployment(deployment)
     most = max((trouble.device + 1 for trouble in deployment.troubles), default=1)
 

@@ -102,6 +102,7 @@ from meshwright.spec.recompute import (
     recompute_runs,
     with_recompute,
 )
+from meshwright.spec.scaling import Scaling
 from meshwright.spec.sharding import OpPlacement, Partial, Replicate, Shard, Sharding
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph
@@ -199,6 +200,7 @@ __all__ = [
     "Replicate",
     "RewriteError",
     "RunError",
+    "Scaling",
     "ScenarioError",
     "ScheduleError",
     "ScheduleReferenceError",

@@ -7,6 +7,7 @@
     Group      some of the devices, and which models they hold
     Query      a tree of calls, each of a model
     Trunk      the first layers of several models, which differ in their heads
+    Scaling    how many devices are there follows from what arrives
 
 All devices of a deployment are alike; `Straggler` makes some of them slower than they are taken to be. They hold all of
 its models, or, where there are groups, those of their group. Rates are requests per second.
@@ -30,14 +31,12 @@ from meshwright.spec.joint_models import MOST_RATE, Query, Trunk
 from meshwright.spec.latency import LONGEST, NO_TIME, Latency
 from meshwright.spec.parsing import read_data
 from meshwright.spec.quantities import Bytes, Seconds
+from meshwright.spec.scaling import Scaling, check_scaling
 
 _YEAR = 366 * LONGEST
 A_DAY, A_MINUTE, HALF_A_MINUTE = Seconds(86_400.0), Seconds(60.0), Seconds(30.0)
-# What sums of bytes may be off by.
-_ROUNDING = 1 + 1e-9
+_ROUNDING = 1 + 1e-9  # what sums of bytes may be off by
 MOST_MODELS, LARGEST_SAMPLE = 100_000, 2**30
-
-
 _check = partial(check_bounds, ServingError)
 
 
@@ -99,7 +98,6 @@ class Trace:
 
 
 Arrivals = Poisson | Gamma | Diurnal | Trace
-
 
 # Names of the Open Inference Protocol and what a value takes in bytes.
 DATATYPES = {
@@ -308,6 +306,7 @@ class Deployment:
     groups: tuple[Group, ...] = ()
     queries: tuple[Query, ...] = ()
     trunks: tuple[Trunk, ...] = ()
+    scaling: Scaling | None = None
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
@@ -330,6 +329,7 @@ class Deployment:
                 )
         check_groups(self, names)
         check_memory(self)
+        check_scaling(self)
 
     def memory_of(self, models: Iterable[str]) -> float:
         """Bytes of each device that holds these models with all their copies."""

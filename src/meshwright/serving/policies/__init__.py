@@ -7,5 +7,7 @@
     shepherd    the largest batch first, and preemption
     fixed       batching that never looks at deadlines: timeouts, and limits that are learned
 
+How many devices are wanted says `scaling`, for all of them.
+
 What a policy is stands in `hooks`, what it sees in `pool`, what it may do in `queues`, which there are in `named`.
 """

@@ -110,6 +110,11 @@ def check_served(deployment: Deployment) -> None:
                 f"The deployment has {what}, which only the simulator knows: a server's workers all hold all models, "
                 f"each answered by itself. Leave {what} out, or serve each part by a deployment of its own."
             )
+    if deployment.scaling is not None:
+        raise ServingError(
+            "The deployment has scaling, which only the simulator does: a server keeps the devices that it began with. "
+            "Leave scaling out."
+        )
     limit = deployment.device_memory
     if limit is not None and not deployment.has_room(model.name for model in deployment.models):
         raise ServingError(

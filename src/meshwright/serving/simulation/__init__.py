@@ -4,6 +4,7 @@ simulate    a deployment for some seconds; the highest rates that it serves
 regret      a policy beside others
 groups      devices that hold only some models, as pools of their own
 engine      the event loop
+fleet       devices that are started and handed back
 """
 
 from meshwright.serving.simulation.regret import compare_policies

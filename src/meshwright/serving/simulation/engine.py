@@ -1,8 +1,9 @@
 """The event loop of the simulator: requests, devices and a policy on a virtual clock, compiled as one function.
 
-Events come in the order of their moments; at equal moments batches end first, then devices fail or return, then the
-policy is woken, then requests arrive. Numba compiles the loop with the policy's own functions in it; `simulate_plainly`
-is the same source uncompiled, for a policy of plain Python.
+Events come in the order of their moments; at equal moments batches end first, then devices fail or return, then those
+that were started come up and their number is decided on (`fleet`), then the policy is woken, then requests arrive.
+Numba compiles the loop with the policy's own functions in it; `simulate_plainly` is the same source uncompiled, for a
+policy of plain Python.
 """
 
 from __future__ import annotations
@@ -35,6 +36,21 @@ from meshwright.serving.policies.pool import (
     Ints,
 )
 from meshwright.serving.policies.queues import begin_waiting, clear, come_up, go_down
+from meshwright.serving.policies.scaling import device_to_drain, note_arrival
+from meshwright.serving.simulation.fleet import (
+    AT_FIRST,
+    FAILED,
+    IS_ON,
+    NEXT,
+    Fleet,
+    can_help,
+    decide_on_devices,
+    fail_device,
+    leave,
+    note_devices,
+    release,
+    take_ready,
+)
 
 # What happens once for a batch hands a dozen arrays on; as a call of its own that costs a third of the loop's time
 # (counting references), own measurement 2026-11-23.
@@ -89,7 +105,14 @@ class Devices(NamedTuple):
 
 @compiled
 def simulate_events(
-    policy: Any, pool: Ints, truth: Truth, arrival: Ints, queue: NDArray[np.int32], outcome: Outcome, seed: int
+    policy: Any,
+    pool: Ints,
+    truth: Truth,
+    arrival: Ints,
+    queue: NDArray[np.int32],
+    outcome: Outcome,
+    fleet: Fleet,
+    seed: int,
 ) -> int:
     """Run all requests through a policy; returns the moment of the last event.
 
@@ -103,7 +126,7 @@ def simulate_events(
     )
     lay_heap(devices.ends, 0, num_devices)
     now, at, change = 0, 0, 0
-    for device in range(num_devices):
+    for device in range(fleet.numbers[AT_FIRST]):
         come_up(pool, device, 0)
         free(policy, pool, 0, device)
     while True:
@@ -111,20 +134,26 @@ def simulate_events(
         next_end = least_of(devices.ends, 0, NEVER)
         next_change = truth.change_at[change] if change < len(truth.change_at) else NEVER
         next_timer = next_wake(policy, pool)
-        if min(next_arrival, next_end, next_timer) >= NEVER and (next_change >= NEVER or pool[NUM_QUEUED] == 0):
+        if min(next_arrival, next_end, next_timer) >= NEVER and (
+            pool[NUM_QUEUED] == 0 or (next_change >= NEVER and not can_help(fleet, pool))
+        ):
             return now
-        now = max(now, min(next_arrival, next_end, next_change, next_timer))
+        now = max(now, min(next_arrival, next_end, next_change, fleet.numbers[NEXT], next_timer))
         if next_end <= now:
-            _end(policy, pool, truth, arrival, outcome, devices, now)
+            _end(policy, pool, truth, arrival, outcome, devices, fleet, now)
         elif next_change <= now:
-            _change(policy, pool, truth, arrival, outcome, devices, change, now)
+            _change(policy, pool, truth, arrival, outcome, devices, fleet, change, now)
             change += 1
+        elif fleet.numbers[NEXT] <= now:
+            _scale(policy, pool, devices, fleet, now)
         elif next_timer <= now:
             wake(policy, pool, now)
         else:
             number = int(queue[at])
             model = pool[pool[MODEL] + number]
             outcome.counts[model, NUM_ARRIVED] += now >= truth.counted_from
+            if fleet.numbers[IS_ON]:
+                note_arrival(fleet.scaler, pool, now, number)
             arrive(policy, pool, now, number, at, now + pool[pool[SLO] + model])
             at += 1
         decision = 0
@@ -135,10 +164,16 @@ def simulate_events(
 
 
 @inlined
-def _end(policy: Any, pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, now: int) -> None:
-    """The device that ends first is done with its batch; it begins its next one if it has one."""
+def _end(
+    policy: Any, pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, fleet: Fleet, now: int
+) -> None:
+    """The device that ends first is done with its batch; it begins its next one if it has one.
+
+    One that is down for the policy and yet at work is draining.
+    """
     work, requests = devices.work, devices.requests
     device = first_of(devices.ends, 0)
+    is_up = pool[pool[DEVICE] + device] != DOWN
     take_out(devices.ends, 0, device)
     _record(pool, outcome, truth, arrival, requests[device], work[device, 1], work[device, 0], now)
     outcome.busy[device] += now - work[device, 2]
@@ -148,23 +183,55 @@ def _end(policy: Any, pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome,
         work[after, 1] = 0
         begin = max(now, work[device, 2])
         work[device, 2] = begin
-        begin_waiting(pool, work[device, 0], work[device, 1], device, begin)
+        if is_up:
+            begin_waiting(pool, work[device, 0], work[device, 1], device, begin)
         put(devices.ends, 0, device, begin + _draw_length(pool, truth, device, work[device, 0], work[device, 1]))
-    free(policy, pool, now, device)
+    elif not is_up:
+        release(fleet, device, now)
+    if is_up:
+        free(policy, pool, now, device)
 
 
 @compiled
 def _change(
-    policy: Any, pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, change: int, now: int
+    policy: Any,
+    pool: Ints,
+    truth: Truth,
+    arrival: Ints,
+    outcome: Outcome,
+    devices: Devices,
+    fleet: Fleet,
+    change: int,
+    now: int,
 ) -> None:
-    """A device fails, or returns."""
+    """A device fails, or returns; where their number is decided on, it may be started again then."""
     device, is_down = truth.change_device[change], pool[pool[DEVICE] + truth.change_device[change]] == DOWN
     if truth.change_up[change] == 0:
         go_down(pool, device)
         _give_up(policy, pool, arrival, outcome, devices, device, now)
+        if fleet.numbers[IS_ON]:
+            fail_device(fleet, device, now)
+            note_devices(fleet, pool, now)
+    elif fleet.numbers[IS_ON]:
+        fleet.table[FAILED, device] = 0
     elif is_down:
         come_up(pool, device, now)
         free(policy, pool, now, device)
+
+
+@compiled
+def _scale(policy: Any, pool: Ints, devices: Devices, fleet: Fleet, now: int) -> None:
+    """A device that was started is there; or how many there should be is decided on, and some go."""
+    device = take_ready(fleet, now)
+    if device >= 0:
+        come_up(pool, device, now)
+        free(policy, pool, now, device)
+    else:
+        for _ in range(decide_on_devices(fleet, pool, now)):
+            device = device_to_drain(pool)
+            go_down(pool, device)
+            leave(fleet, device, is_in(devices.ends, 0, device), now)
+    note_devices(fleet, pool, now)
 
 
 @inlined

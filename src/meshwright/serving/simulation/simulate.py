@@ -33,6 +33,7 @@ from meshwright.serving.simulation.engine import (
     simulate_events,
     simulate_plainly,
 )
+from meshwright.serving.simulation.fleet import Fleet, Scaled, make_fleet, refuse_scaling, what_was_taken
 from meshwright.serving.simulation.groups import check_memory, split_groups
 from meshwright.spec import Deployment, Outage, ServingError, Straggler
 
@@ -96,7 +97,8 @@ class Served:
 class ServingResult:
     """``models`` in the order of the deployment, copies together; ``busy_s`` of each device; ``batches`` by size.
 
-    ``seconds`` are those whose requests counted, ``end_s`` is when the last of them was done.
+    ``seconds`` are those whose requests counted, ``end_s`` is when the last of them was done. ``scaled`` is there if
+    the deployment scales.
     """
 
     seconds: float
@@ -104,6 +106,7 @@ class ServingResult:
     models: tuple[Served, ...]
     busy_s: NDArray[np.float64] = field(repr=False)
     batches: NDArray[np.int64] = field(repr=False)
+    scaled: Scaled | None = None
 
     @property
     def num_requests(self) -> int:
@@ -122,8 +125,9 @@ class ServingResult:
 
     @property
     def busy_share(self) -> float:
-        """Share of the devices' time that they computed."""
-        return float(self.busy_s.sum() / (len(self.busy_s) * self.end_s)) if self.end_s else 0.0
+        """Share of the devices' time that they computed; of those that scale, of the time for which they were held."""
+        held = self.scaled.device_s if self.scaled is not None else len(self.busy_s) * self.end_s
+        return float(self.busy_s.sum() / held) if held else 0.0
 
     def row(self) -> dict[str, Any]:
         """Figures of all models together."""
@@ -135,6 +139,7 @@ class ServingResult:
             "worst_p99_s": max((latency for latency in latencies if latency is not None), default=None),
             "busy_share": self.busy_share,
             "mean_batch": sum(m.num_in_time + m.num_late for m in self.models) / max(int(self.batches.sum()), 1),
+            **(self.scaled.row() if self.scaled is not None else {}),
         }
 
 
@@ -150,23 +155,31 @@ def simulate_deployment(
     """Requests of some seconds, after those of a warm-up that do not count, until the last one is done.
 
     Calls of queries, and trunks, are simulated as models (`expansion`). ``scale`` multiplies all rates of arrival.
-    Raises ServingError where devices that are in no groups have too little memory for all models.
+    Raises ServingError where devices that are in no groups have too little memory for all models, and for a policy that
+    cannot scale under a deployment that does.
     """
     deployment = expand_deployment(deployment)
     check_memory(deployment)
     arrival, whose = draw_arrivals(deployment.models, warm_up_s + seconds, seed=seed, scale=scale)
     counted_from = int(warm_up_s * _NS)
+    fleet = make_fleet(deployment, policy, _number(deployment), round((warm_up_s + seconds) * _NS))
     if deployment.groups:
         outcome, end = _simulate_groups(deployment, policy, arrival, whose, counted_from, seed, scale)
     else:
-        outcome, end = _simulate_pool(deployment, policy, arrival, whose, counted_from, seed, scale)
+        outcome, end = _simulate_pool(deployment, policy, arrival, whose, counted_from, seed, scale, fleet)
     return ServingResult(
         seconds=seconds,
         end_s=end / _NS,
         models=_collect(deployment, outcome),
         busy_s=outcome.busy / _NS,
         batches=outcome.batches,
+        scaled=what_was_taken(fleet, end),
     )
+
+
+def _number(deployment: Deployment) -> int:
+    """Models, copies one by one."""
+    return sum(model.copies for model in deployment.models)
 
 
 def _simulate_pool(
@@ -177,6 +190,7 @@ def _simulate_pool(
     counted_from: int,
     seed: int,
     scale: float,
+    fleet: Fleet,
 ) -> tuple[Outcome, int]:
     """All requests through devices that hold all models; what happened, and the moment of the last event."""
     latency = latency_table(deployment)
@@ -189,7 +203,7 @@ def _simulate_pool(
         run = simulate_plainly
     else:
         run = simulate_events
-    return outcome, int(run(policy, pool, truth, arrival, whose, outcome, seed))
+    return outcome, int(run(policy, pool, truth, arrival, whose, outcome, fleet, seed))
 
 
 def _simulate_groups(
@@ -202,11 +216,12 @@ def _simulate_groups(
     scale: float,
 ) -> tuple[Outcome, int]:
     """Each group is a pool of its own; what happened in all of them. What no group holds has arrived, no more."""
-    whole = _empty(sum(model.copies for model in deployment.models), deployment.devices, 0)
+    whole = _empty(_number(deployment), deployment.devices, 0)
     end = 0
     for part in split_groups(deployment, whose, seed):
+        fleet = make_fleet(part.deployment, policy, len(part.numbers), 0)
         outcome, ended = _simulate_pool(
-            part.deployment, policy, arrival[part.chosen], part.queue, counted_from, part.seed, scale
+            part.deployment, policy, arrival[part.chosen], part.queue, counted_from, part.seed, scale, fleet
         )
         whole.counts[part.numbers] += outcome.counts
         whole.histogram[part.numbers] += outcome.histogram
@@ -242,8 +257,9 @@ def find_goodput(
     """The highest scale of all rates at which this share of requests is in time, and what then happens.
 
     Found by halving an interval below twice the staggered bound, to a relative tolerance; 0 if it is less than that
-    tolerance of the interval. Raises ServingError where nothing arrives.
+    tolerance of the interval. Raises ServingError where nothing arrives, and where devices scale with the rates.
     """
+    refuse_scaling(deployment)
     deployment = expand_deployment(deployment)
     rates = [mean_rate(model.arrivals) for model in deployment.models]
     if not any(rates):

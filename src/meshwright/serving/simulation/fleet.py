@@ -1,0 +1,217 @@
+"""The devices of a deployment that scales: started, there, draining, gone or failed; and how long each was held.
+
+Started devices are there after the time ``START``, the first ones that are down, not failed and not still at work. A
+device that is handed back ends the batches that it has. One that fails while it starts has to be started again, and so
+has one that returns. Without scaling the fleet is off, and all devices are there but those that have failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.hooks import Policy
+from meshwright.serving.policies.nexus import Nexus
+from meshwright.serving.policies.pool import DEVICE, DOWN, NEVER, NUM_DEVICES, NUM_UP, Ints
+from meshwright.serving.policies.scaling import WANTED, allocate_scaler, wanted_devices
+from meshwright.spec import Deployment, ServingError
+
+# Numbers: the next moment at which something happens here; does the fleet scale; between two decisions, and the next
+# one; what a start takes; devices that are being started, and how many were; devices at the begin; ns of each point.
+NEXT, IS_ON, EVERY, DECISION_AT, START, NUM_STARTING, NUM_STARTS, AT_FIRST, POINT = range(9)
+# Rows, a column for each device: when it will be there; has it failed; since when it is held, and up, or -1; for how
+# long it was in all.
+READY_AT, FAILED, HELD_SINCE, HELD, UP_SINCE, UP = range(6)
+# Moments in a series, at most.
+POINTS = 4096
+_NS = 1e9
+
+
+class Fleet(NamedTuple):
+    """``series``: moment, devices that are up, that are being started and that are wanted; moment -1 where none is."""
+
+    numbers: Ints
+    table: Ints
+    series: Ints
+    scaler: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scaled:
+    """What a deployment that scales took.
+
+    ``device_s`` counts a device from when it is started until its last batch has ended, ``mean_devices`` are those that
+    could be used. ``series`` has rows of seconds, devices up, being started and wanted, whenever one of them changed,
+    at most 4,096 rows.
+    """
+
+    device_s: float
+    mean_devices: float
+    num_starts: int
+    series: NDArray[np.float64] = field(repr=False)
+
+    def points(self) -> list[dict[str, float]]:
+        """The series by name."""
+        names = ("at_s", "num_up", "num_starting", "num_wanted")
+        return [dict(zip(names, (at, *map(int, counts)), strict=True)) for at, *counts in self.series.tolist()]
+
+    def row(self) -> dict[str, float]:
+        """Figures for a table."""
+        return {"device_s": self.device_s, "mean_devices": self.mean_devices, "num_starts": self.num_starts}
+
+
+def make_fleet(deployment: Deployment, policy: Policy, num_models: int, span_ns: int) -> Fleet:
+    """The fleet of a deployment, at the begin; ``span_ns`` is what its series is about.
+
+    Raises ServingError for a policy that plans for a number of devices of its own.
+    """
+    scaling, num_devices = deployment.scaling, deployment.devices
+    numbers, table = np.zeros(9, np.int64), np.zeros((6, num_devices), np.int64)
+    if scaling is None:
+        numbers[NEXT], numbers[AT_FIRST] = NEVER, num_devices
+        return Fleet(numbers, table, np.zeros((0, 4), np.int64), np.zeros(0, np.int64))
+    if isinstance(policy, Nexus):
+        raise ServingError(
+            "Policy nexus plans for all devices, an epoch ahead, and cannot tell how many it needs. Leave scaling out, "
+            "or take another policy."
+        )
+    every, point = round(scaling.every * _NS), span_ns // POINTS + 1
+    numbers[[NEXT, DECISION_AT, EVERY]] = every
+    numbers[[IS_ON, START, AT_FIRST, POINT]] = 1, round(scaling.start * _NS), scaling.minimum, point
+    table[READY_AT] = NEVER
+    table[[HELD_SINCE, UP_SINCE]] = np.where(np.arange(num_devices) < scaling.minimum, 0, -1)
+    series = np.full((POINTS, 4), -1, np.int64)
+    series[0] = 0, scaling.minimum, 0, scaling.minimum
+    scaler = allocate_scaler(
+        num_models,
+        minimum=scaling.minimum,
+        maximum=scaling.maximum or num_devices,
+        calm_ns=round(scaling.calm * _NS),
+        target=scaling.target,
+    )
+    return Fleet(numbers, table, series, scaler)
+
+
+def refuse_scaling(deployment: Deployment) -> None:
+    """Raise ServingError for a deployment that scales, where the question is what given devices do."""
+    if deployment.scaling is not None:
+        raise ServingError(
+            "The deployment scales its devices with what arrives, and what was asked is about devices that stay. Leave "
+            "scaling out."
+        )
+
+
+def what_was_taken(fleet: Fleet, end: int) -> Scaled | None:
+    """What a fleet took until the end; None if it is off."""
+    if not fleet.numbers[IS_ON]:
+        return None
+    table = fleet.table
+    held, up = (
+        table[row].sum() + np.maximum(end - table[since], 0)[table[since] >= 0].sum()
+        for row, since in ((HELD, HELD_SINCE), (UP, UP_SINCE))
+    )
+    series = fleet.series[fleet.series[:, 0] >= 0]
+    is_change = np.ones(len(series), bool)
+    is_change[1:] = (series[1:, 1:] != series[:-1, 1:]).any(axis=1)
+    points = series[is_change].astype(np.float64)
+    points[:, 0] /= _NS
+    return Scaled(
+        device_s=float(held / _NS),
+        mean_devices=float(up / end) if end else float(fleet.numbers[AT_FIRST]),
+        num_starts=int(fleet.numbers[NUM_STARTS]),
+        series=points,
+    )
+
+
+@compiled
+def decide_on_devices(fleet: Fleet, pool: Ints, now: int) -> int:
+    """Start what is wanted, and start no more what is not; how many devices have to go."""
+    numbers, table = fleet.numbers, fleet.table
+    numbers[DECISION_AT] = now + numbers[EVERY]
+    wanted = wanted_devices(fleet.scaler, pool, now)
+    device = 0
+    while device < pool[NUM_DEVICES] and pool[NUM_UP] + numbers[NUM_STARTING] < wanted:
+        if _can_start(fleet, pool, device):
+            table[READY_AT, device] = now + numbers[START]
+            table[HELD_SINCE, device] = now
+            numbers[NUM_STARTING] += 1
+            numbers[NUM_STARTS] += 1
+        device += 1
+    device = pool[NUM_DEVICES] - 1
+    while device >= 0 and numbers[NUM_STARTING] > 0 and pool[NUM_UP] + numbers[NUM_STARTING] > wanted:
+        if table[READY_AT, device] < NEVER:
+            table[READY_AT, device] = NEVER
+            numbers[NUM_STARTING] -= 1
+            release(fleet, device, now)
+        device -= 1
+    return int(max(pool[NUM_UP] - wanted, 0))
+
+
+@compiled
+def take_ready(fleet: Fleet, now: int) -> int:
+    """A device whose start is over, which is up from now on; -1 if there is none."""
+    for device in range(fleet.table.shape[1]):
+        if fleet.table[READY_AT, device] <= now:
+            fleet.table[READY_AT, device] = NEVER
+            fleet.table[UP_SINCE, device] = now
+            fleet.numbers[NUM_STARTING] -= 1
+            return device
+    return -1
+
+
+@compiled
+def leave(fleet: Fleet, device: int, is_at_work: bool, now: int) -> None:
+    """A device gets no more batches; it is held until it has ended those that it has."""
+    if fleet.table[UP_SINCE, device] >= 0:
+        fleet.table[UP, device] += now - fleet.table[UP_SINCE, device]
+        fleet.table[UP_SINCE, device] = -1
+    if not is_at_work:
+        release(fleet, device, now)
+
+
+@compiled
+def release(fleet: Fleet, device: int, now: int) -> None:
+    """A device is held no longer."""
+    if fleet.table[HELD_SINCE, device] >= 0:
+        fleet.table[HELD, device] += now - fleet.table[HELD_SINCE, device]
+        fleet.table[HELD_SINCE, device] = -1
+
+
+@compiled
+def fail_device(fleet: Fleet, device: int, now: int) -> None:
+    """A device fails, whether it was up, draining or being started."""
+    fleet.table[FAILED, device] = 1
+    if fleet.table[READY_AT, device] < NEVER:
+        fleet.table[READY_AT, device] = NEVER
+        fleet.numbers[NUM_STARTING] -= 1
+    leave(fleet, device, False, now)
+
+
+@compiled
+def note_devices(fleet: Fleet, pool: Ints, now: int) -> None:
+    """Something has changed: add a point to the series, and find the next moment."""
+    row = fleet.series[min(now // fleet.numbers[POINT], POINTS - 1)]
+    row[0], row[1], row[2] = now, pool[NUM_UP], fleet.numbers[NUM_STARTING]
+    row[3] = fleet.scaler[WANTED]
+    fleet.numbers[NEXT] = min(fleet.numbers[DECISION_AT], fleet.table[READY_AT].min())
+
+
+@compiled
+def can_help(fleet: Fleet, pool: Ints) -> bool:
+    """Will there be devices for what waits, though nothing else happens any more?"""
+    if fleet.numbers[IS_ON] == 0 or pool[NUM_UP] > 0:
+        return bool(fleet.numbers[NUM_STARTING] > 0)
+    for device in range(pool[NUM_DEVICES]):
+        if _can_start(fleet, pool, device):
+            return True
+    return bool(fleet.numbers[NUM_STARTING] > 0)
+
+
+@compiled
+def _can_start(fleet: Fleet, pool: Ints, device: int) -> bool:
+    is_down = pool[pool[DEVICE] + device] == DOWN
+    return bool(is_down and fleet.table[FAILED, device] == 0 and fleet.table[HELD_SINCE, device] < 0)

@@ -1,0 +1,55 @@
+"""Scaling: how many of a deployment's devices are there follows from what arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from meshwright.spec.bounds import check_bounds
+from meshwright.spec.errors import ServingError
+from meshwright.spec.latency import LONGEST, NO_TIME
+from meshwright.spec.quantities import Seconds
+
+if TYPE_CHECKING:
+    from meshwright.spec.deployment import Deployment
+
+A_SECOND, A_MINUTE = Seconds(1.0), Seconds(60.0)
+
+_check = partial(check_bounds, ServingError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """Devices are started and handed back, between ``minimum`` and ``maximum`` (all of the deployment).
+
+    It begins with ``minimum``. ``start``: how long a device that is started takes until it is there; a server measures
+    it where it is 0. The number is decided anew ``every`` so often. ``target``: the share of requests that is to be in
+    time: the closer to 1, the more devices stand by for bursts. Devices are handed back when fewer have been enough for
+    the time ``calm``.
+    """
+
+    minimum: int = 1
+    maximum: int | None = None
+    start: Seconds = NO_TIME
+    every: Seconds = A_SECOND
+    target: float = 0.99
+    calm: Seconds = A_MINUTE
+
+    def __post_init__(self) -> None:
+        _check("Scaling", target=(0.5, self.target, 0.99999), every=(1e-3, self.every, LONGEST))
+        _check("Scaling", start=(0.0, self.start, LONGEST), calm=(0.0, self.calm, LONGEST))
+
+
+def check_scaling(deployment: Deployment) -> None:
+    """Raise ServingError for numbers of devices that cannot be, and where groups own the devices."""
+    scaling = deployment.scaling
+    if scaling is None:
+        return
+    _check("Scaling", maximum=(1, scaling.maximum, deployment.devices))
+    _check("Scaling", minimum=(1, scaling.minimum, scaling.maximum or deployment.devices))
+    if deployment.groups:
+        raise ServingError(
+            "The deployment has groups, each of which owns its devices, and scaling, which starts and hands back "
+            "devices that hold all models. Leave one of the two out."
+        )
