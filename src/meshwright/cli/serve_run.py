@@ -101,6 +101,10 @@ def _tell(name: str, facts: dict[str, Any]) -> None:
             note("Warming up; latencies that the deployment does not tell are measured.")
         case "preparing":
             note(f"Preparing the policy {facts['policy']}; the first time it is compiled, in some seconds.")
+        case "hire":
+            note(f"worker-{facts['device']} is started, as more arrives.")
+        case "release":
+            note(f"worker-{facts['device']} is handed back, as less arrives.")
         case "failure":
             note(f"{facts['model']} failed on a sample: {facts['text']}")
         case "stuck":

@@ -23,10 +23,10 @@ _check = partial(check_bounds, ServingError)
 class Scaling:
     """Devices are started and handed back, between ``minimum`` and ``maximum`` (all of the deployment).
 
-    It begins with ``minimum``. ``start``: how long a device that is started takes until it is there; a server measures
-    it where it is 0. The number is decided anew ``every`` so often. ``target``: the share of requests that is to be in
-    time: the closer to 1, the more devices stand by for bursts. Devices are handed back when fewer have been enough for
-    the time ``calm``.
+    It begins with ``minimum``. ``start``: how long a device that is started takes until it is there, which the
+    simulator asks; a server's takes what it takes. The number is decided anew ``every`` so often. ``target``: the share
+    of requests that is to be in time: the closer to 1, the more devices stand by for bursts. Devices are handed back
+    when fewer have been enough for the time ``calm``.
     """
 
     minimum: int = 1

@@ -15,6 +15,7 @@ about among the ``chosen``:
     RUN       device, queue, requests, when: compute them as one batch, not before ``when``
     DROP      reason, queue, requests, when: answer that they will not be computed
     PREEMPT   device, -, -, when: give up what runs there; its requests come again
+    RESIZE    devices, -, -, when: so many devices are wanted (`scaling`), of a server
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Ints = NDArray[np.int64]
 # Later than all that happens, with room to add to it.
 NEVER = 2**61
 
-RUN, DROP, PREEMPT = 0, 1, 2
+RUN, DROP, PREEMPT, RESIZE = 0, 1, 2, 3
 DECISION_FIELDS = ("kind", "target", "queue", "first", "count", "when")
 WIDTH = len(DECISION_FIELDS)
 # Why a request was dropped: its deadline cannot be met; its queue is full; what is ahead of it takes too long;

@@ -39,6 +39,7 @@ from meshwright.serving.policies.pool import (
     NUM_UP,
     PREEMPT,
     REQUEST,
+    RESIZE,
     REST,
     ROW,
     RUN,
@@ -300,6 +301,12 @@ def preempt(pool: Ints, now: int, device: int) -> None:
     pool[pool[NEXT] + device] = 0
     rest(pool, device)
     _decide(pool, PREEMPT, device, 0, pool[NUM_CHOSEN], 0, now)
+
+
+@compiled
+def resize(pool: Ints, now: int, wanted: int) -> None:
+    """So many devices are wanted from now on."""
+    _decide(pool, RESIZE, wanted, 0, pool[NUM_CHOSEN], 0, now)
 
 
 @compiled

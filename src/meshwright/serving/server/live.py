@@ -7,6 +7,7 @@
     DOWN     device                      a device is gone; its requests come again as further events
     ADJUST   number, value               a number of the pool is known better (`DELAY`, `SLACK`, `GUARD`)
     WAKE                                 a moment has come that the policy asked for
+    SCALE    devices                     how many are wanted now, as there are so many? (`policies.scaling`)
 
 Each row begins with its kind and its moment (ns). Policies are the functions that the simulator calls
 (`policies.hooks`). A log has the events and the decisions of each call; `replay_log` puts its events through the same
@@ -53,10 +54,11 @@ from meshwright.serving.policies.pool import (
     columns,
     pool_for,
 )
-from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, end_batch, go_down, resume
+from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, end_batch, go_down, resize, resume
+from meshwright.serving.policies.scaling import MAXIMUM, WANTED, allocate_scaler, note_arrival, wanted_devices
 from meshwright.spec import ServingError
 
-ARRIVE, FREE, CANCEL, UP, DOWN, ADJUST, WAKE = range(7)
+ARRIVE, FREE, CANCEL, UP, DOWN, ADJUST, WAKE, SCALE = range(8)
 EVENT_WIDTH = 6
 
 # A log begins with a line of JSON: its kind, the policy, and what its pool was allocated with. For each call follow
@@ -75,7 +77,8 @@ class Live:
     """A policy with its pool, which takes events and gives decisions; both go to ``log``, if there is one.
 
     ``facts`` are the arguments of `allocate_pool`, with lists for arrays; ``numbers`` are those of models, by their
-    places in the pool (the places themselves by default). With ``before``, what that one has measured stays known.
+    places in the pool (the places themselves by default). ``scaling`` has the arguments of `allocate_scaler`, if the
+    number of devices is decided, too. With ``before``, what that one has measured stays known.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Live:
         log: BinaryIO | None = None,
         *,
         numbers: list[int] | None = None,
+        scaling: dict[str, Any] | None = None,
         before: Live | None = None,
     ) -> None:
         self.policy: Any = load_policy(reference)
@@ -92,6 +96,10 @@ class Live:
             self.policy,
             {key: np.array(value, np.int64) if isinstance(value, list) else value for key, value in facts.items()},
         )
+        # An empty one decides nothing.
+        self._scaler: Ints = np.zeros(0, np.int64)
+        if scaling is not None:
+            self._scaler = allocate_scaler(len(facts["slo"]), **scaling)
         self._numbers = list(range(len(facts["slo"]))) if numbers is None else numbers
         self._places = np.full(max(self._numbers) + 1, -1, np.int64)
         self._places[self._numbers] = np.arange(len(self._numbers))
@@ -102,13 +110,13 @@ class Live:
             self.policy.begin_again()
             self._take, self._next = uncompiled(globals(), "take_events"), uncompiled(globals(), "_next_moment")
         # Compiled, or loaded, before there is anything to do.
-        self._take(self.policy, self.pool, np.zeros((0, EVENT_WIDTH), np.int64), 0)
+        self._take(self.policy, self.pool, self._scaler, np.zeros((0, EVENT_WIDTH), np.int64), 0)
         self._next(self.policy, self.pool)
         self._log = log
         if log is not None:
             if before is not None:
                 log.write(_ANEW)
-            header = {"kind": _LOG_KIND, "policy": reference, "facts": facts, "measured": measured}
+            header = {"kind": _LOG_KIND, "policy": reference, "facts": facts, "scaling": scaling, "measured": measured}
             log.write(json.dumps(header).encode() + b"\n")
 
     def know(self, measured: dict[str, list[int]]) -> None:
@@ -135,7 +143,7 @@ class Live:
         at, pool = 0, self.pool
         taken: list[tuple[Ints, Ints]] = []
         while at < len(events):
-            at = int(self._take(self.policy, pool, events, at))
+            at = int(self._take(self.policy, pool, self._scaler, events, at))
             count, chosen = int(pool[NUM_DECISIONS]), int(pool[NUM_CHOSEN])
             row, first = int(pool[DECISION]), int(pool[CHOSEN])
             if count:
@@ -204,7 +212,7 @@ def _read_header(file: BinaryIO, path: Path) -> Live:
     """The policy as it was at the begin of a log, or where it began anew."""
     try:
         header = json.loads(file.readline(_LONGEST_HEADER))
-        live = Live(header["policy"], header["facts"])
+        live = Live(header["policy"], header["facts"], scaling=header["scaling"])
         live.know(header["measured"])
         is_log = header["kind"] == _LOG_KIND
     except (ValueError, KeyError, TypeError):
@@ -237,7 +245,7 @@ def _read_part(file: BinaryIO) -> tuple[Ints, Ints, Ints] | None:
 
 
 @compiled
-def take_events(policy: Any, pool: Ints, events: Ints, at: int) -> int:
+def take_events(policy: Any, pool: Ints, scaler: Ints, events: Ints, at: int) -> int:
     """Put rows of events through a policy, from ``at`` on; the first that was not taken.
 
     It stops when what one more event might bring does not fit into the pool; decisions have to be cleared then.
@@ -251,15 +259,17 @@ def take_events(policy: Any, pool: Ints, events: Ints, at: int) -> int:
             turns -= 1
         if not _has_room(pool):
             return at
-        _take_event(policy, pool, events[at])
+        _take_event(policy, pool, scaler, events[at])
         at += 1
     return at
 
 
 @compiled
-def _take_event(policy: Any, pool: Ints, event: Ints) -> None:
+def _take_event(policy: Any, pool: Ints, scaler: Ints, event: Ints) -> None:
     kind, now, first, second, third, taken = event
     if kind == ARRIVE:
+        if len(scaler) > 0:
+            note_arrival(scaler, pool, now, first)
         arrive(policy, pool, now, first, second, third)
     elif kind == FREE:
         end_batch(pool, now, first, taken)
@@ -267,9 +277,7 @@ def _take_event(policy: Any, pool: Ints, event: Ints) -> None:
             begin_waiting(pool, second, third, first, now)
         free(policy, pool, now, first)
     elif kind == CANCEL:
-        for queue in range(pool[NUM_QUEUES]):
-            if pool[pool[MODEL] + queue] == first and cancel(pool, now, queue, second, third):
-                break
+        _cancel_of_model(pool, now, first, second, third)
     elif kind == UP:
         come_up(pool, first, now)
         if second == 0:
@@ -280,6 +288,18 @@ def _take_event(policy: Any, pool: Ints, event: Ints) -> None:
         go_down(pool, first)
     elif kind == ADJUST:
         pool[first] = second
+    elif kind == SCALE:
+        # More than it knows of: those of a scheduler before this one are not handed back without need.
+        scaler[WANTED] = max(scaler[WANTED], min(first, scaler[MAXIMUM]))
+        resize(pool, now, wanted_devices(scaler, pool, now))
+
+
+@compiled
+def _cancel_of_model(pool: Ints, now: int, model: int, request: int, deadline: int) -> None:
+    """Take a request out of whichever queue it is in."""
+    for queue in range(pool[NUM_QUEUES]):
+        if pool[pool[MODEL] + queue] == model and cancel(pool, now, queue, request, deadline):
+            return
 
 
 @compiled

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from meshwright.serving.policies.pool import Ints
+from meshwright.serving.policies.pool import LATE, Ints
 from meshwright.serving.server.channel import Channel
+from meshwright.serving.server.gate import Fate
 
 # A request is a front's connection, in the upper half, and its slot.
 SLOT_BITS = 32
@@ -63,6 +65,17 @@ class Batch:
     def is_part(self) -> bool:
         """Is it not all that was decided?"""
         return len(self.requests) < self.decided
+
+    def fates(self, late: Ints, failed: Ints) -> Iterator[tuple[Ints, int]]:
+        """What became of its requests; those that were not computed, and those that failed, are told by place."""
+        if len(late) or len(failed):
+            is_done = np.ones(len(self.requests), bool)
+            is_done[late] = is_done[failed] = False
+            yield self.requests[late], LATE
+            yield self.requests[failed], Fate.FAILED
+            yield self.requests[is_done], Fate.DONE
+        else:
+            yield self.requests, Fate.DONE
 
     @staticmethod
     def parts_of(requests: Ints, suspects: set[int]) -> list[Ints]:

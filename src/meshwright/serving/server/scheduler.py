@@ -4,14 +4,10 @@ Fronts submit requests, workers run batches (`channel.Kind`); tensors never come
 to do comes again, with the deadlines that it had. What was computed when it went is computed one by one then, and a
 request that has lost two workers is taken to be at fault. Only the scheduler says what became of a request, and it does
 so once.
-
-Run as ``python -m meshwright.serving.server.scheduler FOLDER``, where ``FOLDER`` has the deployment; ends when its
-standard input does.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from functools import partial
@@ -20,21 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.serving.policies.pool import DROP, LATE, NEVER, RUN, Ints
+from meshwright.serving.policies.pool import DROP, NEVER, RESIZE, RUN, Ints
 from meshwright.serving.server import reports
 from meshwright.serving.server.catalog import Catalog
 from meshwright.serving.server.changes import Changes
 from meshwright.serving.server.channel import Channel, Kind
+from meshwright.serving.server.fleet import Fleet
 from meshwright.serving.server.fronts import Fronts
 from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.lateness import Lateness
-from meshwright.serving.server.live import ADJUST, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, UP, WAKE, Live
+from meshwright.serving.server.live import ADJUST, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, SCALE, UP, WAKE, Live
 from meshwright.serving.server.peers import CAPACITY, SLOT_BITS, Batch, Front, Worker
 from meshwright.serving.server.served import read_models
 from meshwright.serving.server.slabs import slab_path
 from meshwright.serving.server.switchboard import Switchboard
 from meshwright.serving.server.workers import PING, Workers
-from meshwright.spec import Deployment, ServingError, read_deployment
+from meshwright.spec import Deployment, ServingError
 
 _EVERY_NS = 1_000_000_000
 
@@ -55,6 +52,8 @@ class Scheduler:
         self._lateness = Lateness(NEVER)
         self._fronts = Fronts(self._board)
         self._workers = Workers(self._board)
+        self._fleet = Fleet(deployment)
+        self._next_scale = NEVER
         self._connections = 0
         self._events: list[Ints] = []
         self._once_lost: set[int] = set()
@@ -70,7 +69,7 @@ class Scheduler:
     def turn(self) -> None:
         """Wait for the next message or moment, and do what follows from it."""
         moment = self._live.next_moment if self._live is not None else NEVER
-        wait_ns = min(moment, self._next_report) - time.monotonic_ns()
+        wait_ns = min(moment, self._next_report, self._next_scale) - time.monotonic_ns()
         ready = self._board.wait(wait_ns)
         now = time.monotonic_ns()
         if self._live is not None and moment <= now:
@@ -84,6 +83,11 @@ class Scheduler:
             self._workers.look_for_stuck(now, self._deployment.server.stuck)
             self._decide(now)
             self._clear_out(now)
+        if now >= self._next_scale:
+            self._next_scale = now + self._fleet.every_ns
+            self._event(SCALE, now, len(self._fleet.hired))
+            self._decide(now)
+            self._resize(now)
         self._decide(now)
 
     def watch_input(self) -> None:
@@ -128,6 +132,8 @@ class Scheduler:
                 self._come_again(model, requests, now)
             elif kind == DROP:
                 self._answer(model, requests, target)
+            elif kind == RESIZE:
+                self._fleet.wanted = target
             else:
                 raise ServingError(
                     f"Policy {self._deployment.policy!r} gives a batch up while it runs, which no worker can do. "
@@ -191,7 +197,16 @@ class Scheduler:
             "guard_ns": round(self._deployment.guard * 1e9),
         }
         self._lateness.most_ns = self._catalog.least_spare_ns // 4
-        return Live(self._deployment.policy, facts, self._log, numbers=self._catalog.numbers, before=before)
+        if self._fleet.is_scaled:
+            self._next_scale = time.monotonic_ns() + self._fleet.every_ns
+        return Live(
+            self._deployment.policy,
+            facts,
+            self._log,
+            numbers=self._catalog.numbers,
+            scaling=self._fleet.facts(),
+            before=before,
+        )
 
     # --- connections ---------------------------------------------------------------------------
 
@@ -219,18 +234,33 @@ class Scheduler:
         for document in content["models"]:
             self._changes.learn(worker, document)
         self._changes.equip(worker)
+        self._fleet.meet(worker.device)
         self._employ(worker, now)
 
     def _employ(self, worker: Worker, now: int) -> None:
-        """A worker that has all models can be used."""
-        if worker.device in self._workers.usable or not worker.held.issuperset(self._catalog.numbers):
+        """A worker that is wanted and has all models can be used."""
+        if worker.device in self._workers.usable or worker.device not in self._fleet.hired:
+            return
+        if not worker.held.issuperset(self._catalog.numbers):
             return
         if self._live is None:
             self._live = self._open()
         self._workers.usable[worker.device] = worker
         self._workers.ping(worker)
-        self._event(UP, now, worker.device)
+        self._event(UP, now, worker.device, *worker.outlook(now))
         self._tell()
+
+    def _resize(self, now: int) -> None:
+        """As many workers as are wanted."""
+        assert self._live is not None
+        while (device := self._fleet.step(self._workers.usable, self._live.pool)) is not None:
+            worker = self._workers.usable.pop(device)
+            self._event(DOWN, now, device)
+            self._decide(now)
+            if not worker.batches:
+                self._fleet.drained(device)
+        for worker in self._workers.present.values():
+            self._employ(worker, now)
 
     def _tell(self, only: Front | None = None) -> None:
         """Tell all fronts, or one, what models there are."""
@@ -295,15 +325,13 @@ class Scheduler:
         if batch.number != number:
             raise ServingError(f"Worker {worker.device} has done batch {number}; expected {batch.number}.")
         late, failed = cells[4 : 4 + num_late], cells[4 + num_late :]
-        if len(late) or len(failed):
-            is_done = np.ones(len(batch.requests), bool)
-            is_done[late] = is_done[failed] = False
-            self._answer(batch.model, batch.requests[late], LATE)
-            self._answer(batch.model, batch.requests[failed], Fate.FAILED)
-            self._answer(batch.model, batch.requests[is_done], Fate.DONE)
-        else:
-            self._answer(batch.model, batch.requests, Fate.DONE)
+        for requests, fate in batch.fates(late, failed):
+            self._answer(batch.model, requests, fate)
         self._batch_counts[self._catalog[batch.model].name] += 1
+        if worker.device in self._fleet.draining:
+            if not worker.batches:
+                self._fleet.drained(worker.device)
+            return
         if not batch.is_last:
             return
         if batch.is_part:
@@ -321,10 +349,10 @@ class Scheduler:
             return
         del self._workers.present[worker.device]
         self._changes.lose(worker)
-        if self._workers.usable.pop(worker.device, None) is None:
-            self._change(now)
-            return
-        self._event(DOWN, now, worker.device)
+        if self._workers.usable.pop(worker.device, None) is not None:
+            self._event(DOWN, now, worker.device)
+        elif worker.device in self._fleet.draining:
+            self._fleet.drained(worker.device)
         for place, batch in enumerate(worker.batches):
             requests = batch.requests
             if place == 0:
@@ -358,28 +386,9 @@ class Scheduler:
             "scheduler",
             ready=bool(pool is not None and self._workers.usable),
             workers=sorted(self._workers.usable),
+            wanted=self._fleet.wanted,
             fronts=len(self._fronts),
             **reports.pool_figures(pool),
             fates=[[model, fate, count] for (model, fate), count in self._counts.items()],
             batches=sorted(self._batch_counts.items()),
         )
-
-
-def main(arguments: list[str]) -> None:
-    """Schedule until standard input ends."""
-    folder, log = Path(arguments[0]), Path(arguments[1]) if arguments[1:] else None
-    with reports.reporting_errors():
-        scheduler = Scheduler(folder, read_deployment(folder / "deployment.json"), log)
-        try:
-            scheduler.watch_input()
-            while not scheduler.is_open:
-                scheduler.turn()
-            reports.keep_what_is_there()
-            while True:
-                scheduler.turn()
-        finally:
-            scheduler.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.serving.batching import batch_nanoseconds
 from meshwright.serving.policies.named import load_policy
+from meshwright.serving.policies.nexus import Nexus
 from meshwright.serving.policies.shepherd import Shepherd
 from meshwright.spec import Deployment, Latency, ServedModel, ServingError, TensorSpec
 from meshwright.spec.codec import decode, encode
@@ -110,10 +111,11 @@ def check_served(deployment: Deployment) -> None:
                 f"The deployment has {what}, which only the simulator knows: a server's workers all hold all models, "
                 f"each answered by itself. Leave {what} out, or serve each part by a deployment of its own."
             )
-    if deployment.scaling is not None:
+    policy = load_policy(deployment.policy)
+    if deployment.scaling is not None and isinstance(policy, Nexus):
         raise ServingError(
-            "The deployment has scaling, which only the simulator does: a server keeps the devices that it began with. "
-            "Leave scaling out."
+            "Policy nexus plans for all devices, an epoch ahead, and cannot tell how many it needs. Leave scaling out, "
+            "or take another policy."
         )
     limit = deployment.device_memory
     if limit is not None and not deployment.has_room(model.name for model in deployment.models):
@@ -121,7 +123,7 @@ def check_served(deployment: Deployment) -> None:
             "All models together need more than device_memory, and a server's workers hold all of them. Serve some of "
             "them by a deployment of their own."
         )
-    if isinstance(load_policy(deployment.policy), Shepherd):
+    if isinstance(policy, Shepherd):
         raise ServingError(
             f"Policy {deployment.policy!r} gives batches up while they run, which no worker can do. Serve by another "
             "one; the simulator knows this one."

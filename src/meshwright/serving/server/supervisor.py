@@ -48,6 +48,7 @@ class _Child:
     environment: dict[str, str] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
     starts: int = 0
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
     error: str | None = None
 
 
@@ -199,7 +200,7 @@ class Supervisor:
         rest = self.deployment.server.fronts + 1
         threads = str(max((cores - rest) // self.deployment.devices, 1))
         return [
-            _Child("scheduler", ["scheduler", str(folder), *log]),
+            _Child("scheduler", ["scheduler_process", str(folder), *log]),
             *(
                 _Child(
                     f"worker-{device}",
@@ -217,6 +218,11 @@ class Supervisor:
     @asynccontextmanager
     async def _keeping(self, children: list[_Child]) -> AsyncIterator[None]:
         self._children = {child.name: child for child in children}
+        for child in children:
+            child.wanted.set()
+        if self.deployment.scaling is not None:
+            for device in range(self.deployment.scaling.minimum, self.deployment.devices):
+                self._children[f"worker-{device}"].wanted.clear()
         keepers = [asyncio.create_task(self._keep(child)) for child in children]
         try:
             yield
@@ -229,7 +235,7 @@ class Supervisor:
     async def _keep(self, child: _Child) -> None:
         """Start a process, and start it again when it has ended."""
         pause_s = _FIRST_PAUSE_S
-        while not self._stopping.is_set():
+        while await self._is_wanted(child):
             began = time.monotonic()
             arguments = child.arguments
             if child.name == "scheduler" and self._log is not None and child.starts:
@@ -256,7 +262,7 @@ class Supervisor:
             if code == FATAL and not (self._was_ready and child.name.startswith("worker-")):
                 self._fault = self._fault or child.error
                 self._stopping.set()
-            again = not self._stopping.is_set()
+            again = child.wanted.is_set() and not self._stopping.is_set()
             self._tell(child.name, {"kind": "ended", "code": code, "again": again, "error": child.error})
             child.error = None
             if time.monotonic() - began > _WELL_S:
@@ -264,6 +270,15 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _is_wanted(self, child: _Child) -> bool:
+        """Wait until a process is wanted; False if the server ends before."""
+        if not child.wanted.is_set():
+            waiting = [asyncio.create_task(event.wait()) for event in (child.wanted, self._stopping)]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in waiting:
+                task.cancel()
+        return not self._stopping.is_set()
 
     async def _listen(self, child: _Child, process: asyncio.subprocess.Process) -> None:
         """Hear a process until it has ended."""
@@ -299,6 +314,10 @@ class Supervisor:
                 continue
             if kind == "error":
                 child.error = facts["text"]
+            elif kind == "hire":
+                self._children[f"worker-{facts['device']}"].wanted.set()
+            elif kind == "release":
+                self._release(self._children[f"worker-{facts['device']}"])
             elif kind in ("stuck", "broken"):
                 self._kill(facts)
             elif kind in ("changed", "refused"):
@@ -308,6 +327,12 @@ class Supervisor:
             self._was_ready = self._was_ready or self.is_ready
             self._tell(child.name, facts)
             self._changed.set()
+
+    def _release(self, child: _Child) -> None:
+        """A process is not wanted any more: it ends, and is not started again."""
+        child.wanted.clear()
+        if child.process is not None and child.process.stdin is not None:
+            child.process.stdin.close()
 
     def _kill(self, facts: dict[str, Any]) -> None:
         """A worker is of no use: it has computed for too long, or lacks a model. It is killed, and started again."""

@@ -50,10 +50,10 @@ class Workers:
 
     def computes(self, model: int) -> bool:
         """Has any worker a batch of this model?"""
-        return any(batch.model == model for worker in self.usable.values() for batch in worker.batches)
+        return any(batch.model == model for worker in self.present.values() for batch in worker.batches)
 
     def look_for_stuck(self, now: int, limit_s: float) -> None:
         """A worker whose model does not return cannot be told anything: the supervisor kills it."""
-        for worker in self.usable.values():
+        for worker in self.present.values():
             if taken := worker.stuck_ns(now, round(limit_s * 1e9)):
                 reports.report("stuck", worker=worker.device, pid=worker.pid, seconds=taken / 1e9)

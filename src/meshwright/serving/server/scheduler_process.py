@@ -1,0 +1,34 @@
+"""The process of the scheduler.
+
+Run as ``python -m meshwright.serving.server.scheduler_process FOLDER [LOG]``, where ``FOLDER`` has the deployment; ends
+when its standard input does.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from meshwright.serving.server.reports import keep_what_is_there, reporting_errors
+from meshwright.serving.server.scheduler import Scheduler
+from meshwright.spec import read_deployment
+
+
+def main(arguments: list[str]) -> None:
+    """Schedule until standard input ends."""
+    folder, log = Path(arguments[0]), Path(arguments[1]) if arguments[1:] else None
+    with reporting_errors():
+        scheduler = Scheduler(folder, read_deployment(folder / "deployment.json"), log)
+        try:
+            scheduler.watch_input()
+            while not scheduler.is_open:
+                scheduler.turn()
+            keep_what_is_there()
+            while True:
+                scheduler.turn()
+        finally:
+            scheduler.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

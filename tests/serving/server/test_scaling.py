@@ -1,0 +1,78 @@
+"""A server starts workers when more arrives, and hands them back when less does; no request is lost by that."""
+
+import asyncio
+
+from meshwright.serving.server.live import replay_log
+from tests.serving.server.servers import EMULATED, Load, ask_once, infer, is_alive, serving
+
+# A device answers some 100 requests a second in batches of one.
+SLOW = EMULATED.replace('alpha = "20 us", beta = "1 ms", largest = 64', 'alpha = "10 ms", beta = "1 us", largest = 1')
+SCALED = SLOW.replace("devices = 2", "devices = 3").replace('slo = "5 s"', 'slo = "1 s"')
+SCALED += '\n[scaling]\nevery = "100 ms"\ncalm = "1 s"\n'
+
+
+def workers(server):
+    return {name: pid for name, pid in server.pids().items() if name.startswith("worker-")}
+
+
+async def rise_and_fall(server):
+    load = Load(server, connections=40)
+    loading = asyncio.create_task(load.run(seconds=80))
+    await asyncio.to_thread(server.wait_for, lambda status: status["up"] > 1)
+    held = workers(server)
+    load.stop()
+    await loading
+    return load, held
+
+
+def test_workers_come_with_the_load_and_go_after_it(tmp_path):
+    log = tmp_path / "log"
+    with serving(tmp_path, SCALED, "--policy", "adaptive", "--log", str(log)) as server:
+        assert list(workers(server)) == ["worker-0"]
+        load, held = asyncio.run(asyncio.wait_for(rise_and_fall(server), 90))
+        assert not load.wrong
+        assert load.counts[200] > 100
+        assert set(load.counts) <= {200, 503}
+        assert len(held) > 1
+        server.wait_for(lambda status: status["up"] == 1)
+        server.wait_for(lambda _: len(workers(server)) == 1)
+        (left,) = workers(server).values()
+        assert not [pid for pid in held.values() if pid != left and is_alive(pid)]
+        assert "is started, as more arrives" in server.text
+        assert "is handed back, as less arrives" in server.text
+        assert "it is started again" not in server.text
+        assert ask_once(server, infer([(1, 2, 3)])[0])[0] == 200
+        assert server.end() == 0
+    events, decisions = replay_log(log)
+    assert events > 100
+    assert decisions > 100
+
+
+def test_a_scheduler_that_is_started_again_keeps_the_workers_that_there_are(tmp_path):
+    with serving(tmp_path, SCALED, "--policy", "eager") as server:
+
+        async def scenario():
+            load = Load(server, connections=40)
+            loading = asyncio.create_task(load.run(seconds=60))
+            await asyncio.to_thread(server.wait_for, lambda status: status["up"] > 1)
+            held = workers(server)
+            server.kill("scheduler")
+            await asyncio.to_thread(server.wait_for, lambda status: status["up"] == 0)
+            await asyncio.to_thread(server.wait_for, lambda status: status["up"] > 1)
+            assert workers(server).items() >= held.items()
+            # What fails is not handed back.
+            server.kill("worker-1")
+            await asyncio.to_thread(server.wait_for, lambda _: server.process_of("worker-1") is None)
+            await asyncio.to_thread(server.wait_for, lambda _: server.process_of("worker-1") is not None)
+            load.stop()
+            await loading
+            assert not load.wrong
+
+        asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def test_nexus_plans_for_all_devices(tmp_path):
+    with serving(tmp_path, SCALED, "--policy", "nexus", is_ready=False) as server:
+        assert server.process.wait(60) == 1
+        server.reading.join(10)
+        assert "nexus plans for all devices" in server.text
