@@ -48,6 +48,7 @@ from meshwright.serving.policies.pool import (
     pool_for,
 )
 from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, end_batch, go_down
+from meshwright.serving.server.recording import Recording
 from meshwright.spec import ServingError
 
 ARRIVE, FREE, CANCEL, UP, DOWN, ADJUST, WAKE = range(7)
@@ -78,6 +79,7 @@ class Live:
         # Compiled, or loaded, before there is anything to do.
         self._take(self.policy, self.pool, np.zeros((0, EVENT_WIDTH), np.int64), 0)
         self._next(self.policy, self.pool)
+        self.recording: Recording | None = None
         self._log = log
         if log is not None:
             log.write(json.dumps({"kind": _LOG_KIND, "policy": reference, "facts": facts}).encode() + b"\n")
@@ -94,6 +96,8 @@ class Live:
                 decisions = pool[row : row + count * WIDTH].reshape(-1, WIDTH).copy()
                 taken.append((decisions, pool[first : first + chosen].copy()))
                 clear(pool)
+        if self.recording is not None:
+            self.recording.rows_of_decisions(events, taken, self.model_of)
         if self._log is not None:
             decisions, requests = _joined(taken)
             sizes = np.array([len(events), len(decisions), len(requests)], np.int64)

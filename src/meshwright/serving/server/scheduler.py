@@ -30,6 +30,7 @@ from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.lateness import Lateness
 from meshwright.serving.server.live import ADJUST, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, UP, WAKE, Live
 from meshwright.serving.server.peers import CAPACITY, SLOT_BITS, Batch, Front, Worker, by_front, deadlines_of, slots_of
+from meshwright.serving.server.recording import Recorder
 from meshwright.serving.server.served import Served, served_models
 from meshwright.serving.server.slabs import slab_path
 from meshwright.spec import Deployment, ServingError, read_deployment
@@ -92,8 +93,8 @@ class Scheduler:
 
     def watch_input(self) -> None:
         """From now on, `turn` ends with SystemExit when standard input does."""
-        orders = reports.Orders()
-        self._selector.register(sys.stdin, selectors.EVENT_READ, lambda _now, _mask: orders.read())
+        orders, recorder = reports.Orders(), Recorder(lambda: [self._live])
+        self._selector.register(sys.stdin, selectors.EVENT_READ, lambda _now, _mask: recorder.obey(orders.read()))
 
     def close(self) -> None:
         """Close what is open; the log is complete then."""

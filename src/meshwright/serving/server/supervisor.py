@@ -76,6 +76,7 @@ class Supervisor:
         self.deployment = deployment
         self.facts: dict[str, dict[str, Any]] = {}
         self.port = self.admin_port = 0
+        self.folder: Path | None = None
         self._log, self._token_file, self._told = log, token_file, told
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
         self._changed = asyncio.Event()
@@ -128,6 +129,7 @@ class Supervisor:
         """Start all, and keep them up until `stop`."""
         check_served(self.deployment)
         with _reserved_port(self.deployment) as self.port, _own_folder() as folder:
+            self.folder = folder
             server = replace(self.deployment.server, port=self.port)
             write_document(replace(self.deployment, server=server), folder / "deployment.json")
             async with self._keeping(self._describe(folder)):
