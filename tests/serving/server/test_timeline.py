@@ -249,6 +249,20 @@ def test_a_process_that_dies_meanwhile_is_told_of(server):
     server.wait_for(lambda status: status["up"] == 2)
 
 
+def test_a_server_that_ends_does_not_wait_for_a_timeline(tmp_path):
+    with serving(tmp_path) as server:
+        result = []
+        thread = threading.Thread(target=lambda: result.append(fetch(server, "/timeline?seconds=30")))
+        thread.start()
+        time.sleep(0.5)
+        begin = time.monotonic()
+        assert server.end() == 0
+        thread.join(20)
+        assert time.monotonic() - begin < 20
+        assert result[0][0] == 503
+    assert "Traceback" not in server.text
+
+
 def test_the_command_line_writes_it(server, tmp_path, capsys):
     url, out = f"http://127.0.0.1:{server.admin}", tmp_path / "timeline.json"
     assert invoke(["serve", "timeline", url, "--seconds", "0.2", "--out", str(out)]) == 0
