@@ -13,6 +13,7 @@ from meshwright.cli.models import JsonOption
 from meshwright.cli.output import note, print_json, print_tables, terminal_sink
 from meshwright.cli.serve_models import models
 from meshwright.cli.serve_run import replay, run
+from meshwright.cli.serve_timeline import timeline
 from meshwright.spec.codec import dump_json
 from meshwright.spec.deployment import Arrivals, Gamma, Poisson, Trace, read_deployment
 from meshwright.spec.errors import DocumentError
@@ -42,6 +43,7 @@ serve = typer.Typer(
 serve.command()(run)
 serve.command()(models)
 serve.command()(replay)
+serve.command()(timeline)
 
 # Tokens are short; a file that is longer is another one.
 _MOST_TOKEN_BYTES = 2**14

@@ -7,7 +7,7 @@ of a stranger can be made to lead there (DNS rebinding). So
 - ``Sec-Fetch-Site``, where the browser sends it, must not say that another site asks, but for the page itself;
 - a POST must name this server as its ``Origin`` and bring JSON of a known, small length.
 
-Answers carry a Content-Security-Policy that allows the page its own script, style and answers, and nothing else.
+Answers carry the headers of all pages that are served (`report.page.SERVED_HEADERS`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,6 @@ from email.message import Message
 
 # A request holds two links and some numbers.
 MAX_BODY_BYTES = 64 * 1024
-
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
 
 
 class RefusedError(Exception):

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from meshwright.playground.guard import HEADERS, RefusedError, check_post, check_request
+from meshwright.playground.guard import RefusedError, check_post, check_request
 from meshwright.playground.service import Reply, Service
+from meshwright.report.page import SERVED_HEADERS
 from meshwright.spec import PlaygroundError
 
 HOST = "127.0.0.1"
@@ -167,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, reply: Reply) -> None:
         self.send_response(reply.status)
-        for name, value in HEADERS.items():
+        for name, value in SERVED_HEADERS.items():
             self.send_header(name, value)
         self.send_header("Content-Type", reply.content_type)
         self.send_header("Content-Length", str(len(reply.body)))

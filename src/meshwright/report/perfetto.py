@@ -170,17 +170,18 @@ def _names(
     """How the chosen processes and their threads are called, and in which order they stand."""
     for rank in np.flatnonzero(chosen[: timeline.num_ranks]).tolist():
         pid = int(places.pids[rank])
-        yield _metadata("process_name", pid, name=f"rank {rank}{suffix}")
-        yield _metadata("process_sort_index", pid, sort_index=pid)
+        yield metadata_event("process_name", pid, name=f"rank {rank}{suffix}")
+        yield metadata_event("process_sort_index", pid, sort_index=pid)
     for track, stream in enumerate(timeline.tracks):
         if chosen[stream.rank]:
             pid, first = int(places.pids[stream.rank]), int(places.first_tids[track])
             for tid in range(first, first + int(num_lanes[track])):
-                yield _metadata("thread_name", pid, tid, name=stream.name)
-                yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+                yield metadata_event("thread_name", pid, tid, name=stream.name)
+                yield metadata_event("thread_sort_index", pid, tid, sort_index=tid)
 
 
-def _metadata(kind: str, pid: int, tid: int = 0, **args: str | int) -> dict[str, Any]:
+def metadata_event(kind: str, pid: int, tid: int = 0, **args: str | int) -> dict[str, Any]:
+    """An event that says how a process or thread is called (``name``), or where it stands (``sort_index``)."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 

@@ -263,8 +263,19 @@ TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 )
 def test_traces(loop, tmp_path, trace, is_valid):
     header = f"traceparent: {trace}\r\n"
-    for _, headers, _ in asked(loop, FakeGate(tmp_path), post(request(), headers=header), get("/v2", header)):
-        assert headers.get("traceparent") == (trace if is_valid else None)
+    state = "tracestate: a=1\r\ntracestate: b=2\r\n"
+    requests = [post(request(), headers=header), get("/v2", header + state), get("/nothing", header)]
+    spans = set()
+    for _, headers, _ in asked(loop, FakeGate(tmp_path), *requests):
+        assert not {"traceparent", "tracestate"} & headers.keys()
+        if not is_valid:
+            assert "traceresponse" not in headers
+            continue
+        version, given, span, flags = headers["traceresponse"].split("-")
+        assert (version, given, flags) == ("00", TRACE.split("-")[1], "01")
+        spans.add(span)
+    assert len(spans) == 3 * is_valid
+    assert TRACE.split("-")[2] not in spans
 
 
 def test_tokens(loop, tmp_path):

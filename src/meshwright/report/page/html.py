@@ -39,6 +39,19 @@ SCRIPTS = (
     "plans.js",
     "save.js",
 )
+# Of a page that is served with its files: its own script, style and answers are allowed, and nothing else.
+SERVED_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
 # Only for a page of its own: reads the document of the page and draws it.
 START_SCRIPT = "start.js"
 

@@ -1,9 +1,11 @@
 """The admin door of a server: how it is, for people, programs and Prometheus; on this machine only.
 
-    GET /status     what processes there are, and what each has reported, as JSON
-    GET /metrics    the same in Prometheus' text format
-    GET /health     200 while requests can be answered, 503 otherwise
-    POST /v2/repository/...   other models (`repository`); with the server's token, if it has one
+    GET /                       a page that shows how it is (`dashboard`)
+    GET /status                 what processes there are, and what each has reported, as JSON
+    GET /metrics                the same in Prometheus' text format
+    GET /health                 200 while requests can be answered, 503 otherwise
+    GET /timeline?seconds=2     what happens to requests from now on, for so long (`collecting`): for Perfetto
+    POST /v2/repository/...     other models (`repository`); with the server's token, if it has one
 
 Processes report each second (`reports`), so that asking costs them nothing.
 """
@@ -14,18 +16,24 @@ import asyncio
 import hmac
 import json
 import os
+import re
 import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from meshwright.report.page import SERVED_HEADERS
+from meshwright.serving.server.collecting import LEAST_S, MOST_S, Busy, Collector, Ending
 from meshwright.serving.server.counters import bucket_begin
+from meshwright.serving.server.dashboard import read_asset
 from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.repository import Repository
 from meshwright.serving.server.supervisor import Supervisor
@@ -33,8 +41,14 @@ from meshwright.serving.server.tokens import read_token
 from meshwright.spec import ServingError
 
 Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
 _HOST = "127.0.0.1"
+_HOSTS = (b"127.0.0.1", b"localhost", b"[::1]")
+_JSON = b"application/json"
+_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SERVED_HEADERS.items()]
+_SECONDS = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,6})?")
 _MOST_BODY = 2**16
+_REPOSITORY = "/v2/repository/"
 # Bounds of the histogram, in buckets of `counters`: each doubling from 16 us to 34 s.
 _BOUNDS = range(4 * 13, 4 * 35, 4)
 
@@ -78,47 +92,64 @@ class Door:
     def __init__(self, supervisor: Supervisor, repository: Repository, token: str | None = None) -> None:
         self._supervisor, self._repository = supervisor, repository
         self._token = None if token is None else token.encode()
+        self._collector = Collector(supervisor)
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    async def __call__(
-        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
-    ) -> None:
+    async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             return
-        method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
-        if method == "POST" and path.startswith("/v2/repository/") and _is_ours(headers.get(b"host", b"")):
+        headers, path = dict(scope["headers"]), scope["path"]
+        if (refused := _refusal(scope["method"], path, headers)) is not None:
+            await _answer(send, *refused)
+        elif path.startswith(_REPOSITORY):
             code, document = await self._change(path, headers, receive)
-            status, kind, body = code, b"application/json", json.dumps(document).encode()
+            await _answer(send, code, _JSON, json.dumps(document).encode())
+        elif path == "/timeline":
+            await self._record(scope, send)
         else:
-            status, kind, body = self._answer(method, path, headers.get(b"host", b""))
-        fields = [(b"content-type", kind), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
-        await send({"type": "http.response.start", "status": status, "headers": fields})
-        await send({"type": "http.response.body", "body": body})
+            await _answer(send, *self._look_up(path))
 
-    def _answer(self, method: str, path: str, host: bytes) -> tuple[int, bytes, bytes]:
-        as_json = b"application/json"
-        # A page of a stranger could otherwise have its name lead here.
-        if not _is_ours(host):
-            return 403, as_json, b'{"error": "This door is for this machine: ask for 127.0.0.1."}'
-        if method not in ("GET", "HEAD"):
-            return 405, as_json, b'{"error": "Ask with GET."}'
+    def _look_up(self, path: str) -> tuple[int, bytes, bytes]:
         if path == "/metrics":
             return 200, b"text/plain; version=0.0.4; charset=utf-8", generate_latest(self._registry)
         if path == "/status":
-            return 200, as_json, json.dumps(status_of(self._supervisor)).encode()
+            return 200, _JSON, json.dumps(status_of(self._supervisor)).encode()
         if path == "/health":
             ready = self._supervisor.is_ready
-            return (200 if ready else 503), as_json, json.dumps({"ready": ready}).encode()
-        return 404, as_json, b'{"error": "There are /status, /metrics and /health."}'
+            return (200 if ready else 503), _JSON, json.dumps({"ready": ready}).encode()
+        asset = read_asset(path)
+        if asset is not None:
+            return 200, *asset
+        return 404, _JSON, _error("There are / for people, /status, /metrics, /health and /timeline.")
+
+    async def _record(self, scope: Message, send: Send) -> None:
+        """A timeline, piece by piece. One that is only looked at (HEAD) records nothing."""
+        try:
+            seconds = _read_seconds(scope["query_string"])
+            pieces = iter(()) if scope["method"] == "HEAD" else await self._collector.collect(seconds)
+        except ServingError as error:
+            await _answer(send, 400, _JSON, _error(str(error)))
+        except Busy as busy:
+            sentence = "Another timeline is being recorded. Ask again when it is done."
+            await _answer(send, 409, _JSON, _error(sentence), (b"retry-after", b"%d" % busy.seconds))
+        except Ending:
+            await _answer(send, 503, _JSON, _error("The server ends, or has not begun: there is nothing to record."))
+        else:
+            kept = (b"content-disposition", b'attachment; filename="timeline.json"')
+            headers = [*_HEADERS, (b"content-type", _JSON), kept]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
     async def _change(
         self, path: str, headers: dict[bytes, bytes], receive: Callable[[], Awaitable[Message]]
     ) -> tuple[int, Any]:
         """Have other models served."""
-        # A page of a stranger can have a browser send this, and says so.
-        if b"origin" in headers or headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+        # Some browsers say no more of a page of a stranger.
+        if b"origin" in headers:
             return 403, {"error": "Pages of browsers cannot change what is served."}
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         if self._token is not None and not (
@@ -179,10 +210,40 @@ class Door:
         yield from (starts, cpu, memory)
 
 
-def _is_ours(host: bytes) -> bool:
-    """Was this machine asked by a name that only it has?"""
-    name, _, port = host.rpartition(b":")
-    return (name if port.isdigit() else host) in (b"127.0.0.1", b"localhost", b"[::1]")
+async def _answer(send: Send, status: int, kind: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
+    headers = [*_HEADERS, (b"content-type", kind), *more]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _error(sentence: str) -> bytes:
+    return json.dumps({"error": sentence}).encode()
+
+
+def _refusal(method: str, path: str, headers: dict[bytes, bytes]) -> tuple[int, bytes, bytes] | None:
+    """Why a request is not answered: a page of a stranger has sent it, or it asks for more than to be told."""
+    host = headers.get(b"host", b"")
+    # A name of a stranger could otherwise lead here.
+    if host not in _HOSTS and host.rpartition(b":")[0] not in _HOSTS:
+        return 403, _JSON, _error("This door is for this machine: ask for 127.0.0.1.")
+    if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin") and path != "/":
+        return 403, _JSON, _error("Another site may not ask this door.")
+    is_change = path.startswith(_REPOSITORY)
+    if method not in (("POST",) if is_change else ("GET", "HEAD")):
+        return 405, _JSON, _error("Ask with POST." if is_change else "Ask with GET.")
+    return None
+
+
+def _read_seconds(query: bytes) -> float:
+    """How long a timeline is to be. Raises ServingError."""
+    given = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    text = given[0][1] if given else "2"
+    if [name for name, _ in given] not in ([], ["seconds"]) or not _SECONDS.fullmatch(text):
+        raise ServingError("A timeline is asked for as /timeline?seconds=2.")
+    seconds = float(text)
+    if not LEAST_S <= seconds <= MOST_S:
+        raise ServingError(f"seconds is {seconds:g}; expected {LEAST_S:g} to {MOST_S:g}.")
+    return seconds
 
 
 def _histogram(buckets: dict[int, int], latency_ns: int) -> tuple[list[tuple[str, float]], float]:
@@ -202,6 +263,11 @@ def status_of(supervisor: Supervisor) -> dict[str, Any]:
         "ready": supervisor.is_ready,
         "policy": supervisor.deployment.policy,
         "time_s": time.time(),
+        "version": version("meshwright"),
+        # When what is told here was true: of counts that scheduler or fronts have reported.
+        "scheduler_time_s": scheduler.get("time_ns", 0) / 1e9,
+        "fronts_time_s": sum(front["time_ns"] for front in fronts) / max(len(fronts), 1) / 1e9,
+        "devices": supervisor.deployment.devices,
         **{name: scheduler.get(name, 0) for name in ("queued", "up", "idle")},
         **{f"{name}_s": scheduler.get(f"{name}_ns", 0) / 1e9 for name in ("delay", "slack", "guard")},
         "connections": sum(front.get("connections", 0) for front in fronts),

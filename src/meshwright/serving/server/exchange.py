@@ -10,17 +10,20 @@ if TYPE_CHECKING:
     from meshwright.serving.server.front import Served
     from meshwright.serving.server.gate import Ticket
     from meshwright.serving.server.tensors import Asked
+    from meshwright.serving.server.trace_context import TraceContext
 
 # Names of headers that are looked at; all others are passed over.
 WANTED = frozenset(
     {
         *(b"host", b"connection", b"content-length", b"transfer-encoding", b"content-encoding", b"expect"),
-        *(b"accept-encoding", b"authorization", b"traceparent", b"x-request-timeout-ms"),
+        *(b"accept-encoding", b"authorization", b"traceparent", b"tracestate", b"x-request-timeout-ms"),
         b"inference-header-content-length",
     }
 )
 # Those of them that may come several times, as one list.
-LISTS = frozenset((b"connection", b"transfer-encoding", b"content-encoding", b"accept-encoding", b"traceparent"))
+LISTS = frozenset(
+    (b"connection", b"transfer-encoding", b"content-encoding", b"accept-encoding", b"traceparent", b"tracestate")
+)
 _MOST_DIGITS = 15
 
 
@@ -51,6 +54,7 @@ class Exchange:
     asked: Asked | None = None
     served: Served | None = None
     ticket: Ticket | None = None
+    trace: TraceContext | None = None
 
     def __init__(
         self, asker: Asker, method: bytes, url: bytes, headers: dict[bytes, bytes], body: bytes, begun_ns: int

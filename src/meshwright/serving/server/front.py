@@ -8,15 +8,14 @@ A request's deadline is its first byte's moment and the time that it asks for: t
 or the header ``X-Request-Timeout-Ms`` (milliseconds), the shorter of both; without either, the model's SLO. More than
 ``Server.longest_deadline`` is refused. A request that cannot be met is answered 503, with ``Retry-After``.
 
-A valid ``traceparent`` (W3C) is kept and sent back; one that is not is ignored, as the standard says. With a token, all
-but the health paths want ``Authorization: Bearer TOKEN``.
+A request with a valid ``traceparent`` (W3C) gets a span of its own, told in ``traceresponse`` (`trace_context`). With a
+token, all but the health paths want ``Authorization: Bearer TOKEN``.
 """
 
 from __future__ import annotations
 
 import hmac
 import logging
-import re
 import time
 from functools import partial
 from importlib.metadata import version
@@ -40,12 +39,13 @@ from meshwright.serving.server.answers import (
 from meshwright.serving.server.counters import Counts, FrontCounts
 from meshwright.serving.server.exchange import Exchange, Refusal, check_method, path_of, read_integer, show
 from meshwright.serving.server.gate import Fate, Gate, ModelFacts, Ticket
+from meshwright.serving.server.recording import Recording
 from meshwright.serving.server.tensors import Asked, Codec
+from meshwright.serving.server.trace_context import read_context
 from meshwright.serving.server.values import SHOWN, BadRequest, NotFinite
 from meshwright.spec import Server
 
 _LOG = logging.getLogger(__name__)
-_TRACE = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 _FATES = {
     Fate.LATE: "The request cannot be answered by its deadline. Give it more time, or send less.",
     Fate.FULL: "The model's queue is full. Try again later.",
@@ -88,6 +88,7 @@ class Front:
         self.gate, self.server = gate, server
         self.answers, self.counts = Answers(), FrontCounts()
         self.is_draining = False
+        self.recording: Recording | None = None
         self._token = None if token is None else b"Bearer " + token.encode()
         self._longest_ns = round(server.longest_deadline * 1e9)
         self._known: dict[str, ModelFacts] | None = None
@@ -123,6 +124,8 @@ class Front:
         """Nobody waits for this answer any more."""
         if exchange.ticket is not None:
             self.counts.cancelled += 1
+            if self.recording is not None:
+                self.recording.rows_of_request(exchange, exchange.ticket, 0, time.monotonic_ns())
             self.gate.cancel(exchange.ticket)
 
     # --- inference ----------------------------------------------------------------------------
@@ -173,6 +176,9 @@ class Front:
             exchange.asker.settle(exchange)
         else:
             self.refuse(exchange, refusal)
+        if self.recording is not None:
+            status = 200 if refusal is None else refusal.status
+            self.recording.rows_of_request(exchange, ticket, status, time.monotonic_ns())
 
     def _make_answer(self, exchange: Exchange, ticket: Ticket) -> None:
         served, asked, fate = exchange.served, exchange.asked, ticket.fate
@@ -304,6 +310,8 @@ class Front:
         """The answer of a request that did not come to the scheduler, or was not done by it."""
         counts = self.counts.others if exchange.served is None else exchange.served.counts
         counts.note(status)
+        if self.recording is not None and exchange.asked is None:
+            self.recording.rows_of_request(exchange, None, status, time.monotonic_ns())
         answer = self.answers.make(status, body, exchange.fields + fields, JSON)
         exchange.answer = answer[: len(answer) - len(body)] if exchange.method == b"HEAD" else answer
         exchange.asker.settle(exchange)
@@ -311,9 +319,11 @@ class Front:
     def _read_headers(self, exchange: Exchange) -> None:
         """What concerns all requests: who may ask, and what is sent back."""
         headers = exchange.headers
-        trace = headers.get(b"traceparent")
-        if trace is not None and _TRACE.fullmatch(trace) and (len(trace) == 55 or trace[:2] != b"00"):
-            exchange.fields += b"traceparent: " + trace + b"\r\n"
+        parent = headers.get(b"traceparent")
+        if parent is not None:
+            exchange.trace = trace = read_context(parent, headers.get(b"tracestate", b""))
+            if trace is not None:
+                exchange.fields += trace.response
         if self._token is not None and not path_of(exchange.url).startswith("/v2/health/"):
             given = headers.get(b"authorization", b"")
             scheme, _, token = given.partition(b" ")

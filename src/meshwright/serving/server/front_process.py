@@ -18,6 +18,7 @@ import uvloop
 from meshwright.serving.server.counters import Counts
 from meshwright.serving.server.gate import Gate
 from meshwright.serving.server.http import serve_http
+from meshwright.serving.server.recording import Recorder
 from meshwright.serving.server.reports import Orders, keep_what_is_there, report, reporting_errors
 from meshwright.serving.server.tokens import read_token
 from meshwright.spec import read_deployment
@@ -31,8 +32,9 @@ async def serve(folder: Path, token: str | None) -> None:
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     gate = Gate(folder, settings.tensor_bytes)
     loop.add_signal_handler(signal.SIGTERM, ended.set)
-    loop.add_reader(sys.stdin, Orders().read)
     http = await serve_http(gate, settings, token=token)
+    orders, recorder = Orders(), Recorder(lambda: [gate, http.front])
+    loop.add_reader(sys.stdin, lambda: recorder.obey(orders.read()))
 
     def tell() -> None:
         counts = http.front.counts

@@ -22,6 +22,7 @@ import numpy as np
 
 from meshwright.serving.policies.pool import CANCELLED, CROWDED, FULL, LATE, SACRIFICED
 from meshwright.serving.server.channel import MOST_CELLS, Channel, Closed, Kind, connect
+from meshwright.serving.server.recording import Recording
 from meshwright.serving.server.slabs import Slab, slab_path, slot_layout
 from meshwright.spec import TensorSpec
 
@@ -47,6 +48,7 @@ class ModelFacts:
 
     def __init__(self, document: dict[str, Any], folder: Path, epoch: int, channel: int, tensor_bytes: int) -> None:
         self.number: int = document["number"]
+        self.channel = channel
         self.name: str = document["name"]
         self.version: str = document["version"]
         self.platform: str = document["platform"]
@@ -85,8 +87,10 @@ class Gate:
         self.changed: Callable[[], None] | None = None
         self.models: dict[str, ModelFacts] = {}
         self.is_ready = False
+        self.recording: Recording | None = None
         self._folder, self._tensor_bytes = folder, tensor_bytes
         self._channel: Channel | None = None
+        self._number = 0  # of the connection, as the scheduler counts
         self._by_number: dict[int, ModelFacts] = {}
         self._submitted: list[int] = []
         self._cancelled: list[int] = []
@@ -162,6 +166,8 @@ class Gate:
             for model, slot in zip(rows[Kind.SUBMIT][::3], rows[Kind.SUBMIT][1::3], strict=True):
                 self._settle(self._by_number.get(model), [slot], Fate.LOST)
             return
+        if self.recording is not None:
+            self.recording.rows_of_flush(self._number, rows[Kind.SUBMIT])
         with contextlib.suppress(Closed):  # seen by the reader, too
             for kind, cells in rows.items():
                 for place in range(0, len(cells), MOST_CELLS - 3):
@@ -214,6 +220,7 @@ class Gate:
 
     def _learn(self, document: dict[str, Any]) -> None:
         """The scheduler tells what models there are: all of them, each time."""
+        self._number = document["channel"]
         facts = {item["number"]: item for item in document["models"]}
         for number in [number for number in self._by_number if number not in facts]:
             self._by_number.pop(number).slab.remove()

@@ -56,6 +56,7 @@ from meshwright.serving.policies.pool import (
 )
 from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, end_batch, go_down, resize, resume
 from meshwright.serving.policies.scaling import MAXIMUM, WANTED, allocate_scaler, note_arrival, wanted_devices
+from meshwright.serving.server.recording import Recording
 from meshwright.spec import ServingError
 
 ARRIVE, FREE, CANCEL, UP, DOWN, ADJUST, WAKE, SCALE = range(8)
@@ -112,6 +113,7 @@ class Live:
         # Compiled, or loaded, before there is anything to do.
         self._take(self.policy, self.pool, self._scaler, np.zeros((0, EVENT_WIDTH), np.int64), 0)
         self._next(self.policy, self.pool)
+        self.recording: Recording | None = None if before is None else before.recording
         self._log = log
         if log is not None:
             if before is not None:
@@ -150,6 +152,8 @@ class Live:
                 decisions = pool[row : row + count * WIDTH].reshape(-1, WIDTH).copy()
                 taken.append((decisions, pool[first : first + chosen].copy()))
                 clear(pool)
+        if self.recording is not None:
+            self.recording.rows_of_decisions(self._with_numbers(events), taken, self.number_of)
         if self._log is not None:
             decisions, requests = _joined(taken)
             sizes = np.array([len(events), len(decisions), len(requests)], np.int64)
@@ -167,6 +171,12 @@ class Live:
     def places_of(self, numbers: Ints) -> Ints:
         """Where the pool has models; -1 for those that it has no more."""
         return self._places[numbers]
+
+    def _with_numbers(self, events: Ints) -> Ints:
+        """Events that tell models by their numbers, not by their places."""
+        told, is_of_model = events.copy(), np.isin(events[:, 0], (ARRIVE, CANCEL))
+        told[is_of_model, 2] = np.array(self._numbers)[events[is_of_model, 2]]
+        return told
 
     def waiting(self) -> Iterator[tuple[int, int, int]]:
         """Number of the model, request and deadline of all that waits."""

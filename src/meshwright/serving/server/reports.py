@@ -37,7 +37,7 @@ def report(kind: str, **facts: Any) -> None:
     """Tell something; without a supervisor there is nobody left to work for."""
     try:
         # A line of its own, whatever a model has printed.
-        sys.stdout.write("\n" + json.dumps({"kind": kind, **facts}) + "\n")
+        sys.stdout.write("\n" + json.dumps({"kind": kind, "time_ns": time.monotonic_ns(), **facts}) + "\n")
         sys.stdout.flush()
     except (BrokenPipeError, ValueError):
         raise SystemExit from None

@@ -27,6 +27,7 @@ from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.lateness import Lateness
 from meshwright.serving.server.live import ADJUST, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, SCALE, UP, WAKE, Live
 from meshwright.serving.server.peers import CAPACITY, SLOT_BITS, Batch, Front, Worker
+from meshwright.serving.server.recording import Recorder
 from meshwright.serving.server.served import read_models
 from meshwright.serving.server.slabs import slab_path
 from meshwright.serving.server.switchboard import Switchboard
@@ -49,6 +50,7 @@ class Scheduler:
         self._catalog = Catalog(read_models(folder))
         self._changes = Changes(self._catalog)
         self._live: Live | None = None
+        self._recorder = Recorder(lambda: [self._live])
         self._lateness = Lateness(NEVER)
         self._fronts = Fronts(self._board)
         self._workers = Workers(self._board)
@@ -152,9 +154,11 @@ class Scheduler:
     # --- models ----------------------------------------------------------------------------------
 
     def obey(self, order: dict[str, Any], now: int) -> None:
-        """What the supervisor orders."""
-        self._changes.order(order, self._workers.present.values())
-        self._change(now)
+        """What the supervisor orders: to record, or to serve other models."""
+        self._recorder.obey([order])
+        if "change" in order:
+            self._changes.order(order, self._workers.present.values())
+            self._change(now)
 
     def _change(self, now: int) -> None:
         """Go on with a change of models, if there is one."""

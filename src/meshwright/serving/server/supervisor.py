@@ -72,16 +72,18 @@ class Supervisor:
         self.deployment = deployment
         self.facts: dict[str, dict[str, Any]] = {}
         self.models: list[Served] = served_models(deployment)
+        # Of all models that there were, by their numbers.
+        self.model_names = [one.name for one in self.models]
         self.port = self.admin_port = 0
+        self.folder: Path | None = None
         self._log, self._token_file, self._told = log, token_file, told
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
         self._changed = asyncio.Event()
         self._children: dict[str, _Child] = {}
         self._fault: str | None = None
         self._was_ready = False
-        self._folder: Path | None = None
         self._changing = asyncio.Lock()
-        self._changes, self._next_number = 0, len(self.models)
+        self._changes = 0
         self._change: asyncio.Future[str | None] | None = None
 
     def stop(self) -> None:
@@ -119,7 +121,7 @@ class Supervisor:
         async with self._changing:
             names = {name for name, _ in come}
             former = {one.name: one for one in self.models}
-            numbers = itertools.count(self._next_number)
+            numbers = itertools.count(len(self.model_names))
             loaded = [
                 Served(next(numbers), name, model, version=str(int(former[name].version) + 1 if name in former else 1))
                 for name, model in come
@@ -129,11 +131,11 @@ class Supervisor:
             check_names(models)
             if not models:
                 raise ServingError("No model would be left; a server has at least one. Stop it, or load another first.")
-            self._next_number += len(loaded)
+            self.model_names += [one.name for one in loaded]
             await self._order_change(loaded, gone)
             self.models = models
-            assert self._folder is not None
-            write_models(models, self._folder)
+            assert self.folder is not None
+            write_models(models, self.folder)
 
     async def _order_change(self, come: list[Served], leave: list[Served]) -> None:
         """Have the scheduler make a change."""
@@ -186,7 +188,7 @@ class Supervisor:
             server = replace(server, port=self.port)
             write_document(replace(self.deployment, server=server), folder / "deployment.json")
             write_models(self.models, folder)
-            self._folder = folder
+            self.folder = folder
             async with self._keeping(self._describe(folder)):
                 await self._stopping.wait()
         if self._fault is not None:

@@ -22,6 +22,8 @@ from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server.channel import Channel, Closed, Kind, connect
 from meshwright.serving.server.loading import Held, Loader
 from meshwright.serving.server.models import run_batch
+from meshwright.serving.server.models.runnable import Arrays, Runnable
+from meshwright.serving.server.recording import Recorder, Recording
 from meshwright.serving.server.reports import (
     Orders,
     end_after_input,
@@ -38,6 +40,27 @@ _AGAIN_S = 0.02
 _PING = -1
 
 
+class _Timed:
+    """A model whose runs are noted."""
+
+    def __init__(self, model: Runnable, recording: Recording) -> None:
+        self.inputs, self.outputs = model.inputs, model.outputs
+        self.largest, self.platform = model.largest, model.platform
+        self._model, self._recording = model, recording
+
+    def run(self, arrays: Arrays) -> Arrays:
+        """As the model."""
+        begin = time.monotonic_ns()
+        try:
+            return self._model.run(arrays)
+        finally:
+            self._recording.row_of_run(begin, time.monotonic_ns())
+
+    def sample(self, count: int) -> Arrays:
+        """As the model."""
+        return self._model.sample(count)
+
+
 class Worker:
     """See the module's docstring. ``held`` are the models that it has from the begin."""
 
@@ -47,7 +70,8 @@ class Worker:
         self._slabs: dict[tuple[int, int], Slab] = {}
         self._epoch = 0
         self._silent_until = 0.0
-        self._orders = Orders()
+        self._orders, self._recorder = Orders(), Recorder(lambda: [self])
+        self.recording: Recording | None = None
 
     def run(self) -> None:
         """Serve; connect again where the scheduler has gone. Ends with SystemExit."""
@@ -67,7 +91,7 @@ class Worker:
             sources = [channel, sys.stdin, self._loader]
             ready, _, _ = select.select(sources, [channel] if channel.is_waiting else [], [])
             if sys.stdin in ready:
-                self._orders.read()
+                self._recorder.obey(self._orders.read())
             if self._loader in ready:
                 for loaded in self._loader.take():
                     if isinstance(loaded, Held):
@@ -96,7 +120,7 @@ class Worker:
         """Wait, and end if the supervisor has gone."""
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
         if ready:
-            self._orders.read()
+            self._recorder.obey(self._orders.read())
 
     def _compute(self, cells: Ints) -> Ints:
         """Run a batch; what is to be told of it."""
@@ -108,7 +132,10 @@ class Worker:
         late = np.flatnonzero(deadlines < begin + expected)
         places = np.arange(count) if len(late) == 0 else np.flatnonzero(deadlines >= begin + expected)
         failed = self._run(model, requests, places) if len(places) else places
-        head = np.array([Kind.RAN, number, begin, time.monotonic_ns(), len(late)], np.int64)
+        end = time.monotonic_ns()
+        if self.recording is not None:
+            self.recording.rows_of_batch((number, model, expected, begin, end), cells[4:], late, failed)
+        head = np.array([Kind.RAN, number, begin, end, len(late)], np.int64)
         return np.concatenate([head, late, failed])
 
     def _run(self, model: int, requests: Ints, places: Ints) -> Ints:
@@ -125,7 +152,10 @@ class Worker:
                 order.append(places[here])
         if not groups:
             return places
-        failures = run_batch(self._held[model].runnable, groups)
+        runnable = self._held[model].runnable
+        if self.recording is not None:
+            runnable = _Timed(runnable, self.recording)
+        failures = run_batch(runnable, groups)
         if failures.error:
             self._tell_of(model, failures.error)
             lost.append(np.concatenate(order)[list(failures.places)])

@@ -1,0 +1,99 @@
+"""A timeline of a server: its processes record for a while, and what they have noted is collected.
+
+Each process writes a file into the server's folder, in shared memory, when it is told to; one that has died, or
+computes a batch for long, is left out, and the timeline says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshwright.serving.server.recording import Recorded
+from meshwright.serving.server.supervisor import Supervisor
+from meshwright.serving.server.timeline import timeline_pieces
+from meshwright.serving.server.timeline_facts import Facts
+
+LEAST_S, MOST_S = 0.1, 30.0
+# Rows that processes of a kind note at most, all of them together; Perfetto is slow with more requests.
+_MOST = {"front": 2**15, "worker": 2**16, "scheduler": 2**17}
+# How long a process may take to write what it has noted, which is some megabytes; a worker ends its batch first.
+_PATIENCE_S, _LOOK_S = 5.0, 0.02
+
+
+class Busy(Exception):  # noqa: N818 - it is an answer
+    """Another timeline is being recorded, for ``seconds`` still."""
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+
+class Ending(Exception):  # noqa: N818 - it is an answer
+    """The server ends, or has not begun."""
+
+
+class Collector:
+    """Records timelines of a supervisor's processes, one at a time."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._until: float | None = None
+        self._count = 0
+
+    async def collect(self, seconds: float) -> Iterator[bytes]:
+        """Record from now on for so long; the trace in pieces. Raises Busy, Ending."""
+        if self._until is not None:
+            raise Busy(max(math.ceil(self._until - time.monotonic()), 1))
+        self._until = time.monotonic() + seconds
+        try:
+            return timeline_pieces(await self._record(seconds))
+        finally:
+            self._until = None
+
+    async def _record(self, seconds: float) -> Facts:
+        supervisor, folder = self._supervisor, self._supervisor.folder
+        asked = supervisor.process_ids()
+        if folder is None or not asked:
+            raise Ending
+        for left in folder.glob("recorded-*"):  # of processes that were too slow
+            left.unlink(missing_ok=True)
+        kinds = [name.partition("-")[0] for name in asked]
+        begin_ns = time.monotonic_ns()
+        for name, kind in zip(asked, kinds, strict=True):
+            supervisor.order(name, record=_MOST[kind] // kinds.count(kind))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(supervisor.stopped(), seconds)
+            raise Ending
+        end_ns = time.monotonic_ns()
+        self._count += 1
+        paths = {name: folder / f"recorded-{name}-{self._count}.npz" for name in asked}
+        for name, path in paths.items():
+            supervisor.order(name, deliver=str(path))
+        end_s = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < end_s and any(
+            not path.exists() and supervisor.process_ids().get(name) == asked[name] for name, path in paths.items()
+        ):
+            await asyncio.sleep(_LOOK_S)
+        found = await asyncio.to_thread(_read, paths)
+        return Facts(
+            begin_ns=begin_ns,
+            end_ns=end_ns,
+            models=supervisor.model_names,
+            processes=found,
+            missing=[name for name in paths if name not in found],
+        )
+
+
+def _read(paths: dict[str, Path]) -> dict[str, Recorded]:
+    """What has come; the files are gone then."""
+    found = {}
+    for name, path in paths.items():
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = Recorded(path)
+            path.unlink()
+    return found

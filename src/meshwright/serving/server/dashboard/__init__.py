@@ -1,0 +1,30 @@
+"""The page of a server's admin door: how it is, second by second. Its own files, and what all pages are made of."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+
+from meshwright.report.page import page_script, page_style
+
+_HTML, _SCRIPT, _STYLE = b"text/html; charset=utf-8", b"text/javascript; charset=utf-8", b"text/css; charset=utf-8"
+# In the order in which they build on each other.
+SCRIPTS = ("figures.js", "sparklines.js", "dashboard.js")
+
+
+@cache
+def read_asset(path: str) -> tuple[bytes, bytes] | None:
+    """Type and content of a file of the page; None for any other path."""
+    match path:
+        case "/":
+            return _HTML, _read("dashboard.html").encode()
+        case "/dashboard.css":
+            return _STYLE, f"{page_style()}\n{_read('dashboard.css')}".encode()
+        case "/dashboard.js":
+            return _SCRIPT, "\n".join([page_script(), *map(_read, SCRIPTS)]).encode()
+        case _:
+            return None
+
+
+def _read(name: str) -> str:
+    return (resources.files("meshwright.serving.server.dashboard") / name).read_text(encoding="utf-8")

@@ -1,0 +1,107 @@
+"""Where does the time of requests go? What processes have noted (`recording`), as a trace for https://ui.perfetto.dev.
+
+process    the scheduler, each device, each front
+thread     of a device: its batches, and in them the model at work; of a front: requests, of which as many threads
+           of one name as requests were under way at once, since Perfetto wants the spans of a thread to nest
+X          a batch, a request; in the request: what it waited for (`timeline_requests`)
+s, t, f    an arrow from a request to its batch, and from there to its answer
+i          what the scheduler decided, and what else it saw
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import msgspec
+
+from meshwright.serving.policies.pool import RESIZE, RUN
+from meshwright.serving.server.live import CANCEL, DOWN, UP, WAKE
+from meshwright.serving.server.timeline_facts import Batch, Facts, Known, fate_name, learn, read_batches
+from meshwright.serving.server.timeline_requests import request_events
+from meshwright.serving.server.trace_events import Event, Trace
+
+_SEEN = {CANCEL: "request cancelled", UP: "device is there", DOWN: "device has gone", WAKE: "timer"}
+
+
+def timeline_pieces(facts: Facts) -> Iterator[bytes]:
+    """The text of the trace, in pieces. ``otherData`` tells what it holds, and what it lacks."""
+    fronts, known = facts.of("front"), Known()
+    batches = [batch for name, worker in facts.of("worker").items() for batch in read_batches(name, worker, known)]
+    if scheduler := facts.processes.get("scheduler"):
+        learn(known, scheduler)
+    told = {
+        "seconds": (facts.end_ns - facts.begin_ns) / 1e9,
+        "requests": sum(len(each["requests"]) for each in fronts.values()),
+        "batches": len(batches),
+        "cut": sorted(name for name, each in facts.processes.items() if each.is_cut),
+        "missing": sorted(facts.missing),
+    }
+    begins = [int(each["requests"][:, 0].min()) for each in fronts.values() if len(each["requests"])]
+    trace = Trace(min([facts.begin_ns, *begins, *(batch.begin for batch in batches)]))
+    yield b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[\n' % msgspec.json.encode(told)
+    yield from trace.text(_scheduler_events(trace, facts, told))
+    yield from trace.text(_device_events(trace, facts, batches, known))
+    yield from trace.text(request_events(trace, facts, known))
+    yield b"\n]}\n"
+
+
+def _scheduler_events(trace: Trace, facts: Facts, told: Event) -> Iterator[Event]:
+    pid, named = trace.process("scheduler")
+    yield from named
+    tid, named = trace.thread(pid, "recording")
+    yield from named
+    yield trace.span((pid, tid), "recording", "recording", facts.begin_ns, facts.end_ns, told)
+    scheduler = facts.processes.get("scheduler")
+    if scheduler is None:
+        return
+    tid, named = trace.thread(pid, "decisions")
+    yield from named
+    for moment, kind, target, model, count in scheduler["decisions"].tolist():
+        if kind == RESIZE:
+            yield trace.instant((pid, tid), f"{target} devices wanted", "decision", moment, {"devices": target})
+            continue
+        what = f"run on device {target}" if kind == RUN else f"drop, {fate_name(target)}"
+        args = {"model": facts.models[model], "samples": count}
+        yield trace.instant((pid, tid), f"{what}: {facts.models[model]} × {count}", "decision", moment, args)
+    tid, named = trace.thread(pid, "timers, devices, cancelled")
+    yield from named
+    for kind, moment, first, second, _, _ in scheduler["events"].tolist():
+        if kind in _SEEN:
+            args = {CANCEL: {"slot": second & 0xFFFFFFFF}, UP: {"device": first}, DOWN: {"device": first}, WAKE: {}}[
+                kind
+            ]
+            yield trace.instant((pid, tid), _SEEN[kind], "event", moment, args)
+
+
+def _device_events(trace: Trace, facts: Facts, batches: list[Batch], known: Known) -> Iterator[Event]:
+    of_worker: dict[str, list[Batch]] = defaultdict(list)
+    for batch in batches:
+        of_worker[batch.worker].append(batch)
+    for name, worker in facts.of("worker").items():
+        pid, named = trace.process(name.replace("worker-", "device "))
+        yield from named
+        tid, named = trace.thread(pid, "batches")
+        yield from named
+        known.places[name] = pid, tid
+        for batch in of_worker[name]:
+            yield _batch_span(trace, (pid, tid), facts.models[batch.model], batch)
+        for begin, end in worker["runs"].tolist():
+            yield trace.span((pid, tid), "model", "model", begin, end, {})
+
+
+def _batch_span(trace: Trace, place: tuple[int, int], model: str, batch: Batch) -> Event:
+    taken = batch.end - batch.begin
+    counts = {"late": batch.late, "passed_over": batch.passed_over, "failed": batch.failed}
+    words = "".join(f", {count} {what.replace('_', ' ')}" for what, count in counts.items() if count)
+    args = {
+        "batch": batch.number,
+        "model": model,
+        "samples": batch.size,
+        "expected_us": batch.expected / 1e3,
+        "taken_us": taken / 1e3,
+        "over_expected_us": (taken - batch.expected) / 1e3,
+        **counts,
+    }
+    kind = "batch,late" if batch.late or batch.passed_over else "batch"
+    return trace.span(place, f"{model} × {batch.size}{words}", kind, batch.begin, batch.end, args)

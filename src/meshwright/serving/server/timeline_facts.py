@@ -1,0 +1,97 @@
+"""What was recorded of a server, put together: batches, and what became of each sample outside of its front."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.serving.server.gate import Fate
+from meshwright.serving.server.live import ARRIVE
+from meshwright.serving.server.recording import Recorded
+
+# Model, request (connection and slot), deadline: known so to all processes.
+Sample = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What was recorded: by whom, from when to when (ns), of which models, by number; ``missing`` did not answer."""
+
+    begin_ns: int
+    end_ns: int
+    models: Sequence[str]
+    processes: Mapping[str, Recorded]
+    missing: Sequence[str] = ()
+
+    def of(self, kind: str) -> dict[str, Recorded]:
+        """Processes of a kind, in the order of their numbers."""
+        names = [name for name in self.processes if name.startswith(f"{kind}-")]
+        return {name: self.processes[name] for name in sorted(names, key=lambda name: int(name.rpartition("-")[2]))}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Batch:
+    """A batch, of whose samples some were passed over, failed, or were done after their deadline."""
+
+    worker: str
+    number: int
+    model: int
+    expected: int
+    begin: int
+    end: int
+    size: int
+    passed_over: int
+    failed: int
+    late: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Known:
+    """What others than the fronts know of samples; ``decided`` by model and request, as slots are used again."""
+
+    arrived: dict[Sample, int] = field(default_factory=dict)
+    decided: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    batches: dict[Sample, Batch] = field(default_factory=dict)
+    # Where batches of a worker are drawn.
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def fate_name(fate: int) -> str:
+    """A fate in words."""
+    return Fate(fate).name.lower()
+
+
+def read_batches(name: str, worker: Recorded, known: Known) -> Iterator[Batch]:
+    """Batches of a worker, in order; which samples ran where is known from then on."""
+    first = 0
+    for number, model, expected, begin, end, size in worker["batches"].tolist():
+        samples = worker["samples"][first : first + size]
+        first += size
+        deadlines, outcomes = samples[:, 1], samples[:, 2]
+        batch = Batch(
+            worker=name,
+            number=number,
+            model=model,
+            expected=expected,
+            begin=begin,
+            end=end,
+            size=size,
+            passed_over=int((outcomes == 1).sum()),
+            failed=int((outcomes == 2).sum()),
+            late=int(((outcomes == 0) & (deadlines < end)).sum()),
+        )
+        known.batches |= {(model, request, deadline): batch for request, deadline, _ in samples.tolist()}
+        yield batch
+
+
+def learn(known: Known, scheduler: Recorded) -> None:
+    """When samples came to the scheduler, and when it decided."""
+    events = scheduler["events"]
+    for _, moment, model, request, deadline, _ in events[events[:, 0] == ARRIVE].tolist():
+        known.arrived.setdefault((model, request, deadline), moment)
+    chosen, first = scheduler["chosen"].ravel().tolist(), 0
+    for moment, _, _, model, count in scheduler["decisions"].tolist():
+        for request in chosen[first : first + count]:
+            known.decided[model, request].append(moment)
+        first += count
