@@ -36,6 +36,7 @@ _FATES = {
     Fate.FAILED: "The model failed on this request.",
 }
 _DONE = Fate.DONE
+_now_ns = time.monotonic_ns
 _NO_ROOM = "There is no room for this request's tensors, as others are being answered. Try again later."
 _NOT_READY = "The server is not ready. Try again later."
 # The Open Inference Protocol's metadata name extensions; this is Triton's, for tensors as binary.
@@ -76,11 +77,6 @@ class Front:
 
     # --- inference ----------------------------------------------------------------------------
 
-    def check_ready(self) -> None:
-        """Raise Refusal unless requests can be answered."""
-        if not self.gate.is_ready:
-            raise Refusal(503, _NOT_READY)
-
     def timeout_ns(self, asked: Asked, milliseconds: bytes | None) -> int:
         """How long a request may take that says so itself, by its parameter, by X-Request-Timeout-Ms, or both."""
         limits = [] if asked.timeout_us is None else [asked.timeout_us * 1000]
@@ -96,8 +92,13 @@ class Front:
     def submit(
         self, call: Call, served: Served, asked: Asked, deadline_ns: int, reply: Callable[[Ticket], None]
     ) -> None:
-        """Put what is asked into slots, and ask for an answer; ``reply`` is told, and then calls `conclude`."""
+        """Put what is asked into slots, and ask for an answer; ``reply`` is told, and then calls `conclude`.
+
+        Raises Refusal where the server is not ready, or has no room.
+        """
         gate, model = self.gate, served.model
+        if not gate.is_ready:
+            raise Refusal(503, _NOT_READY)
         slots = gate.reserve(model, asked.count)
         if slots is None:
             raise Refusal(503, _NO_ROOM)
@@ -123,7 +124,7 @@ class Front:
             if fate is not _DONE:
                 raise Refusal(500 if fate == Fate.FAILED else 503, _FATES[fate])
             answer(call, served, asked, ticket.slots)
-            served.counts.note_done(time.monotonic_ns() - call.begun_ns, asked.count)
+            served.counts.note_done(_now_ns() - call.begun_ns, asked.count)
         finally:
             self.gate.release(ticket)
 
@@ -172,7 +173,8 @@ class Front:
         """A model by name and version, None for the only one. Raises Refusal."""
         served = self.served().get(name)
         if served is None:
-            self.check_ready()
+            if not self.gate.is_ready:
+                raise Refusal(503, _NOT_READY)
             raise Refusal(404, f"There is no model {name[:SHOWN]!r}; POST /v2/repository/index tells what there is.")
         if number is not None and number != served.model.version:
             raise Refusal(

@@ -17,8 +17,9 @@ import uvloop
 
 from meshwright.serving.server.counters import Counts
 from meshwright.serving.server.gate import Gate
-from meshwright.serving.server.http import serve_http
+from meshwright.serving.server.http import HttpServer, serve_http
 from meshwright.serving.server.reports import Orders, keep_what_is_there, report, reporting_errors
+from meshwright.serving.server.rpc import RpcServer, serve_rpc
 from meshwright.spec import ServingError, read_deployment
 
 _EVERY_S, _DRAIN_S = 1.0, 25.0
@@ -32,6 +33,9 @@ async def serve(folder: Path, token: str | None) -> None:
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     loop.add_reader(sys.stdin, Orders().read)
     http = await serve_http(gate, settings, token=token)
+    servers: list[HttpServer | RpcServer] = [http]
+    if settings.grpc:
+        servers.append(await serve_rpc(http.front, settings))
 
     def tell() -> None:
         counts = http.front.counts
@@ -51,7 +55,7 @@ async def serve(folder: Path, token: str | None) -> None:
         tell()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), _EVERY_S)
-    await http.drain(_DRAIN_S)
+    await asyncio.gather(*(server.drain(_DRAIN_S) for server in servers))
     connecting.cancel()
 
 

@@ -76,7 +76,6 @@ class Paths:
     def _infer(self, exchange: Exchange, served: Served) -> None:
         exchange.served = served
         front, codec, headers = self._front, served.codec, exchange.headers
-        front.check_ready()
         body = self._plain_body(exchange) if b"content-encoding" in headers else exchange.body
         length = headers.get(b"inference-header-content-length")
         asked = codec.decode(body, None if length is None else read_integer("Inference-Header-Content-Length", length))

@@ -75,7 +75,7 @@ class Supervisor:
     ) -> None:
         self.deployment = deployment
         self.facts: dict[str, dict[str, Any]] = {}
-        self.port = self.admin_port = 0
+        self.port = self.grpc_port = self.admin_port = 0
         self._log, self._token_file, self._told = log, token_file, told
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
         self._changed = asyncio.Event()
@@ -127,8 +127,10 @@ class Supervisor:
     async def run(self) -> None:
         """Start all, and keep them up until `stop`."""
         check_served(self.deployment)
-        with _reserved_port(self.deployment) as self.port, _own_folder() as folder:
-            server = replace(self.deployment.server, port=self.port)
+        given = self.deployment.server
+        grpc = _reserved_port(given.host, given.grpc_port) if given.grpc else contextlib.nullcontext(given.grpc_port)
+        with _reserved_port(given.host, given.port) as self.port, grpc as self.grpc_port, _own_folder() as folder:
+            server = replace(given, port=self.port, grpc_port=self.grpc_port)
             write_document(replace(self.deployment, server=server), folder / "deployment.json")
             async with self._keeping(self._describe(folder)):
                 await self._stopping.wait()
@@ -283,21 +285,19 @@ async def _await_end(children: list[_Child], limit_s: float, hurrying: asyncio.E
 
 
 @contextlib.contextmanager
-def _reserved_port(deployment: Deployment) -> Any:
-    """The port of the deployment's server, or a free one for 0; fronts share it, and nobody else gets it meanwhile."""
-    server = deployment.server
-    with socket.socket(socket.AF_INET6 if ":" in server.host else socket.AF_INET) as reserved:
+def _reserved_port(host: str, port: int) -> Any:
+    """A port, or a free one for 0; fronts share it, and nobody else gets it meanwhile."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as reserved:
         try:
             # Without sharing first: what listens there already is found.
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             with socket.socket(reserved.family) as alone:
                 alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                alone.bind((server.host, server.port))
-            reserved.bind((server.host, server.port))
+                alone.bind((host, port))
+            reserved.bind((host, port))
         except OSError as error:
             raise ServingError(
-                f"Nothing can listen at {server.host} port {server.port}: {error.strerror}. Choose another port, or 0 "
-                "for a free one."
+                f"Nothing can listen at {host} port {port}: {error.strerror}. Choose another port, or 0 for a free one."
             ) from None
         yield reserved.getsockname()[1]
 

@@ -136,30 +136,15 @@ class Codec:
 
     def decode(self, body: bytes, json_bytes: int | None = None) -> Asked:
         """Read a request; ``json_bytes`` is how long the JSON is if tensors follow it. Raises BadRequest."""
-        text: bytes | memoryview = body
-        rest: bytes | memoryview = b""
-        if json_bytes is not None:
-            view = memoryview(body)
-            text, rest = view[:json_bytes], view[json_bytes:]
+        text = body if json_bytes is None else memoryview(body)[:json_bytes]
         try:
             request = _REQUESTS.decode(text)
         except NOT_DECODED as error:
             raise BadRequest(explain(error)) from None
-        at = 0
-
-        def take(place: InputPlace, item: Input, number: int) -> Any:
-            nonlocal at
-            if item.parameters is None:
-                return place.pack(item.data, number)
-            value, size = place.take(item, item.parameters, rest, at, number)
-            at += size
-            return value
-
-        count, values = self.read_inputs(request.inputs, take)
-        if at != len(rest):
-            raise BadRequest(
-                f"{len(rest)} bytes follow the JSON, and inputs say binary_data_size of {at} in sum; expected as many."
-            )
+        if json_bytes is None:
+            count, values = self.read_inputs(request.inputs, InputPlace.pack)
+        else:
+            count, values = self._read_binary(request.inputs, memoryview(body)[json_bytes:])
         if request.parameters is None and request.outputs is None and request.id is None and self._all_can_be_json:
             return Asked(count, values, self._all_as_json)
         return self.asked(request, count, values)
@@ -276,6 +261,25 @@ class Codec:
                 )
             chosen[item.name] = (place, is_binary)
         return list(chosen.values())
+
+    def _read_binary(self, items: Sequence[Input], rest: memoryview) -> tuple[int, list[Any]]:
+        """Inputs some of which follow the JSON, one after the other."""
+        at = 0
+
+        def take(place: InputPlace, item: Input, count: int) -> Any:
+            nonlocal at
+            if item.parameters is None:
+                return place.pack(item, count)
+            value, size = place.take(item, item.parameters, rest, at, count)
+            at += size
+            return value
+
+        count, values = self.read_inputs(items, take)
+        if at != len(rest):
+            raise BadRequest(
+                f"{len(rest)} bytes follow the JSON, and inputs say binary_data_size of {at} in sum; expected as many."
+            )
+        return count, values
 
     def _count(self, place: InputPlace, shape: Sequence[int]) -> int:
         """How many samples an input of this shape has."""

@@ -63,6 +63,7 @@ class Input(msgspec.Struct, gc=False):
     parameters: InputParameters | None = None
 
 
+_NO_PARAMETERS = InputParameters()
 # What decoders raise for what is not JSON, or not as it should be: too deeply nested, and integers that are too long.
 NOT_DECODED = (msgspec.DecodeError, RecursionError, ValueError)
 
@@ -83,8 +84,11 @@ class InputPlace:
             nested = list[nested]
         self._nested = msgspec.json.Decoder(nested)
 
-    def pack(self, data: msgspec.Raw | msgspec.UnsetType, count: int) -> bytes:
-        """Values of so many samples, as a slab has them. Raises BadRequest."""
+    def pack(self, item: Input, count: int) -> Any:
+        """Values of so many samples, as a slab has them, where no bytes follow the JSON. Raises BadRequest."""
+        data, parameters = item.data, item.parameters
+        if parameters is not None and parameters != _NO_PARAMETERS:
+            return self.take(item, parameters, b"", 0, count)[0]
         if data is msgspec.UNSET:
             raise BadRequest(f"Input {self.name!r} has no data; expected data, or binary_data_size.")
         if not self._letter:
@@ -120,7 +124,7 @@ class InputPlace:
         if parameters.shared_memory_region is not None:
             raise self.lies_elsewhere()
         if size is None:
-            return self.pack(item.data, count), 0
+            return self.pack(item, count), 0
         if item.data is not msgspec.UNSET:
             raise BadRequest(f"Input {self.name!r} has both data and binary_data_size; expected one of them.")
         if size != count * self.sample_bytes:
