@@ -202,7 +202,7 @@ def test_what_is_wrong_is_told(tmp_path):
         ),
         (
             request(raw=False, inputs=[{"name": "x", "datatype": "FP32", "shape": [2**62, 4]}]),
-            "expected 1 to 1024 in a request",
+            "expected 1 to 512 in a request",
         ),
     ]
     gate = FakeGate(tmp_path)
@@ -381,6 +381,17 @@ def test_no_more_calls_than_there_may_be(tmp_path):
         return (await first)[0], second[0]
 
     assert run(gate, scenario, connections=1) == (grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def test_no_more_connections_than_there_may_be(tmp_path):
+    async def scenario(server, channel):
+        first = await outcome(call(channel, request()))
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options) as other:
+            return first[0], (await outcome(call(other, request())))[0], (await outcome(call(channel, request())))[0]
+
+    told = run(FakeGate(tmp_path), scenario, connections=1)
+    assert told == (grpc.StatusCode.OK, UNAVAILABLE, grpc.StatusCode.OK)
 
 
 def test_idle_connections_are_closed_and_made_again(tmp_path):

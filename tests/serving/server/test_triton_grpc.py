@@ -177,18 +177,38 @@ def small(rows=1):
 SLOW = EMULATED.replace("1 ms", "300 ms").replace("devices = 2", "devices = 1").replace("largest = 64", "largest = 1")
 
 
-def test_overload_is_unavailable_and_what_is_under_way_at_the_end_is_answered(tmp_path):
+async def cancel_many(server, client):
+    """Requests that wait are not computed when they are cancelled."""
+    tasks = [asyncio.create_task(client.infer("m", small())) for _ in range(10)]
+    await asyncio.sleep(0.15)
+    for task in tasks:
+        task.cancel()
+    told = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(each, BaseException) for each in told)
+    # One runs, and one may be with the worker already.
+    status = await asyncio.to_thread(
+        server.wait_for, lambda status: status["models"][0]["fates"].get("cancelled", 0) >= 8
+    )
+    assert status["models"][0]["fates"].get("done", 0) <= 2
+
+
+async def ask_more_than_can_be_answered(client):
+    crowd = [client.infer("m", small(), timeout=900_000) for _ in range(20)]
+    told = await asyncio.gather(*crowd, return_exceptions=True)
+    done = [each for each in told if not isinstance(each, BaseException)]
+    refused = [each for each in told if isinstance(each, errors.InferenceServerException)]
+    assert 1 <= len(done) < 20
+    assert len(done) + len(refused) == 20
+    assert {each.status() for each in refused} == {"StatusCode.UNAVAILABLE"}
+
+
+def test_what_is_cancelled_too_much_or_under_way_at_the_end(tmp_path):
     with serving(tmp_path, SLOW) as server:
 
         async def main():
             async with triton_aio.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
-                crowd = [client.infer("m", small(), timeout=900_000) for _ in range(20)]
-                told = await asyncio.gather(*crowd, return_exceptions=True)
-                done = [each for each in told if not isinstance(each, BaseException)]
-                refused = [each for each in told if isinstance(each, errors.InferenceServerException)]
-                assert 1 <= len(done) < 20
-                assert len(done) + len(refused) == 20
-                assert {each.status() for each in refused} == {"StatusCode.UNAVAILABLE"}
+                await cancel_many(server, client)
+                await ask_more_than_can_be_answered(client)
                 last = [asyncio.create_task(client.infer("m", small())) for _ in range(3)]
                 await asyncio.sleep(0.1)
                 pids = server.pids()
@@ -197,30 +217,9 @@ def test_overload_is_unavailable_and_what_is_under_way_at_the_end_is_answered(tm
                     assert answer.as_numpy("y").tolist() == [[0, 1, 2]]
                 return pids
 
-        pids = asyncio.run(asyncio.wait_for(main(), 60))
+        pids = asyncio.run(asyncio.wait_for(main(), 90))
         assert server.process.wait(40) == 0
         wait_until_gone(pids.values())
-
-
-def test_cancelled_requests_are_not_computed(tmp_path):
-    with serving(tmp_path, SLOW) as server:
-
-        async def main():
-            async with triton_aio.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
-                tasks = [asyncio.create_task(client.infer("m", small())) for _ in range(10)]
-                await asyncio.sleep(0.15)
-                for task in tasks:
-                    task.cancel()
-                told = await asyncio.gather(*tasks, return_exceptions=True)
-                assert all(isinstance(each, BaseException) for each in told)
-                # One runs, and one may be with the worker already.
-                status = await asyncio.to_thread(
-                    server.wait_for, lambda status: status["models"][0]["fates"].get("cancelled", 0) >= 8
-                )
-                assert status["models"][0]["fates"].get("done", 0) <= 2
-
-        asyncio.run(asyncio.wait_for(main(), 60))
-        assert server.end() == 0
 
 
 def test_a_token_is_asked_for(tmp_path):
@@ -236,11 +235,4 @@ def test_a_token_is_asked_for(tmp_path):
                     assert told.value.status() == "StatusCode.UNAUTHENTICATED"
             answer = client.infer("m", small(), headers={"authorization": "bearer secret"})
             assert answer.as_numpy("y").tolist() == [[0, 1, 2]]
-        assert server.end() == 0
-
-
-def test_without_grpc_there_is_no_port(tmp_path):
-    with serving(tmp_path, EMULATED, "--no-grpc") as server:
-        assert server.port
-        assert server.grpc is None
         assert server.end() == 0

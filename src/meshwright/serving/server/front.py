@@ -175,7 +175,7 @@ class Front:
         if served is None:
             if not self.gate.is_ready:
                 raise Refusal(503, _NOT_READY)
-            raise Refusal(404, f"There is no model {name[:SHOWN]!r}; POST /v2/repository/index tells what there is.")
+            raise Refusal(404, f"There is no model {name[:SHOWN]!r}; the repository's index tells what there is.")
         if number is not None and number != served.model.version:
             raise Refusal(
                 404, f"Model {name!r} has no version {number[:SHOWN]!r}; expected {served.model.version!r}, or none."
