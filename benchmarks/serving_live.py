@@ -144,7 +144,7 @@ def serving(deployment: Deployment | Path, *options: str) -> Iterator[Process]:
             write_document(deployment, path)
         port, admin = free_port(), free_port()
         command = [sys.executable, "-m", "meshwright", "serve", str(path), "--port", str(port)]
-        command += ["--admin-port", str(admin), *options]
+        command += ["--grpc-port", "0", "--admin-port", str(admin), *options]
         with running(command, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}", "/v2/health/ready") as server:
             time.sleep(2.0)  # what is late here has to be measured before it counts
             yield server

@@ -117,7 +117,7 @@ def third_party_imports(path: Path) -> set[str]:
 
 
 # Names of packages that are imported under another one.
-IMPORTED_AS = {"scikit_learn": "sklearn", "z3_solver": "z3"}
+IMPORTED_AS = {"grpcio": "grpc", "protobuf": "google", "scikit_learn": "sklearn", "z3_solver": "z3"}
 # Extras that packages without torch may use, beside the core.
 EXTRAS_WITHOUT_TORCH = {"records": ("tables",), "serving": ("serve",), "validation": ("tables", "validate")}
 

@@ -1,6 +1,6 @@
 """The server that a page starts: ``meshwright serve FILE &`` runs until ``kill %1``, or the end of the page.
 
-On a page that has such a command, the ports 8000 and 8002 of addresses stand for free ones of this machine. A server
+On a page that has such a command, the ports 8000 to 8002 of addresses stand for free ones of this machine. A server
 gets these as options, and its command has ended when it says that it is ready.
 """
 
@@ -18,7 +18,8 @@ from pathlib import Path
 from tests.processes import free_port
 
 _READY_S, _END_S, _LOOK_S = 120.0, 60.0, 0.05
-_PORTS = (":8000", ":8002")
+# Of addresses, and the options that they are of.
+_PORTS = {":8000": "--port", ":8001": "--grpc-port", ":8002": "--admin-port"}
 END = "kill %1"
 # Its whole sentence, over however many lines.
 _READY = re.compile(r"^Ready: [^\0]*\.\n", re.MULTILINE)
@@ -54,10 +55,10 @@ class Background:
         assert self._process is None, f"{command}: the page has a server already; end it with {END}"
         program, *words = shlex.split(command.removesuffix("&"))
         assert program == "meshwright", f"{command}: only meshwright runs in the background of a page"
-        port, admin_port = (port[1:] for port in self.ports.values())
+        ports = [word for shown, option in _PORTS.items() for word in (option, self.ports[shown][1:])]
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", program, *words, "--port", port, "--admin-port", admin_port],
+                [sys.executable, "-m", program, *words, *ports],
                 cwd=self._folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,

@@ -86,8 +86,9 @@ def test_a_comment_that_says_nothing_known_is_refused():
 
 def test_a_server_of_a_page_has_ports_of_its_own_and_says_so_to_nobody(tmp_path):
     server = Background(tmp_path, tmp_path / "out", {})
-    typed = server.typed("curl http://127.0.0.1:8000/v2 http://127.0.0.1:8002/status")
+    typed = server.typed("curl http://127.0.0.1:8000/v2 127.0.0.1:8001 http://127.0.0.1:8002/status")
     assert ":8000" not in typed
+    assert ":8001" not in typed
     assert ":8002" not in typed
-    assert server.shown(typed) == "curl http://127.0.0.1:8000/v2 http://127.0.0.1:8002/status"
+    assert server.shown(typed) == "curl http://127.0.0.1:8000/v2 127.0.0.1:8001 http://127.0.0.1:8002/status"
     assert server.end() == (0, "")

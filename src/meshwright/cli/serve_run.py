@@ -27,6 +27,10 @@ def run(
         str | None, typer.Option(help="The address to listen at; 0.0.0.0 is all of this machine's.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="The port of requests; 0 for a free one.", min=0, max=65_535)] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="The port of requests over gRPC; 0 for a free one.", min=0, max=65_535)
+    ] = None,
+    grpc: Annotated[bool | None, typer.Option(help="Whether to answer gRPC, too.", show_default=False)] = None,
     admin_port: Annotated[
         int | None, typer.Option(help="The port of metrics, on this machine only; 0 for a free one.", min=0, max=65_535)
     ] = None,
@@ -39,11 +43,15 @@ def run(
         Path | None, typer.Option(help="Write all events and decisions, which `serve replay` decides again.")
     ] = None,
 ) -> None:
-    """Serve models over HTTP (Open Inference Protocol v2), each request by its deadline; Ctrl-C ends it in order."""
+    """Serve models over HTTP and gRPC (Open Inference Protocol v2), each request by its deadline.
+
+    Ctrl-C ends it in order.
+    """
     from meshwright.serving.policies.named import load_policy
 
     given = read_deployment(deployment)
-    asked: dict[str, Any] = {"host": host, "port": port, "admin_port": admin_port, "fronts": fronts}
+    asked: dict[str, Any] = {"host": host, "port": port, "grpc": grpc, "grpc_port": grpc_port}
+    asked |= {"admin_port": admin_port, "fronts": fronts}
     chosen = replace(
         given,
         policy=policy or given.policy,
@@ -80,9 +88,11 @@ async def _welcome(supervisor: Supervisor) -> None:
         return
     deployment, server = supervisor.deployment, supervisor.deployment.server
     models = format_count(sum(model.copies for model in deployment.models), "model")
+    over_grpc = f" and grpc://{server.host}:{supervisor.grpc_port}" if server.grpc else ""
     note(
         f"Ready: {models} on {format_count(deployment.devices, 'device')} by policy {deployment.policy}, at "
-        f"http://{server.host}:{supervisor.port}/v2; metrics at http://127.0.0.1:{supervisor.admin_port}/metrics. "
+        f"http://{server.host}:{supervisor.port}/v2{over_grpc}; metrics at "
+        f"http://127.0.0.1:{supervisor.admin_port}/metrics. "
         "Ctrl-C ends it."
     )
 

@@ -18,7 +18,6 @@ from meshwright.spec.deployment import (
     Outage,
     Poisson,
     ServedModel,
-    Server,
     Straggler,
     TensorSpec,
     Trace,
@@ -103,6 +102,7 @@ from meshwright.spec.recompute import (
     with_recompute,
 )
 from meshwright.spec.scaling import Scaling
+from meshwright.spec.server import Server
 from meshwright.spec.sharding import OpPlacement, Partial, Replicate, Shard, Sharding
 from meshwright.spec.shipped import load_shipped_graph, shipped_graphs
 from meshwright.spec.slices import RNG_STATE_BYTES, Channel, StageSlice, slice_graph

@@ -3,7 +3,7 @@
     Latency    l(b) = α b + β seconds for a batch of b, or lines between measured sizes, up to a largest batch
     Arrivals   Poisson · Gamma (bursts) · Diurnal (a day's wave) · Trace (a file of moments)
     Trouble    Straggler · Outage: what happens to devices
-    Server     where it listens, and its limits
+    Server     where it listens, and its limits (`meshwright.spec.server`)
     Group      some of the devices, and which models they hold
     Query      a tree of calls, each of a model
     Trunk      the first layers of several models, which differ in their heads
@@ -32,10 +32,13 @@ from meshwright.spec.latency import LONGEST, NO_TIME, Latency
 from meshwright.spec.parsing import read_data
 from meshwright.spec.quantities import Bytes, Seconds
 from meshwright.spec.scaling import Scaling, check_scaling
+from meshwright.spec.server import Server
 
 _YEAR = 366 * LONGEST
-A_DAY, A_MINUTE, HALF_A_MINUTE = Seconds(86_400.0), Seconds(60.0), Seconds(30.0)
-_ROUNDING = 1 + 1e-9  # what sums of bytes may be off by
+A_DAY = Seconds(86_400.0)
+# What sums of bytes may be off by.
+_ROUNDING = 1 + 1e-9
+_SERVER = Server()
 MOST_MODELS, LARGEST_SAMPLE = 100_000, 2**30
 _check = partial(check_bounds, ServingError)
 
@@ -245,42 +248,6 @@ Trouble = Straggler | Outage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """Where a server listens, and its limits.
-
-    ``fronts`` are processes that read requests; ``device`` is where workers run: ``cpu``, or ``cuda`` for one GPU each.
-    ``tensor_bytes`` bounds the memory of requests that are being served, of each front and model. A request's body has
-    at most ``body_bytes`` and its headers ``header_bytes``; it must have come within ``receive`` seconds, and a
-    connection may be idle for ``idle``. Requests may ask for deadlines up to ``longest_deadline``. A worker that
-    computes one batch for ``stuck``, and much longer than expected, is killed and started again.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    admin_port: int = 8002
-    fronts: int = 1
-    device: str = "cpu"
-    tensor_bytes: int = 2**28
-    body_bytes: int = 2**26
-    header_bytes: int = 2**14
-    receive: Seconds = A_MINUTE
-    idle: Seconds = A_MINUTE
-    longest_deadline: Seconds = A_MINUTE
-    stuck: Seconds = HALF_A_MINUTE
-    connections: int = 20_000
-
-    def __post_init__(self) -> None:
-        what = "A server"
-        _check(what, port=(0, self.port, 65_535), admin_port=(0, self.admin_port, 65_535), fronts=(1, self.fronts, 256))
-        _check(what, tensor_bytes=(4096, self.tensor_bytes, 2**40), body_bytes=(256, self.body_bytes, 2**32))
-        _check(what, header_bytes=(256, self.header_bytes, 2**20), connections=(1, self.connections, 10**6))
-        for name in ("receive", "idle", "longest_deadline", "stuck"):
-            _check(what, **{name: (1e-3, getattr(self, name), LONGEST)})
-        if self.device not in ("cpu", "cuda"):
-            raise ServingError(f"A server's device is {self.device!r}; expected cpu or cuda.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """See the module's docstring.
 
@@ -301,7 +268,7 @@ class Deployment:
     guard: Seconds = NO_TIME
     jitter: float = 0.0
     troubles: tuple[Trouble, ...] = ()
-    server: Server = Server()
+    server: Server = _SERVER
     device_memory: Bytes | None = None
     groups: tuple[Group, ...] = ()
     queries: tuple[Query, ...] = ()

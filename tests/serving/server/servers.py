@@ -34,7 +34,7 @@ class Served:
 
     def __init__(self, process):
         self.process, self.lines = process, []
-        self.port = self.admin = None
+        self.port = self.admin = self.grpc = None
         self.is_ready = threading.Event()
         self.reading = threading.Thread(target=self._read, daemon=True)
         self.reading.start()
@@ -42,9 +42,12 @@ class Served:
     def _read(self):
         for line in self.process.stderr:
             self.lines.append(line)
-            found = re.search(r"Ready: .*at http://[^:]*:(\d+)/v2; metrics at http://127.0.0.1:(\d+)/", line)
+            found = re.search(
+                r"Ready: .*at http://[^:]*:(\d+)/v2(?: and grpc://[^:]*:(\d+))?; metrics at http://127.0.0.1:(\d+)/",
+                line,
+            )
             if found:
-                self.port, self.admin = map(int, found.groups())
+                self.port, self.grpc, self.admin = (None if port is None else int(port) for port in found.groups())
                 self.is_ready.set()
         self.is_ready.set()
 
@@ -103,8 +106,9 @@ def serving(folder, text=EMULATED, *options, is_ready=True, environment=None):
     """A server of a deployment; whatever happens, its processes end."""
     path = folder / "deployment.toml"
     path.write_text(text)
+    ports = [word for name in ("port", "grpc-port", "admin-port") for word in (f"--{name}", "0")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "serve", str(path), "--port", "0", "--admin-port", "0", *options],
+        [sys.executable, "-m", "meshwright", "serve", str(path), *ports, *options],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stdin=subprocess.DEVNULL,

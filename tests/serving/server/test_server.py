@@ -378,7 +378,8 @@ def test_a_log_is_decided_again_after_kills(tmp_path):
 def test_a_token_is_asked_for(tmp_path):
     token = tmp_path / "token"
     token.write_text("secret\n")
-    with serving(tmp_path, EMULATED, "--token-file", str(token)) as server:
+    with serving(tmp_path, EMULATED, "--token-file", str(token), "--no-grpc") as server:
+        assert server.grpc is None
         data = infer([(1, 2, 3)])[0]
         assert ask_once(server, data)[0] == 401
         for given, expected in (("wrong", 401), ("", 401), ("secret", 200)):

@@ -36,7 +36,7 @@ def refusal(tmp_path, text, *options, limit_s=60):
     return " ".join(errors[1].split())
 
 
-@pytest.mark.parametrize("option", ["--port", "--admin-port"])
+@pytest.mark.parametrize("option", ["--port", "--grpc-port", "--admin-port"])
 def test_a_port_in_use_is_told(tmp_path, option):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -10,8 +10,11 @@ front_process  a front: it reads requests from the network, and answers them
 http           its connections, and limits on what they may cost
 connection     one of them
 heads          heads of requests that were read before
+paths          what is answered at which path
+rpc            what is answered over gRPC
+messages       messages of that
 exchange       a request and its answer
-front          what is answered at which path
+front          what is answered, over HTTP and gRPC alike
 tensors        requests and answers of the Open Inference Protocol, as bytes
 values         those of one input or output
 answers        answers as bytes of HTTP

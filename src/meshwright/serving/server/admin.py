@@ -169,7 +169,9 @@ class Door:
         """All metrics as they are now, for prometheus_client."""
         status = status_of(self._supervisor)
         answers = CounterMetricFamily(
-            "meshwright_answers", "Requests answered over HTTP, by status.", labels=["model", "status"]
+            "meshwright_answers",
+            "Requests answered, by their status, that of HTTP also where it was gRPC.",
+            labels=["model", "status"],
         )
         seconds = HistogramMetricFamily(
             "meshwright_request_seconds", "From a request's first byte to its answer with status 200.", labels=["model"]

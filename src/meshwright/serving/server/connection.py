@@ -38,11 +38,11 @@ class Connection(asyncio.Protocol):
         *("_begun_ns", "_body", "_came", "_front", "_group", "_has_begun", "_header_bytes", "_headers", "_heads"),
         *("_held", "_is_going_on", "_is_lingering", "_is_over", "_is_paused", "_is_reading", "_left", "_most_body"),
         *("_most_header", "_owed", "_owes_continue", "_parser", "_parts", "_parts_bytes", "_quiet", "_server"),
-        *("_since_ns", "_size", "_stop", "_transport", "_unfed", "_url", "_waiting"),
+        *("_paths", "_since_ns", "_size", "_stop", "_transport", "_unfed", "_url", "_waiting"),
     )
 
     def __init__(self, server: HttpServer) -> None:
-        self._server, self._front, self._heads = server, server.front, server.heads
+        self._server, self._front, self._paths, self._heads = server, server.front, server.paths, server.heads
         self._most_header, self._most_body = server.limits.header_bytes, server.limits.body_bytes
         self._transport: Any = None
         self._parser: Any = httptools.HttpRequestParser(self)
@@ -306,7 +306,7 @@ class Connection(asyncio.Protocol):
         return self._is_paused or self._owed > _MOST_OWED
 
     def _begin(self, exchange: Exchange) -> None:
-        self._front.begin(exchange)
+        self._paths.begin(exchange)
         if not exchange.has_left:
             answer = exchange.answer
             exchange.owed += _EACH if answer is None else _EACH + len(answer)
@@ -351,7 +351,7 @@ class Connection(asyncio.Protocol):
         exchange = Exchange(self, b"", self._url, {}, b"", self._begun_ns)
         exchange.closes, exchange.fields = True, _CLOSE
         self._waiting.append(exchange)
-        self._front.refuse(exchange, refusal)
+        self._paths.refuse(exchange, refusal)
 
     def _close(self) -> None:
         """All that will be answered is."""

@@ -1,4 +1,4 @@
-"""A request as a connection has read it, and its answer; what is read off its method, path and headers."""
+"""A request, and its answer; what is read off its method, path and headers if it came over HTTP."""
 
 from __future__ import annotations
 
@@ -35,15 +35,25 @@ class Asker(Protocol):
 
 
 class Refusal(Exception):  # noqa: N818 - it is an answer
-    """An answer that says what is wrong with a request."""
+    """An answer that says what is wrong with a request, by a status of HTTP; ``fields`` are lines of its head."""
 
     def __init__(self, status: int, sentence: str, fields: bytes = b"") -> None:
         super().__init__(sentence)
         self.status, self.sentence, self.fields = status, sentence, fields
 
 
-class Exchange:
-    """A request, and its answer once it is there."""
+class Call:
+    """A request of any protocol, as far as a front needs it: when it began to come, and what it turned out to be."""
+
+    asked: Asked | None = None
+    served: Served | None = None
+    ticket: Ticket | None = None
+    trace: TraceContext | None = None
+    begun_ns: int
+
+
+class Exchange(Call):
+    """A request over HTTP, and its answer once it is there."""
 
     # Most requests leave most of these as they are: is the connection closed after the answer, and has that been sent;
     # lines of its head that do not depend on it; what it costs a connection to have it under way, about in bytes.
@@ -51,10 +61,6 @@ class Exchange:
     fields = b""
     owed = 0
     answer: bytes | None = None
-    asked: Asked | None = None
-    served: Served | None = None
-    ticket: Ticket | None = None
-    trace: TraceContext | None = None
 
     def __init__(
         self, asker: Asker, method: bytes, url: bytes, headers: dict[bytes, bytes], body: bytes, begun_ns: int

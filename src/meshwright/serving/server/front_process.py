@@ -17,9 +17,10 @@ import uvloop
 
 from meshwright.serving.server.counters import Counts
 from meshwright.serving.server.gate import Gate
-from meshwright.serving.server.http import serve_http
+from meshwright.serving.server.http import HttpServer, serve_http
 from meshwright.serving.server.recording import Recorder
 from meshwright.serving.server.reports import Orders, keep_what_is_there, report, reporting_errors
+from meshwright.serving.server.rpc import RpcServer, serve_rpc
 from meshwright.serving.server.tokens import read_token
 from meshwright.spec import read_deployment
 
@@ -33,6 +34,9 @@ async def serve(folder: Path, token: str | None) -> None:
     gate = Gate(folder, settings.tensor_bytes)
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     http = await serve_http(gate, settings, token=token)
+    servers: list[HttpServer | RpcServer] = [http]
+    if settings.grpc:
+        servers.append(await serve_rpc(http.front, settings))
     orders, recorder = Orders(), Recorder(lambda: [gate, http.front])
     loop.add_reader(sys.stdin, lambda: recorder.obey(orders.read()))
 
@@ -54,7 +58,7 @@ async def serve(folder: Path, token: str | None) -> None:
         tell()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), _EVERY_S)
-    await http.drain(_DRAIN_S)
+    await asyncio.gather(*(server.drain(_DRAIN_S) for server in servers))
     connecting.cancel()
 
 

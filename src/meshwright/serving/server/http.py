@@ -1,6 +1,6 @@
 """Connections of a front: HTTP/1.1 with keep-alive and pipelining, and limits on what each may cost.
 
-`Connection` hands each request to the `Front` as an `Exchange`; answers leave in the order in which requests came. No
+`Connection` hands each request to the `Paths` as an `Exchange`; answers leave in the order in which requests came. No
 task or timer belongs to a connection or request: `HttpServer` looks at a sixteenth of the connections at each of its
 ticks and ends those that take too long.
 
@@ -24,6 +24,7 @@ from meshwright.serving.server.connection import Connection
 from meshwright.serving.server.front import Front
 from meshwright.serving.server.gate import Gate
 from meshwright.serving.server.heads import Heads
+from meshwright.serving.server.paths import Paths
 from meshwright.spec import Server
 
 # Connections over the limit that are told so, rather than closed at once.
@@ -37,7 +38,7 @@ class HttpServer:
     """Connections of a front, and how long they may take; `serve_http` makes one."""
 
     def __init__(self, front: Front, limits: Server) -> None:
-        self.front, self.limits = front, limits
+        self.front, self.limits, self.paths = front, limits, Paths(front)
         self.receive_ns, self.idle_ns = round(limits.receive * 1e9), round(limits.idle * 1e9)
         self.heads = Heads()
         self.receiving_bytes = 0
@@ -103,7 +104,7 @@ class HttpServer:
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
         self._place = (self._place + 1) % _GROUPS
-        self.front.answers.tick()
+        self.paths.answers.tick()
         now_ns = time.monotonic_ns()
         for connection in list(self._groups[self._place]):
             connection.check(now_ns)

@@ -34,7 +34,7 @@ import numpy as np
 from meshwright.serving.policies.pool import CANCELLED, Ints
 
 if TYPE_CHECKING:
-    from meshwright.serving.server.exchange import Exchange
+    from meshwright.serving.server.exchange import Call
     from meshwright.serving.server.gate import Ticket
     from meshwright.serving.server.trace_context import TraceContext
 
@@ -65,21 +65,21 @@ class Recording:
         self.texts: list[bytes] = []
         self.is_cut = False
 
-    def rows_of_request(self, exchange: Exchange, ticket: Ticket | None, status: int, now: int) -> None:
+    def rows_of_request(self, call: Call, ticket: Ticket | None, status: int, now: int) -> None:
         """A request was answered, with ``status`` 0 if its client has gone; ``ticket`` if it was submitted."""
-        served = exchange.served
+        served = call.served
         if served is None:
             return
         text = -1
-        if exchange.trace is not None and len(self.texts) < self._most:
+        if call.trace is not None and len(self.texts) < self._most:
             text = len(self.texts)
-            self.texts.append(_described(exchange.trace))
+            self.texts.append(_described(call.trace))
         model = served.model
         slots: list[int] = [] if ticket is None else ticket.slots
         fate, deadline = (-1, 0) if ticket is None else (int(ticket.fate), ticket.deadline_ns)
         if not status:
             fate = CANCELLED
-        row = (exchange.begun_ns, now, status, fate, model.number, model.channel, deadline, len(slots), text)
+        row = (call.begun_ns, now, status, fate, model.number, model.channel, deadline, len(slots), text)
         self._note({"requests": row, "slots": slots})
 
     def rows_of_flush(self, channel: int, cells: list[int]) -> None:

@@ -74,7 +74,7 @@ class Supervisor:
         self.models: list[Served] = served_models(deployment)
         # Of all models that there were, by their numbers.
         self.model_names = [one.name for one in self.models]
-        self.port = self.admin_port = 0
+        self.port = self.grpc_port = self.admin_port = 0
         self.folder: Path | None = None
         self._log, self._token_file, self._told = log, token_file, told
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
@@ -183,9 +183,10 @@ class Supervisor:
     async def run(self) -> None:
         """Start all, and keep them up until `stop`."""
         check_served(self.deployment)
-        server = self.deployment.server
-        with reserved_port(server.host, server.port) as self.port, own_folder() as folder:
-            server = replace(server, port=self.port)
+        given = self.deployment.server
+        grpc = reserved_port(given.host, given.grpc_port) if given.grpc else contextlib.nullcontext(given.grpc_port)
+        with reserved_port(given.host, given.port) as self.port, grpc as self.grpc_port, own_folder() as folder:
+            server = replace(given, port=self.port, grpc_port=self.grpc_port)
             write_document(replace(self.deployment, server=server), folder / "deployment.json")
             write_models(self.models, folder)
             self.folder = folder

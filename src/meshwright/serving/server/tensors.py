@@ -18,7 +18,7 @@ What is decided here, where the protocol leaves it open:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ from meshwright.serving.server.values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from meshwright.serving.server.gate import ModelFacts
 
@@ -44,32 +44,49 @@ if TYPE_CHECKING:
 MOST_SAMPLES = 1024
 
 
-class _OutputParameters(msgspec.Struct, gc=False):
+class OutputParameters(msgspec.Struct, gc=False):
+    """How an output is asked for."""
+
     binary_data: bool | None = None
     classification: int | None = None
     shared_memory_region: str | None = None
 
 
-class _Output(msgspec.Struct, gc=False):
+class Output(msgspec.Struct, gc=False):
+    """An output that is asked for."""
+
     name: str
-    parameters: _OutputParameters | None = None
+    parameters: OutputParameters | None = None
 
 
-class _Parameters(msgspec.Struct, gc=False):
+class Parameters(msgspec.Struct, gc=False):
+    """What a request says besides."""
+
     binary_data_output: bool = False
     timeout: int | None = None
     priority: int | None = None
     sequence_id: int | str | None = None
 
 
-class _Request(msgspec.Struct, gc=False):
+class Request(msgspec.Struct, gc=False):
+    """A request as it is sent."""
+
     inputs: list[Input]
     id: str | None = None
-    outputs: list[_Output] | None = None
-    parameters: _Parameters | None = None
+    outputs: list[Output] | None = None
+    parameters: Parameters | None = None
 
 
-_REQUESTS = msgspec.json.Decoder(_Request)
+class _Named(Protocol):
+    """What any protocol says of an input."""
+
+    name: str
+    datatype: str
+    shape: Any
+
+
+_Item = TypeVar("_Item", bound=_Named)
+_REQUESTS = msgspec.json.Decoder(Request)
 
 
 class Asked:
@@ -119,18 +136,26 @@ class Codec:
 
     def decode(self, body: bytes, json_bytes: int | None = None) -> Asked:
         """Read a request; ``json_bytes`` is how long the JSON is if tensors follow it. Raises BadRequest."""
-        text: bytes | memoryview = body
-        rest: bytes | memoryview = b""
-        if json_bytes is not None:
-            view = memoryview(body)
-            text, rest = view[:json_bytes], view[json_bytes:]
+        text = body if json_bytes is None else memoryview(body)[:json_bytes]
         try:
             request = _REQUESTS.decode(text)
         except NOT_DECODED as error:
             raise BadRequest(explain(error)) from None
+        if json_bytes is None:
+            count, values = self.read_inputs(request.inputs, InputPlace.pack)
+        else:
+            count, values = self._read_binary(request.inputs, memoryview(body)[json_bytes:])
+        if request.parameters is None and request.outputs is None and request.id is None and self._all_can_be_json:
+            return Asked(count, values, self._all_as_json)
+        return self.asked(request, count, values)
+
+    def read_inputs(
+        self, items: Sequence[_Item], take: Callable[[InputPlace, _Item, int], Any]
+    ) -> tuple[int, list[Any]]:
+        """How many samples there are, and the bytes of each input, which ``take`` has of it. Raises BadRequest."""
         values: list[Any] = [None] * len(self._inputs)
-        count, at = 0, 0
-        for item in request.inputs:
+        count = 0
+        for item in items:
             place = self._by_name.get(item.name)
             if place is None or values[place.place] is not None or item.datatype != place.datatype:
                 raise BadRequest(self._explain_input(item, place))
@@ -141,21 +166,11 @@ class Codec:
                         f"Input {place.name!r} has {number} samples, and one before it {count}; expected as many."
                     )
                 count = number
-            if item.parameters is None:
-                values[place.place] = place.pack(item.data, number)
-            else:
-                values[place.place], size = place.take(item, item.parameters, rest, at, number)
-                at += size
-        if len(request.inputs) != len(values):
+            values[place.place] = take(place, item, number)
+        if len(items) != len(values):
             missing = [place.name for place, value in zip(self._inputs, values, strict=True) if value is None]
             raise BadRequest(f"Inputs are missing: {', '.join(map(repr, missing))}.")
-        if at != len(rest):
-            raise BadRequest(
-                f"{len(rest)} bytes follow the JSON, and inputs say binary_data_size of {at} in sum; expected as many."
-            )
-        if request.parameters is None and request.outputs is None and request.id is None and self._all_can_be_json:
-            return Asked(count, values, self._all_as_json)
-        return self._asked(request, count, values)
+        return count, values
 
     def write(self, asked: Asked, slots: list[int]) -> None:
         """Put the values of a request into as many slots."""
@@ -181,7 +196,7 @@ class Codec:
             pieces.append(place.head_of_one if asked.count == 1 else place.head(asked.count))
             if is_binary:
                 pieces.append(b'"parameters":{"binary_data_size":%d}}' % (asked.count * place.sample_bytes))
-                blocks.append(self._block(place, slots))
+                blocks.append(self.block(place, slots))
             else:
                 pieces += (b'"data":', place.data(slots), b"}")
             pieces.append(b",")
@@ -191,13 +206,14 @@ class Codec:
         text = b"".join(pieces)
         return b"".join((text, *blocks)), len(text)
 
-    def _block(self, place: OutputPlace, slots: list[int]) -> Any:
+    def block(self, place: OutputPlace, slots: list[int]) -> Any:
+        """Bytes of the values in these slots."""
         if len(slots) == 1:
             at = slots[0] * self._slot_bytes + place.offset
             return self._memory[at : at + place.sample_bytes]
         return place.rows[slots].tobytes()
 
-    def _asked(self, request: _Request, count: int, values: list[Any]) -> Asked:
+    def asked(self, request: Request, count: int, values: list[Any]) -> Asked:
         """The rest of a request: which outputs, and how; how long it may take."""
         parameters = request.parameters
         as_binary = parameters is not None and parameters.binary_data_output
@@ -205,7 +221,7 @@ class Codec:
         if request.outputs:
             outputs = self._chosen(request.outputs, as_binary)
         elif not as_binary and not self._all_can_be_json:
-            outputs = self._chosen([_Output(name) for name in self._outputs], False)
+            outputs = self._chosen([Output(name) for name in self._outputs], False)
         asked = Asked(count, values, outputs)
         if request.id is not None:
             asked.id = request.id
@@ -220,7 +236,7 @@ class Codec:
             asked.timeout_us, asked.priority = timeout, priority
         return asked
 
-    def _chosen(self, items: Sequence[_Output], as_binary: bool) -> list[tuple[OutputPlace, bool]]:
+    def _chosen(self, items: Sequence[Output], as_binary: bool) -> list[tuple[OutputPlace, bool]]:
         chosen: dict[str, tuple[OutputPlace, bool]] = {}
         for item in items:
             place, parameters = self._outputs.get(item.name), item.parameters
@@ -246,7 +262,26 @@ class Codec:
             chosen[item.name] = (place, is_binary)
         return list(chosen.values())
 
-    def _count(self, place: InputPlace, shape: list[int]) -> int:
+    def _read_binary(self, items: Sequence[Input], rest: memoryview) -> tuple[int, list[Any]]:
+        """Inputs some of which follow the JSON, one after the other."""
+        at = 0
+
+        def take(place: InputPlace, item: Input, count: int) -> Any:
+            nonlocal at
+            if item.parameters is None:
+                return place.pack(item, count)
+            value, size = place.take(item, item.parameters, rest, at, count)
+            at += size
+            return value
+
+        count, values = self.read_inputs(items, take)
+        if at != len(rest):
+            raise BadRequest(
+                f"{len(rest)} bytes follow the JSON, and inputs say binary_data_size of {at} in sum; expected as many."
+            )
+        return count, values
+
+    def _count(self, place: InputPlace, shape: Sequence[int]) -> int:
         """How many samples an input of this shape has."""
         if len(shape) != len(place.shape) + 1 or shape[1:] != place.shape:
             sizes = "".join(f", {size}" for size in place.shape)
@@ -258,7 +293,7 @@ class Codec:
             )
         return shape[0]
 
-    def _explain_input(self, item: Input, place: InputPlace | None) -> str:
+    def _explain_input(self, item: _Item, place: InputPlace | None) -> str:
         """Why an input is none of this model, or not as it should be."""
         if place is None:
             return f"There is no input {item.name[:SHOWN]!r}; expected {', '.join(map(repr, self._by_name))}."

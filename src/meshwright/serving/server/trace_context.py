@@ -36,8 +36,8 @@ class TraceContext:
 
     @property
     def response(self) -> bytes:
-        """The line of an answer's head that tells the span."""
-        return b"traceresponse: 00-%b-%b-%02x\r\n" % (self.trace, self.span, self.flags)
+        """What ``traceresponse`` tells of the span."""
+        return b"00-%b-%b-%02x" % (self.trace, self.span, self.flags)
 
 
 def read_context(parent: bytes, state: bytes = b"") -> TraceContext | None:

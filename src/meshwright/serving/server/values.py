@@ -13,6 +13,8 @@ import orjson
 from meshwright.spec import ServingError, TensorSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 # How `struct` calls the datatypes that JSON can carry, and what Python has for their values.
@@ -61,6 +63,7 @@ class Input(msgspec.Struct, gc=False):
     parameters: InputParameters | None = None
 
 
+_NO_PARAMETERS = InputParameters()
 # What decoders raise for what is not JSON, or not as it should be: too deeply nested, and integers that are too long.
 NOT_DECODED = (msgspec.DecodeError, RecursionError, ValueError)
 
@@ -81,8 +84,11 @@ class InputPlace:
             nested = list[nested]
         self._nested = msgspec.json.Decoder(nested)
 
-    def pack(self, data: msgspec.Raw | msgspec.UnsetType, count: int) -> bytes:
-        """Values of so many samples, as a slab has them. Raises BadRequest."""
+    def pack(self, item: Input, count: int) -> Any:
+        """Values of so many samples, as a slab has them, where no bytes follow the JSON. Raises BadRequest."""
+        data, parameters = item.data, item.parameters
+        if parameters is not None and parameters != _NO_PARAMETERS:
+            return self.take(item, parameters, b"", 0, count)[0]
         if data is msgspec.UNSET:
             raise BadRequest(f"Input {self.name!r} has no data; expected data, or binary_data_size.")
         if not self._letter:
@@ -96,6 +102,10 @@ class InputPlace:
             values = self._flatten(data, count, error)
         except NOT_DECODED as error:
             raise BadRequest(explain(error)) from None
+        return self.pack_values(values, count)
+
+    def pack_values(self, values: Sequence[Any], count: int) -> bytes:
+        """Values of so many samples, flat, as a slab has them. Raises BadRequest."""
         if len(values) != count * self._size:
             raise BadRequest(
                 f"Input {self.name!r} has {len(values)} values; expected {count * self._size} for its shape "
@@ -112,9 +122,9 @@ class InputPlace:
         """Values of so many samples, and how many bytes of those that follow the JSON they are. Raises BadRequest."""
         size = parameters.binary_data_size
         if parameters.shared_memory_region is not None:
-            raise BadRequest(f"Input {self.name!r} lies in shared memory, which is not supported; send its data.")
+            raise self.lies_elsewhere()
         if size is None:
-            return self.pack(item.data, count), 0
+            return self.pack(item, count), 0
         if item.data is not msgspec.UNSET:
             raise BadRequest(f"Input {self.name!r} has both data and binary_data_size; expected one of them.")
         if size != count * self.sample_bytes:
@@ -128,9 +138,26 @@ class InputPlace:
                 f"Input {self.name!r} has {size} bytes, of which {len(value)} follow the JSON; expected all of them, "
                 "and Inference-Header-Content-Length with the length of the JSON."
             )
+        self._check_bytes(value)
+        return value, size
+
+    def take_raw(self, value: bytes, count: int) -> bytes:
+        """Values of so many samples that came as bytes, if they are as many as they should be. Raises BadRequest."""
+        if len(value) != count * self.sample_bytes:
+            raise BadRequest(
+                f"Input {self.name!r} has {len(value)} bytes; expected {count * self.sample_bytes} for {self.datatype} "
+                f"of its shape {[count, *self.shape]}."
+            )
+        self._check_bytes(value)
+        return value
+
+    def lies_elsewhere(self) -> BadRequest:
+        """How shared memory is refused."""
+        return BadRequest(f"Input {self.name!r} lies in shared memory, which is not supported; send its data.")
+
+    def _check_bytes(self, value: bytes | memoryview) -> None:
         if self.datatype == "BOOL" and np.frombuffer(value, np.uint8).max(initial=0) > 1:
             raise BadRequest(f"Input {self.name!r} is BOOL and has bytes that are neither 0 nor 1; expected these.")
-        return value, size
 
     def _flatten(self, data: msgspec.Raw, count: int, error: Exception) -> list[Any]:
         """Values that are nested as the shape is."""
@@ -153,7 +180,7 @@ class InputPlace:
             level = list(chain.from_iterable(level))
         return level
 
-    def _explain_range(self, values: list[Any]) -> str:
+    def _explain_range(self, values: Sequence[Any]) -> str:
         for value in values:
             try:
                 struct.pack(f"={self._letter}", value)
@@ -167,7 +194,7 @@ class OutputPlace:
 
     def __init__(self, spec: TensorSpec, offset: int, rows: NDArray[np.uint8], values: NDArray[Any]) -> None:
         self.name, self.datatype, self.offset, self.sample_bytes = spec.name, spec.datatype, offset, spec.num_bytes
-        self.can_be_json = spec.datatype in _LETTERS
+        self.shape, self.can_be_json = list(spec.shape), spec.datatype in _LETTERS
         self.rows = rows[:, offset : offset + spec.num_bytes]
         # Flat, as clients are used to; no copy, as samples lie in one piece.
         self._values = values.reshape(len(values), -1)

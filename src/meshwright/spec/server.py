@@ -1,0 +1,55 @@
+"""Where a server listens, and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from meshwright.spec.bounds import check_bounds
+from meshwright.spec.errors import ServingError
+from meshwright.spec.latency import LONGEST
+from meshwright.spec.quantities import Seconds
+
+A_MINUTE, HALF_A_MINUTE = Seconds(60.0), Seconds(30.0)
+_check = partial(check_bounds, ServingError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Where a server listens, and its limits.
+
+    HTTP is answered at ``port``, and gRPC at ``grpc_port`` unless ``grpc`` is false.
+    ``fronts`` are processes that read requests; ``device`` is where workers run: ``cpu``, or ``cuda`` for one GPU each.
+    ``tensor_bytes`` bounds the memory of requests that are being served, of each front and model. A request's body has
+    at most ``body_bytes`` and its headers ``header_bytes``; it must have come within ``receive`` seconds, and a
+    connection may be idle for ``idle``. Requests may ask for deadlines up to ``longest_deadline``. A worker that
+    computes one batch for ``stuck``, and much longer than expected, is killed and started again.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc: bool = True
+    grpc_port: int = 8001
+    admin_port: int = 8002
+    fronts: int = 1
+    device: str = "cpu"
+    tensor_bytes: int = 2**28
+    body_bytes: int = 2**26
+    header_bytes: int = 2**14
+    receive: Seconds = A_MINUTE
+    idle: Seconds = A_MINUTE
+    longest_deadline: Seconds = A_MINUTE
+    stuck: Seconds = HALF_A_MINUTE
+    connections: int = 20_000
+
+    def __post_init__(self) -> None:
+        what = "A server"
+        for name in ("port", "grpc_port", "admin_port"):
+            _check(what, **{name: (0, getattr(self, name), 65_535)})
+        _check(what, fronts=(1, self.fronts, 256), connections=(1, self.connections, 10**6))
+        _check(what, tensor_bytes=(4096, self.tensor_bytes, 2**40), body_bytes=(256, self.body_bytes, 2**32))
+        _check(what, header_bytes=(256, self.header_bytes, 2**20))
+        for name in ("receive", "idle", "longest_deadline", "stuck"):
+            _check(what, **{name: (1e-3, getattr(self, name), LONGEST)})
+        if self.device not in ("cpu", "cuda"):
+            raise ServingError(f"A server's device is {self.device!r}; expected cpu or cuda.")
