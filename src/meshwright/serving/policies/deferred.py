@@ -141,17 +141,17 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
             return has_run
         deadline = deadline_at(pool, queue, pool[pool[HEAD] + queue]) - pool[DELAY]
         batch = min(length, pool[pool[MOST] + pool[pool[MODEL] + queue]])
-        window_begin = deadline - pool[GUARD] - _typically(pool, queue, batch + 1)
+        window_begin = deadline - pool[GUARD] - typically(pool, queue, batch + 1)
         is_ready = window_begin <= now or is_in(pool, READY, queue)
         device = idle_device(pool)
         if device >= 0 and (is_ready or _has_spare(pool, spare)) and _is_in_time(pool, now, queue, device):
             take_out(pool, READY, queue)
-            _begin(pool, now, queue, device, spare, window)
+            begin_batch(pool, now, queue, device, spare, window)
             has_run = True
         elif is_ready:
             # The timer is for what is then dropped, as it could not even run alone.
             put(pool, TIMER, queue, deadline - latency_of(pool, queue, 1) + 1)
-            put(pool, READY, queue, deadline - _typically(pool, queue, batch))
+            put(pool, READY, queue, deadline - typically(pool, queue, batch))
             return has_run
         else:
             put(pool, TIMER, queue, window_begin)
@@ -159,7 +159,7 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
 
 
 @compiled
-def _typically(pool: Ints, queue: int, batch: int) -> int:
+def typically(pool: Ints, queue: int, batch: int) -> int:
     """What a batch takes on devices as they are; `NEVER` for one that is too large."""
     latency = latency_of(pool, queue, batch)
     return latency * pool[TYPICAL] // NOMINAL if latency < NEVER else NEVER
@@ -186,7 +186,7 @@ def _has_spare(pool: Ints, spare: int) -> bool:
 
 
 @compiled
-def _begin(pool: Ints, now: int, queue: int, device: int, spare: int, window: int) -> None:
+def begin_batch(pool: Ints, now: int, queue: int, device: int, spare: int, window: int) -> None:
     """Run the largest batch that is in time on an idle device; its first request could run alone.
 
     For a larger one first requests are dropped, unless other devices are idle that could serve the rest.

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.serving.batching import batch_nanoseconds
 from meshwright.serving.policies.named import load_policy
+from meshwright.serving.policies.sharding.policy import Sharded
 from meshwright.serving.policies.shepherd import Shepherd
 from meshwright.spec import Deployment, Latency, ServedModel, ServingError, TensorSpec
 
@@ -88,7 +89,13 @@ def check_served(deployment: Deployment) -> None:
             "All models together need more than device_memory, and a server's workers hold all of them. Serve some of "
             "them by a deployment of their own."
         )
-    if isinstance(load_policy(deployment.policy), Shepherd):
+    policy = load_policy(deployment.policy)
+    if isinstance(policy, Sharded):
+        raise ServingError(
+            f"Policy {deployment.policy!r} keeps requests in shards, which a server's one scheduler cannot look into. "
+            "Serve by 'symphony', which decides the same; the simulator knows this one."
+        )
+    if isinstance(policy, Shepherd):
         raise ServingError(
             f"Policy {deployment.policy!r} gives batches up while they run, which no worker can do. Serve by another "
             "one; the simulator knows this one."
