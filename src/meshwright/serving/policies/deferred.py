@@ -119,11 +119,14 @@ def use_device(pool: Ints, now: int, device: int, spare: int, window: int) -> No
     """Give a device that has nothing to do the ready queue whose window ends first, or one that waits."""
     observe(pool, now, device)
     rest(pool, device)
+    # A queue in which all was late leaves the device to others.
     while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
-        if not settle(pool, now, first_of(pool, READY), spare, window):
+        queue = first_of(pool, READY)
+        if not settle(pool, now, queue, spare, window) and is_in(pool, READY, queue):
             return
     while size_of(pool, TIMER) > 0 and _has_spare(pool, spare):
-        if not settle(pool, now, first_of(pool, TIMER), spare, window):
+        queue = first_of(pool, TIMER)
+        if not settle(pool, now, queue, spare, window) and is_in(pool, TIMER, queue):
             return
 
 

@@ -6,7 +6,7 @@
     policy      all parts in one thread, as a policy of the simulator
     parts       each part for a thread or process of its own
 
-In Symphony (arXiv 2308.07470, section 4) they are ModelThreads and the RankThread. Each part has a pool of its own and
+In Symphony (arXiv 2308.07470) they are ModelThreads and the RankThread. Each part has a pool of its own and
 changes nothing else; what one knows of another has come as a message, a row of `mailboxes.WIDTH` integers that begins
 with its kind, a moment (ns), and the number of a queue in its shard:
 

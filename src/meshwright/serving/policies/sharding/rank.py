@@ -38,7 +38,7 @@ from meshwright.serving.policies.pool import (
     Ints,
     allocate_pool,
 )
-from meshwright.serving.policies.queues import idle_device, latency_on, observe, rest, trust
+from meshwright.serving.policies.queues import idle_device, latency_of, latency_on, observe, rest, trust
 from meshwright.serving.policies.sharding import CANDIDATE, FREE, GRANT, TAKEN, UNUSED
 from meshwright.serving.policies.sharding.mailboxes import send
 
@@ -62,6 +62,7 @@ def take_rank_row(pool: Ints, row: Ints, now: int, boxes: Ints) -> None:
             trust(pool, idle_device(pool))
         if pool[_cell(pool, _IS_GRANTED, queue)] == 0:
             _take_candidate(pool, now, queue, row[3], row[4], row[5], row[6], boxes)
+            _match(pool, now, boxes)
     elif kind == TAKEN:
         pool[_cell(pool, _IS_GRANTED, queue)] = 0
         pool[pool[BEGAN] + device] = row[4]
@@ -118,8 +119,14 @@ def _take_candidate(pool: Ints, now: int, queue: int, begin: int, end: int, size
 
 @compiled
 def _use(pool: Ints, now: int, device: int, boxes: Ints) -> None:
-    """A device has nothing to do: the ready candidates whose windows end first get what is idle."""
+    """A device has nothing to do."""
     rest(pool, device)
+    _match(pool, now, boxes)
+
+
+@compiled
+def _match(pool: Ints, now: int, boxes: Ints) -> None:
+    """The ready candidates whose windows end first get what is idle."""
     while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
         if not _offer(pool, now, first_of(pool, READY), boxes):
             return
@@ -127,11 +134,13 @@ def _use(pool: Ints, now: int, device: int, boxes: Ints) -> None:
 
 @compiled
 def _offer(pool: Ints, now: int, queue: int, boxes: Ints) -> bool:
-    """Grant a ready candidate an idle device on which its first request could be in time; was there one?"""
+    """Grant a ready candidate an idle device, unless that is too slow for its first request; has it been granted?
+
+    A request that no device can meet any more is its shard's to drop: what is behind it may be in time.
+    """
     take_out(pool, TIMER, queue)
-    device = idle_device(pool)
-    due = pool[_cell(pool, _DUE, queue)]
-    if device < 0 or now + pool[DELAY] + latency_on(pool, queue, 1, device) > due:
+    device, begin, due = idle_device(pool), now + pool[DELAY], pool[_cell(pool, _DUE, queue)]
+    if device < 0 or begin + latency_of(pool, queue, 1) <= due < begin + latency_on(pool, queue, 1, device):
         put(pool, READY, queue, pool[_cell(pool, _WINDOW_END, queue)])
         return False
     take_out(pool, READY, queue)
