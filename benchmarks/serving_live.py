@@ -2,6 +2,7 @@
 
 overhead    CPU time per tiny request of all processes, beside other servers (peers/README.md); needs wrk
 decisions   decisions of a policy per CPU second, as the scheduler asks for them
+sharded     decisions per second of Symphony's scheduler in processes, one shard and two (sharded_decisions.py)
 emulated    eight workers that sleep: the rate with 99 % in time, beside the bound, eager batching and the simulator
 quiet       the median of an answer where nothing else is asked
 overload    three times too much: answers in time, how soon others are refused, memory
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 import psutil
 from harness import Row, make_row, parse_options, publish
+from sharded_decisions import sharded
 
 from meshwright.serving import bound_scale, find_goodput, load_policy, simulate_deployment
 from meshwright.serving.load import LoadResult, run_load
@@ -423,6 +425,7 @@ def killed(quick: bool) -> list[Row]:
 SECTIONS = {
     "overhead": overhead,
     "decisions": decisions,
+    "sharded": sharded,
     "emulated": emulated,
     "quiet": quiet,
     "overload": overload,

@@ -18,7 +18,7 @@ from tests.serving.deployments import deployments, model
 
 SECONDS = 0.6
 every_policy = pytest.mark.parametrize("name", POLICY_NAMES)
-NEVER_LATE = {"adaptive", "symphony", "eager", "deferred", "nexus", "clockwork", "shepherd"}
+NEVER_LATE = {"adaptive", "symphony", "eager", "deferred", "nexus", "clockwork", "shepherd", "sharded"}
 # What the loop calls, by the name that it has there; each changes a pool, and nothing else does.
 CHANGES = ("arrive", "free", "wake", "come_up", "go_down", "begin_waiting", "clear")
 

@@ -47,7 +47,11 @@ def test_a_port_in_use_is_told(tmp_path, option):
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
-    [("egaer", "There is no policy 'egaer'"), ("shepherd", "gives batches up while they run, which no worker can do")],
+    [
+        ("egaer", "There is no policy 'egaer'"),
+        ("shepherd", "gives batches up while they run, which no worker can do"),
+        ("sharded:shards=3", "Serve by 'symphony', which decides the same"),
+    ],
 )
 def test_a_policy_that_cannot_serve_is_refused(tmp_path, policy, expected):
     assert expected in refusal(tmp_path, EMULATED, "--policy", policy)

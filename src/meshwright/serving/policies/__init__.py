@@ -2,6 +2,7 @@
 
     adaptive    Meshwright's own: deferred batches whose settings follow what arrives
     deferred    eager batches, Symphony's deferred ones, and what lies between
+    sharding    Symphony's over several cores: shards of models, and one that gives the devices away
     nexus       a packing for an epoch (`packing`), dealt out by fronts, run in rounds by devices
     clockwork   one controller that plans what every device does next
     shepherd    the largest batch first, and preemption

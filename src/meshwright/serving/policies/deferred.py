@@ -119,11 +119,14 @@ def use_device(pool: Ints, now: int, device: int, spare: int, window: int) -> No
     """Give a device that has nothing to do the ready queue whose window ends first, or one that waits."""
     observe(pool, now, device)
     rest(pool, device)
+    # A queue in which all was late leaves the device to others.
     while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
-        if not settle(pool, now, first_of(pool, READY), spare, window):
+        queue = first_of(pool, READY)
+        if not settle(pool, now, queue, spare, window) and is_in(pool, READY, queue):
             return
     while size_of(pool, TIMER) > 0 and _has_spare(pool, spare):
-        if not settle(pool, now, first_of(pool, TIMER), spare, window):
+        queue = first_of(pool, TIMER)
+        if not settle(pool, now, queue, spare, window) and is_in(pool, TIMER, queue):
             return
 
 
@@ -141,17 +144,17 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
             return has_run
         deadline = deadline_at(pool, queue, pool[pool[HEAD] + queue]) - pool[DELAY]
         batch = min(length, pool[pool[MOST] + pool[pool[MODEL] + queue]])
-        window_begin = deadline - pool[GUARD] - _typically(pool, queue, batch + 1)
+        window_begin = deadline - pool[GUARD] - typically(pool, queue, batch + 1)
         is_ready = window_begin <= now or is_in(pool, READY, queue)
         device = idle_device(pool)
         if device >= 0 and (is_ready or _has_spare(pool, spare)) and _is_in_time(pool, now, queue, device):
             take_out(pool, READY, queue)
-            _begin(pool, now, queue, device, spare, window)
+            begin_batch(pool, now, queue, device, spare, window)
             has_run = True
         elif is_ready:
             # The timer is for what is then dropped, as it could not even run alone.
             put(pool, TIMER, queue, deadline - latency_of(pool, queue, 1) + 1)
-            put(pool, READY, queue, deadline - _typically(pool, queue, batch))
+            put(pool, READY, queue, deadline - typically(pool, queue, batch))
             return has_run
         else:
             put(pool, TIMER, queue, window_begin)
@@ -159,7 +162,7 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
 
 
 @compiled
-def _typically(pool: Ints, queue: int, batch: int) -> int:
+def typically(pool: Ints, queue: int, batch: int) -> int:
     """What a batch takes on devices as they are; `NEVER` for one that is too large."""
     latency = latency_of(pool, queue, batch)
     return latency * pool[TYPICAL] // NOMINAL if latency < NEVER else NEVER
@@ -186,7 +189,7 @@ def _has_spare(pool: Ints, spare: int) -> bool:
 
 
 @compiled
-def _begin(pool: Ints, now: int, queue: int, device: int, spare: int, window: int) -> None:
+def begin_batch(pool: Ints, now: int, queue: int, device: int, spare: int, window: int) -> None:
     """Run the largest batch that is in time on an idle device; its first request could run alone.
 
     For a larger one first requests are dropped, unless other devices are idle that could serve the rest.

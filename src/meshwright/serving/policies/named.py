@@ -13,6 +13,7 @@ from meshwright.serving.policies.fixed import Aimd, Timeouts
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.policies.nexus import Nexus
 from meshwright.serving.policies.plain import PlainPolicy
+from meshwright.serving.policies.sharding.policy import Sharded
 from meshwright.serving.policies.shepherd import Shepherd
 from meshwright.spec import ServingError, suggest
 from meshwright.spec.own_code import load_function, split_reference
@@ -20,6 +21,7 @@ from meshwright.spec.own_code import load_function, split_reference
 _POLICIES: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
     "adaptive": (Adaptive, {}),
     "symphony": (Deferred, {"spare": 101, "window": 100}),
+    "sharded": (Sharded, {}),
     "eager": (Deferred, {"spare": 0, "window": 0}),
     "deferred": (Deferred, {}),
     "nexus": (Nexus, {}),

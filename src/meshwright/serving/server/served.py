@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.serving.batching import batch_nanoseconds
 from meshwright.serving.policies.named import load_policy
 from meshwright.serving.policies.nexus import Nexus
+from meshwright.serving.policies.sharding.policy import Sharded
 from meshwright.serving.policies.shepherd import Shepherd
 from meshwright.spec import Deployment, Latency, ServedModel, ServingError, TensorSpec
 from meshwright.spec.codec import decode, encode
@@ -122,6 +123,11 @@ def check_served(deployment: Deployment) -> None:
         raise ServingError(
             "All models together need more than device_memory, and a server's workers hold all of them. Serve some of "
             "them by a deployment of their own."
+        )
+    if isinstance(policy, Sharded):
+        raise ServingError(
+            f"Policy {deployment.policy!r} keeps requests in shards, which a server's one scheduler cannot look into. "
+            "Serve by 'symphony', which decides the same; the simulator knows this one."
         )
     if isinstance(policy, Shepherd):
         raise ServingError(

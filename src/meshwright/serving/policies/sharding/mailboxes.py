@@ -1,0 +1,110 @@
+"""Mailboxes: rows of integers from one thread or process to one other, in order, without locks.
+
+A mailbox is an array of int64, which can lie in shared memory; of zeros, it is empty. It is a ring of rows, and counts
+how many were ever written, which only the writer changes, and how many were read, which only the reader changes. A
+count is stored with **release** and loaded with **acquire** order: whoever sees it sees the rows, too (or, as the
+writer, that they may be overwritten), on any processor and however the compiler moves other instructions. The counts
+lie two cache lines apart, as processors fetch neighbouring ones in pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from meshwright.cost.compiled import compiled
+
+Ints = NDArray[np.int64]
+
+WIDTH = 8
+# Cells of the counts, and where rows begin.
+_READ, _WRITTEN, _ROWS = 0, 16, 32
+
+
+def cells_of_mailbox(size: int) -> int:
+    """How many cells a mailbox of so many rows takes."""
+    return _ROWS + size * WIDTH
+
+
+@compiled
+def room_in(box: Ints) -> int:
+    """How many rows the writer could send now; the reader may make more room at any time."""
+    return (len(box) - _ROWS) // WIDTH - (box[_WRITTEN] - load_acquire(box, _READ))
+
+
+@compiled
+def send(
+    box: Ints, kind: int, now: int, first: int, second: int, third: int, fourth: int, fifth: int, last: int
+) -> None:
+    """Write a row. Raises RuntimeError if there is no room, which the writer has to know of before (`room_in`)."""
+    if room_in(box) <= 0:
+        raise RuntimeError("a mailbox is full")
+    written = box[_WRITTEN]
+    at = _ROWS + written % ((len(box) - _ROWS) // WIDTH) * WIDTH
+    box[at] = kind
+    box[at + 1] = now
+    box[at + 2] = first
+    box[at + 3] = second
+    box[at + 4] = third
+    box[at + 5] = fourth
+    box[at + 6] = fifth
+    box[at + 7] = last
+    store_release(box, _WRITTEN, written + 1)
+
+
+@compiled
+def receive(box: Ints, row: Ints) -> bool:
+    """Read the next row into ``row``; False if there is none now."""
+    read = box[_READ]
+    if read == load_acquire(box, _WRITTEN):
+        return False
+    at = _ROWS + read % ((len(box) - _ROWS) // WIDTH) * WIDTH
+    for cell in range(WIDTH):
+        row[cell] = box[at + cell]
+    store_release(box, _READ, read + 1)
+    return True
+
+
+@compiled
+def receive_rows(box: Ints, rows: Ints, now: int) -> int:
+    """Read as many rows as there are and ``rows`` holds, each with the moment at which it is read; how many.
+
+    ``now`` may have been looked up before a row was sent: no row is read earlier than that.
+    """
+    count = 0
+    while count < len(rows) and receive(box, rows[count]):
+        rows[count, 1] = max(now, rows[count, 1])
+        count += 1
+    return count
+
+
+def _address(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    """Where a cell of an array of int64 lies."""
+    array = context.make_array(signature.args[0])(context, builder, arguments[0])
+    return builder.gep(array.data, [context.cast(builder, arguments[1], signature.args[1], types.intp)])
+
+
+def _load_acquire(typing: Any, array: Any, place: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_address(context, builder, signature, arguments), "acquire", 8)
+
+    return types.int64(array, place), generate
+
+
+def _store_release(typing: Any, array: Any, place: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        whole = context.cast(builder, arguments[2], signature.args[2], types.int64)
+        builder.store_atomic(whole, _address(context, builder, signature, arguments), "release", 8)
+        return context.get_dummy_value()
+
+    return types.none(array, place, value), generate
+
+
+# For compiled code: the value of a cell, what is read after it not being read before it; and to write a cell, what was
+# written before it not being written after it.
+load_acquire: Any = intrinsic(_load_acquire)
+store_release: Any = intrinsic(_store_release)

@@ -1,0 +1,116 @@
+"""The parts of a sharded scheduler, each for a thread or process of its own.
+
+Whoever runs a part gives it turns: in each, it reads its messages, takes what has happened, and decides. All rows that
+it takes, in their order, can be kept; `Shard.take` and `Rank.take` of a fresh part decide the same by them again. What
+compiled code does in a turn needs no GIL. A device must not fail while shards run apart: a batch could be on its way
+to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.serving.policies.pool import CHOSEN, DECISION, NUM_CHOSEN, NUM_DECISIONS, WIDTH, Ints
+from meshwright.serving.policies.queues import clear, come_up
+from meshwright.serving.policies.sharding import FREE, WAKE
+from meshwright.serving.policies.sharding.mailboxes import WIDTH as ROW_WIDTH
+from meshwright.serving.policies.sharding.mailboxes import cells_of_mailbox, receive_rows
+from meshwright.serving.policies.sharding.rank import allocate_rank, next_of_rank, take_rank_rows
+from meshwright.serving.policies.sharding.shard import (
+    allocate_shard,
+    next_of_shard,
+    take_shard_rows,
+    tell_candidates,
+)
+
+_MOST_AT_ONCE = 1024
+
+
+def allocate_mailboxes(num_shards: int, num_devices: int, num_candidates: int = 1024) -> Ints:
+    """Mailboxes of so many shards, empty: [0] to the rank, [1] from it. They can be copied to shared memory first."""
+    return np.zeros((2, num_shards, cells_of_mailbox(num_devices + num_candidates)), np.int64)
+
+
+class Shard:
+    """Shard ``number`` of a scheduler, by the arguments of `allocate_pool` for all models and its mailboxes.
+
+    ``log`` is given all rows that it takes.
+    """
+
+    def __init__(
+        self, facts: dict[str, Any], number: int, mailboxes: Ints, window: int = 100, log: list[Ints] | None = None
+    ) -> None:
+        self.pool = allocate_shard(facts, number, mailboxes.shape[1])
+        self._outbox, self._inbox = mailboxes[0, number], mailboxes[1, number]
+        self._window, self._log = window, log
+        self._received = np.zeros((_MOST_AT_ONCE, ROW_WIDTH), np.int64)
+        # Compiled, or loaded, before there is anything to do.
+        take_shard_rows(self.pool, self._received[:0], 0, window, self._outbox)
+        self.turn(0, self._received[:0])
+
+    def turn(self, now: int, arrivals: Ints) -> list[tuple[Ints, Ints]]:
+        """Take messages, then rows of arrivals; rows of decisions, each with the requests that they choose."""
+        count = receive_rows(self._inbox, self._received, now)
+        taken = self.take(self._received[:count]) + self.take(arrivals)
+        if next_of_shard(self.pool) <= now:
+            taken += self.take(_wake_row(now))
+        tell_candidates(self.pool, now, self._outbox)
+        return taken
+
+    def take(self, rows: Ints) -> list[tuple[Ints, Ints]]:
+        """Take rows; answers to grants go to the rank at once, candidates do not."""
+        at, pool = 0, self.pool
+        taken: list[tuple[Ints, Ints]] = []
+        while at < len(rows):
+            at = take_shard_rows(pool, rows, at, self._window, self._outbox)
+            count, chosen = int(pool[NUM_DECISIONS]), int(pool[NUM_CHOSEN])
+            row, first = int(pool[DECISION]), int(pool[CHOSEN])
+            if count:
+                decisions = pool[row : row + count * WIDTH].reshape(-1, WIDTH).copy()
+                taken.append((decisions, pool[first : first + chosen].copy()))
+                clear(pool)
+        if self._log is not None and len(rows):
+            self._log.append(rows.copy())
+        return taken
+
+
+class Rank:
+    """The rank of a scheduler, as `Shard`. Its devices are all up, and free again when shards said that they would."""
+
+    def __init__(self, facts: dict[str, Any], mailboxes: Ints, log: list[Ints] | None = None) -> None:
+        self.pool = allocate_rank({**facts, "capacity": 2}, keep_ends=True)
+        self._inboxes, self._outboxes, self._log = mailboxes[0], mailboxes[1], log
+        self._received = np.zeros((_MOST_AT_ONCE, ROW_WIDTH), np.int64)
+        up = np.zeros((facts["num_devices"], ROW_WIDTH), np.int64)
+        up[:, 0], up[:, 3] = FREE, np.arange(len(up))
+        for device in range(len(up)):
+            come_up(self.pool, device, 0)
+        take_rank_rows(self.pool, up, self._outboxes)
+        self.turn(0)
+
+    def turn(self, now: int) -> int:
+        """Take messages of each shard in turn; how many there were."""
+        total, shards = 0, len(self._inboxes)
+        for number, box in enumerate(self._inboxes):
+            count = receive_rows(box, self._received, now)
+            rows = self._received[:count]
+            rows[:, 2] = rows[:, 2] * shards + number
+            self.take(rows)
+            total += count
+        if next_of_rank(self.pool) <= now:
+            self.take(_wake_row(now))
+        return total
+
+    def take(self, rows: Ints) -> None:
+        """Take rows, in which queues have their numbers among all; grants go to the shards at once."""
+        take_rank_rows(self.pool, rows, self._outboxes)
+        if self._log is not None and len(rows):
+            self._log.append(rows.copy())
+
+
+def _wake_row(now: int) -> Ints:
+    row = np.zeros((1, ROW_WIDTH), np.int64)
+    row[0, :2] = WAKE, now
+    return row

@@ -1,0 +1,159 @@
+"""The rank: the devices, and for each queue of all shards the batch that it could run next.
+
+A candidate whose window has begun is granted an idle device, the ready one whose window ends first (`deferred`). Until
+its shard has answered, what it says of that queue is old, and counts for nothing. Queue q of all is queue q // S of
+shard q % S. In the rank's pool the queues hold no requests: ``TIMER`` is when windows begin, ``READY`` when those that
+have begun end. If the pool keeps ends (``END``), a device is taken to be free when its shard said that it would be, as
+in Symphony; otherwise it is free when the driver says so. Own cells: of each queue the end of its window, when its
+first request is due, and whether it has been granted a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.heaps import first_of, is_in, least_of, put, size_of, take_out
+from meshwright.serving.policies.pool import (
+    BEGAN,
+    BUSY,
+    DELAY,
+    DEVICE,
+    DOWN,
+    END,
+    FREE_AT,
+    KEEPS_ENDS,
+    NEVER,
+    NUM_IDLE,
+    NUM_QUEUES,
+    NUM_UP,
+    OWN,
+    READY,
+    REST,
+    SLOWNESS,
+    TIMER,
+    TYPICAL,
+    Ints,
+    allocate_pool,
+)
+from meshwright.serving.policies.queues import idle_device, latency_of, latency_on, observe, rest, trust
+from meshwright.serving.policies.sharding import CANDIDATE, FREE, GRANT, TAKEN, UNUSED
+from meshwright.serving.policies.sharding.mailboxes import send
+
+# Columns of own cells, each of all queues.
+_WINDOW_END, _DUE, _IS_GRANTED = range(3)
+CELLS_OF_QUEUE = 3
+
+
+def allocate_rank(facts: dict[str, Any], num_more: int = 0, *, keep_ends: bool = False) -> Ints:
+    """The rank's pool for the arguments of `allocate_pool`; ``num_more`` own cells follow those that it uses."""
+    num_own = CELLS_OF_QUEUE * len(np.asarray(facts["latency"])) + num_more
+    return allocate_pool(**{**facts, "num_own": num_own, "keep_ends": keep_ends})
+
+
+@compiled
+def take_rank_row(pool: Ints, row: Ints, now: int, boxes: Ints) -> None:
+    """A message, with the queue's number among all, or a device that is free; ``boxes``: one mailbox to each shard."""
+    kind, queue, device = row[0], row[2], row[3]
+    if kind == CANDIDATE:
+        if row[7] > 0 and idle_device(pool) >= 0:
+            trust(pool, idle_device(pool))
+        if pool[_cell(pool, _IS_GRANTED, queue)] == 0:
+            _take_candidate(pool, now, queue, row[3], row[4], row[5], row[6], boxes)
+            _match(pool, now, boxes)
+    elif kind == TAKEN:
+        pool[_cell(pool, _IS_GRANTED, queue)] = 0
+        pool[pool[BEGAN] + device] = row[4]
+        pool[pool[FREE_AT] + device] = row[5]
+        if pool[KEEPS_ENDS]:
+            put(pool, END, device, row[5])
+    elif kind == UNUSED:
+        pool[_cell(pool, _IS_GRANTED, queue)] = 0
+        if pool[pool[DEVICE] + device] != DOWN:
+            _use(pool, now, device, boxes)
+    elif kind == FREE:
+        observe(pool, now, device)
+        _use(pool, now, device, boxes)
+
+
+@compiled
+def wake_rank(pool: Ints, now: int, boxes: Ints) -> None:
+    """A device is taken to be free, or a window begins."""
+    if least_of(pool, END, NEVER) <= now:
+        _use(pool, now, first_of(pool, END), boxes)
+    elif least_of(pool, TIMER, NEVER) <= now:
+        _offer(pool, now, first_of(pool, TIMER), boxes)
+
+
+@compiled
+def next_of_rank(pool: Ints) -> int:
+    """When the rank has to be woken."""
+    return min(least_of(pool, END, NEVER), least_of(pool, TIMER, NEVER))
+
+
+@compiled
+def take_rank_rows(pool: Ints, rows: Ints, boxes: Ints) -> None:
+    """Put rows through the rank."""
+    for at in range(len(rows)):
+        now = rows[at, 1]
+        while next_of_rank(pool) <= now:
+            wake_rank(pool, now, boxes)
+        take_rank_row(pool, rows[at], now, boxes)
+
+
+@compiled
+def _take_candidate(pool: Ints, now: int, queue: int, begin: int, end: int, size: int, due: int, boxes: Ints) -> None:
+    """What a queue could run next; one that was ready stays so."""
+    if size == 0:
+        take_out(pool, TIMER, queue)
+        take_out(pool, READY, queue)
+        return
+    pool[_cell(pool, _WINDOW_END, queue)], pool[_cell(pool, _DUE, queue)] = end, due
+    if begin <= now or is_in(pool, READY, queue):
+        _offer(pool, now, queue, boxes)
+    else:
+        put(pool, TIMER, queue, begin)
+
+
+@compiled
+def _use(pool: Ints, now: int, device: int, boxes: Ints) -> None:
+    """A device has nothing to do."""
+    rest(pool, device)
+    _match(pool, now, boxes)
+
+
+@compiled
+def _match(pool: Ints, now: int, boxes: Ints) -> None:
+    """The ready candidates whose windows end first get what is idle."""
+    while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
+        if not _offer(pool, now, first_of(pool, READY), boxes):
+            return
+
+
+@compiled
+def _offer(pool: Ints, now: int, queue: int, boxes: Ints) -> bool:
+    """Grant a ready candidate an idle device, unless that is too slow for its first request; has it been granted?
+
+    A request that no device can meet any more is its shard's to drop: what is behind it may be in time.
+    """
+    take_out(pool, TIMER, queue)
+    device, begin, due = idle_device(pool), now + pool[DELAY], pool[_cell(pool, _DUE, queue)]
+    if device < 0 or begin + latency_of(pool, queue, 1) <= due < begin + latency_on(pool, queue, 1, device):
+        put(pool, READY, queue, pool[_cell(pool, _WINDOW_END, queue)])
+        return False
+    take_out(pool, READY, queue)
+    take_out(pool, REST, device)
+    pool[NUM_IDLE] -= 1
+    pool[pool[DEVICE] + device] = BUSY
+    pool[_cell(pool, _IS_GRANTED, queue)] = 1
+    slowness, shards = pool[pool[SLOWNESS] + device], len(boxes)
+    box = boxes[queue % shards]
+    send(box, GRANT, now, queue // shards, device, slowness, pool[TYPICAL], pool[NUM_UP], 0)
+    return True
+
+
+@compiled
+def _cell(pool: Ints, column: int, queue: int) -> int:
+    return pool[OWN] + column * pool[NUM_QUEUES] + queue

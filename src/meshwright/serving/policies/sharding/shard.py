@@ -1,0 +1,184 @@
+"""A shard: the queues of some models, numbered from 0, in a pool of its own.
+
+As in `deferred`, requests wait for a larger batch until their schedulable window begins; but whether a device is idle
+is the rank's to know. So a shard tells it each queue's window, as the **candidate** to run next, whenever it has
+changed, and makes a batch when it is granted a device. In its pool, ``TIMER`` is when the first request of a queue
+could not be met even alone; ``READY`` has the queues whose candidate is to be told, the most urgent first: only the
+newest counts, so a full mailbox holds nothing up. Own cells: how many requests of each queue were dropped as late since
+the rank was told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.deferred import begin_batch, typically
+from meshwright.serving.policies.heaps import first_of, least_of, put, size_of, take_out
+from meshwright.serving.policies.meter import measure_rate
+from meshwright.serving.policies.pool import (
+    BEGAN,
+    CHOSEN,
+    DECISION,
+    DELAY,
+    FREE_AT,
+    GUARD,
+    HEAD,
+    LATE,
+    MODEL,
+    MOST,
+    NEVER,
+    NUM_CHOSEN,
+    NUM_DECISIONS,
+    NUM_DEVICES,
+    NUM_QUEUED,
+    NUM_QUEUES,
+    NUM_UP,
+    OWN,
+    READY,
+    SLACK,
+    SLOWNESS,
+    TIMER,
+    TYPICAL,
+    WIDTH,
+    Ints,
+    allocate_pool,
+)
+from meshwright.serving.policies.queues import (
+    deadline_at,
+    drop_late,
+    enter,
+    latency_of,
+    latency_on,
+    length_of,
+    refuse,
+    rest,
+)
+from meshwright.serving.policies.sharding import ARRIVE, CANDIDATE, GRANT, TAKEN, UNUSED
+from meshwright.serving.policies.sharding.mailboxes import room_in, send
+
+# `begin_batch` keeps no devices in reserve.
+_NONE_SPARE = 101
+
+
+def allocate_shard(facts: dict[str, Any], number: int, count: int) -> Ints:
+    """The pool of a shard of so many: models ``number``, ``number + count`` and so on of those of `allocate_pool`."""
+    mine = slice(number, None, count)
+    latency = np.asarray(facts["latency"])[mine]
+    capacity = np.broadcast_to(facts.get("capacity", 1024), len(facts["latency"]))[mine]
+    slo = np.broadcast_to(facts["slo"], len(facts["latency"]))[mine]
+    own = {**facts, "latency": latency, "slo": slo, "capacity": capacity, "num_own": len(latency), "keep_ends": False}
+    pool = allocate_pool(**own)
+    # It learns better from the first grant.
+    pool[NUM_UP] = facts["num_devices"]
+    return pool
+
+
+@compiled
+def take_arrival(pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
+    """Let a request in, unless it would be late."""
+    measure_rate(pool, now, queue)
+    if deadline - pool[SLACK] < now + pool[DELAY] + latency_of(pool, queue, 1):
+        refuse(pool, now, queue, request, LATE)
+    elif enter(pool, now, queue, request, deadline):
+        _look_again(pool, now, queue)
+
+
+@compiled
+def take_grant(
+    pool: Ints, now: int, queue: int, device: int, slowness: int, typical: int, num_up: int, window: int, box: Ints
+) -> None:
+    """Begin a batch on a device that is idle, or give it back."""
+    pool[pool[SLOWNESS] + device] = slowness
+    pool[TYPICAL], pool[NUM_UP] = typical, num_up
+    _drop_late(pool, now, queue)
+    if length_of(pool, queue) > 0 and now + pool[DELAY] + latency_on(pool, queue, 1, device) <= _due(pool, queue):
+        rest(pool, device)
+        begin_batch(pool, now, queue, device, _NONE_SPARE, window)
+        send(box, TAKEN, now, queue, device, pool[pool[BEGAN] + device], pool[pool[FREE_AT] + device], 0, 0)
+    else:
+        send(box, UNUSED, now, queue, device, 0, 0, 0, 0)
+    _look_again(pool, now, queue)
+
+
+@compiled
+def wake_shard(pool: Ints, now: int) -> None:
+    """The first request of a queue cannot be met any more."""
+    if least_of(pool, TIMER, NEVER) <= now:
+        _look_again(pool, now, first_of(pool, TIMER))
+
+
+@compiled
+def tell_candidates(pool: Ints, now: int, box: Ints) -> None:
+    """Tell the rank what has changed, as far as there is room, beside what answers to all grants may need."""
+    while size_of(pool, READY) > 0 and room_in(box) > pool[NUM_DEVICES]:
+        queue = first_of(pool, READY)
+        take_out(pool, READY, queue)
+        lost, length = pool[OWN] + queue, length_of(pool, queue)
+        if length == 0:
+            send(box, CANDIDATE, now, queue, 0, 0, 0, 0, pool[lost])
+        else:
+            due = _due(pool, queue)
+            size = min(length, pool[pool[MOST] + pool[pool[MODEL] + queue]])
+            begin = due - pool[DELAY] - pool[GUARD] - typically(pool, queue, size + 1)
+            end = due - pool[DELAY] - typically(pool, queue, size)
+            send(box, CANDIDATE, now, queue, begin, end, size, due, pool[lost])
+        pool[lost] = 0
+
+
+@compiled
+def take_shard_rows(pool: Ints, rows: Ints, at: int, window: int, box: Ints) -> int:
+    """Put rows through a shard, from ``at`` on; the first that was not taken, as decisions have to be cleared first."""
+    while at < len(rows):
+        kind, now = rows[at, 0], rows[at, 1]
+        while least_of(pool, TIMER, NEVER) <= now and _has_room(pool):
+            wake_shard(pool, now)
+        if not _has_room(pool):
+            return at
+        if kind == ARRIVE:
+            take_arrival(pool, now, rows[at, 2], rows[at, 3], rows[at, 4])
+        elif kind == GRANT:
+            row = rows[at]
+            take_grant(pool, now, row[2], row[3], row[4], row[5], row[6], window, box)
+        at += 1
+    return at
+
+
+@compiled
+def next_of_shard(pool: Ints) -> int:
+    """When a shard has to be woken."""
+    return least_of(pool, TIMER, NEVER)
+
+
+@compiled
+def _look_again(pool: Ints, now: int, queue: int) -> None:
+    """Something has changed in a queue: its timer, and its candidate, which is to be told."""
+    _drop_late(pool, now, queue)
+    if length_of(pool, queue) == 0:
+        take_out(pool, TIMER, queue)
+        put(pool, READY, queue, now)
+    else:
+        due = _due(pool, queue)
+        put(pool, TIMER, queue, due - pool[DELAY] - latency_of(pool, queue, 1) + 1)
+        put(pool, READY, queue, due)
+
+
+@compiled
+def _drop_late(pool: Ints, now: int, queue: int) -> None:
+    pool[pool[OWN] + queue] += drop_late(pool, now, queue, now + pool[DELAY])
+
+
+@compiled
+def _due(pool: Ints, queue: int) -> int:
+    """When the first request of a queue has to be done."""
+    return deadline_at(pool, queue, pool[pool[HEAD] + queue])
+
+
+@compiled
+def _has_room(pool: Ints) -> bool:
+    """Could one more row's decisions be written?"""
+    decisions = pool[NUM_DECISIONS] + 2 * pool[NUM_QUEUES] + 2
+    chosen = pool[NUM_CHOSEN] + pool[NUM_QUEUED] + 2
+    return bool(decisions * WIDTH <= pool[CHOSEN] - pool[DECISION] and chosen <= pool[OWN] - pool[CHOSEN])
