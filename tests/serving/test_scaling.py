@@ -282,19 +282,18 @@ def test_a_failed_device_is_replaced_and_comes_back_only_when_it_is_started():
     assert result.in_time_share > 0.99
 
 
-def test_the_last_requests_wait_for_a_device_that_starts(tmp_path):
+@pytest.mark.parametrize("name", ["clockwork", "symphony", "timeouts"])
+@pytest.mark.timeout(300)  # policies are compiled once
+def test_the_last_requests_wait_for_a_device_that_starts(tmp_path, name):
     """The only device fails for good right after the last request; another one is started for it."""
-    (tmp_path / "one.txt").write_text("0.9\n1.0")
-    served = replace(model(slo=5.0), arrivals=Trace(file=str(tmp_path / "one.txt")))
-    for name in ("clockwork", "symphony", "timeouts"):
-        lost = Deployment(
-            models=(served,), devices=2, scaling=scaling(1.0, 0.5), troubles=(Outage(device=0, since=1.002),)
-        )
-        result = simulate_deployment(lost, load_policy(name), 3.0)
-        assert result.models[0].num_in_time == 2
-        # All have failed: it ends, and the last request waits for ever.
-        none = replace(lost, troubles=(*lost.troubles, Outage(device=1, since=0.5)))
-        assert simulate_deployment(none, load_policy(name), 3.0).models[0].num_in_time < 2
+    (tmp_path / "two.txt").write_text("0.9\n1.0")
+    served = replace(model(slo=5.0), arrivals=Trace(file=str(tmp_path / "two.txt")))
+    troubles = (Outage(device=0, since=1.002),)
+    lost = Deployment(models=(served,), devices=2, scaling=scaling(1.0, 0.5), troubles=troubles)
+    assert simulate_deployment(lost, load_policy(name), 3.0).models[0].num_in_time == 2
+    # All have failed: it ends, and the last request waits for ever.
+    none = replace(lost, troubles=(*troubles, Outage(device=1, since=0.5)))
+    assert simulate_deployment(none, load_policy(name), 3.0).models[0].num_in_time < 2
 
 
 def test_a_policy_of_plain_python_scales(tmp_path):
