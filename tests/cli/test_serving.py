@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from meshwright.serving import (
     split_evenly,
     split_time,
 )
-from meshwright.spec import BatchMeasurement, Measurements, read_deployment, write_document
+from meshwright.spec import BatchMeasurement, Measurements, Scaling, read_deployment, write_document
+from meshwright.spec.quantities import Seconds
 from tests.spec.examples import PLAN
 
 DEPLOYMENT = """
@@ -113,6 +115,18 @@ def test_an_own_policy_beside_ours(serve):
     out = serve("--policy", "mine.py:Mine", "--against", "eager")[1]
     assert "regret" in out
     assert "mine.py:Mine" in out
+
+
+def test_devices_that_scale_are_told(serve):
+    scaled = replace(read_deployment("served.toml"), scaling=Scaling(start=Seconds(0.1), every=Seconds(0.1)))
+    write_document(scaled, "served.toml")
+    found = facts(serve, "--against", "eager")
+    expected = simulate_deployment(scaled, load_policy("symphony"), 2.0)
+    assert {**found, **expected.row(), "fleet": expected.scaled.points()} == found
+    assert [row["device_s"] > 0 for row in found["policies"]] == [True, True]
+    words = " ".join(serve()[1].split())
+    assert f"{expected.scaled.num_starts} starts: {expected.scaled.device_s:.4g} device-seconds" in words
+    assert "Leave scaling out" in refused(serve, "--goodput")
 
 
 def test_goodput_is_a_scale_for_each_policy(serve):

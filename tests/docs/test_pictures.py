@@ -61,6 +61,12 @@ def test_the_picture_of_serving_is_what_the_simulator_says(drawn):
     assert serving.PICTURE.read_text() == serving.draw(), "run python docs/pictures/serving.py"
 
 
+@pytest.mark.timeout(300)  # a policy is compiled once
+def test_the_picture_of_scaling_is_what_the_simulator_says(drawn):
+    scaling = drawn("scaling")
+    assert scaling.PICTURE.read_text() == scaling.draw(), "run python docs/pictures/scaling.py"
+
+
 def test_the_picture_of_scenarios_is_what_the_simulator_says(drawn):
     scenarios = drawn("scenarios")
     assert scenarios.PICTURE.read_text() == scenarios.draw(), "run python docs/pictures/scenarios.py"

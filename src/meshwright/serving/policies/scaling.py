@@ -62,9 +62,9 @@ MINIMUM, MAXIMUM, CALM, QUANTILE, CORRECTION, SPARE = range(6)
 SINCE, DROPPED, UP, WANTED, LESS_SINCE, LESS, DECIDED, NUM_MODELS = range(6, 14)
 _FIRST = 14
 
-# Of each model: arrivals since the last decision; those in the span of an SLO that goes on and in the one before it,
-# and when the span ends; spans, arrivals in them and the squares of the differences between neighbours, since the
-# dispersion was measured; the rate, as in a pool; the dispersion in thousandths.
+# Of each model: arrivals since the last decision; those in the span of an SLO that goes on and in the one before it
+# (-1: there is none), and when the span ends; spans, arrivals in them and the squares of the differences between
+# neighbours, since the dispersion was measured; the rate, as in a pool; the dispersion in thousandths.
 COUNT, IN_SPAN, BEFORE, SPAN_END, SPANS, IN_SPANS, SQUARES, RATE, DISPERSION = range(9)
 _WIDTH = 9
 
@@ -101,6 +101,7 @@ def allocate_scaler(
     scaler[[SINCE, LESS_SINCE]] = now
     scaler[[WANTED, UP]] = minimum
     scaler[_FIRST + DISPERSION :: _WIDTH] = _ONE
+    scaler[_FIRST + BEFORE :: _WIDTH] = -1
     return scaler
 
 
@@ -190,16 +191,19 @@ def _time_of(pool: Ints, model: int) -> int:
 def _end_span(scaler: Ints, at: int, now: int, slo: int) -> None:
     """The span of a model is over; those behind it that are over, too, were empty."""
     count, before, end = scaler[at + IN_SPAN], scaler[at + BEFORE], scaler[at + SPAN_END]
-    scaler[at + SQUARES] += (count - before) ** 2
-    scaler[at + SPANS] += 1
+    scaler[at + SPAN_END] = now - now % slo + slo
+    if end == 0:
+        return
+    scaler[at + IN_SPAN] = 0
+    if before >= 0:
+        scaler[at + SQUARES] += (count - before) ** 2
+        scaler[at + IN_SPANS] += count
+        scaler[at + SPANS] += 1
     if now >= end + slo and count > 0:
         scaler[at + SQUARES] += count * count
         scaler[at + SPANS] += 1
         count = 0
-    scaler[at + IN_SPANS] += scaler[at + IN_SPAN]
     scaler[at + BEFORE] = count
-    scaler[at + IN_SPAN] = 0
-    scaler[at + SPAN_END] = now - now % slo + slo
 
 
 @compiled
