@@ -43,6 +43,7 @@ from serving_live import PEERS, Process, free_port, running, serving
 from torch import nn
 
 from meshwright.serving import find_goodput, load_policy, simulate_deployment
+from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.load import LoadResult, ModelFacts, Stream, decode_outputs, draw_inputs, read_target
 from meshwright.serving.load.answers import Tensor, read_answer
 from meshwright.serving.load.bodies import RequestBytes, build_requests
@@ -165,13 +166,19 @@ def make_case(name: str, folder: Path, core: int) -> Case:
     torch.export.save(
         torch.export.export(module, (example,), dynamic_shapes=({0: torch.export.Dim("batch", max=1024)},)), path
     )
-    told = {"path": str(path), "core": core, "dtype": str(bodies[0].dtype), "shape": spec.shape}
-    command = [sys.executable, str(PEERS / "network.py"), json.dumps(told)]
-    timed = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    timed = time_batches(path, spec, core)
     found = ", ".join(f"{size} take {1e3 * seconds:.1f} ms" for size, seconds in timed)
     print(f"{name}: batches of {found}", flush=True)
     most_per_s = max(size / seconds for size, seconds in timed)
     return Case(name, path, spec, core, facts, expected, timed[0][1], most_per_s)
+
+
+def time_batches(path: Path, spec: TensorSpec, core: int) -> list[tuple[int, float]]:
+    """Sizes of batches, and what they take on the core."""
+    told = {"path": str(path), "core": core, "dtype": NUMPY_TYPES[spec.datatype].__name__, "shape": spec.shape}
+    command = [sys.executable, str(PEERS / "network.py"), json.dumps(told)]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    return [(size, seconds) for size, seconds in json.loads(ran.stdout)]
 
 
 # --- servers ------------------------------------------------------------------------------------
@@ -203,16 +210,12 @@ def started(setting: Setting, case: Case, log: Path) -> Iterator[Process]:
         return
     port = free_port(3)
     told = {"port": port, "path": str(case.path), "core": case.core, "shape": case.spec.shape, "slo_s": case.slo_s}
-    told |= {"batch": setting.batch, "wait_s": setting.wait_s, "dtype": str(np.dtype(_numpy_type(case)))}
+    told |= {"batch": setting.batch, "wait_s": setting.wait_s, "dtype": NUMPY_TYPES[case.spec.datatype].__name__}
     folder = Path(os.environ["MESHWRIGHT_PEERS"]) / setting.server / "bin" / "python"
     command = [str(folder), str(PEERS / f"{setting.server}_real.py"), json.dumps(told)]
     with running(command, f"http://127.0.0.1:{port}", ask=PEERS_READY[setting.server]) as server:
         check_answers(server, setting, case)
         yield server
-
-
-def _numpy_type(case: Case) -> type:
-    return {"FP32": np.float32, "INT64": np.int64}[case.spec.datatype]
 
 
 @contextlib.contextmanager
@@ -375,7 +378,9 @@ def rows_of(name: str, effort: Effort, folder: Path, core: int) -> list[Row]:
         rows.append(_compared(f"{name}: the best of these in each round, over ours", ours, best_of_all, target=1.0))
     if predicted:
         rows += _prediction_rows(name, predicted)
-    return rows
+    after_s = time_batches(case.path, case.spec, core)[0][1]
+    quietness = f"{name}: one sample after all this, over before (1 on a quiet machine)"
+    return [*rows, make_row(quietness, after_s, "s", baseline=case.alone_s, ratio=after_s / case.alone_s)]
 
 
 def has_peer(name: str) -> bool:
