@@ -110,6 +110,16 @@ def test_in_overload_it_ends_on_what_is_nearly_best(monkeypatch, name):
     assert min(alone) < 0.98 * max(alone)
 
 
+def test_where_almost_all_can_be_answered_it_does_not_refuse_many(monkeypatch):
+    """At the edge of what one device does with batches that gain little, refusing early would lose twice as many."""
+    deployment = Deployment(models=(model(slo=0.5, alpha=0.0435, beta=0.0045, rate=19.5),), devices=1)
+    result, pool = watched(deployment, 600.0, monkeypatch)
+    eager, early = (simulate_deployment(deployment, Deferred(0, 0, admit), 600.0).in_time_share for admit in (0, 100))
+    assert 1 - early > 2 * (1 - eager) > 0
+    assert CANDIDATES[pool[pool[OWN] + USED], 2] == 0
+    assert 1 - result.in_time_share < 1.5 * (1 - eager)
+
+
 def test_it_changes_when_what_arrives_changes(monkeypatch):
     """First a load that all candidates meet, then one that some do not: what was used at the begin is given up."""
     deployment = OVERLOADS["weak batches"]

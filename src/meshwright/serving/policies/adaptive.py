@@ -9,7 +9,8 @@ are virtual and take what they are predicted to take. The candidate that serves 
 trial, the next one begins later; while nothing is lost, there is none, so that a quiet server pays nothing for it.
 
 Scores are sums over trials, older ones counting `_MEMORY` times less each. A candidate that refuses early is preferred
-to others that serve about as much, since whoever is refused early can ask elsewhere.
+to others that serve about as much, since whoever is refused early can ask elsewhere; but only a little more may be lost
+than the others lose, so that a server which can answer almost all requests does so.
 """
 
 from __future__ import annotations
@@ -57,17 +58,19 @@ CANDIDATES = np.array(
 )
 NUM_CANDIDATES = len(CANDIDATES)
 
-# Own cells: what is used; is this a trial, and until when; requests that came and were dropped before it (watching);
-# from here on the score of each candidate, then what it has served in this trial, then the shadows.
-USED, IN_TRIAL, UNTIL, ARRIVED, DROPPED, SCORES = range(6)
+# Own cells: what is used; is this a trial, and until when; requests that came in this span, and were dropped before it;
+# those that came in trials, summed as scores are; from here on the score of each candidate, then what it has served in
+# this trial, then the shadows.
+USED, IN_TRIAL, UNTIL, ARRIVED, DROPPED, CAME, SCORES = range(7)
 _SERVED = SCORES + NUM_CANDIDATES
 _SHADOWS = _SERVED + NUM_CANDIDATES
 
 # A trial begins if so many of a thousand requests are lost.
 _LOST = 1
 _MEMORY = 0.5
-# What is used stays in use unless another serves so many of a thousand more; what refuses early may serve so many less.
-_LOYAL, _EARLY = 1, 20
+# What is used stays in use unless another serves so many of a thousand more; what refuses early may serve so many less,
+# and lose one more for so many that are lost in any case.
+_LOYAL, _EARLY, _LOST_ANYWAY = 1, 20, 10
 
 
 class Adaptive(NamedTuple):
@@ -176,6 +179,7 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
 def _choose(pool: Ints) -> None:
     """Add the trial to the scores, and use the candidate that is best by them."""
     own = pool[OWN]
+    pool[own + CAME] = int(_MEMORY * pool[own + CAME]) + pool[own + ARRIVED]
     best = 0
     for candidate in range(NUM_CANDIDATES):
         score = own + SCORES + candidate
@@ -185,8 +189,10 @@ def _choose(pool: Ints) -> None:
     most = pool[own + SCORES + best]
     if 1000 * pool[own + SCORES + pool[own + USED]] >= (1000 - _LOYAL) * most:
         best = pool[own + USED]
+    lost = pool[own + CAME] - most
     for candidate in range(NUM_CANDIDATES):
         is_early = CANDIDATES[candidate, 2] > CANDIDATES[best, 2]
-        if is_early and 1000 * pool[own + SCORES + candidate] >= (1000 - _EARLY) * most:
+        less = most - pool[own + SCORES + candidate]
+        if is_early and 1000 * less <= _EARLY * most and _LOST_ANYWAY * less <= lost:
             best = candidate
     pool[own + USED] = best
