@@ -356,16 +356,6 @@ def come_up(pool: Ints, device: int, now: int) -> None:
 
 
 @compiled
-def resume(pool: Ints, device: int, batches: int, begin: int, end: int) -> None:
-    """A device that has just come up has a batch already, or two, which began and will be done then."""
-    pool[pool[NEXT] + device] = batches > 1
-    pool[pool[BEGAN] + device] = begin
-    pool[pool[FREE_AT] + device] = end
-    if pool[KEEPS_ENDS]:
-        put(pool, END, device, end)
-
-
-@compiled
 def go_down(pool: Ints, device: int) -> None:
     """A device is gone."""
     take_out(pool, END, device)

@@ -25,18 +25,24 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from meshwright.cost.compiled import compiled, uncompiled
+from meshwright.serving.policies.heaps import put
 from meshwright.serving.policies.hooks import arrive, free, next_wake, wake
 from meshwright.serving.policies.named import load_policy
 from meshwright.serving.policies.plain import PlainPolicy
 from meshwright.serving.policies.pool import (
+    BEGAN,
     CHOSEN,
     DEADLINE,
     DECISION,
     DELAY,
+    END,
+    FREE_AT,
     GUARD,
     HEAD,
+    KEEPS_ENDS,
     MASK,
     MODEL,
+    NEXT,
     NUM_CHOSEN,
     NUM_DECISIONS,
     NUM_DEVICES,
@@ -54,7 +60,7 @@ from meshwright.serving.policies.pool import (
     columns,
     pool_for,
 )
-from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, end_batch, go_down, resize, resume
+from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, end_batch, go_down, resize
 from meshwright.serving.policies.scaling import MAXIMUM, WANTED, allocate_scaler, note_arrival, wanted_devices
 from meshwright.serving.server.recording import Recording
 from meshwright.spec import ServingError
@@ -293,7 +299,7 @@ def _take_event(policy: Any, pool: Ints, scaler: Ints, event: Ints) -> None:
         if second == 0:
             free(policy, pool, now, first)
         else:
-            resume(pool, first, second, third, taken)
+            _resume(pool, first, second, third, taken)
     elif kind == DOWN:
         go_down(pool, first)
     elif kind == ADJUST:
@@ -302,6 +308,16 @@ def _take_event(policy: Any, pool: Ints, scaler: Ints, event: Ints) -> None:
         # More than it knows of: those of a scheduler before this one are not handed back without need.
         scaler[WANTED] = max(scaler[WANTED], min(first, scaler[MAXIMUM]))
         resize(pool, now, wanted_devices(scaler, pool, now))
+
+
+@compiled
+def _resume(pool: Ints, device: int, batches: int, begin: int, end: int) -> None:
+    """A device that has just come up has a batch already, or two, which began and will be done then."""
+    pool[pool[NEXT] + device] = batches > 1
+    pool[pool[BEGAN] + device] = begin
+    pool[pool[FREE_AT] + device] = end
+    if pool[KEEPS_ENDS]:
+        put(pool, END, device, end)
 
 
 @compiled
