@@ -340,8 +340,9 @@ def test_what_does_not_go_with_scaling():
     for search in (find_capacity, find_goodput):
         with pytest.raises(ServingError, match="Leave scaling out"):
             search(scaled(), SYMPHONY, 1.0)
-    with pytest.raises(ServingError, match="only the simulator does"):
-        check_served(scaled())
+    check_served(scaled())
+    with pytest.raises(ServingError, match="nexus plans for all devices"):
+        check_served(replace(scaled(), policy="nexus"))
 
 
 def test_a_scaler_begins_with_the_minimum():

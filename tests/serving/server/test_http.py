@@ -205,10 +205,10 @@ def test_models_come_and_go(loop, tmp_path):
 
     *statuses, counts = run(loop, gate, scenario)
     assert statuses == [200, 404, 200]
-    assert counts.models["m", "1"].statuses == {200: 1}
-    assert counts.models["n", "1"].statuses == {200: 1}
+    assert counts.models["m"].statuses == {200: 1}
+    assert counts.models["n"].statuses == {200: 1}
     assert counts.others.statuses == {404: 1}
-    assert sum(counts.models["n", "1"].buckets) == counts.models["n", "1"].samples == 1
+    assert sum(counts.models["n"].buckets) == counts.models["n"].samples == 1
 
 
 # --- what requests say besides --------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_many_pipelined_requests(loop, tmp_path):
 
     statuses, counts = run(loop, FakeGate(tmp_path), scenario)
     assert statuses == [200] * 2 * number
-    assert counts.models["m", "1"].statuses[200] == number
+    assert counts.models["m"].statuses[200] == number
 
 
 def test_what_waits_behind_an_answer_can_have_its_slots(loop, tmp_path):
@@ -782,4 +782,4 @@ def test_bytes_of_any_kind_do_no_harm(tmp_path_factory, noise, place, gone, size
     assert received == b"" or received.startswith(b"HTTP/1.1 ")
     assert after == 200
     assert 500 not in counts.others.statuses
-    assert 500 not in counts.models["m", "1"].statuses
+    assert 500 not in counts.models["m"].statuses

@@ -3,10 +3,12 @@
 import asyncio
 import http.client
 import json
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import tritonclient.http
@@ -154,6 +156,7 @@ def test_a_model_that_is_loaded_again_answers_by_its_new_file_and_all_workers_kn
     [
         ("def make():\n    raise ValueError('no weights')\n", "no weights"),
         ("def make(:\n", "own.py"),
+        ("def make():\n    raise KeyboardInterrupt\n", "KeyboardInterrupt"),
         ("import os\ndef make():\n    os._exit(7)\n", "The first worker that loaded own ended"),
         (None, "own.py"),
     ],
@@ -213,6 +216,40 @@ def test_requests_for_other_models_are_looked_at(tmp_path):
             assert status == 400
             assert sentence in document["error"]
         assert post(server, "nothing", ours)[0] == 404
+
+
+def test_names_of_all_signs_can_be_asked_for_and_versions_go_on(tmp_path):
+    odd = LATER.replace('"later"', '"a/b %41 é"')
+    with serving(tmp_path, EMULATED + odd) as server:
+        path = f"models/{quote('a/b %41 é', safe='')}"
+        assert versions(post(server, f"{path}/load")[1]) == {"m": "1", "a/b %41 é": "2"}
+        assert versions(post(server, f"{path}/unload")[1]) == {"m": "1"}
+        assert versions(post(server, f"{path}/load")[1]) == {"m": "1", "a/b %41 é": "3"}
+        # Half a request changes nothing.
+        with socket.create_connection(("127.0.0.1", server.admin), 10) as half:
+            half.sendall(f"POST /v2/repository/{path}/unload HTTP/1.1\r\nHost: localhost\r\n".encode())
+            half.sendall(b"Content-Length: 50\r\n\r\n{")
+        time.sleep(0.5)
+        assert versions(post(server, "index")[1]) == {"m": "1", "a/b %41 é": "3"}
+
+
+def test_models_are_loaded_once_by_each_process(tmp_path):
+    (tmp_path / "own.py").write_text(
+        TIMES.format(factor=2.0).replace("def make():", "def make():\n    open('loads', 'a').write('x')")
+    )
+    loads = tmp_path / "loads"
+    code = (tmp_path / "own.py").read_text().replace("'loads'", repr(str(loads)))
+    (tmp_path / "own.py").write_text(code)
+    with serving(tmp_path, EMULATED + OWN + LATER + OWN.replace('"own"', '"again"')) as server:
+        server.wait_for(lambda status: status["up"] == 2)
+        assert len(loads.read_text()) == 4
+        server.kill("scheduler")
+        server.wait_for(lambda status: not status["ready"])
+        server.wait_for(lambda status: status["ready"] and status["up"] == 2)
+        assert post(server, "models/later/load")[0] == 200
+        assert len(loads.read_text()) == 4
+        assert post(server, "models/again/load")[0] == 200
+        assert len(loads.read_text()) == 6
 
 
 def test_clients_of_triton_and_the_command_line_load_and_unload(tmp_path):

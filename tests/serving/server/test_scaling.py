@@ -1,8 +1,15 @@
 """A server starts workers when more arrives, and hands them back when less does; no request is lost by that."""
 
 import asyncio
+import json
+import tomllib
 
+import numpy as np
+
+from meshwright.serving.server.fleet import Fleet
 from meshwright.serving.server.live import replay_log
+from meshwright.spec import Deployment
+from meshwright.spec.codec import decode_document
 from tests.serving.server.servers import EMULATED, Load, ask_once, infer, is_alive, serving
 
 # A device answers some 100 requests a second in batches of one.
@@ -69,6 +76,33 @@ def test_a_scheduler_that_is_started_again_keeps_the_workers_that_there_are(tmp_
             assert not load.wrong
 
         asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def reported(capsys):
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line]
+    return [(line["kind"], line["device"]) for line in lines]
+
+
+def test_a_fleet_hires_and_hands_back(capsys):
+    given = decode_document(Deployment, tomllib.loads(SCALED), "scaled")
+    fleet = Fleet(given)
+    # The supervisor of a scheduler before this one may have kept others.
+    assert reported(capsys) == [("hire", 0)]
+    fleet.meet(2)
+    assert reported(capsys) == [("hire", 2)]
+    assert fleet.wanted == 2
+    fleet.wanted = 1
+    pool = np.zeros(0, np.int64)
+    assert fleet.step({0}, pool) is None
+    assert reported(capsys) == [("release", 2)]
+    # It had started, and comes before it hears that it is not wanted.
+    fleet.meet(2)
+    assert (fleet.hired, reported(capsys)) == ({0}, [])
+    fleet.wanted = 3
+    fleet.step({0}, pool)
+    assert fleet.hired == {0, 1, 2}
+    fleet.meet(2)
+    assert reported(capsys) == [("hire", 1), ("hire", 2)]
 
 
 def test_nexus_plans_for_all_devices(tmp_path):

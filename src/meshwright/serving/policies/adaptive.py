@@ -23,15 +23,22 @@ from meshwright.cost.compiled import compiled
 from meshwright.serving.policies.deferred import admit_request, settle, use_device
 from meshwright.serving.policies.heaps import first_of, least_of
 from meshwright.serving.policies.pool import (
+    DEADLINE,
     DECISION,
     END,
+    HEAD,
+    MASK,
     NEVER,
     NUM_DECISIONS,
     NUM_DROPPED,
     NUM_MODELS,
+    NUM_QUEUES,
     OWN,
+    REQUEST,
     RUN,
     SLO,
+    START,
+    TAIL,
     TIMER,
     WIDTH,
     Ints,
@@ -164,8 +171,7 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
         pool[own + UNTIL] = now + 2 * trial * longest
     elif 1000 * (pool[NUM_DROPPED] - pool[own + DROPPED]) > _LOST * pool[own + ARRIVED]:
         for candidate in range(NUM_CANDIDATES):
-            shadow_of(pool, candidate)[:] = pool[:own]
-            clear(shadow_of(pool, candidate))
+            _copy(pool, shadow_of(pool, candidate))
             pool[own + _SERVED + candidate] = 0
         pool[own + IN_TRIAL] = 1
         pool[own + UNTIL] = now + trial * longest
@@ -173,6 +179,19 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
         pool[own + UNTIL] = now + trial * longest // 4
     pool[own + ARRIVED] = 0
     pool[own + DROPPED] = pool[NUM_DROPPED]
+
+
+@compiled
+def _copy(pool: Ints, shadow: Ints) -> None:
+    """Make a shadow what the pool is; of the room for requests, what is in use, as most of it never is."""
+    shadow[: pool[DEADLINE]] = pool[: pool[DEADLINE]]
+    for queue in range(pool[NUM_QUEUES]):
+        start, mask = pool[pool[START] + queue], pool[pool[MASK] + queue]
+        for place in range(pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]):
+            at = start + (place & mask)
+            shadow[pool[DEADLINE] + at] = pool[pool[DEADLINE] + at]
+            shadow[pool[REQUEST] + at] = pool[pool[REQUEST] + at]
+    clear(shadow)
 
 
 @compiled

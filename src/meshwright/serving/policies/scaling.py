@@ -30,6 +30,7 @@ recommendations is kept before scaling down is what Kubernetes calls a stabiliza
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, sqrt
 from statistics import NormalDist
 
@@ -103,6 +104,16 @@ def allocate_scaler(
     scaler[_FIRST + DISPERSION :: _WIDTH] = _ONE
     scaler[_FIRST + BEFORE :: _WIDTH] = -1
     return scaler
+
+
+def carry_scaler(scaler: Ints, before: Ints, places: Sequence[int]) -> None:
+    """Let a scaler know what another one did: of each model by its place there, -1 if it was not there."""
+    kept = [CORRECTION, SINCE, DROPPED, UP, WANTED, LESS_SINCE, LESS, DECIDED]
+    scaler[kept] = before[kept]
+    for model, place in enumerate(places):
+        if place >= 0:
+            old = _FIRST + place * _WIDTH
+            scaler[_FIRST + model * _WIDTH : _FIRST + (model + 1) * _WIDTH] = before[old : old + _WIDTH]
 
 
 @compiled

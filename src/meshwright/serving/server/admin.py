@@ -104,7 +104,9 @@ class Door:
         if (refused := _refusal(scope["method"], path, headers)) is not None:
             await _answer(send, *refused)
         elif path.startswith(_REPOSITORY):
-            code, document = await self._change(path, headers, receive)
+            # As it was sent: a name may have any sign in it.
+            asked = scope["raw_path"].decode("latin-1")
+            code, document = await self._change(asked, headers, receive)
             await _answer(send, code, _JSON, json.dumps(document).encode())
         elif path == "/timeline":
             await self._record(scope, send)
@@ -159,6 +161,8 @@ class Door:
         body = b""
         while True:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                return 400, {"error": "The request has ended before its body."}
             body += message.get("body", b"")
             if len(body) > _MOST_BODY:
                 return 413, {"error": f"The body has more than {_MOST_BODY} bytes. Send none."}
@@ -289,7 +293,7 @@ def _models(supervisor: Supervisor, scheduler: dict[str, Any], fronts: list[dict
         buckets: Counter[int] = Counter()
         latency_ns = 0
         for front in fronts:
-            for name, _, counts in front.get("models", []):
+            for name, counts in front.get("models", []):
                 if name == served.name:
                     statuses.update(counts["statuses"])
                     buckets.update({int(place): count for place, count in counts["buckets"].items()})

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from meshwright.serving.policies.pool import NEVER
+from meshwright.serving.server.peers import CAPACITY
 from meshwright.serving.server.served import Served
+from meshwright.spec import Deployment
 
 
 class Catalog:
@@ -54,12 +56,17 @@ class Catalog:
             del self._served[number], self._leaving[number]
         self.generation += 1
 
-    def facts(self) -> dict[str, Any]:
-        """What a pool has to know of models (`allocate_pool`)."""
+    def facts(self, deployment: Deployment) -> dict[str, Any]:
+        """What a pool has to know (`allocate_pool`)."""
         most = max(len(served.table) for served in self)
         return {
             "latency": [served.table + [NEVER] * (most - len(served.table)) for served in self],
             "slo": [served.slo_ns for served in self],
+            "num_devices": deployment.devices,
+            "capacity": CAPACITY,
+            "delay_ns": round(deployment.delay * 1e9),
+            "slack_ns": round(deployment.slack * 1e9),
+            "guard_ns": round(deployment.guard * 1e9),
         }
 
     def documents(self) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ class Changes:
         Or end it, with a sentence why: ``give_up``.
         """
         if "give_up" in document:
-            self._error = document["give_up"]
+            self._give_up(document, workers)
             return
         self._asked, self._error = document["change"], None
         self._coming = {one.number: one for one in map(read_identity, document["load"])}
@@ -74,7 +74,7 @@ class Changes:
         elif text is not None and number in self._catalog.numbers:
             # It is there for others: this worker is of no use without it.
             report("broken", worker=worker.device, pid=worker.pid, text=text)
-        elif number not in self._coming:
+        elif number not in self._coming and number not in self._catalog.numbers:
             self.equip(worker)  # given up meanwhile
 
     def lose(self, worker: Worker) -> None:
@@ -82,6 +82,16 @@ class Changes:
         if worker is self._first and not self._is_tried and self._coming:
             names = ", ".join(served.name for served in self._coming.values())
             self._error = f"The first worker that loaded {names} ended. Ask again, if that has another reason."
+
+    def _give_up(self, document: dict[str, Any], workers: Iterable[Worker]) -> None:
+        if document["change"] != self._asked:
+            report("refused", change=document["change"], text=document["give_up"])
+            return
+        self._error = document["give_up"]
+        for worker in workers:
+            if worker.loading & self._coming.keys():
+                # Whoever loads has one thread for it, which is lost.
+                report("broken", worker=worker.device, pid=worker.pid, text=document["give_up"])
 
     def step(self, workers: Iterable[Worker], rebuild: Callable[[], None]) -> None:
         """Make the change if all workers have what comes; give it up if one cannot."""
@@ -108,14 +118,15 @@ class Changes:
 
     def clear_out(
         self, known: int, is_needed: Callable[[int], bool], workers: Iterable[Worker], rebuild: Callable[[], None]
-    ) -> None:
-        """Forget models that leave, which no front asks any more and of which nothing is to be answered."""
+    ) -> list[int]:
+        """Forget models that leave, which no front asks any more and of which nothing is to be answered; which."""
         gone = [number for number in self._catalog.leavers(known) if not is_needed(number)]
         if gone:
             self._catalog.forget(gone)
             rebuild()
             for worker in workers:
                 self.equip(worker)
+        return gone
 
     def _note(self, number: int, document: dict[str, Any]) -> str | None:
         """Remember what a worker has found out about a model; what is wrong with it."""

@@ -41,19 +41,19 @@ class Counts:
 
 
 class FrontCounts:
-    """Of a front: `Counts` of each model by name and version, and those of all else; connections."""
+    """Of a front: `Counts` of each model by name, and those of all else; connections."""
 
     def __init__(self) -> None:
-        self.models: dict[tuple[str, str], Counts] = {}
+        self.models: dict[str, Counts] = {}
         self.others = Counts()
         self.connections = 0
         self.accepted = 0
         self.refused = 0
         self.cancelled = 0
 
-    def of(self, name: str, version: str) -> Counts:
-        """Counts of a model, from zero if it is new."""
-        return self.models.setdefault((name, version), Counts())
+    def of(self, name: str) -> Counts:
+        """Counts of a model, all its versions, from zero if it is new."""
+        return self.models.setdefault(name, Counts())
 
 
 def bucket_of(latency_ns: int) -> int:

@@ -30,7 +30,11 @@ class Fleet:
         self._num_devices = deployment.devices
         self.hired = set(range(self._num_devices if self.scaling is None else self.scaling.minimum))
         self.draining: set[int] = set()
+        self._released: set[int] = set()
         self.wanted = len(self.hired)
+        # Those of a scheduler before this one were perhaps others.
+        for device in self.hired if self.is_scaled else ():
+            report("hire", device=device)
 
     @property
     def is_scaled(self) -> bool:
@@ -58,9 +62,11 @@ class Fleet:
 
     def meet(self, device: int) -> None:
         """A worker is there: one that a scheduler before this one had hired, perhaps."""
-        if device not in self.draining:
+        # One that was handed back while it started may still come, and ends then.
+        if device not in self.draining | self._released | self.hired:
             self.hired.add(device)
             self.wanted = max(self.wanted, len(self.hired))
+            report("hire", device=device)
 
     def step(self, usable: Collection[int], pool: Ints) -> int | None:
         """Hire all that lack, or hand one back that is too many; the one that is to be drained, if any."""
@@ -71,6 +77,7 @@ class Fleet:
             for device in sorted(others, key=lambda each: each not in self.draining)[:lacking]:
                 self.hired.add(device)
                 self.draining.discard(device)
+                self._released.discard(device)
                 report("hire", device=device)
         elif lacking < 0:
             starting = self.hired.difference(usable)
@@ -79,10 +86,14 @@ class Fleet:
             if device not in starting:
                 self.draining.add(device)
                 return device
-            report("release", device=device)
+            self._release(device)
         return None
 
     def drained(self, device: int) -> None:
         """A device has ended what it had."""
         self.draining.discard(device)
+        self._release(device)
+
+    def _release(self, device: int) -> None:
+        self._released.add(device)
         report("release", device=device)

@@ -175,8 +175,7 @@ class Front:
         if known is not self._known:
             same = {served.model: served for served in self._served.values()}
             self._served = {
-                name: same.get(model) or Served(model, self.counts.of(model.name, model.version))
-                for name, model in known.items()
+                name: same.get(model) or Served(model, self.counts.of(model.name)) for name, model in known.items()
             }
             self._known = known
         return self._served

@@ -47,7 +47,7 @@ async def serve(folder: Path, token: str | None) -> None:
             ready=gate.is_ready,
             connections=counts.connections,
             cancelled=counts.cancelled,
-            models=[[name, version, _facts(of)] for (name, version), of in counts.models.items()],
+            models=[[name, _facts(of)] for name, of in counts.models.items()],
             others=_facts(counts.others),
         )
 

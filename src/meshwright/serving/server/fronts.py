@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,12 @@ class Fronts:
                     part = slots[place : place + MOST_CELLS - 3]
                     front.channel.send(np.concatenate([np.array([Kind.ANSWER, model, fate], np.int64), part]))
                 self._board.listen_for_room(front.channel)
+
+    def forget(self, models: Collection[int]) -> None:
+        """Models have left: nothing of them is due."""
+        for front in self:
+            for model in models:
+                front.deadlines.pop(model, None)
 
     def deadlines_of(self, model: int, requests: Ints) -> Ints:
         """When requests have to be answered; 0 for those of fronts that have gone."""

@@ -1,6 +1,7 @@
 """A policy on the real clock: events go in as rows, decisions come out, and both can be written down.
 
     ARRIVE   queue, request, deadline    a request has come
+    AGAIN    queue, request, deadline    one that had come comes again
     FREE     device, queue, count, ns    a device has ended a batch that took so long; its next one, if any, begins now
     CANCEL   queue, request, deadline    whoever sent a request has gone
     UP       device, batches, begin, end a device is there; it may have one batch already, or two, begun and done then
@@ -61,11 +62,19 @@ from meshwright.serving.policies.pool import (
     pool_for,
 )
 from meshwright.serving.policies.queues import begin_waiting, cancel, clear, come_up, end_batch, go_down, resize
-from meshwright.serving.policies.scaling import MAXIMUM, WANTED, allocate_scaler, note_arrival, wanted_devices
+from meshwright.serving.policies.scaling import (
+    DROPPED,
+    MAXIMUM,
+    WANTED,
+    allocate_scaler,
+    carry_scaler,
+    note_arrival,
+    wanted_devices,
+)
 from meshwright.serving.server.recording import Recording
 from meshwright.spec import ServingError
 
-ARRIVE, FREE, CANCEL, UP, DOWN, ADJUST, WAKE, SCALE = range(8)
+ARRIVE, FREE, CANCEL, UP, DOWN, ADJUST, WAKE, SCALE, AGAIN = range(9)
 EVENT_WIDTH = 6
 
 # A log begins with a line of JSON: its kind, the policy, and what its pool was allocated with. For each call follow
@@ -108,9 +117,11 @@ class Live:
         if scaling is not None:
             self._scaler = allocate_scaler(len(facts["slo"]), **scaling)
         self._numbers = list(range(len(facts["slo"]))) if numbers is None else numbers
-        self._places = np.full(max(self._numbers) + 1, -1, np.int64)
+        # A front may still speak of a model that has left.
+        highest = max(*self._numbers, 0 if before is None else len(before._places) - 1)
+        self._places: Ints = np.full(highest + 1, -1, np.int64)
         self._places[self._numbers] = np.arange(len(self._numbers))
-        measured = {} if before is None else before._measured(self._numbers)
+        measured = {} if before is None else before._measured(self)
         self.know(measured)
         self._take, self._next = take_events, _next_moment
         if isinstance(self.policy, PlainPolicy):
@@ -131,19 +142,27 @@ class Live:
         """What another pool has measured: its numbers, and columns with -1 for what it did not know."""
         for number, value in zip(_MEASURED_NUMBERS, measured.get("numbers", []), strict=False):
             self.pool[number] = value
+        self._scaler[: len(measured.get("scaler", []))] = measured.get("scaler", [])
         for name, values in measured.items():
-            if name != "numbers":
+            if name not in ("numbers", "scaler"):
                 column, found = columns(self.pool)[name], np.array(values, np.int64)
                 column[found >= 0] = found[found >= 0]
 
-    def _measured(self, numbers: list[int]) -> dict[str, list[int]]:
-        """What is known of devices, and of models with these numbers (`know`)."""
+    def _measured(self, after: Live) -> dict[str, list[int]]:
+        """What is known of devices, and of the models of the one that comes after (`know`)."""
         pool, mine = self.pool, columns(self.pool)
         found = {"numbers": [int(pool[number]) for number in _MEASURED_NUMBERS], "slowness": mine["slowness"].tolist()}
+        old = {number: place for place, number in enumerate(self._numbers)}
+        places = [old.get(number, -1) for number in after._numbers]
         if pool[NUM_QUEUES] == pool[NUM_MODELS]:
-            old = {number: place for place, number in enumerate(self._numbers)}
             for name in _MEASURED_OF_MODELS:
-                found[name] = [int(mine[name][old[number]]) if number in old else -1 for number in numbers]
+                found[name] = [int(mine[name][place]) if place >= 0 else -1 for place in places]
+        if len(self._scaler):
+            scaler = after._scaler.copy()
+            carry_scaler(scaler, self._scaler, places)
+            # What was dropped is counted anew.
+            scaler[DROPPED] = 0
+            found["scaler"] = scaler.tolist()
         return found
 
     def take(self, events: Ints) -> list[tuple[Ints, Ints]]:
@@ -180,7 +199,7 @@ class Live:
 
     def _with_numbers(self, events: Ints) -> Ints:
         """Events that tell models by their numbers, not by their places."""
-        told, is_of_model = events.copy(), np.isin(events[:, 0], (ARRIVE, CANCEL))
+        told, is_of_model = events.copy(), np.isin(events[:, 0], (ARRIVE, AGAIN, CANCEL))
         told[is_of_model, 2] = np.array(self._numbers)[events[is_of_model, 2]]
         return told
 
@@ -283,8 +302,8 @@ def take_events(policy: Any, pool: Ints, scaler: Ints, events: Ints, at: int) ->
 @compiled
 def _take_event(policy: Any, pool: Ints, scaler: Ints, event: Ints) -> None:
     kind, now, first, second, third, taken = event
-    if kind == ARRIVE:
-        if len(scaler) > 0:
+    if kind in (ARRIVE, AGAIN):
+        if len(scaler) > 0 and kind == ARRIVE:
             note_arrival(scaler, pool, now, first)
         arrive(policy, pool, now, first, second, third)
     elif kind == FREE:

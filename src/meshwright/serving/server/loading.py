@@ -102,7 +102,7 @@ class Loader:
                 done = self.time(served, self.open(served))
             except MeshwrightError as error:
                 done = Failed(served, str(error))
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 # The code of a stranger: whatever it raises, batches of other models go on.
                 text = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
                 done = Failed(served, f"Model {served.name!r} could not be loaded: {text}")

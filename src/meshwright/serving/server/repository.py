@@ -18,13 +18,14 @@ from typing import Any
 from urllib.parse import unquote
 
 from meshwright.serving.server.served import check_served, copy_names
-from meshwright.serving.server.supervisor import Supervisor
+from meshwright.serving.server.supervisor import Supervisor, Unready
 from meshwright.spec import Deployment, MeshwrightError, Poisson, ServedModel, ServingError, read_deployment
 from meshwright.spec.errors import suggest
 
 _PREFIX = "/v2/repository/"
 # Triton's clients send it, and it asks for nothing.
 _NOTHING = {"unload_dependents": False}
+_SHOWN = 500
 
 
 class Repository:
@@ -34,7 +35,7 @@ class Repository:
         self._supervisor, self._file = supervisor, file
 
     async def answer(self, path: str, body: bytes) -> tuple[int, Any]:
-        """Status and document of a POST to one of the module's paths."""
+        """Status and document of a POST to one of the module's paths, as it was sent (with ``%2F``)."""
         try:
             _refuse_parameters(body)
             match [unquote(part) for part in path.removeprefix(_PREFIX).split("/")]:
@@ -48,6 +49,8 @@ class Repository:
                     await self.unload(name)
                 case _:
                     return 404, {"error": f"There is nothing at {path[:200]!r}."}
+        except Unready as error:
+            return 503, {"error": str(error)}
         except MeshwrightError as error:
             return 400, {"error": str(error)}
         return 200, self.index()
@@ -69,7 +72,7 @@ class Repository:
         if family is None:
             raise ServingError(
                 f"{self._file} has no model {name[:200]!r}{suggest(name, known)}. Write it there, or ask for one of "
-                f"{', '.join(known)}."
+                f"{', '.join(known)[:_SHOWN]}."
             )
         names = copy_names(family)
         former = [one.name for one in self._supervisor.models if one.model.name == family.name]
@@ -83,7 +86,9 @@ class Repository:
         leave = [one.name for one in models if name in (one.name, one.model.name)]
         if not leave:
             names = [one.name for one in models]
-            raise ServingError(f"No model {name[:200]!r} is served{suggest(name, names)}; expected one of {names}.")
+            raise ServingError(
+                f"No model {name[:200]!r} is served{suggest(name, names)}; expected one of {', '.join(names)[:_SHOWN]}."
+            )
         await self._supervisor.change([], leave)
 
     async def update(self) -> None:

@@ -25,8 +25,8 @@ from meshwright.serving.server.fleet import Fleet
 from meshwright.serving.server.fronts import Fronts
 from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.lateness import Lateness
-from meshwright.serving.server.live import ADJUST, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, SCALE, UP, WAKE, Live
-from meshwright.serving.server.peers import CAPACITY, SLOT_BITS, Batch, Front, Worker
+from meshwright.serving.server.live import ADJUST, AGAIN, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, SCALE, UP, WAKE, Live
+from meshwright.serving.server.peers import SLOT_BITS, Batch, Front, Worker
 from meshwright.serving.server.recording import Recorder
 from meshwright.serving.server.served import read_models
 from meshwright.serving.server.slabs import slab_path
@@ -157,18 +157,24 @@ class Scheduler:
         """What the supervisor orders: to record, or to serve other models."""
         self._recorder.obey([order])
         if "change" in order:
-            self._changes.order(order, self._workers.present.values())
+            self._changes.order(order, self._staff)
             self._change(now)
+
+    @property
+    def _staff(self) -> list[Worker]:
+        """Workers that are there, and stay."""
+        return [worker for device, worker in self._workers.present.items() if device in self._fleet.hired]
 
     def _change(self, now: int) -> None:
         """Go on with a change of models, if there is one."""
         if self._live is not None:
-            self._changes.step(self._workers.present.values(), partial(self._rebuild, now))
+            self._changes.step(self._staff, partial(self._rebuild, now))
 
     def _clear_out(self, now: int) -> None:
         """Forget models that have left."""
         known = self._fronts.known(self._catalog.generation)
-        self._changes.clear_out(known, self._is_needed, self._workers.present.values(), partial(self._rebuild, now))
+        gone = self._changes.clear_out(known, self._is_needed, self._staff, partial(self._rebuild, now))
+        self._fronts.forget(gone)
 
     def _is_needed(self, number: int) -> bool:
         """Is anything of this model waiting, or computed?"""
@@ -186,26 +192,19 @@ class Scheduler:
         for worker in self._workers.usable.values():
             self._event(UP, now, worker.device, *worker.outlook(now))
         for model, request, deadline in waiting:
-            self._event(ARRIVE, now, self._place_of(model), request, deadline)
+            self._event(AGAIN, now, self._place_of(model), request, deadline)
         self._tell()
 
     def _open(self, before: Live | None = None) -> Live:
         """All is known that the pool needs."""
-        reports.report("preparing", policy=self._deployment.policy)
-        facts = {
-            **self._catalog.facts(),
-            "num_devices": self._deployment.devices,
-            "capacity": CAPACITY,
-            "delay_ns": round(self._deployment.delay * 1e9),
-            "slack_ns": round(self._deployment.slack * 1e9),
-            "guard_ns": round(self._deployment.guard * 1e9),
-        }
+        if before is None:
+            reports.report("preparing", policy=self._deployment.policy)
         self._lateness.most_ns = self._catalog.least_spare_ns // 4
-        if self._fleet.is_scaled:
+        if self._fleet.is_scaled and before is None:
             self._next_scale = time.monotonic_ns() + self._fleet.every_ns
         return Live(
             self._deployment.policy,
-            facts,
+            self._catalog.facts(self._deployment),
             self._log,
             numbers=self._catalog.numbers,
             scaling=self._fleet.facts(),
@@ -235,10 +234,12 @@ class Scheduler:
         self._workers.present[worker.device] = worker
         self._board.connect(channel, partial(self._hear_worker, worker), partial(self._lose_worker, worker))
         channel.send_text({"epoch": self._epoch})
+        worker.held.update(document["number"] for document in content["models"])
         for document in content["models"]:
             self._changes.learn(worker, document)
-        self._changes.equip(worker)
         self._fleet.meet(worker.device)
+        if worker.device in self._fleet.hired:
+            self._changes.equip(worker)
         self._employ(worker, now)
 
     def _employ(self, worker: Worker, now: int) -> None:
@@ -374,7 +375,7 @@ class Scheduler:
         deadlines = self._fronts.deadlines_of(model, requests)
         for request, deadline in zip(requests.tolist(), deadlines.tolist(), strict=True):
             if self._fronts.has_asked(request):
-                self._event(ARRIVE, now, self._place_of(model), request, deadline)
+                self._event(AGAIN, now, self._place_of(model), request, deadline)
 
     # --- what is measured ----------------------------------------------------------------------
 

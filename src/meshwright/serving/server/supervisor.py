@@ -37,8 +37,13 @@ _LASTING = ("scheduler", "worker", "front")
 
 # What a change of models may take: the loading of large ones.
 _CHANGE_S = 1800.0
+_STARTED_AGAIN = "The scheduler ended, and is started again. Ask again when the server is ready."
 
 Told = Callable[[str, dict[str, Any]], None]
+
+
+class Unready(ServingError):  # noqa: N818 - it is a state
+    """What was asked for may be possible in a moment."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +89,7 @@ class Supervisor:
         self._was_ready = False
         self._changing = asyncio.Lock()
         self._changes = 0
+        self._versions = {one.name: int(one.version) for one in self.models}
         self._change: asyncio.Future[str | None] | None = None
 
     def stop(self) -> None:
@@ -105,12 +111,14 @@ class Supervisor:
         """How often a process was started; the supervisor itself once."""
         return self._children[name].starts if name in self._children else 1
 
-    def order(self, name: str, **facts: Any) -> None:
-        """Send a process an order (`reports.Orders`); one that is not there misses it."""
+    def order(self, name: str, **facts: Any) -> bool:
+        """Send a process an order (`reports.Orders`); False if it is not there."""
         child = self._children.get(name)
-        if child is not None and child.process is not None and child.process.stdin is not None:
-            # A pipe that nobody reads any more is seen where the process is listened to.
-            child.process.stdin.write(json.dumps(facts).encode() + b"\n")
+        if child is None or child.process is None or child.process.stdin is None:
+            return False
+        # A pipe that nobody reads any more is seen where the process is listened to.
+        child.process.stdin.write(json.dumps(facts).encode() + b"\n")
+        return child.process.returncode is None
 
     async def change(self, come: Sequence[tuple[str, ServedModel]], leave: Sequence[str]) -> None:
         """Serve other models: some come, by name, in the place of those that had the name; others leave.
@@ -118,13 +126,13 @@ class Supervisor:
         Returns when requests are answered by the new ones. Raises ServingError, and then all is as it was: where not
         all can be loaded by all workers, and where no model would be left.
         """
+        if self._changing.locked():
+            raise Unready("Another change of models is under way. Ask again when it is done.")
         async with self._changing:
             names = {name for name, _ in come}
-            former = {one.name: one for one in self.models}
             numbers = itertools.count(len(self.model_names))
             loaded = [
-                Served(next(numbers), name, model, version=str(int(former[name].version) + 1 if name in former else 1))
-                for name, model in come
+                Served(next(numbers), name, model, version=str(self._versions.get(name, 0) + 1)) for name, model in come
             ]
             gone = [one for one in self.models if one.name in names or one.name in leave]
             models = [one for one in self.models if one not in gone] + loaded
@@ -132,6 +140,7 @@ class Supervisor:
             if not models:
                 raise ServingError("No model would be left; a server has at least one. Stop it, or load another first.")
             self.model_names += [one.name for one in loaded]
+            self._versions |= {one.name: int(one.version) for one in loaded}
             await self._order_change(loaded, gone)
             self.models = models
             assert self.folder is not None
@@ -140,15 +149,12 @@ class Supervisor:
     async def _order_change(self, come: list[Served], leave: list[Served]) -> None:
         """Have the scheduler make a change."""
         if not self.is_ready:
-            raise ServingError("The server is not ready; ask again when it is.")
+            raise Unready("The server is not ready. Ask again when it is.")
         self._changes += 1
         self._change = asyncio.get_running_loop().create_future()
-        self.order(
-            "scheduler",
-            change=self._changes,
-            load=[one.identity() for one in come],
-            leave=[one.number for one in leave],
-        )
+        load, numbers = [one.identity() for one in come], [one.number for one in leave]
+        if not self.order("scheduler", change=self._changes, load=load, leave=numbers):
+            self._end_change(_STARTED_AGAIN)
         try:
             done, _ = await asyncio.wait([self._change], timeout=_CHANGE_S)
             if not done:
@@ -172,7 +178,7 @@ class Supervisor:
     def is_ready(self) -> bool:
         """Can requests be answered?"""
         fronts = range(self.deployment.server.fronts)
-        return all(self.facts.get(f"front-{front}", {}).get("ready") for front in fronts)
+        return "scheduler" in self.facts and all(self.facts.get(f"front-{front}", {}).get("ready") for front in fronts)
 
     async def wait_until_ready(self) -> None:
         """Return when all fronts answer requests, or the server ends."""
@@ -260,7 +266,7 @@ class Supervisor:
             code = child.process.returncode
             self.facts.pop(child.name, None)
             if child.name == "scheduler":
-                self._end_change("The scheduler ended, and was started again. Ask again.")
+                self._end_change("The server ends." if self._stopping.is_set() else _STARTED_AGAIN)
             # A worker that cannot load what others have loaded before may do so later.
             if code == FATAL and not (self._was_ready and child.name.startswith("worker-")):
                 self._fault = self._fault or child.error
@@ -315,21 +321,30 @@ class Supervisor:
             except (ValueError, KeyError, TypeError):
                 sys.stderr.buffer.write(line)  # what a model prints
                 continue
-            if kind == "error":
-                child.error = facts["text"]
-            elif kind == "hire":
-                self._children[f"worker-{facts['device']}"].wanted.set()
-            elif kind == "release":
-                self._release(self._children[f"worker-{facts['device']}"])
-            elif kind in ("stuck", "broken"):
-                self._kill(facts)
-            elif kind in ("changed", "refused"):
-                self._end_change(facts.get("text"))
-            elif kind in _LASTING:
-                self.facts[child.name] = facts
+            if not self._heed(child, kind, facts):
+                continue
             self._was_ready = self._was_ready or self.is_ready
             self._tell(child.name, facts)
             self._changed.set()
+
+    def _heed(self, child: _Child, kind: str, facts: dict[str, Any]) -> bool:
+        """Do what a report asks for; False if there is nothing to it."""
+        if kind == "error":
+            child.error = facts["text"]
+        elif kind == "hire":
+            wanted = self._children[f"worker-{facts['device']}"].wanted
+            if wanted.is_set():
+                return False
+            wanted.set()
+        elif kind == "release":
+            self._release(self._children[f"worker-{facts['device']}"])
+        elif kind in ("stuck", "broken"):
+            self._kill(facts)
+        elif kind in ("changed", "refused"):
+            self._end_change(facts.get("text"))
+        elif kind in _LASTING:
+            self.facts[child.name] = facts
+        return True
 
     def _release(self, child: _Child) -> None:
         """A process is not wanted any more: it ends, and is not started again."""

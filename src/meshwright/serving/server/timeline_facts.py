@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from meshwright.serving.server.gate import Fate
-from meshwright.serving.server.live import ARRIVE
+from meshwright.serving.server.live import AGAIN, ARRIVE
 from meshwright.serving.server.recording import Recorded
 
 # Model, request (connection and slot), deadline: known so to all processes.
@@ -88,7 +90,7 @@ def read_batches(name: str, worker: Recorded, known: Known) -> Iterator[Batch]:
 def learn(known: Known, scheduler: Recorded) -> None:
     """When samples came to the scheduler, and when it decided."""
     events = scheduler["events"]
-    for _, moment, model, request, deadline, _ in events[events[:, 0] == ARRIVE].tolist():
+    for _, moment, model, request, deadline, _ in events[np.isin(events[:, 0], (ARRIVE, AGAIN))].tolist():
         known.arrived.setdefault((model, request, deadline), moment)
     chosen, first = scheduler["chosen"].ravel().tolist(), 0
     for moment, _, _, model, count in scheduler["decisions"].tolist():

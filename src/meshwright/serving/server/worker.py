@@ -112,7 +112,7 @@ class Worker:
         for item in document.get("load", []):
             self._loader.load(read_identity(item))
         for number in document.get("forget", []):
-            # One that is not there yet is forgotten by the next scheduler that hears of it.
+            # Of one that is still being loaded, the scheduler hears when it is there.
             self._held.pop(number, None)
             self._slabs = {key: slab for key, slab in self._slabs.items() if key[1] != number}
 
