@@ -25,6 +25,7 @@ from meshwright.serving.policies.pool import (
     KEEPS_ENDS,
     LATE,
     LATENCY,
+    LOAD,
     MASK,
     MODEL,
     MOST,
@@ -49,6 +50,7 @@ from meshwright.serving.policies.pool import (
     TAIL,
     TYPICAL,
     UNIT,
+    UNLOAD,
     WIDTH,
     WORK,
     Ints,
@@ -307,6 +309,18 @@ def preempt(pool: Ints, now: int, device: int) -> None:
 def resize(pool: Ints, now: int, wanted: int) -> None:
     """So many devices are wanted from now on."""
     _decide(pool, RESIZE, wanted, 0, pool[NUM_CHOSEN], 0, now)
+
+
+@compiled
+def load(pool: Ints, now: int, queue: int, device: int) -> None:
+    """Copy the weights of a queue's model to a device."""
+    _decide(pool, LOAD, device, queue, pool[NUM_CHOSEN], 0, now + pool[DELAY])
+
+
+@compiled
+def unload(pool: Ints, now: int, queue: int, device: int) -> None:
+    """The weights of a queue's model leave a device."""
+    _decide(pool, UNLOAD, device, queue, pool[NUM_CHOSEN], 0, now)
 
 
 @compiled
