@@ -26,8 +26,10 @@ from meshwright.serving.policies.pool import (
     DOWN,
     FREE_AT,
     HEAD,
+    LOAD,
     MOST,
     NEVER,
+    NUM_CHOSEN,
     NUM_DECISIONS,
     NUM_DEVICES,
     NUM_QUEUES,
@@ -35,16 +37,16 @@ from meshwright.serving.policies.pool import (
     SLO,
     TAIL,
     TIMER,
+    UNLOAD,
     Ints,
 )
 from meshwright.serving.policies.queues import (
     begin_on,
     deadline_at,
+    decide,
     drop_late,
     latency_of,
     length_of,
-    load,
-    unload,
 )
 
 # Memory is counted in parts of a device's.
@@ -265,7 +267,7 @@ def _load(pool: Ints, at: int, queue: int, device: int, now: int) -> None:
     pool[pool[at + _LOADED] + device] = queue
     pool[pool[at + _MISSED] + queue] = 0
     put(pool, at + COPYING, device, there_at)
-    load(pool, now, queue, device)
+    decide(pool, LOAD, device, queue, pool[NUM_CHOSEN], 0, now + pool[DELAY])
     watch(pool, at, queue)
 
 
@@ -284,5 +286,5 @@ def _least_recent(pool: Ints, at: int, device: int) -> int:
 def _evict(pool: Ints, at: int, queue: int, device: int, now: int) -> None:
     pool[pool[at + _THERE] + device * pool[NUM_QUEUES] + queue] = NEVER
     pool[pool[at + _HELD] + device] -= pool[pool[at + _MEMORY] + queue]
-    unload(pool, now, queue, device)
+    decide(pool, UNLOAD, device, queue, pool[NUM_CHOSEN], 0, now)
     watch(pool, at, queue)
