@@ -249,6 +249,7 @@ def test_wrong_types_are_refused_everywhere(kind):
                 ("nvme",),
                 ("until",),
                 ("memory",),
+                ("load",),
                 ("device_memory",),
                 ("after",),
                 ("latency",),

@@ -198,6 +198,7 @@ def _print_result(
         f"{policy}: {total['goodput_per_s']:.4g} of {total['requests_per_s']:.4g} requests per second in time "
         f"({format_percent(total['in_time_share'], 2)}), devices busy {format_percent(total['busy_share'])}.",
         *_scaled_sentence(deployment, result),
+        *((f"Devices loaded {result.num_loads} models.",) if result.num_loads is not None else ()),
         make_table([{name: row[name] for name in shown} for row in models]),
         *describe_joint(joint),
         _bound_sentence(deployment, request.scale),

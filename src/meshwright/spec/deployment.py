@@ -159,7 +159,7 @@ class ServedModel:
     ``inputs`` and ``outputs`` are found by trying the model; those that are given rename them, or choose among outputs.
     ``preprocess`` and ``postprocess`` are ``file.py:function``: what makes the model's arguments of ``inputs``, which
     are then given, and what becomes of its outputs.
-    ``memory`` is what one copy takes of a device that holds it.
+    ``memory`` is what one copy takes of a device that holds it, and ``load`` how long its weights take to get there.
     """
 
     name: str
@@ -175,8 +175,10 @@ class ServedModel:
     preprocess: str | None = None
     postprocess: str | None = None
     memory: Bytes | None = None
+    load: Seconds | None = None
 
     def __post_init__(self) -> None:
+        _check(f"Model {self.name!r}", load=(0.0, self.load, LONGEST))
         _check(f"Model {self.name!r}", slo=(1e-6, self.slo, LONGEST), copies=(1, self.copies, MOST_MODELS))
         _check(f"Model {self.name!r}", **{name: (1, size, LARGEST_SAMPLE) for name, size in self.sizes.items()})
         if self.latency is not None and self.latency.of(1) > self.slo:

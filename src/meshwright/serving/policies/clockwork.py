@@ -6,8 +6,8 @@ chosen, and of it the largest batch of requests that are all in time, passing ov
 batch may serve these). Requests that would be late even alone are dropped when their queue's turn comes.
 
 Constants of the published controller that are the pool's here: what passes between a decision and its begin (1 ms
-there), and how long before deadlines batches are planned to end (5 ms there). Models are not loaded and evicted, since
-devices hold all models of their pool.
+there), and how long before deadlines batches are planned to end (5 ms there). Where devices do not hold all models,
+these are loaded and evicted (`residency`), and batches are given to devices that hold their model.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ from typing import Any, NamedTuple
 from meshwright.cost.compiled import compiled
 from meshwright.serving.policies.heaps import cells_of_heap, first_of, lay_heap, least_of, put, size_of, take_out
 from meshwright.serving.policies.pool import (
+    BEGAN,
     BUSY,
     DEVICE,
+    DOWN,
     FREE_AT,
     HEAD,
+    IDLE,
     MODEL,
     MOST,
     NEVER,
+    NEXT,
+    NUM_DEVICES,
     OWN,
     READY,
     REST,
     TAIL,
+    TIMER,
     Ints,
     allocate_pool,
 )
@@ -44,6 +50,19 @@ from meshwright.serving.policies.queues import (
     rest,
     run,
 )
+from meshwright.serving.policies.residency import (
+    COPYING,
+    cells_of_residency,
+    drop_hopeless,
+    end_load,
+    is_there,
+    lay_residency,
+    load_most_wanted,
+    note_come_up,
+    note_end,
+    note_run,
+    watch,
+)
 
 
 class Clockwork(NamedTuple):
@@ -52,19 +71,32 @@ class Clockwork(NamedTuple):
     ahead: int = 10_000
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
-        """A pool with a heap of devices by when they are nearly done."""
-        pool = allocate_pool(**facts, num_own=cells_of_heap(facts["num_devices"]))
-        lay_heap(pool, int(pool[OWN]), facts["num_devices"])
+        """A pool with a heap of devices by when they are nearly done, and what they hold if they have ``weights``."""
+        weights, num_devices = facts.get("weights"), facts["num_devices"]
+        num_own = cells_of_heap(num_devices)
+        num_held = 1 if weights is None else cells_of_residency(num_devices, len(weights.load))
+        rest_of = {name: fact for name, fact in facts.items() if name != "weights"}
+        pool = allocate_pool(**rest_of, num_own=num_own + num_held)
+        lay_heap(pool, int(pool[OWN]), num_devices)
+        if weights is not None:
+            lay_residency(pool, int(pool[OWN]) + num_own, weights, num_devices)
         return pool
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
         """Let it in; plan for a device that is free, or soon will be."""
         if enter(pool, now, queue, request, deadline):
             _rank(pool, queue)
-            _plan(pool, now, self.ahead * 1000)
+            if _loads(pool):
+                _serve(pool, now, queue, self.ahead * 1000)
+                load_most_wanted(pool, _held(pool), now, queue)
+            else:
+                _plan(pool, now, self.ahead * 1000)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
         """Plan for a device that is idle; for one that has begun its next batch, when it is nearly done."""
+        if _loads(pool):
+            _free_holder(pool, now, device, self.ahead * 1000)
+            return
         if pool[pool[FREE_AT] + device] > now and pool[pool[DEVICE] + device] == BUSY:
             _expect(pool, device, self.ahead * 1000)
         else:
@@ -73,12 +105,32 @@ class Clockwork(NamedTuple):
         _plan(pool, now, self.ahead * 1000)
 
     def wake(self, pool: Ints, now: int) -> None:
-        """A device is nearly done."""
-        _plan(pool, now, self.ahead * 1000)
+        """A device is nearly done; or holds what it has loaded; or a request cannot be in time any more."""
+        if _loads(pool):
+            _wake_holders(pool, now, self.ahead * 1000)
+        else:
+            _plan(pool, now, self.ahead * 1000)
 
     def next_wake(self, pool: Ints) -> int:
-        """When the next device is nearly done, if anything waits."""
-        return least_of(pool, pool[OWN], NEVER) if size_of(pool, READY) > 0 else NEVER
+        """When the next device is nearly done, if anything waits; or when else it is to be woken."""
+        if size_of(pool, READY) == 0:
+            return NEVER
+        nearly_done = least_of(pool, pool[OWN], NEVER)
+        if not _loads(pool):
+            return nearly_done
+        return min(nearly_done, least_of(pool, TIMER, NEVER), least_of(pool, _held(pool) + COPYING, NEVER))
+
+
+@compiled
+def _held(pool: Ints) -> int:
+    """Where the cells of `residency` begin."""
+    return int(pool[OWN] + cells_of_heap(pool[NUM_DEVICES]))
+
+
+@compiled
+def _loads(pool: Ints) -> bool:
+    """Do devices hold some models only?"""
+    return bool(pool[_held(pool)] == 1)
 
 
 @compiled
@@ -91,9 +143,12 @@ def _rank(pool: Ints, queue: int) -> None:
     """Rank a queue by its first deadline less the latency of its largest batch."""
     if length_of(pool, queue) == 0:
         take_out(pool, READY, queue)
+        take_out(pool, TIMER, queue)
         return
     first = deadline_at(pool, queue, pool[pool[HEAD] + queue])
     put(pool, READY, queue, first - latency_of(pool, queue, _compiled_size(pool, queue)))
+    if _loads(pool):
+        watch(pool, _held(pool), queue)
 
 
 @compiled
@@ -114,18 +169,104 @@ def _plan(pool: Ints, now: int, ahead: int) -> None:
         if not is_idle and least_of(pool, pool[OWN], NEVER) > now:
             return
         device = idle_device(pool) if is_idle else first_of(pool, pool[OWN])
-        queue = first_of(pool, READY)
-        begin = begin_on(pool, device, now)
-        drop_late(pool, now, queue, begin)
-        if length_of(pool, queue) > 0:
-            batch, skipped = _largest_compiled(pool, queue, begin)
-            bring_forward(pool, queue, skipped, batch)
-            run(pool, now, queue, batch, device)
-            if is_idle:
-                _expect(pool, device, ahead)
-            else:
-                take_out(pool, pool[OWN], device)
+        _give(pool, now, first_of(pool, READY), device, ahead)
+
+
+@compiled
+def _give(pool: Ints, now: int, queue: int, device: int, ahead: int) -> None:
+    """Give the largest batch of a queue that is in time to a device, and drop what is late there even alone."""
+    is_idle = pool[pool[DEVICE] + device] == IDLE
+    begin = begin_on(pool, device, now)
+    drop_late(pool, now, queue, begin)
+    if length_of(pool, queue) > 0:
+        batch, skipped = _largest_compiled(pool, queue, begin)
+        bring_forward(pool, queue, skipped, batch)
+        run(pool, now, queue, batch, device)
+        if is_idle:
+            _expect(pool, device, ahead)
+        else:
+            take_out(pool, pool[OWN], device)
+        if _loads(pool):
+            note_run(pool, _held(pool), queue, device, now, not is_idle)
+    _rank(pool, queue)
+
+
+@compiled
+def _free_holder(pool: Ints, now: int, device: int, ahead: int) -> None:
+    """A device has come up, has ended its last batch, or has begun its next one."""
+    began, held = pool[pool[BEGAN] + device], _held(pool)
+    # Only a device that has come up ends when it begins.
+    if pool[pool[FREE_AT] + device] == began:
+        note_come_up(pool, held, device, now)
+    note_end(pool, held, device)
+    if began >= now and pool[pool[FREE_AT] + device] > began:
+        _expect(pool, device, ahead)
+    else:
+        take_out(pool, pool[OWN], device)
+        rest(pool, device)
+    _fill(pool, now, device, ahead)
+    load_most_wanted(pool, held, now, -1)
+
+
+@compiled
+def _wake_holders(pool: Ints, now: int, ahead: int) -> None:
+    """Attend to one thing whose moment has come; for others at the same moment, it is woken again."""
+    held = _held(pool)
+    if least_of(pool, held + COPYING, NEVER) <= now:
+        queue = end_load(pool, held, first_of(pool, held + COPYING))
+        _serve(pool, now, queue, ahead)
+        load_most_wanted(pool, held, now, -1)
+    elif least_of(pool, pool[OWN], NEVER) <= now:
+        device = first_of(pool, pool[OWN])
+        take_out(pool, pool[OWN], device)
+        _fill(pool, now, device, ahead)
+    elif least_of(pool, TIMER, NEVER) <= now:
+        queue = first_of(pool, TIMER)
+        drop_hopeless(pool, held, queue, now)
         _rank(pool, queue)
+        load_most_wanted(pool, held, now, queue)
+
+
+@compiled
+def _takes_more(pool: Ints, now: int, device: int, ahead: int) -> bool:
+    """Is a device idle, or nearly done and without a next batch?"""
+    state = pool[pool[DEVICE] + device]
+    if state == DOWN or pool[pool[NEXT] + device] == 1:
+        return False
+    return bool(state == IDLE or pool[pool[FREE_AT] + device] - ahead <= now)
+
+
+@compiled
+def _serve(pool: Ints, now: int, queue: int, ahead: int) -> None:
+    """Give batches of a queue to devices that hold its model, those that are free first."""
+    held = _held(pool)
+    while length_of(pool, queue) > 0:
+        found, earliest = -1, NEVER
+        for device in range(pool[NUM_DEVICES]):
+            if _takes_more(pool, now, device, ahead) and is_there(pool, held, queue, device, now):
+                begin = begin_on(pool, device, now)
+                if begin < earliest:
+                    found, earliest = device, begin
+        if found < 0:
+            return
+        _give(pool, now, queue, found, ahead)
+
+
+@compiled
+def _fill(pool: Ints, now: int, device: int, ahead: int) -> None:
+    """Give a device batches of queues whose models it holds, the most urgent first."""
+    held = _held(pool)
+    while _takes_more(pool, now, device, ahead):
+        found, order = -1, pool[READY + 1]
+        for place in range(1, size_of(pool, READY) + 1):
+            queue = pool[order + place]
+            if is_there(pool, held, queue, device, now):
+                key = pool[pool[READY] + queue]
+                if found < 0 or (key, queue) < (pool[pool[READY] + found], found):
+                    found = queue
+        if found < 0:
+            return
+        _give(pool, now, found, device, ahead)
 
 
 @compiled

@@ -15,6 +15,7 @@ from meshwright.cost.compiled import compiled
 Ints = NDArray[np.int64]
 
 
+@compiled
 def cells_of_heap(size: int) -> int:
     """How many cells `lay_heap` takes."""
     return 3 + 3 * size + 1

@@ -16,6 +16,8 @@ about among the ``chosen``:
     DROP      reason, queue, requests, when: answer that they will not be computed
     PREEMPT   device, -, -, when: give up what runs there; its requests come again
     RESIZE    devices, -, -, when: so many devices are wanted (`scaling`), of a server
+    LOAD      device, queue, -, when: copy the weights of its model to the device (`residency`), of the simulator
+    UNLOAD    device, queue, -, when: its model leaves the device's memory
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Ints = NDArray[np.int64]
 # Later than all that happens, with room to add to it.
 NEVER = 2**61
 
-RUN, DROP, PREEMPT, RESIZE = 0, 1, 2, 3
+RUN, DROP, PREEMPT, RESIZE, LOAD, UNLOAD = range(6)
 DECISION_FIELDS = ("kind", "target", "queue", "first", "count", "when")
 WIDTH = len(DECISION_FIELDS)
 # Why a request was dropped: its deadline cannot be met; its queue is full; what is ahead of it takes too long;

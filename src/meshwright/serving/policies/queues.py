@@ -239,7 +239,7 @@ def refuse(pool: Ints, now: int, queue: int, request: int, reason: int) -> None:
     if is_more and pool[last + 3] + pool[last + 4] == chosen:
         pool[last + 4] += 1
     else:
-        _decide(pool, DROP, reason, queue, chosen, 1, now)
+        decide(pool, DROP, reason, queue, chosen, 1, now)
 
 
 @compiled
@@ -247,7 +247,7 @@ def drop(pool: Ints, now: int, queue: int, count: int, reason: int) -> None:
     """Drop the first requests of a queue."""
     if count > 0:
         pool[NUM_DROPPED] += count
-        _decide(pool, DROP, reason, queue, _leave(pool, queue, count), count, now)
+        decide(pool, DROP, reason, queue, _leave(pool, queue, count), count, now)
 
 
 @compiled
@@ -291,7 +291,7 @@ def run(pool: Ints, now: int, queue: int, count: int, device: int) -> None:
     pool[pool[FREE_AT] + device] = begin + latency_on(pool, queue, count, device)
     if pool[KEEPS_ENDS]:
         put(pool, END, device, pool[pool[FREE_AT] + device])
-    _decide(pool, RUN, device, queue, _leave(pool, queue, count), count, begin)
+    decide(pool, RUN, device, queue, _leave(pool, queue, count), count, begin)
 
 
 @compiled
@@ -300,13 +300,13 @@ def preempt(pool: Ints, now: int, device: int) -> None:
     pool[pool[FREE_AT] + device] = now
     pool[pool[NEXT] + device] = 0
     rest(pool, device)
-    _decide(pool, PREEMPT, device, 0, pool[NUM_CHOSEN], 0, now)
+    decide(pool, PREEMPT, device, 0, pool[NUM_CHOSEN], 0, now)
 
 
 @compiled
 def resize(pool: Ints, now: int, wanted: int) -> None:
     """So many devices are wanted from now on."""
-    _decide(pool, RESIZE, wanted, 0, pool[NUM_CHOSEN], 0, now)
+    decide(pool, RESIZE, wanted, 0, pool[NUM_CHOSEN], 0, now)
 
 
 @compiled
@@ -384,7 +384,8 @@ def _leave(pool: Ints, queue: int, count: int) -> int:
 
 
 @compiled
-def _decide(pool: Ints, kind: int, target: int, queue: int, first: int, count: int, when: int) -> None:
+def decide(pool: Ints, kind: int, target: int, queue: int, first: int, count: int, when: int) -> None:
+    """Write a row of decisions; ``first`` and ``count`` say which of the chosen requests it is about."""
     row = pool[DECISION] + pool[NUM_DECISIONS] * WIDTH
     pool[row] = kind
     pool[row + 1] = target

@@ -5,6 +5,7 @@ regret      a policy beside others
 groups      devices that hold only some models, as pools of their own
 engine      the event loop
 fleet       devices that are started and handed back
+weights     devices that hold some of the models, and load others
 """
 
 from meshwright.serving.simulation.regret import compare_policies

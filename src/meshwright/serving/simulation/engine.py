@@ -23,6 +23,7 @@ from meshwright.serving.policies.pool import (
     DEVICE,
     DOWN,
     DROP,
+    LOAD,
     MODEL,
     NEVER,
     NUM_DECISIONS,
@@ -36,6 +37,7 @@ from meshwright.serving.policies.pool import (
     Ints,
 )
 from meshwright.serving.policies.queues import begin_waiting, clear, come_up, go_down
+from meshwright.serving.policies.residency import Weights
 from meshwright.serving.policies.scaling import device_to_drain, note_arrival
 from meshwright.serving.simulation.fleet import (
     AT_FIRST,
@@ -51,6 +53,7 @@ from meshwright.serving.simulation.fleet import (
     release,
     take_ready,
 )
+from meshwright.serving.simulation.weights import check_there, empty_memory, move_weights
 
 # What happens once for a batch hands a dozen arrays on; as a call of its own that costs a third of the loop's time
 # (counting references), own measurement 2026-11-23.
@@ -67,11 +70,12 @@ _LONGEST = 2.0**60
 
 
 class Outcome(NamedTuple):
-    """What happened: counts and histogram by model; ns that each device computed; batches by their size."""
+    """What happened: counts and histogram by model; ns and loads of each device; batches by their size."""
 
     counts: Ints
     histogram: NDArray[np.int32]
     busy: Ints
+    loads: Ints
     batches: Ints
 
 
@@ -80,6 +84,7 @@ class Truth(NamedTuple):
 
     ``latency`` as in a pool; ``speed`` of each device divides it; ``jitter`` is the deviation of a lognormal factor
     with mean 1. Device ``change_device[i]`` fails (``change_up[i]`` 0) or returns at ``change_at[i]``, ascending.
+    ``weights`` has models if devices do not hold all of them.
     """
 
     latency: Ints
@@ -89,6 +94,7 @@ class Truth(NamedTuple):
     change_device: Ints
     change_up: Ints
     counted_from: int
+    weights: Weights
 
 
 class Devices(NamedTuple):
@@ -96,11 +102,14 @@ class Devices(NamedTuple):
 
     A heap of those at work by their ends; what each computes, and, in the second half, what it will compute next
     (model, count, begin); and whose requests these are. A policy's queue may be another model's before the batch ends.
+    When each holds each model, and its memory, if they do not hold all (`weights`).
     """
 
     ends: Ints
     work: Ints
     requests: Ints
+    there_at: Ints
+    memory: Ints
 
 
 @compiled
@@ -122,7 +131,11 @@ def simulate_events(
     num_devices, num_requests = pool[NUM_DEVICES], len(arrival)
     slots = (2 * num_devices, pool[ROW])
     devices = Devices(
-        np.zeros(4 + 3 * num_devices, np.int64), np.zeros((slots[0], 3), np.int64), np.zeros(slots, np.int64)
+        np.zeros(4 + 3 * num_devices, np.int64),
+        np.zeros((slots[0], 3), np.int64),
+        np.zeros(slots, np.int64),
+        np.full((num_devices if len(truth.weights.load) > 0 else 0, len(truth.weights.load)), NEVER, np.int64),
+        np.zeros((num_devices, 2), np.int64),
     )
     lay_heap(devices.ends, 0, num_devices)
     now, at, change = 0, 0, 0
@@ -215,6 +228,7 @@ def _change(
     elif fleet.numbers[IS_ON]:
         fleet.table[FAILED, device] = 0
     elif is_down:
+        empty_memory(devices.there_at, devices.memory, device)
         come_up(pool, device, now)
         free(policy, pool, now, device)
 
@@ -224,6 +238,7 @@ def _scale(policy: Any, pool: Ints, devices: Devices, fleet: Fleet, now: int) ->
     """A device that was started is there; or how many there should be is decided on, and some go."""
     device = take_ready(fleet, now)
     if device >= 0:
+        empty_memory(devices.there_at, devices.memory, device)
         come_up(pool, device, now)
         free(policy, pool, now, device)
     else:
@@ -243,6 +258,8 @@ def _carry_out(
     first, model = pool[CHOSEN] + pool[row + 3], pool[pool[MODEL] + pool[row + 2]]
     if kind == RUN:
         begin = max(now, begin)
+        if len(devices.there_at) > 0:
+            check_there(devices.there_at, target, model, begin)
         is_next = is_in(devices.ends, 0, target)
         slot = target + len(devices.work) // 2 if is_next else target
         devices.work[slot, 0], devices.work[slot, 1], devices.work[slot, 2] = model, count, begin
@@ -253,6 +270,9 @@ def _carry_out(
     elif kind == DROP:
         for chosen in range(first, first + count):
             outcome.counts[model, NUM_DROPPED + target] += arrival[pool[chosen]] >= truth.counted_from
+    elif kind >= LOAD:
+        move_weights(truth.weights, devices.there_at, devices.memory, kind, target, model, begin)
+        outcome.loads[target] += kind == LOAD
     else:
         _give_up(policy, pool, arrival, outcome, devices, target, now)
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.spec import Deployment, Group, ServingError
+from meshwright.spec import Deployment, Group
 from meshwright.spec.deployment import Trouble
-from meshwright.spec.units import format_bytes
 
 # Tells the generator that deals out from those of arrivals (`serving.arrivals`), which have the seed first, too.
 _DEALING = 2**32
@@ -35,17 +34,6 @@ class Part:
     chosen: NDArray[np.int64]
     queue: NDArray[np.int32]
     seed: int
-
-
-def check_memory(deployment: Deployment) -> None:
-    """Raise ServingError if there are no groups, and devices do not have room for all models."""
-    names = [model.name for model in deployment.models]
-    if not deployment.groups and deployment.device_memory is not None and not deployment.has_room(names):
-        raise ServingError(
-            f"All models together take {format_bytes(deployment.memory_of(names))}, and a device has "
-            f"{format_bytes(deployment.device_memory)}. Say which devices hold which of them (groups), or let "
-            "`simulate --place best` find out."
-        )
 
 
 def split_groups(deployment: Deployment, whose: NDArray[np.int32], seed: int) -> Iterator[Part]:

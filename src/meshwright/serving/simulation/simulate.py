@@ -18,6 +18,7 @@ from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.policies.plain import PlainPolicy
 from meshwright.serving.policies.pool import NEVER, REASONS, Ints, pool_for
+from meshwright.serving.policies.residency import Weights
 from meshwright.serving.simulation.engine import (
     NUM_ARRIVED,
     NUM_BATCHES,
@@ -34,7 +35,8 @@ from meshwright.serving.simulation.engine import (
     simulate_plainly,
 )
 from meshwright.serving.simulation.fleet import Fleet, Scaled, make_fleet, refuse_scaling, what_was_taken
-from meshwright.serving.simulation.groups import check_memory, split_groups
+from meshwright.serving.simulation.groups import split_groups
+from meshwright.serving.simulation.weights import NO_WEIGHTS, find_weights
 from meshwright.spec import Deployment, Outage, ServingError, Straggler
 
 # Share of requests in time that goodput asks for, where nothing else is said (as the papers do).
@@ -98,7 +100,7 @@ class ServingResult:
     """``models`` in the order of the deployment, copies together; ``busy_s`` of each device; ``batches`` by size.
 
     ``seconds`` are those whose requests counted, ``end_s`` is when the last of them was done. ``scaled`` is there if
-    the deployment scales.
+    the deployment scales, ``num_loads`` if models are loaded.
     """
 
     seconds: float
@@ -107,6 +109,7 @@ class ServingResult:
     busy_s: NDArray[np.float64] = field(repr=False)
     batches: NDArray[np.int64] = field(repr=False)
     scaled: Scaled | None = None
+    num_loads: int | None = None
 
     @property
     def num_requests(self) -> int:
@@ -140,6 +143,7 @@ class ServingResult:
             "busy_share": self.busy_share,
             "mean_batch": sum(m.num_in_time + m.num_late for m in self.models) / max(int(self.batches.sum()), 1),
             **(self.scaled.row() if self.scaled is not None else {}),
+            **({"num_loads": self.num_loads} if self.num_loads is not None else {}),
         }
 
 
@@ -155,18 +159,18 @@ def simulate_deployment(
     """Requests of some seconds, after those of a warm-up that do not count, until the last one is done.
 
     Calls of queries, and trunks, are simulated as models (`expansion`). ``scale`` multiplies all rates of arrival.
-    Raises ServingError where devices that are in no groups have too little memory for all models, and for a policy that
-    cannot scale under a deployment that does.
+    Raises ServingError where devices that are in no groups have too little memory for all models and the policy does
+    not load them, and for a policy that cannot scale under a deployment that does.
     """
     deployment = expand_deployment(deployment)
-    check_memory(deployment)
+    weights = find_weights(deployment, policy)
     arrival, whose = draw_arrivals(deployment.models, warm_up_s + seconds, seed=seed, scale=scale)
     counted_from = int(warm_up_s * _NS)
     fleet = make_fleet(deployment, policy, _number(deployment), round((warm_up_s + seconds) * _NS))
     if deployment.groups:
         outcome, end = _simulate_groups(deployment, policy, arrival, whose, counted_from, seed, scale)
     else:
-        outcome, end = _simulate_pool(deployment, policy, arrival, whose, counted_from, seed, scale, fleet)
+        outcome, end = _simulate_pool(deployment, policy, arrival, whose, counted_from, seed, scale, fleet, weights)
     return ServingResult(
         seconds=seconds,
         end_s=end / _NS,
@@ -174,6 +178,7 @@ def simulate_deployment(
         busy_s=outcome.busy / _NS,
         batches=outcome.batches,
         scaled=what_was_taken(fleet, end),
+        num_loads=int(outcome.loads.sum()) if len(weights.load) else None,
     )
 
 
@@ -191,13 +196,14 @@ def _simulate_pool(
     seed: int,
     scale: float,
     fleet: Fleet,
+    weights: Weights = NO_WEIGHTS,
 ) -> tuple[Outcome, int]:
-    """All requests through devices that hold all models; what happened, and the moment of the last event."""
+    """All requests through devices that hold or load all models; what happened, and the moment of the last event."""
     latency = latency_table(deployment)
-    pool = make_pool(deployment, policy, latency, scale)
+    pool = make_pool(deployment, policy, latency, scale, weights)
     num_models, row = latency.shape
     outcome = _empty(num_models, deployment.devices, row)
-    truth = _truth(deployment, latency, counted_from)
+    truth = _truth(deployment, latency, counted_from, weights)
     if isinstance(policy, PlainPolicy):
         policy.begin_again()
         run = simulate_plainly
@@ -240,6 +246,7 @@ def _empty(num_models: int, num_devices: int, row: int) -> Outcome:
         counts=np.zeros((num_models, NUM_COUNTS), np.int64),
         histogram=np.zeros((num_models, PLACES * SLOS), np.int32),
         busy=np.zeros(num_devices, np.int64),
+        loads=np.zeros(num_devices, np.int64),
         batches=np.zeros(row + 1, np.int64),
     )
 
@@ -290,7 +297,9 @@ def latency_table(deployment: Deployment) -> Ints:
     return table
 
 
-def make_pool(deployment: Deployment, policy: Policy, latency: Ints, scale: float = 1.0) -> Ints:
+def make_pool(
+    deployment: Deployment, policy: Policy, latency: Ints, scale: float = 1.0, weights: Weights = NO_WEIGHTS
+) -> Ints:
     """The pool of a deployment for a policy, with queues that hold all that can come within an SLO, and more."""
     slo, capacity = [], []
     for model in deployment.models:
@@ -306,10 +315,12 @@ def make_pool(deployment: Deployment, policy: Policy, latency: Ints, scale: floa
         "slack_ns": round(deployment.slack * _NS),
         "guard_ns": round(deployment.guard * _NS),
     }
+    if len(weights.load):
+        facts["weights"] = weights
     return pool_for(policy, facts)
 
 
-def _truth(deployment: Deployment, latency: Ints, counted_from: int) -> Truth:
+def _truth(deployment: Deployment, latency: Ints, counted_from: int, weights: Weights) -> Truth:
     speed = np.ones(deployment.devices)
     away: dict[int, list[tuple[int, int]]] = {}
     for trouble in deployment.troubles:
@@ -325,7 +336,7 @@ def _truth(deployment: Deployment, latency: Ints, counted_from: int) -> Truth:
             changes += [(since, number, 0)] + ([(until, number, 1)] if until < NEVER else [])
     table = np.array(sorted(changes), np.int64).reshape(-1, 3)
     at, device, up = (np.ascontiguousarray(column) for column in table.T)
-    return Truth(latency.ravel(), speed, deployment.jitter, at, device, up, counted_from)
+    return Truth(latency.ravel(), speed, deployment.jitter, at, device, up, counted_from, weights)
 
 
 def _joined(outages: list[tuple[int, int]]) -> list[tuple[int, int]]:

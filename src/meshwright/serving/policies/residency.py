@@ -1,0 +1,290 @@
+"""Which models devices hold, where not all fit: what is wanted is loaded, and what was least recently used is evicted.
+
+The weights of a model are copied to a device beside what it computes, one model at a time, in a time that is known; so
+no driver has to tell a policy that they are there. Demand is the device time that the requests of a queue take which
+can still be in time after a load, and what was dropped for want of the model. It is dealt out to the devices that hold
+the model or get it; what these cannot do within an SLO, beside all else that is dealt out to them, is not served. The
+model with most of that is loaded (Clockwork, OSDI 2020, deals demand out unevenly, to devices with less to do). It goes
+to the device with least to do, and there the models leave that were least recently used, but for those whose batch runs
+there or is next.
+
+Devices come up empty. Queues are numbered as models are. It lies in cells of a policy's own: `lay_residency`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.heaps import cells_of_heap, is_in, lay_heap, put, size_of, take_out
+from meshwright.serving.policies.pool import (
+    BUSY,
+    DELAY,
+    DEVICE,
+    DOWN,
+    FREE_AT,
+    HEAD,
+    LOAD,
+    MOST,
+    NEVER,
+    NUM_CHOSEN,
+    NUM_DECISIONS,
+    NUM_DEVICES,
+    NUM_QUEUES,
+    READY,
+    SLO,
+    TAIL,
+    TIMER,
+    UNLOAD,
+    Ints,
+)
+from meshwright.serving.policies.queues import (
+    begin_on,
+    deadline_at,
+    decide,
+    drop_late,
+    latency_of,
+    length_of,
+)
+
+# Memory is counted in parts of a device's.
+PARTS = 10**12
+# Cells: are models loaded at all, and where columns begin. Of models: what they take of a device, how long they take to
+# get there, what was dropped for want of them (ns of a device). Of devices: what is held there; the queue whose batch
+# runs, and the next one, or -1; the model that was loaded last. Of both: when a model is there, and was last used.
+_IS_ON, _MEMORY, _LOAD, _MISSED, _HELD, _RUNS, _FOLLOWS, _LOADED, _THERE, _LAST = range(10)
+# The heap of devices that are being loaded by when that ends.
+COPYING = 10
+# An event may bring several loads, when a device fails; there is always room for what the next one evicts.
+_MOST_DECISIONS = 512
+
+
+class Weights(NamedTuple):
+    """What each model takes of a device, in `PARTS`, and ns until it is there; no models if devices hold them all."""
+
+    memory: Ints
+    load: Ints
+
+
+def cells_of_residency(num_devices: int, num_models: int) -> int:
+    """How many cells `lay_residency` takes."""
+    return COPYING + cells_of_heap(num_devices) + 3 * num_models + 4 * num_devices + 2 * num_devices * num_models
+
+
+def lay_residency(pool: Ints, at: int, weights: Weights, num_devices: int) -> None:
+    """Write into these cells that devices hold nothing yet."""
+    num_models = len(weights.load)
+    pool[at + _IS_ON] = 1
+    lay_heap(pool, at + COPYING, num_devices)
+    sizes = [num_models] * 3 + [num_devices] * 4 + [num_devices * num_models] * 2
+    begins = at + COPYING + cells_of_heap(num_devices) + np.cumsum([0, *sizes])
+    pool[at + _MEMORY : at + COPYING] = begins[:-1]
+    for column, fill in (
+        (_MEMORY, weights.memory),
+        (_LOAD, weights.load),
+        (_RUNS, -1),
+        (_FOLLOWS, -1),
+        (_THERE, NEVER),
+    ):
+        pool[begins[column - 1] : begins[column]] = fill
+
+
+@compiled
+def is_there(pool: Ints, at: int, queue: int, device: int, now: int) -> bool:
+    """Does a device hold a queue's model, all of it?"""
+    return bool(_there_at(pool, at, queue, device) <= now)
+
+
+@compiled
+def note_run(pool: Ints, at: int, queue: int, device: int, now: int, is_next: bool) -> None:
+    """A batch was given to a device, which computes it at once or next."""
+    pool[pool[at + (_FOLLOWS if is_next else _RUNS)] + device] = queue
+    pool[pool[at + _LAST] + device * pool[NUM_QUEUES] + queue] = now
+
+
+@compiled
+def note_end(pool: Ints, at: int, device: int) -> None:
+    """A device has ended its batch, and begins the next one if it has one."""
+    pool[pool[at + _RUNS] + device] = pool[pool[at + _FOLLOWS] + device]
+    pool[pool[at + _FOLLOWS] + device] = -1
+
+
+@compiled
+def note_come_up(pool: Ints, at: int, device: int, now: int) -> None:
+    """A device has come up, and holds nothing."""
+    note_end(pool, at, device)
+    note_end(pool, at, device)
+    take_out(pool, at + COPYING, device)
+    for queue in range(pool[NUM_QUEUES]):
+        if _there_at(pool, at, queue, device) < NEVER:
+            _evict(pool, at, queue, device, now)
+
+
+@compiled
+def end_load(pool: Ints, at: int, device: int) -> int:
+    """A device holds what was loaded; the queue of that model."""
+    take_out(pool, at + COPYING, device)
+    return int(pool[pool[at + _LOADED] + device])
+
+
+@compiled
+def watch(pool: Ints, at: int, queue: int) -> None:
+    """Let ``TIMER`` say from when on the first request of a queue is late, even if a device begins it at once."""
+    if length_of(pool, queue) == 0:
+        take_out(pool, TIMER, queue)
+        return
+    needed = pool[DELAY] + latency_of(pool, queue, 1)
+    if not _is_held(pool, at, queue):
+        needed += pool[pool[at + _LOAD] + queue]
+    put(pool, TIMER, queue, deadline_at(pool, queue, pool[pool[HEAD] + queue]) - needed + 1)
+
+
+@compiled
+def drop_hopeless(pool: Ints, at: int, queue: int, now: int) -> None:
+    """Drop the first requests of a queue that are late on any device, even if the model is loaded now."""
+    begin = now + pool[DELAY] + pool[pool[at + _LOAD] + queue]
+    for device in range(pool[NUM_DEVICES]):
+        there_at = _there_at(pool, at, queue, device)
+        if there_at < NEVER and pool[pool[DEVICE] + device] != DOWN:
+            begin = min(begin, max(begin_on(pool, device, now), there_at))
+    dropped = drop_late(pool, now, queue, begin)
+    if not _is_held(pool, at, queue):
+        pool[pool[at + _MISSED] + queue] += dropped * latency_of(pool, queue, 1)
+
+
+@compiled
+def load_most_wanted(pool: Ints, at: int, now: int, asked: int) -> None:
+    """Load the model with most demand that is not served, if there is any, of those that wait and ``asked`` (or -1)."""
+    num_devices = pool[NUM_DEVICES]
+    dealt = np.zeros(num_devices, np.int64)
+    num_ready = 0
+    for device in range(num_devices):
+        state = pool[pool[DEVICE] + device]
+        num_ready += state != DOWN and not is_in(pool, at + COPYING, device)
+        if state == BUSY:
+            dealt[device] = max(pool[pool[FREE_AT] + device] - now, 0)
+    if num_ready == 0 or pool[NUM_DECISIONS] > _MOST_DECISIONS:
+        return
+    order, waiting = pool[READY + 1], size_of(pool, READY)
+    for place in range(1, waiting + 1):
+        _deal_out(pool, at, pool[order + place], now, dealt)
+    most, queue, target = 0, -1, -1
+    for place in range(1, waiting + 2):
+        each = pool[order + place] if place <= waiting else asked
+        unserved = _unserved(pool, at, each, now, dealt) if each >= 0 else 0
+        if unserved > most or (unserved == most and queue > each >= 0):
+            device = _device_for(pool, at, each, dealt)
+            if device >= 0:
+                most, queue, target = unserved, each, device
+    if queue >= 0:
+        _load(pool, at, queue, target, now)
+
+
+@compiled
+def _there_at(pool: Ints, at: int, queue: int, device: int) -> int:
+    return int(pool[pool[at + _THERE] + device * pool[NUM_QUEUES] + queue])
+
+
+@compiled
+def _is_held(pool: Ints, at: int, queue: int) -> bool:
+    """Does a device hold a queue's model, or get it?"""
+    for device in range(pool[NUM_DEVICES]):
+        if _there_at(pool, at, queue, device) < NEVER and pool[pool[DEVICE] + device] != DOWN:
+            return True
+    return False
+
+
+@compiled
+def _demand(pool: Ints, at: int, queue: int, now: int) -> int:
+    """What the requests of a queue take of a device (ns), if the last one is in time after a load."""
+    length = length_of(pool, queue)
+    needed = pool[DELAY] + pool[pool[at + _LOAD] + queue] + latency_of(pool, queue, 1)
+    if length == 0 or deadline_at(pool, queue, pool[pool[TAIL] + queue] - 1) - now < needed:
+        return 0
+    batch = min(length, pool[pool[MOST] + queue])
+    return latency_of(pool, queue, batch) * length // batch
+
+
+@compiled
+def _num_holders(pool: Ints, at: int, queue: int) -> int:
+    count = 0
+    for device in range(pool[NUM_DEVICES]):
+        count += _there_at(pool, at, queue, device) < NEVER and pool[pool[DEVICE] + device] != DOWN
+    return count
+
+
+@compiled
+def _deal_out(pool: Ints, at: int, queue: int, now: int, dealt: Ints) -> None:
+    """Add the demand of a queue to what devices that hold its model have to do."""
+    share = _demand(pool, at, queue, now) // max(_num_holders(pool, at, queue), 1)
+    for device in range(pool[NUM_DEVICES]):
+        if _there_at(pool, at, queue, device) < NEVER and pool[pool[DEVICE] + device] != DOWN:
+            dealt[device] += share
+
+
+@compiled
+def _unserved(pool: Ints, at: int, queue: int, now: int, dealt: Ints) -> int:
+    """Demand less what devices can do of it within an SLO, if all that they have to do gets the same part of it."""
+    demand, slo = _demand(pool, at, queue, now), pool[pool[SLO] + queue]
+    share = demand // max(_num_holders(pool, at, queue), 1)
+    unserved = float(demand + pool[pool[at + _MISSED] + queue])
+    for device in range(pool[NUM_DEVICES]):
+        if _there_at(pool, at, queue, device) < NEVER and pool[pool[DEVICE] + device] != DOWN:
+            unserved -= share * min(1.0, slo / max(dealt[device], 1))
+    return int(unserved)
+
+
+@compiled
+def _device_for(pool: Ints, at: int, queue: int, dealt: Ints) -> int:
+    """Of devices that can load a queue's model that with least to do, then with most room; -1 if there is none."""
+    found, memory = -1, pool[pool[at + _MEMORY] + queue]
+    for device in range(pool[NUM_DEVICES]):
+        if pool[pool[DEVICE] + device] == DOWN or is_in(pool, at + COPYING, device):
+            continue
+        runs, follows = pool[pool[at + _RUNS] + device], pool[pool[at + _FOLLOWS] + device]
+        kept = pool[pool[at + _MEMORY] + runs] if runs >= 0 else 0
+        if follows >= 0 and follows != runs:
+            kept += pool[pool[at + _MEMORY] + follows]
+        if _there_at(pool, at, queue, device) < NEVER or kept + memory > PARTS:
+            continue
+        held = pool[pool[at + _HELD] + device]
+        if found < 0 or (dealt[device], held) < (dealt[found], pool[pool[at + _HELD] + found]):
+            found = device
+    return found
+
+
+@compiled
+def _load(pool: Ints, at: int, queue: int, device: int, now: int) -> None:
+    memory = pool[pool[at + _MEMORY] + queue]
+    while pool[pool[at + _HELD] + device] + memory > PARTS:
+        _evict(pool, at, _least_recent(pool, at, device), device, now)
+    cell = device * pool[NUM_QUEUES] + queue
+    there_at = now + pool[DELAY] + pool[pool[at + _LOAD] + queue]
+    pool[pool[at + _THERE] + cell], pool[pool[at + _LAST] + cell] = there_at, now
+    pool[pool[at + _HELD] + device] += memory
+    pool[pool[at + _LOADED] + device] = queue
+    pool[pool[at + _MISSED] + queue] = 0
+    put(pool, at + COPYING, device, there_at)
+    decide(pool, LOAD, device, queue, pool[NUM_CHOSEN], 0, now + pool[DELAY])
+    watch(pool, at, queue)
+
+
+@compiled
+def _least_recent(pool: Ints, at: int, device: int) -> int:
+    found, last = -1, pool[at + _LAST] + device * pool[NUM_QUEUES]
+    for queue in range(pool[NUM_QUEUES]):
+        is_used = queue in (pool[pool[at + _RUNS] + device], pool[pool[at + _FOLLOWS] + device])
+        is_older = found < 0 or pool[last + queue] < pool[last + found]
+        if _there_at(pool, at, queue, device) < NEVER and is_older and not is_used:
+            found = queue
+    return found
+
+
+@compiled
+def _evict(pool: Ints, at: int, queue: int, device: int, now: int) -> None:
+    pool[pool[at + _THERE] + device * pool[NUM_QUEUES] + queue] = NEVER
+    pool[pool[at + _HELD] + device] -= pool[pool[at + _MEMORY] + queue]
+    decide(pool, UNLOAD, device, queue, pool[NUM_CHOSEN], 0, now)
+    watch(pool, at, queue)
