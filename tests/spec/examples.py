@@ -267,6 +267,7 @@ DEPLOYMENT = Deployment(
             arrivals=arrivals,
             copies=2 + place,
             memory=Bytes(2.0**30),
+            load=Seconds(0.01),
             model="mine.py:build",
             sequence_length=4,
             image_size=8,
