@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,12 @@ _EVERY_NS = 1_000_000_000
 
 
 class Scheduler:
-    """See the module's docstring; `turn` does what there is to do."""
+    """See the module's docstring; `turn` does what there is to do. ``opened`` is called before fronts may ask."""
 
-    def __init__(self, folder: Path, deployment: Deployment, log: Path | None = None) -> None:
-        self._folder, self._deployment = folder, deployment
+    def __init__(
+        self, folder: Path, deployment: Deployment, log: Path | None = None, opened: Callable[[], None] = lambda: None
+    ) -> None:
+        self._folder, self._deployment, self._opened = folder, deployment, opened
         self._log = None if log is None else log.open("wb")
         self._epoch = time.monotonic_ns()
         for left in folder.glob("slab-*"):  # of fronts that ended with the scheduler before
@@ -62,11 +65,6 @@ class Scheduler:
         self._counts: Counter[tuple[str, int]] = Counter()
         self._batch_counts: Counter[str] = Counter()
         self._next_report = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Has a worker been there?"""
-        return self._live is not None
 
     def turn(self) -> None:
         """Wait for the next message or moment, and do what follows from it."""
@@ -250,6 +248,7 @@ class Scheduler:
             return
         if self._live is None:
             self._live = self._open()
+            self._opened()
         self._workers.usable[worker.device] = worker
         self._workers.ping(worker)
         self._event(UP, now, worker.device, *worker.outlook(now))

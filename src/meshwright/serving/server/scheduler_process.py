@@ -18,12 +18,9 @@ def main(arguments: list[str]) -> None:
     """Schedule until standard input ends."""
     folder, log = Path(arguments[0]), Path(arguments[1]) if arguments[1:] else None
     with reporting_errors():
-        scheduler = Scheduler(folder, read_deployment(folder / "deployment.json"), log)
+        scheduler = Scheduler(folder, read_deployment(folder / "deployment.json"), log, keep_what_is_there)
         try:
             scheduler.watch_input()
-            while not scheduler.is_open:
-                scheduler.turn()
-            keep_what_is_there()
             while True:
                 scheduler.turn()
         finally:

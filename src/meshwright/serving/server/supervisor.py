@@ -140,9 +140,9 @@ class Supervisor:
             if not models:
                 raise ServingError("No model would be left; a server has at least one. Stop it, or load another first.")
             self.model_names += [one.name for one in loaded]
-            self._versions |= {one.name: int(one.version) for one in loaded}
             await self._order_change(loaded, gone)
             self.models = models
+            self._versions |= {one.name: int(one.version) for one in loaded}
             assert self.folder is not None
             write_models(models, self.folder)
 
