@@ -130,6 +130,7 @@ class Live:
         # Compiled, or loaded, before there is anything to do.
         self._take(self.policy, self.pool, self._scaler, np.zeros((0, EVENT_WIDTH), np.int64), 0)
         self._next(self.policy, self.pool)
+        clear(self.pool)
         self.recording: Recording | None = None if before is None else before.recording
         self._log = log
         if log is not None:
