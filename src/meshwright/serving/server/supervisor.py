@@ -209,8 +209,8 @@ class Supervisor:
         rest = self.deployment.server.fronts + 1
         threads = str(max((cores - rest) // self.deployment.devices, 1))
         return [
-            # The first touch of a huge page takes milliseconds (own measurement 2026-11-24: the first trial of `adaptive`
-            # stopped a scheduler for 60 ms); most of a pool's room is never used.
+            # The first touch of a huge page takes milliseconds (own measurement 2026-11-24: the first trial of
+            # `adaptive` stopped a scheduler for 60 ms); most of a pool's room is never used.
             _Child("scheduler", ["scheduler_process", str(folder), *log], {"NUMPY_MADVISE_HUGEPAGE": "0"}),
             *(
                 _Child(
