@@ -86,6 +86,15 @@ def test_where_requests_are_lost_there_are_trials(monkeypatch):
     assert len(set(scores.tolist())) > 1
 
 
+def test_a_trial_ends_early_where_its_outcome_is_clear(monkeypatch):
+    """A whole one takes 40 SLOs, and begins after 10; what the policy begins with serves a fifth less than others."""
+    strong = Deployment(models=(model(slo=0.12, alpha=0.0005, beta=0.05, largest=256, rate=1250),), devices=2)
+    _, pool = watched(strong, 25 * 0.12, monkeypatch)
+    own = pool[OWN]
+    assert CANDIDATES[pool[own + USED], 0] == 101
+    assert not pool[own + IN_TRIAL]
+
+
 OVERLOADS = {
     "strong batches": Deployment(models=(model(slo=0.05, alpha=0.0005, beta=0.01, largest=64, rate=7000),), devices=4),
     "weak batches": Deployment(

@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.serving import find_capacity, load_policy, simulate_deployment
 from meshwright.serving.policies import pool, queues
+from meshwright.serving.policies.slowness import observe
 from meshwright.spec import ServingError, Straggler
 from tests.serving.deployments import one_model
 
@@ -46,7 +47,7 @@ def test_a_device_that_is_slow_is_planned_so_and_used_last():
         device = queues.idle_device(found)
         queues.run(found, now, 0, 1, device)
         now += 15 if device == 0 else 10
-        queues.observe(found, now, device)
+        observe(found, now, device)
         queues.rest(found, device)
         queues.clear(found)
     slowness = pool.columns(found)["slowness"]

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.serving.policies import queues
+from meshwright.serving.policies.ordering import bring_forward
 from meshwright.serving.policies.pool import (
     CANCELLED,
     CROWDED,
@@ -91,7 +92,7 @@ def test_a_queue_is_a_list_by_deadline(operations):
         elif name == "bring_forward":
             skipped, count = value % (len(mine) + 1), value // (len(mine) + 1) % (len(mine) + 1)
             count = min(count, len(mine) - skipped)
-            queues.bring_forward(pool, queue, skipped, count)
+            bring_forward(pool, queue, skipped, count)
             mine[: skipped + count] = mine[skipped : skipped + count] + mine[:skipped]
         else:
             queues.value_work(pool, queue, value)

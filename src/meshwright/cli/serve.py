@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,6 +86,9 @@ def load(
     deadline: Annotated[
         str | None, typer.Option(metavar="TIME", help='When answers are due ("50 ms"): sent along, and counted by.')
     ] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="Sent along: 1 for the most important, 7 for the least.", min=0, max=2**63)
+    ] = None,
     rows: Annotated[int, typer.Option(help="Samples in a request.", min=1, max=65_536)] = 1,
     binary: Annotated[bool, typer.Option("--binary", help="Send values in Triton's binary format, not JSON.")] = False,
     connections: Annotated[int, typer.Option(help="The most that are open at a time.", min=1, max=50_000)] = 2048,
@@ -115,7 +119,7 @@ def load(
     with terminal_sink(as_json) as sink:
         result = run_load(
             url,
-            streams,
+            [replace(stream, priority=priority) for stream in streams],
             seconds,
             seed=seed,
             scale=scale,

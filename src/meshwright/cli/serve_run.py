@@ -117,6 +117,11 @@ def _tell(name: str, facts: dict[str, Any]) -> None:
             note(f"worker-{facts['device']} is handed back, as less arrives.")
         case "failure":
             note(f"{facts['model']} failed on a sample: {facts['text']}")
+        case "limited" if name == "front-0":
+            note(
+                f"The system lets a front have {facts['files']} files open; connections may need {facts['wanted']}. "
+                "Raise it (ulimit -Hn), or give fewer connections in [server]."
+            )
         case "stuck":
             note(f"worker-{facts['worker']} has computed one batch for {facts['seconds']:.3g} s; it is killed.")
         case _:

@@ -32,7 +32,7 @@ def read(request):
 @pytest.mark.parametrize("datatype", [*FORMATS, "BF16", "BYTES"])
 def test_every_datatype_is_read_as_it_was_drawn(datatype, binary):
     facts = model((datatype, (-1, 2, 3)), ("FP32", (-1,)))
-    (requests,) = build_requests(TARGET, [facts], [0.05], rows=5, binary=binary, seed=3)
+    (requests,) = build_requests(TARGET, [facts], [{"timeout": 50_000}], rows=5, binary=binary, seed=3)
     for number, made in enumerate(requests):
         request = read(made)
         assert request.path == "/v2/models/a%20b/infer"
@@ -49,7 +49,7 @@ def test_every_datatype_is_read_as_it_was_drawn(datatype, binary):
 
 
 def test_an_id_is_written_into_the_bytes():
-    (requests,) = build_requests(TARGET, [model(("FP32", (-1, 2)))], [None])
+    (requests,) = build_requests(TARGET, [model(("FP32", (-1, 2)))], [{}])
     made = requests[0]
     made.content[made.id_place : made.id_place + 10] = b"0000000042"
     assert read(made).document["id"] == "0000000042"
@@ -57,9 +57,7 @@ def test_an_id_is_written_into_the_bytes():
 
 def test_large_bodies_are_fewer():
     facts = model(("FP32", (-1, 1_000_000)))
-    count = [
-        len(build_requests(TARGET, [facts] * copies, [None] * copies, rows=4, binary=True)[0]) for copies in (1, 20)
-    ]
+    count = [len(build_requests(TARGET, [facts] * copies, [{}] * copies, rows=4, binary=True)[0]) for copies in (1, 20)]
     assert count == [8, 3]
 
 
@@ -73,7 +71,7 @@ def test_large_bodies_are_fewer():
 )
 def test_inputs_that_cannot_be_made(tensor, rows, message):
     with pytest.raises(ServingError, match=message):
-        build_requests(TARGET, [model(tensor)], [None], rows=rows)
+        build_requests(TARGET, [model(tensor)], [{}], rows=rows)
 
 
 def test_open_sizes_that_are_not_the_batch():

@@ -40,7 +40,7 @@ class FakeGate(Gate):
         self.is_ready = True
         self.decide, self.submitted, self.cancelled = decide, [], []
 
-    def submit(self, model, slots, deadline_ns, reply):
+    def submit(self, model, slots, deadline_ns, reply, level=0):
         ticket = Ticket(model, slots, deadline_ns, reply)
         self.submitted.append(ticket)
         asyncio.get_running_loop().call_soon(self._decide, ticket)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.serving.policies.ordering import LEVEL_BIT
 from meshwright.serving.policies.pool import DROP, NEVER, RUN, SLACK
 from meshwright.serving.server.live import (
     ADJUST,
@@ -48,7 +49,7 @@ class Devices:
 
     def __init__(self, live):
         self.live, self.batches, self.up = live, {device: [] for device in range(DEVICES)}, set()
-        self.sent, self.fates = {}, {}
+        self.sent, self.fates, self.levels = {}, {}, {}
 
     def take(self, *events):
         for decisions, chosen in self.live.take(rows(*events)):
@@ -69,7 +70,8 @@ class Devices:
             self.fates[request] = fate
 
     def arrive(self, requests, now):
-        self.take(*((ARRIVE, now, self.sent[one][0], one, self.sent[one][1]) for one in requests))
+        said = ((one, one | self.levels.get(one, 0) << LEVEL_BIT) for one in requests)
+        self.take(*((ARRIVE, now, self.sent[one][0], request, self.sent[one][1]) for one, request in said))
 
     def bring_up(self, device, now):
         if device not in self.up:
@@ -98,6 +100,7 @@ class Devices:
             case "arrive":
                 burst = range(len(self.sent), len(self.sent) + number % 40)
                 self.sent |= {request: (request % MODELS, now + 20 * MS) for request in burst}
+                self.levels |= {request: (number // 40 + request) % 7 - 3 for request in burst if number % 2}
                 self.arrive(burst, now)
             case "cancel" if self.sent:
                 request = number % len(self.sent)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ class RequestBytes:
 def build_requests(
     target: Target,
     models: Sequence[ModelFacts],
-    deadlines_s: Sequence[float | None],
+    parameters: Sequence[Mapping[str, int]],
     *,
     rows: int = 1,
     binary: bool = False,
@@ -61,16 +61,16 @@ def build_requests(
 ) -> list[list[RequestBytes]]:
     """Some requests for each model, which differ in their values. Raises ServingError for inputs that cannot be made.
 
-    ``rows`` are the samples of a request.
+    ``parameters`` are those of each model's requests, ``rows`` the samples of one.
     """
     requests: list[list[RequestBytes]] = []
     num_bytes = 0
-    for place, (model, deadline_s) in enumerate(zip(models, deadlines_s, strict=True)):
+    for place, (model, said) in enumerate(zip(models, parameters, strict=True)):
         made: list[RequestBytes] = []
         share = _MOST_BYTES // len(models)
         while len(made) < _NUM_BODIES and (not made or (len(made) + 1) * len(made[0].content) <= share):
             values = draw_inputs(model, rows, seed=seed, place=place, number=len(made))
-            made.append(_build(target, model, values, deadline_s, binary))
+            made.append(_build(target, model, values, said, binary))
         num_bytes += sum(len(request.content) for request in made)
         if num_bytes > 2 * _MOST_BYTES:
             raise ServingError(
@@ -133,7 +133,7 @@ def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _build(
-    target: Target, model: ModelFacts, values: dict[str, NDArray[Any]], deadline_s: float | None, binary: bool
+    target: Target, model: ModelFacts, values: dict[str, NDArray[Any]], said: Mapping[str, int], binary: bool
 ) -> RequestBytes:
     inputs: list[dict[str, Any]] = []
     parts = []
@@ -147,11 +147,7 @@ def _build(
             # Values as texts are the shortest that are read as the same number.
             entry["data"] = json.loads(f"[{','.join(map(str, drawn.ravel()))}]") if _is_real(drawn) else _listed(drawn)
         inputs.append(entry)
-    parameters: dict[str, Any] = {}
-    if deadline_s is not None:
-        parameters["timeout"] = max(round(deadline_s * 1e6), 1)
-    if binary:
-        parameters["binary_data_output"] = True
+    parameters = {**said, **({"binary_data_output": True} if binary else {})}
     document = {"id": _NO_ID, **({"parameters": parameters} if parameters else {}), "inputs": inputs}
     text = json.dumps(document, separators=(",", ":")).encode()
     body = b"".join((text, *parts))

@@ -72,15 +72,15 @@ def run_load(
     family, address = find_address(target)
     moments, whose = draw_moments(streams, seconds, seed=seed, scale=scale, ramp_s=ramp_s)
     facts = _read_facts(target, streams)
-    deadlines = [stream.deadline_s for stream in streams for _ in stream.names]
-    longest_s = max((deadline for deadline in deadlines if deadline is not None), default=0.0)
+    said = [stream.parameters for stream in streams for _ in stream.names]
+    longest_s = max((stream.deadline_s for stream in streams if stream.deadline_s is not None), default=0.0)
     job = Job(
         family=family,
         address=address,
         moments=moments,
         whose=whose,
         names=names,
-        requests=build_requests(target, facts, deadlines, rows=rows, binary=binary, seed=seed),
+        requests=build_requests(target, facts, said, rows=rows, binary=binary, seed=seed),
         first=0,
         step=1,
         connections=connections,

@@ -28,19 +28,26 @@ _ANY = Seconds(86_400.0)
 class Stream:
     """Requests for a model, or for each of its copies; with ``deadline_s`` answers are in time up to then.
 
-    The deadline is sent with each request. Without one, every answer is in time.
+    Deadline and ``priority`` are sent with each request. Without a deadline, every answer is in time.
     """
 
     model: str
     arrivals: Arrivals
     copies: int = 1
     deadline_s: float | None = None
+    priority: int | None = None
 
     def __post_init__(self) -> None:
         if self.deadline_s is not None and not 1e-6 <= self.deadline_s <= _ANY:
             raise ServingError(
                 f"Model {self.model!r}: a deadline of {self.deadline_s:g} s was asked for; expected 1 us to {_ANY:g} s."
             )
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """What each request says of itself."""
+        said = {} if self.deadline_s is None else {"timeout": max(round(self.deadline_s * 1e6), 1)}
+        return said if self.priority is None else {**said, "priority": self.priority}
 
     @property
     def names(self) -> tuple[str, ...]:

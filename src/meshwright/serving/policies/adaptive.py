@@ -5,8 +5,9 @@ bursts come or many models share few devices; dropping first requests for the sa
 under overload, and wasteful elsewhere. This policy sees nothing but arrivals. While requests are lost, it asks every
 candidate of `CANDIDATES` the same question for a while, a **trial**: starting from the queues and devices as they are,
 what would it have done with the requests that have come since? Each has a **shadow**, a copy of the pool whose devices
-are virtual and take what they are predicted to take. The candidate that serves most is used from then on. After a
-trial, the next one begins later; while nothing is lost, there is none, so that a quiet server pays nothing for it.
+are virtual and take what they are predicted to take. The candidate that serves most is used from then on. A trial ends
+early if another one has served so many more than the one in use that this is not by chance. After a trial, the next one
+begins later; while nothing is lost, there is none, so that a quiet server pays nothing for it.
 
 Scores are sums over trials, older ones counting `_MEMORY` times less each. A candidate that refuses early is preferred
 to others that serve about as much, since whoever is refused early can ask elsewhere; but only a little more may be lost
@@ -32,6 +33,7 @@ from meshwright.serving.policies.pool import (
     NUM_DECISIONS,
     NUM_DROPPED,
     NUM_MODELS,
+    NUM_QUEUED,
     NUM_QUEUES,
     OWN,
     REQUEST,
@@ -65,23 +67,25 @@ CANDIDATES = np.array(
 )
 NUM_CANDIDATES = len(CANDIDATES)
 
-# Own cells: what is used; is this a trial, and until when; requests that came in this span, and were dropped before it;
-# those that came in trials, summed as scores are; from here on the score of each candidate, then what it has served in
-# this trial, then the shadows.
-USED, IN_TRIAL, UNTIL, ARRIVED, DROPPED, CAME, SCORES = range(7)
+# Own cells: what is used; is this a trial, when is it looked at next, and when does it end; requests that came in this
+# span, and were dropped before it; those that came in trials, summed as scores are; from here on the score of each
+# candidate, then what it has served in this trial, then the shadows.
+USED, IN_TRIAL, UNTIL, END_AT, ARRIVED, DROPPED, CAME, SCORES = range(8)
 _SERVED = SCORES + NUM_CANDIDATES
 _SHADOWS = _SERVED + NUM_CANDIDATES
 
 # A trial begins if so many of a thousand requests are lost.
 _LOST = 1
 _MEMORY = 0.5
+# How many standard deviations (of a Poisson number) are not by chance.
+_CLEAR = 3
 # What is used stays in use unless another serves so many of a thousand more; what refuses early may serve so many less,
 # and lose one more for so many that are lost in any case.
 _LOYAL, _EARLY, _LOST_ANYWAY = 1, 20, 10
 
 
 class Adaptive(NamedTuple):
-    """Settings: a ``trial`` takes so many SLOs of the slowest model, and the rest after it twice as long."""
+    """Settings: a ``trial`` takes up to so many SLOs of the slowest model, and the rest after it twice its time."""
 
     trial: int = 40
 
@@ -166,15 +170,18 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
         longest = max(longest, pool[pool[SLO] + model])
     trial = min(trial, NEVER // (4 * longest))
     if pool[own + IN_TRIAL]:
+        if now < pool[own + END_AT] and not _is_clear(pool):
+            pool[own + UNTIL] = min(now + trial * longest // 4, pool[own + END_AT])
+            return
         _choose(pool)
         pool[own + IN_TRIAL] = 0
-        pool[own + UNTIL] = now + 2 * trial * longest
+        pool[own + UNTIL] = now + 2 * (now - pool[own + END_AT] + trial * longest)
     elif 1000 * (pool[NUM_DROPPED] - pool[own + DROPPED]) > _LOST * pool[own + ARRIVED]:
         for candidate in range(NUM_CANDIDATES):
             _copy(pool, shadow_of(pool, candidate))
             pool[own + _SERVED + candidate] = 0
         pool[own + IN_TRIAL] = 1
-        pool[own + UNTIL] = now + trial * longest
+        pool[own + UNTIL], pool[own + END_AT] = now + trial * longest // 4, now + trial * longest
     else:
         pool[own + UNTIL] = now + trial * longest // 4
     pool[own + ARRIVED] = 0
@@ -192,6 +199,16 @@ def _copy(pool: Ints, shadow: Ints) -> None:
             shadow[pool[DEADLINE] + at] = pool[pool[DEADLINE] + at]
             shadow[pool[REQUEST] + at] = pool[pool[REQUEST] + at]
     clear(shadow)
+
+
+@compiled
+def _is_clear(pool: Ints) -> bool:
+    """Has another candidate served more than the one in use could have, even had it served all that waits?"""
+    own = pool[OWN]
+    used = pool[own + USED]
+    most = pool[own + _SERVED + used] + shadow_of(pool, used)[NUM_QUEUED]
+    most += int(_CLEAR * np.sqrt(pool[own + ARRIVED]))
+    return bool(pool[own + _SERVED : own + _SERVED + NUM_CANDIDATES].max() > most)
 
 
 @compiled

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from meshwright.cost.compiled import compiled
 from meshwright.serving.policies.heaps import cells_of_heap, first_of, lay_heap, least_of, put, size_of, take_out
+from meshwright.serving.policies.ordering import bring_forward
 from meshwright.serving.policies.pool import (
     BEGAN,
     BUSY,
@@ -39,7 +40,6 @@ from meshwright.serving.policies.pool import (
 )
 from meshwright.serving.policies.queues import (
     begin_on,
-    bring_forward,
     deadline_at,
     drop_late,
     enter,

@@ -15,7 +15,7 @@ than 100 is Symphony.
 When a batch begins, requests that cannot even be met alone are dropped. If what is left is smaller than ``window``
 percent of the target, the size of batch that staggered devices could serve at the measured rate, then first requests
 are dropped, too, until such a batch fits. With ``admit``, a request is refused at once if it would be late behind that
-many percent of the work in all queues. Latencies are those that devices have shown (`queues.observe`): a queue waits
+many percent of the work in all queues. Latencies are those that devices have shown (`slowness`): a queue waits
 by what they typically take, and a batch is made for the device that it runs on.
 """
 
@@ -53,6 +53,7 @@ from meshwright.serving.policies.pool import (
 from meshwright.serving.policies.queues import (
     begin_on,
     deadline_at,
+    displace,
     drop,
     drop_late,
     enter,
@@ -62,13 +63,12 @@ from meshwright.serving.policies.queues import (
     latency_of,
     latency_on,
     length_of,
-    observe,
     refuse,
     rest,
     run,
     skip_for,
-    trust,
 )
+from meshwright.serving.policies.slowness import observe, trust
 
 
 class Deferred(NamedTuple):
@@ -108,8 +108,10 @@ def admit_request(
     measure_rate(pool, now, queue)
     if deadline - pool[SLACK] < now + pool[DELAY] + latency_of(pool, queue, 1):
         refuse(pool, now, queue, request, LATE)
-    elif admit > 0 and is_crowded(pool, now, queue, deadline, admit):
-        refuse(pool, now, queue, request, CROWDED)
+    elif (
+        admit > 0 and is_crowded(pool, now, queue, deadline, admit) and not displace(pool, now, queue, request, CROWDED)
+    ):
+        return
     elif enter(pool, now, queue, request, deadline):
         settle(pool, now, queue, spare, window)
 

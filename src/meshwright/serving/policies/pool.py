@@ -60,16 +60,17 @@ _FIRST_COLUMN = 16
 #               largest batch; SLO: ns
 #   of queues   MODEL; requests from HEAD to TAIL, by deadline, at ``START + (place & MASK)`` of
 #               DEADLINE and REQUEST; COUNT, SINCE, RATE and TARGET, which belong to the meter (`meter`); UNIT: ns of a
-#               device that a request takes, in batches as they are expected
+#               device that a request takes, in batches as they are expected; LEVELED: requests in it that say how
+#               important they are (`ordering`)
 #   of devices  DEVICE: the state; FREE_AT: the end of what it has; NEXT: 1 if it has its next batch already;
-#               BEGAN: the begin of its batch; SLOWNESS, as TYPICAL, of each (`queues.observe`)
+#               BEGAN: the begin of its batch; SLOWNESS, as TYPICAL, of each (`slowness`)
 #   heaps       three columns each, called by the first (`heaps`): TIMER of queues by their next moment, READY of
 #               queues that could run at once by urgency, REST of idle devices, fast ones first, END of devices at work
 #               by the end of what they have
 #   OWN         the policy's
 COLUMNS = (
     *("latency", "most", "slo"),
-    *("model", "start", "mask", "head", "tail", "count", "since", "rate", "target", "unit"),
+    *("model", "start", "mask", "head", "tail", "count", "since", "rate", "target", "unit", "leveled"),
     *("timer_key", "timer_item", "timer_place", "ready_key", "ready_item", "ready_place"),
     *(
         "device",
@@ -87,10 +88,10 @@ COLUMNS = (
     *("deadline", "request", "decision", "chosen", "own"),
 )
 LATENCY, MOST, SLO = range(_FIRST_COLUMN, _FIRST_COLUMN + 3)
-MODEL, START, MASK, HEAD, TAIL, COUNT, SINCE, RATE, TARGET, UNIT = range(LATENCY + 3, LATENCY + 13)
-TIMER, READY = LATENCY + 13, LATENCY + 16
-DEVICE, FREE_AT, NEXT, SLOWNESS, BEGAN, REST, END = *range(LATENCY + 19, LATENCY + 25), LATENCY + 27
-DEADLINE, REQUEST, DECISION, CHOSEN, OWN = range(LATENCY + 30, LATENCY + 35)
+MODEL, START, MASK, HEAD, TAIL, COUNT, SINCE, RATE, TARGET, UNIT, LEVELED = range(LATENCY + 3, LATENCY + 14)
+TIMER, READY = LATENCY + 14, LATENCY + 17
+DEVICE, FREE_AT, NEXT, SLOWNESS, BEGAN, REST, END = *range(LATENCY + 20, LATENCY + 26), LATENCY + 28
+DEADLINE, REQUEST, DECISION, CHOSEN, OWN = range(LATENCY + 31, LATENCY + 36)
 
 _SOME_DECISIONS = 1024
 
@@ -127,7 +128,7 @@ def allocate_pool(
     num_queues = len(model)
     size = 2 ** np.ceil(np.log2(np.maximum(np.broadcast_to(capacity, num_queues), 2))).astype(np.int64)
     room = int(size.sum())
-    by_queue = ("model", "start", "mask", "head", "tail", "count", "since", "rate", "target", "unit")
+    by_queue = ("model", "start", "mask", "head", "tail", "count", "since", "rate", "target", "unit", "leveled")
     by_device = ("device", "free_at", "next", "slowness", "began", "rest_key", "rest_place", "end_key", "end_place")
     sizes = {"latency": latency.size, "most": num_models, "slo": num_models}
     sizes |= dict.fromkeys((*by_queue, "timer_key", "timer_place", "ready_key", "ready_place"), num_queues)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from meshwright.cost.compiled import compiled
 from meshwright.serving.policies.heaps import first_of, least_of, put, size_of, take_out
+from meshwright.serving.policies.ordering import is_same, least_important, level_of, prefer
 from meshwright.serving.policies.pool import (
     BEGAN,
     BUSY,
@@ -25,6 +24,7 @@ from meshwright.serving.policies.pool import (
     KEEPS_ENDS,
     LATE,
     LATENCY,
+    LEVELED,
     MASK,
     MODEL,
     MOST,
@@ -47,15 +47,14 @@ from meshwright.serving.policies.pool import (
     SLOWNESS,
     START,
     TAIL,
-    TYPICAL,
     UNIT,
     WIDTH,
     WORK,
     Ints,
 )
 
-# Devices whose slowness differs by less than this are used by number; no device is taken to be faster than a tenth.
-_ALIKE, _LEAST_SLOWNESS = 250, 100
+# Devices whose slowness differs by less than this are used by number.
+_ALIKE = 250
 
 
 @compiled
@@ -83,34 +82,6 @@ def deadline_at(pool: Ints, queue: int, place: int) -> int:
 def latency_on(pool: Ints, queue: int, batch: int, device: int) -> int:
     """Nanoseconds that a batch is expected to take on a device, by what others took there."""
     return latency_of(pool, queue, batch) * pool[pool[SLOWNESS] + device] // NOMINAL
-
-
-@compiled
-def observe(pool: Ints, now: int, device: int) -> None:
-    """Learn from a batch that has ended on a device how slow it is.
-
-    ``SLOWNESS`` follows the quantile of what batches take at which it falls as often as it rises: 98 %, for steps of a
-    tenth up and a five-hundredth down; ``TYPICAL`` is a mean over the last devices.
-    """
-    slowness = pool[pool[SLOWNESS] + device]
-    expected = pool[pool[FREE_AT] + device] - pool[pool[BEGAN] + device]
-    if expected <= 0:
-        return
-    observed = max((now - pool[pool[BEGAN] + device]) * slowness // expected, _LEAST_SLOWNESS)
-    if observed > slowness:
-        slowness = min(slowness + slowness // 10, observed)
-    else:
-        slowness = max(slowness - slowness // 500, observed)
-    pool[pool[SLOWNESS] + device] = slowness
-    pool[TYPICAL] += (slowness - pool[TYPICAL]) // 32
-
-
-@compiled
-def trust(pool: Ints, device: int) -> None:
-    """A request was dropped while this device, which is taken to be slow, had nothing to do: it may have recovered."""
-    slowness = pool[pool[SLOWNESS] + device]
-    pool[pool[SLOWNESS] + device] -= max(slowness - NOMINAL, 0) // 8
-    pool[TYPICAL] -= max(pool[TYPICAL] - NOMINAL, 0) // 8
 
 
 @compiled
@@ -187,28 +158,12 @@ def skip_for(pool: Ints, queue: int, begin: int, target: int, slowness: int = NO
 
 
 @compiled
-def bring_forward(pool: Ints, queue: int, skipped: int, count: int) -> None:
-    """Let ``count`` requests after the first ``skipped`` ones stand before these."""
-    if skipped > 0:
-        head, mask, start = pool[pool[HEAD] + queue], pool[pool[MASK] + queue], pool[pool[START] + queue]
-        for column in (pool[DEADLINE] + start, pool[REQUEST] + start):
-            kept = np.empty(skipped, np.int64)
-            for place in range(skipped):
-                kept[place] = pool[column + ((head + place) & mask)]
-            for place in range(count):
-                pool[column + ((head + place) & mask)] = pool[column + ((head + skipped + place) & mask)]
-            for place in range(skipped):
-                pool[column + ((head + count + place) & mask)] = kept[place]
-
-
-@compiled
 def enter(pool: Ints, now: int, queue: int, request: int, deadline: int) -> bool:
-    """Put a request into a queue, by deadline; False if it was dropped, as the queue is full."""
-    head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
+    """Put a request into a queue, by deadline; False if it was dropped, as it is full of no less important ones."""
     mask, start = pool[pool[MASK] + queue], pool[pool[START] + queue]
-    if tail - head > mask:
-        refuse(pool, now, queue, request, FULL)
+    if length_of(pool, queue) > mask and not displace(pool, now, queue, request, FULL):
         return False
+    head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
     deadlines, requests = pool[DEADLINE] + start, pool[REQUEST] + start
     place = tail & mask
     while tail > head:
@@ -222,9 +177,21 @@ def enter(pool: Ints, now: int, queue: int, request: int, deadline: int) -> bool
     pool[deadlines + place] = deadline
     pool[requests + place] = request
     pool[pool[TAIL] + queue] += 1
+    pool[pool[LEVELED] + queue] += level_of(request) != 0
     pool[NUM_QUEUED] += 1
     pool[WORK] += pool[pool[UNIT] + queue]
     return True
+
+
+@compiled
+def displace(pool: Ints, now: int, queue: int, request: int, reason: int) -> bool:
+    """There is no room for a request: drop a less important one that waits, or else this one; is there room now?"""
+    place = least_important(pool, queue, level_of(request))
+    if place >= 0:
+        _take_out_of(pool, now, queue, place, reason)
+    else:
+        refuse(pool, now, queue, request, reason)
+    return place >= 0
 
 
 @compiled
@@ -264,22 +231,36 @@ def cancel(pool: Ints, now: int, queue: int, request: int, deadline: int) -> boo
         else:
             high = middle
     while low < tail and pool[deadlines + (low & mask)] == deadline:
-        if pool[requests + (low & mask)] == request:
-            for place in range(low, tail - 1):
-                pool[deadlines + (place & mask)] = pool[deadlines + ((place + 1) & mask)]
-                pool[requests + (place & mask)] = pool[requests + ((place + 1) & mask)]
-            pool[pool[TAIL] + queue] -= 1
-            pool[NUM_QUEUED] -= 1
-            pool[WORK] -= pool[pool[UNIT] + queue]
-            refuse(pool, now, queue, request, CANCELLED)
+        if is_same(pool[requests + (low & mask)], request):
+            _take_out_of(pool, now, queue, low, CANCELLED)
             return True
         low += 1
     return False
 
 
 @compiled
+def _take_out_of(pool: Ints, now: int, queue: int, place: int, reason: int) -> None:
+    """Drop one request of a queue."""
+    mask, start = pool[pool[MASK] + queue], pool[pool[START] + queue]
+    deadlines, requests = pool[DEADLINE] + start, pool[REQUEST] + start
+    request = pool[requests + (place & mask)]
+    for before in range(place, pool[pool[TAIL] + queue] - 1):
+        pool[deadlines + (before & mask)] = pool[deadlines + ((before + 1) & mask)]
+        pool[requests + (before & mask)] = pool[requests + ((before + 1) & mask)]
+    pool[pool[TAIL] + queue] -= 1
+    pool[pool[LEVELED] + queue] -= level_of(request) != 0
+    pool[NUM_QUEUED] -= 1
+    pool[WORK] -= pool[pool[UNIT] + queue]
+    refuse(pool, now, queue, request, reason)
+
+
+@compiled
 def run(pool: Ints, now: int, queue: int, count: int, device: int) -> None:
-    """Run the first requests of a queue on a device, as soon as it is free; it must not have its next batch already."""
+    """Run a batch of a queue on a device, as soon as it is free; it must not have its next batch already.
+
+    The batch was made for the first requests; more important ones that can run in their place do (`ordering`).
+    """
+    prefer(pool, queue, count)
     begin = begin_on(pool, device, now)
     if pool[pool[DEVICE] + device] == IDLE:
         take_out(pool, REST, device)
@@ -374,8 +355,11 @@ def _leave(pool: Ints, queue: int, count: int) -> int:
     first = pool[NUM_CHOSEN]
     head, mask = pool[pool[HEAD] + queue], pool[pool[MASK] + queue]
     requests, chosen = pool[REQUEST] + pool[pool[START] + queue], pool[CHOSEN] + first
+    leveled = pool[LEVELED] + queue
     for offset in range(count):
-        pool[chosen + offset] = pool[requests + ((head + offset) & mask)]
+        request = pool[requests + ((head + offset) & mask)]
+        pool[chosen + offset] = request
+        pool[leveled] -= level_of(request) != 0
     pool[pool[HEAD] + queue] = head + count
     pool[NUM_CHOSEN] = first + count
     pool[NUM_QUEUED] -= count

@@ -69,6 +69,8 @@ class Changes:
         if text is None:
             worker.held.add(number)
             text = self._note(number, document)
+        if text is not None:
+            worker.held.discard(number)
         if text is not None and number in self._coming:
             self._error = text
         elif text is not None and number in self._catalog.numbers:

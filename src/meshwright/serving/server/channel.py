@@ -32,14 +32,15 @@ class Kind(enum.IntEnum):
     """What a message is; what follows in its cells.
 
     TEXT    1 if more of it follows; then bytes of JSON
-    SUBMIT  rows of (model, slot, deadline): requests of a front have come
+    SUBMIT  rows of (model, slot, deadline): requests of a front have come; slots with a level (`policies.ordering`)
     CANCEL  rows of (model, slot, deadline): whoever sent them has gone
-    ANSWER  model, outcome (`Fate`), slots: what became of requests
+    ANSWER  model, outcome (`Fate`), end of their batch (ns; 0 without one), slots: what became of requests
     RUN     batch, model, expected ns, count, requests, deadlines: compute this
     RAN     batch, begin, end, failed, requests that were not computed or failed, as places in the batch
+    LATE    ns, as many as there are: how long after the ends of batches a front had answered them
     """
 
-    TEXT, SUBMIT, CANCEL, ANSWER, RUN, RAN = range(6)
+    TEXT, SUBMIT, CANCEL, ANSWER, RUN, RAN, LATE = range(7)
 
 
 class Closed(Exception):  # noqa: N818 - it is no error

@@ -4,6 +4,9 @@ A request's deadline is the moment at which it began to come and the time that i
 (microseconds), or the header ``X-Request-Timeout-Ms`` (milliseconds), the shorter of both; without either, the model's
 SLO. More than ``Server.longest_deadline`` is refused.
 
+Where not all requests of a model can be answered, those with a lower ``priority`` are: 1 is the most important, and 7,
+or more, the least; 0, or none, is as 4.
+
 A request with a valid ``traceparent`` (W3C) gets a span of its own, told in ``traceresponse`` (`trace_context`). With a
 token, all but the health paths want ``Authorization: Bearer TOKEN``.
 
@@ -113,7 +116,7 @@ class Front:
         # What came is in the slots.
         asked.values = ()
         call.asked = asked
-        call.ticket = gate.submit(model, slots, deadline_ns, reply)
+        call.ticket = gate.submit(model, slots, deadline_ns, reply, asked.level)
 
     def conclude(self, call: _Call, ticket: Ticket, answer: Callable[[_Call, Served, Asked, list[int]], None]) -> None:
         """The scheduler has told what became of a request: make its answer of its slots, or raise Refusal."""

@@ -24,12 +24,20 @@ from meshwright.serving.server.rpc import RpcServer, serve_rpc
 from meshwright.serving.server.tokens import read_token
 from meshwright.spec import read_deployment
 
+try:
+    import resource
+except ImportError:  # a server runs on Linux; this is for whoever only reads it
+    resource = None  # type: ignore[assignment]
+
 _EVERY_S, _DRAIN_S = 1.0, 25.0
+# Open beside connections: libraries, slabs, what the loop needs.
+_OTHER_FILES = 256
 
 
 async def serve(folder: Path, token: str | None) -> None:
     """Answer requests until SIGTERM."""
     settings = read_deployment(folder / "deployment.json").server
+    _open_enough(settings.connections * (2 if settings.grpc else 1))
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     gate = Gate(folder, settings.tensor_bytes)
     loop.add_signal_handler(signal.SIGTERM, ended.set)
@@ -60,6 +68,17 @@ async def serve(folder: Path, token: str | None) -> None:
             await asyncio.wait_for(ended.wait(), _EVERY_S)
     await asyncio.gather(*(server.drain(_DRAIN_S) for server in servers))
     connecting.cancel()
+
+
+def _open_enough(connections: int) -> None:
+    """Let as many files be open as connections need, if the system allows it; the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        report("limited", files=hard, wanted=wanted)
+        wanted = hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _facts(counts: Counts) -> dict[str, Any]:

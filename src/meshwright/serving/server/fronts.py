@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.serving.policies.pool import Ints
 from meshwright.serving.server.channel import MOST_CELLS, Closed, Kind
-from meshwright.serving.server.peers import SLOT_BITS, Front, by_front, slots_of
+from meshwright.serving.server.peers import SLOT_BITS, Front, by_front, front_of, slots_of
 from meshwright.serving.server.switchboard import Switchboard
 
 
@@ -39,7 +39,7 @@ class Fronts:
 
     def has_asked(self, request: int) -> bool:
         """Is the front of a request there?"""
-        return request >> SLOT_BITS in self._fronts
+        return front_of(request) in self._fronts
 
     def known(self, newest: int) -> int:
         """The generation of models of which all have been told, by their own word."""
@@ -52,30 +52,35 @@ class Fronts:
                 front.channel.send_text({**document, "channel": front.number})
                 self._board.listen_for_room(front.channel)
 
-    def answer(self, model: int, requests: Ints, fate: int) -> None:
-        """Tell those whose requests these are what became of them."""
+    def answer(self, model: int, requests: Ints, fate: int, end: int = 0) -> None:
+        """Tell those whose requests these are what became of them, and when their batch ended, if there was one."""
         for number, places in by_front(requests):
             front = self._fronts.get(number)
             if front is None:
                 continue
             slots = slots_of(requests[places])
             with contextlib.suppress(Closed):
-                for place in range(0, len(slots), MOST_CELLS - 3):
-                    part = slots[place : place + MOST_CELLS - 3]
-                    front.channel.send(np.concatenate([np.array([Kind.ANSWER, model, fate], np.int64), part]))
+                for place in range(0, len(slots), MOST_CELLS - 4):
+                    part = slots[place : place + MOST_CELLS - 4]
+                    front.channel.send(np.concatenate([np.array([Kind.ANSWER, model, fate, end], np.int64), part]))
                 self._board.listen_for_room(front.channel)
 
     def forget(self, models: Collection[int]) -> None:
         """Models have left: nothing of them is due."""
         for front in self:
             for model in models:
-                front.deadlines.pop(model, None)
+                front.submitted.pop(model, None)
 
     def deadlines_of(self, model: int, requests: Ints) -> Ints:
         """When requests have to be answered; 0 for those of fronts that have gone."""
-        found = np.zeros(len(requests), np.int64)
+        return self.submitted(model, requests)[:, 1]
+
+    def submitted(self, model: int, requests: Ints) -> Ints:
+        """Requests as they came, saying how important they are, and their deadlines; 0 for fronts that have gone."""
+        found = np.zeros((len(requests), 2), np.int64)
         for number, places in by_front(requests):
             front = self._fronts.get(number)
             if front is not None:
-                found[places] = front.deadlines[model][slots_of(requests[places])]
+                found[places] = front.submitted[model][slots_of(requests[places])]
+                found[places, 0] |= number << SLOT_BITS
         return found

@@ -14,12 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from meshwright.serving.policies.ordering import LEVEL_BIT
 from meshwright.serving.policies.pool import CANCELLED, CROWDED, FULL, LATE, SACRIFICED
 from meshwright.serving.server.channel import MOST_CELLS, Channel, Closed, Kind, connect
 from meshwright.serving.server.recording import Recording
@@ -29,6 +31,8 @@ from meshwright.spec import TensorSpec
 _AGAIN_S = 0.02
 # Slots of a model that a front makes at most; memory bounds it before, if samples are not tiny.
 _MOST_SLOTS = 2**16
+# Batches of which the scheduler is told together how late their answers were.
+_MANY = 32
 
 
 class Fate(enum.IntEnum):
@@ -94,6 +98,7 @@ class Gate:
         self._by_number: dict[int, ModelFacts] = {}
         self._submitted: list[int] = []
         self._cancelled: list[int] = []
+        self._late: list[int] = []
         self._flushing = False
 
     async def keep_connected(self) -> None:
@@ -127,13 +132,23 @@ class Gate:
         del idle[len(idle) - count :]
         return taken
 
-    def submit(self, model: ModelFacts, slots: list[int], deadline_ns: int, reply: Callable[[Ticket], None]) -> Ticket:
-        """Ask for an answer by a moment of `time.monotonic_ns`; ``reply`` is told, never before this returns."""
+    def submit(
+        self,
+        model: ModelFacts,
+        slots: list[int],
+        deadline_ns: int,
+        reply: Callable[[Ticket], None],
+        level: int = 0,
+    ) -> Ticket:
+        """Ask for an answer by a moment of `time.monotonic_ns`; ``reply`` is told, never before this returns.
+
+        Requests of a lower ``level`` (`policies.ordering`) are more important.
+        """
         ticket = Ticket(model, slots, deadline_ns, reply)
         tickets, number, submitted = model.tickets, model.number, self._submitted
         for slot in slots:
             tickets[slot] = ticket
-            submitted += (number, slot, deadline_ns)
+            submitted += (number, slot | level << LEVEL_BIT, deadline_ns)
         if not self._flushing:
             self._flush_soon()
         return ticket
@@ -192,12 +207,22 @@ class Gate:
         try:
             for kind, content in channel.receive():
                 if kind == Kind.ANSWER:
-                    cells = content.tolist()
-                    self._settle(self._by_number.get(cells[0]), cells[2:], cells[1])
+                    model, fate, end, *slots = content.tolist()
+                    self._settle(self._by_number.get(model), slots, fate)
+                    if end:
+                        self._note_late(channel, time.monotonic_ns() - end)
                 elif kind == Kind.TEXT:
                     self._learn(content)
         except Closed:
             closed.set()
+
+    def _note_late(self, channel: Channel, late_ns: int) -> None:
+        """A batch's requests are answered, so long after it ended; the scheduler is told, of many at once."""
+        self._late.append(late_ns)
+        if len(self._late) == _MANY:
+            channel.send(np.array([Kind.LATE, *self._late], np.int64))
+            self._late.clear()
+            self._watch_room(channel)
 
     def _settle(self, model: ModelFacts | None, slots: list[int], fate: int) -> None:
         """Requests whose last sample this was are told; slots that nobody waits for are given back."""

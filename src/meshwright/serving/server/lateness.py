@@ -2,7 +2,8 @@
 
     DELAY    what typically passes between a decision and its begin
     SLACK    how long before a deadline a batch has to end: what a worker has done is known late to the scheduler, and
-             then to the front; both ways take about the same, and only the first can be seen from here
+             then to the front, which takes a while to answer it. Fronts tell of batches how long that was, all in
+             all; before they have told of some, it is taken to be twice what is seen at the scheduler
     GUARD    how much earlier than needed the policy asks to be woken, as timers fire late
 
 The last two are what is exceeded once in a thousand times; with what is exceeded once in a hundred times, a server that
@@ -30,9 +31,10 @@ class _Samples:
         self._values = np.zeros(_KEPT, np.int64)
         self.count = 0
 
-    def add(self, value: int) -> None:
-        self._values[self.count % _KEPT] = max(value, 0)
-        self.count += 1
+    def add(self, values: Ints | int) -> None:
+        for value in np.atleast_1d(values).tolist():
+            self._values[self.count % _KEPT] = max(value, 0)
+            self.count += 1
 
     def quantile(self, share: float) -> int:
         """What this share of the samples is at most; the worst one of all counts only among thousands."""
@@ -44,10 +46,10 @@ class _Samples:
 
 
 class Lateness:
-    """Samples of what is late; each of the three is at most ``most_ns``, so that something can be met at all."""
+    """Samples of what is late; no number that follows is over ``most_ns``, so that something can be met at all."""
 
     def __init__(self, most_ns: int) -> None:
-        self.begins, self.ends, self.timers = _Samples(), _Samples(), _Samples()
+        self.begins, self.ends, self.answers, self.timers = _Samples(), _Samples(), _Samples(), _Samples()
         self.most_ns = most_ns
 
     @property
@@ -71,7 +73,8 @@ class Lateness:
 
     def slack_ns(self) -> int:
         """See the module's docstring."""
-        return min(2 * self.ends.quantile(_RARE), self.most_ns)
+        are_told = self.answers.count >= _ENOUGH
+        return min(self.answers.quantile(_RARE) if are_told else 2 * self.ends.quantile(_RARE), self.most_ns)
 
     def guard_ns(self) -> int:
         """See the module's docstring."""

@@ -1,6 +1,6 @@
 """A policy on the real clock: events go in as rows, decisions come out, and both can be written down.
 
-    ARRIVE   queue, request, deadline    a request has come
+    ARRIVE   queue, request, deadline    a request has come, which may say how important it is (`ordering`)
     AGAIN    queue, request, deadline    one that had come comes again
     FREE     device, queue, count, ns    a device has ended a batch that took so long; its next one, if any, begins now
     CANCEL   queue, request, deadline    whoever sent a request has gone
@@ -29,6 +29,7 @@ from meshwright.cost.compiled import compiled, uncompiled
 from meshwright.serving.policies.heaps import put
 from meshwright.serving.policies.hooks import arrive, free, next_wake, wake
 from meshwright.serving.policies.named import load_policy
+from meshwright.serving.policies.ordering import numbers_of
 from meshwright.serving.policies.plain import PlainPolicy
 from meshwright.serving.policies.pool import (
     BEGAN,
@@ -176,7 +177,7 @@ class Live:
             row, first = int(pool[DECISION]), int(pool[CHOSEN])
             if count:
                 decisions = pool[row : row + count * WIDTH].reshape(-1, WIDTH).copy()
-                taken.append((decisions, pool[first : first + chosen].copy()))
+                taken.append((decisions, numbers_of(pool[first : first + chosen])))
                 clear(pool)
         if self.recording is not None:
             self.recording.rows_of_decisions(self._with_numbers(events), taken, self.number_of)
@@ -202,10 +203,11 @@ class Live:
         """Events that tell models by their numbers, not by their places."""
         told, is_of_model = events.copy(), np.isin(events[:, 0], (ARRIVE, AGAIN, CANCEL))
         told[is_of_model, 2] = np.array(self._numbers)[events[is_of_model, 2]]
+        told[is_of_model, 3] = numbers_of(events[is_of_model, 3])
         return told
 
     def waiting(self) -> Iterator[tuple[int, int, int]]:
-        """Number of the model, request and deadline of all that waits."""
+        """Number of the model, request, as it came, and deadline of all that waits."""
         pool = self.pool
         for queue in range(int(pool[NUM_QUEUES])):
             head, tail = int(pool[pool[HEAD] + queue]), int(pool[pool[TAIL] + queue])

@@ -63,7 +63,7 @@ class Loader:
         """It can be read when there is something to `take`."""
         return self._wakes
 
-    def open(self, served: Served) -> Runnable:
+    def make(self, served: Served) -> Runnable:
         """Load a model."""
         return open_model(served.model, self._device, self._num_threads)
 
@@ -99,7 +99,7 @@ class Loader:
             served = self._asked.get()
             done: Held | Failed
             try:
-                done = self.time(served, self.open(served))
+                done = self.time(served, self.make(served))
             except MeshwrightError as error:
                 done = Failed(served, str(error))
             except BaseException as error:

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.serving.policies.ordering import LEVEL_BIT
 from meshwright.serving.policies.pool import LATE, Ints
 from meshwright.serving.server.channel import Channel
 from meshwright.serving.server.gate import Fate
 
-# A request is a front's connection, in the upper half, and its slot.
+# A request is a front's connection, in the upper half, and its slot; above them may stand how important it is.
 SLOT_BITS = 32
-_SLOT = (1 << SLOT_BITS) - 1
+_SLOT, _FRONT = (1 << SLOT_BITS) - 1, (1 << LEVEL_BIT - SLOT_BITS) - 1
 # Requests that a queue holds, and slots of a model in a front.
 CAPACITY = 65_536
 # Messages without a batch, that tell how long the way to a worker takes.
@@ -26,7 +27,7 @@ STUCK = 20
 
 @dataclass(slots=True, eq=False)
 class Front:
-    """A front's connection. ``deadlines``: by model, the deadline of what is in each slot.
+    """A front's connection. ``submitted``: by model, the last two cells of what was submitted of each slot.
 
     ``known``: the generation of models (`Catalog`) that it has been told of, by its own word.
     """
@@ -34,17 +35,17 @@ class Front:
     channel: Channel
     number: int
     known: int = 0
-    deadlines: dict[int, Ints] = field(default_factory=dict)
+    submitted: dict[int, Ints] = field(default_factory=dict)
 
-    def keep_deadlines(self, rows: Ints) -> None:
+    def keep(self, rows: Ints) -> None:
         """Remember rows of (model, slot, deadline)."""
         first = int(rows[0, 0])
         models = [first] if (rows[:, 0] == first).all() else np.unique(rows[:, 0]).tolist()
         for model in models:
-            if model not in self.deadlines:
-                self.deadlines[model] = np.zeros(CAPACITY, np.int64)
+            if model not in self.submitted:
+                self.submitted[model] = np.zeros((CAPACITY, 2), np.int64)
             mine = rows if len(models) == 1 else rows[rows[:, 0] == model]
-            self.deadlines[model][mine[:, 1]] = mine[:, 2]
+            self.submitted[model][slots_of(mine[:, 1])] = mine[:, 1:]
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +136,11 @@ class Worker:
 def slots_of(requests: Ints) -> Ints:
     """The slots in which requests lie."""
     return requests & _SLOT
+
+
+def front_of(request: int) -> int:
+    """The number of the front's connection that a request came by, whatever it says of its importance."""
+    return request >> SLOT_BITS & _FRONT
 
 
 def by_front(requests: Ints) -> list[tuple[int, Any]]:

@@ -27,7 +27,7 @@ from meshwright.serving.server.fronts import Fronts
 from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.lateness import Lateness
 from meshwright.serving.server.live import ADJUST, AGAIN, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, SCALE, UP, WAKE, Live
-from meshwright.serving.server.peers import SLOT_BITS, Batch, Front, Worker
+from meshwright.serving.server.peers import SLOT_BITS, Batch, Front, Worker, front_of
 from meshwright.serving.server.recording import Recorder
 from meshwright.serving.server.served import read_models
 from meshwright.serving.server.slabs import slab_path
@@ -140,14 +140,14 @@ class Scheduler:
                     "Serve by another one; the simulator knows this one."
                 )
 
-    def _answer(self, model: int, requests: Ints, fate: int) -> None:
-        """Tell fronts what became of requests."""
+    def _answer(self, model: int, requests: Ints, fate: int, end: int = 0) -> None:
+        """Tell fronts what became of requests, and when their batch ended, if there was one."""
         if not len(requests):
             return
         self._counts[self._catalog[model].name, fate] += len(requests)
         if self._once_lost:
             self._once_lost.difference_update(requests.tolist())
-        self._fronts.answer(model, requests, fate)
+        self._fronts.answer(model, requests, fate, end)
 
     # --- models ----------------------------------------------------------------------------------
 
@@ -282,6 +282,8 @@ class Scheduler:
         for kind, content in front.channel.receive():
             if kind == Kind.TEXT:
                 front.known = content["known"]
+            elif kind == Kind.LATE:
+                self._lateness.answers.add(content)
             elif kind in (Kind.SUBMIT, Kind.CANCEL) and live is not None:
                 rows = content.reshape(-1, 3)
                 events = np.zeros((len(rows), EVENT_WIDTH), np.int64)
@@ -290,19 +292,19 @@ class Scheduler:
                 events[:, 3:5] = rows[:, 1:]
                 events[:, 3] |= front.number << SLOT_BITS
                 if kind == Kind.SUBMIT:
-                    front.keep_deadlines(rows)
+                    front.keep(rows)
                 self._events.append(events)
 
     def _lose_front(self, front: Front, now: int) -> None:
         """A front has gone: what it had in queues is cancelled, what runs is not answered."""
         self._fronts.remove(front)
-        self._once_lost = {request for request in self._once_lost if request >> SLOT_BITS != front.number}
+        self._once_lost = {request for request in self._once_lost if front_of(request) != front.number}
         for served in self._catalog:
             slab_path(self._folder, self._epoch, front.number, served.number).unlink(missing_ok=True)
         if self._live is None:
             return
         for model, request, deadline in self._live.waiting():
-            if request >> SLOT_BITS == front.number:
+            if front_of(request) == front.number:
                 self._event(CANCEL, now, self._place_of(model), request, deadline)
 
     def _hear_worker(self, worker: Worker, now: int) -> None:
@@ -330,7 +332,7 @@ class Scheduler:
             raise ServingError(f"Worker {worker.device} has done batch {number}; expected {batch.number}.")
         late, failed = cells[4 : 4 + num_late], cells[4 + num_late :]
         for requests, fate in batch.fates(late, failed):
-            self._answer(batch.model, requests, fate)
+            self._answer(batch.model, requests, fate, end)
         self._batch_counts[self._catalog[batch.model].name] += 1
         if worker.device in self._fleet.draining:
             if not worker.batches:
@@ -371,8 +373,7 @@ class Scheduler:
 
     def _come_again(self, model: int, requests: Ints, now: int) -> None:
         """Requests that nobody computes any more are put to the policy again, by their deadlines."""
-        deadlines = self._fronts.deadlines_of(model, requests)
-        for request, deadline in zip(requests.tolist(), deadlines.tolist(), strict=True):
+        for request, deadline in self._fronts.submitted(model, requests).tolist():
             if self._fronts.has_asked(request):
                 self._event(AGAIN, now, self._place_of(model), request, deadline)
 

@@ -56,14 +56,14 @@ class Served:
                     f"{inputs}). A model's function has to return the same in each process."
                 )
             return
-        self.inputs, self.outputs, self.platform = inputs, outputs, found["platform"]
         latency = self.model.latency or Latency.through(found["points"])
-        self.table = batch_nanoseconds(latency, self.model.slo)[: min(found["largest"], LARGEST) + 1].tolist()
-        if len(self.table) < 2:
+        table = batch_nanoseconds(latency, self.model.slo)[: min(found["largest"], LARGEST) + 1].tolist()
+        if len(table) < 2:
             raise ServingError(
                 f"Model {self.name!r}: a batch of one took {latency.of(1):.4g} s, longer than its SLO of "
                 f"{self.model.slo:g} s, so that no request can be met. Give it more time, or a faster device."
             )
+        self.inputs, self.outputs, self.platform, self.table = inputs, outputs, found["platform"], table
 
     def identity(self) -> dict[str, Any]:
         """Which model it is, as `read_identity` reads it."""

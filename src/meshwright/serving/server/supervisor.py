@@ -340,6 +340,11 @@ class Supervisor:
             wanted.set()
         elif kind == "release":
             self._release(self._children[f"worker-{facts['device']}"])
+        elif kind == "broken" and not self._was_ready:
+            # None has served it yet: what it says is wrong with the model, or with the deployment.
+            self._fault = self._fault or facts["text"]
+            self._stopping.set()
+            return False
         elif kind in ("stuck", "broken"):
             self._kill(facts)
         elif kind in ("changed", "refused"):

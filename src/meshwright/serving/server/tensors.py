@@ -86,18 +86,20 @@ class _Named(Protocol):
 
 
 _Item = TypeVar("_Item", bound=_Named)
+# Priorities begin with 1, and what has none is as important as what has this one.
+LEAST_IMPORTANT, _UNSAID = 7, 4
 _REQUESTS = msgspec.json.Decoder(Request)
 
 
 class Asked:
     """A request that was understood: ``count`` samples, ``values`` of each input, and which outputs are wanted how.
 
-    ``timeout_us`` and ``priority`` are None where the request does not say them; nothing follows from ``priority`` yet.
+    ``timeout_us`` is None where the request does not say it; ``level``: how important it is (`policies.ordering`).
     """
 
     id: str | None = None
     timeout_us: int | None = None
-    priority: int | None = None
+    level: int = 0
 
     def __init__(self, count: int, values: Sequence[Any], outputs: Sequence[tuple[OutputPlace, bool]]) -> None:
         self.count, self.values, self.outputs = count, values, outputs
@@ -233,7 +235,9 @@ class Codec:
                 raise BadRequest(f"The parameter priority is {priority}; expected an integer from 0 on, of 64 bits.")
             if parameters.sequence_id:
                 raise BadRequest("The parameter sequence_id was given; models here remember nothing. Leave it out.")
-            asked.timeout_us, asked.priority = timeout, priority
+            asked.timeout_us = timeout
+            if priority:
+                asked.level = min(priority, LEAST_IMPORTANT) - _UNSAID
         return asked
 
     def _chosen(self, items: Sequence[Output], as_binary: bool) -> list[tuple[OutputPlace, bool]]:

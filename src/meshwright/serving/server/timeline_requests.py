@@ -22,7 +22,7 @@ from itertools import count
 
 import numpy as np
 
-from meshwright.serving.server.peers import SLOT_BITS
+from meshwright.serving.server.peers import SLOT_BITS, slots_of
 from meshwright.serving.server.recording import Recorded
 from meshwright.serving.server.timeline_facts import Batch, Facts, Known, Sample, fate_name
 from meshwright.serving.server.trace_context import SAMPLED, read_state
@@ -70,7 +70,9 @@ def _submissions(front: Recorded) -> dict[Sample, int]:
     """When samples left the front."""
     flushes = front["flushes"]
     moments, channels = (np.repeat(flushes[:, column], flushes[:, 2]).tolist() for column in (0, 1))
-    rows = zip(moments, channels, front["flushed"].tolist(), strict=True)
+    flushed = front["flushed"].copy()
+    flushed[:, 1] = slots_of(flushed[:, 1])
+    rows = zip(moments, channels, flushed.tolist(), strict=True)
     return {(model, channel << SLOT_BITS | slot, deadline): moment for moment, channel, (model, slot, deadline) in rows}
 
 

@@ -23,6 +23,7 @@ from meshwright.serving.server.channel import Channel, Closed, Kind, connect
 from meshwright.serving.server.loading import Held, Loader
 from meshwright.serving.server.models import run_batch
 from meshwright.serving.server.models.runnable import Arrays, Runnable
+from meshwright.serving.server.peers import SLOT_BITS, slots_of
 from meshwright.serving.server.recording import Recorder, Recording
 from meshwright.serving.server.reports import (
     Orders,
@@ -35,7 +36,6 @@ from meshwright.serving.server.served import read_identity, read_models
 from meshwright.serving.server.slabs import Slab, slab_path
 from meshwright.spec import ServingError, read_deployment
 
-_SLOT = (1 << 32) - 1
 _AGAIN_S = 0.02
 _PING = -1
 
@@ -140,7 +140,7 @@ class Worker:
 
     def _run(self, model: int, requests: Ints, places: Ints) -> Ints:
         """Run the requests at these places; those that failed."""
-        numbers, slots = requests[places] >> 32, requests[places] & _SLOT
+        slots, numbers = slots_of(requests[places]), requests[places] >> SLOT_BITS
         groups, order, lost = [], [], []
         for number in sorted(set(numbers.tolist())):
             here = np.flatnonzero(numbers == number)
@@ -193,7 +193,7 @@ def main(arguments: list[str]) -> None:
         opened = []
         for place, one in enumerate(served):
             report("loading", device=number, model=one.name, place=place, of=len(served))
-            opened.append(loader.open(one))
+            opened.append(loader.make(one))
         report("warming", device=number)
         held = [loader.time(one, runnable) for one, runnable in zip(served, opened, strict=True)]
         keep_what_is_there()

@@ -38,9 +38,10 @@ from meshwright.serving.policies.pool import (
     Ints,
     allocate_pool,
 )
-from meshwright.serving.policies.queues import idle_device, latency_of, latency_on, observe, rest, trust
+from meshwright.serving.policies.queues import idle_device, latency_of, latency_on, rest
 from meshwright.serving.policies.sharding import CANDIDATE, FREE, GRANT, TAKEN, UNUSED
 from meshwright.serving.policies.sharding.mailboxes import send
+from meshwright.serving.policies.slowness import observe, trust
 
 # Columns of own cells, each of all queues.
 _WINDOW_END, _DUE, _IS_GRANTED = range(3)

@@ -1,0 +1,108 @@
+"""The order in which a queue is served: by deadline, and by how important requests are where not all can run at once.
+
+The upper byte of a request says how important it is, as a signed number: the least is the most important, and 0 is for
+all that do not say. A batch has the most important ones of those that could run as one batch with the first request
+(`prefer`), so that these do not grow old; and where a request is refused, a less important one that waits is refused in
+its place (`least_important`). While nothing waits that says how important it is, neither costs anything.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.pool import DEADLINE, HEAD, LEVELED, MASK, REQUEST, START, TAIL, Ints
+
+LEVEL_BIT = 56
+_NUMBER = (1 << LEVEL_BIT) - 1
+
+
+@compiled
+def level_of(request: int) -> int:
+    """How important a request is: the less, the more."""
+    return request >> LEVEL_BIT
+
+
+def numbers_of(requests: Ints) -> Ints:
+    """Requests without what they say of their importance."""
+    return requests & _NUMBER
+
+
+@compiled
+def is_same(request: int, other: int) -> bool:
+    """Is it the same request, whatever is said of its importance?"""
+    return (request ^ other) & _NUMBER == 0
+
+
+@compiled
+def bring_forward(pool: Ints, queue: int, skipped: int, count: int) -> None:
+    """Let ``count`` requests after the first ``skipped`` ones stand before these."""
+    if skipped > 0:
+        head, mask, start = pool[pool[HEAD] + queue], pool[pool[MASK] + queue], pool[pool[START] + queue]
+        for column in (pool[DEADLINE] + start, pool[REQUEST] + start):
+            kept = np.empty(skipped, np.int64)
+            for place in range(skipped):
+                kept[place] = pool[column + ((head + place) & mask)]
+            for place in range(count):
+                pool[column + ((head + place) & mask)] = pool[column + ((head + skipped + place) & mask)]
+            for place in range(skipped):
+                pool[column + ((head + count + place) & mask)] = kept[place]
+
+
+@compiled
+def prefer(pool: Ints, queue: int, count: int) -> None:
+    """Let the ``count`` most important ones stand first, of those that are due no earlier than the first request.
+
+    Of equally important ones these are those that are due first; all others stay in the order of their deadlines.
+    """
+    head, mask = pool[pool[HEAD] + queue], pool[pool[MASK] + queue]
+    length = pool[pool[TAIL] + queue] - head
+    if pool[pool[LEVELED] + queue] == 0 or count >= length:
+        return
+    deadlines, requests = pool[DEADLINE] + pool[pool[START] + queue], pool[REQUEST] + pool[pool[START] + queue]
+    due, waiting = np.empty(length, np.int64), np.empty(length, np.int64)
+    # How many can be chosen of each level.
+    counts = np.zeros(256, np.int64)
+    for place in range(length):
+        at = (head + place) & mask
+        due[place], waiting[place] = pool[deadlines + at], pool[requests + at]
+        counts[level_of(waiting[place]) + 128] += due[place] >= due[0]
+    # All of the levels before the last one are chosen, and of that one so many as are left.
+    last, left = 0, count
+    while counts[last] < left and last < 255:
+        left -= counts[last]
+        last += 1
+    is_chosen = np.zeros(length, np.bool_)
+    chosen = 0
+    for place in range(length):
+        level = level_of(waiting[place]) + 128
+        if due[place] >= due[0] and (level < last or (level == last and left > 0)):
+            left -= level == last
+            is_chosen[place] = True
+            at = (head + chosen) & mask
+            pool[deadlines + at], pool[requests + at] = due[place], waiting[place]
+            chosen += 1
+    behind = chosen
+    for place in range(length):
+        if not is_chosen[place]:
+            # They are in order but for those that `bring_forward` has put back.
+            at = behind
+            while at > chosen and pool[deadlines + ((head + at - 1) & mask)] > due[place]:
+                pool[deadlines + ((head + at) & mask)] = pool[deadlines + ((head + at - 1) & mask)]
+                pool[requests + ((head + at) & mask)] = pool[requests + ((head + at - 1) & mask)]
+                at -= 1
+            pool[deadlines + ((head + at) & mask)], pool[requests + ((head + at) & mask)] = due[place], waiting[place]
+            behind += 1
+
+
+@compiled
+def least_important(pool: Ints, queue: int, level: int) -> int:
+    """Where the least important request waits that is less so than this level, of these the one due last; or -1."""
+    head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
+    found = -1
+    if level < 0 or pool[pool[LEVELED] + queue] > 0:
+        for place in range(tail - 1, head - 1, -1):
+            at = pool[REQUEST] + pool[pool[START] + queue] + (place & pool[pool[MASK] + queue])
+            if level_of(pool[at]) > level:
+                found, level = place, level_of(pool[at])
+    return found
