@@ -48,7 +48,9 @@ from meshwright.serving.policies.pool import (
 )
 from meshwright.serving.policies.queues import clear
 
-# Settings (spare, window, admit) of `Deferred`; the first one is where the policy begins.
+# Settings (spare, window, admit) of `Deferred`; the first one is where the policy begins. Those that refuse early admit
+# by 98 % of the work: with 100 %, 1.5 % fewer are served under three times the load of two devices, and with 95 % one
+# of a hundred refusals comes late (own simulation 2026-11-24; strong batches).
 CANDIDATES = np.array(
     [
         (50, 100, 0),
@@ -59,9 +61,9 @@ CANDIDATES = np.array(
         (0, 50, 0),
         (0, 0, 0),
         (101, 100, 0),
-        (50, 100, 100),
-        (0, 100, 100),
-        (101, 100, 100),
+        (50, 100, 98),
+        (0, 100, 98),
+        (101, 100, 98),
     ],
     np.int64,
 )

@@ -13,6 +13,8 @@ from meshwright.serving.server.peers import CAPACITY
 from meshwright.serving.server.served import Served
 from meshwright.spec import Deployment
 
+_PAUSES_IN_BATCH, _MOST_PAUSE_NS = 200, 300_000
+
 
 class Catalog:
     """See the module's docstring. ``generation`` counts how often fronts had to be told of other models."""
@@ -39,6 +41,11 @@ class Catalog:
     def least_spare_ns(self) -> int:
         """The least time that a request of any model has beside its own computation."""
         return min(served.slo_ns - served.table[1] for served in self)
+
+    @property
+    def pause_ns(self) -> int:
+        """How long the scheduler may be away without harm: little beside the shortest batch of any model."""
+        return min(*(served.table[1] // _PAUSES_IN_BATCH for served in self), _MOST_PAUSE_NS)
 
     def change(self, come: Iterable[Served], leave: Iterable[int]) -> None:
         """Models come; others get no more requests."""

@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +71,7 @@ class Scheduler:
     def turn(self) -> None:
         """Wait for the next message or moment, and do what follows from it."""
         moment = self._live.next_moment if self._live is not None else NEVER
-        wait_ns = min(moment, self._next_report, self._next_scale) - time.monotonic_ns()
-        ready = self._board.wait(wait_ns)
+        ready = self._board.wait(min(moment, self._next_report, self._next_scale) - time.monotonic_ns())
         now = time.monotonic_ns()
         if self._live is not None and moment <= now:
             self._lateness.timers.add(now - moment)
@@ -97,8 +98,7 @@ class Scheduler:
     def close(self) -> None:
         """Close what is open; the log is complete then."""
         self._board.close()
-        sides: list[Front | Worker] = [*self._fronts, *self._workers.present.values()]
-        for side in sides:
+        for side in (*self._fronts, *self._workers.present.values()):
             side.channel.close()
         if self._log is not None:
             self._log.close()
@@ -171,8 +171,7 @@ class Scheduler:
     def _clear_out(self, now: int) -> None:
         """Forget models that have left."""
         known = self._fronts.known(self._catalog.generation)
-        gone = self._changes.clear_out(known, self._is_needed, self._staff, partial(self._rebuild, now))
-        self._fronts.forget(gone)
+        self._fronts.forget(self._changes.clear_out(known, self._is_needed, self._staff, partial(self._rebuild, now)))
 
     def _is_needed(self, number: int) -> bool:
         """Is anything of this model waiting, or computed?"""
@@ -198,6 +197,7 @@ class Scheduler:
         if before is None:
             reports.report("preparing", policy=self._deployment.policy)
         self._lateness.most_ns = self._catalog.least_spare_ns // 4
+        self._board.pause_ns = self._catalog.pause_ns
         if self._fleet.is_scaled and before is None:
             self._next_scale = time.monotonic_ns() + self._fleet.every_ns
         return Live(
@@ -279,13 +279,14 @@ class Scheduler:
 
     def _hear_front(self, front: Front, now: int) -> None:
         live = self._live
-        for kind, content in front.channel.receive():
+        for kind, messages in groupby(front.channel.receive(), itemgetter(0)):
+            contents: list[Any] = [content for _, content in messages]
             if kind == Kind.TEXT:
-                front.known = content["known"]
+                front.known = contents[-1]["known"]
             elif kind == Kind.LATE:
-                self._lateness.answers.add(content)
+                self._lateness.answers.add(np.concatenate(contents))
             elif kind in (Kind.SUBMIT, Kind.CANCEL) and live is not None:
-                rows = content.reshape(-1, 3)
+                rows = np.concatenate(contents).reshape(-1, 3)
                 events = np.zeros((len(rows), EVENT_WIDTH), np.int64)
                 events[:, 0], events[:, 1] = ARRIVE if kind == Kind.SUBMIT else CANCEL, now
                 events[:, 2] = live.places_of(rows[:, 0])
