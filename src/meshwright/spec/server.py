@@ -40,7 +40,7 @@ class Server:
     idle: Seconds = A_MINUTE
     longest_deadline: Seconds = A_MINUTE
     stuck: Seconds = HALF_A_MINUTE
-    connections: int = 20_000
+    connections: int = 16_384
 
     def __post_init__(self) -> None:
         what = "A server"

@@ -37,7 +37,7 @@ _OTHER_FILES = 256
 async def serve(folder: Path, token: str | None) -> None:
     """Answer requests until SIGTERM."""
     settings = read_deployment(folder / "deployment.json").server
-    _open_enough(settings.connections * (2 if settings.grpc else 1))
+    _open_enough(settings.connections)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     gate = Gate(folder, settings.tensor_bytes)
     loop.add_signal_handler(signal.SIGTERM, ended.set)
