@@ -315,8 +315,8 @@ def emulated(quick: bool) -> list[Row]:
         with serving(replace(STRONG, policy=policy)) as server:
             found, status = _find_live_goodput(server, bound, seconds, quick)
         best[policy] = found
-        late = {name: Seconds(status[f"{name}_s"]) for name in ("delay", "slack", "guard")}
-        given, known = replace(STRONG, policy=policy, **late), load_policy(policy)
+        given, known = as_measured(replace(STRONG, policy=policy), status), load_policy(policy)
+        late = {name: status[name] for name in ("delay_s", "notice_s", "slack_s", "guard_s", "stretch")}
         rate = 1000 * find_goodput(given, known, seconds, seed=1)[0]
         result = simulate_deployment(given, known, seconds, seed=1, scale=found.rate / 1000)
         print(f"{policy}: {found.rate:.0f}/s live, {rate:.0f}/s simulated, with {late}", flush=True)
@@ -343,6 +343,32 @@ def emulated(quick: bool) -> list[Row]:
     eager, own = best["eager"].rate, best["adaptive"].rate
     name = "eager over adaptive, rates with 99 % in time"
     return [*rows, make_row(name, own, "/s", baseline=eager, ratio=eager / own, target=1 / 1.25)]
+
+
+def as_measured(deployment: Deployment, status: dict[str, Any]) -> Deployment:
+    """A deployment for the simulator, with what a server has measured of itself while it served it.
+
+    From the end of a batch until the next one begins passes what the scheduler needs to know of the end, and the delay;
+    a batch takes what workers took for it, in the median.
+    """
+    models = tuple(
+        replace(
+            model,
+            latency=replace(
+                model.line,
+                alpha=Seconds(model.line.alpha * status["stretch"]),
+                beta=Seconds(model.line.beta * status["stretch"]),
+            ),
+        )
+        for model in deployment.models
+    )
+    return replace(
+        deployment,
+        models=models,
+        delay=Seconds(status["delay_s"] + status["notice_s"]),
+        slack=Seconds(status["slack_s"]),
+        guard=Seconds(status["guard_s"]),
+    )
 
 
 def _find_live_goodput(server: Process, bound: float, seconds: float, quick: bool) -> tuple[Tried, dict[str, Any]]:

@@ -39,7 +39,7 @@ import numpy as np
 import psutil
 import torch
 from harness import Row, make_row, parse_options, publish
-from serving_live import PEERS, Process, free_port, running, serving
+from serving_live import PEERS, Process, as_measured, free_port, running, serving
 from torch import nn
 
 from meshwright.serving import find_goodput, load_policy, simulate_deployment
@@ -244,7 +244,7 @@ def bodies_for(server: Process, setting: Setting, case: Case) -> list[RequestByt
     """The requests, as this server takes them."""
     target = read_target(server.url)
     if setting.server in TAKES_BINARY:
-        return build_requests(target, [case.facts], [case.slo_s], binary=True)[0]
+        return build_requests(target, [case.facts], [{"timeout": round(case.slo_s * 1e6)}], binary=True)[0]
     made = []
     for number in range(len(case.expected)):
         sample = draw_inputs(case.facts, 1, number=number)["x"].tobytes()
@@ -416,14 +416,14 @@ def predict(case: Case, best: Best, seconds: float, seed: int, log: Path) -> Pre
     with log.open("rb") as file:
         table = json.loads(file.readline())["facts"]["latency"][0]
     latency = Latency.through((size, ns / 1e9) for size, ns in enumerate(table) if size)
-    late = {name: Seconds(best.status[f"{name}_s"]) for name in ("delay", "slack", "guard")}
-    deployment = replace(case.deployment(latency), policy=best.status["policy"], **late)
+    deployment = as_measured(replace(case.deployment(latency), policy=best.status["policy"]), best.status)
     policy = load_policy(deployment.policy)
     (model,) = deployment.models
     asked = replace(deployment, models=(replace(model, arrivals=Poisson(rate=best.rate)),))
     result = simulate_deployment(asked, policy, seconds, seed=seed, warm_up_s=RAMP_S)
     scale, _ = find_goodput(asked, policy, seconds, seed=seed, in_time=IN_TIME, warm_up_s=RAMP_S)
     p99_s = result.row()["worst_p99_s"] or 0.0
+    late = {name: getattr(deployment, name) for name in ("delay", "slack", "guard")}
     told = ", ".join(f"{what} {1e3 * one:.2f} ms" for what, one in late.items())
     told = f"at most {scale * best.rate:.2f}/s; {told}"
     print(f"  simulated: {result.goodput_per_s:.2f}/s, p99 {1e3 * p99_s:.0f} ms, {told}", flush=True)

@@ -31,6 +31,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from meshwright.report.page import SERVED_HEADERS
+from meshwright.serving.policies.pool import NOMINAL
 from meshwright.serving.server.collecting import LEAST_S, MOST_S, Busy, Collector, Ending
 from meshwright.serving.server.counters import bucket_begin
 from meshwright.serving.server.dashboard import read_asset
@@ -275,7 +276,8 @@ def status_of(supervisor: Supervisor) -> dict[str, Any]:
         "fronts_time_s": sum(front["time_ns"] for front in fronts) / max(len(fronts), 1) / 1e9,
         "devices": supervisor.deployment.devices,
         **{name: scheduler.get(name, 0) for name in ("queued", "up", "idle")},
-        **{f"{name}_s": scheduler.get(f"{name}_ns", 0) / 1e9 for name in ("delay", "slack", "guard")},
+        **{f"{name}_s": scheduler.get(f"{name}_ns", 0) / 1e9 for name in ("delay", "notice", "slack", "guard")},
+        "stretch": scheduler.get("stretch", NOMINAL) / NOMINAL,
         "connections": sum(front.get("connections", 0) for front in fronts),
         "models": _models(supervisor, scheduler, fronts),
         "processes": [

@@ -1,6 +1,6 @@
 """How late things happen in this server, measured: what batches have to be planned for.
 
-    DELAY    what typically passes between a decision and its begin
+    DELAY    what typically passes between a decision and its begin, of batches and of messages without one
     SLACK    how long before a deadline a batch has to end: what a worker has done is known late to the scheduler, and
              then to the front, which takes a while to answer it. Fronts tell of batches how long that was, all in
              all; before they have told of some, it is taken to be twice what is seen at the scheduler
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.serving.policies.pool import DELAY, GUARD, SLACK, Ints
+from meshwright.serving.policies.pool import DELAY, GUARD, NOMINAL, SLACK, Ints
 from meshwright.spec import Deployment
 
 _KEPT = 4096
@@ -50,7 +50,22 @@ class Lateness:
 
     def __init__(self, most_ns: int) -> None:
         self.begins, self.ends, self.answers, self.timers = _Samples(), _Samples(), _Samples(), _Samples()
+        self.stretches = _Samples()
         self.most_ns = most_ns
+
+    def note(self, since: int, begin: int, end: int, now: int, expected_ns: int = 0) -> None:
+        """A batch that was decided, or followed another one, at ``since``, has run, and this is known now.
+
+        Without ``expected_ns`` it was none: a message there and back.
+        """
+        self.begins.add(begin - since)
+        self.ends.add(now - end)
+        if expected_ns:
+            self.stretches.add((end - begin) * NOMINAL // expected_ns)
+
+    def facts(self) -> dict[str, int]:
+        """What is measured besides: how late the scheduler knows of ends, and how long batches take, in thousandths."""
+        return {"notice_ns": self.ends.quantile(0.5), "stretch": self.stretches.quantile(0.5) or NOMINAL}
 
     @property
     def is_known(self) -> bool:

@@ -320,15 +320,14 @@ class Scheduler:
     def _finish(self, worker: Worker, cells: Ints, now: int) -> None:
         """A worker has done a batch, or answers a ping."""
         number, begin, end, num_late = cells[:4].tolist()
-        taken = end - begin
-        self._lateness.ends.add(now - end)
         if number == PING:
-            self._lateness.begins.add(begin - int(cells[4]))
+            self._lateness.note(int(cells[4]), begin, end, now)
             self._workers.ping(worker)
             if not worker.pings:
                 self._adjust(now)
             return
-        batch = worker.take(now)
+        since, batch = worker.since_ns, worker.take(now)
+        self._lateness.note(since, begin, end, now, batch.expected_ns)
         if batch.number != number:
             raise ServingError(f"Worker {worker.device} has done batch {number}; expected {batch.number}.")
         late, failed = cells[4 : 4 + num_late], cells[4 + num_late :]
@@ -341,9 +340,8 @@ class Scheduler:
             return
         if not batch.is_last:
             return
-        if batch.is_part:
-            # A device is not slow for what it was not asked to do at once.
-            taken = self._catalog[batch.model].table[batch.decided]
+        # A device is not slow for what it was not asked to do at once.
+        taken = self._catalog[batch.model].table[batch.decided] if batch.is_part else end - begin
         if worker.batches:
             following = worker.batches[0]
             self._event(FREE, now, worker.device, self._place_of(following.model), following.decided, taken)
@@ -394,6 +392,7 @@ class Scheduler:
             workers=sorted(self._workers.usable),
             wanted=self._fleet.wanted,
             fronts=len(self._fronts),
+            **self._lateness.facts(),
             **reports.pool_figures(pool),
             fates=[[model, fate, count] for (model, fate), count in self._counts.items()],
             batches=sorted(self._batch_counts.items()),
