@@ -208,17 +208,28 @@ class Gate:
             for kind, content in channel.receive():
                 if kind == Kind.ANSWER:
                     model, fate, end, *slots = content.tolist()
-                    self._settle(self._by_number.get(model), slots, fate)
-                    if end:
-                        self._note_late(channel, time.monotonic_ns() - end)
+                    facts = self._by_number.get(model)
+                    if end and facts is not None:
+                        self._settle_batch(channel, facts, slots, fate, end)
+                    else:
+                        self._settle(facts, slots, fate)
                 elif kind == Kind.TEXT:
                     self._learn(content)
         except Closed:
             closed.set()
 
-    def _note_late(self, channel: Channel, late_ns: int) -> None:
-        """A batch's requests are answered, so long after it ended; the scheduler is told, of many at once."""
-        self._late.append(late_ns)
+    def _settle_batch(self, channel: Channel, model: ModelFacts, slots: list[int], fate: int, end: int) -> None:
+        """As `_settle`, for a batch that has ended then; the scheduler is told how late that is, of many at once.
+
+        A batch is planned for the deadline of its first request, which is answered first. The last one may be answered
+        as much later as it is due later.
+        """
+        first, last = model.tickets[slots[0]], model.tickets[slots[-1]]
+        spread = 0 if first is None or last is None else last.deadline_ns - first.deadline_ns
+        begin = time.monotonic_ns()
+        self._settle(model, slots, fate)
+        now = time.monotonic_ns()
+        self._late.append(max(begin + (now - begin) // len(slots), now - max(spread, 0)) - end)
         if len(self._late) == _MANY:
             channel.send(np.array([Kind.LATE, *self._late], np.int64))
             self._late.clear()

@@ -2,8 +2,8 @@
 
     DELAY    what typically passes between a decision and its begin, of batches and of messages without one
     SLACK    how long before a deadline a batch has to end: what a worker has done is known late to the scheduler, and
-             then to the front, which takes a while to answer it. Fronts tell of batches how long that was, all in
-             all; before they have told of some, it is taken to be twice what is seen at the scheduler
+             then to the front, which answers one request after the other. Fronts tell of batches how long that
+             was, all in all; before they have told of some, it is taken to be twice what is seen at the scheduler
     GUARD    how much earlier than needed the policy asks to be woken, as timers fire late
 
 The last two are what is exceeded once in a thousand times; with what is exceeded once in a hundred times, a server that
@@ -32,7 +32,7 @@ class _Samples:
         self.count = 0
 
     def add(self, values: Ints | int) -> None:
-        for value in np.atleast_1d(values).tolist():
+        for value in [values] if isinstance(values, int) else values.tolist():
             self._values[self.count % _KEPT] = max(value, 0)
             self.count += 1
 

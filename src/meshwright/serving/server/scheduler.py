@@ -327,12 +327,12 @@ class Scheduler:
                 self._adjust(now)
             return
         since, batch = worker.since_ns, worker.take(now)
-        self._lateness.note(since, begin, end, now, batch.expected_ns)
         if batch.number != number:
             raise ServingError(f"Worker {worker.device} has done batch {number}; expected {batch.number}.")
         late, failed = cells[4 : 4 + num_late], cells[4 + num_late :]
         for requests, fate in batch.fates(late, failed):
             self._answer(batch.model, requests, fate, end)
+        self._lateness.note(since, begin, end, now, batch.expected_ns)
         self._batch_counts[self._catalog[batch.model].name] += 1
         if worker.device in self._fleet.draining:
             if not worker.batches:
