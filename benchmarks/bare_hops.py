@@ -1,8 +1,8 @@
 """What a quiet server cannot be faster than: a request's way through three processes that do nothing else.
 
-A client asks a front over TCP, which asks a scheduler, which asks a worker, which sleeps as long as a batch of one takes;
-the answer comes back the same way. All of them wait in blocking calls, and send a few bytes. Ten requests a second, as
-`serving_live` asks a quiet server, so that processors sleep and caches are cold in between.
+A client asks a front over TCP, which asks a scheduler, which asks a worker, which sleeps as long as a batch of one
+takes; the answer comes back the same way. All of them wait in blocking calls, and send a few bytes. Ten requests a
+second, as `serving_live` asks a quiet server, so that processors sleep and caches are cold in between.
 """
 
 from __future__ import annotations
@@ -66,7 +66,3 @@ def _sleep(before: socket.socket, batch_s: float) -> None:
     while data := before.recv(2 * _BYTES):
         time.sleep(batch_s)
         before.send(data)
-
-
-if __name__ == "__main__":
-    print(f"median {np.median(bare_hops(0.0505, 100)) * 1e3:.2f} ms beyond the sleep")

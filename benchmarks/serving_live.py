@@ -4,7 +4,7 @@ overhead    CPU time per tiny request of all processes, beside other servers (pe
 decisions   decisions of a policy per CPU second, as the scheduler asks for them
 sharded     decisions per second of Symphony's scheduler in processes, one shard and two (sharded_decisions.py)
 emulated    eight workers that sleep: the rate with 99 % in time, beside the bound, eager batching and the simulator
-quiet       the median of an answer where nothing else is asked
+quiet       the median of an answer where nothing else is asked, and of bare hops through as many processes
 overload    three times too much: answers in time, how soon others are refused, memory
 killed      a worker is killed under load: what is answered wrongly or not at all, and when all is well again
 
@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from bare_hops import bare_hops
 from harness import Row, make_row, parse_options, publish
 from sharded_decisions import sharded
 
@@ -389,10 +390,15 @@ def _find_live_goodput(server: Process, bound: float, seconds: float, quick: boo
 
 
 def quiet(quick: bool) -> list[Row]:
+    alone = STRONG.models[0].line.of(1)
+    hops = bare_hops(alone, 50 if quick else 300)
     with serving(replace(STRONG, policy="adaptive")) as server:
         loaded = ask(server, 10.0, 5.0 if quick else 30.0, seed=2).loaded
-    alone, median = STRONG.models[0].line.of(1), loaded.total.row(loaded.seconds)["p50_s"]
-    return [make_row("median of a quiet server less a batch of one", median - alone, "s", baseline=alone, target=0.001)]
+    beyond = loaded.total.row(loaded.seconds)["p50_s"] - alone
+    return [
+        make_row("median of a quiet server less a batch of one", beyond, "s", target=0.001),
+        make_row("median through three processes that do nothing else, less the same", float(np.median(hops)), "s"),
+    ]
 
 
 def overload(quick: bool) -> list[Row]:
