@@ -10,15 +10,26 @@ from hypothesis import strategies as st
 from meshwright.serving import load_policy, simulate_deployment
 from meshwright.serving.arrivals import draw_arrivals
 from meshwright.serving.policies import adaptive
-from meshwright.serving.policies.adaptive import CANDIDATES, IN_TRIAL, SCORES, UNTIL, USED, advance, shadow_of
+from meshwright.serving.policies.adaptive import (
+    BEGUN,
+    CANDIDATES,
+    DROPPED,
+    END_AT,
+    IN_TRIAL,
+    SCORES,
+    UNTIL,
+    USED,
+    advance,
+    shadow_of,
+)
 from meshwright.serving.policies.deferred import Deferred
 from meshwright.serving.policies.pool import NEVER, OWN
-from meshwright.serving.policies.queues import come_up, rest
+from meshwright.serving.policies.queues import clear, come_up, rest
 from meshwright.serving.simulation import simulate
 from meshwright.spec import Deployment, Gamma, Poisson
 from tests.serving.deployments import deployments, model, one_model
 
-SECONDS = 0.8
+SECONDS, MS = 0.8, 1_000_000
 _SERVED = SCORES + len(CANDIDATES)
 
 
@@ -93,6 +104,34 @@ def test_a_trial_ends_early_where_its_outcome_is_clear(monkeypatch):
     own = pool[OWN]
     assert CANDIDATES[pool[own + USED], 0] == 101
     assert not pool[own + IN_TRIAL]
+
+
+@pytest.mark.parametrize("silence_s", [0, 600])
+def test_silence_in_a_trial_makes_the_rest_after_it_no_longer(monkeypatch, silence_s):
+    """With 200 ms, a trial takes 8 s at most, and the rest twice that."""
+    pool = load_policy("adaptive").prepare(
+        {"latency": np.array([[0, *range(20 * MS, 84 * MS, 2 * MS)]]), "slo": np.array([200 * MS]), "num_devices": 1}
+    )
+    own, policy = pool[OWN], load_policy("adaptive")
+    come_up(pool, 0, 0)
+    rest(pool, 0)
+    moment = 0
+    for begun in range(2):
+        while pool[own + IN_TRIAL] == begun:
+            moment += MS
+            policy.arrive(pool, moment, 0, moment // MS, moment + 200 * MS)
+            clear(pool)
+    moment = pool[own + BEGUN] + MS
+    assert pool[own + IN_TRIAL] == 0
+    # Begin another one, in which nothing comes for a while.
+    pool[own + UNTIL] = 0
+    pool[own + DROPPED] = -10
+    policy.arrive(pool, moment, 0, 1, moment + 200 * MS)
+    assert pool[own + IN_TRIAL] == 1
+    moment = pool[own + END_AT] + silence_s * 1000 * MS
+    policy.arrive(pool, moment, 0, 2, moment + 200 * MS)
+    assert pool[own + IN_TRIAL] == 0
+    assert pool[own + UNTIL] - moment == 2 * 40 * 200 * MS
 
 
 OVERLOADS = {

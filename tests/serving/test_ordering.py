@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from meshwright.serving import load_policy
 from meshwright.serving.policies import queues
 from meshwright.serving.policies.ordering import LEVEL_BIT, bring_forward, level_of, numbers_of, prefer
-from meshwright.serving.policies.pool import CROWDED, DROP, FULL, LEVELED, NUM_QUEUED, RUN, pool_for
+from meshwright.serving.policies.pool import CROWDED, DROP, FULL, LEVELED, NUM_LEVELS, NUM_QUEUED, RUN, pool_for
 from tests.serving.test_queues import CAPACITY, LATENCIES, content, decisions, make_pool
 
 LEVELS = st.integers(-3, 3)
@@ -21,7 +21,8 @@ def say(number, level):
 
 def num_leveled(pool, queue=0):
     said = sum(level_of(request) != 0 for _, request in content(pool, queue))
-    assert pool[pool[LEVELED] + queue] == said
+    counts = pool[pool[LEVELED] + NUM_LEVELS * queue :][:NUM_LEVELS].tolist()
+    assert counts[0] == sum(counts[1:]) == said
     return said
 
 

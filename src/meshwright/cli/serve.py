@@ -87,7 +87,7 @@ def load(
         str | None, typer.Option(metavar="TIME", help='When answers are due ("50 ms"): sent along, and counted by.')
     ] = None,
     priority: Annotated[
-        int | None, typer.Option(help="Sent along: 1 for the most important, 7 for the least.", min=0, max=2**63)
+        int | None, typer.Option(help="Sent along: 1 for the most important, 7 for the least.", min=0, max=2**64 - 1)
     ] = None,
     rows: Annotated[int, typer.Option(help="Samples in a request.", min=1, max=65_536)] = 1,
     binary: Annotated[bool, typer.Option("--binary", help="Send values in Triton's binary format, not JSON.")] = False,

@@ -120,7 +120,7 @@ def _tell(name: str, facts: dict[str, Any]) -> None:
         case "limited" if name == "front-0":
             note(
                 f"The system lets a front have {facts['files']} files open; connections may need {facts['wanted']}. "
-                "Raise it (ulimit -Hn), or give fewer connections in [server]."
+                f"There can be {facts['connections']} connections. Raise it (ulimit -Hn), or give fewer in [server]."
             )
         case "stuck":
             note(f"worker-{facts['worker']} has computed one batch for {facts['seconds']:.3g} s; it is killed.")

@@ -1,8 +1,11 @@
 """What a server measures of its own lateness, from samples that tests give."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from meshwright.serving.policies.pool import DELAY, GUARD, SLACK, allocate_pool
+from meshwright.serving.server import lateness as measured
 from meshwright.serving.server.lateness import Lateness
 from meshwright.spec import Deployment
 from meshwright.spec.quantities import Seconds
@@ -65,3 +68,16 @@ def test_a_batch_that_was_there_before_the_device_was_free_has_no_delay():
     for _ in range(40):
         lateness.note(10 * MS, 9 * MS, 19 * MS, 20 * MS, expected_ns=10 * MS)
     assert DELAY not in known(lateness)
+
+
+def test_what_made_answers_late_once_is_forgotten_after_a_minute(monkeypatch):
+    clock = SimpleNamespace(now=0, monotonic_ns=lambda: clock.now)
+    monkeypatch.setattr(measured, "time", clock)
+    lateness = pinged()
+    lateness.answers.add(np.full(40, 9 * MS))
+    for second in range(1, 70):  # a server that is hardly asked
+        clock.now = second * 1000 * MS
+        lateness.answers.add(MS)
+        assert known(lateness)[SLACK] == (9 * MS if second < 60 else MS)
+    clock.now *= 10  # it is not asked any more; better old samples than none
+    assert known(lateness)[SLACK] == 9 * MS

@@ -136,9 +136,9 @@ def test_what_a_request_says_besides(tmp_path):
     _, codec = codec_of(tmp_path)
     parameters = {"timeout": 5, "priority": 2**64 - 1, "anything": "else", "sequence_id": 0}
     asked = codec.decode(json.dumps(request(id="a", parameters=parameters, more=[1])).encode())
-    assert (asked.count, asked.id, asked.timeout_us, asked.priority) == (1, "a", 5, 2**64 - 1)
+    assert (asked.count, asked.id, asked.timeout_us, asked.level) == (1, "a", 5, 3)
     asked = codec.decode(json.dumps(request(id=None, parameters=None, outputs=None)).encode())
-    assert (asked.id, asked.timeout_us, asked.priority) == (None, None, None)
+    assert (asked.id, asked.timeout_us, asked.level) == (None, None, 0)
 
 
 def changed(**more):

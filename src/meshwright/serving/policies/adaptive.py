@@ -69,10 +69,11 @@ CANDIDATES = np.array(
 )
 NUM_CANDIDATES = len(CANDIDATES)
 
-# Own cells: what is used; is this a trial, when is it looked at next, and when does it end; requests that came in this
+# Own cells: what is used; is this a trial, when is it looked at next, when did it begin, and does
+# end; requests that came in this
 # span, and were dropped before it; those that came in trials, summed as scores are; from here on the score of each
 # candidate, then what it has served in this trial, then the shadows.
-USED, IN_TRIAL, UNTIL, END_AT, ARRIVED, DROPPED, CAME, SCORES = range(8)
+USED, IN_TRIAL, UNTIL, BEGUN, END_AT, ARRIVED, DROPPED, CAME, SCORES = range(9)
 _SERVED = SCORES + NUM_CANDIDATES
 _SHADOWS = _SERVED + NUM_CANDIDATES
 
@@ -177,12 +178,14 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
             return
         _choose(pool)
         pool[own + IN_TRIAL] = 0
-        pool[own + UNTIL] = now + 2 * (now - pool[own + END_AT] + trial * longest)
+        # Nobody looks while nothing comes: what passes after the end belongs to no trial.
+        rest = 2 * (min(now, pool[own + END_AT]) - pool[own + BEGUN])
+        pool[own + UNTIL] = now + max(rest, trial * longest // 4)
     elif 1000 * (pool[NUM_DROPPED] - pool[own + DROPPED]) > _LOST * pool[own + ARRIVED]:
         for candidate in range(NUM_CANDIDATES):
             _copy(pool, shadow_of(pool, candidate))
             pool[own + _SERVED + candidate] = 0
-        pool[own + IN_TRIAL] = 1
+        pool[own + IN_TRIAL], pool[own + BEGUN] = 1, now
         pool[own + UNTIL], pool[own + END_AT] = now + trial * longest // 4, now + trial * longest
     else:
         pool[own + UNTIL] = now + trial * longest // 4

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
 from meshwright.serving.policies.meter import PER_NS, measure_rate
+from meshwright.serving.policies.ordering import forget_levels
 from meshwright.serving.policies.packing import BATCH, DEVICE_OF, MODEL_OF, SHARE, pack_all
 from meshwright.serving.policies.pool import (
     DEADLINE,
@@ -207,6 +208,7 @@ def _take_all(pool: Ints) -> Ints:
             found[count, 2] = pool[pool[DEADLINE] + start + (place & mask)]
             count += 1
         pool[pool[HEAD] + queue] = pool[pool[TAIL] + queue]
+        forget_levels(pool, queue)
     pool[NUM_QUEUED] = 0
     pool[WORK] = 0
     return found

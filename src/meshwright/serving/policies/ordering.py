@@ -1,9 +1,9 @@
 """The order in which a queue is served: by deadline, and by how important requests are where not all can run at once.
 
-The upper byte of a request says how important it is, as a signed number: the least is the most important, and 0 is for
-all that do not say. A batch has the most important ones of those that could run as one batch with the first request
-(`prefer`), so that these do not grow old; and where a request is refused, a less important one that waits is refused in
-its place (`least_important`). While nothing waits that says how important it is, neither costs anything.
+The upper byte of a request says how important it is, as a number from -4 to 3: the least is the most important, and 0
+is for all that do not say. A batch has the most important ones of those that could run as one batch with the first
+request (`prefer`), so that these do not grow old; and where a request is refused, a less important one that waits is
+refused in its place (`least_important`). While nothing waits that says how important it is, neither costs anything.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.cost.compiled import compiled
-from meshwright.serving.policies.pool import DEADLINE, HEAD, LEVELED, MASK, REQUEST, START, TAIL, Ints
+from meshwright.serving.policies.pool import DEADLINE, HEAD, LEVELED, MASK, NUM_LEVELS, REQUEST, START, TAIL, Ints
 
 LEVEL_BIT = 56
 _NUMBER = (1 << LEVEL_BIT) - 1
+_LAST = NUM_LEVELS // 2 - 1
 
 
 @compiled
@@ -32,6 +33,27 @@ def numbers_of(requests: Ints) -> Ints:
 def is_same(request: int, other: int) -> bool:
     """Is it the same request, whatever is said of its importance?"""
     return (request ^ other) & _NUMBER == 0
+
+
+@compiled
+def count_level(pool: Ints, queue: int, request: int, change: int) -> None:
+    """A request has come into a queue (1), or left it (-1)."""
+    level = level_of(request)
+    if level != 0:
+        pool[pool[LEVELED] + NUM_LEVELS * queue] += change
+        pool[_count_at(pool, queue, level)] += change
+
+
+@compiled
+def forget_levels(pool: Ints, queue: int) -> None:
+    """All requests have left a queue."""
+    pool[_count_at(pool, queue, 0) : _count_at(pool, queue, 0) + NUM_LEVELS] = 0
+
+
+@compiled
+def _count_at(pool: Ints, queue: int, level: int) -> int:
+    """Where it is counted how many requests of a level wait in a queue; at that of level 0, those of all others."""
+    return pool[LEVELED] + NUM_LEVELS * queue + level % NUM_LEVELS
 
 
 @compiled
@@ -57,7 +79,7 @@ def prefer(pool: Ints, queue: int, count: int) -> None:
     """
     head, mask = pool[pool[HEAD] + queue], pool[pool[MASK] + queue]
     length = pool[pool[TAIL] + queue] - head
-    if pool[pool[LEVELED] + queue] == 0 or count >= length:
+    if pool[_count_at(pool, queue, 0)] == 0 or count >= length:
         return
     deadlines, requests = pool[DEADLINE] + pool[pool[START] + queue], pool[REQUEST] + pool[pool[START] + queue]
     due, waiting = np.empty(length, np.int64), np.empty(length, np.int64)
@@ -99,10 +121,11 @@ def prefer(pool: Ints, queue: int, count: int) -> None:
 def least_important(pool: Ints, queue: int, level: int) -> int:
     """Where the least important request waits that is less so than this level, of these the one due last; or -1."""
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
-    found = -1
-    if level < 0 or pool[pool[LEVELED] + queue] > 0:
-        for place in range(tail - 1, head - 1, -1):
-            at = pool[REQUEST] + pool[pool[START] + queue] + (place & pool[pool[MASK] + queue])
-            if level_of(pool[at]) > level:
-                found, level = place, level_of(pool[at])
-    return found
+    for least in range(_LAST, level, -1):
+        count = pool[_count_at(pool, queue, least)]
+        if (tail - head > count) if least == 0 else (count > 0):
+            for place in range(tail - 1, head - 1, -1):
+                at = pool[REQUEST] + pool[pool[START] + queue] + (place & pool[pool[MASK] + queue])
+                if level_of(pool[at]) == least:
+                    return place
+    return -1

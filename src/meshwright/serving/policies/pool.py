@@ -54,14 +54,16 @@ DOWN, IDLE, BUSY = 0, 1, 2
 DELAY, SLACK, NUM_DECISIONS, NUM_CHOSEN, NUM_UP, NUM_IDLE, NUM_QUEUED = range(7)
 NUM_MODELS, NUM_QUEUES, NUM_DEVICES, ROW, WORK, NUM_DROPPED, KEEPS_ENDS, TYPICAL, GUARD = range(7, 16)
 _FIRST_COLUMN = 16
+# How important a request can be said to be, in so many levels.
+NUM_LEVELS = 8
 
 # Columns.
 #   of models   LATENCY: ns of model m and batch b at ``m * ROW + b``, `NEVER` for a batch that is too large; MOST: the
 #               largest batch; SLO: ns
 #   of queues   MODEL; requests from HEAD to TAIL, by deadline, at ``START + (place & MASK)`` of
 #               DEADLINE and REQUEST; COUNT, SINCE, RATE and TARGET, which belong to the meter (`meter`); UNIT: ns of a
-#               device that a request takes, in batches as they are expected; LEVELED: requests in it that say how
-#               important they are (`ordering`)
+#               device that a request takes, in batches as they are expected; LEVELED: `NUM_LEVELS` numbers each,
+#               of requests in it that say how important they are (`ordering`)
 #   of devices  DEVICE: the state; FREE_AT: the end of what it has; NEXT: 1 if it has its next batch already;
 #               BEGAN: the begin of its batch; SLOWNESS, as TYPICAL, of each (`slowness`)
 #   heaps       three columns each, called by the first (`heaps`): TIMER of queues by their next moment, READY of
@@ -134,6 +136,7 @@ def allocate_pool(
     sizes |= dict.fromkeys((*by_queue, "timer_key", "timer_place", "ready_key", "ready_place"), num_queues)
     sizes |= dict.fromkeys(("timer_item", "ready_item"), num_queues + 1)
     sizes |= dict.fromkeys(by_device, num_devices)
+    sizes["leveled"] = NUM_LEVELS * num_queues
     sizes |= {"rest_item": num_devices + 1, "end_item": num_devices + 1, "deadline": room, "request": room}
     # What one event may bring: a drop and a batch of every queue, and two drops before the batch of every device. What
     # a device gave up, its batch and the next one, can be chosen beside all that waits.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.cost.compiled import compiled
 from meshwright.serving.policies.heaps import first_of, least_of, put, size_of, take_out
-from meshwright.serving.policies.ordering import is_same, least_important, level_of, prefer
+from meshwright.serving.policies.ordering import count_level, is_same, least_important, level_of, prefer
 from meshwright.serving.policies.pool import (
     BEGAN,
     BUSY,
@@ -24,7 +24,6 @@ from meshwright.serving.policies.pool import (
     KEEPS_ENDS,
     LATE,
     LATENCY,
-    LEVELED,
     MASK,
     MODEL,
     MOST,
@@ -177,7 +176,7 @@ def enter(pool: Ints, now: int, queue: int, request: int, deadline: int) -> bool
     pool[deadlines + place] = deadline
     pool[requests + place] = request
     pool[pool[TAIL] + queue] += 1
-    pool[pool[LEVELED] + queue] += level_of(request) != 0
+    count_level(pool, queue, request, 1)
     pool[NUM_QUEUED] += 1
     pool[WORK] += pool[pool[UNIT] + queue]
     return True
@@ -248,7 +247,7 @@ def _take_out_of(pool: Ints, now: int, queue: int, place: int, reason: int) -> N
         pool[deadlines + (before & mask)] = pool[deadlines + ((before + 1) & mask)]
         pool[requests + (before & mask)] = pool[requests + ((before + 1) & mask)]
     pool[pool[TAIL] + queue] -= 1
-    pool[pool[LEVELED] + queue] -= level_of(request) != 0
+    count_level(pool, queue, request, -1)
     pool[NUM_QUEUED] -= 1
     pool[WORK] -= pool[pool[UNIT] + queue]
     refuse(pool, now, queue, request, reason)
@@ -355,11 +354,10 @@ def _leave(pool: Ints, queue: int, count: int) -> int:
     first = pool[NUM_CHOSEN]
     head, mask = pool[pool[HEAD] + queue], pool[pool[MASK] + queue]
     requests, chosen = pool[REQUEST] + pool[pool[START] + queue], pool[CHOSEN] + first
-    leveled = pool[LEVELED] + queue
     for offset in range(count):
         request = pool[requests + ((head + offset) & mask)]
         pool[chosen + offset] = request
-        pool[leveled] -= level_of(request) != 0
+        count_level(pool, queue, request, -1)
     pool[pool[HEAD] + queue] = head + count
     pool[NUM_CHOSEN] = first + count
     pool[NUM_QUEUED] -= count

@@ -58,8 +58,7 @@ class Changes:
         worker.held -= set(extra)
         worker.loading |= {item["number"] for item in missing}
         if missing or extra:
-            with contextlib.suppress(Closed):  # seen when it is read
-                worker.channel.send_text({"load": missing, "forget": extra})
+            _ask(worker, missing, extra)
 
     def learn(self, worker: Worker, document: dict[str, Any]) -> None:
         """A worker has loaded a model, or could not."""
@@ -67,10 +66,12 @@ class Changes:
         worker.loading.discard(number)
         text = document.get("error")
         if text is None:
-            worker.held.add(number)
             text = self._note(number, document)
-        if text is not None:
-            worker.held.discard(number)
+            if text is None:
+                worker.held.add(number)
+            else:
+                # It runs, but cannot be served.
+                _ask(worker, [], [number])
         if text is not None and number in self._coming:
             self._error = text
         elif text is not None and number in self._catalog.numbers:
@@ -142,3 +143,8 @@ class Changes:
         except ServingError as error:
             return str(error)
         return None
+
+
+def _ask(worker: Worker, load: list[dict[str, Any]], forget: list[int]) -> None:
+    with contextlib.suppress(Closed):  # seen when it is read
+        worker.channel.send_text({"load": load, "forget": forget})

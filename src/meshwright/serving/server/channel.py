@@ -137,14 +137,13 @@ def listen(path: Path) -> socket.socket:
 
 
 def connect(path: Path) -> Channel | None:
-    """A connection to whoever listens there; None if nobody does."""
-    connection = _socket()
-    try:
+    """A connection to whoever listens there; None if nobody does, or no further file can be opened."""
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        connection = stack.enter_context(_socket())
         connection.connect(str(path))
-    except OSError:
-        connection.close()
-        return None
-    return Channel(connection)
+        stack.pop_all()
+        return Channel(connection)
+    return None
 
 
 def _socket() -> socket.socket:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from meshwright.serving.server.gate import Gate
 from meshwright.serving.server.http import HttpServer, serve_http
 from meshwright.serving.server.recording import Recorder
 from meshwright.serving.server.reports import Orders, keep_what_is_there, report, reporting_errors
-from meshwright.serving.server.rpc import RpcServer, serve_rpc
+from meshwright.serving.server.rpc import RpcServer, most_connections, serve_rpc
 from meshwright.serving.server.tokens import read_token
-from meshwright.spec import read_deployment
+from meshwright.spec import Server, read_deployment
 
 try:
     import resource
@@ -30,14 +31,14 @@ except ImportError:  # a server runs on Linux; this is for whoever only reads it
     resource = None  # type: ignore[assignment]
 
 _EVERY_S, _DRAIN_S = 1.0, 25.0
-# Open beside connections: libraries, slabs, what the loop needs.
-_OTHER_FILES = 256
+# Open beside connections: libraries, slabs, what the loop needs, connections that are told that there are too many.
+_OTHER_FILES = 1024
 
 
 async def serve(folder: Path, token: str | None) -> None:
     """Answer requests until SIGTERM."""
     settings = read_deployment(folder / "deployment.json").server
-    _open_enough(settings.connections)
+    settings = _open_enough(settings)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     gate = Gate(folder, settings.tensor_bytes)
     loop.add_signal_handler(signal.SIGTERM, ended.set)
@@ -62,23 +63,28 @@ async def serve(folder: Path, token: str | None) -> None:
     gate.changed = tell
     keep_what_is_there()
     connecting = asyncio.create_task(gate.keep_connected())
-    while not ended.is_set():
+    while not ended.is_set() and not connecting.done():
         tell()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), _EVERY_S)
+    if connecting.done():
+        connecting.result()  # raises what is wrong; the supervisor starts another front
     await asyncio.gather(*(server.drain(_DRAIN_S) for server in servers))
     connecting.cancel()
 
 
-def _open_enough(connections: int) -> None:
-    """Let as many files be open as connections need, if the system allows it; the usual limit is 1,024."""
+def _open_enough(settings: Server) -> Server:
+    """Let as many files be open as connections need; where the system allows fewer, there may be fewer connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + _OTHER_FILES
+    wanted = settings.connections + most_connections(settings) * settings.grpc + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        report("limited", files=hard, wanted=wanted)
+        share = max(hard - _OTHER_FILES, hard // 4) / (wanted - _OTHER_FILES)
+        settings = replace(settings, connections=max(int(share * settings.connections), 1))
+        report("limited", files=hard, wanted=wanted, connections=settings.connections)
         wanted = hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return settings
 
 
 def _facts(counts: Counts) -> dict[str, Any]:

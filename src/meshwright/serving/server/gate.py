@@ -26,7 +26,7 @@ from meshwright.serving.policies.pool import CANCELLED, CROWDED, FULL, LATE, SAC
 from meshwright.serving.server.channel import MOST_CELLS, Channel, Closed, Kind, connect
 from meshwright.serving.server.recording import Recording
 from meshwright.serving.server.slabs import Slab, slab_path, slot_layout
-from meshwright.spec import TensorSpec
+from meshwright.spec import ServingError, TensorSpec
 
 _AGAIN_S = 0.02
 # Slots of a model that a front makes at most; memory bounds it before, if samples are not tiny.
@@ -102,17 +102,20 @@ class Gate:
         self._flushing = False
 
     async def keep_connected(self) -> None:
-        """Connect to the scheduler, again and again; never returns."""
+        """Connect to the scheduler, again and again; never returns.
+
+        Raises what is wrong where models cannot be asked, as their slabs cannot be made.
+        """
         loop = asyncio.get_running_loop()
         while True:
             channel = connect(self._folder / "scheduler.sock")
             if channel is not None:
-                closed = asyncio.Event()
+                closed: asyncio.Future[None] = loop.create_future()
                 self._channel = channel
                 loop.add_reader(channel.fileno(), self._receive, closed)
                 try:
                     channel.send_text({"front": True})
-                    await closed.wait()
+                    await closed
                 except Closed:
                     pass
                 finally:
@@ -177,10 +180,7 @@ class Gate:
         self._submitted, self._cancelled = [], []
         channel = self._channel
         if channel is None:
-            # The connection was lost in this turn, or there is none.
-            for model, slot in zip(rows[Kind.SUBMIT][::3], rows[Kind.SUBMIT][1::3], strict=True):
-                self._settle(self._by_number.get(model), [slot], Fate.LOST)
-            return
+            return  # all that was under way has been told so
         if self.recording is not None:
             self.recording.rows_of_flush(self._number, rows[Kind.SUBMIT])
         with contextlib.suppress(Closed):  # seen by the reader, too
@@ -200,9 +200,9 @@ class Gate:
         if not channel.is_waiting:
             asyncio.get_running_loop().remove_writer(channel.fileno())
 
-    def _receive(self, closed: asyncio.Event) -> None:
+    def _receive(self, closed: asyncio.Future[None]) -> None:
         channel = self._channel
-        if channel is None:
+        if channel is None or closed.done():
             return
         try:
             for kind, content in channel.receive():
@@ -216,10 +216,14 @@ class Gate:
                 elif kind == Kind.TEXT:
                     self._learn(content)
         except Closed:
-            closed.set()
+            closed.set_result(None)
+        except ServingError as error:
+            closed.set_exception(error)
 
     def _settle_batch(self, channel: Channel, model: ModelFacts, slots: list[int], fate: int, end: int) -> None:
         """As `_settle`, for a batch that has ended then; the scheduler is told how late that is, of many at once.
+
+        What was not computed, or failed, is answered first, and tells nothing.
 
         A batch is planned for the deadline of its first request, which is answered first. The last one may be answered
         as much later as it is due later.
@@ -228,12 +232,15 @@ class Gate:
         spread = 0 if first is None or last is None else last.deadline_ns - first.deadline_ns
         begin = time.monotonic_ns()
         self._settle(model, slots, fate)
+        if fate != _DONE:
+            return
         now = time.monotonic_ns()
         self._late.append(max(begin + (now - begin) // len(slots), now - max(spread, 0)) - end)
-        if len(self._late) == _MANY:
-            channel.send(np.array([Kind.LATE, *self._late], np.int64))
-            self._late.clear()
-            self._watch_room(channel)
+        if len(self._late) >= _MANY:
+            late, self._late = self._late, []
+            with contextlib.suppress(Closed):  # seen by the reader, too
+                channel.send(np.array([Kind.LATE, *late], np.int64))
+                self._watch_room(channel)
 
     def _settle(self, model: ModelFacts | None, slots: list[int], fate: int) -> None:
         """Requests whose last sample this was are told; slots that nobody waits for are given back."""
@@ -283,7 +290,7 @@ class Gate:
             self._channel.close()
         self._channel = None
         models, self._by_number, self.models = self._by_number, {}, {}
-        self._submitted, self._cancelled = [], []
+        self._submitted, self._cancelled, self._late = [], [], []
         for model in models.values():
             model.slab.remove()
             self._settle(model, [slot for slot, ticket in enumerate(model.tickets) if ticket is not None], Fate.LOST)

@@ -12,6 +12,7 @@ shares its cores missed 1 % of its deadlines at any load. (Symphony has constant
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,6 +22,8 @@ from meshwright.spec import Deployment
 
 _KEPT = 4096
 _ENOUGH = 32
+# What is older counts only where there are not enough others: whatever made things late is perhaps over.
+_YOUNG_NS = 60_000_000_000
 _RARE = 0.999
 
 
@@ -28,12 +31,14 @@ class _Samples:
     """The last samples of a quantity."""
 
     def __init__(self) -> None:
-        self._values = np.zeros(_KEPT, np.int64)
+        self._values, self._moments = np.zeros(_KEPT, np.int64), np.zeros(_KEPT, np.int64)
         self.count = 0
 
     def add(self, values: Ints | int) -> None:
+        now = time.monotonic_ns()
         for value in [values] if isinstance(values, int) else values.tolist():
-            self._values[self.count % _KEPT] = max(value, 0)
+            place = self.count % _KEPT
+            self._values[place], self._moments[place] = max(value, 0), now
             self.count += 1
 
     def quantile(self, share: float) -> int:
@@ -41,6 +46,9 @@ class _Samples:
         if not self.count:
             return 0
         kept = self._values[: min(self.count, _KEPT)]
+        young = kept[self._moments[: len(kept)] > time.monotonic_ns() - _YOUNG_NS]
+        if len(young) >= _ENOUGH:
+            kept = young
         place = max(min(int(share * (len(kept) - 1)), len(kept) - 2), 0)
         return int(np.partition(kept, place)[place])
 

@@ -61,6 +61,11 @@ class RpcCall(Call):
         self.begun_ns = _now_ns()
 
 
+def most_connections(limits: Server) -> int:
+    """How many there may be of gRPC, which carries many calls over each."""
+    return min(max(limits.connections // 8, 16), limits.connections)
+
+
 class RpcServer:
     """Calls of a front; `serve_rpc` makes one."""
 
@@ -85,7 +90,7 @@ class RpcServer:
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", limits.header_bytes),
                 ("grpc.absolute_max_metadata_size", limits.header_bytes),
-                ("grpc.max_allowed_incoming_connections", limits.connections),
+                ("grpc.max_allowed_incoming_connections", most_connections(limits)),
                 ("grpc.max_concurrent_streams", _MOST_STREAMS),
                 ("grpc.max_connection_idle_ms", idle_ms),
                 ("grpc.keepalive_time_ms", idle_ms),

@@ -341,7 +341,8 @@ class Supervisor:
         elif kind == "release":
             self._release(self._children[f"worker-{facts['device']}"])
         elif kind == "broken" and not self._was_ready:
-            # None has served it yet: what it says is wrong with the model, or with the deployment.
+            # None has served it yet: what it says is wrong with the model, or with the deployment. Another worker that
+            # finds the same after one was ready is started again.
             self._fault = self._fault or facts["text"]
             self._stopping.set()
             return False

@@ -15,7 +15,8 @@ from typing import Any
 from meshwright.serving.server.channel import Channel, Closed, Kind, listen
 from meshwright.serving.server.reports import Orders
 
-# Sleeping takes 50 us more than what is asked for (prctl(2), PR_SET_TIMERSLACK).
+# Sleeping takes up to 50 us more than what is asked for (prctl(2), PR_SET_TIMERSLACK): too much, where there is less to
+# be waited for than this.
 _LEAST_PAUSE_NS = 20_000
 # What to do with a channel that can be read; it may raise Closed.
 Hear = Callable[[int], None]
