@@ -55,6 +55,21 @@ def test_an_id_is_written_into_the_bytes():
     assert read(made).document["id"] == "0000000042"
 
 
+@pytest.mark.parametrize("binary", [False, True])
+def test_what_is_left_of_a_timeout_is_written_into_the_bytes(binary):
+    (requests,) = build_requests(TARGET, [model(("FP32", (-1, 2)))], [{"timeout": 50_000}], binary=binary)
+    made = requests[0]
+    length = len(made.content)
+    for late_ns, left in ((0, 50_000), (1_999_000, 48_001), (49_999_999, 1), (10**12, 1), (7_000, 49_993)):
+        made.tell_timeout(late_ns)
+        assert read(made).document["parameters"]["timeout"] == left
+        assert len(made.content) == length
+    made, _ = build_requests(TARGET, [model(("FP32", (-1, 2)))] * 2, [{}, {}])
+    before = bytes(made[0].content)
+    made[0].tell_timeout(5_000)
+    assert made[0].content == before
+
+
 def test_large_bodies_are_fewer():
     facts = model(("FP32", (-1, 1_000_000)))
     count = [len(build_requests(TARGET, [facts] * copies, [{}] * copies, rows=4, binary=True)[0]) for copies in (1, 20)]

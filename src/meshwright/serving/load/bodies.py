@@ -3,9 +3,10 @@
     POST /v2/models/NAME/infer
     {"id": "0000000042", "parameters": {"timeout": 50000}, "inputs": [{"name", "shape", "datatype", "data"}, ...]}
 
-``timeout`` is the deadline in microseconds (Triton's). In binary requests (Triton's binary tensor data extension) the
-values follow the JSON, whose length a header says, and the answer's values are asked for in the same way. Values are
-drawn from (seed, model, number of the body).
+``timeout`` (Triton's, in microseconds) is what is left until the deadline when the request is sent: it counts from the
+request's moment, and a sender that is late leaves a server less time. In binary requests (Triton's binary tensor data
+extension) the values follow the JSON, whose length a header says, and those of the answer are asked for like that.
+Values are drawn from (seed, model, number of the body).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from meshwright.spec import ServingError
 # Digits of an id, which are written into bytes that are there already.
 ID_DIGITS = 10
 _NO_ID = "0" * ID_DIGITS
+# A timeout has so many places, filled with spaces before it, to be written anew.
+TIMEOUT_PLACES = 11
 # Different bodies of a model, and what those of all models may take in memory.
 _NUM_BODIES = 8
 _MOST_BYTES = 2**30
@@ -39,15 +42,25 @@ _REAL = {"FP16": np.float16, "BF16": np.float32, "FP32": np.float32, "FP64": np.
 
 
 class RequestBytes:
-    """A request as bytes, head and body; its id begins at ``id_place``."""
+    """A request as bytes, head and body; its id begins at ``id_place``, and its timeout, if it has one, where it says.
 
-    __slots__ = ("content", "id_place")
+    ``timeout_us`` is the timeout of a request that is sent at its moment (`tell_timeout`).
+    """
 
-    def __init__(self, content: bytearray, id_place: int) -> None:
+    __slots__ = ("content", "id_place", "timeout_place", "timeout_us")
+
+    def __init__(self, content: bytearray, id_place: int, timeout_place: int = 0, timeout_us: int = 0) -> None:
         self.content, self.id_place = content, id_place
+        self.timeout_place, self.timeout_us = timeout_place, timeout_us
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RequestBytes, (self.content, self.id_place)
+        return RequestBytes, (self.content, self.id_place, self.timeout_place, self.timeout_us)
+
+    def tell_timeout(self, late_ns: int) -> None:
+        """Write what is left of the timeout so long after the request's moment; a microsecond at least."""
+        if self.timeout_place:
+            left = max(self.timeout_us - late_ns // 1000, 1)
+            self.content[self.timeout_place : self.timeout_place + TIMEOUT_PLACES] = b"%*d" % (TIMEOUT_PLACES, left)
 
 
 def build_requests(
@@ -150,6 +163,9 @@ def _build(
     parameters = {**said, **({"binary_data_output": True} if binary else {})}
     document = {"id": _NO_ID, **({"parameters": parameters} if parameters else {}), "inputs": inputs}
     text = json.dumps(document, separators=(",", ":")).encode()
+    given, timeout = b'"timeout":%d' % said.get("timeout", 0), b'"timeout":'
+    if "timeout" in said:
+        text = text.replace(given, timeout + b"%*d" % (TIMEOUT_PLACES, said["timeout"]), 1)
     body = b"".join((text, *parts))
     headers = {
         **target.headers,
@@ -159,7 +175,9 @@ def _build(
     }
     lines = [f"POST {target.model_path(model.name)}/infer HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
     head = "\r\n".join([*lines, "", ""]).encode()
-    return RequestBytes(bytearray(head + body), len(head) + body.index(_NO_ID.encode()))
+    timeout_place = len(head) + body.index(timeout) + len(timeout) if "timeout" in said else 0
+    id_place = len(head) + body.index(_NO_ID.encode())
+    return RequestBytes(bytearray(head + body), id_place, timeout_place, said.get("timeout", 0))
 
 
 def _is_real(values: NDArray[Any]) -> bool:

@@ -223,7 +223,9 @@ class Loop:
         content, place = request.content, request.id_place
         content[place - 1 : place + ID_DIGITS + 1] = request_id
         connection.number, connection.request_id = number, request_id
-        self._lateness[number] = (time.perf_counter_ns() - self._moments[number]) / _NS
+        late_ns = time.perf_counter_ns() - self._moments[number]
+        self._lateness[number] = late_ns / _NS
+        request.tell_timeout(late_ns)
         try:
             done = connection.send(content)
         except BlockingIOError:

@@ -28,7 +28,8 @@ _ANY = Seconds(86_400.0)
 class Stream:
     """Requests for a model, or for each of its copies; with ``deadline_s`` answers are in time up to then.
 
-    Deadline and ``priority`` are sent with each request. Without a deadline, every answer is in time.
+    What is left of the deadline, and ``priority``, are sent with each request. Without a deadline, every answer is in
+    time.
     """
 
     model: str
