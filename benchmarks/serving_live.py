@@ -1,6 +1,7 @@
 """The server: what it costs, what it serves in time, and what happens under too much load and when processes die.
 
-overhead    CPU time per tiny request of all processes, beside other servers (peers/README.md); needs wrk
+overhead    CPU time per tiny request of all processes, beside other servers (peers/README.md), and beside one process
+            that only reads and writes, with the same libraries (bare_server.py); needs wrk
 decisions   decisions of a policy per CPU second, as the scheduler asks for them
 sharded     decisions per second of Symphony's scheduler in processes, one shard and two (sharded_decisions.py)
 emulated    eight workers that sleep: the rate with 99 % in time, beside the bound, eager batching and the simulator
@@ -161,7 +162,7 @@ def overhead(quick: bool) -> list[Row]:
     if wrk is None:
         raise SystemExit("The overhead is measured with wrk, which is not installed (apt-get install wrk).")
     folder = Path(os.environ.get("MESHWRIGHT_PEERS", ""))
-    arms = {"meshwright": None}
+    arms = {"meshwright": None, "bare": Path(sys.executable)}
     for name in PEER_TARGETS:
         python = folder / name / "bin" / "python"
         if python.exists():
@@ -179,7 +180,7 @@ def overhead(quick: bool) -> list[Row]:
     ours = np.array(found["meshwright"])
     typical = float(np.median(ours)) * 1e6
     rows = [make_row("CPU per tiny JSON request, all processes", typical, "us", spread=_spread(ours), target=15.0)]
-    for name, factor in PEER_TARGETS.items():
+    for name, factor in {**PEER_TARGETS, "bare": None}.items():
         if name in arms:
             ratios = ours / np.array(found[name])
             rows.append(
@@ -190,7 +191,7 @@ def overhead(quick: bool) -> list[Row]:
                     baseline=float(np.median(found[name])) * 1e6,
                     ratio=float(np.median(ratios)),
                     spread=_spread(ratios),
-                    target=1 / factor,
+                    target=None if factor is None else 1 / factor,
                 )
             )
     return rows
@@ -202,7 +203,8 @@ def _cost(name: str, python: Path | None, wrk: str, seconds: int) -> tuple[float
         context = serving(EXAMPLES / "tiny.toml", "--policy", "eager")
     else:
         port = free_port(3)  # MLServer takes the two behind it for gRPC and metrics
-        command = [str(python), str(PEERS / f"{name}_server.py"), str(port)]
+        folder = PEERS.parent if name == "bare" else PEERS
+        command = [str(python), str(folder / f"{name}_server.py"), str(port)]
         context = running(command, f"http://127.0.0.1:{port}", ask="/v2/models/tiny/infer")
     with context as server, tempfile.NamedTemporaryFile("w", suffix=".lua", encoding="utf-8") as script:
         script.write(f"wrk.method='POST'\nwrk.body='{BODY}'\nwrk.headers['Content-Type']='application/json'\n")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.serving import load_policy, simulate_deployment
+from meshwright.serving import bound_scale, load_policy, simulate_deployment
 from meshwright.serving.arrivals import draw_arrivals
 from meshwright.serving.policies import adaptive
 from meshwright.serving.policies.adaptive import (
@@ -16,6 +16,7 @@ from meshwright.serving.policies.adaptive import (
     DROPPED,
     END_AT,
     IN_TRIAL,
+    PROMISED,
     SCORES,
     UNTIL,
     USED,
@@ -97,13 +98,48 @@ def test_where_requests_are_lost_there_are_trials(monkeypatch):
     assert len(set(scores.tolist())) > 1
 
 
+STRONG = Deployment(models=(model(slo=0.12, alpha=0.0005, beta=0.05, largest=256, rate=1250),), devices=2)
+EAGER = CANDIDATES.tolist().index([0, 0, 0])
+
+
 def test_a_trial_ends_early_where_its_outcome_is_clear(monkeypatch):
-    """A whole one takes 40 SLOs, and begins after 10; what the policy begins with serves a fifth less than others."""
-    strong = Deployment(models=(model(slo=0.12, alpha=0.0005, beta=0.05, largest=256, rate=1250),), devices=2)
-    _, pool = watched(strong, 25 * 0.12, monkeypatch)
+    """A whole one takes 40 SLOs, and begins after 10; eager batching, which it begins with here, serves nearly nothing."""
+
+    def use_eager(pool):
+        pool[pool[OWN] + USED] = EAGER
+
+    _, pool = watched(STRONG, 25 * 0.12, monkeypatch, use_eager)
     own = pool[OWN]
-    assert CANDIDATES[pool[own + USED], 0] == 101
+    assert CANDIDATES[pool[own + USED]].tolist() != [0, 0, 0]
     assert not pool[own + IN_TRIAL]
+
+
+@pytest.mark.parametrize(("promised", "is_looked_for"), [(0, True), (1000, False)])
+def test_a_rest_ends_where_more_is_lost_than_the_trial_before_it_had_lost(monkeypatch, promised, is_looked_for):
+    def rest_long(pool):
+        own = pool[OWN]
+        pool[own + USED], pool[own + PROMISED], pool[own + END_AT] = EAGER, promised, NEVER
+
+    _, pool = watched(STRONG, 15 * 0.12, monkeypatch, rest_long)
+    assert pool[pool[OWN] + IN_TRIAL] == is_looked_for
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_half_of_what_devices_can_do_at_most_is_no_trouble(devices, seed):
+    """Of strong batches, small ones are a waste that two devices can afford only while both are idle."""
+    strong = replace(STRONG, devices=devices)
+    most = 1250 * bound_scale(strong.models, [1250.0], devices)
+    result = simulate_deployment(strong, load_policy("adaptive"), 10.0, seed=seed, scale=most / 2 / 1250)
+    assert result.in_time_share > 0.999
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_what_comes_alone_is_answered_at_once(devices):
+    quiet = replace(STRONG, devices=devices)
+    result = simulate_deployment(quiet, load_policy("adaptive"), 20.0, scale=2 / 1250)
+    (found,) = result.models
+    assert found.latency_s(0.5) == pytest.approx(0.0505, rel=0.02)
 
 
 @pytest.mark.parametrize("silence_s", [0, 600])
@@ -131,7 +167,7 @@ def test_silence_in_a_trial_makes_the_rest_after_it_no_longer(monkeypatch, silen
     moment = pool[own + END_AT] + silence_s * 1000 * MS
     policy.arrive(pool, moment, 0, 2, moment + 200 * MS)
     assert pool[own + IN_TRIAL] == 0
-    assert pool[own + UNTIL] - moment == 2 * 40 * 200 * MS
+    assert pool[own + END_AT] - moment == 2 * 40 * 200 * MS
 
 
 OVERLOADS = {

@@ -7,7 +7,8 @@ candidate of `CANDIDATES` the same question for a while, a **trial**: starting f
 what would it have done with the requests that have come since? Each has a **shadow**, a copy of the pool whose devices
 are virtual and take what they are predicted to take. The candidate that serves most is used from then on. A trial ends
 early if another one has served so many more than the one in use that this is not by chance. After a trial, the next one
-begins later; while nothing is lost, there is none, so that a quiet server pays nothing for it.
+begins later, unless clearly more is lost than its choice lost in it: some settings do well only until devices have
+fallen out of step once. While nothing is lost, there is no trial, so that a quiet server pays nothing for it.
 
 Scores are sums over trials, older ones counting `_MEMORY` times less each. A candidate that refuses early is preferred
 to others that serve about as much, since whoever is refused early can ask elsewhere; but only a little more may be lost
@@ -69,22 +70,23 @@ CANDIDATES = np.array(
 )
 NUM_CANDIDATES = len(CANDIDATES)
 
-# Own cells: what is used; is this a trial, when is it looked at next, when did it begin, and does
-# end; requests that came in this
-# span, and were dropped before it; those that came in trials, summed as scores are; from here on the score of each
-# candidate, then what it has served in this trial, then the shadows.
-USED, IN_TRIAL, UNTIL, BEGUN, END_AT, ARRIVED, DROPPED, CAME, SCORES = range(9)
+# Own cells: what is used; is this a trial, when is it looked at next, when did it begin, and does it, or the rest after
+# it, end; of a thousand requests, how many its choice lost in it; requests that came in this span, and were dropped
+# before it; those that came in trials, summed as scores are; from here on the score of each candidate, then what it has
+# served in this trial, then the shadows.
+USED, IN_TRIAL, UNTIL, BEGUN, END_AT, PROMISED, ARRIVED, DROPPED, CAME, SCORES = range(10)
 _SERVED = SCORES + NUM_CANDIDATES
 _SHADOWS = _SERVED + NUM_CANDIDATES
 
-# A trial begins if so many of a thousand requests are lost.
-_LOST = 1
+# A trial begins if so many of a thousand requests are lost; in the rest after another one, if so many more are than its
+# choice had lost.
+_LOST, _BROKEN = 1, 5
 _MEMORY = 0.5
 # How many standard deviations (of a Poisson number) are not by chance.
 _CLEAR = 3
 # What is used stays in use unless another serves so many of a thousand more; what refuses early may serve so many less,
 # and lose one more for so many that are lost in any case.
-_LOYAL, _EARLY, _LOST_ANYWAY = 1, 20, 10
+_LOYAL, _EARLY, _LOST_ANYWAY = 3, 20, 10
 
 
 class Adaptive(NamedTuple):
@@ -180,8 +182,8 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
         pool[own + IN_TRIAL] = 0
         # Nobody looks while nothing comes: what passes after the end belongs to no trial.
         rest = 2 * (min(now, pool[own + END_AT]) - pool[own + BEGUN])
-        pool[own + UNTIL] = now + max(rest, trial * longest // 4)
-    elif 1000 * (pool[NUM_DROPPED] - pool[own + DROPPED]) > _LOST * pool[own + ARRIVED]:
+        pool[own + END_AT], pool[own + UNTIL] = now + rest, now + trial * longest // 4
+    elif _is_worth_a_trial(pool, now):
         for candidate in range(NUM_CANDIDATES):
             _copy(pool, shadow_of(pool, candidate))
             pool[own + _SERVED + candidate] = 0
@@ -191,6 +193,14 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
         pool[own + UNTIL] = now + trial * longest // 4
     pool[own + ARRIVED] = 0
     pool[own + DROPPED] = pool[NUM_DROPPED]
+
+
+@compiled
+def _is_worth_a_trial(pool: Ints, now: int) -> bool:
+    """Are requests lost, and is there no rest, or what the last trial has promised not kept?"""
+    own = pool[OWN]
+    lost = _LOST if now >= pool[own + END_AT] else pool[own + PROMISED] + _BROKEN
+    return bool(1000 * (pool[NUM_DROPPED] - pool[own + DROPPED]) > lost * pool[own + ARRIVED])
 
 
 @compiled
@@ -237,3 +247,6 @@ def _choose(pool: Ints) -> None:
         if is_early and 1000 * less <= _EARLY * most and _LOST_ANYWAY * less <= lost:
             best = candidate
     pool[own + USED] = best
+    waiting = shadow_of(pool, best)[NUM_QUEUED]
+    kept = min(pool[own + _SERVED + best] + waiting, pool[own + ARRIVED])
+    pool[own + PROMISED] = 1000 - 1000 * kept // max(pool[own + ARRIVED], 1)

@@ -9,8 +9,9 @@ is
 A queue is **ready** from the begin of its window on (on a real clock a guard earlier, since timers are late), or when
 it holds the largest batch. Ready queues get devices by the end of their windows. Symphony (arXiv 2308.07470, sections 3
 and 4) waits for the begin; eager batching (as Clockwork, without its central plan) runs what there is on any idle
-device. Between them, ``spare`` is the share of idle devices, in percent, from which on nothing waits: 0 is eager, more
-than 100 is Symphony.
+device. Between them, ``spare`` is the share of devices, in percent, that have to stay idle for a batch to begin without
+waiting: 0 is eager, more than 100 is Symphony. Where all devices are idle, up to 100 nothing waits, so that one device
+answers at once, too.
 
 When a batch begins, requests that cannot even be met alone are dropped. If what is left is smaller than ``window``
 percent of the target, the size of batch that staggered devices could serve at the measured rate, then first requests
@@ -187,7 +188,8 @@ def is_crowded(pool: Ints, now: int, queue: int, deadline: int, admit: int) -> b
 
 @compiled
 def _has_spare(pool: Ints, spare: int) -> bool:
-    return bool(pool[NUM_IDLE] > 0 and 100 * pool[NUM_IDLE] >= spare * pool[NUM_UP])
+    idle, up = pool[NUM_IDLE], pool[NUM_UP]
+    return bool(0 < idle and (100 * (idle - 1) >= spare * up or (idle == up and spare <= 100)))
 
 
 @compiled
