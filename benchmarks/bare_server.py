@@ -1,4 +1,4 @@
-"""What a server in Python cannot be cheaper than: one process that reads requests and writes answers, and does nothing else.
+"""What a server in Python cannot be cheaper than: one process that reads requests and writes answers, and no more.
 
 It uses the libraries that our fronts use (uvloop, httptools, msgspec, orjson), for one request of the tiny model: no
 deadlines, no queue, no model, no other process, and no checks beyond the types of the protocol.

@@ -103,7 +103,7 @@ EAGER = CANDIDATES.tolist().index([0, 0, 0])
 
 
 def test_a_trial_ends_early_where_its_outcome_is_clear(monkeypatch):
-    """A whole one takes 40 SLOs, and begins after 10; eager batching, which it begins with here, serves nearly nothing."""
+    """A whole one takes 40 SLOs, and begins after 10; eager batching, with which it begins, serves nearly nothing."""
 
     def use_eager(pool):
         pool[pool[OWN] + USED] = EAGER

@@ -44,15 +44,45 @@ def test_what_a_scheduler_answered_before_it_died_is_told_and_the_next_one_hears
         it.answer(40)
         it.scheduler.close()
         assert it.receive()
-        assert [ticket.fate for ticket in it.told] == [Fate.DONE] * 40
         it.gate._disconnect()
+        assert [ticket.fate for ticket in it.told] == [Fate.DONE] * 40
         it.connect()
         for _ in range(4):
             it.answer(30)
             assert not it.receive()
+            await asyncio.sleep(0.01)
         late = [cells for kind, cells in it.scheduler.receive() if kind == Kind.LATE]
         assert [len(cells) for cells in late] == [32] * 3
         it.gate._disconnect()
+        it.scheduler.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ends", ["with the next one", "with its scheduler", "when all is told"])
+def test_what_has_come_is_read_between_the_answers_of_a_large_batch(tmp_path, ends):
+    async def main():
+        it = Scheduled(tmp_path, facts(tmp_path))
+        for slot in range(100):
+            it.model.tickets[slot] = Ticket(it.model, [slot], 10**15 - slot, it.told.append)
+        it.scheduler.send(np.array([Kind.ANSWER, 0, Fate.DONE, 1, *range(90)], np.int64))
+        assert not it.receive()
+        told = [len(it.told)]
+        assert 0 < told[0] < 45
+        if ends == "with its scheduler":
+            it.gate._disconnect()
+            assert len(it.told) == 100
+            assert [ticket.fate for ticket in it.told] == [Fate.DONE] * 90 + [Fate.LOST] * 10
+        else:
+            if ends == "with the next one":
+                it.scheduler.send(np.array([Kind.ANSWER, 0, Fate.LATE, 0, *range(90, 100)], np.int64))
+                assert not it.receive()
+            while len(it.told) < (100 if ends == "with the next one" else 90):
+                await asyncio.sleep(0)
+                told.append(len(it.told))
+            assert max(np.diff(told)) < 45
+            it.gate._disconnect()
+        assert [ticket.slots for ticket in it.told] == [[slot] for slot in range(100)]
         it.scheduler.close()
 
     asyncio.run(main())

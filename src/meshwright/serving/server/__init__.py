@@ -5,6 +5,7 @@ admin          how the server is: status, health, metrics
 reports        what processes tell the supervisor
 channel        messages between processes
 slabs          shared memory in which tensors lie
+promptness     processes that begin soon after they are woken
 
 front_process  a front: it reads requests from the network, and answers them
 http           its connections, and limits on what they may cost

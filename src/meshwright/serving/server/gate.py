@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import enum
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ _AGAIN_S = 0.02
 _MOST_SLOTS = 2**16
 # Batches of which the scheduler is told together how late their answers were.
 _MANY = 32
+# Answers that are given before requests that have come meanwhile are read: those count from when they are.
+_AT_ONCE = 16
 
 
 class Fate(enum.IntEnum):
@@ -81,6 +84,25 @@ class Ticket:
         self.fate = _DONE
 
 
+class _Known:
+    """Requests whose fate is known, of which some have been told so; ``end`` is that of their batch, 0 without one.
+
+    ``late`` is how long after the end answers are given: a batch is planned for the deadline of its first request, and
+    another one may be answered as much later as it is due later.
+    """
+
+    __slots__ = ("end", "fate", "first_due", "late", "model", "num_told", "slots")
+
+    def __init__(self, model: ModelFacts, slots: list[int], fate: int, end: int) -> None:
+        self.model, self.slots, self.fate, self.end = model, slots, fate, end
+        self.num_told = self.first_due = self.late = 0
+
+    def note(self, due: int, now: int) -> None:
+        """A request that is due then is answered now."""
+        self.first_due = self.first_due or due
+        self.late = max(self.late, now - max(due - self.first_due, 0) - self.end)
+
+
 class Gate:
     """See the module's docstring. ``models`` has those that can be asked, by name; the newest version of each.
 
@@ -100,6 +122,7 @@ class Gate:
         self._cancelled: list[int] = []
         self._late: list[int] = []
         self._flushing = False
+        self._known: deque[_Known] = deque()
 
     async def keep_connected(self) -> None:
         """Connect to the scheduler, again and again; never returns.
@@ -204,48 +227,69 @@ class Gate:
         channel = self._channel
         if channel is None or closed.done():
             return
+        is_telling = bool(self._known)
         try:
             for kind, content in channel.receive():
                 if kind == Kind.ANSWER:
-                    model, fate, end, *slots = content.tolist()
-                    facts = self._by_number.get(model)
-                    if end and facts is not None:
-                        self._settle_batch(channel, facts, slots, fate, end)
-                    else:
-                        self._settle(facts, slots, fate)
+                    number, fate, end, *slots = content.tolist()
+                    model = self._by_number.get(number)
+                    if model is not None:
+                        self._known.append(_Known(model, slots, fate, end))
                 elif kind == Kind.TEXT:
+                    self._tell_all()
                     self._learn(content)
         except Closed:
             closed.set_result(None)
         except ServingError as error:
             closed.set_exception(error)
+        if not is_telling:
+            self._tell_some()
 
-    def _settle_batch(self, channel: Channel, model: ModelFacts, slots: list[int], fate: int, end: int) -> None:
-        """As `_settle`, for a batch that has ended then; the scheduler is told how late that is, of many at once.
+    def _tell_some(self) -> None:
+        """Tell some of those whose fate is known; the loop reads what has come, and goes on."""
+        left = _AT_ONCE
+        while self._known and left > 0:
+            left -= self._tell_of_batch(left)
+        if self._known:
+            asyncio.get_running_loop().call_soon(self._tell_some)
 
-        What was not computed, or failed, is answered first, and tells nothing.
+    def _tell_all(self) -> None:
+        """Tell all whose fate is known."""
+        while self._known:
+            self._tell_of_batch(MOST_CELLS)
 
-        A batch is planned for the deadline of its first request, which is answered first. The last one may be answered
-        as much later as it is due later.
-        """
-        first, last = model.tickets[slots[0]], model.tickets[slots[-1]]
-        spread = 0 if first is None or last is None else last.deadline_ns - first.deadline_ns
+    def _tell_of_batch(self, most: int) -> int:
+        """Tell so many requests of a batch what became of them; how many there were."""
+        known = self._known[0]
+        model = known.model
+        part = known.slots[known.num_told : known.num_told + most]
+        known.num_told += len(part)
+        first, last = model.tickets[part[0]], model.tickets[part[-1]]
         begin = time.monotonic_ns()
-        self._settle(model, slots, fate)
-        if fate != _DONE:
-            return
+        self._settle(model, part, known.fate)
         now = time.monotonic_ns()
-        self._late.append(max(begin + (now - begin) // len(slots), now - max(spread, 0)) - end)
-        if len(self._late) >= _MANY:
-            late, self._late = self._late, []
+        if first is not None and last is not None:
+            known.note(first.deadline_ns, begin + (now - begin) // len(part))
+            known.note(last.deadline_ns, now)
+        if known.num_told == len(known.slots):
+            self._known.popleft()
+            # What was not computed, or failed, is answered first, and tells nothing.
+            if known.end and known.fate == _DONE and known.first_due:
+                self._note_late(known.late)
+        return len(part)
+
+    def _note_late(self, late: int) -> None:
+        """The scheduler is told how late answers are, of many batches at once."""
+        self._late.append(late)
+        channel = self._channel
+        if channel is not None and len(self._late) >= _MANY:
+            told, self._late = self._late, []
             with contextlib.suppress(Closed):  # seen by the reader, too
-                channel.send(np.array([Kind.LATE, *late], np.int64))
+                channel.send(np.array([Kind.LATE, *told], np.int64))
                 self._watch_room(channel)
 
-    def _settle(self, model: ModelFacts | None, slots: list[int], fate: int) -> None:
+    def _settle(self, model: ModelFacts, slots: list[int], fate: int) -> None:
         """Requests whose last sample this was are told; slots that nobody waits for are given back."""
-        if model is None:
-            return
         tickets, is_done = model.tickets, fate == _DONE
         for slot in slots:
             ticket = tickets[slot]
@@ -285,6 +329,7 @@ class Gate:
 
     def _disconnect(self) -> None:
         """The scheduler has gone: nothing is known any more of what was submitted, nor will it be."""
+        self._tell_all()
         self.is_ready = False
         if self._channel is not None:
             self._channel.close()

@@ -26,4 +26,4 @@ def ask_for_short_turns() -> bool:
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     # struct sched_attr: its size, policy, flags, nice, priority, runtime (the slice), deadline, period.
     attributes = struct.pack("=IIQiIQQQ", 48, os.SCHED_OTHER, 0, nice, 0, _SLICE_NS, 0, 0)
-    return ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0
+    return bool(ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0)

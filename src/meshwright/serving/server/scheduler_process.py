@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from meshwright.serving.server.promptness import ask_for_short_turns
 from meshwright.serving.server.reports import keep_what_is_there, reporting_errors
 from meshwright.serving.server.scheduler import Scheduler
 from meshwright.spec import read_deployment
@@ -17,6 +18,7 @@ from meshwright.spec import read_deployment
 def main(arguments: list[str]) -> None:
     """Schedule until standard input ends."""
     folder, log = Path(arguments[0]), Path(arguments[1]) if arguments[1:] else None
+    ask_for_short_turns()
     with reporting_errors():
         scheduler = Scheduler(folder, read_deployment(folder / "deployment.json"), log, keep_what_is_there)
         try:

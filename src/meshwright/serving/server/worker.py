@@ -24,6 +24,7 @@ from meshwright.serving.server.loading import Held, Loader
 from meshwright.serving.server.models import run_batch
 from meshwright.serving.server.models.runnable import Arrays, Runnable
 from meshwright.serving.server.peers import SLOT_BITS, slots_of
+from meshwright.serving.server.promptness import ask_for_short_turns
 from meshwright.serving.server.recording import Recorder, Recording
 from meshwright.serving.server.reports import (
     Orders,
@@ -186,6 +187,7 @@ def main(arguments: list[str]) -> None:
     folder, number = Path(arguments[0]), int(arguments[1])
     deployment = read_deployment(folder / "deployment.json")
     end_after_input()
+    ask_for_short_turns()
     device = deployment.server.device if deployment.server.device == "cpu" else f"cuda:{number}"
     with reporting_errors():
         served = read_models(folder)
