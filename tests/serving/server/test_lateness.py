@@ -41,8 +41,20 @@ def test_fronts_know_better():
     lateness.answers.add(np.array([9 * MS]))
     # The worst one of all is left out.
     assert known(lateness)[SLACK] == 3 * MS
-    lateness.answers.add(np.full(4096, MS))
+    # One of a thousand may be later.
+    lateness.answers.add(np.full(31_000, MS))
+    assert known(lateness)[SLACK] == 3 * MS
+    lateness.answers.add(np.full(2000, MS))
     assert known(lateness)[SLACK] == MS
+
+
+def test_few_timers_may_fire_later_than_the_guard():
+    lateness = pinged()
+    for _ in range(990):
+        lateness.timers.add(MS)
+    for _ in range(10):
+        lateness.timers.add(5 * MS)
+    assert known(lateness)[GUARD] == MS
 
 
 def test_nothing_is_taken_to_be_later_than_a_request_has_time_and_what_is_given_stays():

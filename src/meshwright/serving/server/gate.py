@@ -32,10 +32,10 @@ from meshwright.spec import ServingError, TensorSpec
 _AGAIN_S = 0.02
 # Slots of a model that a front makes at most; memory bounds it before, if samples are not tiny.
 _MOST_SLOTS = 2**16
-# Batches of which the scheduler is told together how late their answers were.
-_MANY = 32
 # Answers that are given before requests that have come meanwhile are read: those count from when they are.
 _AT_ONCE = 16
+# Of so many times so many answers, the scheduler is told together how late they were.
+_MANY = 32
 
 
 class Fate(enum.IntEnum):
@@ -87,20 +87,19 @@ class Ticket:
 class _Known:
     """Requests whose fate is known, of which some have been told so; ``end`` is that of their batch, 0 without one.
 
-    ``late`` is how long after the end answers are given: a batch is planned for the deadline of its first request, and
-    another one may be answered as much later as it is due later.
+    The batch is planned for the deadline of the first one, ``first_due``.
     """
 
-    __slots__ = ("end", "fate", "first_due", "late", "model", "num_told", "slots")
+    __slots__ = ("end", "fate", "first_due", "model", "num_told", "slots")
 
     def __init__(self, model: ModelFacts, slots: list[int], fate: int, end: int) -> None:
         self.model, self.slots, self.fate, self.end = model, slots, fate, end
-        self.num_told = self.first_due = self.late = 0
+        self.num_told = self.first_due = 0
 
-    def note(self, due: int, now: int) -> None:
-        """A request that is due then is answered now."""
+    def lateness(self, due: int, now: int) -> int:
+        """How long after the end a request is answered now; it may be as much later as it is due after the first."""
         self.first_due = self.first_due or due
-        self.late = max(self.late, now - max(due - self.first_due, 0) - self.end)
+        return now - (due - self.first_due) - self.end
 
 
 class Gate:
@@ -268,18 +267,16 @@ class Gate:
         begin = time.monotonic_ns()
         self._settle(model, part, known.fate)
         now = time.monotonic_ns()
-        if first is not None and last is not None:
-            known.note(first.deadline_ns, begin + (now - begin) // len(part))
-            known.note(last.deadline_ns, now)
         if known.num_told == len(known.slots):
             self._known.popleft()
-            # What was not computed, or failed, is answered first, and tells nothing.
-            if known.end and known.fate == _DONE and known.first_due:
-                self._note_late(known.late)
+        # What was not computed, or failed, is answered first, and tells nothing.
+        if known.end and known.fate == _DONE and first is not None and last is not None:
+            early = known.lateness(first.deadline_ns, begin + (now - begin) // len(part))
+            self._note_late(max(early, known.lateness(last.deadline_ns, now)))
         return len(part)
 
     def _note_late(self, late: int) -> None:
-        """The scheduler is told how late answers are, of many batches at once."""
+        """The scheduler is told how late answers are, of many at once."""
         self._late.append(late)
         channel = self._channel
         if channel is not None and len(self._late) >= _MANY:

@@ -2,12 +2,15 @@
 
     DELAY    what typically passes between a decision and its begin, of batches and of messages without one
     SLACK    how long before a deadline a batch has to end: what a worker has done is known late to the scheduler, and
-             then to the front, which answers one request after the other. Fronts tell of batches how long that
-             was, all in all; before they have told of some, it is taken to be twice what is seen at the scheduler
+             then to the front, which answers one request after the other. Fronts tell of answers how long after the
+             end of their batch they were given, less what they were due after its first one; before they have told of
+             some, it is taken to be twice what is seen at the scheduler
     GUARD    how much earlier than needed the policy asks to be woken, as timers fire late
 
-The last two are what is exceeded once in a thousand times; with what is exceeded once in a hundred times, a server that
-shares its cores missed 1 % of its deadlines at any load. (Symphony has constants for them, of 2.1 and 0.1 ms.)
+The slack is what one of a thousand requests exceeds: it is answered late. (What one batch of a thousand exceeds is twice
+as much, where batches have a hundred requests and share two cores with their clients, and costs more than it saves: few
+requests of such a batch are due with the first one.) The guard is what one of a hundred timers exceeds; a batch that
+begins late loses a few of its requests. (Symphony has constants for them, of 2.1 and 0.1 ms.)
 """
 
 from __future__ import annotations
@@ -20,32 +23,32 @@ import numpy as np
 from meshwright.serving.policies.pool import DELAY, GUARD, NOMINAL, SLACK, Ints
 from meshwright.spec import Deployment
 
-_KEPT = 4096
+# The answers of a minute, at a hundred batches per second, and some thousand batches.
+_KEPT_ANSWERS, _KEPT = 2**15, 4096
 _ENOUGH = 32
 # What is older counts only where there are not enough others: whatever made things late is perhaps over.
 _YOUNG_NS = 60_000_000_000
-_RARE = 0.999
+_RARE, _SELDOM = 0.999, 0.99
 
 
 class _Samples:
     """The last samples of a quantity."""
 
-    def __init__(self) -> None:
-        self._values, self._moments = np.zeros(_KEPT, np.int64), np.zeros(_KEPT, np.int64)
+    def __init__(self, kept: int = _KEPT) -> None:
+        self._values, self._moments = np.zeros(kept, np.int64), np.zeros(kept, np.int64)
         self.count = 0
 
     def add(self, values: Ints | int) -> None:
-        now = time.monotonic_ns()
-        for value in [values] if isinstance(values, int) else values.tolist():
-            place = self.count % _KEPT
-            self._values[place], self._moments[place] = max(value, 0), now
-            self.count += 1
+        count = 1 if isinstance(values, int) else len(values)
+        places = np.arange(self.count, self.count + count) % len(self._values)
+        self._values[places], self._moments[places] = np.maximum(values, 0), time.monotonic_ns()
+        self.count += count
 
     def quantile(self, share: float) -> int:
         """What this share of the samples is at most; the worst one of all counts only among thousands."""
         if not self.count:
             return 0
-        kept = self._values[: min(self.count, _KEPT)]
+        kept = self._values[: self.count]
         young = kept[self._moments[: len(kept)] > time.monotonic_ns() - _YOUNG_NS]
         if len(young) >= _ENOUGH:
             kept = young
@@ -57,7 +60,8 @@ class Lateness:
     """Samples of what is late; no number that follows is over ``most_ns``, so that something can be met at all."""
 
     def __init__(self, most_ns: int) -> None:
-        self.begins, self.ends, self.answers, self.timers = _Samples(), _Samples(), _Samples(), _Samples()
+        self.begins, self.ends, self.timers = _Samples(), _Samples(), _Samples()
+        self.answers = _Samples(_KEPT_ANSWERS)
         self.stretches = _Samples()
         self.most_ns = most_ns
 
@@ -101,4 +105,4 @@ class Lateness:
 
     def guard_ns(self) -> int:
         """See the module's docstring."""
-        return min(self.timers.quantile(_RARE), self.most_ns)
+        return min(self.timers.quantile(_SELDOM), self.most_ns)
