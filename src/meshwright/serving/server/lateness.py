@@ -7,10 +7,10 @@
              some, it is taken to be twice what is seen at the scheduler
     GUARD    how much earlier than needed the policy asks to be woken, as timers fire late
 
-The slack is what one of a thousand requests exceeds: it is answered late. (What one batch of a thousand exceeds is more,
-and costs more than it saves where batches are large: few of their requests are due with the first one.) The guard is
-what one of a hundred timers exceeds; a batch that begins late loses a few of its requests. (Symphony has constants for
-them, of 2.1 and 0.1 ms.)
+The slack is what one of a thousand requests exceeds: it is answered late. (What one batch of a thousand exceeds is
+more, and costs more than it saves where batches are large: few of their requests are due with the first one.) The guard
+is what one of a hundred timers exceeds; a batch that begins late loses a few of its requests. (Symphony has constants
+for them, of 2.1 and 0.1 ms.)
 """
 
 from __future__ import annotations
