@@ -127,12 +127,11 @@ class Front:
         assert asked is not None
         status = 500
         try:
-            served.counts.fates[fate] += 1
             if fate is not _DONE:
                 status = 500 if fate == Fate.FAILED else 503
                 raise Refusal(status, _FATES[fate])
             answer(call, served, asked, ticket.slots)
-            served.counts.note_done(_now_ns() - call.begun_ns, asked.count)
+            served.counts.note_done(_now_ns() - call.begun_ns)
             status = 200
         finally:
             self.gate.release(ticket)
