@@ -31,6 +31,8 @@ from meshwright.spec import ServingError, TensorSpec
 _AGAIN_S = 0.02
 # Slots of a model that a front makes at most; memory bounds it before, if samples are not tiny.
 _MOST_SLOTS = 2**16
+# Memory that slots take at a time when there are none left.
+_GROWTH_BYTES = 2**16
 # Batches of which the scheduler is told together how late their answers were.
 _MANY = 32
 
@@ -63,9 +65,19 @@ class ModelFacts:
         size = slot_layout(self.inputs, self.outputs).itemsize
         slots = max(min(tensor_bytes // size, _MOST_SLOTS), 1)
         self.slab = Slab(slab_path(folder, epoch, channel, self.number), self.inputs, self.outputs, slots)
-        # Slots that were used last are used first, so that memory that was never needed is never touched.
-        self.idle = list(range(slots - 1, -1, -1))
-        self.tickets: list[Ticket | None] = [None] * slots
+        # Of slots that there is memory for (`grow`); those that were used last are used first, so that it stays small.
+        self.idle: list[int] = []
+        self.tickets: list[Ticket | None] = []
+
+    def grow(self, least: int) -> bool:
+        """Have so many more slots, or some more than that; False if there is no room for them."""
+        first, slots = len(self.tickets), len(self.slab)
+        count = min(max(least, _GROWTH_BYTES // self.slab.slots.itemsize), slots - first)
+        if count < least or not self.slab.allocate(first, count):
+            return False
+        self.idle[:0] = range(first + count - 1, first - 1, -1)
+        self.tickets += [None] * count
+        return True
 
 
 class Ticket:
@@ -129,7 +141,7 @@ class Gate:
         idle = model.idle
         if count == 1 and idle:
             return [idle.pop()]
-        if count > len(idle):
+        if count > len(idle) and not model.grow(count - len(idle)):
             return None
         taken = idle[len(idle) - count :]
         del idle[len(idle) - count :]
