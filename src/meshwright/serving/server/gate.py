@@ -172,15 +172,19 @@ class Gate:
         """Nobody wants the answer any more; ``reply`` is not told, and the slots are given back in time."""
         if ticket.reply is not None:
             ticket.reply = None
-            for slot in ticket.slots:
-                if ticket.model.tickets[slot] is ticket:
-                    self._cancelled += (ticket.model.number, slot, ticket.deadline_ns)
-            if not self._flushing:
-                self._flush_soon()
+            self._withdraw(ticket)
 
     def release(self, ticket: Ticket) -> None:
         """Give slots back, after the answer was read."""
         ticket.model.idle += ticket.slots
+
+    def _withdraw(self, ticket: Ticket) -> None:
+        """Have the scheduler drop what waits of a request; what has been decided already is answered as ever."""
+        for slot in ticket.slots:
+            if ticket.model.tickets[slot] is ticket:
+                self._cancelled += (ticket.model.number, slot, ticket.deadline_ns)
+        if not self._flushing:
+            self._flush_soon()
 
     def _flush_soon(self) -> None:
         self._flushing = True
@@ -259,6 +263,7 @@ class Gate:
         if model is None:
             return
         tickets, is_done = model.tickets, fate == _DONE
+        lost: list[Ticket] = []
         for slot in slots:
             ticket = tickets[slot]
             if ticket is None:
@@ -267,11 +272,16 @@ class Gate:
             ticket.left -= 1
             if not is_done and ticket.fate is _DONE:
                 ticket.fate = Fate(fate)
+                lost.append(ticket)
             if ticket.left == 0:
                 if ticket.reply is None:
                     self.release(ticket)
                 else:
                     ticket.reply(ticket)
+        for ticket in lost:
+            # The rest would be computed for nobody.
+            if ticket.left and ticket.reply is not None:
+                self._withdraw(ticket)
 
     def _learn(self, document: dict[str, Any]) -> None:
         """The scheduler tells what models there are: all of them, each time."""
