@@ -62,6 +62,37 @@ def test_what_a_scheduler_answered_before_it_died_is_told_and_the_next_one_hears
     asyncio.run(main())
 
 
+def test_what_was_forgotten_is_told_and_its_slots_wait_for_the_scheduler(tmp_path):
+    async def main():
+        it = Scheduled(tmp_path, facts(tmp_path))
+        gate, model = it.gate, it.model
+        late, timely = (
+            gate.submit(model, gate.reserve(model, count), deadline, it.told.append)
+            for count, deadline in ((3, 1000), (1, 1001))
+        )
+        slots = list(late.slots)
+        for place in (1, 2, 3):
+            gate.give_up_forgotten(1000, place, 4)
+        assert not it.told
+        for _ in range(2):
+            gate.give_up_forgotten(1000, 0, 4)
+            await asyncio.sleep(0)
+        assert [ticket.fate for ticket in it.told] == [Fate.FORGOTTEN]
+        gate.release(it.told[0])
+        assert not set(slots) & set(model.idle)
+        cancelled = [cells.reshape(-1, 3).tolist() for kind, cells in it.scheduler.receive() if kind == Kind.CANCEL]
+        assert cancelled == [[[0, slot, 1000] for slot in slots]]
+        it.scheduler.send(np.array([Kind.ANSWER, 0, Fate.CANCELLED, 0, *slots], np.int64))
+        it.receive()
+        assert len(it.told) == 1
+        assert sorted(model.idle) == sorted(set(range(len(model.tickets))) - set(timely.slots))
+        it.gate._disconnect()
+        it.scheduler.close()
+        assert it.told == [it.told[0], timely]
+
+    asyncio.run(main())
+
+
 def test_a_front_that_cannot_have_its_memory_fails_so_that_another_one_is_started(tmp_path):
     async def main():
         gate = Gate(tmp_path, 2**16)

@@ -38,6 +38,7 @@ _FATES = {
     Fate.SACRIFICED: "The request was dropped, so that others are answered in time. Try again later.",
     Fate.CANCELLED: "The request was given up.",
     Fate.LOST: "What the request waited for was started anew. Try again.",
+    Fate.FORGOTTEN: "Nothing was decided about the request, long after its deadline. Try again later.",
     Fate.FAILED: "The model failed on this request.",
 }
 _DONE = Fate.DONE

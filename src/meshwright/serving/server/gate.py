@@ -44,6 +44,7 @@ class Fate(enum.IntEnum):
     DONE = 16
     FAILED = 17
     LOST = 18
+    FORGOTTEN = 19
 
 
 _DONE = Fate.DONE
@@ -173,6 +174,21 @@ class Gate:
         if ticket.reply is not None:
             ticket.reply = None
             self._withdraw(ticket)
+
+    def give_up_forgotten(self, due_ns: int, place: int, step: int) -> None:
+        """Tell those that were due by a moment that nothing was decided for them; of every ``step``-th model.
+
+        Their slots are given back only when the scheduler has answered, as it may still have a worker write to them.
+        """
+        for model in list(self._by_number.values())[place::step]:
+            if len(model.idle) == len(model.tickets):
+                continue
+            for ticket in model.tickets:
+                if ticket is not None and ticket.deadline_ns <= due_ns and (reply := ticket.reply) is not None:
+                    self.cancel(ticket)
+                    told = Ticket(model, [], ticket.deadline_ns, None)
+                    told.fate = Fate.FORGOTTEN
+                    reply(told)
 
     def release(self, ticket: Ticket) -> None:
         """Give slots back, after the answer was read."""
