@@ -19,7 +19,10 @@ Y = TensorSpec(name="y", shape=(2, 2))
 def facts(folder, inputs=(X,), outputs=(Y,), name="m", number=0, tensor_bytes=2**16, **more):
     document = {"number": number, "name": name, "version": "1", "platform": "meshwright", "slo_ns": SLO_NS, "most": 8}
     document |= {"inputs": [asdict(each) for each in inputs], "outputs": [asdict(each) for each in outputs]}
-    return ModelFacts(document | more, folder, 0, 0, tensor_bytes)
+    model = ModelFacts(document | more, folder, 0, 0, tensor_bytes)
+    # All of it, so that a test can take it away.
+    assert model.grow(len(model.slab))
+    return model
 
 
 def copy_inputs(ticket):

@@ -21,9 +21,9 @@ SPECS = {"inputs": (TensorSpec(name="x", shape=(2,)),), "outputs": (TensorSpec(n
 LIMIT_S = 30.0
 
 
-def deployment(devices=1, policy="eager", slo=5.0):
+def deployment(devices=1, policy="eager", slo=5.0, largest=64):
     model = ServedModel(
-        name="m", slo=Seconds(slo), latency=Latency(alpha=Seconds(1e-6), beta=Seconds(1e-4), largest=64), **SPECS
+        name="m", slo=Seconds(slo), latency=Latency(alpha=Seconds(1e-6), beta=Seconds(1e-4), largest=largest), **SPECS
     )
     return Deployment(models=(model,), devices=devices, policy=policy)
 
@@ -241,6 +241,36 @@ def test_a_cancelled_request_is_not_computed_and_gives_its_slot_back(tmp_path):
         assert len(client.gate.models["m"].idle) == 512
 
     run_with(tmp_path, deployment(), scenario)
+
+
+def test_what_is_left_of_a_request_that_is_lost_is_not_computed(tmp_path):
+    """The first of its samples fails alone, when a batch of two has been decided and two wait."""
+
+    async def scenario(client):
+        worker = FakeWorker(tmp_path, 0)
+        await until(lambda: client.gate.is_ready, worker)
+        client.ask(0, count=5)
+        await until(lambda: worker.given, worker)
+        client.ask(1, count=2)
+        await asyncio.sleep(0.05)
+        assert worker.given[0][3] == 1
+        worker.compute(failed=[0])
+        await until(lambda: worker.given, worker)
+        await asyncio.sleep(0.05)
+        assert not client.told
+        num_computed = 1
+        while len(client.told) < 2:
+            await until(lambda: worker.given or len(client.told) == 2, worker)
+            if worker.given:
+                num_computed += worker.given[0][3]
+                worker.compute()
+        assert client.told[0][0] == Fate.FAILED
+        assert client.told[1] == (Fate.DONE, [[2, 2]] * 2)
+        assert num_computed == 1 + 2 + 2
+        idle = client.gate.models["m"].idle
+        assert len(set(idle)) == len(idle) == 512
+
+    run_with(tmp_path, deployment(largest=2), scenario)
 
 
 def test_a_front_that_has_gone_takes_its_requests_with_it(tmp_path):

@@ -253,6 +253,30 @@ def test_without_its_supervisor_everything_ends(tmp_path):
         assert ask_once(server, infer([(1, 2, 3)])[0])[0] == 200
 
 
+FORGETFUL = """
+class Policy:
+    def arrive(self, pool, now, queue, request, deadline):
+        pool.enter(queue, request, deadline)
+
+    def free(self, pool, now, device):
+        pass
+"""
+
+
+def test_what_a_policy_keeps_for_ever_is_answered_all_the_same(tmp_path):
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    text = EMULATED.replace('"eager"', f'"{tmp_path}/forgetful.py:Policy"').replace("5 s", "300 ms")
+    with serving(tmp_path, text + '[server]\nstuck = "500 ms"\n') as server:
+        for rows in ([(1, 2, 3)], [(1, 2, 3)] * 4):
+            begin = time.monotonic()
+            status, document = ask_once(server, infer(rows)[0])
+            assert status == 503
+            assert "Nothing was decided" in document["error"]
+            assert 1.3 <= time.monotonic() - begin < 5
+        # It drops what it is told to, so that all slots are given back.
+        server.wait_for(lambda status: status["queued"] == 0)
+
+
 OWN = """
 import os
 import subprocess

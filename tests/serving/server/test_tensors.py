@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -257,6 +258,33 @@ def test_sizes_of_binary_tensors(tmp_path, size, block, json_bytes, told):
     item = {"name": "x", "shape": [1, 4], "datatype": "FP32", "parameters": {"binary_data_size": size}}
     text = json.dumps({"inputs": [item]}).encode()
     assert told in refusal(codec, text + block, len(text) if json_bytes is None else json_bytes)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_more_values_than_expected_are_told_without_reading_them(tmp_path, is_nested):
+    _, codec = codec_of(tmp_path)
+    number = 1_000_000
+    data = b"[%s]" % b",".join([b"[1,1,1,1]" if is_nested else b"1,1,1,1"] * (number // 4))
+    body = b'{"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":%b}]}' % data
+    tracemalloc.start()
+    told = refusal(codec, body)
+    most_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert told == f"Input 'x' has {number} values; expected 4 for its shape [1, 4]."
+    # A list of as many numbers has 8 bytes for each.
+    assert most_bytes < 4 * number
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_long_data_of_the_right_size_are_read(tmp_path, is_nested):
+    model, codec = codec_of(tmp_path, "FP64", (2, 5000))
+    values = np.random.default_rng(0).random((1, 2, 5000))
+    data = values.tolist() if is_nested else values.reshape(-1).tolist()
+    body = json.dumps({"inputs": [{"name": "x", "shape": [1, 2, 5000], "datatype": "FP64", "data": data}]}).encode()
+    assert len(body) > 2**17
+    asked = codec.decode(body)
+    codec.write(asked, [0])
+    assert np.array_equal(model.slab.inputs[0][0], values[0])
 
 
 def test_bytes_of_booleans(tmp_path):

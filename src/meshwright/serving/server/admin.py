@@ -13,13 +13,13 @@ Processes report each second (`reports`), so that asking costs them nothing.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hmac
 import json
 import os
 import re
 import socket
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from importlib.metadata import version
 from pathlib import Path
@@ -35,10 +35,11 @@ from meshwright.serving.policies.pool import NOMINAL
 from meshwright.serving.server.collecting import LEAST_S, MOST_S, Busy, Collector, Ending
 from meshwright.serving.server.counters import bucket_begin
 from meshwright.serving.server.dashboard import read_asset
-from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.repository import Repository
+from meshwright.serving.server.served import Served
 from meshwright.serving.server.supervisor import Supervisor
 from meshwright.serving.server.tokens import read_token
+from meshwright.serving.server.totals import NO_MODEL, ModelTotals
 from meshwright.spec import ServingError
 
 Message = MutableMapping[str, Any]
@@ -175,7 +176,8 @@ class Door:
         status = status_of(self._supervisor)
         answers = CounterMetricFamily(
             "meshwright_answers",
-            "Requests answered, by their status, that of HTTP also where it was gRPC.",
+            "Requests answered, by their status, that of HTTP also where it was gRPC; without a model where none was "
+            "found for them.",
             labels=["model", "status"],
         )
         seconds = HistogramMetricFamily(
@@ -189,12 +191,19 @@ class Door:
         batches = CounterMetricFamily("meshwright_batches", "Batches that workers have run.", labels=["model"])
         for model in status["models"]:
             for code, count in model["statuses"].items():
-                answers.add_metric([model["name"], str(code)], count)
+                answers.add_metric([model["name"], code], count)
             for fate, count in model["fates"].items():
                 fates.add_metric([model["name"], fate], count)
             batches.add_metric([model["name"]], model["num_batches"])
             seconds.add_metric([model["name"]], *_histogram(model["buckets"], model["latency_ns"]))
+        for code, count in status["others"].items():
+            answers.add_metric([NO_MODEL, code], count)
         yield from (answers, seconds, fates, batches)
+        for name, text in (
+            ("cancelled_requests", "Requests whose clients went before they were answered."),
+            ("refused_connections", "Connections of clients over the limit."),
+        ):
+            yield CounterMetricFamily(f"meshwright_{name}", text, value=status[name])
         for name, text, value in (
             ("ready", "1 while requests can be answered.", float(status["ready"])),
             ("queued_samples", "Samples that wait in queues.", status["queued"]),
@@ -266,6 +275,9 @@ def status_of(supervisor: Supervisor) -> dict[str, Any]:
     facts = supervisor.facts
     scheduler = facts.get("scheduler", {})
     fronts = [each for name, each in facts.items() if name.startswith("front-")]
+    totals = copy.deepcopy(supervisor.ended)
+    for each in facts.values():
+        totals.add(each)
     return {
         "ready": supervisor.is_ready,
         "policy": supervisor.deployment.policy,
@@ -279,7 +291,11 @@ def status_of(supervisor: Supervisor) -> dict[str, Any]:
         **{f"{name}_s": scheduler.get(f"{name}_ns", 0) / 1e9 for name in ("delay", "notice", "slack", "guard")},
         "stretch": scheduler.get("stretch", NOMINAL) / NOMINAL,
         "connections": sum(front.get("connections", 0) for front in fronts),
-        "models": _models(supervisor, scheduler, fronts),
+        "cancelled_requests": totals.cancelled,
+        "refused_connections": totals.refused,
+        # Answers by status that were of no model.
+        "others": dict(totals.models[NO_MODEL].statuses),
+        "models": [_model(served, totals.models[served.name]) for served in supervisor.models],
         "processes": [
             {"name": name, "pid": pid, "starts": supervisor.starts(name), **_usage(pid)}
             for name, pid in {"supervisor": os.getpid(), **supervisor.process_ids()}.items()
@@ -287,36 +303,17 @@ def status_of(supervisor: Supervisor) -> dict[str, Any]:
     }
 
 
-def _models(supervisor: Supervisor, scheduler: dict[str, Any], fronts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    batches = dict(scheduler.get("batches", []))
-    rows = []
-    for served in supervisor.models:
-        statuses: Counter[str] = Counter()
-        buckets: Counter[int] = Counter()
-        latency_ns = 0
-        for front in fronts:
-            for name, counts in front.get("models", []):
-                if name == served.name:
-                    statuses.update(counts["statuses"])
-                    buckets.update({int(place): count for place, count in counts["buckets"].items()})
-                    latency_ns += counts["latency_ns"]
-        rows.append(
-            {
-                "name": served.name,
-                "version": served.version,
-                "slo_s": served.slo_ns / 1e9,
-                "statuses": dict(statuses),
-                "fates": {
-                    Fate(fate).name.lower(): count
-                    for model, fate, count in scheduler.get("fates", [])
-                    if model == served.name
-                },
-                "num_batches": batches.get(served.name, 0),
-                "buckets": dict(buckets),
-                "latency_ns": latency_ns,
-            }
-        )
-    return rows
+def _model(served: Served, totals: ModelTotals) -> dict[str, Any]:
+    return {
+        "name": served.name,
+        "version": served.version,
+        "slo_s": served.slo_ns / 1e9,
+        "statuses": dict(totals.statuses),
+        "fates": dict(totals.fates),
+        "num_batches": totals.num_batches,
+        "buckets": dict(totals.buckets),
+        "latency_ns": totals.latency_ns,
+    }
 
 
 def _usage(pid: int) -> dict[str, Any]:

@@ -10,34 +10,28 @@ from __future__ import annotations
 # Latencies of 2^42 ns, which is more than an hour, and beyond are in the last bucket.
 _MOST_BITS = 42
 NUM_BUCKETS = 4 * _MOST_BITS
-# Fates are below this (`gate.Fate`).
-_NUM_FATES = 32
 
 
 class Counts:
     """Answers of one model, or of all that is not a model's: plain numbers, to be read at any time."""
 
-    __slots__ = ("buckets", "fates", "latency_ns", "samples", "statuses")
+    __slots__ = ("buckets", "latency_ns", "statuses")
 
     def __init__(self) -> None:
         self.statuses: dict[int, int] = {}
-        # Only of what came to the scheduler.
-        self.fates = [0] * _NUM_FATES
         # Only of status 200.
         self.buckets = [0] * NUM_BUCKETS
         self.latency_ns = 0
-        self.samples = 0
 
     def note(self, status: int) -> None:
         """An answer of this status."""
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
-    def note_done(self, latency_ns: int, samples: int) -> None:
+    def note_done(self, latency_ns: int) -> None:
         """An answer of status 200 with outputs."""
         self.statuses[200] = self.statuses.get(200, 0) + 1
         self.buckets[bucket_of(latency_ns)] += 1
         self.latency_ns += latency_ns
-        self.samples += samples
 
 
 class FrontCounts:

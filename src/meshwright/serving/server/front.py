@@ -38,6 +38,7 @@ _FATES = {
     Fate.SACRIFICED: "The request was dropped, so that others are answered in time. Try again later.",
     Fate.CANCELLED: "The request was given up.",
     Fate.LOST: "What the request waited for was started anew. Try again.",
+    Fate.FORGOTTEN: "Nothing was decided about the request, long after its deadline. Try again later.",
     Fate.FAILED: "The model failed on this request.",
 }
 _DONE = Fate.DONE
@@ -127,12 +128,11 @@ class Front:
         assert asked is not None
         status = 500
         try:
-            served.counts.fates[fate] += 1
             if fate is not _DONE:
                 status = 500 if fate == Fate.FAILED else 503
                 raise Refusal(status, _FATES[fate])
             answer(call, served, asked, ticket.slots)
-            served.counts.note_done(_now_ns() - call.begun_ns, asked.count)
+            served.counts.note_done(_now_ns() - call.begun_ns)
             status = 200
         finally:
             self.gate.release(ticket)

@@ -23,6 +23,7 @@ from meshwright.serving.server.recording import Recorder
 from meshwright.serving.server.reports import Orders, keep_what_is_there, report, reporting_errors
 from meshwright.serving.server.rpc import RpcServer, most_connections, serve_rpc
 from meshwright.serving.server.tokens import read_token
+from meshwright.serving.server.totals import NO_MODEL
 from meshwright.spec import Server, read_deployment
 
 try:
@@ -56,8 +57,8 @@ async def serve(folder: Path, token: str | None) -> None:
             ready=gate.is_ready,
             connections=counts.connections,
             cancelled=counts.cancelled,
-            models=[[name, _facts(of)] for name, of in counts.models.items()],
-            others=_facts(counts.others),
+            refused=counts.refused,
+            answers=[[name, _facts(of)] for name, of in (*counts.models.items(), (NO_MODEL, counts.others))],
         )
 
     gate.changed = tell
@@ -92,7 +93,6 @@ def _facts(counts: Counts) -> dict[str, Any]:
         "statuses": counts.statuses,
         "buckets": {place: count for place, count in enumerate(counts.buckets) if count},
         "latency_ns": counts.latency_ns,
-        "samples": counts.samples,
     }
 
 

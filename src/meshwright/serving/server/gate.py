@@ -36,6 +36,8 @@ _MOST_SLOTS = 2**16
 _AT_ONCE = 16
 # Of so many times so many answers, the scheduler is told together how late they were.
 _MANY = 32
+# Memory that slots take at a time when there are none left.
+_GROWTH_BYTES = 2**16
 
 
 class Fate(enum.IntEnum):
@@ -45,6 +47,7 @@ class Fate(enum.IntEnum):
     DONE = 16
     FAILED = 17
     LOST = 18
+    FORGOTTEN = 19
 
 
 _DONE = Fate.DONE
@@ -66,9 +69,19 @@ class ModelFacts:
         size = slot_layout(self.inputs, self.outputs).itemsize
         slots = max(min(tensor_bytes // size, _MOST_SLOTS), 1)
         self.slab = Slab(slab_path(folder, epoch, channel, self.number), self.inputs, self.outputs, slots)
-        # Slots that were used last are used first, so that memory that was never needed is never touched.
-        self.idle = list(range(slots - 1, -1, -1))
-        self.tickets: list[Ticket | None] = [None] * slots
+        # Of slots that there is memory for (`grow`); those that were used last are used first, so that it stays small.
+        self.idle: list[int] = []
+        self.tickets: list[Ticket | None] = []
+
+    def grow(self, least: int) -> bool:
+        """Have so many more slots, or some more than that; False if there is no room for them."""
+        first, slots = len(self.tickets), len(self.slab)
+        count = min(max(least, _GROWTH_BYTES // self.slab.slots.itemsize), slots - first)
+        if count < least or not self.slab.allocate(first, count):
+            return False
+        self.idle[:0] = range(first + count - 1, first - 1, -1)
+        self.tickets += [None] * count
+        return True
 
 
 class Ticket:
@@ -151,7 +164,7 @@ class Gate:
         idle = model.idle
         if count == 1 and idle:
             return [idle.pop()]
-        if count > len(idle):
+        if count > len(idle) and not model.grow(count - len(idle)):
             return None
         taken = idle[len(idle) - count :]
         del idle[len(idle) - count :]
@@ -182,15 +195,34 @@ class Gate:
         """Nobody wants the answer any more; ``reply`` is not told, and the slots are given back in time."""
         if ticket.reply is not None:
             ticket.reply = None
-            for slot in ticket.slots:
-                if ticket.model.tickets[slot] is ticket:
-                    self._cancelled += (ticket.model.number, slot, ticket.deadline_ns)
-            if not self._flushing:
-                self._flush_soon()
+            self._withdraw(ticket)
+
+    def give_up_forgotten(self, due_ns: int, place: int, step: int) -> None:
+        """Tell those that were due by a moment that nothing was decided for them; of every ``step``-th model.
+
+        Their slots are given back only when the scheduler has answered, as it may still have a worker write to them.
+        """
+        for model in list(self._by_number.values())[place::step]:
+            if len(model.idle) == len(model.tickets):
+                continue
+            for ticket in model.tickets:
+                if ticket is not None and ticket.deadline_ns <= due_ns and (reply := ticket.reply) is not None:
+                    self.cancel(ticket)
+                    told = Ticket(model, [], ticket.deadline_ns, None)
+                    told.fate = Fate.FORGOTTEN
+                    reply(told)
 
     def release(self, ticket: Ticket) -> None:
         """Give slots back, after the answer was read."""
         ticket.model.idle += ticket.slots
+
+    def _withdraw(self, ticket: Ticket) -> None:
+        """Have the scheduler drop what waits of a request; what has been decided already is answered as ever."""
+        for slot in ticket.slots:
+            if ticket.model.tickets[slot] is ticket:
+                self._cancelled += (ticket.model.number, slot, ticket.deadline_ns)
+        if not self._flushing:
+            self._flush_soon()
 
     def _flush_soon(self) -> None:
         self._flushing = True
@@ -288,6 +320,7 @@ class Gate:
     def _settle(self, model: ModelFacts, slots: list[int], fate: int) -> None:
         """Requests whose last sample this was are told; slots that nobody waits for are given back."""
         tickets, is_done = model.tickets, fate == _DONE
+        lost: list[Ticket] = []
         for slot in slots:
             ticket = tickets[slot]
             if ticket is None:
@@ -296,11 +329,16 @@ class Gate:
             ticket.left -= 1
             if not is_done and ticket.fate is _DONE:
                 ticket.fate = Fate(fate)
+                lost.append(ticket)
             if ticket.left == 0:
                 if ticket.reply is None:
                     self.release(ticket)
                 else:
                     ticket.reply(ticket)
+        for ticket in lost:
+            # The rest would be computed for nobody.
+            if ticket.left and ticket.reply is not None:
+                self._withdraw(ticket)
 
     def _learn(self, document: dict[str, Any]) -> None:
         """The scheduler tells what models there are: all of them, each time."""

@@ -2,11 +2,12 @@
 
 `Connection` hands each request to the `Paths` as an `Exchange`; answers leave in the order in which requests came. No
 task or timer belongs to a connection or request: `HttpServer` looks at a sixteenth of the connections at each of its
-ticks and ends those that take too long.
+ticks and ends those that take too long, and at a sixteenth of the models for requests that were forgotten.
 
     431   the request line and headers are longer than ``header_bytes``
     413   the body is longer than ``body_bytes``: from its Content-Length, or once too much has come
     408   the request has not come within ``receive`` seconds
+    503   a request is not answered long after its deadline (``stuck``): its policy has forgotten it, or does not go on
     503   there are ``connections`` already, or bodies that are being received take all their memory
 
 A connection that is idle for ``idle`` seconds, or whose client does not read its answers for so long, is closed. No
@@ -32,6 +33,8 @@ _MOST_REFUSED = 256
 # How often it is looked whether all connections are closed, at the end.
 _LOOK_S = 0.01
 _GROUPS = 16
+# A request is forgotten when its deadline passed so many times ``stuck`` ago: whatever computed it was killed by then.
+_FORGOTTEN = 2
 
 
 class HttpServer:
@@ -41,6 +44,7 @@ class HttpServer:
         self.front, self.limits, self.paths = front, limits, Paths(front)
         self.receive_ns, self.idle_ns = round(limits.receive * 1e9), round(limits.idle * 1e9)
         self.heads = Heads()
+        self._forgotten_ns = round(_FORGOTTEN * limits.stuck * 1e9)
         self.receiving_bytes = 0
         # What bodies that come in pieces may take until they are there.
         self.most_receiving_bytes = max(4 * limits.body_bytes, limits.tensor_bytes)
@@ -108,6 +112,7 @@ class HttpServer:
         now_ns = time.monotonic_ns()
         for connection in list(self._groups[self._place]):
             connection.check(now_ns)
+        self.front.gate.give_up_forgotten(now_ns - self._forgotten_ns, self._place, _GROUPS)
 
 
 async def serve_http(

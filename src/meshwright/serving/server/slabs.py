@@ -7,6 +7,7 @@ reads outputs; a worker gathers the inputs of a batch and scatters its outputs, 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,18 @@ class Slab:
     def __len__(self) -> int:
         """How many slots there are."""
         return len(self.slots)
+
+    def allocate(self, first: int, count: int) -> bool:
+        """Have the system give memory for these slots, or say that it has none: without, whoever touches them dies."""
+        if not hasattr(os, "posix_fallocate"):
+            return True
+        try:
+            # No file stays open for this, as there are as many slabs as models.
+            with self.path.open("r+b") as opened:
+                os.posix_fallocate(opened.fileno(), first * self.slots.itemsize, count * self.slots.itemsize)
+        except OSError:
+            return False
+        return True
 
     def remove(self) -> None:
         """Take the file away; whoever has opened it can still use it."""

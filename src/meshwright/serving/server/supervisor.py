@@ -23,6 +23,7 @@ from typing import Any
 from meshwright.serving.server.place import own_folder, reserved_port
 from meshwright.serving.server.reports import FATAL
 from meshwright.serving.server.served import Served, check_names, check_served, served_models, write_models
+from meshwright.serving.server.totals import Totals
 from meshwright.spec import Deployment, ServedModel, ServingError
 from meshwright.spec.codec import write_document
 
@@ -34,7 +35,6 @@ _LONGEST_LINE = 2**24
 _LOOK_S = 0.5
 # Kinds of reports that hold until the next one; others tell of a moment.
 _LASTING = ("scheduler", "worker", "front")
-
 # What a change of models may take: the loading of large ones.
 _CHANGE_S = 1800.0
 _STARTED_AGAIN = "The scheduler ended, and is started again. Ask again when the server is ready."
@@ -76,6 +76,7 @@ class Supervisor:
     ) -> None:
         self.deployment = deployment
         self.facts: dict[str, dict[str, Any]] = {}
+        self.ended = Totals()  # of processes that have
         self.models: list[Served] = served_models(deployment)
         # Of all models that there were, by their numbers.
         self.model_names = [one.name for one in self.models]
@@ -266,7 +267,7 @@ class Supervisor:
             self._tell(child.name, {"kind": "started", "pid": child.process.pid, "starts": child.starts})
             await self._listen(child, child.process)
             code = child.process.returncode
-            self.facts.pop(child.name, None)
+            self.ended.add(self.facts.pop(child.name, {}))
             if child.name == "scheduler":
                 self._end_change("The server ends." if self._stopping.is_set() else _STARTED_AGAIN)
             # A worker that cannot load what others have loaded before may do so later.
