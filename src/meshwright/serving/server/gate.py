@@ -32,8 +32,9 @@ from meshwright.spec import ServingError, TensorSpec
 _AGAIN_S = 0.02
 # Slots of a model that a front makes at most; memory bounds it before, if samples are not tiny.
 _MOST_SLOTS = 2**16
-# Answers that are given before requests that have come meanwhile are read: those count from when they are.
-_AT_ONCE = 16
+# Answers that are given before requests that have come meanwhile are read: those count from when they are. With less,
+# batches of tiny models are smaller, and cost more.
+_AT_ONCE = 64
 # Of so many times so many answers, the scheduler is told together how late they were.
 _MANY = 32
 # Memory that slots take at a time when there are none left.
