@@ -199,6 +199,7 @@ def _print(result: LoadResult, document: dict[str, Any], out: Path | None) -> No
         make_table(models, total=total if len(models) > 1 else None),
         f"{result.total.num_requests:,} requests in {format_seconds(result.seconds)}: {', '.join(counts + statuses)}.",
     ]
+    lines += [f"One with status {status} said: {reason}." for status, reason in result.reasons.items()]
     if result.total.rejected_p99_s is not None:
         lines.append(f"99 % of those with status 503 were told within {format_seconds(result.total.rejected_p99_s)}.")
     if document["lateness_p99_s"] is not None:
