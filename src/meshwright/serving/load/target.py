@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from meshwright.serving.load.answers import Tensor, printable, reason_of
+from meshwright.serving.server.tokens import is_token
 from meshwright.spec import ServingError, suggest
 
 # Until a server has said what it has; one that compiles may be slow.
@@ -70,7 +71,7 @@ def read_target(url: str, token: str | None = None) -> Target:
         raise ServingError(f"{url!r} is no address of a server without TLS; {expected}")
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ServingError(f"{url!r} has characters that no address has; {expected}")
-    if token is not None and not (token.isascii() and token.isprintable() and token and " " not in token):
+    if token is not None and not is_token(token):
         raise ServingError("The token has characters that no header may have; expected one line of letters and digits.")
     return Target(host=host, port=80 if port is None else port, path=parts.path.rstrip("/"), token=token)
 
