@@ -18,7 +18,7 @@ from meshwright.cli.serve_timeline import timeline
 from meshwright.spec.codec import dump_json
 from meshwright.spec.deployment import Arrivals, Gamma, Poisson, Trace, read_deployment
 from meshwright.spec.errors import DocumentError
-from meshwright.spec.files import read_regular, refuse_replacing, write_text
+from meshwright.spec.files import refuse_replacing, write_text
 from meshwright.spec.quantities import Seconds
 from meshwright.spec.units import format_percent, format_seconds
 
@@ -46,8 +46,6 @@ serve.command()(models)
 serve.command()(replay)
 serve.command()(timeline)
 
-# Tokens are short; a file that is longer is another one.
-_MOST_TOKEN_BYTES = 2**14
 _SHOWN = ("model", "requests_per_s", "goodput_per_s", "in_time_share", "p50_s", "p99_s", "max_s")
 _TOLD = {
     "num_in_time": "in time",
@@ -104,12 +102,13 @@ def load(
     status 200 came, or a wrong one.
     """
     from meshwright.serving.load import run_load
+    from meshwright.serving.server.tokens import read_token
 
     if out is not None:
         if out.suffix != ".json":
             raise DocumentError(f"--out {out}: results are written as JSON. Choose a name that ends in .json.")
         refuse_replacing(out)
-    token = None if token_file is None else _read_token(token_file)
+    token = None if token_file is None else read_token(token_file)
     deadline_s = None if deadline is None else _read_time(deadline)
     if deployment is not None:
         _refuse_beside("--deployment", {"--model": model, "--rate": rate, "--shape": shape, "--trace": trace})
@@ -140,13 +139,6 @@ def load(
         _print(result, document, out)
     if result.total.statuses.get(200, 0) == 0 or result.num_wrong:
         raise typer.Exit(1)
-
-
-def _read_token(path: Path) -> str:
-    try:
-        return read_regular(path, _MOST_TOKEN_BYTES).decode("ascii").strip()
-    except UnicodeDecodeError:
-        raise DocumentError(f"{path}: expected a token in one line of ASCII. Check which file was meant.") from None
 
 
 def _read_time(text: str) -> float:
@@ -199,6 +191,7 @@ def _print(result: LoadResult, document: dict[str, Any], out: Path | None) -> No
         make_table(models, total=total if len(models) > 1 else None),
         f"{result.total.num_requests:,} requests in {format_seconds(result.seconds)}: {', '.join(counts + statuses)}.",
     ]
+    lines += [f"One with status {status} said: {reason}." for status, reason in result.reasons.items()]
     if result.total.rejected_p99_s is not None:
         lines.append(f"99 % of those with status 503 were told within {format_seconds(result.total.rejected_p99_s)}.")
     if document["lateness_p99_s"] is not None:

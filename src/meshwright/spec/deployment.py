@@ -129,6 +129,8 @@ class TensorSpec:
     shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.name:
+            raise ServingError("A tensor has an empty name, by which no request can have it. Give it another one.")
         if self.datatype not in DATATYPES:
             raise ServingError(
                 f"Tensor {self.name!r}: there is no datatype {self.datatype!r}{suggest(self.datatype, DATATYPES)}. "
@@ -178,6 +180,8 @@ class ServedModel:
     load: Seconds | None = None
 
     def __post_init__(self) -> None:
+        if not self.name:
+            raise ServingError("A model has an empty name, by which nobody can ask for it. Give it another one.")
         _check(f"Model {self.name!r}", load=(0.0, self.load, LONGEST))
         _check(f"Model {self.name!r}", slo=(1e-6, self.slo, LONGEST), copies=(1, self.copies, MOST_MODELS))
         _check(f"Model {self.name!r}", **{name: (1, size, LARGEST_SAMPLE) for name, size in self.sizes.items()})
@@ -186,9 +190,10 @@ class ServedModel:
                 f"Model {self.name!r}: a batch of one takes {self.latency.of(1):g} s, longer than its SLO of "
                 f"{self.slo:g} s, so that no request can be met. Give it more time, or another latency."
             )
-        names = [tensor.name for tensor in (*self.inputs, *self.outputs)]
-        if len(set(names)) < len(names):
-            raise ServingError(f"Model {self.name!r} has two tensors of one name. Give each its own.")
+        # An input and an output may share one, as requests and answers name them apart.
+        for what, tensors in (("inputs", self.inputs), ("outputs", self.outputs)):
+            if len({tensor.name for tensor in tensors}) < len(tensors):
+                raise ServingError(f"Model {self.name!r} has two {what} of one name. Give each its own.")
         if self.model is None and (self.sizes or self.preprocess or self.postprocess):
             raise ServingError(
                 f"Model {self.name!r} has sizes, preprocess or postprocess, but no `model` for them. Name it."

@@ -110,6 +110,8 @@ class Stub:
     def __init__(self, answer=echo, models=MODELS):
         self.answer, self.models = answer, models
         self.requests = []
+        # What is answered to whatever comes, if not None.
+        self.refusal = None
         self.port = 0
         self._connections = set()
         self._loop = asyncio.new_event_loop()
@@ -182,7 +184,9 @@ class _Connection(asyncio.Protocol):
 
     def reply(self, method, request):
         name = request.path.split("/")[3] if request.path.startswith("/v2/models/") else None
-        if request.path == "/v2/repository/index":
+        if self.stub.refusal is not None:
+            found = self.stub.refusal
+        elif request.path == "/v2/repository/index":
             found = respond(200, [{"name": name} for name in self.stub.models])
         elif name is None or name not in self.stub.models:
             found = respond(404, {"error": f"there is no {name}"})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import invoke
-from tests.serving.load.stub import MODELS, Stub, double, respond
+from tests.serving.load.stub import MODELS, Last, Stub, double, respond
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -90,6 +90,55 @@ def test_exit_codes(load):
         code, out, _ = load(stub.url, "--rate", 50, "--seconds", 0.5)
         assert code == 1
         assert "wrong" in out
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            respond(400, {"error": "Input 'x' has 3 values; expected 4."}),
+            "One with status 400 said: Input 'x' has 3 values; ",
+        ),
+        (respond(418, {"error": "a\x1b[31m\nb" * 200}), "One with status 418 said: a [31m ba [31m b"),
+        (respond(502, b"<html>\x00no\xffgateway"), "One with status 502 said: <html> no\ufffdgateway."),
+        (respond(500, b""), "One with status 500 said: without a reason."),
+    ],
+)
+def test_one_answer_of_each_status_says_why(load, answer, said):
+    with Stub(lambda request: double(request) if request.number % 2 else answer) as stub:
+        code, out, _ = load(stub.url, "--rate", 50, "--seconds", 0.5)
+        assert code == 0
+        assert said in out
+        assert len(out) < 2000
+        assert all(sign.isprintable() or sign == "\n" for sign in out)
+        document = json.loads(load(stub.url, "--rate", 50, "--seconds", 0.5, "--processes", 2, "--json")[1])
+    (reason,) = document["reasons"].values()
+    assert reason[:10] in said
+    assert document["reasons"].keys() == document["statuses"].keys() - {"200"}
+
+
+@pytest.mark.parametrize("options", [(), ("--model", "cat")])
+@pytest.mark.parametrize("has_token", [False, True])
+def test_a_server_that_wants_a_token_is_told_from_one_without_the_model(load, options, has_token):
+    Path("token").write_text("wrong\n")
+    with Stub() as stub:
+        stub.refusal = respond(401, {"error": "no"})
+        code, out, err = load(stub.url, "--rate", 1, *options, *(("--token-file", "token") if has_token else ()))
+    assert (code, out) == (1, "")
+    assert "wants a token, and was given " + ("a token that is not valid" if has_token else "no token") in err
+    assert "--token-file FILE" in err
+
+
+def test_a_port_that_speaks_something_else(load):
+    # What gRPC says first: a frame of SETTINGS (RFC 9113).
+    settings = bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 5, 0, 0, 64, 0]) + b"\x1b[31m\r\n"
+    with Stub() as stub:
+        stub.refusal = Last(settings)
+        code, out, err = load(stub.url, "--rate", 1)
+    assert (code, out) == (1, "")
+    assert "does not speak HTTP/1.1" in err
+    assert "gRPC has a port of its own" in err
+    assert err.isprintable()
 
 
 def test_a_server_of_several_models_asks_for_one(load):

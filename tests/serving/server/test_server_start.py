@@ -77,7 +77,7 @@ def test_what_only_the_simulator_knows_is_refused(tmp_path, more, what):
     assert f"The deployment has {what}, which only the simulator knows" in refusal(tmp_path, EMULATED + more)
 
 
-@pytest.mark.parametrize("token", ["", "\n", "tökén"])
+@pytest.mark.parametrize("token", ["", "\n", "tökén", "a b", "a\nb", "a\tb", "a" * 20_000])
 def test_a_token_that_is_none_is_refused(tmp_path, token):
     (tmp_path / "token").write_text(token)
     assert "expected a token" in refusal(tmp_path, EMULATED, "--token-file", str(tmp_path / "token"))

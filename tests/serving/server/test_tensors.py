@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.server.tensors import Codec
 from meshwright.serving.server.values import BadRequest, NotFinite
-from meshwright.spec import DATATYPES, TensorSpec
+from meshwright.spec import DATATYPES, Latency, ServedModel, TensorSpec
+from meshwright.spec.quantities import Seconds
 from tests.serving.server.fakes import X, Y, copy_inputs, facts, request
 
 IN_JSON = [name for name in DATATYPES if name not in ("FP16", "BF16")]
@@ -285,6 +286,17 @@ def test_long_data_of_the_right_size_are_read(tmp_path, is_nested):
     asked = codec.decode(body)
     codec.write(asked, [0])
     assert np.array_equal(model.slab.inputs[0][0], values[0])
+
+
+def test_an_input_and_an_output_may_have_the_same_name(tmp_path):
+    one = TensorSpec(name="x", shape=(4,))
+    served = ServedModel(
+        name="m", slo=Seconds(1), latency=Latency(alpha=Seconds(0), beta=Seconds(0.01)), inputs=(one,), outputs=(one,)
+    )
+    model = facts(tmp_path, served.inputs, served.outputs)
+    body = json.dumps(request((1, 2, 3, 4), outputs=[{"name": "x"}])).encode()
+    _, (text, _) = ask(model, Codec(model), body)
+    assert json.loads(text)["outputs"] == [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]
 
 
 def test_bytes_of_booleans(tmp_path):

@@ -19,6 +19,8 @@ from meshwright.serving.datatypes import NUMPY_TYPES
 # The largest head and body of a response that are taken for one.
 _MOST_HEAD_BYTES = 2**16
 _MOST_BODY_BYTES = 2**31
+# What is read of an answer that says why there is no other, and how much of its reason is told.
+MOST_REASON_BYTES, _SHOWN = 2**12, 300
 _IN_JSON: dict[str, Any] = {**NUMPY_TYPES, "BF16": np.float32, "BYTES": object}
 
 
@@ -158,6 +160,22 @@ def is_for_another(answer: Answer, request_id: str) -> bool:
     except (KeyError, TypeError, ValueError, RecursionError):
         return False
     return bool(found != request_id)
+
+
+def reason_of(body: bytes) -> str:
+    """What an answer of another status than 200 says: its ``error``, or the begin of whatever it is."""
+    try:
+        text = str(json.loads(body)["error"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        text = body.decode(errors="replace")
+    return printable(text).rstrip(".") or "without a reason"
+
+
+def printable(text: str) -> str:
+    """A text of a stranger, not too long, in which nothing commands a terminal."""
+    words = "".join(sign if sign.isprintable() else " " for sign in text).split()
+    shown = " ".join(words)
+    return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "…"
 
 
 def decode_outputs(answer: Answer) -> dict[str, NDArray[Any]]:

@@ -52,14 +52,15 @@ class Job:
 class Records:
     """What became of each request: status (or `Outcome`), seconds from its moment to its sending and to its answer.
 
-    ``waited`` is whether it found no idle connection. ``cpu_s`` is the processor time of the loop, ``end_ns`` the last
-    moment that it came to (from the begin).
+    ``waited`` is whether it found no idle connection. ``bodies`` has the first one of each status but 200. ``cpu_s`` is
+    the processor time of the loop, ``end_ns`` the last moment that it came to (from the begin).
     """
 
     status: NDArray[np.int16]
     lateness: NDArray[np.float32]
     latency: NDArray[np.float32]
     waited: NDArray[np.bool_]
+    bodies: dict[int, bytes]
     cpu_s: float
     end_ns: int
     num_connections: int

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.serving.load.answers import Answer, MalformedError, is_for_another, read_answer
+from meshwright.serving.load.answers import MOST_REASON_BYTES, Answer, MalformedError, is_for_another, read_answer
 from meshwright.serving.load.bodies import ID_DIGITS
 from meshwright.serving.load.connection import Connection
 from meshwright.serving.load.job import Job, Outcome, Records
@@ -79,6 +79,7 @@ class Loop:
         self._now = 0
         self._moments = job.moments.data
         self._whose = job.whose.data
+        self._bodies: dict[int, bytes] = {}
         self._columns = (
             np.full(count, Outcome.UNSENT, np.int16),
             np.zeros(count, np.float32),
@@ -133,6 +134,7 @@ class Loop:
             lateness=lateness[: self._count],
             latency=latency[: self._count],
             waited=waited[: self._count],
+            bodies=self._bodies,
             cpu_s=cpu_s,
             end_ns=max(self._now - begin_ns, 0),
             num_connections=self._num_opened,
@@ -380,6 +382,7 @@ class Loop:
         """The status of an answer, or why it is none."""
         status = answer.head.status
         if status != 200:
+            self._bodies.setdefault(status, answer.body[:MOST_REASON_BYTES])
             return status
         text = answer.text
         if connection.request_id not in text:

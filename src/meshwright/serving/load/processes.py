@@ -100,6 +100,7 @@ def _join(job: Job, records: Sequence[Records]) -> Records:
         columns[name] = column
     return Records(
         **columns,
+        bodies={status: body for part in reversed(records) for status, body in part.bodies.items()},
         cpu_s=sum(part.cpu_s for part in records),
         end_ns=max(part.end_ns for part in records),
         num_connections=sum(part.num_connections for part in records),

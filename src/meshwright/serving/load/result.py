@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.serving.load.answers import reason_of
 from meshwright.serving.load.job import Outcome, Records
 from meshwright.serving.load.streams import Stream
 
@@ -101,7 +102,8 @@ class LoadResult:
 
     ``seconds`` are those whose requests count; fewer than were asked for if it was ended early. ``lateness_s`` has
     percentiles of how late requests were sent that found an idle connection; ``num_waited`` found none, and were sent
-    ``waited_p99_s`` later. ``cpu_s_per_request`` is the sender's own. ``series`` has a row for each second.
+    ``waited_p99_s`` later. ``reasons`` are those of one answer of each status but 200. ``cpu_s_per_request`` is the
+    sender's own. ``series`` has a row for each second.
     """
 
     seconds: float
@@ -113,6 +115,7 @@ class LoadResult:
     waited_p99_s: float | None
     cpu_s_per_request: float | None
     num_connections: int
+    reasons: dict[int, str] = field(repr=False)
     series: tuple[dict[str, Any], ...] = field(repr=False)
 
     @property
@@ -140,6 +143,7 @@ class LoadResult:
             "waited_p99_s": self.waited_p99_s,
             "cpu_s_per_request": self.cpu_s_per_request,
             "num_connections": self.num_connections,
+            "reasons": {str(status): reason for status, reason in self.reasons.items()},
         }
 
     def warnings(self) -> list[str]:
@@ -191,18 +195,22 @@ def sum_up(
     for place, stream in enumerate(streams):
         mine = owners == place
         models.append(_count(stream.model, stream.deadline_s, status[mine], latency[mine], in_time[mine]))
+    total = _count("total", None, status, latency, in_time)
     lateness, waited = records.lateness[counted], records.waited[counted]
     sent = (status != Outcome.UNSENT) & ~waited
     return LoadResult(
         seconds=seconds,
         began=began,
         models=tuple(models),
-        total=_count("total", None, status, latency, in_time),
+        total=total,
         lateness_s=_percentiles(lateness[sent], ("p50_s", "p99_s", "max_s")),
         num_waited=int(waited.sum()),
         waited_p99_s=_percentiles(lateness[waited], ("p99_s",))["p99_s"],
         cpu_s_per_request=records.cpu_s / count if count else None,
         num_connections=records.num_connections,
+        reasons={
+            status: reason_of(body) for status, body in sorted(records.bodies.items()) if status in total.statuses
+        },
         series=_series(at, status, latency, in_time, seconds),
     )
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from meshwright.serving.load.answers import Tensor
+from meshwright.serving.load.answers import Tensor, printable, reason_of
+from meshwright.serving.server.tokens import is_token
 from meshwright.spec import ServingError, suggest
 
 # Until a server has said what it has; one that compiles may be slow.
@@ -70,7 +71,7 @@ def read_target(url: str, token: str | None = None) -> Target:
         raise ServingError(f"{url!r} is no address of a server without TLS; {expected}")
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ServingError(f"{url!r} has characters that no address has; {expected}")
-    if token is not None and not (token.isascii() and token.isprintable() and token and " " not in token):
+    if token is not None and not is_token(token):
         raise ServingError("The token has characters that no header may have; expected one line of letters and digits.")
     return Target(host=host, port=80 if port is None else port, path=parts.path.rstrip("/"), token=token)
 
@@ -102,7 +103,7 @@ def read_model(target: Target, name: str) -> ModelFacts:
             known = [model for model in read_model_names(target) if model != name]
         raise ServingError(
             f"The server at {target.authority} answered {status} when asked for model {name!r}{suggest(name, known)}: "
-            f"{_reason(content)}. Check the name, and whether the server has loaded it."
+            f"{reason_of(content)}. Check the name, and whether the server has loaded it."
         )
     try:
         data = json.loads(content)
@@ -152,16 +153,29 @@ def _tensor(data: Any) -> Tensor:
     return Tensor(name=data["name"], datatype=data["datatype"], shape=shape)
 
 
-def _ask(target: Target, method: str, path: str, content: bytes | None = None) -> tuple[int, bytes]:
+def _ask(target: Target, method: str, path: str, sent: bytes | None = None) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(target.host, target.port, timeout=_PATIENCE_S)
     try:
-        connection.request(method, path, content, {**target.headers, "Content-Type": "application/json"})
+        connection.request(method, path, sent, {**target.headers, "Content-Type": "application/json"})
         response = connection.getresponse()
-        return response.status, response.read(_MOST_BYTES)
-    except (OSError, http.client.HTTPException) as error:
+        status, content = response.status, response.read(_MOST_BYTES)
+    except OSError as error:
         raise _unreachable(target, error) from None
+    except http.client.HTTPException as error:
+        said = printable(str(error)) or "nothing that can be read"
+        raise ServingError(
+            f"What answers at {target.authority} does not speak HTTP/1.1 ({type(error).__name__}: {said}). Give the "
+            "address at which the server answers HTTP; gRPC has a port of its own."
+        ) from None
     finally:
         connection.close()
+    if status == 401:
+        given = "no token" if target.token is None else "a token that is not valid there"
+        raise ServingError(
+            f"The server at {target.authority} wants a token, and was given {given}. Give a file that has it: "
+            "--token-file FILE."
+        )
+    return status, content
 
 
 def _unreachable(target: Target, error: Exception) -> ServingError:
@@ -169,10 +183,3 @@ def _unreachable(target: Target, error: Exception) -> ServingError:
     return ServingError(
         f"No server answers at {target.authority} ({why}). Start one there, or check host and port of the address."
     )
-
-
-def _reason(content: bytes) -> str:
-    try:
-        return str(json.loads(content)["error"]).rstrip(".")[:300]
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return content[:100].decode(errors="replace").strip() or "without a reason"

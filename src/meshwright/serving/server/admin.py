@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hmac
 import json
 import os
 import re
@@ -38,7 +37,7 @@ from meshwright.serving.server.dashboard import read_asset
 from meshwright.serving.server.repository import Repository
 from meshwright.serving.server.served import Served
 from meshwright.serving.server.supervisor import Supervisor
-from meshwright.serving.server.tokens import read_token
+from meshwright.serving.server.tokens import is_bearer, read_token
 from meshwright.serving.server.totals import NO_MODEL, ModelTotals
 from meshwright.spec import ServingError
 
@@ -155,10 +154,7 @@ class Door:
         # Some browsers say no more of a page of a stranger.
         if b"origin" in headers:
             return 403, {"error": "Pages of browsers cannot change what is served."}
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        if self._token is not None and not (
-            scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._token)
-        ):
+        if self._token is not None and not is_bearer(headers.get(b"authorization", b""), self._token):
             return 401, {"error": "Other models need the server's token; expected Authorization: Bearer TOKEN."}
         body = b""
         while True:

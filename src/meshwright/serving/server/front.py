@@ -15,7 +15,6 @@ What is wrong is a `Refusal`, with a status of HTTP. A request that cannot be me
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from meshwright.serving.server.exchange import Call, Refusal, read_integer
 from meshwright.serving.server.gate import Fate, Gate, ModelFacts, Ticket
 from meshwright.serving.server.recording import Recording
 from meshwright.serving.server.tensors import Asked, Codec
+from meshwright.serving.server.tokens import is_bearer
 from meshwright.serving.server.values import SHOWN, BadRequest, NotFinite
 from meshwright.spec import Server
 
@@ -77,7 +77,7 @@ class Front:
         self.is_draining = False
         self.recording: Recording | None = None
         self.has_token = token is not None
-        self._token = b"" if token is None else b"Bearer " + token.encode()
+        self._token = None if token is None else token.encode()
         self._longest_ns = round(server.longest_deadline * 1e9)
         self._known: dict[str, ModelFacts] | None = None
         self._served: dict[str, Served] = {}
@@ -212,7 +212,5 @@ class Front:
 
     def check_token(self, given: bytes) -> None:
         """Raise Refusal unless this is ``Bearer`` and the token, or there is none to be given."""
-        if self.has_token:
-            scheme, _, token = given.partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(b"Bearer " + token.strip(), self._token):
-                raise Refusal(401, "The request has no token that is valid here; expected Authorization: Bearer TOKEN.")
+        if self._token is not None and not is_bearer(given, self._token):
+            raise Refusal(401, "The request has no token that is valid here; expected Authorization: Bearer TOKEN.")
