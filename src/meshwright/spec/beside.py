@@ -112,7 +112,7 @@ class _Source(SourceFileLoader):
         super().__init__(name, path)
         self._folder = folder
 
-    def get_code(self, fullname: str) -> CodeType:
+    def get_code(self, _fullname: str) -> CodeType:
         """Compile the source."""
         content = self.get_data(self.path)
         self._folder.sources[self.path] = content
