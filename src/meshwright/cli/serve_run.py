@@ -88,10 +88,11 @@ async def _welcome(supervisor: Supervisor) -> None:
         return
     deployment, server = supervisor.deployment, supervisor.deployment.server
     models = format_count(sum(model.copies for model in deployment.models), "model")
-    over_grpc = f" and grpc://{server.host}:{supervisor.grpc_port}" if server.grpc else ""
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    over_grpc = f" and grpc://{host}:{supervisor.grpc_port}" if server.grpc else ""
     note(
         f"Ready: {models} on {format_count(deployment.devices, 'device')} by policy {deployment.policy}, at "
-        f"http://{server.host}:{supervisor.port}/v2{over_grpc}; metrics at "
+        f"http://{host}:{supervisor.port}/v2{over_grpc}; metrics at "
         f"http://127.0.0.1:{supervisor.admin_port}/metrics. "
         "Ctrl-C ends it."
     )
@@ -100,7 +101,7 @@ async def _welcome(supervisor: Supervisor) -> None:
 def _tell(name: str, facts: dict[str, Any]) -> None:
     """What a user should know at once; of loading, what the first worker says, as all load the same."""
     match facts["kind"]:
-        case "ended" if facts["code"] and facts["again"]:
+        case "ended" if facts["again"] and (facts["code"] or not facts["is_released"]):
             why = "" if facts["error"] is None else f" ({facts['error']})"
             note(f"{name} ended with {_meaning(facts['code'])}{why}; it is started again.")
         case "broken":

@@ -1,8 +1,8 @@
 """Functions in a user's own files: ``path/to/file.py:function`` is found, run as a script would be, and read.
 
-A file's folder is importable while it is loaded and called. Whatever it raises becomes one paragraph with its own
-message and line. Who asks for a function says what it should return and which error tells of a fault. Paths are those
-of the shell: relative to the working directory, with ``~`` for the home folder.
+A file's folder is importable while it is loaded and called (`beside`). Whatever it raises becomes one paragraph with
+its own message and line. Who asks for a function says what it should return and which error tells of a fault. Paths are
+those of the shell: relative to the working directory, with ``~`` for the home folder.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.spec.beside import folder_of
 from meshwright.spec.errors import MeshwrightError, suggest
 from meshwright.spec.files import read_regular
 
@@ -79,11 +80,8 @@ def load_function(
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
     """Let ``import`` find the files of a folder, first of all, while the block runs."""
-    sys.path.insert(0, str(folder.resolve()))
-    try:
+    with folder_of(folder / "file.py").importable():
         yield
-    finally:
-        sys.path.remove(str(folder.resolve()))
 
 
 @contextmanager
@@ -127,14 +125,17 @@ def source_line(path: Path, line: int) -> str:
 
 
 def _run_file(path: Path, content: bytes, error: type[MeshwrightError]) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"meshwright_own_{path.stem}", path)
+    # Files of one name are told apart, and a file has the same name in each process.
+    place = source_hash(str(path.resolve()).encode("utf-8", "surrogateescape"))
+    spec = importlib.util.spec_from_file_location(f"meshwright_own_{path.stem}_{place}", path)
     if spec is None or spec.loader is None:
         raise error(f"{path} is not a Python file; give one whose name ends with .py.")
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickles of the file's classes look their module up here.
     sys.modules[spec.name] = module
     linecache.checkcache(str(path.resolve()))
-    with importable(path.parent), reported(path, f"Loading {path} raised", error):
+    folder = folder_of(path, is_loaded=True)
+    with folder.importable(), reported(path, f"Loading {path} raised", error):
         # The content that was read (and perhaps hashed) is what runs, not what the file holds by now.
         exec(compile(content, str(path.resolve()), "exec", dont_inherit=True), vars(module))
     return module

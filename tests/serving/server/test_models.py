@@ -80,6 +80,23 @@ def single():
     return Single(), (torch.zeros(2, 3),)
 def values():
     return make(lambda x: x if x.max() < 1 else x.double(), 3)
+def more():
+    return make(lambda x: torch.cat([x, x[:1]]) if x.max() > 0 else x, 3)
+def ends(how):
+    def call(x):
+        if x.max() > 1:
+            raise how("enough")
+        return x
+    return make(call, 3)
+def exits(): return ends(SystemExit)
+def interrupted(): return ends(KeyboardInterrupt)
+def lazy():
+    def call(x):
+        if x.max() > 0:
+            import lazily_imported
+            return x * lazily_imported.FACTOR
+        return x
+    return make(call, 3)
 def wrong(): return 3
 
 def flatten(inputs):
@@ -88,6 +105,9 @@ def keywords(inputs):
     return {"x": inputs["text"].to(torch.float32)}
 def best(outputs):
     return {"best": outputs.argmax(-1)}
+def thrice(outputs):
+    import lazily_imported
+    return outputs * lazily_imported.FACTOR
 def second(outputs):
     return outputs[1]
 def broken(value):
@@ -401,6 +421,37 @@ def test_outputs_that_are_not_what_was_promised_fail(own, tmp_path):
     assert "gave float64 [1, 3]; expected float32 [1, 3]" in failures.error
     slab.inputs[0][:] = np.nan
     assert run_batch(model, [(slab, np.array([0]))]).places == (0,)  # no NaN is below 1
+
+
+def test_more_answers_than_samples_fail(own, tmp_path):
+    model = open_model(served(own("more")))
+    slab = slab_of(tmp_path / "slab", model, 3)
+    slab.inputs[0][1] = 1.0
+    failures = run_batch(model, [(slab, np.array([0, 1, 2]))])
+    assert failures.places == (1,)
+    assert "gave float32 [2, 3]; expected float32 [1, 3]" in failures.error
+
+
+@pytest.mark.parametrize(("name", "kind"), [("exits", "SystemExit"), ("interrupted", "KeyboardInterrupt")])
+def test_a_model_that_wants_to_end_the_process_fails_on_its_sample(own, tmp_path, name, kind):
+    model = open_model(served(own(name)))
+    slab = slab_of(tmp_path / "slab", model, 3)
+    slab.inputs[0][:] = np.array([[0.0], [5.0], [1.0]])
+    failures = run_batch(model, [(slab, np.array([0, 1, 2]))])
+    assert (failures.places, failures.error) == ((1,), f"{kind}: enough")
+    assert slab.outputs[0][2].tolist() == [1.0] * 3
+
+
+def test_a_model_imports_from_its_folder_while_it_runs_as_it_was_loaded(own, tmp_path):
+    (tmp_path / "lazily_imported.py").write_text("FACTOR = 3\n")
+    ones = np.ones((1, 3), np.float32)
+    before = open_model(served(own("lazy")))
+    assert before.run([ones])[0].tolist() == [[3.0] * 3]
+    (tmp_path / "lazily_imported.py").write_text("FACTOR = 4\n")
+    assert open_model(served(own("lazy"))).run([ones])[0].tolist() == [[4.0] * 3]
+    assert before.run([ones])[0].tolist() == [[3.0] * 3]
+    hooked = served(own("lazy"), postprocess=own("thrice"))
+    assert open_model(hooked).run([ones])[0].tolist() == [[16.0] * 3]
 
 
 def test_tokens_beyond_a_vocabulary_fail_alone(tmp_path):

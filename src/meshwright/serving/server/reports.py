@@ -1,11 +1,13 @@
 """What processes of a server and their supervisor tell each other, and how they end with it.
 
-Processes report lines of JSON on standard output; orders come as such lines on standard input, whose end is theirs.
+Processes report lines of JSON through a pipe that the supervisor names in their environment (`PIPE`), and without one
+on standard output; orders come as such lines on standard input, whose end is theirs.
 """
 
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import select
@@ -14,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from meshwright.serving.policies.pool import DELAY, GUARD, NUM_IDLE, NUM_QUEUED, NUM_UP, SLACK, Ints
@@ -21,6 +24,8 @@ from meshwright.spec import MeshwrightError
 
 # What a process ends with that would not do better if it were started again.
 FATAL = 3
+# Its environment tells a process where to report.
+PIPE = "MESHWRIGHT_REPORTS"
 _FIGURES = {
     "queued": NUM_QUEUED,
     "up": NUM_UP,
@@ -35,12 +40,31 @@ _AT_ONCE = 2**16
 
 def report(kind: str, **facts: Any) -> None:
     """Tell something; without a supervisor there is nobody left to work for."""
+    line = json.dumps({"kind": kind, "time_ns": time.monotonic_ns(), **facts}) + "\n"
     try:
-        # A line of its own, whatever a model has printed.
-        sys.stdout.write("\n" + json.dumps({"kind": kind, "time_ns": time.monotonic_ns(), **facts}) + "\n")
-        sys.stdout.flush()
-    except (BrokenPipeError, ValueError):
+        pipe = _pipe()
+        if pipe is None:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            return
+        left = memoryview(line.encode())
+        while left:
+            left = left[os.write(pipe, left) :]
+    except (OSError, ValueError):
         raise SystemExit from None
+
+
+@cache
+def _pipe() -> int | None:
+    """Where to report, which is for this process alone: what it starts must not find it."""
+    named = os.environ.pop(PIPE, None)
+    if named is None:
+        return None
+    os.set_inheritable(int(named), False)
+    # What a model prints is seen when it is printed.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    return int(named)
 
 
 def pool_figures(pool: Ints | None) -> dict[str, int]:

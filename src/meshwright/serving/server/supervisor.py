@@ -12,14 +12,15 @@ import itertools
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshwright.serving.server.children import Child, await_end
 from meshwright.serving.server.place import own_folder, reserved_port
 from meshwright.serving.server.reports import FATAL
 from meshwright.serving.server.served import Served, check_names, check_served, served_models, write_models
@@ -31,8 +32,6 @@ from meshwright.spec.codec import write_document
 _WELL_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 0.05, 5.0
 # What fronts have to answer what is under way, and others to end.
 _DRAIN_S, _END_S = 30.0, 5.0
-_LONGEST_LINE = 2**24
-_LOOK_S = 0.5
 # Kinds of reports that hold until the next one; others tell of a moment.
 _LASTING = ("scheduler", "worker", "front")
 # What a change of models may take: the loading of large ones.
@@ -44,17 +43,6 @@ Told = Callable[[str, dict[str, Any]], None]
 
 class Unready(ServingError):  # noqa: N818 - it is a state
     """What was asked for may be possible in a moment."""
-
-
-@dataclass(slots=True, eq=False)
-class _Child:
-    name: str
-    arguments: list[str]
-    environment: dict[str, str] = field(default_factory=dict)
-    process: asyncio.subprocess.Process | None = None
-    starts: int = 0
-    wanted: asyncio.Event = field(default_factory=asyncio.Event)
-    error: str | None = None
 
 
 class Supervisor:
@@ -85,7 +73,7 @@ class Supervisor:
         self._log, self._token_file, self._told = log, token_file, told
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
         self._changed = asyncio.Event()
-        self._children: dict[str, _Child] = {}
+        self._children: dict[str, Child] = {}
         self._fault: str | None = None
         self._was_ready = False
         self._changing = asyncio.Lock()
@@ -202,7 +190,7 @@ class Supervisor:
         if self._fault is not None:
             raise ServingError(self._fault)
 
-    def _describe(self, folder: Path) -> list[_Child]:
+    def _describe(self, folder: Path) -> list[Child]:
         log = [] if self._log is None else [str(self._log.absolute())]
         token = [] if self._token_file is None else [str(self._token_file.absolute())]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -212,9 +200,9 @@ class Supervisor:
         return [
             # The first touch of a huge page takes milliseconds (own measurement 2026-11-24: the first trial of
             # `adaptive` stopped a scheduler for 60 ms); most of a pool's room is never used.
-            _Child("scheduler", ["scheduler_process", str(folder), *log], {"NUMPY_MADVISE_HUGEPAGE": "0"}),
+            Child("scheduler", ["scheduler_process", str(folder), *log], {"NUMPY_MADVISE_HUGEPAGE": "0"}),
             *(
-                _Child(
+                Child(
                     f"worker-{device}",
                     ["worker", str(folder), str(device)],
                     {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"},
@@ -222,13 +210,13 @@ class Supervisor:
                 for device in range(self.deployment.devices)
             ),
             *(
-                _Child(f"front-{front}", ["front_process", str(folder), *token])
+                Child(f"front-{front}", ["front_process", str(folder), *token])
                 for front in range(self.deployment.server.fronts)
             ),
         ]
 
     @asynccontextmanager
-    async def _keeping(self, children: list[_Child]) -> AsyncIterator[None]:
+    async def _keeping(self, children: list[Child]) -> AsyncIterator[None]:
         self._children = {child.name: child for child in children}
         for child in children:
             child.wanted.set()
@@ -244,7 +232,7 @@ class Supervisor:
             await self._end_all()
             await asyncio.gather(*keepers)
 
-    async def _keep(self, child: _Child) -> None:
+    async def _keep(self, child: Child) -> None:
         """Start a process, and start it again when it has ended."""
         pause_s = _FIRST_PAUSE_S
         while await self._is_wanted(child):
@@ -253,20 +241,12 @@ class Supervisor:
             if child.name == "scheduler" and self._log is not None and child.starts:
                 # What the one before has written stays.
                 arguments = [*arguments[:-1], f"{arguments[-1]}.{child.starts + 1}"]
-            child.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", f"meshwright.serving.server.{arguments[0]}", *arguments[1:]),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env={**os.environ, **child.environment},
-                limit=_LONGEST_LINE,
-                start_new_session=True,  # Ctrl-C is for the supervisor
-            )
-            if self._stopping.is_set() and child.process.stdin is not None:
-                child.process.stdin.close()
-            child.starts += 1
-            self._tell(child.name, {"kind": "started", "pid": child.process.pid, "starts": child.starts})
-            await self._listen(child, child.process)
-            code = child.process.returncode
+            process = await child.start(arguments)
+            if self._stopping.is_set() and process.stdin is not None:
+                process.stdin.close()
+            self._tell(child.name, {"kind": "started", "pid": process.pid, "starts": child.starts})
+            await child.listen(process, partial(self._hear, child))
+            code = process.returncode
             self.ended.add(self.facts.pop(child.name, {}))
             if child.name == "scheduler":
                 self._end_change("The server ends." if self._stopping.is_set() else _STARTED_AGAIN)
@@ -275,15 +255,16 @@ class Supervisor:
                 self._fault = self._fault or child.error
                 self._stopping.set()
             again = child.wanted.is_set() and not self._stopping.is_set()
-            self._tell(child.name, {"kind": "ended", "code": code, "again": again, "error": child.error})
-            child.error = None
+            facts = {"code": code, "again": again, "error": child.error, "is_released": child.is_released}
+            self._tell(child.name, {"kind": "ended", **facts})
+            child.error, child.is_released = None, False
             if time.monotonic() - began > _WELL_S:
                 pause_s = _FIRST_PAUSE_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _is_wanted(self, child: _Child) -> bool:
+    async def _is_wanted(self, child: Child) -> bool:
         """Wait until a process is wanted; False if the server ends before."""
         if not child.wanted.is_set():
             waiting = [asyncio.create_task(event.wait()) for event in (child.wanted, self._stopping)]
@@ -292,45 +273,14 @@ class Supervisor:
                 task.cancel()
         return not self._stopping.is_set()
 
-    async def _listen(self, child: _Child, process: asyncio.subprocess.Process) -> None:
-        """Hear a process until it has ended."""
-        hearing = asyncio.create_task(self._hear(child, process))
-        ending = asyncio.create_task(process.wait())
-        # asyncio waits for the end of output, too, which others may hold open.
-        while process.returncode is None and not ending.done():
-            await asyncio.wait([ending], timeout=_LOOK_S)
-        # What it has started itself ends with it, and holds its output open no longer.
-        if hasattr(os, "killpg") and hasattr(signal, "SIGKILL"):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait([hearing, ending], timeout=_END_S)
-        hearing.cancel()
-        ending.cancel()
-
-    async def _hear(self, child: _Child, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        while True:
-            try:
-                line = await process.stdout.readline()
-            except ValueError:  # a line without end
-                continue
-            if not line:
-                return
-            if line == b"\n":
-                continue
-            try:
-                facts = json.loads(line)
-                kind = facts["kind"]
-            except (ValueError, KeyError, TypeError):
-                sys.stderr.buffer.write(line)  # what a model prints
-                continue
-            if not self._heed(child, kind, facts):
-                continue
+    def _hear(self, child: Child, facts: dict[str, Any]) -> None:
+        """A process has reported something."""
+        if self._heed(child, facts["kind"], facts):
             self._was_ready = self._was_ready or self.is_ready
             self._tell(child.name, facts)
             self._changed.set()
 
-    def _heed(self, child: _Child, kind: str, facts: dict[str, Any]) -> bool:
+    def _heed(self, child: Child, kind: str, facts: dict[str, Any]) -> bool:
         """Do what a report asks for; False if there is nothing to it."""
         if kind == "error":
             child.error = facts["text"]
@@ -355,9 +305,10 @@ class Supervisor:
             self.facts[child.name] = facts
         return True
 
-    def _release(self, child: _Child) -> None:
+    def _release(self, child: Child) -> None:
         """A process is not wanted any more: it ends, and is not started again."""
         child.wanted.clear()
+        child.is_released = True
         if child.process is not None and child.process.stdin is not None:
             child.process.stdin.close()
 
@@ -378,22 +329,8 @@ class Supervisor:
         for child in fronts:
             if child.process is not None and child.process.returncode is None:
                 child.process.send_signal(signal.SIGTERM)
-        await _await_end(fronts, _DRAIN_S, self._hurrying)
+        await await_end(fronts, _DRAIN_S, self._hurrying)
         for child in others:
             if child.process is not None and child.process.stdin is not None:
                 child.process.stdin.close()
-        await _await_end(others, _END_S, self._hurrying)
-
-
-async def _await_end(children: list[_Child], limit_s: float, hurrying: asyncio.Event) -> None:
-    """Wait for processes to end; those that do not, or not soon enough for somebody, are killed."""
-    processes = [child.process for child in children if child.process is not None]
-    ending = asyncio.gather(*(process.wait() for process in processes))
-    hurry = asyncio.create_task(hurrying.wait())
-    awaited: list[asyncio.Future[Any]] = [ending, hurry]
-    await asyncio.wait(awaited, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-    hurry.cancel()
-    ending.cancel()
-    for process in processes:
-        if process.returncode is None:
-            process.kill()
+        await await_end(others, _END_S, self._hurrying)

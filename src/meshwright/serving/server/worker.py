@@ -88,12 +88,17 @@ class Worker:
             channel.close()
 
     def _obey(self, channel: Channel) -> None:
+        # Not select(2): a model may hold more files open than that can tell apart.
+        watched = select.poll()
+        for source in (sys.stdin, self._loader):
+            watched.register(source, select.POLLIN)
+        orders, loads = sys.stdin.fileno(), self._loader.fileno()
         while True:
-            sources = [channel, sys.stdin, self._loader]
-            ready, _, _ = select.select(sources, [channel] if channel.is_waiting else [], [])
-            if sys.stdin in ready:
+            watched.register(channel, select.POLLIN | (select.POLLOUT if channel.is_waiting else 0))
+            ready = {number for number, _ in watched.poll()}
+            if orders in ready:
                 self._recorder.obey(self._orders.read())
-            if self._loader in ready:
+            if loads in ready:
                 for loaded in self._loader.take():
                     if isinstance(loaded, Held):
                         self._held[loaded.served.number] = loaded
@@ -119,8 +124,9 @@ class Worker:
 
     def _wait(self, seconds: float) -> None:
         """Wait, and end if the supervisor has gone."""
-        ready, _, _ = select.select([sys.stdin], [], [], seconds)
-        if ready:
+        watched = select.poll()
+        watched.register(sys.stdin, select.POLLIN)
+        if watched.poll(seconds * 1e3):
             self._recorder.obey(self._orders.read())
 
     def _compute(self, cells: Ints) -> Ints:

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.policies.pool import Ints
-from meshwright.serving.server.models.runnable import Arrays, DeviceLost, Runnable
+from meshwright.serving.server.models.runnable import RAISED, Arrays, DeviceLost, Runnable
 from meshwright.serving.server.slabs import Slab
 from meshwright.spec import ServingError
 
@@ -66,12 +66,13 @@ def scatter(groups: Sequence[Group], outputs: Arrays) -> None:
 def _run_part(model: Runnable, groups: Sequence[Group], first: int, failed: list[tuple[int, str]]) -> None:
     """Run a part of a batch that begins at place ``first``, and append to ``failed`` what it raised for which place."""
     count = sum(len(slots) for _, slots in groups)
+    arrays = gather(groups)
     try:
-        answers = model.run(gather(groups))
+        answers = model.run(arrays)
         check_answers(model, answers, count)
     except DeviceLost:
         raise
-    except Exception as error:
+    except RAISED as error:
         if count == 1:
             failed.append((first, " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_MESSAGE]))
             return

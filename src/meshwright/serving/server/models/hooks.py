@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.spec import ServingError, own_code
+from meshwright.spec.beside import folder_of
 
 Hook = Callable[[Any], Any]
 
@@ -25,9 +26,10 @@ def load_hook(reference: str | None, expected: str) -> Hook | None:
         raise ServingError(f"{reference!r} is no function. Give file.py:function, which {expected}.")
     path, name = split
     function = own_code.load_function(path, name, expected=expected, error=ServingError)
+    folder = folder_of(path)
 
     def call(value: Any) -> Any:
-        with own_code.reported(path, f"{name}() raised", ServingError):
+        with folder.importable(), own_code.reported(path, f"{name}() raised", ServingError):
             return function(value)
 
     return call

@@ -11,6 +11,8 @@ from meshwright.spec import TensorSpec
 Arrays = list[NDArray[Any]]
 # What a batch can be at most where nothing says less; that of `Latency`.
 LARGEST = 1024
+# What the code of a model may raise: it must not end a worker, whatever it means by it.
+RAISED = (Exception, SystemExit, KeyboardInterrupt)
 
 
 class DeviceLost(Exception):  # noqa: N818 - it is no error of the batch

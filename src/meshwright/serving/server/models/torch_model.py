@@ -24,6 +24,7 @@ from meshwright.serving.server.models.runnable import LARGEST, Arrays, DeviceLos
 from meshwright.serving.server.models.sources import load_source, zeros_of
 from meshwright.serving.server.models.tensors import as_arguments, named_tensors, spec_of, to_array, to_tensor
 from meshwright.spec import ServedModel, ServingError, TensorSpec, own_code
+from meshwright.spec.beside import afresh, folder_of
 
 _TRIED = (1, 2, 3)
 
@@ -39,7 +40,13 @@ class TorchModel:
         torch.set_num_threads(num_threads)
         self._name = model.name
         self._device = _find_device(device)
+        self._path = (own_code.split_reference(model.model or "") or (Path(model.model or ""), ""))[0]
+        with afresh():
+            self._load(model)
+
+    def _load(self, model: ServedModel) -> None:
         source = load_source(model, self._device)
+        self._folder = folder_of(self._path)
         most = LARGEST if model.latency is None else model.latency.largest
         self.platform, self.largest = source.platform, int(min(most, source.largest))
         self._call, self._fixed = source.call, source.fixed
@@ -56,7 +63,9 @@ class TorchModel:
         """See `Runnable.run`."""
         found = self._compute(arrays)
         count = len(arrays[0])
-        return [to_array(found[place][1][:count]) for place in self._places]
+        # More than was asked for is cut off only where the batch was filled up.
+        rows = slice(count if self._fixed else None)
+        return [to_array(found[place][1][rows]) for place in self._places]
 
     def sample(self, count: int) -> Arrays:
         """Samples of the model's example, as often as needed; zeros where there is none."""
@@ -67,7 +76,7 @@ class TorchModel:
         if self._fixed:
             fill = self._fixed - len(arrays[0])
             arrays = [np.concatenate([array, np.repeat(array[-1:], fill, axis=0)]) for array in arrays]
-        with self._losing(), torch.inference_mode():
+        with self._losing(), self._folder.importable(), torch.inference_mode():
             tensors = [
                 to_tensor(array, item.datatype).to(self._device)
                 for array, item in zip(arrays, self.inputs, strict=True)
@@ -120,10 +129,8 @@ class TorchModel:
         return model.inputs
 
     def _try(self, model: ServedModel, count: int) -> Named:
-        reference = model.model or ""
-        path = (own_code.split_reference(reference) or (Path(reference), ""))[0]
         told = f"Model {model.name!r}, run on a batch of {count}, raised"
-        with own_code.importable(path.parent), own_code.reported(path, told, ServingError):
+        with own_code.reported(self._path, told, ServingError):
             return self._compute(self.sample(count))
 
 

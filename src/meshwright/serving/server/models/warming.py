@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from meshwright.serving.server.models.batches import check_answers
-from meshwright.serving.server.models.runnable import DeviceLost, Runnable
+from meshwright.serving.server.models.runnable import RAISED, DeviceLost, Runnable
 from meshwright.spec import BatchMeasurement, ServingError
 from meshwright.spec.measurements import MIN_SECONDS
 
@@ -44,7 +44,7 @@ def warm_up(
             samples[size] = [_time(model, size, clock)]
         except DeviceLost:
             raise
-        except Exception as error:
+        except RAISED as error:
             if not samples:
                 raise ServingError(
                     f"{name} raised {type(error).__name__} for a single sample: {' '.join(str(error).split())[:500]}. "

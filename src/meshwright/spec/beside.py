@@ -1,0 +1,221 @@
+"""Modules that lie beside a user's file: each file finds those of its own folder, as they are when it is loaded.
+
+Two folders may have a ``helper.py`` each, and one folder may have another ``helper.py`` later. So such a module stands
+in `sys.modules` only while a file is loaded or called (`Folder.importable`); who has imported it keeps it, and what is
+imported in a later call is found here again. Files that are loaded in one block of `afresh` share modules; where there
+is none, those of a folder are kept until one of them has changed.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+)
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import CodeType, ModuleType
+
+
+class Folder:
+    """Modules that were imported from a folder, by name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path.resolve())
+        self._modules: dict[str, ModuleType] = {}
+        self.sources: dict[str, bytes] = {}
+
+    @contextmanager
+    def importable(self) -> Iterator[None]:
+        """Let ``import`` find the files of the folder, first of all, while the block runs."""
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)
+        mine = _stack()
+        # For threads that are started meanwhile, and packages without a file.
+        sys.path.insert(0, self._path)
+        mine.append(self)
+        _EVERYWHERE.append(self)
+        try:
+            yield
+        finally:
+            mine.pop()
+            _EVERYWHERE.remove(self)
+            sys.path.remove(self._path)
+            if self not in _EVERYWHERE:
+                self._take_out()
+
+    def find(self, name: str, within: Sequence[str] | None) -> ModuleSpec | None:
+        """Where a module is, if it is in the folder, or in a package that is."""
+        if name in self._modules:
+            known = self._modules[name]
+            return ModuleSpec(
+                name, _Known(known), origin=getattr(known, "__file__", None), is_package=hasattr(known, "__path__")
+            )
+        if within is None:
+            places: Sequence[str] = [self._path]
+        elif name.partition(".")[0] in self._modules:
+            places = list(within)
+        else:
+            return None
+        for place in places:
+            loaders: list[Any] = [(ExtensionFileLoader, EXTENSION_SUFFIXES), (self._loader, SOURCE_SUFFIXES)]
+            spec = FileFinder(place, *loaders).find_spec(name)
+            if spec is not None and spec.loader is not None:
+                return spec
+            if spec is not None and not _is_found(name, within):
+                # A package without a file of its own; those that have one go first, wherever they are.
+                spec.loader = _Bare(self)
+                return spec
+        return None
+
+    def is_as_loaded(self) -> bool:
+        """Do all files still hold what was imported?"""
+        try:
+            return all(Path(path).read_bytes() == content for path, content in self.sources.items())
+        except OSError:
+            return False
+
+    def keep(self, module: ModuleType) -> None:
+        """A module of the folder begins to be loaded."""
+        self._modules[module.__name__] = module
+
+    def drop(self, module: ModuleType) -> None:
+        """It has not come about."""
+        self._modules.pop(module.__name__, None)
+
+    def _loader(self, name: str, path: str) -> _Source:
+        return _Source(name, path, self)
+
+    def _take_out(self) -> None:
+        for name, module in list(self._modules.items()):
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+
+
+class _Source(SourceFileLoader):
+    """A file's source as it is now: compiled files tell those apart only that differ in size or by a second."""
+
+    def __init__(self, name: str, path: str, folder: Folder) -> None:
+        super().__init__(name, path)
+        self._folder = folder
+
+    def get_code(self, _fullname: str) -> CodeType:
+        """Compile the source."""
+        content = self.get_data(self.path)
+        self._folder.sources[self.path] = content
+        linecache.checkcache(self.path)
+        return compile(content, self.path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run it."""
+        self._folder.keep(module)
+        try:
+            super().exec_module(module)
+        except BaseException:
+            self._folder.drop(module)
+            raise
+
+
+class _Bare(Loader):
+    """A package that is a folder and nothing else."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def create_module(self, _spec: ModuleSpec) -> None:
+        """As usual."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing to run."""
+        self._folder.keep(module)
+
+
+class _Known(Loader):
+    """A module that was imported before."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, _spec: ModuleSpec) -> ModuleType:
+        """The same one."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run."""
+        module.__spec__ = self._spec
+
+
+def _is_found(name: str, within: Sequence[str] | None) -> bool:
+    """Would `sys.path`, or a package's path, lead to a module with a file?"""
+    spec = PathFinder.find_spec(name, within)
+    return spec is not None and spec.loader is not None
+
+
+class _Finder:
+    """The finder of all folders: whose block a thread is in, or that of the thread that has started it."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, _target: Any = None) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        for folder in reversed(_stack() or _EVERYWHERE[-1:]):
+            if (spec := folder.find(name, path)) is not None:
+                return spec
+        return None
+
+
+_FINDER: Any = _Finder()
+_EVERYWHERE: list[Folder] = []
+_OF_THREAD = threading.local()
+_FOLDERS: dict[Path, Folder] = {}
+
+
+def _stack() -> list[Folder]:
+    """Folders whose blocks this thread is in."""
+    if not hasattr(_OF_THREAD, "stack"):
+        _OF_THREAD.stack, _OF_THREAD.fresh = [], None
+    stack: list[Folder] = _OF_THREAD.stack
+    return stack
+
+
+@contextmanager
+def afresh() -> Iterator[None]:
+    """What this thread loads in the block shares its modules, and shares none with what was loaded before."""
+    _stack()
+    before = _OF_THREAD.fresh
+    _OF_THREAD.fresh = set()
+    try:
+        yield
+    finally:
+        _OF_THREAD.fresh = before
+
+
+def folder_of(path: Path, *, is_loaded: bool = False) -> Folder:
+    """The folder of a file, with the modules that were imported for it last.
+
+    If the file ``is_loaded`` now, anew in each block of `afresh`, and elsewhere if a module's file has changed.
+    """
+    place = path.parent.resolve()
+    _stack()
+    fresh: set[Path] | None = _OF_THREAD.fresh
+    folder = _FOLDERS.get(place)
+    is_stale = folder is None or (
+        is_loaded and (place not in fresh if fresh is not None else not folder.is_as_loaded())
+    )
+    if folder is None or is_stale:
+        _FOLDERS[place] = folder = Folder(place)
+    if fresh is not None and is_loaded:
+        fresh.add(place)
+    return folder
