@@ -76,6 +76,7 @@ class Changes:
             self._error = text
         elif text is not None and number in self._catalog.numbers:
             # It is there for others: this worker is of no use without it.
+            worker.held.discard(number)
             report("broken", worker=worker.device, pid=worker.pid, text=text)
         elif number not in self._coming and number not in self._catalog.numbers:
             self.equip(worker)  # given up meanwhile
