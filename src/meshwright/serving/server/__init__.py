@@ -3,6 +3,8 @@
 supervisor     starts the processes, starts again those that end, and ends them all in order
 admin          how the server is: status, health, metrics
 reports        what processes tell the supervisor
+totals         what they have counted, those that have ended among them
+tokens         what requests have to bring
 channel        messages between processes
 slabs          shared memory in which tensors lie
 promptness     processes that begin soon after they are woken
