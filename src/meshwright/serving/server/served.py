@@ -22,6 +22,8 @@ from meshwright.spec.files import write_text
 
 # A batch of more requests would not fit into one message (`channel`).
 LARGEST = 4096
+# Workers, a process each.
+MOST_DEVICES = 256
 _FILE = "models.json"
 
 
@@ -106,6 +108,11 @@ def read_tensors(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
 def check_served(deployment: Deployment) -> None:
     """Raise ServingError for what a server cannot do, though the simulator can."""
     served_models(deployment)
+    if deployment.devices > MOST_DEVICES:
+        raise ServingError(
+            f"The deployment has {deployment.devices} devices; a server has at most {MOST_DEVICES}, as each is a "
+            "process of its own. Give fewer with --devices; the simulator knows more."
+        )
     for what, given in (("queries", deployment.queries), ("trunks", deployment.trunks), ("groups", deployment.groups)):
         if given:
             raise ServingError(
