@@ -123,6 +123,8 @@ def _tell(name: str, facts: dict[str, Any]) -> None:
                 f"The system lets a front have {facts['files']} files open; connections may need {facts['wanted']}. "
                 f"There can be {facts['connections']} connections. Raise it (ulimit -Hn), or give fewer in [server]."
             )
+        case "unlogged":
+            note(facts["text"])
         case "stuck":
             note(f"worker-{facts['worker']} has computed one batch for {facts['seconds']:.3g} s; it is killed.")
         case _:
@@ -141,7 +143,7 @@ def replay(
     log: Annotated[Path, typer.Argument(metavar="LOG", exists=True, dir_okay=False, help="What `serve --log` wrote.")],
 ) -> None:
     """Decide all again that a server has decided: its log's events through its policy."""
-    from meshwright.serving.server.live import replay_log
+    from meshwright.serving.server.replay import replay_log
 
     events, decisions = replay_log(log)
     print(f"{events} events, {decisions} decisions: the same ones.")

@@ -44,6 +44,8 @@ class Server:
 
     def __post_init__(self) -> None:
         what = "A server"
+        if not self.host.strip():
+            raise ServingError("A server's host is empty; expected an address. 0.0.0.0 is all of this machine's.")
         for name in ("port", "grpc_port", "admin_port"):
             _check(what, **{name: (0, getattr(self, name), 65_535)})
         _check(what, fronts=(1, self.fronts, 256), connections=(1, self.connections, 10**6))

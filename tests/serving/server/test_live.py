@@ -1,6 +1,7 @@
 """Live events through policies: nothing is lost, and a log is decided again as it was."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.serving.policies.ordering import LEVEL_BIT
 from meshwright.serving.policies.pool import DROP, NEVER, RUN, SLACK
+from meshwright.serving.server.decision_log import LogFile, check_log
 from meshwright.serving.server.live import (
     ADJUST,
     ARRIVE,
@@ -19,8 +21,8 @@ from meshwright.serving.server.live import (
     UP,
     WAKE,
     Live,
-    replay_log,
 )
+from meshwright.serving.server.replay import replay_log
 from meshwright.spec import ServingError
 
 MS = 1_000_000
@@ -183,6 +185,105 @@ def test_a_log_that_says_otherwise_is_told(tmp_path):
     path.write_bytes(json.dumps({**header, "kind": "another"}).encode() + b"\n")
     with pytest.raises(ServingError, match="is no log of decisions"):
         replay_log(path)
+
+
+def logged(path, policy="eager"):
+    """A log of three calls, with the place where each begins."""
+    starts = []
+    with path.open("wb") as log:
+        live = Live(policy, facts(), log)
+        for events in ([(UP, 0, 0)], [(ARRIVE, 5, 0, 77, 20 * MS)], [(FREE, 9 * MS, 0, 0, 0, MS)]):
+            starts.append(log.tell())
+            live.take(rows(*events))
+    return path.read_bytes(), starts
+
+
+@pytest.mark.parametrize(
+    ("call", "cell", "value", "words"),
+    [
+        (1, 0, -7, "after 1 events, numbers of events and decisions cannot be"),
+        (2, 1, 2**40, "after 2 events, numbers of events and decisions cannot be"),
+        (0, 3, 99, "after 0 events, an event is of no kind"),
+        (0, 5, DEVICES, "after 0 events, an event cannot be"),
+        (0, 5, -(10**12), "after 0 events, an event cannot be"),
+        (1, 5, MODELS, "after 1 events, an event cannot be"),
+        (2, 6, 10**15, "after 2 events, an event cannot be"),
+        (2, 7, 17, "after 2 events, an event cannot be"),
+        (2, 4, -1, "after 2 events, an event cannot be"),
+    ],
+)
+def test_a_damaged_log_is_told_before_a_policy_sees_it(tmp_path, call, cell, value, words):
+    data, starts = logged(tmp_path / "log")
+    at = starts[call] + 8 * cell
+    (tmp_path / "log").write_bytes(data[:at] + value.to_bytes(8, "little", signed=True) + data[at + 8 :])
+    with pytest.raises(ServingError, match=words):
+        replay_log(tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("num_devices", -3),
+        ("num_devices", 10**12),
+        ("capacity", 10**12),
+        ("slo", "x"),
+        ("latency", [[1]]),
+        ("slo", [1]),
+    ],
+)
+def test_facts_that_no_pool_can_have_are_told_before_it_is_made(tmp_path, kind, value):
+    data, starts = logged(tmp_path / "log")
+    header = json.loads(data[: starts[0]])
+    header["facts"][kind] = value
+    (tmp_path / "log").write_bytes(json.dumps(header).encode() + b"\n" + data[starts[0] :])
+    with pytest.raises(ServingError, match="is no log of decisions"):
+        replay_log(tmp_path / "log")
+
+
+@pytest.mark.parametrize("measured", [[1], {"rate": [1, 2, 3, 4]}, {"foo": [1]}, {"slowness": ["a"] * DEVICES}])
+def test_measurements_of_other_devices_are_told(tmp_path, measured):
+    data, starts = logged(tmp_path / "log")
+    header = {**json.loads(data[: starts[0]]), "measured": measured}
+    (tmp_path / "log").write_bytes(json.dumps(header).encode() + b"\n" + data[starts[0] :])
+    with pytest.raises(ServingError, match="is no log of decisions"):
+        replay_log(tmp_path / "log")
+
+
+def test_a_log_may_end_anywhere_in_its_last_call(tmp_path):
+    data, starts = logged(tmp_path / "log")
+    for end in range(starts[2], len(data)):
+        (tmp_path / "log").write_bytes(data[:end])
+        assert replay_log(tmp_path / "log")[0] == 2
+
+
+def test_a_log_on_a_full_disk_is_told_once_and_decisions_go_on(capsys):
+    log = LogFile(Path("/dev/full"))
+    live = Live("eager", facts(), log)
+    for device in range(DEVICES):
+        live.take(rows((UP, 0, device)))
+    for number in range(500):
+        live.take(rows((ARRIVE, MS, 0, number, 20 * MS)))
+    log.close()
+    assert capsys.readouterr().out.count("No space left on device") == 1
+
+
+def test_what_a_log_must_not_replace(tmp_path):
+    logged(tmp_path / "log")
+    (tmp_path / "text").write_text("mine\n")
+    (tmp_path / "empty").write_text("")
+    for name in ("log", "empty", "new"):
+        check_log(tmp_path / name)
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "log").stat().st_size
+    for name, words in (
+        ("text", "something else"),
+        (".", "is a folder"),
+        ("no/log", "no folder"),
+        ("text/x", "no folder"),
+    ):
+        with pytest.raises(ServingError, match=words):
+            check_log(tmp_path / name)
+    assert (tmp_path / "text").read_text() == "mine\n"
 
 
 def test_a_plain_policy_is_taken_too(tmp_path):

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 import tritonclient.http
 
-from meshwright.serving.server.live import replay_log
+from meshwright.serving.server.replay import replay_log
 from tests.serving.server.servers import EMULATED, Load, ask_once, infer, serving
 
 LATER = """

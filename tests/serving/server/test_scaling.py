@@ -7,7 +7,7 @@ import tomllib
 import numpy as np
 
 from meshwright.serving.server.fleet import Fleet
-from meshwright.serving.server.live import replay_log
+from meshwright.serving.server.replay import replay_log
 from meshwright.spec import Deployment
 from meshwright.spec.codec import decode_document
 from tests.serving.server.servers import EMULATED, Load, ask_once, infer, is_alive, serving

@@ -384,7 +384,7 @@ def test_a_torch_model_answers_what_it_computes(tmp_path):
 
 
 def test_a_log_is_decided_again_after_kills(tmp_path):
-    from meshwright.serving.server.live import replay_log
+    from meshwright.serving.server.replay import replay_log
 
     log, token = tmp_path / "log", tmp_path / "token"
     token.write_text("secret\n")
@@ -413,7 +413,7 @@ def test_a_token_is_asked_for(tmp_path):
 
 
 def test_a_log_of_a_scheduler_that_was_killed_is_kept(tmp_path):
-    from meshwright.serving.server.live import replay_log
+    from meshwright.serving.server.replay import replay_log
 
     log = tmp_path / "log"
     with serving(tmp_path, EMULATED, "--log", str(log)) as server:

@@ -2,8 +2,10 @@
 
 import fcntl
 import os
+import re
 import socket
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,40 @@ def test_what_only_the_simulator_knows_is_refused(tmp_path, more, what):
 def test_a_token_that_is_none_is_refused(tmp_path, token):
     (tmp_path / "token").write_text(token)
     assert "expected a token" in refusal(tmp_path, EMULATED, "--token-file", str(tmp_path / "token"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("nowhere/log", "no folder"), (".", "is a folder"), ("deployment.toml", "something else")]
+)
+def test_a_log_that_cannot_be_written_is_told(tmp_path, name, expected):
+    assert expected in refusal(tmp_path, EMULATED, "--log", str(tmp_path / name))
+    assert "[[models]]" in (tmp_path / "deployment.toml").read_text()
+
+
+@pytest.mark.parametrize(("host", "expected"), [("", "host is empty"), ("a..b", "Nothing can listen at a..b")])
+def test_a_host_that_is_none_is_told(tmp_path, host, expected):
+    assert expected in refusal(tmp_path, EMULATED, "--host", host)
+
+
+def test_more_devices_than_processes_are_refused(tmp_path):
+    text = EMULATED.replace("devices = 2", "devices = 1_000_000")
+    assert "a server has at most 256" in refusal(tmp_path, text)
+
+
+def test_a_host_of_ipv6_is_told_as_an_address(tmp_path):
+    with serving(tmp_path, EMULATED, "--host", "::1", "--log", "/dev/full", is_ready=False) as server:
+        end = time.monotonic() + 60
+        while "Ready:" not in server.text:
+            assert time.monotonic() < end, server.text
+            assert server.process.poll() is None, server.text
+            time.sleep(0.05)
+        told = re.search(r"http://(\[::1\]:[0-9]+)/v2 and grpc://\[::1\]:[0-9]+;", server.text)
+        with urllib.request.urlopen(f"http://{told[1]}/v2/health/ready", timeout=10) as answer:
+            assert answer.status == 200
+        # Few events are written when the log is closed.
+        assert server.end() == 0
+    assert "Traceback" not in server.text
+    assert server.text.count("cannot be written (No space left on device)") == 1
 
 
 def test_models_that_do_not_fit_together_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """A server of models under deadlines: fronts, a scheduler and workers, each a process, and who watches over them.
 
 supervisor     starts the processes, starts again those that end, and ends them all in order
+children       one of them, as the supervisor has it
 admin          how the server is: status, health, metrics
 reports        what processes tell the supervisor
 totals         what they have counted, those that have ended among them
@@ -25,7 +26,9 @@ counters       what was answered, for metrics
 gate           how a front gets its requests to the scheduler, and back
 
 scheduler      knows of requests where they are and when they are due, and decides what runs where
-live           its policy on the real clock; logs, and how they are decided again
+live           its policy on the real clock
+decision_log   what is written down of its decisions
+replay         how that is decided again
 lateness       how late things happen here, measured
 peers          the fronts and workers that it talks with
 served         the models, with what workers have found out about them

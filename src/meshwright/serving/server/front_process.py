@@ -24,7 +24,7 @@ from meshwright.serving.server.reports import Orders, keep_what_is_there, report
 from meshwright.serving.server.rpc import RpcServer, most_connections, serve_rpc
 from meshwright.serving.server.tokens import read_token
 from meshwright.serving.server.totals import NO_MODEL
-from meshwright.spec import Server, read_deployment
+from meshwright.spec import Server, ServingError, read_deployment
 
 try:
     import resource
@@ -43,10 +43,16 @@ async def serve(folder: Path, token: str | None) -> None:
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     gate = Gate(folder, settings.tensor_bytes)
     loop.add_signal_handler(signal.SIGTERM, ended.set)
-    http = await serve_http(gate, settings, token=token)
-    servers: list[HttpServer | RpcServer] = [http]
-    if settings.grpc:
-        servers.append(await serve_rpc(http.front, settings))
+    try:
+        http = await serve_http(gate, settings, token=token)
+        servers: list[HttpServer | RpcServer] = [http]
+        if settings.grpc:
+            servers.append(await serve_rpc(http.front, settings))
+    except (OSError, RuntimeError) as error:
+        raise ServingError(
+            f"A front cannot listen at {settings.host}, ports {settings.port} and {settings.grpc_port}: {error}. Give "
+            "another host, as an address, or other ports."
+        ) from None
     orders, recorder = Orders(), Recorder(lambda: [gate, http.front])
     loop.add_reader(sys.stdin, lambda: recorder.obey(orders.read()))
 

@@ -11,17 +11,16 @@
     SCALE    devices                     how many are wanted now, as there are so many? (`policies.scaling`)
 
 Each row begins with its kind and its moment (ns). Policies are the functions that the simulator calls
-(`policies.hooks`). A log has the events and the decisions of each call; `replay_log` puts its events through the same
-policy again, which has to decide the same. When models come or go, a policy begins anew in the same log, with what was
-measured before.
+(`policies.hooks`). A log has the events and the decisions of each call (`decision_log`); `replay` puts its events
+through the same policy again, which has to decide the same. When models come or go, a policy begins anew in the same
+log, with what was measured before.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -72,19 +71,12 @@ from meshwright.serving.policies.scaling import (
     note_arrival,
     wanted_devices,
 )
+from meshwright.serving.server.decision_log import ANEW, LOG_KIND, Log
 from meshwright.serving.server.recording import Recording
-from meshwright.spec import ServingError
 
 ARRIVE, FREE, CANCEL, UP, DOWN, ADJUST, WAKE, SCALE, AGAIN = range(9)
 EVENT_WIDTH = 6
 
-# A log begins with a line of JSON: its kind, the policy, and what its pool was allocated with. For each call follow
-# the numbers of events, decisions and chosen requests, and these.
-_LOG_KIND = "meshwright/decisions/1"
-_LONGEST_HEADER, _MOST_IN_PART = 2**26, 2**28
-# In the place of these numbers: what follows is another header.
-_ANEW = np.array([-2, -2, -2], np.int64).tobytes()
-_NO_EVENTS = np.zeros((0, EVENT_WIDTH), np.int64)
 # What stays true when a pool is made anew.
 _MEASURED_NUMBERS = (DELAY, SLACK, GUARD, TYPICAL)
 _MEASURED_OF_MODELS = ("count", "since", "rate", "target")
@@ -102,7 +94,7 @@ class Live:
         self,
         reference: str,
         facts: dict[str, Any],
-        log: BinaryIO | None = None,
+        log: Log | None = None,
         *,
         numbers: list[int] | None = None,
         scaling: dict[str, Any] | None = None,
@@ -136,9 +128,14 @@ class Live:
         self._log = log
         if log is not None:
             if before is not None:
-                log.write(_ANEW)
-            header = {"kind": _LOG_KIND, "policy": reference, "facts": facts, "scaling": scaling, "measured": measured}
+                log.write(ANEW)
+            header = {"kind": LOG_KIND, "policy": reference, "facts": facts, "scaling": scaling, "measured": measured}
             log.write(json.dumps(header).encode() + b"\n")
+
+    @property
+    def scaler_size(self) -> int:
+        """Numbers of what decides how many devices there are; 0 if nothing does."""
+        return len(self._scaler)
 
     def know(self, measured: dict[str, list[int]]) -> None:
         """What another pool has measured: its numbers, and columns with -1 for what it did not know."""
@@ -182,7 +179,7 @@ class Live:
         if self.recording is not None:
             self.recording.rows_of_decisions(self._with_numbers(events), taken, self.number_of)
         if self._log is not None:
-            decisions, requests = _joined(taken)
+            decisions, requests = joined(taken)
             sizes = np.array([len(events), len(decisions), len(requests)], np.int64)
             self._log.writelines(part.tobytes() for part in (sizes, events, decisions, requests))
         return taken
@@ -222,64 +219,10 @@ class Live:
         return int(self._next(self.policy, self.pool))
 
 
-def replay_log(path: Path) -> tuple[int, int]:
-    """Put a log's events through its policy again; how many events and decisions there were, all of these the same.
-
-    A last call that was not written to its end is left out. Raises ServingError where a decision differs, or for what
-    is no log.
-    """
-    with path.open("rb") as file:
-        live = _read_header(file, path)
-        num_events = num_decisions = 0
-        while (part := _read_part(file)) is not None:
-            events, decisions, chosen = part
-            if events is _NO_EVENTS:
-                live = _read_header(file, path)
-                continue
-            found = _joined(live.take(events))
-            if not (np.array_equal(found[0], decisions) and np.array_equal(found[1], chosen)):
-                raise ServingError(
-                    f"{path}: after {num_events} events the policy decides something else than it did then. Is this "
-                    "log from another version, or does a policy of your own remember what is not in its pool?"
-                )
-            num_events, num_decisions = num_events + len(events), num_decisions + len(decisions)
-        return num_events, num_decisions
-
-
-def _read_header(file: BinaryIO, path: Path) -> Live:
-    """The policy as it was at the begin of a log, or where it began anew."""
-    try:
-        header = json.loads(file.readline(_LONGEST_HEADER))
-        live = Live(header["policy"], header["facts"], scaling=header["scaling"])
-        live.know(header["measured"])
-        is_log = header["kind"] == _LOG_KIND
-    except (ValueError, KeyError, TypeError):
-        is_log = False
-    if not is_log:
-        raise ServingError(f"{path} is no log of decisions; expected one that a server has written.")
-    return live
-
-
-def _joined(taken: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+def joined(taken: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+    """All decisions of a call, and all requests that they choose."""
     decisions = [np.zeros((0, WIDTH), np.int64), *(rows for rows, _ in taken)]
     return np.concatenate(decisions), np.concatenate([np.zeros(0, np.int64), *(chosen for _, chosen in taken)])
-
-
-def _read_part(file: BinaryIO) -> tuple[Ints, Ints, Ints] | None:
-    """Events, decisions and chosen requests of the next call; None at the end, and `_NO_EVENTS` before a header."""
-    data = file.read(24)
-    if data == _ANEW:
-        return _NO_EVENTS, _NO_EVENTS, _NO_EVENTS
-    sizes = np.frombuffer(data.ljust(24, b"\xff"), np.int64)
-    if sizes.min() < 0 or sizes.max() > _MOST_IN_PART:
-        return None
-    arrays = []
-    for count, width in zip(sizes.tolist(), (EVENT_WIDTH, WIDTH, 1), strict=True):
-        data = file.read(8 * count * width)
-        if len(data) < 8 * count * width:
-            return None
-        arrays.append(np.frombuffer(data, np.int64).reshape(count, width))
-    return arrays[0], arrays[1], arrays[2].ravel()
 
 
 @compiled

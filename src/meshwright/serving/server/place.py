@@ -33,9 +33,10 @@ def reserved_port(host: str, port: int) -> Any:
                 alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 alone.bind((host, port))
             reserved.bind((host, port))
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: what cannot be the name of a host
+            why = getattr(error, "strerror", None) or str(error)
             raise ServingError(
-                f"Nothing can listen at {host} port {port}: {error.strerror}. Choose another port, or 0 for a free one."
+                f"Nothing can listen at {host} port {port}: {why}. Choose another port, or 0 for a free one."
             ) from None
         yield reserved.getsockname()[1]
 

@@ -24,6 +24,7 @@ from meshwright.serving.server import reports
 from meshwright.serving.server.catalog import Catalog
 from meshwright.serving.server.changes import Changes
 from meshwright.serving.server.channel import Channel, Kind
+from meshwright.serving.server.decision_log import LogFile
 from meshwright.serving.server.fleet import Fleet
 from meshwright.serving.server.fronts import Fronts
 from meshwright.serving.server.gate import Fate
@@ -47,7 +48,7 @@ class Scheduler:
         self, folder: Path, deployment: Deployment, log: Path | None = None, opened: Callable[[], None] = lambda: None
     ) -> None:
         self._folder, self._deployment, self._opened = folder, deployment, opened
-        self._log = None if log is None else log.open("wb")
+        self._log = None if log is None else LogFile(log)
         self._epoch = time.monotonic_ns()
         for left in folder.glob("slab-*"):  # of fronts that ended with the scheduler before
             left.unlink(missing_ok=True)

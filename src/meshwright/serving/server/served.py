@@ -6,6 +6,7 @@ Processes that are started read in a file which ones there are (`write_models`);
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,12 +17,15 @@ from meshwright.serving.policies.named import load_policy
 from meshwright.serving.policies.nexus import Nexus
 from meshwright.serving.policies.sharding.policy import Sharded
 from meshwright.serving.policies.shepherd import Shepherd
-from meshwright.spec import Deployment, Latency, ServedModel, ServingError, TensorSpec
+from meshwright.spec import Deployment, Latency, ServedModel, Server, ServingError, TensorSpec
 from meshwright.spec.codec import decode, encode
 from meshwright.spec.files import write_text
 
 # A batch of more requests would not fit into one message (`channel`).
 LARGEST = 4096
+# Workers, a process each.
+MOST_DEVICES = 256
+_FLOATS = ("FP16", "BF16", "FP32", "FP64")
 _FILE = "models.json"
 
 
@@ -106,6 +110,13 @@ def read_tensors(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
 def check_served(deployment: Deployment) -> None:
     """Raise ServingError for what a server cannot do, though the simulator can."""
     served_models(deployment)
+    if deployment.devices > MOST_DEVICES:
+        raise ServingError(
+            f"The deployment has {deployment.devices} devices; a server has at most {MOST_DEVICES}, as each is a "
+            "process of its own. Give fewer with --devices; the simulator knows more."
+        )
+    for model in deployment.models:
+        _check_limits(model, deployment.server)
     for what, given in (("queries", deployment.queries), ("trunks", deployment.trunks), ("groups", deployment.groups)):
         if given:
             raise ServingError(
@@ -133,6 +144,22 @@ def check_served(deployment: Deployment) -> None:
         raise ServingError(
             f"Policy {deployment.policy!r} gives batches up while they run, which no worker can do. Serve by another "
             "one; the simulator knows this one."
+        )
+
+
+def _check_limits(model: ServedModel, server: Server) -> None:
+    """Raise ServingError for a model that no request can ask within the server's limits."""
+    if model.slo > server.longest_deadline:
+        raise ServingError(
+            f"Model {model.name!r} has an SLO of {model.slo:g} s, and [server] longest_deadline is "
+            f"{server.longest_deadline:g} s, so that no request could ask for the SLO. Raise longest_deadline."
+        )
+    # What a value takes at least: "0," in JSON or two bytes; whole numbers one byte (gRPC).
+    least = sum(math.prod(item.shape) * (2 if item.datatype in _FLOATS else 1) for item in model.inputs)
+    if least > server.body_bytes:
+        raise ServingError(
+            f"Model {model.name!r}: the inputs of one sample have at least {least} bytes, and [server] body_bytes is "
+            f"{server.body_bytes}, so that no request could come. Raise body_bytes, or make the inputs smaller."
         )
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.serving.server.children import Child, await_end
+from meshwright.serving.server.decision_log import check_log
 from meshwright.serving.server.place import own_folder, reserved_port
 from meshwright.serving.server.reports import FATAL
 from meshwright.serving.server.served import Served, check_names, check_served, served_models, write_models
@@ -178,6 +179,8 @@ class Supervisor:
     async def run(self) -> None:
         """Start all, and keep them up until `stop`."""
         check_served(self.deployment)
+        if self._log is not None:
+            check_log(self._log)
         given = self.deployment.server
         grpc = reserved_port(given.host, given.grpc_port) if given.grpc else contextlib.nullcontext(given.grpc_port)
         with reserved_port(given.host, given.port) as self.port, grpc as self.grpc_port, own_folder() as folder:

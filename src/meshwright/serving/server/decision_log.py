@@ -1,0 +1,97 @@
+"""The log of a scheduler's decisions as a file: what it begins with, and what happens where it cannot be written.
+
+A log begins with a line of JSON: its kind, the policy, and what its pool was allocated with. For each call of
+`Live.take` follow the numbers of events, decisions and chosen requests, and these. `ANEW` in the place of these numbers
+says that another such line follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from meshwright.serving.server.reports import report
+from meshwright.spec import ServingError
+
+LOG_KIND = "meshwright/decisions/1"
+ANEW = np.array([-2, -2, -2], np.int64).tobytes()
+_BEGIN = b'{"kind": "meshwright/decisions/'
+
+
+class Log(Protocol):
+    """What decisions are written to."""
+
+    def write(self, data: bytes, /) -> object:
+        """Write bytes."""
+
+    def writelines(self, parts: Iterable[bytes], /) -> object:
+        """Write several, one after the other."""
+
+
+class LogFile:
+    """A log in a file. Where it cannot be written, that is reported once, and nothing more is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_broken = False
+        try:
+            check_log(path)
+            self._file = path.open("wb")
+        except (OSError, ServingError) as error:
+            self._end(error)
+
+    def write(self, data: bytes) -> None:
+        """See `Log`."""
+        self.writelines((data,))
+
+    def writelines(self, parts: Iterable[bytes]) -> None:
+        """See `Log`."""
+        if not self._is_broken:
+            try:
+                self._file.writelines(parts)
+            except OSError as error:
+                self._end(error)
+                with contextlib.suppress(OSError):
+                    self._file.close()
+
+    def close(self) -> None:
+        """It is complete."""
+        if not self._is_broken:
+            try:
+                self._file.close()
+            except OSError as error:
+                self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        self._is_broken = True
+        why = getattr(error, "strerror", None) or str(error)
+        report("unlogged", text=f"The log {self._path} cannot be written ({why}); decisions are not logged any more.")
+
+
+def check_log(path: Path) -> None:
+    """Raise ServingError unless a log can be written to a file, which is new, or has been a log before."""
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a folder" if path.is_dir() else f"is in {str(path.parent)!r}, which is no folder"
+        raise ServingError(f"The log {str(path)!r} {why}. Give the name of a file in a folder that there is.")
+    is_new = not path.exists()
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                begin = file.read(len(_BEGIN))
+            if begin not in (b"", _BEGIN):
+                raise ServingError(
+                    f"{str(path)!r} holds something else than decisions, which a log would replace. Choose another "
+                    "name, or remove it."
+                )
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ServingError(
+            f"The log {str(path)!r} cannot be written: {error.strerror}. Choose another place for it."
+        ) from None
