@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from meshwright.serving import bound_rate, bound_scale, devices_for, largest_batch, throughput
@@ -64,9 +64,23 @@ def test_the_bound_of_a_rate_is_the_best_batch_that_the_equation_allows(latency,
             devices * batch / seconds(latency, batch)
             for batch in range(1, latency.largest + 1)
             if seconds(latency, batch) <= slo / share
+            or (batch == 1 and seconds(latency, 1) <= slo and equation == "staggered")
         ]
         assert bound_rate(latency, slo, devices, equation) == pytest.approx(max(allowed, default=0.0))
         assert all(throughput(latency, batch, devices) <= max(allowed) + 1e-6 for batch in range(1, len(allowed) + 1))
+
+
+@given(LATENCIES, st.floats(1, 12), st.integers(1, 9), st.sampled_from(EQUATIONS))
+@example(Latency(alpha=0.005, beta=0.0106, largest=8), 1.73, 1, "staggered")
+def test_the_bound_of_a_rate_is_that_of_a_scale(latency, factor, devices, equation):
+    """One model on devices of its own: both functions answer the same question."""
+    slo = max(latency.of(1) * factor, 1e-6)
+    share = 2 if equation == "uncoordinated" else 1 + 1 / devices
+    # Where a batch just fits, rounding decides.
+    assume(all(abs(share * seconds(latency, batch) / slo - 1) > 1e-6 for batch in range(1, latency.largest + 1)))
+    one = ServedModel(name="a", slo=slo, latency=latency, arrivals=Poisson(rate=1.0))
+    found = bound_scale([one], [1.0], devices, equation)
+    assert found == pytest.approx(bound_rate(latency, slo, devices, equation), rel=1e-6)
 
 
 @given(LATENCIES, SLOS, st.floats(0.01, 1e5))

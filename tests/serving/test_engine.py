@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.serving import compare_policies, find_goodput, load_policy, simulate_deployment
+from meshwright.serving import POLICY_NAMES, compare_policies, find_goodput, load_policy, simulate_deployment
 from meshwright.serving.arrivals import draw_arrivals
 from meshwright.spec import Deployment, Outage, Poisson, ServingError, Straggler, Trace
 from tests.serving.deployments import deployments, model, one_model
@@ -158,11 +158,61 @@ def test_thousands_of_lost_requests_are_refused_in_one_event(tmp_path):
         devices=2,
         troubles=(Outage(device=0, since=1.0),),
     )
-    for name in ("symphony", "nexus", "adaptive"):
+    for name in POLICY_NAMES:
         result = simulate_deployment(deployment, load_policy(name), 2.0)
         served = result.models[0]
         assert served.num_in_time + served.num_late + sum(served.dropped.values()) == 10_000
         assert served.num_again == 0 or served.dropped["late"] >= served.num_again
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_lost_batch_that_is_late_already_fits_into_the_table(tmp_path, name):
+    """A slow device loses thousands of requests whose deadlines have passed, while others wait for another model."""
+    moments = np.sort(np.random.default_rng(1).random(30_000) * 0.4)
+    deployment = traced(tmp_path, moments.tolist(), slo=0.1, alpha=1e-6, beta=0.001, largest=8192)
+    late = replace(deployment, troubles=(Straggler(device=0, factor=100.0), Outage(device=0, since=0.4, until=None)))
+    served = simulate_deployment(late, load_policy(name), 0.5).models[0]
+    # Those that learn how slow it is give it little.
+    assert served.num_again > 2000 or name not in ("timeouts", "symphony", "sharded")
+    assert served.num_in_time + served.num_late + sum(served.dropped.values()) == served.num_requests == 30_000
+
+
+def test_a_plan_that_deals_out_thousands_that_are_late_fits_into_the_table(tmp_path):
+    """Requests wait for a device that is away when Nexus plans anew: they go by turns to devices that are idle."""
+    moments = [*np.linspace(0.001, 0.19, 60_000).tolist(), 3.0]
+    outages = tuple(Outage(device=device, since=0.1, until=2.9) for device in range(8))
+    deployment = traced(tmp_path, moments, slo=0.5, alpha=1e-6, beta=0.2, largest=8192, devices=16, troubles=outages)
+    served = simulate_deployment(deployment, load_policy("nexus"), 4.0).models[0]
+    assert served.num_in_time + served.num_late + sum(served.dropped.values()) == served.num_requests == 60_001
+
+
+@pytest.mark.parametrize("burst", [63, 64, 1000])
+def test_a_burst_at_one_moment_is_no_rate(tmp_path, burst):
+    """Before all else so many requests come at once; what comes after them, half of what a device does, is served."""
+    after = (0.5 + np.cumsum(np.random.default_rng(4).exponential(1 / 200, 2000))).tolist()
+    deployment = traced(tmp_path, [0.4] * burst + after, slo=0.1, alpha=0.002, beta=0.008, devices=2)
+    for name in ("nexus", "symphony"):
+        served = simulate_deployment(deployment, load_policy(name), 20.0).models[0]
+        assert served.num_requests == burst + 2000
+        assert served.num_in_time > 1950
+
+
+def test_devices_that_suffice_for_no_plan_serve_what_they_can():
+    """Each of three models takes more than half its SLO for a request, and there is one device."""
+    models = (model("a", slo=0.012, alpha=0.01, beta=0.0, rate=10.0, copies=3),)
+    served = simulate_deployment(Deployment(models=models, devices=1), load_policy("nexus"), 10.0).models[0]
+    assert served.num_in_time > served.num_requests // 2
+
+
+@pytest.mark.parametrize(("settings_", "largest"), [("preferred=7", 19), ("preferred=7,most=7", 7), ("most=3", 3)])
+def test_the_largest_batch_of_timeouts(settings_, largest):
+    """More come than devices can serve: all that wait run together, up to the cap, or to what takes the whole SLO."""
+    deployment = one_model(devices=2, slo=0.025, alpha=1.053e-3, beta=5.072e-3, rate=4000.0)
+    result = simulate_deployment(deployment, load_policy(f"timeouts:{settings_}"), 1.0)
+    # 1.053 b + 5.072 ms take 25 ms for 18.9 requests.
+    assert int(np.flatnonzero(result.batches).max()) == min(largest, 18)
+    if "most" in settings_:
+        assert result.models[0].mean_batch > largest - 0.5
 
 
 def test_an_outage_teaches_aimd_nothing(tmp_path):

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from meshwright.serving import POLICY_NAMES, load_policy, simulate_deployment
 from meshwright.serving.arrivals import draw_arrivals
 from meshwright.serving.policies.pool import DECISION_FIELDS, DROP, NUM_DECISIONS, PREEMPT, RUN, columns
+from meshwright.serving.policies.sharding import policy as sharded
+from meshwright.serving.policies.sharding.policy import Sharded
 from meshwright.serving.simulation import simulate
 from meshwright.serving.simulation.engine import simulate_plainly
 from meshwright.spec import Deployment, Outage
@@ -100,7 +102,8 @@ def check(recorder, name):
     for served in result.models:
         done += served.num_in_time + served.num_late + sum(served.dropped.values())
         assert served.histogram.sum() == served.num_in_time + served.num_late
-    assert done + waiting == len(moments)
+    assert done == len(moments)
+    assert sum(served.dropped["unanswered"] for served in result.models) == waiting
     is_away = any(isinstance(trouble, Outage) and trouble.until is None for trouble in deployment.troubles)
     if not is_away:
         assert waiting == 0, name
@@ -128,6 +131,48 @@ def test_every_request_ends_once(name, patched, deployment):
 @settings(max_examples=150)
 def test_every_request_ends_once_in_many_deployments(name, patched, deployment):
     check(Recorder(deployment, name, patched), name)
+
+
+@every_policy
+@given(deployment=deployments(), warm_up=st.sampled_from([0.0, 0.2]), fails=st.floats(0.0, 0.6))
+@settings(max_examples=10)
+def test_what_still_waits_at_the_end_is_counted(name, patched, deployment, warm_up, fails):
+    """All devices fail for good: what is in queues then is what no other count has, of each model."""
+    troubles = tuple(Outage(device=device, since=fails, until=None) for device in range(deployment.devices))
+    deployment = replace(deployment, troubles=troubles)
+    last = {}
+
+    def run(policy, pool, *rest):
+        moment = simulate_plainly(policy, pool, *rest)
+        last["left"] = left_in(pool, rest[1], warm_up, policy)
+        return moment
+
+    with patched.context() as patch:
+        patch.setattr(simulate, "simulate_events", run)
+        result = simulate_deployment(deployment, load_policy(name), SECONDS, warm_up_s=warm_up)
+    place = 0
+    for served, model_ in zip(result.models, deployment.models, strict=True):
+        left = sum(last["left"][place : place + model_.copies])
+        place += model_.copies
+        assert served.dropped["unanswered"] == left
+        assert served.num_requests == served.num_in_time + served.num_late + sum(served.dropped.values())
+
+
+def left_in(pool, arrival, warm_up, policy):
+    """Requests that are in queues, by model, of those that count."""
+    parts = [pool]
+    if isinstance(policy, Sharded):
+        at = sharded._parts(pool)
+        parts = [sharded._shard(pool, number) for number in range(pool[at])]
+    left = Counter()
+    for number, part in enumerate(parts):
+        column = columns(part)
+        for queue, model_ in enumerate(column["model"]):
+            start, mask = column["start"][queue], column["mask"][queue]
+            places = start + (np.arange(column["head"][queue], column["tail"][queue]) & mask)
+            counted = (arrival[column["request"][places]] >= warm_up * 1e9).sum()
+            left[int(model_) * len(parts) + number] += int(counted)
+    return [left[place] for place in range(max(left) + 1)]
 
 
 @every_policy

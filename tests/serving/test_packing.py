@@ -7,8 +7,24 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from meshwright.serving.policies.packing import BATCH, CYCLE, DEVICE_OF, LOAD, MODEL_OF, SHARE, pack, pack_all
+from meshwright.serving.policies.packing import BATCH, CYCLE, DEVICE_OF, LOAD, MODEL_OF, SHARE, pack, pack_all, spread
 from meshwright.serving.policies.pool import NEVER
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_where_nothing_fits_all_models_and_all_devices_have_their_turn(num_models, num_devices):
+    """No batch of one ends before half of its SLO, so that no two models share a device."""
+    latency, slo = np.tile([0, 100, 150], (num_models, 1)), np.full(num_models, 120)
+    table = np.zeros((num_models + num_devices, 6))
+    most, rates = np.full(num_models, 2), np.full(num_models, 1e-9)
+    facts = latency.ravel().copy(), 3, most, slo
+    if num_models > num_devices:
+        assert pack_all(*facts, rates, np.zeros(num_models), num_devices, table) == 0
+    rows = table[: spread(*facts, num_devices, table)]
+    assert set(rows[:, MODEL_OF]) == set(range(num_models))
+    assert set(rows[:, DEVICE_OF]) == set(range(num_devices))
+    assert len({tuple(row) for row in rows[:, :2].tolist()}) == len(rows) == max(num_models, num_devices)
+    assert set(rows[:, BATCH]) == {1}
 
 
 @st.composite

@@ -1,7 +1,9 @@
 """Policies in plain Python from a user's file: as good as ours when written alike, and clear words otherwise."""
 
+import re
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -169,25 +171,37 @@ def test_what_a_view_says(write):
         ({"next_wake": "return 'soon'"}, "next_wake returned 'soon'; expected nanoseconds"),
         ({"next_wake": "return 5"}, "next_wake named .* wake decided nothing"),
         ({"next_wake": "return -1", "wake": "pass"}, "next_wake named .* wake decided nothing"),
-        ({"arrive": "pool.run(queue, 1, 0)"}, "batch of queue 0 less one 0; expected none"),
-        ({"arrive": "pool.enter(queue, request, deadline); pool.run(queue, 2, 0)"}, "less one 1; expected a whole"),
-        ({"arrive": "pool.enter(queue, request, deadline); pool.run(queue, 0, 0)"}, "less one -1; expected a whole"),
-        ({"arrive": "pool.enter(queue, request, deadline); pool.run(queue, 1, 2)"}, "device 2; expected .* 0 to 1"),
-        ({"arrive": "pool.enter(queue, request, deadline); pool.run(queue, 1, 1.0)"}, "device 1.0; expected a whole"),
+        (
+            {"arrive": "pool.run(queue, 1, 0)"},
+            "gave 1 as size of a batch of queue 0; expected none.* .*mine.py:3: pool.run",
+        ),
+        ({"arrive": "pool.enter(queue, request, deadline); pool.run(queue, 2, 0)"}, "gave 2 as size .* from 1 to 1"),
+        ({"arrive": "pool.enter(queue, request, deadline); pool.run(queue, 0, 0)"}, "gave 0 as size .* from 1 to 1"),
+        (
+            {"arrive": "pool.enter(queue, request, deadline); pool.run(queue, 1, 2)"},
+            "gave 2 as device; expected .* 0 to 1",
+        ),
+        (
+            {"arrive": "pool.enter(queue, request, deadline); pool.run(queue, 1, 1.0)"},
+            "gave 1.0 as device; expected a whole",
+        ),
         (
             {"arrive": "pool.enter(queue, request, deadline); pool.run(queue, 1, 0)"},
             "Device 0 was given a batch and is",
         ),
-        ({"arrive": "pool.enter(queue, request, deadline); pool.drop(queue, 9)"}, "to drop 9; expected a whole"),
+        (
+            {"arrive": "pool.enter(queue, request, deadline); pool.drop(queue, 9)"},
+            "gave 9 as number of requests of queue 0 to drop; expected a whole",
+        ),
         ({"arrive": "pool.enter(queue, request + 1, deadline)"}, "request 1 of queue 0; expected one that has come"),
         ({"arrive": "pool.enter(queue + 1, request, deadline)"}, "request 0 of queue 1; expected one that has come"),
-        ({"arrive": "pool.enter(queue, request, deadline / 2)"}, "the deadline .*; expected nanoseconds"),
-        ({"arrive": "pool.enter(queue, request, 2**63)"}, "the deadline .*; expected nanoseconds"),
+        ({"arrive": "pool.enter(queue, request, deadline / 2)"}, "as deadline; expected nanoseconds"),
+        ({"arrive": "pool.enter(queue, request, 2**63)"}, "as deadline; expected nanoseconds"),
         ({"arrive": "pool.enter(queue, request, 0); pool.refuse(queue, request)"}, "each of them once"),
-        ({"arrive": "pool.length(-1)"}, "queue -1; expected a whole number from 0 to 0"),
-        ({"arrive": "pool.deadline(queue)"}, "place in queue 0 0; expected none"),
-        ({"arrive": "pool.latency(queue, -2)"}, "batch -2; expected"),
-        ({"arrive": "pool.is_idle(77)"}, "device 77; expected"),
+        ({"arrive": "pool.length(-1)"}, "gave -1 as queue; expected a whole number from 0 to 0"),
+        ({"arrive": "pool.deadline(queue)"}, "gave 0 as place in queue 0; expected none"),
+        ({"arrive": "pool.latency(queue, -2)"}, "gave -2 as size of a batch; expected"),
+        ({"arrive": "pool.is_idle(77)"}, "gave 77 as device; expected"),
     ],
 )
 def test_what_a_policy_must_not_do(write, methods, words):
@@ -195,10 +209,114 @@ def test_what_a_policy_must_not_do(write, methods, words):
         serve(write(of(**methods)), one_model(rate=400))
 
 
+@pytest.mark.parametrize(
+    "methods",
+    [
+        {"arrive": "pool.run(queue, 1, 0)"},
+        {"arrive": "pool.enter(queue, request, deadline); pool.run(queue, 1, 0)"},
+        {"arrive": "pool.enter(queue, request, 'soon')"},
+        {"arrive": "pool.refuse(queue, 9999)"},
+        {"next_wake": "return 0.5"},
+    ],
+)
+def test_what_was_wrong_is_said_with_its_place(write, methods):
+    """The line of the file, with its source; where no line of it took part, that of the method."""
+    reference = write(of(**methods))
+    name, body = next(iter(methods.items()))
+    lines = Path(reference.partition(":")[0]).read_text().splitlines()
+    if name == "next_wake":
+        body = next(line for line in lines if "def next_wake" in line).strip()
+    line = next(place for place, text in enumerate(lines, 1) if text.strip() == body)
+    with pytest.raises(ServingError) as caught:
+        serve(reference, one_model(rate=400))
+    assert str(caught.value).endswith(f"mine.py:{line}: {body})")
+
+
+NUMPY = """
+import numpy as np
+
+class Mine:
+    def arrive(self, pool, now, queue, request, deadline):
+        whole = np.int64
+        assert pool.latency(np.uint8(queue), np.int32(2)) == pool.latency(queue, 2)
+        pool.enter(whole(queue), whole(request), whole(deadline))
+        assert pool.deadline(whole(queue), whole(0)) == pool.deadline(queue)
+        for device in np.array(pool.idle_devices):
+            count = np.uint8(min(pool.length(whole(queue)), pool.largest(whole(queue))))
+            if count:
+                pool.run(np.uint8(queue), count, device)
+        pool.drop(whole(queue), whole(pool.length(queue)))
+
+    def free(self, pool, now, device):
+        assert pool.is_idle(np.int16(device))
+
+    def next_wake(self, pool):
+        return np.int64(2**62)
+"""
+
+
+def test_whole_numbers_may_be_numpys(write):
+    """They do what Python's do."""
+    plain = serve(
+        write(
+            re.sub(r"np\.(u?int\d+|array)\(", "type_(", NUMPY)
+            .replace("import numpy as np", "type_ = lambda value: value")
+            .replace("np.int64", "int")
+        )
+    )
+    found = serve(write(NUMPY))
+    assert found.num_requests > found.models[0].num_in_time > 0
+    assert found.row() == plain.row()
+
+
+@pytest.mark.parametrize(("body", "times"), [("pool.drop(place % 2, 1)", 1990), ("pool.refuse(*kept.pop())", 3900)])
+def test_more_decisions_in_one_call_than_a_pool_holds(write, body, times):
+    """Drops of two queues by turns: each is a decision of its own."""
+    text = f"""
+        class Mine:
+            def __init__(self):
+                self.kept, self.count = [], 0
+            def arrive(self, pool, now, queue, request, deadline):
+                self.count += 1
+                kept = self.kept
+                if {"drop" in body}:
+                    pool.enter(queue, request, deadline)
+                else:
+                    kept.append((queue, request))
+                if self.count == 4000:
+                    kept.sort(key=lambda each: each[1])
+                    for place in range({times}):
+                        {body}
+            def free(self, pool, now, device):
+                pass
+        """
+    models = (model("a", rate=4000), model("b", rate=4000))
+    deployment = Deployment(models=models, devices=1)
+    with pytest.raises(ServingError, match=rf"1031 decisions.*mine.py:\d+: {re.escape(body)}"):
+        serve(write(text), deployment)
+
+
+def test_drops_one_by_one_of_one_queue_are_few_decisions(write):
+    """As in the policy that the documentation shows, after thousands have waited for a device that was away."""
+    text = """
+        class Mine:
+            def arrive(self, pool, now, queue, request, deadline):
+                pool.enter(queue, request, deadline)
+            def free(self, pool, now, device):
+                while pool.length(0):
+                    pool.drop(0, 1)
+        """
+    deployment = replace(one_model(rate=6000, devices=1), troubles=(Outage(device=0, since=0.0, until=0.4),))
+    served = serve(write(text), deployment).models[0]
+    assert served.dropped["crowded"] > 2000
+    assert served.dropped["crowded"] + served.dropped["full"] + served.dropped["unanswered"] == served.num_requests
+
+
 def test_a_policy_that_keeps_requests_to_itself_serves_none(write):
     result = serve(write(of(arrive="pass")))
     assert result.num_requests > 0
     assert (result.in_time_share, result.batches.sum()) == (0, 0)
+    assert result.models[0].dropped["unanswered"] == result.num_requests
 
 
 def test_requests_may_be_let_in_later(write):
@@ -262,7 +380,7 @@ def test_names_and_settings_that_are_none(reference, words):
 
 
 def test_settings_reach_the_policy():
-    assert load_policy("timeouts:wait=10,preferred=4") == (4, 10)
+    assert load_policy("timeouts:wait=10,preferred=4,most=8") == (4, 10, 8)
     assert load_policy("eager") == load_policy("symphony:spare=0,window=0") == load_policy("deferred:spare=0,window=0")
     assert load_policy("eager:").spare == 0
 

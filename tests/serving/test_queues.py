@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.serving.policies import queues
+from meshwright.serving.policies.decisions import choices_left, decide, rows_left
 from meshwright.serving.policies.ordering import bring_forward
 from meshwright.serving.policies.pool import (
     CANCELLED,
@@ -22,6 +23,7 @@ from meshwright.serving.policies.pool import (
     NUM_IDLE,
     NUM_QUEUED,
     NUM_UP,
+    PREEMPT,
     RUN,
     WORK,
     allocate_pool,
@@ -156,6 +158,52 @@ def test_many_refusals_are_one_decision_for_each_reason_and_queue():
         (CROWDED, 1, [11, 12]),
     ]
     assert pool[NUM_DROPPED] == 13
+
+
+def test_drops_that_follow_each_other_are_one_decision():
+    """Of the same queue and reason, whether they come from a queue or not; what runs between them parts them."""
+    pool = make_pool(num_devices=1)
+    queues.come_up(pool, 0, 0)
+    queues.rest(pool, 0)
+    for number in range(6):
+        queues.enter(pool, 0, 0, number, 90)
+    queues.drop(pool, 0, 0, 2, LATE)
+    queues.drop(pool, 0, 0, 1, LATE)
+    queues.refuse(pool, 0, 0, 10, LATE)
+    queues.run(pool, 0, 0, 1, 0)
+    queues.drop(pool, 0, 0, 1, LATE)
+    queues.drop(pool, 0, 0, 1, CROWDED)
+    assert [(row["kind"], row["target"], row["requests"]) for row in decisions(pool)] == [
+        (DROP, LATE, [0, 1, 2, 10]),
+        (RUN, 0, [3]),
+        (DROP, LATE, [4]),
+        (DROP, CROWDED, [5]),
+    ]
+    assert pool[NUM_DROPPED] == 6
+
+
+def test_a_pool_that_is_full_of_decisions_takes_no_more():
+    """Every cell behind the table and behind the chosen requests stays as it is."""
+    pool = make_pool(num_own=3)
+    rows = len(columns(pool)["decision"]) // len(DECISION_FIELDS)
+    columns(pool)["own"][:] = 77
+    for number in range(rows):
+        assert rows_left(pool) == rows - number
+        decide(pool, PREEMPT, 0, 0, 0, 0, 0)
+    chosen = columns(pool)["chosen"].copy()
+    with pytest.raises(RuntimeError, match="more at once than its pool has rows for"):
+        decide(pool, PREEMPT, 0, 0, 0, 0, 0)
+    assert np.array_equal(columns(pool)["chosen"], chosen)
+    queues.clear(pool)
+    for number in range(len(chosen)):
+        assert choices_left(pool) == len(chosen) - number
+        queues.refuse(pool, 0, 0, number, LATE)
+    with pytest.raises(RuntimeError, match="more requests at once"):
+        queues.refuse(pool, 0, 0, 1, LATE)
+    queues.enter(pool, 0, 0, 1, 90)
+    with pytest.raises(RuntimeError, match="more requests at once"):
+        queues.drop(pool, 0, 0, 1, LATE)
+    assert columns(pool)["own"].tolist() == [77] * 3
 
 
 def test_devices_are_counted_as_they_come_and_go():

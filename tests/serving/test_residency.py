@@ -161,6 +161,27 @@ def test_requests_that_cannot_be_in_time_even_with_a_load_are_dropped_and_bring_
     assert (served.num_in_time, served.dropped["late"], result.num_loads) == (1, 1, 1)
 
 
+@pytest.mark.parametrize("load", [0.0, 1e-6, 0.001])
+def test_a_load_serves_something_before_its_model_leaves(load):
+    """Five models take turns on a device that holds three: time goes on, and each load brings a batch, or soon will."""
+    models = (replace(model(slo=0.1, alpha=0.002, beta=0.008, rate=300.0, copies=5), memory=Bytes(1.0)),)
+    deployment = loaded(Deployment(models=models, devices=1), fitting=3, load=load)
+    result = simulate_deployment(deployment, CLOCKWORK, 5.0)
+    assert result.num_requests > 6000
+    assert result.models[0].dropped["unanswered"] == 0
+    # Requests of a model that was loaded may all be dropped before its turn comes.
+    assert result.num_loads <= result.batches.sum() + 5
+
+
+def test_what_was_loaded_and_waits_for_its_turn_stays(tmp_path):
+    """Both models of a busy device are wanted: b comes while a computes, and is not evicted for c before it has run."""
+    deployment = at_moments(tmp_path, [0.1] * 3, [0.1], [0.1], load=0.0, fitting=2, slo=0.2)
+    result = simulate_deployment(deployment, CLOCKWORK, 1.0)
+    assert [each.num_in_time for each in result.models] == [3, 1, 1]
+    assert result.num_loads == 3
+    assert result.end_s == pytest.approx(0.15)
+
+
 def test_a_device_that_returns_holds_nothing(tmp_path):
     deployment = at_moments(tmp_path, [0.1, 0.5], [], load=0.02, fitting=1)
     away = replace(deployment, troubles=(Outage(device=0, since=0.2, until=0.3),))

@@ -5,7 +5,8 @@ With l(b) = α b + β, or lines between measured sizes, the latency of a batch, 
     throughput       N b / l(b)                 `throughput`
     uncoordinated    2 l(b) ≤ L                 a request can just miss a batch (Nexus)
     staggered        (1 + 1/N) l(b) ≤ L         a device is free every l(b) / N
-    a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r, of either kind
+                     or b = 1 and l(1) ≤ L      a request alone waits for no other
+    a part, N < 1    l(b) + b / r ≤ L           waiting for b requests at rate r, of either kind; or b = 1
 
 `bound_rate` is the highest rate of the batches that an equation allows. Models that share devices each take a
 number of devices that need not be whole, N = r l(b) / b (`devices_for`); together they can be served if these sum to no
@@ -54,6 +55,8 @@ def bound_rate(latency: Latency, slo_s: float, num_devices: int, equation: Equat
     """Requests per second of one model that an equation allows so many devices of its own; 0 if none."""
     share = 2.0 if equation == "uncoordinated" else 1.0 + 1.0 / num_devices
     batch = largest_batch(latency, slo_s / share)
+    if not batch and equation == "staggered":
+        batch = min(largest_batch(latency, slo_s), 1)
     return throughput(latency, best_batch(latency, batch), num_devices) if batch else 0.0
 
 
@@ -65,7 +68,7 @@ def devices_for(latency: Latency, slo_s: float, rate: float, equation: Equation 
     most = high
     if not high:
         return math.inf
-    # Where devices are staggered, l(b) / N is b / r, too. A request alone waits for no other.
+    # Where devices are staggered, l(b) / N is b / r, too.
     while low < high:
         middle = (low + high + 1) // 2
         if latency.of(middle) + middle / rate <= slo_s:

@@ -8,6 +8,16 @@ batch may serve these). Requests that would be late even alone are dropped when 
 Constants of the published controller that are the pool's here: what passes between a decision and its begin (1 ms
 there), and how long before deadlines batches are planned to end (5 ms there). Where devices do not hold all models,
 these are loaded and evicted (`residency`), and batches are given to devices that hold their model.
+
+Of the published system, what is not here:
+
+- Latencies stay what they are taken to be, as devices are told to begin a next batch before this one has ended. There
+  they are the 99th percentile of the last ten that were measured; here devices that are slow make answers late.
+- An action there has a window, from an earliest to a latest moment: a device that cannot begin it in time gives it up,
+  instead of being late.
+- There each model and size of batch is a strategy with a priority of its own; here each model has one, that of the
+  largest batch that waits.
+- There no batch of more than one takes longer than 25 ms.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 Requests are answered first come, first served; those whose deadline has passed are dropped when their turn comes.
 
-`Timeouts` waits until ``preferred`` requests are there, or the first one has waited for ``wait`` percent of its SLO.
+`Timeouts` waits until ``preferred`` requests are there, or the first one has waited for ``wait`` percent of its SLO; it
+then runs all that wait, up to ``most``. In Triton the two sizes are settings of their own (preferred_batch_size and
+max_batch_size); in MLServer, LitServe and Ray Serve the one that triggers is the largest, too: there ``most`` is
+``preferred``.
 `Aimd` (Clipper, NSDI 2017, section 4.3.1) runs what there is, up to a limit for each queue: a batch of that limit that
 took less than the SLO raises it by one, one that took longer lowers it by a tenth.
 """
@@ -36,26 +39,30 @@ from meshwright.serving.policies.queues import deadline_at, drop, enter, idle_de
 
 
 class Timeouts(NamedTuple):
-    """Settings: ``preferred`` requests in a batch (0: as many as take half the SLO); ``wait``, percent of the SLO."""
+    """Settings: ``preferred`` requests in a batch (0: as many as take half the SLO); ``wait``, percent of the SLO.
+
+    ``most`` requests are in the largest batch (0: as many as take the whole SLO).
+    """
 
     preferred: int = 0
     wait: int = 25
+    most: int = 0
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
         """Let it in; its queue may be full enough now."""
         if enter(pool, now, queue, request, deadline):
-            _see_to(pool, now, queue, self.preferred, self.wait)
+            _see_to(pool, now, queue, self.preferred, self.wait, self.most)
 
     def free(self, pool: Ints, now: int, device: int) -> None:
         """Run the queue that has waited longest of those that need not wait."""
         rest(pool, device)
         while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:
-            _see_to(pool, now, first_of(pool, READY), self.preferred, self.wait)
+            _see_to(pool, now, first_of(pool, READY), self.preferred, self.wait, self.most)
 
     def wake(self, pool: Ints, now: int) -> None:
         """A first request has waited long enough."""
         if least_of(pool, TIMER, NEVER) <= now:
-            _see_to(pool, now, first_of(pool, TIMER), self.preferred, self.wait)
+            _see_to(pool, now, first_of(pool, TIMER), self.preferred, self.wait, self.most)
 
     def next_wake(self, pool: Ints) -> int:
         """When the next first request has waited long enough."""
@@ -104,7 +111,7 @@ def _drop_passed(pool: Ints, now: int, queue: int) -> None:
 
 
 @compiled
-def _see_to(pool: Ints, now: int, queue: int, preferred: int, wait: int) -> None:
+def _see_to(pool: Ints, now: int, queue: int, preferred: int, wait: int, largest: int) -> None:
     while True:
         _drop_passed(pool, now, queue)
         length = length_of(pool, queue)
@@ -114,6 +121,8 @@ def _see_to(pool: Ints, now: int, queue: int, preferred: int, wait: int) -> None
             return
         model = pool[pool[MODEL] + queue]
         slo, most = pool[pool[SLO] + model], pool[pool[MOST] + model]
+        if largest > 0:
+            most = min(most, largest)
         enough = min(preferred, most)
         if enough == 0:
             enough = most

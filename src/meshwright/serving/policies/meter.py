@@ -25,6 +25,8 @@ from meshwright.serving.policies.queues import latency_of, value_work
 # Symphony's code counts for 50 ms, too. A mean over a second, and a first figure after 64 arrivals, are our choice.
 WINDOW_NS = 50_000_000
 _MEMORY, _SOON = 20, 64
+# So many requests at one moment say nothing of a rate.
+_SOONEST_NS = WINDOW_NS // 50
 # RATE is in millionths of a request per second.
 PER_NS = 1e-15
 
@@ -39,8 +41,8 @@ def measure_rate(pool: Ints, now: int, queue: int) -> None:
     pool[count] += 1
     elapsed = now + 1 - pool[since]
     rate = pool[pool[RATE] + queue]
-    if elapsed >= WINDOW_NS or (rate == 0 and pool[count] == _SOON):
-        measured = pool[count] / max(elapsed, 1) / PER_NS
+    if elapsed >= WINDOW_NS or (rate == 0 and pool[count] >= _SOON and elapsed >= _SOONEST_NS):
+        measured = pool[count] / elapsed / PER_NS
         weight = 1.0 if rate == 0 else min(elapsed / (_MEMORY * WINDOW_NS), 1.0)
         pool[pool[RATE] + queue] = max(rate + int(weight * (measured - rate)), 1)
         pool[count] = 0

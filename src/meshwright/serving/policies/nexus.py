@@ -7,8 +7,10 @@ not before a third of it, when the rate of a model leaves 0.8 to 1.1 times what 
 for equal rates, as nothing is known then, and lasts a fifth of a second; each of the next lasts five times as long as
 the one before it, up to an epoch.
 
-Of the published system, what is not here: pre- and post-processing, and handing devices back, as those that are there
-are all used (`packing.pack_all`).
+Of the published system, what is not here: pre- and post-processing; handing devices back, as those that are there are
+all used (`packing.pack_all`); moving only what overloads a device (by more than 1.05) to others, as each epoch packs
+all anew; and backup models, which serve what a device of the plan cannot. Where nothing can be packed, however low the
+rates, models are dealt out to devices in turn (`packing.spread`).
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.decisions import rows_left
 from meshwright.serving.policies.meter import PER_NS, measure_rate
 from meshwright.serving.policies.ordering import forget_levels
-from meshwright.serving.policies.packing import BATCH, DEVICE_OF, MODEL_OF, SHARE, pack_all
+from meshwright.serving.policies.packing import BATCH, DEVICE_OF, MODEL_OF, SHARE, pack_all, spread
 from meshwright.serving.policies.pool import (
     DEADLINE,
     DEVICE,
     DOWN,
+    FULL,
     HEAD,
     IDLE,
     LATE,
@@ -37,6 +41,7 @@ from meshwright.serving.policies.pool import (
     NUM_DEVICES,
     NUM_MODELS,
     NUM_QUEUED,
+    NUM_QUEUES,
     OWN,
     RATE,
     REQUEST,
@@ -184,6 +189,8 @@ def _begin_epoch(pool: Ints, now: int, epoch: int) -> None:
     latency = pool[pool[LATENCY] : pool[LATENCY] + num_models * pool[ROW]]
     most, slo = pool[pool[MOST] : pool[MOST] + num_models], pool[pool[SLO] : pool[SLO] + num_models]
     num_slots = pack_all(latency, pool[ROW], most, slo, rates, np.zeros(num_models), num_devices, table)
+    if num_slots == 0:
+        num_slots = spread(latency, pool[ROW], most, slo, num_devices, table)
     waiting = _take_all(pool)
     _lay_out(pool, table[:num_slots])
     for model in range(num_models):
@@ -192,7 +199,11 @@ def _begin_epoch(pool: Ints, now: int, epoch: int) -> None:
     pool[own + _UNTIL] = now + pool[own + _LENGTH]
     pool[own + _EARLIEST] = now + pool[own + _LENGTH] // 3
     for place in range(len(waiting)):
-        _deal_out(pool, now, waiting[place, 0], waiting[place, 1], waiting[place, 2])
+        if rows_left(pool) > pool[NUM_QUEUES] + num_models + 2:
+            _deal_out(pool, now, waiting[place, 0], waiting[place, 1], waiting[place, 2])
+        else:
+            # Those of a model stand together, so that this is one decision for each queue that they were in, at most.
+            refuse(pool, now, waiting[place, 0], waiting[place, 1], FULL)
 
 
 @compiled

@@ -156,3 +156,17 @@ def pack_all(
         else:
             high = middle
     return max(pack(latency, row, most, slo, rates * low, memory, num_devices, table), 0)
+
+
+@compiled
+def spread(latency: Ints, row: int, most: Ints, slo: Ints, num_devices: int, table: Floats) -> int:
+    """A plan where no packing fits: models are dealt out to devices in turn, each device has one; how many rows."""
+    num_models = len(most)
+    rows = max(num_models, num_devices)
+    for place in range(rows):
+        model = place % num_models
+        batch = _saturating(latency, row, most, slo, model)
+        needed = latency[model * row + batch]
+        table[place, DEVICE_OF], table[place, MODEL_OF], table[place, BATCH] = place % num_devices, model, batch
+        table[place, SHARE], table[place, CYCLE], table[place, LOAD] = batch / needed, needed, 1.0
+    return rows

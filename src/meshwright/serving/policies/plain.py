@@ -7,19 +7,24 @@
         def next_wake(self, pool): ...
 
 The simulator calls it uncompiled, ten to a hundred times slower than a compiled one. All that such a policy asks for is
-checked: more requests than wait, devices that are not idle, requests that it was not given.
+checked: more requests than wait, devices that are not idle, requests that it was not given, more decisions in one call
+than a pool holds. Whole numbers may be numpy's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from meshwright.serving.policies import queues
+from meshwright.serving.policies.decisions import choices_left, rows_left
 from meshwright.serving.policies.pool import (
+    CHOSEN,
     CROWDED,
+    DECISION,
     DELAY,
     DEVICE,
     HEAD,
@@ -32,10 +37,11 @@ from meshwright.serving.policies.pool import (
     NUM_QUEUES,
     SLACK,
     SLO,
+    WIDTH,
     Ints,
 )
 from meshwright.spec import ServingError
-from meshwright.spec.own_code import importable, reported
+from meshwright.spec.own_code import first_line, importable, own_line, reported
 
 _METHODS = ("arrive", "free")
 _MOST_WAKES = 10_000
@@ -71,34 +77,31 @@ class View:
 
     def is_idle(self, device: int) -> bool:
         """Has this device nothing to do?"""
-        self._check("device", device, self.num_devices)
+        device = _check("device", device, self.num_devices)
         return bool(self._pool[self._pool[DEVICE] + device] == IDLE)
 
     def length(self, queue: int) -> int:
         """Requests that wait in a queue."""
-        self._check("queue", queue, self.num_queues)
-        return int(queues.length_of(self._pool, queue))
+        return int(queues.length_of(self._pool, self._queue(queue)))
 
     def deadline(self, queue: int, place: int = 0) -> int:
         """When a request of a queue has to be done, less the slack; place 0 is the first one."""
-        self._check(f"place in queue {queue}", place, self.length(queue))
+        queue = self._queue(queue)
+        place = _check(f"place in queue {queue}", place, self.length(queue))
         return int(queues.deadline_at(self._pool, queue, self._pool[self._pool[HEAD] + queue] + place))
 
     def latency(self, queue: int, batch: int) -> int:
         """What a batch of a queue's model takes; a very large number for one that is too large."""
-        self._check("queue", queue, self.num_queues)
-        self._check("batch", batch, NEVER)
+        queue, batch = self._queue(queue), _check("size of a batch", batch, NEVER)
         return int(queues.latency_of(self._pool, queue, batch)) if batch > 0 else 0
 
     def largest(self, queue: int) -> int:
         """The largest batch of a queue's model."""
-        self._check("queue", queue, self.num_queues)
-        return int(self._pool[self._pool[MOST] + self._pool[self._pool[MODEL] + queue]])
+        return int(self._pool[self._pool[MOST] + self._pool[self._pool[MODEL] + self._queue(queue)]])
 
     def slo(self, queue: int) -> int:
         """From arrival to deadline."""
-        self._check("queue", queue, self.num_queues)
-        return int(self._pool[self._pool[SLO] + self._pool[self._pool[MODEL] + queue]])
+        return int(self._pool[self._pool[SLO] + self._pool[self._pool[MODEL] + self._queue(queue)]])
 
     @property
     def slack(self) -> int:
@@ -107,27 +110,37 @@ class View:
 
     def enter(self, queue: int, request: int, deadline: int) -> bool:
         """Put the request that has come into its queue; False if the queue is full, and the request is dropped."""
-        self._take(queue, request)
         if not _is_whole(deadline) or abs(deadline) > NEVER:
-            raise ServingError(f"A policy gave the deadline {deadline!r}; expected nanoseconds as a whole number.")
-        return bool(queues.enter(self._pool, self.now, queue, request, deadline))
+            raise ServingError(f"A policy gave {deadline!r} as deadline; expected nanoseconds as a whole number.")
+        self._make_sure_of_room(1)
+        self._take(queue, request)
+        return bool(queues.enter(self._pool, self.now, int(queue), int(request), int(deadline)))
 
     def refuse(self, queue: int, request: int) -> None:
         """Drop the request that has come."""
+        self._make_sure_of_room(1)
         self._take(queue, request)
-        queues.refuse(self._pool, self.now, queue, request, CROWDED)
+        queues.refuse(self._pool, self.now, int(queue), int(request), CROWDED)
 
     def drop(self, queue: int, count: int) -> None:
         """Drop the first requests of a queue."""
-        self._check(f"number of requests of queue {queue} to drop", count, self.length(queue) + 1)
+        queue = self._queue(queue)
+        count = _check(f"number of requests of queue {queue} to drop", count, self.length(queue) + 1)
+        self._make_sure_of_room(count)
         queues.drop(self._pool, self.now, queue, count, CROWDED)
 
     def run(self, queue: int, count: int, device: int) -> None:
         """Run the first requests of a queue as a batch on an idle device."""
-        self._check(f"batch of queue {queue} less one", count - 1, min(self.length(queue), self.largest(queue)))
+        queue = self._queue(queue)
+        most = min(self.length(queue), self.largest(queue))
+        count = _check(f"size of a batch of queue {queue}", count, most + 1, 1)
         if not self.is_idle(device):
             raise ServingError(f"Device {device} was given a batch and is not idle. Ask is_idle before.")
-        queues.run(self._pool, self.now, queue, count, device)
+        self._make_sure_of_room(count)
+        queues.run(self._pool, self.now, queue, count, int(device))
+
+    def _queue(self, queue: int) -> int:
+        return _check("queue", queue, self.num_queues)
 
     def _take(self, queue: int, request: int) -> None:
         if self._given.get(request) != queue:
@@ -137,18 +150,28 @@ class View:
             )
         del self._given[request]
 
-    @staticmethod
-    def _check(what: str, value: int, end: int) -> None:
-        if not _is_whole(value) or not 0 <= value < end:
-            raise ServingError(f"A policy named {what} {value!r}; expected {_numbers(end)}.")
+    def _make_sure_of_room(self, count: int) -> None:
+        if rows_left(self._pool) < 1 or choices_left(self._pool) < count:
+            rows = (self._pool[CHOSEN] - self._pool[DECISION]) // WIDTH
+            raise ServingError(
+                f"In one call a policy decided more than its pool has room for: {rows} decisions, drops of one queue "
+                "that follow each other being one. Drop many requests at once, or decide about some in a later call."
+            )
+
+
+def _check(what: str, value: int, end: int, first: int = 0) -> int:
+    """A whole number as Python's own, if it is from the first one to before the end."""
+    if not _is_whole(value) or not first <= value < end:
+        raise ServingError(f"A policy gave {value!r} as {what}; expected {_numbers(first, end)}.")
+    return int(value)
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, int)
+    return isinstance(value, Integral)
 
 
-def _numbers(end: int) -> str:
-    return f"a whole number from 0 to {end - 1}" if end > 0 else "none, as there are none"
+def _numbers(first: int, end: int) -> str:
+    return f"a whole number from {first} to {end - 1}" if end > first else "none, as there are none"
 
 
 class PlainPolicy:
@@ -220,4 +243,8 @@ class PlainPolicy:
     @contextmanager
     def _told(self, method: str) -> Iterator[None]:
         with reported(self._path, f"The policy's {method} raised", ServingError):
-            yield
+            try:
+                yield
+            except ServingError as problem:
+                begin = first_line(getattr(self._mine, method), self._path)
+                raise ServingError(f"{problem} ({own_line(problem, self._path, begin)})") from problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.decisions import choose, decide, decide_to_drop
 from meshwright.serving.policies.heaps import first_of, least_of, put, size_of, take_out
 from meshwright.serving.policies.ordering import count_level, is_same, least_important, level_of, prefer
 from meshwright.serving.policies.pool import (
@@ -11,11 +12,9 @@ from meshwright.serving.policies.pool import (
     CANCELLED,
     CHOSEN,
     DEADLINE,
-    DECISION,
     DELAY,
     DEVICE,
     DOWN,
-    DROP,
     END,
     FREE_AT,
     FULL,
@@ -32,7 +31,6 @@ from meshwright.serving.policies.pool import (
     NOMINAL,
     NUM_CHOSEN,
     NUM_DECISIONS,
-    NUM_DROPPED,
     NUM_IDLE,
     NUM_QUEUED,
     NUM_UP,
@@ -47,7 +45,6 @@ from meshwright.serving.policies.pool import (
     START,
     TAIL,
     UNIT,
-    WIDTH,
     WORK,
     Ints,
 )
@@ -195,25 +192,17 @@ def displace(pool: Ints, now: int, queue: int, request: int, reason: int) -> boo
 
 @compiled
 def refuse(pool: Ints, now: int, queue: int, request: int, reason: int) -> None:
-    """Drop a request that is in no queue; many at once, as when a device fails, are one decision."""
-    chosen = pool[NUM_CHOSEN]
+    """Drop a request that is in no queue."""
+    chosen = choose(pool, 1)
     pool[pool[CHOSEN] + chosen] = request
-    pool[NUM_CHOSEN] = chosen + 1
-    pool[NUM_DROPPED] += 1
-    last = pool[DECISION] + (pool[NUM_DECISIONS] - 1) * WIDTH
-    is_more = pool[NUM_DECISIONS] > 0 and pool[last] == DROP and pool[last + 1] == reason and pool[last + 2] == queue
-    if is_more and pool[last + 3] + pool[last + 4] == chosen:
-        pool[last + 4] += 1
-    else:
-        decide(pool, DROP, reason, queue, chosen, 1, now)
+    decide_to_drop(pool, now, queue, chosen, 1, reason)
 
 
 @compiled
 def drop(pool: Ints, now: int, queue: int, count: int, reason: int) -> None:
     """Drop the first requests of a queue."""
     if count > 0:
-        pool[NUM_DROPPED] += count
-        decide(pool, DROP, reason, queue, _leave(pool, queue, count), count, now)
+        decide_to_drop(pool, now, queue, _leave(pool, queue, count), count, reason)
 
 
 @compiled
@@ -351,7 +340,7 @@ def go_down(pool: Ints, device: int) -> None:
 @compiled
 def _leave(pool: Ints, queue: int, count: int) -> int:
     """Move the first requests of a queue to the chosen ones; where they begin there."""
-    first = pool[NUM_CHOSEN]
+    first = choose(pool, count)
     head, mask = pool[pool[HEAD] + queue], pool[pool[MASK] + queue]
     requests, chosen = pool[REQUEST] + pool[pool[START] + queue], pool[CHOSEN] + first
     for offset in range(count):
@@ -359,20 +348,6 @@ def _leave(pool: Ints, queue: int, count: int) -> int:
         pool[chosen + offset] = request
         count_level(pool, queue, request, -1)
     pool[pool[HEAD] + queue] = head + count
-    pool[NUM_CHOSEN] = first + count
     pool[NUM_QUEUED] -= count
     pool[WORK] -= count * pool[pool[UNIT] + queue]
     return first
-
-
-@compiled
-def decide(pool: Ints, kind: int, target: int, queue: int, first: int, count: int, when: int) -> None:
-    """Write a row of decisions; ``first`` and ``count`` say which of the chosen requests it is about."""
-    row = pool[DECISION] + pool[NUM_DECISIONS] * WIDTH
-    pool[row] = kind
-    pool[row + 1] = target
-    pool[row + 2] = queue
-    pool[row + 3] = first
-    pool[row + 4] = count
-    pool[row + 5] = when
-    pool[NUM_DECISIONS] += 1

@@ -6,7 +6,8 @@ can still be in time after a load, and what was dropped for want of the model. I
 the model or get it; what these cannot do within an SLO, beside all else that is dealt out to them, is not served. The
 model with most of that is loaded (Clockwork, OSDI 2020, deals demand out unevenly, to devices with less to do). It goes
 to the device with least to do, and there the models leave that were least recently used, but for those whose batch runs
-there or is next.
+there or is next, and for those that have run nothing since they were loaded while requests wait for them: so each load
+serves something, however short it is.
 
 Devices come up empty. Queues are numbered as models are. It lies in cells of a policy's own: `lay_residency`.
 """
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.decisions import decide
 from meshwright.serving.policies.heaps import cells_of_heap, is_in, lay_heap, put, size_of, take_out
 from meshwright.serving.policies.pool import (
     BUSY,
@@ -43,7 +45,6 @@ from meshwright.serving.policies.pool import (
 from meshwright.serving.policies.queues import (
     begin_on,
     deadline_at,
-    decide,
     drop_late,
     latency_of,
     length_of,
@@ -243,16 +244,34 @@ def _device_for(pool: Ints, at: int, queue: int, dealt: Ints) -> int:
     for device in range(pool[NUM_DEVICES]):
         if pool[pool[DEVICE] + device] == DOWN or is_in(pool, at + COPYING, device):
             continue
-        runs, follows = pool[pool[at + _RUNS] + device], pool[pool[at + _FOLLOWS] + device]
-        kept = pool[pool[at + _MEMORY] + runs] if runs >= 0 else 0
-        if follows >= 0 and follows != runs:
-            kept += pool[pool[at + _MEMORY] + follows]
-        if _there_at(pool, at, queue, device) < NEVER or kept + memory > PARTS:
+        if _there_at(pool, at, queue, device) < NEVER:
             continue
         held = pool[pool[at + _HELD] + device]
-        if found < 0 or (dealt[device], held) < (dealt[found], pool[pool[at + _HELD] + found]):
+        if found >= 0 and (dealt[device], held) >= (dealt[found], pool[pool[at + _HELD] + found]):
+            continue
+        if held + memory <= PARTS or _kept(pool, at, device) + memory <= PARTS:
             found = device
     return found
+
+
+@compiled
+def _kept(pool: Ints, at: int, device: int) -> int:
+    """Memory of the models that must not leave a device now."""
+    kept = 0
+    for queue in range(pool[NUM_QUEUES]):
+        if _there_at(pool, at, queue, device) < NEVER and _stays(pool, at, queue, device):
+            kept += pool[pool[at + _MEMORY] + queue]
+    return kept
+
+
+@compiled
+def _stays(pool: Ints, at: int, queue: int, device: int) -> bool:
+    """Does a device compute a model that it holds, or has it not yet, though requests wait?"""
+    if queue in (pool[pool[at + _RUNS] + device], pool[pool[at + _FOLLOWS] + device]):
+        return True
+    cell = device * pool[NUM_QUEUES] + queue
+    has_run = pool[pool[at + _LAST] + cell] >= pool[pool[at + _THERE] + cell]
+    return not has_run and length_of(pool, queue) > 0
 
 
 @compiled
@@ -262,7 +281,8 @@ def _load(pool: Ints, at: int, queue: int, device: int, now: int) -> None:
         _evict(pool, at, _least_recent(pool, at, device), device, now)
     cell = device * pool[NUM_QUEUES] + queue
     there_at = now + pool[DELAY] + pool[pool[at + _LOAD] + queue]
-    pool[pool[at + _THERE] + cell], pool[pool[at + _LAST] + cell] = there_at, now
+    # Earlier than any batch of it.
+    pool[pool[at + _THERE] + cell], pool[pool[at + _LAST] + cell] = there_at, there_at - 1
     pool[pool[at + _HELD] + device] += memory
     pool[pool[at + _LOADED] + device] = queue
     pool[pool[at + _MISSED] + queue] = 0
@@ -275,9 +295,8 @@ def _load(pool: Ints, at: int, queue: int, device: int, now: int) -> None:
 def _least_recent(pool: Ints, at: int, device: int) -> int:
     found, last = -1, pool[at + _LAST] + device * pool[NUM_QUEUES]
     for queue in range(pool[NUM_QUEUES]):
-        is_used = queue in (pool[pool[at + _RUNS] + device], pool[pool[at + _FOLLOWS] + device])
         is_older = found < 0 or pool[last + queue] < pool[last + found]
-        if _there_at(pool, at, queue, device) < NEVER and is_older and not is_used:
+        if is_older and _there_at(pool, at, queue, device) < NEVER and not _stays(pool, at, queue, device):
             found = queue
     return found
 

@@ -102,7 +102,8 @@ class Devices(NamedTuple):
 
     A heap of those at work by their ends; what each computes, and, in the second half, what it will compute next
     (model, count, begin); and whose requests these are. A policy's queue may be another model's before the batch ends.
-    When each holds each model, and its memory, if they do not hold all (`weights`).
+    When each holds each model, and its memory, if they do not hold all (`weights`). Requests that were lost and have
+    not come again: how many came, how many were lost, and a ring of (model, request).
     """
 
     ends: Ints
@@ -110,6 +111,7 @@ class Devices(NamedTuple):
     requests: Ints
     there_at: Ints
     memory: Ints
+    lost: Ints
 
 
 @compiled
@@ -136,6 +138,7 @@ def simulate_events(
         np.zeros(slots, np.int64),
         np.full((num_devices if len(truth.weights.load) > 0 else 0, len(truth.weights.load)), NEVER, np.int64),
         np.zeros((num_devices, 2), np.int64),
+        np.zeros(2 + 2 * min(slots[0] * slots[1], num_requests + 1), np.int64),
     )
     lay_heap(devices.ends, 0, num_devices)
     now, at, change = 0, 0, 0
@@ -155,7 +158,7 @@ def simulate_events(
         if next_end <= now:
             _end(policy, pool, truth, arrival, outcome, devices, fleet, now)
         elif next_change <= now:
-            _change(policy, pool, truth, arrival, outcome, devices, fleet, change, now)
+            _change(policy, pool, truth, outcome, devices, fleet, change, now)
             change += 1
         elif fleet.numbers[NEXT] <= now:
             _scale(policy, pool, devices, fleet, now)
@@ -169,11 +172,15 @@ def simulate_events(
                 note_arrival(fleet.scaler, pool, now, number)
             arrive(policy, pool, now, number, at, now + pool[pool[SLO] + model])
             at += 1
-        decision = 0
-        while decision < pool[NUM_DECISIONS]:
-            _carry_out(policy, pool, truth, arrival, outcome, devices, pool[DECISION] + decision * WIDTH, now)
-            decision += 1
-        clear(pool)
+        while True:
+            decision = 0
+            while decision < pool[NUM_DECISIONS]:
+                _carry_out(pool, truth, arrival, outcome, devices, pool[DECISION] + decision * WIDTH, now)
+                decision += 1
+            clear(pool)
+            if devices.lost[0] == devices.lost[1]:
+                break
+            _come_again(policy, pool, arrival, devices, now)
 
 
 @inlined
@@ -207,21 +214,13 @@ def _end(
 
 @compiled
 def _change(
-    policy: Any,
-    pool: Ints,
-    truth: Truth,
-    arrival: Ints,
-    outcome: Outcome,
-    devices: Devices,
-    fleet: Fleet,
-    change: int,
-    now: int,
+    policy: Any, pool: Ints, truth: Truth, outcome: Outcome, devices: Devices, fleet: Fleet, change: int, now: int
 ) -> None:
     """A device fails, or returns; where their number is decided on, it may be started again then."""
     device, is_down = truth.change_device[change], pool[pool[DEVICE] + truth.change_device[change]] == DOWN
     if truth.change_up[change] == 0:
         go_down(pool, device)
-        _give_up(policy, pool, arrival, outcome, devices, device, now)
+        _give_up(outcome, devices, device, now)
         if fleet.numbers[IS_ON]:
             fail_device(fleet, device, now)
             note_devices(fleet, pool, now)
@@ -250,9 +249,7 @@ def _scale(policy: Any, pool: Ints, devices: Devices, fleet: Fleet, now: int) ->
 
 
 @inlined
-def _carry_out(
-    policy: Any, pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, row: int, now: int
-) -> None:
+def _carry_out(pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, row: int, now: int) -> None:
     """Do what one row of decisions says."""
     kind, target, count, begin = pool[row], pool[row + 1], pool[row + 4], pool[row + 5]
     first, model = pool[CHOSEN] + pool[row + 3], pool[pool[MODEL] + pool[row + 2]]
@@ -274,7 +271,7 @@ def _carry_out(
         move_weights(truth.weights, devices.there_at, devices.memory, kind, target, model, begin)
         outcome.loads[target] += kind == LOAD
     else:
-        _give_up(policy, pool, arrival, outcome, devices, target, now)
+        _give_up(outcome, devices, target, now)
 
 
 @inlined
@@ -287,19 +284,31 @@ def _draw_length(pool: Ints, truth: Truth, device: int, model: int, count: int) 
 
 
 @compiled
-def _give_up(policy: Any, pool: Ints, arrival: Ints, outcome: Outcome, devices: Devices, device: int, now: int) -> None:
-    """What a device computes is lost, and so is what it would compute next: the requests come again."""
+def _give_up(outcome: Outcome, devices: Devices, device: int, now: int) -> None:
+    """What a device computes is lost, and so is what it would compute next."""
     if not is_in(devices.ends, 0, device):
         return
     take_out(devices.ends, 0, device)
     outcome.busy[device] += max(now - devices.work[device, 2], 0)
+    lost, size = devices.lost, (len(devices.lost) - 2) // 2
     for slot in (device, device + len(devices.work) // 2):
         model, count = devices.work[slot, 0], devices.work[slot, 1]
         devices.work[slot, 1] = 0
         outcome.counts[model, NUM_LOST] += count
         for place in range(count):
-            request = devices.requests[slot, place]
-            arrive(policy, pool, now, model, request, arrival[request] + pool[pool[SLO] + model])
+            row = 2 + 2 * (lost[1] % size)
+            lost[row], lost[row + 1] = model, devices.requests[slot, place]
+            lost[1] += 1
+
+
+@compiled
+def _come_again(policy: Any, pool: Ints, arrival: Ints, devices: Devices, now: int) -> None:
+    """One request that was lost comes again: an event of its own, as one batch may bring more decisions than fit."""
+    lost = devices.lost
+    row = 2 + 2 * (lost[0] % ((len(lost) - 2) // 2))
+    lost[0] += 1
+    model, request = lost[row], lost[row + 1]
+    arrive(policy, pool, now, model, request, arrival[request] + pool[pool[SLO] + model])
 
 
 @inlined

@@ -48,7 +48,8 @@ _NS = 1e9
 class Served:
     """What became of the requests of one model (or several), counted; ``dropped`` by reason.
 
-    Reasons are those of policies (`pool.REASONS`), and ``unplaced`` where no group holds the model. ``histogram``
+    Reasons are those of policies (`pool.REASONS`), ``unplaced`` where no group holds the model, and ``unanswered`` for
+    what still waited when nothing more could happen. With them, in time and late it is all requests. ``histogram``
     counts latencies in places of SLO / `PLACES`.
     """
 
@@ -357,6 +358,8 @@ def _collect(deployment: Deployment, outcome: Outcome) -> tuple[Served, ...]:
         dropped = dict(zip(REASONS, counts[NUM_DROPPED:].tolist(), strict=True))
         if deployment.groups and not any(model.name in group.models for group in deployment.groups):
             dropped["unplaced"] = int(counts[NUM_ARRIVED])
+        done = int(counts[NUM_IN_TIME] + counts[NUM_TOO_LATE]) + sum(dropped.values())
+        dropped["unanswered"] = int(counts[NUM_ARRIVED]) - done
         served.append(
             Served(
                 model=model.name,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.cost.compiled import compiled
+from meshwright.serving.policies.decisions import choose, decide, decide_to_drop
 from meshwright.serving.policies.pool import (
     CHOSEN,
     DECISION,
@@ -19,7 +20,6 @@ from meshwright.serving.policies.pool import (
     HEAD,
     NUM_CHOSEN,
     NUM_DECISIONS,
-    NUM_DROPPED,
     NUM_QUEUED,
     NUM_QUEUES,
     OWN,
@@ -157,22 +157,19 @@ def _deliver(pool: Ints, now: int, window: int) -> None:
 @compiled
 def _copy_decisions(pool: Ints, shard: Ints, number: int, shards: int) -> None:
     """What a shard has decided is what the policy decides."""
-    first = pool[NUM_CHOSEN]
+    first = choose(pool, shard[NUM_CHOSEN])
     for place in range(shard[NUM_CHOSEN]):
         pool[pool[CHOSEN] + first + place] = shard[shard[CHOSEN] + place]
-    pool[NUM_CHOSEN] += shard[NUM_CHOSEN]
     for decision in range(shard[NUM_DECISIONS]):
-        source, row = shard[DECISION] + decision * WIDTH, pool[DECISION] + pool[NUM_DECISIONS] * WIDTH
-        for cell in range(WIDTH):
-            pool[row + cell] = shard[source + cell]
-        queue, count = shard[source + 2] * shards + number, shard[source + 4]
-        pool[row + 2] = queue
-        pool[row + 3] += first
-        pool[NUM_DECISIONS] += 1
+        row = shard[DECISION] + decision * WIDTH
+        kind, target, queue = shard[row], shard[row + 1], shard[row + 2] * shards + number
+        begin, count, when = first + shard[row + 3], shard[row + 4], shard[row + 5]
         pool[pool[HEAD] + queue] += count
         pool[NUM_QUEUED] -= count
-        if shard[source] == DROP:
-            pool[NUM_DROPPED] += count
+        if kind == DROP:
+            decide_to_drop(pool, when, queue, begin, count, target)
+        else:
+            decide(pool, kind, target, queue, begin, count, when)
     clear(shard)
 
 
