@@ -189,7 +189,7 @@ def is_crowded(pool: Ints, now: int, queue: int, deadline: int, admit: int) -> b
 @compiled
 def _has_spare(pool: Ints, spare: int) -> bool:
     idle, up = pool[NUM_IDLE], pool[NUM_UP]
-    return bool(0 < idle and (100 * (idle - 1) >= spare * up or (idle == up and spare <= 100)))
+    return bool(idle > 0 and (100 * (idle - 1) >= spare * up or (idle == up and spare <= 100)))
 
 
 @compiled
