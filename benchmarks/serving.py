@@ -4,11 +4,16 @@ regimes     answers in time of every policy on regimes that stand in a file; reg
             other one, for the same requests
 drawn       the same for six regimes that a seed draws
 goodput     the highest rate with 99 % in time, of every policy, in the cases of our earlier experiment
-simulator   requests per CPU second; two pools on two cores
+simulator   CPU time per request; two pools on two cores
+
+Regret is scored twice: after five seconds that do not count, in which our own policy learns what it begins each regime
+without (others measure rates then, and Nexus makes its first plans), and from the first request on. The best other
+policy is often symphony or eager; both are also among the settings that our own policy chooses from.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -34,6 +39,10 @@ from meshwright.spec.quantities import Seconds
 REGIMES = Path(__file__).parent / "splits" / "serving_regimes.toml"
 DRAWN_SEED, NUM_DRAWN = 20261123, 6
 OWN = "adaptive"
+# As long as our own policy may learn before requests count; it is scored without, too.
+WARM_UP_S = 5.0
+# Newer systems first (Nexus is of 2019, Clockwork of 2020, Symphony of 2023); no one paper claims the whole order.
+ORDER = ("symphony", "clockwork", "nexus")
 # `deferred` is Symphony's with other settings.
 POLICIES = tuple(name for name in POLICY_NAMES if name != "deferred")
 
@@ -92,7 +101,15 @@ def draw_regimes(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def compare(regimes: list[dict[str, Any]], quick: bool) -> list[Row]:
-    rows, regrets, order = [], [], []
+    return [
+        row
+        for warm_up_s, told in ((WARM_UP_S, f"after {WARM_UP_S:.0f} s"), (0.0, "from the first request on"))
+        for row in compare_after(warm_up_s, told, regimes, quick)
+    ]
+
+
+def compare_after(warm_up_s: float, told: str, regimes: list[dict[str, Any]], quick: bool) -> list[Row]:
+    rows, regrets, shares = [], [], []
     for regime in regimes:
         deployment = make_deployment(regime)
         sums = dict.fromkeys(POLICIES, 0.0)
@@ -102,7 +119,7 @@ def compare(regimes: list[dict[str, Any]], quick: bool) -> list[Row]:
                 {name: load_policy(name) for name in POLICIES},
                 5.0 if quick else 20.0,
                 seed=seed,
-                warm_up_s=5.0,
+                warm_up_s=warm_up_s,
             )
             for name, result in found.items():
                 sums[name] += result.in_time_share / (1 if quick else 2)
@@ -110,21 +127,26 @@ def compare(regimes: list[dict[str, Any]], quick: bool) -> list[Row]:
         best = max(others, key=others.__getitem__)
         regret = 1 - sums[OWN] / others[best]
         regrets.append(regret)
-        order.append(tuple(sums[name] for name in ("symphony", "clockwork", "nexus")))
-        told = ", ".join(f"{name} {100 * value:.1f}" for name, value in sums.items())
-        print(f"{regime['name']}: {told}; regret {100 * regret:.2f} %", flush=True)
-        rows.append(
-            make_row(
-                f"{regime['name']}: in time, %; best other: {best}", 100 * sums[OWN], "%", baseline=100 * others[best]
-            )
-        )
-    first = sum(symphony >= max(clockwork, nexus) - 1e-3 for symphony, clockwork, nexus in order)
+        shares.append(sums)
+        each = ", ".join(f"{name} {100 * value:.1f}" for name, value in sums.items())
+        print(f"{told}, {regime['name']}: {each}; regret {100 * regret:.2f} %", flush=True)
+        name = f"{told}, {regime['name']}: in time, %; best other: {best}"
+        rows.append(make_row(name, 100 * sums[OWN], "%", baseline=100 * others[best]))
     return [
         *rows,
-        make_row("mean regret, %", 100 * float(np.mean(np.maximum(regrets, 0))), "%", target=1.0),
-        make_row("worst regret, %", 100 * max(*regrets, 0.0), "%", target=3.0),
-        make_row("Symphony at least as good as Clockwork and Nexus", first, f"of {len(regimes)}"),
+        make_row(f"{told}: mean regret, %", 100 * float(np.mean(np.maximum(regrets, 0))), "%", target=1.0),
+        make_row(f"{told}: worst regret, %", 100 * max(*regrets, 0.0), "%", target=3.0),
+        *order_rows(told, shares),
     ]
+
+
+def order_rows(told: str, shares: list[dict[str, float]]) -> list[Row]:
+    """In how many regimes the order holds, whole and by pairs; the target is that it fails in none."""
+    rows = []
+    for names in (ORDER, *itertools.combinations(ORDER, 2)):
+        fails = sum(any(each[a] < each[b] for a, b in itertools.pairwise(names)) for each in shares)
+        rows.append(make_row(f"{told}: regimes of {len(shares)} without {' >= '.join(names)}", fails, "", target=0.0))
+    return rows
 
 
 def regimes(quick: bool) -> list[Row]:
@@ -190,10 +212,10 @@ def simulator(quick: bool) -> list[Row]:
                 result = simulate_deployment(deployment, load_policy(policy), seconds, seed=seed)
                 times.append((time.process_time() - drawn, drawn - start))
             whole, drawing = np.median(times, axis=0)
-            # A rate is met from below: targets bound its inverse.
+            # A rate is met from below: the target, five million requests per second, bounds its inverse.
             each = 1e6 * (whole - drawing) / result.num_requests
-            target = 0.2 if policy == "symphony" else None
-            rows.append(make_row(f"{name}, {policy}: CPU µs per request, with histograms", each, "µs", target=target))
+            label = f"{name}, {policy}: CPU µs per request, with histograms, less the drawing of requests"
+            rows.append(make_row(label, each, "µs", target=0.2))
             if devices == 4000 and policy == "symphony":
                 told = f"{name}: CPU s for {result.num_requests:,} requests, drawing them included"
                 rows.append(make_row(told, whole, "s", target=3.0))
