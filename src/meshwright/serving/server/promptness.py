@@ -21,7 +21,9 @@ _SLICE_NS = 100_000
 def ask_for_short_turns() -> bool:
     """Ask for the shortest slice there is, for this process and its threads to come; has the system taken it?"""
     number = _SCHED_SETATTR.get(platform.machine())
-    if number is None or not hasattr(os, "SCHED_OTHER") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    if number is None or not (hasattr(os, "sched_getscheduler") and hasattr(os, "getpriority")):
+        return False
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     # struct sched_attr: its size, policy, flags, nice, priority, runtime (the slice), deadline, period.
