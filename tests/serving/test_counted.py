@@ -42,8 +42,8 @@ def steadily(rate, seconds, first=0.0):
 def test_the_counted_time_ends_with_the_last_trace(traced):
     short, long = traced(steadily(100, 2)), traced(steadily(100, 4), "b")
     assert counted_time([short, long], 10.0) == (0.0, 4.0)
-    assert counted_time([short, long], 10.0, 1.0) == (0.4, 4.0)
-    assert counted_time([short, long], 10.0, 1.0, 2.0) == (0.2, 2.0)
+    assert counted_time([short, long], 10.0, 1.0) == (1.0, 4.0)
+    assert counted_time([short, long], 10.0, 1.0, 4.0) == (0.1, 1.0)
     assert counted_time([short, long], 2.0, 1.0) == (1.0, 3.0)
     assert counted_time([short, model("c")], 10.0, 1.0) == (1.0, 11.0)
     # What never comes does not make the time longer.
