@@ -203,7 +203,7 @@ def test_the_fewest_devices_with_models_placed_on_them(serve):
 def test_groups_of_a_file_are_replaced(serve):
     text = DEPLOYMENT + '[[groups]]\ndevices = 1\nmodels = ["cat"]\n'
     Path("served.toml").write_text(text)
-    assert facts(serve)["models"][1]["num_unplaced"] > 0
+    assert facts(serve)["models"][1]["num_dropped_unplaced"] > 0
     assert facts(serve, "--place", "replication")["in_time_share"] > 0.9
     assert "has groups, whose numbers of devices are given" in refused(serve, "--capacity")
 
@@ -417,3 +417,68 @@ def test_latencies_come_from_a_table(run):
         code, _, err = run("simulate", "served.toml", "--measurements", name)
         assert code == 1
         assert words in " ".join(err.split())
+
+
+def traced(name, *moments):
+    """The deployment with one model, whose requests are those of a trace; a trace is read once in a process."""
+    Path(name).write_text("".join(f"{moment}\n" for moment in moments))
+    return DEPLOYMENT.split('[[models]]\nname = "dog"')[0].replace('"poisson", rate = 600', f'"trace", file = "{name}"')
+
+
+def test_traces_that_do_not_fill_the_time_are_told(serve):
+    Path("served.toml").write_text(traced("even.txt", *(number / 100 for number in range(1, 101))))
+    code, out, err = serve("--scale", "2")
+    assert code == 0
+    assert "200 of 200 requests per second" in " ".join(out.split())
+    assert "even.txt: it ends at 0.5 s, and 2 s are simulated" in " ".join(err.split())
+    Path("served.toml").write_text(traced("late.txt", 1.7e9, 1.7e9 + 2))
+    for options in ((), ("--goodput",), ("--capacity",), ("--place", "packing")):
+        assert "take the first one from all of them" in refused(serve, *options)
+
+
+def test_the_longest_latencies_are_told_as_such(serve):
+    # Batches take at least 300 ms, and the SLO is 50.
+    slow = DEPLOYMENT.split('[[models]]\nname = "dog"')[0] + "".join(
+        f'[[troubles]]\nkind = "straggler"\ndevice = {device}\nfactor = 50\n' for device in (0, 1)
+    )
+    Path("served.toml").write_text(slow)
+    code, out, err = serve("--policy", "timeouts:wait=0")
+    assert (code, err) == (0, "")
+    assert "> 200 ms" in out
+    found = facts(serve, "--policy", "timeouts:wait=0")
+    assert found["models"][0]["p99_s"] is None
+    assert found["models"][0]["p99_over_s"] == found["worst_p99_over_s"] == pytest.approx(0.2, rel=1e-3)
+
+
+def test_queries_at_a_scale_are_told_as_they_are_simulated(serve):
+    Path("served.toml").write_text(ASKING)
+    found = facts(serve, "--scale", "0.1")
+    (query,) = read_deployment("served.toml").queries
+    times = split_time(query, scale=0.1)
+    (row,) = found["queries"]
+    assert [call["requests_per_s"] for call in row["calls"]] == pytest.approx([5, 15])
+    assert [call["time_s"] for call in row["calls"]] == list(times.values())
+    assert row["staggered_devices"] == devices_of(query, times, scale=0.1)
+
+
+def test_no_number_of_devices_that_take_no_turns(serve):
+    # A batch of one takes 6 of 8 ms.
+    Path("served.toml").write_text(DEPLOYMENT.split('[[models]]\nname = "dog"')[0].replace("50 ms", "8 ms"))
+    out = serve("--capacity")[1]
+    assert "if they do not, no number does." in " ".join(out.split())
+    assert facts(serve, "--capacity")["policies"][0]["uncoordinated_devices"] is None
+
+
+def test_what_a_sweep_has_values_of_is_no_option(serve):
+    for option, value, values in (("policy", "eager", "symphony"), ("scale", "2", "1"), ("seed", "3", "1,2")):
+        assert f"Leave --{option} out" in refused(serve, f"--{option}", value, "--sweep", f"{option}={values}")
+
+
+def test_a_deployment_is_known_wherever_its_schema_stands(serve, run):
+    data = json.loads(write_document(read_deployment("served.toml"), "served.json").read_text())
+    schema = data.pop("schema")
+    Path("served.json").write_text(json.dumps({**data, "schema": schema}).replace("/", "\\/"))
+    assert Path("served.json").read_text().index("schema") > 256
+    code, out, _ = run("simulate", "served.json", "--seconds", "2", "--json")
+    assert code == 0
+    assert json.loads(out) == facts(serve)

@@ -164,3 +164,17 @@ def test_too_many_requests_are_refused_before_they_are_drawn():
         coming(Poisson(rate=1e9))
     with pytest.raises(ServingError, match="Simulate fewer seconds"):
         coming(Poisson(rate=1), seconds=1.0, scale=2.0 * MOST_REQUESTS)
+
+
+def test_a_trace_has_as_many_requests_as_moments(tmp_path):
+    """Two moments a picosecond apart would be 6e12 requests at their mean rate."""
+    assert coming(traced(tmp_path, "0\n1e-12\n"), seconds=3.0).tolist() == [0, 0]
+
+
+def test_what_does_not_fit_into_memory_says_so(monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("meshwright.serving.arrivals._homogeneous", fail)
+    with pytest.raises(ServingError, match="do not fit into memory"):
+        coming(Poisson(rate=10))

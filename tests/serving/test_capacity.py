@@ -10,8 +10,8 @@ import pytest
 from meshwright.serving import find_capacity, load_policy, simulate_deployment
 from meshwright.serving.policies import pool, queues
 from meshwright.serving.policies.slowness import observe
-from meshwright.spec import ServingError, Straggler
-from tests.serving.deployments import one_model
+from meshwright.spec import Deployment, ServingError, Straggler, Trace
+from tests.serving.deployments import model, one_model
 
 pytestmark = pytest.mark.timeout(400)  # the first test of a policy compiles it
 
@@ -55,3 +55,20 @@ def test_a_device_that_is_slow_is_planned_so_and_used_last():
     assert slowness[1] == pool.NOMINAL
     assert queues.idle_device(found) == 1
     assert queues.latency_on(found, 0, 1, 0) == 10 * slowness[0] // 1000
+
+
+def test_a_crowd_gets_as_many_devices_as_it_needs(tmp_path):
+    """200 requests at one moment, with time for one batch of one: a device for each, far beyond the mean rate."""
+    trace = tmp_path / "crowd.txt"
+    trace.write_text("1.5\n" * 200 + "9\n")
+    crowd = replace(model(slo=0.01, alpha=0.001, beta=0.008, largest=1), arrivals=Trace(file=str(trace)))
+    found = find_capacity(Deployment(models=(crowd,), devices=1), load_policy("eager"), 10.0)
+    # 99 % of 201 are at least 199: the last one, and 198 at once.
+    assert found.devices == 198
+    assert found.staggered < 1
+
+
+def test_where_no_device_helps_what_was_tried_is_said():
+    deployment = replace(one_model(devices=1, slo=0.008, rate=10.0), delay=0.005)
+    with pytest.raises(ServingError, match=r"64 devices .* some of them never had a batch: more would not help"):
+        find_capacity(deployment, load_policy("eager"), 1.0)

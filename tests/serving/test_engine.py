@@ -281,6 +281,36 @@ def test_rows_are_sums():
     )
 
 
+def test_rows_tell_answers_that_are_late_from_requests_that_are_dropped_late(tmp_path):
+    result = simulate_deployment(traced(tmp_path, [0.0, 0.001, 0.002, 0.5], slo=0.01), EAGER, 1.0)
+    (served,) = result.models
+    row = served.row(1.0)
+    assert (row["num_answered_late"], row["num_dropped_late"]) == (served.num_late, served.dropped["late"])
+    assert served.dropped["late"] > 0
+    assert not {"num_late", "num_full"} & row.keys()
+
+
+def test_latencies_that_are_longer_than_is_told_say_so(tmp_path):
+    """Of two requests, one finds a device that takes 300 ms for its 6, and the other one that takes 6."""
+    slow = (Straggler(device=0, factor=50.0),)
+    result = simulate_deployment(traced(tmp_path, [0.5, 0.5], largest=1, devices=2, troubles=slow), EAGER, 1.0)
+    (served,), row = result.models, result.models[0].row(1.0)
+    assert served.num_requests == 2
+    assert row["p50_s"] == pytest.approx(0.006, rel=1e-2)
+    assert (row["p99_s"], result.row()["worst_p99_s"], served.latency_s(0.99)) == (None, None, math.inf)
+    assert row["p99_over_s"] == result.row()["worst_p99_over_s"] == pytest.approx(0.2, rel=1e-3)
+    assert "p50_over_s" not in row
+
+
+@pytest.mark.parametrize("at", [1.0, 0.0])
+def test_queues_have_room_for_a_crowd_that_comes_at_once(tmp_path, at):
+    """5000 requests within one SLO, though the mean rate is low, are all answered in time."""
+    crowd = traced(tmp_path, [at] * 5000 + [9000.0], slo=60.0)
+    (served,) = simulate_deployment(crowd, EAGER, 10.0).models
+    assert served.dropped["full"] == 0
+    assert served.num_in_time == served.num_requests == 5000
+
+
 def test_nothing_arrives():
     deployment = one_model(rate=0)
     result = simulate_deployment(deployment, SYMPHONY, 5.0)
@@ -306,7 +336,7 @@ def test_goodput_that_nothing_reaches_is_none():
     late = replace(one_model(devices=1, rate=10), troubles=(Outage(device=0, since=0.0),))
     scale, result = find_goodput(late, SYMPHONY, 2.0)
     assert scale == 0
-    assert result.in_time_share < 0.99
+    assert (result.num_requests, result.goodput_per_s, result.row()["worst_p99_s"]) == (0, 0, None)
 
 
 def test_regret_is_what_lacks_of_the_best_other():

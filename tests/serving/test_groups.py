@@ -118,7 +118,7 @@ def test_what_no_group_holds_is_not_served():
         assert served.num_in_time == 0
         assert served.dropped["unplaced"] == served.num_requests > 0
         assert served.num_requests < (whose == number).sum()
-        assert served.row(2.0)["num_unplaced"] == served.num_requests
+        assert served.row(2.0)["num_dropped_unplaced"] == served.num_requests
     assert "unplaced" not in found.models[1].dropped
     assert found.models[1].in_time_share > 0.9
     nothing = simulate_deployment(grouped(Group(devices=2, models=())), EAGER, 1.0)

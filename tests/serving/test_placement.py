@@ -11,6 +11,7 @@ from scipy.optimize import linprog
 
 from meshwright.serving import (
     PLACE_METHODS,
+    bound_placed,
     bound_share,
     find_capacity,
     load_policy,
@@ -18,7 +19,7 @@ from meshwright.serving import (
     simulate_deployment,
 )
 from meshwright.serving.placement.heuristics import pack_models, replicate_models
-from meshwright.spec import Deployment, Group, Poisson, ServingError
+from meshwright.spec import Deployment, Diurnal, Group, Poisson, ServingError, Straggler
 from tests.serving.deployments import model, models
 
 pytestmark = pytest.mark.timeout(300)
@@ -213,3 +214,26 @@ def test_the_fewest_devices_are_those_that_memory_asks_for():
 def test_methods_that_there_are_not(method):
     with pytest.raises(ServingError, match="Give one of best, packing, replication, simulated"):
         place_models(Deployment(models=served(1.0), devices=1), EAGER, 0.1, method=method)
+
+
+def test_names_of_copies_are_those_of_nobody_else():
+    held = (replace(model("a", rate=200.0, copies=2), memory=1.0), replace(model("a-1", rate=200.0), memory=1.0))
+    deployment = Deployment(models=held, devices=3, device_memory=1.0)
+    placed = place_models(deployment, EAGER, 0.5, method="replication").deployment
+    assert sorted(each.name for each in placed.models) == ["a-1", "a-2", "a-3"]
+    assert sum(each.copies for each in placed.models) == 3
+
+
+def test_the_bound_of_a_simulation_counts_what_came_and_fast_devices():
+    """Of a wave's trough all is answered; a device five times as fast answers what five would."""
+    wave = replace(model("a", slo=0.05), arrivals=Diurnal(low=100, high=20_000, period=100.0))
+    trough = Deployment(models=(wave,), devices=1)
+    result = simulate_deployment(trough, EAGER, 2.0)
+    assert result.in_time_share == bound_placed(trough, result) == 1
+    crowd = Deployment(models=(model("a", rate=8000.0, largest=32),), devices=1)
+    fast = replace(crowd, troubles=(Straggler(device=0, factor=0.2),))
+    result = simulate_deployment(fast, EAGER, 3.0)
+    bound = bound_placed(fast, result)
+    # Batches of 32 take 37 ms: five devices' worth of them, until 50 ms behind the last request.
+    assert bound == pytest.approx(5 * 32 / 0.037 * 3.05 / result.num_requests)
+    assert bound_placed(crowd, result) < result.in_time_share <= bound < 1

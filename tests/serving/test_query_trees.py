@@ -1,6 +1,7 @@
 """The split of a query's time, against brute force over all splits and published equations."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -13,6 +14,7 @@ from meshwright.serving import (
     expand_deployment,
     find_capacity,
     load_policy,
+    scale_bound,
     simulate_deployment,
     split_evenly,
     split_time,
@@ -125,3 +127,73 @@ def test_models_of_calls_are_simulated_beside_others():
     alone = find_capacity(Deployment(queries=(query,), devices=1), load_policy("eager"), 2.0)
     assert alone.staggered == pytest.approx(devices_of(query, times))
     assert alone.devices >= alone.staggered
+
+
+def test_delay_and_slack_are_taken_off_each_call():
+    """In what is left of 160 ms beside twice 30 ms, batches of one take 47 and 6 ms."""
+    query = Query(name="q", slo=0.16, rate=300.0, calls=(call("x", alpha=0.012, beta=0.035), call("y", "x")))
+    times = split_time(query, overhead_s=0.03)
+    assert times["x"] >= 0.077
+    assert times["y"] >= 0.036
+    assert math.isinf(devices_of(query, {"x": 0.14, "y": 0.02}, overhead_s=0.03))
+    assert devices_of(query, times, overhead_s=0.03) == pytest.approx(
+        devices_of(query, {name: seconds - 0.03 for name, seconds in times.items()})
+    )
+    served = Deployment(queries=(query,), devices=80, slack=0.02, delay=0.01)
+    assert [each.slo for each in expand_deployment(served).models] == [times["x"], times["y"]]
+    with pytest.raises(ServingError, match=r"beside 0\.06 s of delay and slack for each"):
+        split_time(query, overhead_s=0.06)
+
+
+@given(queries())
+@settings(max_examples=40)
+def test_time_that_nobody_needs_is_spread(query):
+    try:
+        times = split_time(query, segments=50)
+    except ServingError:
+        return
+    # All of it is given to somebody on every way down, and no call has less than the time of a batch of one.
+    assert all(sum(times[name] for name in way) == pytest.approx(query.slo) for way in ways_down(query))
+    assert all(times[each.name] >= each.latency.of(1) for each in query.calls)
+
+
+def test_equal_calls_of_which_none_needs_more_get_equal_parts():
+    calls = (call("a", largest=1), call("b", "a", largest=1))
+    assert split_time(Query(name="q", slo=0.4, rate=0.0, calls=calls)) == pytest.approx({"a": 0.2, "b": 0.2})
+
+
+def test_time_is_split_for_the_rates_at_a_scale():
+    calls = (call("find", beta=0.02), call("name", "find", fan_out=2.5))
+    query = Query(name="cars", slo=0.3, rate=600.0, calls=calls)
+    slow = Query(name="cars", slo=0.3, rate=6.0, calls=calls)
+    assert split_time(query, scale=0.01) == split_time(slow) != split_time(query)
+    assert devices_of(query, split_time(slow), scale=0.01) == devices_of(slow, split_time(slow))
+    deployment = Deployment(queries=(query,), devices=4)
+    found = expand_deployment(deployment, 0.01)
+    assert [each.slo for each in found.models] == list(split_time(slow).values())
+    # Rates are multiplied when requests are drawn.
+    assert [each.arrivals for each in found.models] == [Poisson(rate=600.0), Poisson(rate=1500.0)]
+    result = simulate_deployment(deployment, load_policy("eager"), 2.0, scale=0.01)
+    assert [each.slo_s for each in result.models] == list(split_time(slow).values())
+
+
+def test_the_bound_is_where_the_best_split_needs_all_devices():
+    calls = (call("find", beta=0.02), call("name", "find", fan_out=2.5))
+    query = Query(name="cars", slo=0.3, rate=60.0, calls=calls)
+    bound = scale_bound(Deployment(queries=(query,), devices=4), 1.0)
+    needed = [devices_of(query, split_time(query, scale=each), scale=each) for each in (bound * 0.999, bound * 1.001)]
+    assert needed[0] < 4 < needed[1]
+
+
+def test_calls_can_be_loaded():
+    query = Query(
+        name="q",
+        slo=0.4,
+        rate=10.0,
+        calls=tuple(replace(each, memory=0.8 * 2**30) for each in (call("x"), call("y", "x"))),
+    )
+    deployment = Deployment(queries=(query,), devices=1, device_memory=2.0**30)
+    with pytest.raises(ServingError, match="has no load"):
+        simulate_deployment(deployment, load_policy("clockwork"), 1.0)
+    loaded = replace(query, calls=tuple(replace(each, load=0.01) for each in query.calls))
+    assert simulate_deployment(replace(deployment, queries=(loaded,)), load_policy("clockwork"), 1.0).num_loads > 1

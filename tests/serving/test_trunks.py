@@ -1,6 +1,7 @@
 """Models with a trunk in common, against every composition of a batch and the equations of batching."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -120,3 +121,12 @@ def test_shared_heads_are_served_by_fewer_devices():
     apart = find_capacity(Deployment(devices=1, models=separate_heads(trunk)), policy, 3.0)
     assert (shared.staggered, apart.staggered) == pytest.approx(devices_shared(trunk))
     assert shared.devices < apart.devices
+
+
+def test_a_trunk_is_loaded_with_its_heads():
+    each = line(0.001, 0.002)
+    heads = tuple(Head(name=name, latency=each, rate=1.0, load=load) for name, load in (("a", 0.2), ("b", 0.3)))
+    trunk = trunk_of(*heads, load=1.0)
+    assert share_trunk(trunk).load == pytest.approx(1.5)
+    assert [apart.load for apart in separate_heads(trunk)] == pytest.approx([1.2, 1.3])
+    assert share_trunk(replace(trunk, load=None)).load is None

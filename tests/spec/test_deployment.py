@@ -1,5 +1,6 @@
 """Deployment documents: what they may say, and what is refused with its place."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -341,3 +342,31 @@ heads = [{ name = "a", rate = 3, latency = { alpha = "1 ms", beta = "5 ms", larg
         Trunk(name="t", slo=0.1, latency=MODEL.latency, heads=())
     with pytest.raises(ServingError, match="rate is -1"):
         replace(heads[0], rate=-1.0)
+
+
+def test_an_own_policy_lies_beside_the_file(tmp_path, monkeypatch):
+    folder = tmp_path / "served"
+    folder.mkdir()
+    (folder / "d.toml").write_text(GOOD.replace("devices = 2", 'devices = 2\npolicy = "mine.py:Mine"'))
+    monkeypatch.chdir(tmp_path)
+    read = read_deployment("served/d.toml")
+    assert read.policy == f"{folder}/mine.py:Mine"
+    other = write_deployment(read, tmp_path / "other.toml")
+    assert 'policy = "served/mine.py:Mine"' in other.read_text()
+    assert read_deployment(other) == read
+    monkeypatch.chdir(folder)
+    assert Path(read_deployment("../other.toml").policy).resolve() == Path(read.policy)
+    # A name is none of a file.
+    (folder / "e.toml").write_text(GOOD.replace("devices = 2", 'devices = 2\npolicy = "timeouts:wait=10"'))
+    assert read_deployment("e.toml").policy == "timeouts:wait=10"
+
+
+def test_many_names_are_compared_at_once():
+    line = Latency(alpha=Seconds(1e-3), beta=Seconds(0.0))
+    models = [ServedModel(name=f"m{number}", slo=Seconds(1.0), latency=line) for number in range(20_000)]
+    begin = time.perf_counter()
+    Deployment(models=tuple(models), devices=1)
+    with pytest.raises(ServingError, match="Two models are called 'm7'"):
+        Deployment(models=(*models, models[7]), devices=1)
+    # Each with each other, it was a minute.
+    assert time.perf_counter() - begin < 5

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from meshwright.spec.joint_models import MOST_RATE
 from meshwright.spec.units import format_count, format_percent
 
 if TYPE_CHECKING:
     from meshwright.spec.deployment import Deployment
-    from meshwright.spec.joint_models import Query, Trunk
+    from meshwright.spec.joint_models import Trunk
 
 
-def joint_rows(deployment: Deployment) -> dict[str, list[dict[str, Any]]]:
-    """Rows of ``queries`` and of ``trunks``, where there are some; None for devices where no number suffices."""
-    rows = {"queries": _split_rows(deployment.queries), "trunks": _trunk_rows(deployment.trunks)}
+def joint_rows(deployment: Deployment, scale: float = 1.0) -> dict[str, list[dict[str, Any]]]:
+    """Rows of ``queries`` and of ``trunks`` at a scale of their rates, where there are some.
+
+    None for devices where no number suffices.
+    """
+    rows = {"queries": _split_rows(deployment, scale), "trunks": _trunk_rows(deployment.trunks, scale)}
     return {name: found for name, found in rows.items() if found}
 
 
@@ -28,24 +33,25 @@ def describe_joint(rows: Mapping[str, Sequence[dict[str, Any]]]) -> list[Any]:
     return [*((make_table(calls),) if calls else ()), *map(_tell_split, queries), *map(_tell_trunk, trunks)]
 
 
-def _split_rows(queries: Sequence[Query]) -> list[dict[str, Any]]:
+def _split_rows(deployment: Deployment, scale: float) -> list[dict[str, Any]]:
     """The split of each query, and the devices that it and the even one need."""
     from meshwright.serving import call_rates, devices_of, split_evenly, split_time
 
-    rows = []
-    for query in queries:
-        times, even, rates = split_time(query), split_evenly(query), call_rates(query)
-        even_devices = devices_of(query, even)
+    rows, overhead_s = [], deployment.delay + deployment.slack
+    for query in deployment.queries:
+        times = split_time(query, scale=scale, overhead_s=overhead_s)
+        even, rates = split_evenly(query), call_rates(query)
+        needed, even_devices = (devices_of(query, split, scale=scale, overhead_s=overhead_s) for split in (times, even))
         rows.append(
             {
                 "query": query.name,
                 "slo_s": float(query.slo),
-                "staggered_devices": devices_of(query, times),
+                "staggered_devices": needed,
                 "even_devices": even_devices if math.isfinite(even_devices) else None,
                 "calls": [
                     {
                         "call": f"{query.name}.{call.name}",
-                        "requests_per_s": rates[call.name],
+                        "requests_per_s": rates[call.name] * scale,
                         "time_s": times[call.name],
                         "even_time_s": even[call.name],
                     }
@@ -65,12 +71,13 @@ def _tell_split(row: dict[str, Any]) -> str:
     return f"{said}, {even:.2f} with an even split{saved}."
 
 
-def _trunk_rows(trunks: Sequence[Trunk]) -> list[dict[str, Any]]:
+def _trunk_rows(trunks: Sequence[Trunk], scale: float) -> list[dict[str, Any]]:
     from meshwright.serving import devices_shared
 
     rows = []
     for trunk in trunks:
-        shared, apart = devices_shared(trunk)
+        heads = tuple(replace(head, rate=min(head.rate * scale, MOST_RATE)) for head in trunk.heads)
+        shared, apart = devices_shared(replace(trunk, heads=heads))
         rows.append(
             {
                 "trunk": trunk.name,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from meshwright.cli.latencies import shown_row
 from meshwright.cli.output import print_json, print_tables
 from meshwright.spec.deployment import Deployment, write_deployment
 from meshwright.spec.units import format_count, format_percent
@@ -29,7 +30,7 @@ _SHOWN_NAMES = 6
 
 def simulate_placed(deployment: Deployment, name: str, method: str, request: ServingRequest) -> None:
     """Place the models, with --capacity on the fewest devices; simulate and print it, and write the deployment."""
-    from meshwright.serving import find_capacity, load_policy, place_models, simulate_deployment
+    from meshwright.serving import check_counted, find_capacity, load_policy, place_models, simulate_deployment
 
     policy = load_policy(name)
 
@@ -59,6 +60,7 @@ def simulate_placed(deployment: Deployment, name: str, method: str, request: Ser
     else:
         placed = place(deployment, 0.0)
         result = simulate_deployment(placed.deployment, policy, request.seconds, seed=request.seed, scale=request.scale)
+    check_counted(result.num_requests, deployment.models, request.seconds, scale=request.scale)
     if request.out is not None:
         write_deployment(placed.deployment, request.out)
     _print_placed(placed, name, result, capacity, request)
@@ -68,11 +70,9 @@ def _print_placed(
     placed: PlacedModels, policy: str, result: ServingResult, capacity: Capacity | None, request: ServingRequest
 ) -> None:
     from meshwright.report import make_table
-    from meshwright.serving import bound_share, mean_rate
+    from meshwright.serving import bound_placed
 
-    models = placed.deployment.models
-    rates = [mean_rate(model.arrivals) * request.scale for model in models]
-    bound = bound_share(models, rates, placed.deployment.devices)
+    bound = bound_placed(placed.deployment, result)
     groups, served = _group_rows(placed.deployment, result), [model.row(result.seconds) for model in result.models]
     total = result.row()
     if request.as_json:
@@ -97,14 +97,14 @@ def _print_placed(
         f"{placed.method}, {policy}: {format_count(placed.deployment.devices, 'device')} answer "
         f"{total['goodput_per_s']:.4g} of {total['requests_per_s']:.4g} requests per second in time "
         f"({format_percent(total['in_time_share'], 2)}); no placement could answer more than "
-        f"{format_percent(bound, 2)}."
+        f"{format_percent(bound, 2)}{', if batches took as long as they should' if placed.deployment.jitter else ''}."
     ]
     if capacity:
         sentences.append(f"If devices that hold all models took turns, {capacity.staggered:.2f} would do.")
     print_tables(
         sentences[0],
         make_table([row | {"models": _shorten(row["models"])} for row in groups]),
-        make_table([{name: row[name] for name in shown} for row in served]),
+        make_table([shown_row(row, shown) for row in served]),
         *sentences[1:],
         *((Text(f"deployment written to {request.out}"),) if request.out is not None else ()),
     )

@@ -12,7 +12,8 @@ import typer
 from rich.text import Text
 
 from meshwright.cli.joint import describe_joint, joint_rows
-from meshwright.cli.output import print_json, print_tables
+from meshwright.cli.latencies import shown_row
+from meshwright.cli.output import note, print_json, print_tables
 from meshwright.cli.placing import simulate_placed
 from meshwright.cli.sweeps import check_sweep, put_sweep
 from meshwright.spec.codec import document_kind, dump_json, read_document
@@ -20,11 +21,12 @@ from meshwright.spec.deployment import Deployment, read_deployment
 from meshwright.spec.errors import DocumentError
 from meshwright.spec.files import read_regular, write_text
 from meshwright.spec.measurements import Measurements
-from meshwright.spec.parsing import read_data
+from meshwright.spec.parsing import MAX_DOCUMENT_BYTES, read_data
 from meshwright.spec.units import format_percent
 
 if TYPE_CHECKING:
     from meshwright.serving import ServingResult
+    from meshwright.serving.batching import Equation
 
 PolicyOption = Annotated[
     str | None,
@@ -46,7 +48,11 @@ CapacityOption = Annotated[
 _ONLY_OF_DEPLOYMENTS = ("--policy", "--seconds", "--seed", "--scale", "--goodput", "--capacity", "--place")
 _OF_BOTH = ("--measurements", "--against", "--sweep", "--plot", "--figure", "--out", "--json")
 _OF_DEPLOYMENTS = frozenset({*_ONLY_OF_DEPLOYMENTS, *_OF_BOTH})
-_SCHEMA = b"meshwright/deployment/"
+# What the text of a deployment contains, however its slashes are written.
+_KIND = "deployment"
+_EQUATIONS: tuple[Equation, ...] = ("staggered", "uncoordinated")
+# Before requests count where given devices or rates are looked for, and queues are to be as they will stay.
+_WARM_UP_S = 1.0
 _SHOWN = ("in_time_share", "goodput_per_s", "worst_p99_s", "busy_share")
 
 
@@ -72,9 +78,9 @@ class ServingRequest:
 
 def is_deployment(path: Path) -> bool:
     """Does a file say that it is a deployment?"""
-    if path.suffix == ".toml":
-        return document_kind(read_data(path)) == "deployment"
-    return path.is_file() and _SCHEMA in read_regular(path, 256)
+    if path.suffix != ".toml" and not (path.is_file() and _KIND.encode() in read_regular(path, MAX_DOCUMENT_BYTES)):
+        return False
+    return document_kind(read_data(path)) == _KIND
 
 
 def refuse_for_deployment(given: Sequence[str]) -> None:
@@ -96,10 +102,10 @@ def refuse_without_deployment(given: Sequence[str]) -> None:
 def simulate_serving(path: Path, request: ServingRequest) -> None:
     """Simulate a deployment under a policy, or several, or for many values; print and write what comes of it."""
     from meshwright.serving import (
+        check_counted,
         compare_policies,
         expand_deployment,
         load_policy,
-        simulate_deployment,
         sweep_deployment,
         take_latencies,
     )
@@ -112,6 +118,7 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
     policy = request.policy or deployment.policy
     if request.sweep:
         parameters = [read_parameter(text) for text in request.sweep]
+        _refuse_swept({parameter.name for parameter in parameters}, request)
         sweep = sweep_deployment(
             parameters, replace(deployment, policy=policy), request.seconds, seed=request.seed, scale=request.scale
         )
@@ -119,26 +126,38 @@ def simulate_serving(path: Path, request: ServingRequest) -> None:
             sweep, path.stem, request.out, request.plot, request.figure, as_json=request.as_json, usual=list(_SHOWN)
         )
         return
-    given, deployment = deployment, expand_deployment(deployment)
-    if request.place is not None:
-        simulate_placed(deployment, policy, request.place, request)
-        return
-    if request.capacity:
-        _print_capacity(deployment, [policy, *request.against], request)
-        return
     if request.goodput:
         _print_goodput(deployment, [policy, *request.against], request)
         return
-    if request.against:
+    given, deployment = deployment, expand_deployment(deployment, request.scale)
+    if request.place is not None:
+        simulate_placed(deployment, policy, request.place, request)
+    elif request.capacity:
+        _print_capacity(deployment, [policy, *request.against], request)
+    else:
         policies = {name: load_policy(name) for name in dict.fromkeys([policy, *request.against])}
         results, rows = compare_policies(deployment, policies, request.seconds, seed=request.seed, scale=request.scale)
         result = results[policy]
-    else:
-        rows = []
-        result = simulate_deployment(
-            deployment, load_policy(policy), request.seconds, seed=request.seed, scale=request.scale
-        )
-    _print_result(deployment, policy, result, rows, request, joint_rows(given))
+        check_counted(result.num_requests, deployment.models, request.seconds, scale=request.scale)
+        joint = joint_rows(given, request.scale)
+        _print_result(given, policy, result, rows if request.against else [], request, joint)
+    _note_traces(deployment, request.seconds + request.capacity * _WARM_UP_S, request.scale)
+
+
+def _note_traces(deployment: Deployment, seconds: float, scale: float) -> None:
+    """Say on standard error which traces do not fill so many seconds."""
+    from meshwright.serving import describe_traces
+
+    for sentence in describe_traces(deployment.models, seconds, scale):
+        note(sentence)
+
+
+def _refuse_swept(names: set[str], request: ServingRequest) -> None:
+    """Raise DocumentError for an option that a sweep has values of."""
+    given = {"policy": request.policy is not None, "scale": request.scale != 1, "seed": request.seed != 0}
+    for name in sorted(names & given.keys()):
+        if given[name]:
+            raise DocumentError(f"--sweep {name}=… has the values of --{name}. Leave --{name} out.")
 
 
 def _read_table(path: Path) -> Measurements:
@@ -182,7 +201,7 @@ def _print_result(
         "policy": policy,
         "seconds": result.seconds,
         **result.row(),
-        **_bounds(deployment, request.scale),
+        **_bounds(deployment, request),
         "models": models,
         **joint,
         **({"policies": rows} if rows else {}),
@@ -199,10 +218,10 @@ def _print_result(
         f"({format_percent(total['in_time_share'], 2)}), devices busy {format_percent(total['busy_share'])}.",
         *_scaled_sentence(deployment, result),
         *((f"Devices loaded {result.num_loads} models.",) if result.num_loads is not None else ()),
-        make_table([{name: row[name] for name in shown} for row in models]),
+        make_table([shown_row(row, shown) for row in models]),
         *describe_joint(joint),
-        _bound_sentence(deployment, request.scale),
-        *((make_table([{name: row[name] for name in compared} for row in rows]),) if rows else ()),
+        _bound_sentence(deployment, _bounds(deployment, request)),
+        *((make_table([shown_row(row, compared) for row in rows]),) if rows else ()),
     )
 
 
@@ -231,19 +250,29 @@ def _put(document: dict[str, Any], request: ServingRequest, *tables: Any) -> Non
 
 def _print_goodput(deployment: Deployment, policies: Sequence[str], request: ServingRequest) -> None:
     from meshwright.report import make_table
-    from meshwright.serving import find_goodput, load_policy
+    from meshwright.serving import find_goodput, load_policy, scale_bound
 
-    bound = _bounds(deployment, 1.0)["staggered_scale"]
-    rows = []
+    bounds = _bounds(deployment, request, _WARM_UP_S)
+    rows, scales = [], []
     for name in dict.fromkeys(policies):
-        scale, result = find_goodput(deployment, load_policy(name), request.seconds, seed=request.seed)
-        rows.append({"policy": name, "scale": scale, **result.row(), "bound_share": scale / bound if bound else None})
+        scale, result = find_goodput(
+            deployment, load_policy(name), request.seconds, seed=request.seed, warm_up_s=_WARM_UP_S
+        )
+        row = {"policy": name, "scale": scale, **result.row(), "bound_share": 0.0}
+        if scale:
+            bound = scale_bound(deployment, request.seconds, scale=scale, warm_up_s=_WARM_UP_S)
+            row["bound_share"] = 1 / bound if bound else None
+        else:
+            row["in_time_share"] = None
+        rows.append(row)
+        scales.append(scale)
+    _note_traces(deployment, request.seconds + _WARM_UP_S, max(scales))
     shown = ("policy", "scale", "goodput_per_s", "bound_share", "worst_p99_s", "mean_batch")
     _put(
-        {"staggered_scale": bound, "policies": rows},
+        {"staggered_scale": bounds["staggered_scale"], "policies": rows},
         request,
-        make_table([{name: row[name] for name in shown} for row in rows]),
-        _bound_sentence(deployment, 1.0),
+        make_table([shown_row(row, shown) for row in rows]),
+        _bound_sentence(deployment, bounds),
     )
 
 
@@ -269,30 +298,30 @@ def _print_capacity(deployment: Deployment, policies: Sequence[str], request: Se
                 "uncoordinated_devices": found.uncoordinated if math.isfinite(found.uncoordinated) else None,
             }
         )
-        told = f"If devices take turns, {found.staggered:.2f} would do; if they do not, {found.uncoordinated:.2f}."
+        without = f"{found.uncoordinated:.2f}" if math.isfinite(found.uncoordinated) else "no number does"
+        told = f"If devices take turns, {found.staggered:.2f} would do; if they do not, {without}."
     shown = ("policy", "num_devices", "worst_in_time_share", "one_less_in_time_share", "busy_share")
     _put({"policies": rows}, request, make_table([{name: row[name] for name in shown} for row in rows]), told)
 
 
-def _bounds(deployment: Deployment, scale: float) -> dict[str, Any]:
-    """By what the rates (times a scale) can be multiplied, by equations; None if nothing arrives."""
-    from meshwright.serving import bound_scale, mean_rate
+def _bounds(deployment: Deployment, request: ServingRequest, warm_up_s: float = 0.0) -> dict[str, float | None]:
+    """By what the rates that are simulated can be multiplied, by equations; None if nothing arrives."""
+    from meshwright.serving import scale_bound
 
-    rates = [mean_rate(model.arrivals) * scale for model in deployment.models]
-    if not any(rates):
-        return {"staggered_scale": None, "uncoordinated_scale": None}
     return {
-        f"{equation}_scale": bound_scale(deployment.models, rates, deployment.devices, equation)
-        for equation in ("staggered", "uncoordinated")
+        f"{equation}_scale": scale_bound(
+            deployment, request.seconds, scale=request.scale, warm_up_s=warm_up_s, equation=equation
+        )
+        for equation in _EQUATIONS
     }
 
 
-def _bound_sentence(deployment: Deployment, scale: float) -> str:
-    bounds = _bounds(deployment, scale)
-    if bounds["staggered_scale"] is None:
+def _bound_sentence(deployment: Deployment, bounds: dict[str, float | None]) -> str:
+    staggered, uncoordinated = bounds["staggered_scale"], bounds["uncoordinated_scale"]
+    if staggered is None or uncoordinated is None:
         return "Nothing arrives."
     devices = "devices, if each held all models" if deployment.groups else "devices"
     return (
-        f"Bound of these {devices}: {bounds['staggered_scale']:.3f} times these rates if devices take turns, "
-        f"{bounds['uncoordinated_scale']:.3f} times if they do not."
+        f"Bound of these {devices}: {staggered:.3f} times these rates if devices take turns, "
+        f"{uncoordinated:.3f} times if they do not."
     )

@@ -2,6 +2,8 @@
 
 batching      the equations of batching, and what they bound
 arrivals      when requests come
+counted       which time of a simulation counts, and what comes in it
+bounds        by what the rates of a deployment can be multiplied
 policies      which requests run together, where and when
 simulation    a deployment under a policy, on a virtual clock
 capacity      how many devices these requests need
@@ -29,12 +31,16 @@ _PUBLIC = {
     "devices_for": "meshwright.serving.batching",
     "largest_batch": "meshwright.serving.batching",
     "throughput": "meshwright.serving.batching",
+    "scale_bound": "meshwright.serving.bounds",
     "Capacity": "meshwright.serving.capacity",
     "find_capacity": "meshwright.serving.capacity",
+    "check_counted": "meshwright.serving.counted",
+    "describe_traces": "meshwright.serving.counted",
     "expand_deployment": "meshwright.serving.expansion",
     "take_latencies": "meshwright.serving.measured",
     "PLACE_METHODS": "meshwright.serving.placement",
     "PlacedModels": "meshwright.serving.placement",
+    "bound_placed": "meshwright.serving.placement",
     "bound_share": "meshwright.serving.placement",
     "place_models": "meshwright.serving.placement",
     "POLICY_NAMES": "meshwright.serving.policies.named",

@@ -28,7 +28,8 @@ from meshwright.spec import (
 )
 
 MOST_TRACE_BYTES = 2**30
-# Memory is sixteen bytes a request.
+# While they are drawn and put in order, each takes some fifty bytes: moments as they are drawn and in nanoseconds,
+# whose they are, the order, and both in it. So many ask for a machine of 32 GB.
 MOST_REQUESTS = 500_000_000
 
 Floats = NDArray[np.float64]
@@ -38,8 +39,13 @@ def mean_rate(arrivals: Arrivals) -> float:
     """Requests per second in the mean. Raises DocumentError for a trace that cannot be read."""
     if not isinstance(arrivals, Trace):
         return arrivals.rate
-    moments = _read_trace(arrivals.file)
+    moments = trace_moments(arrivals)
     return float(len(moments) / moments[-1] * arrivals.speed)
+
+
+def trace_moments(trace: Trace) -> Floats:
+    """The moments of a trace as they stand in its file. Raises DocumentError for one that cannot be read."""
+    return _read_trace(trace.file)
 
 
 def draw_arrivals(
@@ -47,18 +53,38 @@ def draw_arrivals(
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Moments (ns, ascending) of all requests within some seconds, and whose they are, copies counted one by one.
 
-    ``scale`` multiplies all rates; that of traces by playing them faster. Raises ServingError for too many requests.
+    ``scale`` multiplies all rates; that of traces by playing them faster. Raises ServingError for too many requests,
+    and where they do not fit into memory.
     """
     if not (0 < seconds < math.inf and 0 <= scale < math.inf):
         raise ServingError(
             f"{seconds:g} s at {scale:g} times the rates were asked for; expected more than 0 s, and a scale from 0."
         )
-    expected = sum(mean_rate(model.arrivals) * model.copies for model in models) * seconds * scale
+    expected = sum(_expected(model.arrivals, seconds, scale) * model.copies for model in models)
     if expected > MOST_REQUESTS:
         raise ServingError(
             f"{expected:.3g} requests are expected in {seconds:g} s; at most {MOST_REQUESTS:.3g} are simulated. "
             "Simulate fewer seconds."
         )
+    try:
+        return _draw_all(models, seconds, seed, scale)
+    except MemoryError:
+        raise ServingError(
+            f"{expected:.3g} requests are expected in {seconds:g} s, which do not fit into memory. Simulate fewer "
+            "seconds."
+        ) from None
+
+
+def _expected(arrivals: Arrivals, seconds: float, scale: float) -> float:
+    """Requests of one copy; of a trace as many as it has, however close together they are."""
+    if isinstance(arrivals, Trace):
+        return float(trace_moments(arrivals).searchsorted(seconds * arrivals.speed * scale))
+    return mean_rate(arrivals) * seconds * scale
+
+
+def _draw_all(
+    models: Sequence[ServedModel], seconds: float, seed: int, scale: float
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     moments, owners = [], []
     for number, owned in _poisson(models, seconds, seed, scale):
         moments.append(number)
@@ -118,7 +144,7 @@ def _draw(arrivals: Gamma | Diurnal | Trace, seconds: float, scale: float, rng: 
         case Trace():
             if scale == 0:
                 return np.zeros(0)
-            moments = _read_trace(arrivals.file) / (arrivals.speed * scale)
+            moments = trace_moments(arrivals) / (arrivals.speed * scale)
             return moments[moments < seconds]
         case _:
             assert_never(arrivals)

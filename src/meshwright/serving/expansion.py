@@ -7,6 +7,9 @@ from meshwright.serving.trunks import expand_trunks
 from meshwright.spec import Deployment
 
 
-def expand_deployment(deployment: Deployment) -> Deployment:
-    """See `query_trees` and `trunks`; a deployment of models alone is given back."""
-    return expand_trunks(expand_queries(deployment))
+def expand_deployment(deployment: Deployment, scale: float = 1.0) -> Deployment:
+    """See `query_trees` and `trunks`; a deployment of models alone is given back.
+
+    Queries divide their time as is best at ``scale`` times their rates, which stay what they are.
+    """
+    return expand_trunks(expand_queries(deployment, scale))

@@ -7,9 +7,9 @@ the tree have times that sum to the query's SLO, a query whose calls are all in 
 
     devices(u, t) = min over k ≤ t of  need(u, k) + Σ over calls v after u of devices(v, t − k)
 
-where need is `batching.devices_for`: for high rates r l(B) / B with the largest batch B that an equation allows in the
-time of k segments, as in the paper; for low ones it counts how long batches fill, too. `split_evenly`, which Nexus
-compares with, divides what is left among the calls of the longest way down.
+where need is `batching.devices_for` in what delay and slack leave of k segments: for high rates r l(B) / B with the
+largest batch B that an equation allows in that time, as in the paper; for low ones it counts how long batches fill,
+too. `split_evenly`, which Nexus compares with, divides what is left among the calls of the longest way down.
 
 `expand_queries` makes a model of each call, with requests of its own that come independently of each other. In truth
 those of one query come together, when the call before them ends, which batches better and bursts more.
@@ -29,10 +29,19 @@ from meshwright.spec.quantities import Seconds
 SEGMENTS = 100
 
 
-def split_time(query: Query, *, segments: int = SEGMENTS, equation: Equation = "staggered") -> dict[str, float]:
-    """Seconds of each call, such that the fewest devices serve the query's rate; multiples of a segment of its SLO.
+def split_time(
+    query: Query,
+    *,
+    segments: int = SEGMENTS,
+    equation: Equation = "staggered",
+    scale: float = 1.0,
+    overhead_s: float = 0.0,
+) -> dict[str, float]:
+    """Seconds of each call, such that the fewest devices serve ``scale`` times the query's rate.
 
-    Raises ServingError where no split leaves each call the time of a batch of one.
+    ``overhead_s`` is what passes of each call's time without computing: delay and slack. Time that nobody needs is
+    spread over the calls by what they need. Raises ServingError where no split leaves each call the time of a batch of
+    one.
     """
     rates, after = call_rates(query), _calls_after(query)
     fewest: dict[str, list[float]] = {}
@@ -41,25 +50,40 @@ def split_time(query: Query, *, segments: int = SEGMENTS, equation: Equation = "
     for call in reversed(query.calls):
         needs = [math.inf]
         needs += [
-            _need(call, query.slo * count / segments, rates[call.name], equation) for count in range(1, segments + 1)
+            _need(call, query.slo * count / segments - overhead_s, rates[call.name] * scale, equation)
+            for count in range(1, segments + 1)
         ]
         rest = [math.fsum(fewest[later.name][left] for later in after[call.name]) for left in range(segments + 1)]
         fewest[call.name], chosen[call.name] = [], []
         for available in range(segments + 1):
-            # Of equally good ones the longest: time that nobody needs is given to somebody.
-            best, count = min((needs[count] + rest[available - count], -count) for count in range(available + 1))
+            best, count = min((needs[count] + rest[available - count], count) for count in range(available + 1))
             fewest[call.name].append(best)
-            chosen[call.name].append(-count)
+            chosen[call.name].append(count)
     if not math.isfinite(fewest[query.calls[0].name][segments]):
+        beside = f", beside {overhead_s:g} s of delay and slack for each" if overhead_s else ""
         raise ServingError(
             f"Query {query.name!r}: no split of {query.slo:g} s in {segments} parts leaves each of its calls the time "
-            "of a batch of one. Give it more time (slo)."
+            f"of a batch of one{beside}. Give it more time (slo)."
         )
-    left = {query.calls[0].name: segments}
+    left, needed = {query.calls[0].name: segments}, dict[str, int]()
     for call in query.calls:
-        taken = chosen[call.name][left[call.name]]
-        left |= {later.name: left[call.name] - taken for later in after[call.name]}
-    return {call.name: query.slo * chosen[call.name][left[call.name]] / segments for call in query.calls}
+        needed[call.name] = chosen[call.name][left[call.name]]
+        left |= {later.name: left[call.name] - needed[call.name] for later in after[call.name]}
+    return {name: query.slo * count / segments for name, count in _spread(query, needed, segments).items()}
+
+
+def _spread(query: Query, needed: Mapping[str, int], segments: int) -> dict[str, float]:
+    """All segments, given to the calls: what is left at one, by what it and the longest way down from it need."""
+    after, longest = _calls_after(query), dict[str, int]()
+    for call in reversed(query.calls):
+        longest[call.name] = needed[call.name] + max((longest[later.name] for later in after[call.name]), default=0)
+    left, given = {query.calls[0].name: float(segments)}, dict[str, float]()
+    for call in query.calls:
+        # What is needed to the last bit: a batch may just fit.
+        part = left[call.name] * needed[call.name] / longest[call.name]
+        given[call.name] = max(part, float(needed[call.name]))
+        left |= {later.name: left[call.name] - given[call.name] for later in after[call.name]}
+    return given
 
 
 def split_evenly(query: Query) -> dict[str, float]:
@@ -74,10 +98,19 @@ def split_evenly(query: Query) -> dict[str, float]:
     return times
 
 
-def devices_of(query: Query, times: Mapping[str, float], equation: Equation = "staggered") -> float:
+def devices_of(
+    query: Query,
+    times: Mapping[str, float],
+    equation: Equation = "staggered",
+    *,
+    scale: float = 1.0,
+    overhead_s: float = 0.0,
+) -> float:
     """The devices that the calls of a query need in these times; infinite if one cannot be met."""
     rates = call_rates(query)
-    return math.fsum(_need(call, times[call.name], rates[call.name], equation) for call in query.calls)
+    return math.fsum(
+        _need(call, times[call.name] - overhead_s, rates[call.name] * scale, equation) for call in query.calls
+    )
 
 
 def call_rates(query: Query) -> dict[str, float]:
@@ -88,13 +121,17 @@ def call_rates(query: Query) -> dict[str, float]:
     return rates
 
 
-def expand_queries(deployment: Deployment) -> Deployment:
-    """The deployment with a model for each call of its queries: query.call, whose SLO is its part of the time."""
+def expand_queries(deployment: Deployment, scale: float = 1.0) -> Deployment:
+    """The deployment with a model for each call of its queries: query.call, whose SLO is its part of the time.
+
+    That is split for ``scale`` times the rates; the models have the rates as they are.
+    """
     if not deployment.queries:
         return deployment
     models = list(deployment.models)
     for query in deployment.queries:
-        times, rates = split_time(query), call_rates(query)
+        times = split_time(query, scale=scale, overhead_s=deployment.delay + deployment.slack)
+        rates = call_rates(query)
         models += [
             ServedModel(
                 name=f"{query.name}.{call.name}",
@@ -102,6 +139,7 @@ def expand_queries(deployment: Deployment) -> Deployment:
                 latency=call.latency,
                 arrivals=Poisson(rate=rates[call.name]),
                 memory=call.memory,
+                load=call.load,
             )
             for call in query.calls
         ]

@@ -13,11 +13,16 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from meshwright.serving.counted import check_counted
+from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.policies.named import load_policy
 from meshwright.serving.simulation import simulate_deployment
 from meshwright.simulator.scenarios import MAX_CASES, Parameter, Sweep, Value, put_value
 from meshwright.spec import Deployment, MeshwrightError, ServingError
 from meshwright.spec.codec import decode, encode
+
+# The most that `simulate` takes of them, too.
+_MOST = {"seed": 2**31, "scale": 1e6}
 
 
 def sweep_deployment(
@@ -42,6 +47,8 @@ def sweep_deployment(
         try:
             changed, settings = _change(deployment, values, {"seed": seed, "scale": scale})
             result = simulate_deployment(changed, load_policy(changed.policy), seconds, **settings)
+            models = expand_deployment(changed, settings["scale"]).models
+            check_counted(result.num_requests, models, seconds, scale=settings["scale"])
             rows.append({**values, **result.row()})
         except MeshwrightError as error:
             errors.append(error)
@@ -58,8 +65,10 @@ def _change(
     settings = dict(settings)
     for name, value in values.items():
         if name in settings:
-            if isinstance(value, bool | str) or value < 0 or (name == "seed" and not isinstance(value, int)):
-                raise ServingError(f"{name}={value} was asked for; expected a number, not negative.")
+            is_whole = isinstance(value, int) or name != "seed"
+            if isinstance(value, bool | str) or not is_whole or not 0 <= value <= _MOST[name]:
+                kind = "whole number" if name == "seed" else "number"
+                raise ServingError(f"{name}={value} was asked for; expected a {kind} from 0 to {_MOST[name]:.10g}.")
             settings[name] = value
         else:
             put_value(data, name.split("."), value, name)

@@ -31,6 +31,7 @@ def share_trunk(trunk: Trunk) -> ServedModel:
         latency=shared_latency(trunk),
         arrivals=Poisson(rate=_total_rate(trunk)),
         memory=_sum_memory(trunk, *trunk.heads),
+        load=_sum_load(trunk, *trunk.heads),
     )
 
 
@@ -43,6 +44,7 @@ def separate_heads(trunk: Trunk) -> tuple[ServedModel, ...]:
             latency=_latency_apart(trunk, head),
             arrivals=Poisson(rate=head.rate),
             memory=_sum_memory(trunk, head),
+            load=_sum_load(trunk, head),
         )
         for head in trunk.heads
     )
@@ -99,3 +101,9 @@ def _sum_memory(*parts: Trunk | Head) -> Bytes | None:
     """None if one of them does not say."""
     known = [part.memory for part in parts if part.memory is not None]
     return Bytes(math.fsum(known)) if len(known) == len(parts) else None
+
+
+def _sum_load(*parts: Trunk | Head) -> Seconds | None:
+    """None if one of them does not say: parts are copied one after the other."""
+    known = [part.load for part in parts if part.load is not None]
+    return Seconds(math.fsum(known)) if len(known) == len(parts) else None

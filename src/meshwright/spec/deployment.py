@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,7 @@ from meshwright.spec.errors import DocumentError, ServingError, suggest
 from meshwright.spec.groups import MOST_DEVICES, Group, check_groups, check_memory
 from meshwright.spec.joint_models import MOST_RATE, Query, Trunk
 from meshwright.spec.latency import LONGEST, NO_TIME, Latency
+from meshwright.spec.own_code import split_reference
 from meshwright.spec.parsing import read_data
 from meshwright.spec.quantities import Bytes, Seconds
 from meshwright.spec.scaling import Scaling, check_scaling
@@ -292,7 +294,7 @@ class Deployment:
         names = [model.name for model in self.models]
         names += [f"{query.name}.{call.name}" for query in self.queries for call in query.calls]
         names += [trunk.name for trunk in self.trunks]
-        again = sorted({name for name in names if names.count(name) > 1})
+        again = sorted(name for name, count in Counter(names).items() if count > 1)
         if again:
             raise ServingError(f"Two models are called {again[0]!r}. Give each its own name, or use `copies`.")
         _check("A deployment", models=(0, sum(model.copies for model in self.models), MOST_MODELS))
@@ -316,7 +318,7 @@ class Deployment:
 
 
 def read_deployment(path: Path | str) -> Deployment:
-    """Read a deployment (.toml, .json); traces and models beside it are then named by absolute paths.
+    """Read a deployment (.toml, .json); what lies beside it (traces, models, a policy) is then named by absolute paths.
 
     Raises DocumentError with the file's name and the place.
     """
@@ -325,7 +327,11 @@ def read_deployment(path: Path | str) -> Deployment:
         deployment = decode_document(Deployment, read_data(place), str(place))
     except ServingError as error:
         raise DocumentError(f"{place}: {error}") from None
-    return replace(deployment, models=tuple(_located(model, place.parent) for model in deployment.models))
+    models = tuple(_located(model, place.parent) for model in deployment.models)
+    policy = deployment.policy
+    if split_reference(policy) is not None:
+        policy = str((place.parent / Path(policy).expanduser()).absolute())
+    return replace(deployment, models=models, policy=policy)
 
 
 def write_deployment(deployment: Deployment, path: Path | str) -> Path:
@@ -345,7 +351,10 @@ def write_deployment(deployment: Deployment, path: Path | str) -> Path:
                 postprocess=_reference_from(model.postprocess, folder),
             )
         )
-    return write_document(replace(deployment, models=tuple(models)), path)
+    policy = deployment.policy
+    if split_reference(policy) is not None:
+        policy = os.path.relpath(Path(policy).expanduser(), folder)
+    return write_document(replace(deployment, models=tuple(models), policy=policy), path)
 
 
 def _reference_from(reference: str | None, folder: Path) -> str | None:

@@ -17,15 +17,20 @@ _check = partial(check_bounds, ServingError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A model that a query asks: ``fan_out`` requests for each request of the call ``after`` which it comes."""
+    """A model that a query asks: ``fan_out`` requests for each request of the call ``after`` which it comes.
+
+    ``memory`` and ``load`` as a model has them.
+    """
 
     name: str
     latency: Latency
     after: str | None = None
     fan_out: float = 1.0
     memory: Bytes | None = None
+    load: Seconds | None = None
 
     def __post_init__(self) -> None:
+        _check(f"Call {self.name!r}", load=(0.0, self.load, LONGEST))
         _check(f"Call {self.name!r}", fan_out=(0.0, self.fan_out, 1e6))
 
 
@@ -62,14 +67,16 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What a model computes from its trunk's output: ``latency`` and ``memory`` are those of its own layers."""
+    """What a model computes from its trunk's output; ``latency``, ``memory`` and ``load`` are of its own layers."""
 
     name: str
     latency: Latency
     rate: float
     memory: Bytes | None = None
+    load: Seconds | None = None
 
     def __post_init__(self) -> None:
+        _check(f"Head {self.name!r}", load=(0.0, self.load, LONGEST))
         _check(f"Head {self.name!r}", rate=(0.0, self.rate, MOST_RATE))
 
 
@@ -77,7 +84,7 @@ class Head:
 class Trunk:
     """Models with one SLO whose first layers are the same: these run once for a batch of all their requests.
 
-    ``latency`` and ``memory`` are those of the shared layers.
+    ``latency``, ``memory`` and ``load`` are those of the shared layers.
     """
 
     name: str
@@ -85,9 +92,11 @@ class Trunk:
     latency: Latency
     heads: tuple[Head, ...]
     memory: Bytes | None = None
+    load: Seconds | None = None
 
     def __post_init__(self) -> None:
         what = f"Trunk {self.name!r}"
+        _check(what, load=(0.0, self.load, LONGEST))
         _check(what, slo=(1e-6, self.slo, LONGEST), heads=(1, len(self.heads), 10_000))
         names = [head.name for head in self.heads]
         if len(set(names)) < len(names):

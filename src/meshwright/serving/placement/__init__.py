@@ -6,6 +6,6 @@ search       by simulation, as AlpaServe finds them
 groups       what has room where, and groups that hold the same
 """
 
-from meshwright.serving.placement.place import PLACE_METHODS, PlacedModels, bound_share, place_models
+from meshwright.serving.placement.place import PLACE_METHODS, PlacedModels, bound_placed, bound_share, place_models
 
-__all__ = ["PLACE_METHODS", "PlacedModels", "bound_share", "place_models"]
+__all__ = ["PLACE_METHODS", "PlacedModels", "bound_placed", "bound_share", "place_models"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import count, islice
 
 from meshwright.spec import Deployment, Group, ServedModel
 
@@ -43,7 +44,8 @@ def join_alike(groups: Iterable[Group]) -> Groups:
 
 def take_apart(deployment: Deployment) -> Deployment:
     """The same with a model for each copy."""
-    models = [replace(model, name=name, copies=1) for model in deployment.models for name in _names_of_copies(model)]
+    names_of = _names_of_copies(deployment)
+    models = [replace(model, name=name, copies=1) for model in deployment.models for name in names_of[model.name]]
     return replace(deployment, models=tuple(models))
 
 
@@ -51,8 +53,9 @@ def put_together(deployment: Deployment, apart: Deployment, groups: Groups) -> D
     """The deployment with groups; copies that are in the same groups with the same weights are one model again."""
     models, name_of = list[ServedModel](), dict[str, str | None]()
     of_copy = {model.name: model for model in apart.models}
+    names_of = _names_of_copies(deployment)
     for model in deployment.models:
-        names = _names_of_copies(model)
+        names = names_of[model.name]
         ways = {tuple(group.weight_of(name) for group in groups) for name in names}
         models += [model] if len(ways) == 1 else [of_copy[name] for name in names]
         # The first copy stands for all.
@@ -70,7 +73,14 @@ def put_together(deployment: Deployment, apart: Deployment, groups: Groups) -> D
     return replace(deployment, models=tuple(models), groups=tuple(named))
 
 
-def _names_of_copies(model: ServedModel) -> list[str]:
-    if model.copies == 1:
-        return [model.name]
-    return [f"{model.name}-{number}" for number in range(1, model.copies + 1)]
+def _names_of_copies(deployment: Deployment) -> dict[str, list[str]]:
+    """Names for the copies of each model, name-1, name-2, …, but for those that other models have."""
+    taken, found = {model.name for model in deployment.models}, dict[str, list[str]]()
+    for model in deployment.models:
+        if model.copies == 1:
+            found[model.name] = [model.name]
+            continue
+        free = (name for number in count(1) if (name := f"{model.name}-{number}") not in taken)
+        found[model.name] = list(islice(free, model.copies))
+        taken.update(found[model.name])
+    return found

@@ -17,11 +17,14 @@ seed than those that are simulated afterwards, though a trace is the same for ev
 here: a model that is split over the devices of a group.
 
 Beside it stands `bound_share`: whatever is placed where, a request for model m takes at least c = min l(b) / b of a
-device, over batches with l(b) ≤ L, so that at most Σ xₘ rₘ of all requests are in time, where Σ xₘ rₘ cₘ ≤ N.
+device, over batches with l(b) ≤ L, so that at most Σ xₘ rₘ of all requests are in time, where Σ xₘ rₘ cₘ ≤ N. For a
+simulation (`bound_placed`), r are the requests that counted, and N the seconds in which they can be computed, until the
+longest SLO behind the last one, times the speeds of the devices.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +36,7 @@ from meshwright.serving.placement.heuristics import pack_models, replicate_model
 from meshwright.serving.placement.search import score_of, search_placement
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.simulation import ServingResult, simulate_deployment
-from meshwright.spec import Deployment, ServedModel, ServingError, suggest
+from meshwright.spec import Deployment, ServedModel, ServingError, Straggler, suggest
 
 PLACE_METHODS = ("best", "packing", "replication", "simulated")
 # Seeds of requests that placements are chosen by; those that users give are below.
@@ -69,7 +72,7 @@ def place_models(
     that there is not.
     """
     beam = _read_beam(method)
-    deployment = expand_deployment(replace(deployment, groups=()))
+    deployment = expand_deployment(replace(deployment, groups=()), scale)
     apart = take_apart(deployment)
 
     def simulate(groups: Groups) -> ServingResult:
@@ -110,7 +113,23 @@ def _read_beam(method: str) -> int:
     return 0
 
 
-def bound_share(models: Sequence[ServedModel], rates: Sequence[float], num_devices: int) -> float:
+def bound_placed(deployment: Deployment, result: ServingResult) -> float:
+    """The largest share of the requests of a simulation that any placement could have had in time.
+
+    Devices that are away count as if they were there; batches are taken to last as long as they should (no jitter).
+    """
+    slow = {trouble.device: 1.0 for trouble in deployment.troubles}
+    for trouble in deployment.troubles:
+        if isinstance(trouble, Straggler):
+            slow[trouble.device] *= trouble.factor
+    speeds = deployment.devices - len(slow) + math.fsum(1 / factor for factor in slow.values())
+    requests = [
+        served.num_requests / model.copies for model, served in zip(deployment.models, result.models, strict=True)
+    ]
+    return bound_share(deployment.models, requests, speeds * (result.seconds + max(m.slo for m in deployment.models)))
+
+
+def bound_share(models: Sequence[ServedModel], rates: Sequence[float], num_devices: float) -> float:
     """The largest share of requests that can be in time, if they come at these mean rates; see the module's docstring.
 
     ``rates`` are those of one copy of each model.

@@ -1,6 +1,7 @@
 """The simulator of serving: requests, devices and a policy on a virtual clock.
 
-simulate    a deployment for some seconds; the highest rates that it serves
+simulate    a deployment for some seconds
+goodput     the highest rates that a policy serves
 regret      a policy beside others
 groups      devices that hold only some models, as pools of their own
 engine      the event loop
@@ -8,15 +9,9 @@ fleet       devices that are started and handed back
 weights     devices that hold some of the models, and load others
 """
 
+from meshwright.serving.simulation.goodput import IN_TIME, find_goodput
 from meshwright.serving.simulation.regret import compare_policies
-from meshwright.serving.simulation.simulate import (
-    IN_TIME,
-    Served,
-    ServingResult,
-    find_goodput,
-    latency_table,
-    simulate_deployment,
-)
+from meshwright.serving.simulation.simulate import Served, ServingResult, latency_table, simulate_deployment
 
 __all__ = [
     "IN_TIME",

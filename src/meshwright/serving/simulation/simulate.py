@@ -1,19 +1,18 @@
-"""Simulate a deployment under a policy: who is answered in time, how late answers are, what devices do.
-
-`simulate_deployment` runs the requests of some seconds; `find_goodput` looks for the highest rates at which a policy
-answers a share of them in time.
-"""
+"""Simulate a deployment under a policy: who is answered in time, how late answers are, what devices do."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.serving.arrivals import draw_arrivals, mean_rate
-from meshwright.serving.batching import batch_nanoseconds, bound_scale
+from meshwright.serving.batching import batch_nanoseconds
+from meshwright.serving.counted import counted_time
 from meshwright.serving.expansion import expand_deployment
 from meshwright.serving.policies.hooks import Policy
 from meshwright.serving.policies.plain import PlainPolicy
@@ -34,13 +33,13 @@ from meshwright.serving.simulation.engine import (
     simulate_events,
     simulate_plainly,
 )
-from meshwright.serving.simulation.fleet import Fleet, Scaled, make_fleet, refuse_scaling, what_was_taken
+from meshwright.serving.simulation.fleet import Fleet, Scaled, make_fleet, what_was_taken
 from meshwright.serving.simulation.groups import split_groups
 from meshwright.serving.simulation.weights import NO_WEIGHTS, find_weights
 from meshwright.spec import Deployment, Outage, ServingError, Straggler
 
-# Share of requests in time that goodput asks for, where nothing else is said (as the papers do).
-IN_TIME = 0.99
+# Requests for which the queue of a model has room: 2^22 take 100 MB.
+_SMALLEST_QUEUE, _LARGEST_QUEUE = 1024, 2**22
 _NS = 1e9
 
 
@@ -73,26 +72,34 @@ class Served:
         """Requests in a batch, in the mean."""
         return (self.num_in_time + self.num_late) / self.num_batches if self.num_batches else 0.0
 
+    @property
+    def longest_s(self) -> float:
+        """Longer latencies are not told apart."""
+        return (PLACES * SLOS - 1) / PLACES * self.slo_s
+
     def latency_s(self, share: float) -> float | None:
-        """What this share of the answers took at most (to a thousandth of the SLO); None if there were none."""
+        """What this share of the answers took at most, to a thousandth of the SLO.
+
+        None if there were none, infinite if it is more than ``longest_s``.
+        """
         total = int(self.histogram.sum())
         if not total:
             return None
         place = int(np.searchsorted(np.cumsum(self.histogram), share * total))
-        return (place + 0.5) / PLACES * self.slo_s
+        return (place + 0.5) / PLACES * self.slo_s if place < PLACES * SLOS - 1 else math.inf
 
     def row(self, seconds: float) -> dict[str, Any]:
-        """Figures for a table."""
+        """Figures for a table; of a latency beyond what is told apart, what it is over."""
         return {
             "model": self.model,
             "requests_per_s": self.num_requests / seconds,
             "goodput_per_s": self.num_in_time / seconds,
             "in_time_share": self.in_time_share,
-            "p50_s": self.latency_s(0.5),
-            "p99_s": self.latency_s(0.99),
+            **_told("p50", self.latency_s(0.5), self.longest_s),
+            **_told("p99", self.latency_s(0.99), self.longest_s),
             "mean_batch": self.mean_batch,
-            "num_late": self.num_late,
-            **{f"num_{reason}": count for reason, count in self.dropped.items() if count},
+            "num_answered_late": self.num_late,
+            **{f"num_dropped_{reason}": count for reason, count in self.dropped.items() if count},
         }
 
 
@@ -135,17 +142,24 @@ class ServingResult:
 
     def row(self) -> dict[str, Any]:
         """Figures of all models together."""
-        latencies = [model.latency_s(0.99) for model in self.models]
+        known = [(found, model) for model in self.models if (found := model.latency_s(0.99)) is not None]
+        worst = max((found for found, _ in known), default=None)
+        over = max((min(found, model.longest_s) for found, model in known), default=0.0)
         return {
             "requests_per_s": self.num_requests / self.seconds,
             "goodput_per_s": self.goodput_per_s,
             "in_time_share": self.in_time_share,
-            "worst_p99_s": max((latency for latency in latencies if latency is not None), default=None),
+            **_told("worst_p99", worst, over),
             "busy_share": self.busy_share,
             "mean_batch": sum(m.num_in_time + m.num_late for m in self.models) / max(int(self.batches.sum()), 1),
             **(self.scaled.row() if self.scaled is not None else {}),
             **({"num_loads": self.num_loads} if self.num_loads is not None else {}),
         }
+
+
+def _told(name: str, seconds: float | None, over: float) -> dict[str, float | None]:
+    """A latency by its name; None, and what it is over, if it is infinite."""
+    return {f"{name}_s": None, f"{name}_over_s": over} if seconds == math.inf else {f"{name}_s": seconds}
 
 
 def simulate_deployment(
@@ -159,21 +173,29 @@ def simulate_deployment(
 ) -> ServingResult:
     """Requests of some seconds, after those of a warm-up that do not count, until the last one is done.
 
-    Calls of queries, and trunks, are simulated as models (`expansion`). ``scale`` multiplies all rates of arrival.
-    Raises ServingError where devices that are in no groups have too little memory for all models and the policy does
-    not load them, and for a policy that cannot scale under a deployment that does.
+    Which time counts where traces end before that: `counted_time`. Calls of queries, and trunks, are simulated as
+    models (`expansion`). ``scale`` multiplies all rates of arrival. Raises ServingError where devices that are in no
+    groups have too little memory for all models and the policy does not load them, for a policy that cannot scale under
+    a deployment that does, and for more than fits into memory here.
     """
-    deployment = expand_deployment(deployment)
+    deployment = expand_deployment(deployment, scale)
     weights = find_weights(deployment, policy)
     arrival, whose = draw_arrivals(deployment.models, warm_up_s + seconds, seed=seed, scale=scale)
-    counted_from = int(warm_up_s * _NS)
+    begin_s, end_s = counted_time(deployment.models, seconds, warm_up_s, scale)
+    counted_from = int(begin_s * _NS)
     fleet = make_fleet(deployment, policy, _number(deployment), round((warm_up_s + seconds) * _NS))
-    if deployment.groups:
-        outcome, end = _simulate_groups(deployment, policy, arrival, whose, counted_from, seed, scale)
-    else:
-        outcome, end = _simulate_pool(deployment, policy, arrival, whose, counted_from, seed, scale, fleet, weights)
+    try:
+        if deployment.groups:
+            outcome, end = _simulate_groups(deployment, policy, arrival, whose, counted_from, seed, scale)
+        else:
+            outcome, end = _simulate_pool(deployment, policy, arrival, whose, counted_from, seed, scale, fleet, weights)
+    except MemoryError:
+        raise ServingError(
+            f"{len(arrival):,} requests and {deployment.devices:,} devices do not fit into memory. Simulate fewer "
+            "seconds, or a smaller deployment."
+        ) from None
     return ServingResult(
-        seconds=seconds,
+        seconds=end_s - begin_s,
         end_s=end / _NS,
         models=_collect(deployment, outcome),
         busy_s=outcome.busy / _NS,
@@ -201,7 +223,7 @@ def _simulate_pool(
 ) -> tuple[Outcome, int]:
     """All requests through devices that hold or load all models; what happened, and the moment of the last event."""
     latency = latency_table(deployment)
-    pool = make_pool(deployment, policy, latency, scale, weights)
+    pool = make_pool(deployment, policy, latency, scale, weights, _most_waiting(deployment, arrival, whose))
     num_models, row = latency.shape
     outcome = _empty(num_models, deployment.devices, row)
     truth = _truth(deployment, latency, counted_from, weights)
@@ -252,40 +274,6 @@ def _empty(num_models: int, num_devices: int, row: int) -> Outcome:
     )
 
 
-def find_goodput(
-    deployment: Deployment,
-    policy: Policy,
-    seconds: float,
-    *,
-    seed: int = 0,
-    in_time: float = IN_TIME,
-    tolerance: float = 0.002,
-    warm_up_s: float = 1.0,
-) -> tuple[float, ServingResult]:
-    """The highest scale of all rates at which this share of requests is in time, and what then happens.
-
-    Found by halving an interval below twice the staggered bound, to a relative tolerance; 0 if it is less than that
-    tolerance of the interval. Raises ServingError where nothing arrives, and where devices scale with the rates.
-    """
-    refuse_scaling(deployment)
-    deployment = expand_deployment(deployment)
-    rates = [mean_rate(model.arrivals) for model in deployment.models]
-    if not any(rates):
-        raise ServingError("Nothing arrives in this deployment, so that no multiple of its rates is the highest.")
-    low, high = 0.0, 2.0 * bound_scale(deployment.models, rates, deployment.devices)
-    best, least = None, tolerance * high
-    while best is None or high - low > tolerance * high:
-        middle = (low + high) / 2
-        result = simulate_deployment(deployment, policy, seconds, seed=seed, scale=middle, warm_up_s=warm_up_s)
-        if result.in_time_share >= in_time:
-            low, best = middle, result
-        else:
-            high = middle
-        if best is None and high < least:
-            return 0.0, result
-    return low, best
-
-
 def latency_table(deployment: Deployment) -> Ints:
     """Nanoseconds of batches of all models, copies one by one; only batches that can be in time."""
     rows = []
@@ -299,19 +287,27 @@ def latency_table(deployment: Deployment) -> Ints:
 
 
 def make_pool(
-    deployment: Deployment, policy: Policy, latency: Ints, scale: float = 1.0, weights: Weights = NO_WEIGHTS
+    deployment: Deployment,
+    policy: Policy,
+    latency: Ints,
+    scale: float = 1.0,
+    weights: Weights = NO_WEIGHTS,
+    waiting: Ints | None = None,
 ) -> Ints:
-    """The pool of a deployment for a policy, with queues that hold all that can come within an SLO, and more."""
-    slo, capacity = [], []
+    """The pool of a deployment for a policy, with queues that hold all that can come within an SLO, and more.
+
+    ``waiting`` is what comes of each queue, where that is known.
+    """
+    slo, room = [], []
     for model in deployment.models:
         slo += [round(model.slo * _NS)] * model.copies
-        most = 8.0 * mean_rate(model.arrivals) * scale * model.slo
-        capacity += [int(min(max(most, 1024), 2**22))] * model.copies
+        room += [max(8.0 * mean_rate(model.arrivals) * scale * model.slo, _SMALLEST_QUEUE)] * model.copies
+    capacity = np.array(room) if waiting is None else np.maximum(room, waiting)
     facts: dict[str, Any] = {
         "latency": latency,
         "slo": np.array(slo, np.int64),
         "num_devices": deployment.devices,
-        "capacity": np.array(capacity, np.int64),
+        "capacity": np.minimum(capacity, _LARGEST_QUEUE).astype(np.int64),
         "delay_ns": round(deployment.delay * _NS),
         "slack_ns": round(deployment.slack * _NS),
         "guard_ns": round(deployment.guard * _NS),
@@ -319,6 +315,21 @@ def make_pool(
     if len(weights.load):
         facts["weights"] = weights
     return pool_for(policy, facts)
+
+
+def _most_waiting(deployment: Deployment, arrival: Ints, whose: NDArray[np.int32]) -> Ints:
+    """The most requests of each model, copies one by one, that come within one of its SLOs."""
+    slo = [round(model.slo * _NS) for model in deployment.models for _ in range(model.copies)]
+    order = np.argsort(whose, kind="stable")
+    ends = np.cumsum(np.bincount(whose, minlength=len(slo)))
+    most = np.zeros(len(slo), np.int64)
+    for number, (first, end) in enumerate(pairwise([0, *ends.tolist()])):
+        # What is sure to fit is not looked at.
+        if end - first > _SMALLEST_QUEUE:
+            moments = arrival[order[first:end]]
+            upto = np.searchsorted(moments, moments + slo[number], "right")
+            most[number] = (upto - np.arange(len(moments))).max()
+    return most
 
 
 def _truth(deployment: Deployment, latency: Ints, counted_from: int, weights: Weights) -> Truth:

@@ -1,0 +1,60 @@
+"""The highest rates at which a policy answers a share of the requests in time."""
+
+from __future__ import annotations
+
+from meshwright.serving.arrivals import mean_rate
+from meshwright.serving.batching import bound_scale
+from meshwright.serving.bounds import scale_bound
+from meshwright.serving.counted import check_counted, refuse_part_of_wave
+from meshwright.serving.expansion import expand_deployment
+from meshwright.serving.policies.hooks import Policy
+from meshwright.serving.simulation.fleet import refuse_scaling
+from meshwright.serving.simulation.simulate import ServingResult, simulate_deployment
+from meshwright.spec import Deployment, ServingError
+
+# Share of requests in time that goodput asks for, where nothing else is said (as the papers do).
+IN_TIME = 0.99
+
+
+def find_goodput(
+    deployment: Deployment,
+    policy: Policy,
+    seconds: float,
+    *,
+    seed: int = 0,
+    in_time: float = IN_TIME,
+    tolerance: float = 0.002,
+    warm_up_s: float = 1.0,
+) -> tuple[float, ServingResult]:
+    """The highest scale of all rates at which this share of requests is in time, and what then happens.
+
+    Found by halving an interval below twice the staggered bound, to a relative tolerance; 0 if it is less than that
+    tolerance of the interval. Raises ServingError where nothing arrives, or no request is counted at any scale, where
+    devices scale with the rates, and for less than a period of diurnal arrivals.
+    """
+    refuse_scaling(deployment)
+    models = expand_deployment(deployment).models
+    refuse_part_of_wave(models, seconds)
+    rates = [mean_rate(model.arrivals) for model in models]
+    if not any(rates):
+        raise ServingError("Nothing arrives in this deployment, so that no multiple of its rates is the highest.")
+    # Of a trace, other parts are simulated at other scales.
+    bound = scale_bound(deployment, seconds, warm_up_s=warm_up_s)
+    if bound is None:
+        check_counted(0, models, seconds, warm_up_s)
+    low, high = 0.0, 2.0 * max(bound or 0.0, bound_scale(models, rates, deployment.devices))
+    best, least, num_counted = None, tolerance * high, 0
+    while best is None or high - low > tolerance * high:
+        middle = (low + high) / 2
+        result = simulate_deployment(deployment, policy, seconds, seed=seed, scale=middle, warm_up_s=warm_up_s)
+        num_counted += result.num_requests
+        if result.num_requests and result.in_time_share >= in_time:
+            low, best = middle, result
+        else:
+            high = middle
+        if best is None and high < least:
+            break
+    check_counted(num_counted, models, seconds, warm_up_s)
+    if best is None:
+        return 0.0, simulate_deployment(deployment, policy, seconds, seed=seed, scale=0.0, warm_up_s=warm_up_s)
+    return low, best
