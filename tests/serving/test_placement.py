@@ -225,11 +225,11 @@ def test_names_of_copies_are_those_of_nobody_else():
 
 
 def test_the_bound_of_a_simulation_counts_what_came_and_fast_devices():
-    """Of a wave's trough all is answered; a device five times as fast answers what five would."""
+    """Of a wave's valley all is answered; a device five times as fast answers what five would."""
     wave = replace(model("a", slo=0.05), arrivals=Diurnal(low=100, high=20_000, period=100.0))
-    trough = Deployment(models=(wave,), devices=1)
-    result = simulate_deployment(trough, EAGER, 2.0)
-    assert result.in_time_share == bound_placed(trough, result) == 1
+    valley = Deployment(models=(wave,), devices=1)
+    result = simulate_deployment(valley, EAGER, 2.0)
+    assert result.in_time_share == bound_placed(valley, result) == 1
     crowd = Deployment(models=(model("a", rate=8000.0, largest=32),), devices=1)
     fast = replace(crowd, troubles=(Straggler(device=0, factor=0.2),))
     result = simulate_deployment(fast, EAGER, 3.0)
