@@ -327,6 +327,7 @@ DEPLOYMENT = Deployment(
                     after="find",
                     fan_out=2.5,
                     memory=Bytes(2.0**30),
+                    load=Seconds(0.02),
                 ),
             ),
         ),
@@ -338,10 +339,15 @@ DEPLOYMENT = Deployment(
             latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.005)),
             heads=(
                 Head(
-                    name="head", latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.0)), rate=5.0, memory=Bytes(9.0)
+                    name="head",
+                    latency=Latency(alpha=Seconds(0.001), beta=Seconds(0.0)),
+                    rate=5.0,
+                    memory=Bytes(9.0),
+                    load=Seconds(0.01),
                 ),
             ),
             memory=Bytes(2.0**30),
+            load=Seconds(0.02),
         ),
     ),
 )
