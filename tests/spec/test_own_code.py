@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from meshwright.spec import ServingError
-from meshwright.spec.beside import afresh, folder_of
+from meshwright.spec.beside import afresh, folder_at
 from meshwright.spec.own_code import importable, load_function
 
 FILE = """
@@ -79,7 +79,7 @@ def test_a_file_that_is_loaded_again_has_its_helpers_as_they_are_now(tmp_path):
 def test_what_is_imported_later_is_the_same_each_time_and_that_of_its_load(tmp_path):
     path = write(tmp_path, "a")
     with afresh():
-        later, folder = load(path, "later"), folder_of(path)
+        later, folder = load(path, "later"), folder_at(path.parent)
     with folder.importable():
         first = later()
     write(tmp_path, "b")

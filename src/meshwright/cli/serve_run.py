@@ -12,6 +12,7 @@ import typer
 
 from meshwright.cli.output import note
 from meshwright.spec.deployment import Deployment, read_deployment
+from meshwright.spec.server import MOST_FRONTS, MOST_WORKERS
 from meshwright.spec.units import format_count
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ def run(
     admin_port: Annotated[
         int | None, typer.Option(help="The port of metrics, on this machine only; 0 for a free one.", min=0, max=65_535)
     ] = None,
-    fronts: Annotated[int | None, typer.Option(help="Processes that read requests.", min=1, max=256)] = None,
-    devices: Annotated[int | None, typer.Option(help="Workers, one process each.", min=1, max=256)] = None,
+    fronts: Annotated[int | None, typer.Option(help="Processes that read requests.", min=1, max=MOST_FRONTS)] = None,
+    devices: Annotated[int | None, typer.Option(help="Workers, one process each.", min=1, max=MOST_WORKERS)] = None,
     token_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Requests have to bring the token in this file.")
     ] = None,

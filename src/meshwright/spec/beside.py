@@ -202,12 +202,12 @@ def afresh() -> Iterator[None]:
         _OF_THREAD.fresh = before
 
 
-def folder_of(path: Path, *, is_loaded: bool = False) -> Folder:
-    """The folder of a file, with the modules that were imported for it last.
+def folder_at(place: Path, *, is_loaded: bool = False) -> Folder:
+    """A folder, with the modules that were imported for its files last.
 
-    If the file ``is_loaded`` now, anew in each block of `afresh`, and elsewhere if a module's file has changed.
+    If one of its files ``is_loaded`` now, anew in each block of `afresh`, and elsewhere if a module's file has changed.
     """
-    place = path.parent.resolve()
+    place = place.resolve()
     _stack()
     fresh: set[Path] | None = _OF_THREAD.fresh
     folder = _FOLDERS.get(place)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.spec.beside import folder_of
+from meshwright.spec.beside import folder_at
 from meshwright.spec.errors import MeshwrightError, suggest
 from meshwright.spec.files import read_regular
 
@@ -80,7 +80,7 @@ def load_function(
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
     """Let ``import`` find the files of a folder, first of all, while the block runs."""
-    with folder_of(folder / "file.py").importable():
+    with folder_at(folder).importable():
         yield
 
 
@@ -134,7 +134,7 @@ def _run_file(path: Path, content: bytes, error: type[MeshwrightError]) -> Modul
     # Dataclasses and pickles of the file's classes look their module up here.
     sys.modules[spec.name] = module
     linecache.checkcache(str(path.resolve()))
-    folder = folder_of(path, is_loaded=True)
+    folder = folder_at(path.parent, is_loaded=True)
     with folder.importable(), reported(path, f"Loading {path} raised", error):
         # The content that was read (and perhaps hashed) is what runs, not what the file holds by now.
         exec(compile(content, str(path.resolve()), "exec", dont_inherit=True), vars(module))

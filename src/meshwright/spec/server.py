@@ -11,6 +11,8 @@ from meshwright.spec.latency import LONGEST
 from meshwright.spec.quantities import Seconds
 
 A_MINUTE, HALF_A_MINUTE = Seconds(60.0), Seconds(30.0)
+# Processes of a server: that read requests, and that compute.
+MOST_FRONTS = MOST_WORKERS = 256
 _check = partial(check_bounds, ServingError)
 
 
@@ -48,7 +50,7 @@ class Server:
             raise ServingError("A server's host is empty; expected an address. 0.0.0.0 is all of this machine's.")
         for name in ("port", "grpc_port", "admin_port"):
             _check(what, **{name: (0, getattr(self, name), 65_535)})
-        _check(what, fronts=(1, self.fronts, 256), connections=(1, self.connections, 10**6))
+        _check(what, fronts=(1, self.fronts, MOST_FRONTS), connections=(1, self.connections, 10**6))
         _check(what, tensor_bytes=(4096, self.tensor_bytes, 2**40), body_bytes=(256, self.body_bytes, 2**32))
         _check(what, header_bytes=(256, self.header_bytes, 2**20))
         for name in ("receive", "idle", "longest_deadline", "stuck"):

@@ -40,11 +40,15 @@ from meshwright.serving.server.live import (
     Live,
     joined,
 )
+from meshwright.serving.server.served import LARGEST
 from meshwright.spec import ServingError
+from meshwright.spec.deployment import MOST_MODELS
+from meshwright.spec.server import MOST_WORKERS
 
 _LONGEST_HEADER, _MOST_IN_PART = 2**26, 2**28
 _MOST = 2**62
-_MOST_DEVICES, _LARGEST, _MOST_MODELS, _MOST_WAITING = 2**16, 2**13, 2**14, 2**28
+# Requests for which queues have room, all together; a pool of more takes over 4 GiB.
+_MOST_WAITING = 2**28
 _FACTS = {"latency", "slo", "num_devices", "capacity", "delay_ns", "slack_ns", "guard_ns"}
 # In the place of events: what follows is another header.
 _NO_EVENTS = np.zeros((0, EVENT_WIDTH), np.int64)
@@ -107,7 +111,7 @@ def _read_header(file: BinaryIO) -> Live:
     _check_facts(facts)
     if scaling is not None:
         _check(0.5 <= scaling["target"] < 1, "its scaling has no target")
-        _check_whole([scaling[name] for name in ("minimum", "maximum")], 1, _MOST_DEVICES, "devices of its scaling")
+        _check_whole([scaling[name] for name in ("minimum", "maximum")], 1, MOST_WORKERS, "devices of its scaling")
         _check_whole([scaling[name] for name in ("calm_ns", "now")], 0, _MOST, "times of its scaling")
     live = Live(header["policy"], facts, scaling=scaling)
     _check_measured(measured, live)
@@ -129,15 +133,15 @@ def _check_facts(facts: dict[str, Any]) -> None:
     """Raise _Damaged for what no pool can be allocated with."""
     _check(_FACTS.issuperset(facts), "its facts are of another version")
     latency = facts["latency"]
-    _check(isinstance(latency, list) and 0 < len(latency) <= _MOST_MODELS, "it tells no latencies")
+    _check(isinstance(latency, list) and 0 < len(latency) <= MOST_MODELS, "it tells no latencies")
     rows = {len(row) for row in latency}
-    _check(len(rows) == 1 and 2 <= min(rows) <= _LARGEST, "its latencies are no table")
+    _check(len(rows) == 1 and 2 <= min(rows) <= LARGEST + 1, "its latencies are no table")
     for row in latency:
         _check_whole(row, 0, NEVER, "its latencies")
         _check(1 <= row[1] < NEVER, "a batch of one has no latency")
     _check_whole(facts["slo"], 1, _MOST, "its SLOs")
     _check(len(facts["slo"]) == len(latency), "it has other SLOs than models")
-    _check_whole([facts["num_devices"]], 1, _MOST_DEVICES, "its devices")
+    _check_whole([facts["num_devices"]], 1, MOST_WORKERS, "its devices")
     _check_whole([facts["capacity"]], 1, _MOST_WAITING // len(latency), "its queues")
     _check_whole([facts.get(name, 0) for name in ("delay_ns", "slack_ns", "guard_ns")], 0, _MOST, "its times")
 
@@ -196,4 +200,4 @@ def _check_events(events: Ints, live: Live) -> None:
     check((UP,), third, 0, _MOST)
     check((ADJUST,), second, 0, _MOST)
     _check(bool(np.isin(first[kind == ADJUST], (DELAY, SLACK, GUARD)).all()), "an event adjusts what is not measured")
-    check((SCALE,), first, 0, _MOST_DEVICES if live.scaler_size else -1)
+    check((SCALE,), first, 0, MOST_WORKERS if live.scaler_size else -1)

@@ -20,11 +20,10 @@ from meshwright.serving.policies.shepherd import Shepherd
 from meshwright.spec import Deployment, Latency, ServedModel, Server, ServingError, TensorSpec
 from meshwright.spec.codec import decode, encode
 from meshwright.spec.files import write_text
+from meshwright.spec.server import MOST_WORKERS
 
 # A batch of more requests would not fit into one message (`channel`).
 LARGEST = 4096
-# Workers, a process each.
-MOST_DEVICES = 256
 _FLOATS = ("FP16", "BF16", "FP32", "FP64")
 _FILE = "models.json"
 
@@ -110,9 +109,9 @@ def read_tensors(items: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
 def check_served(deployment: Deployment) -> None:
     """Raise ServingError for what a server cannot do, though the simulator can."""
     served_models(deployment)
-    if deployment.devices > MOST_DEVICES:
+    if deployment.devices > MOST_WORKERS:
         raise ServingError(
-            f"The deployment has {deployment.devices} devices; a server has at most {MOST_DEVICES}, as each is a "
+            f"The deployment has {deployment.devices} devices; a server has at most {MOST_WORKERS}, as each is a "
             "process of its own. Give fewer with --devices; the simulator knows more."
         )
     for model in deployment.models:

@@ -36,7 +36,7 @@ from meshwright.serving.simulation.engine import (
 from meshwright.serving.simulation.fleet import Fleet, Scaled, make_fleet, what_was_taken
 from meshwright.serving.simulation.groups import split_groups
 from meshwright.serving.simulation.weights import NO_WEIGHTS, find_weights
-from meshwright.spec import Deployment, Outage, ServingError, Straggler
+from meshwright.spec import Deployment, Gamma, Outage, ServingError, Straggler, Trace
 
 # Requests for which the queue of a model has room: 2^22 take 100 MB.
 _SMALLEST_QUEUE, _LARGEST_QUEUE = 1024, 2**22
@@ -318,16 +318,19 @@ def make_pool(
 
 
 def _most_waiting(deployment: Deployment, arrival: Ints, whose: NDArray[np.int32]) -> Ints:
-    """The most requests of each model, copies one by one, that come within one of its SLOs."""
-    slo = [round(model.slo * _NS) for model in deployment.models for _ in range(model.copies)]
+    """The most requests of each model, copies one by one, that come within one of its SLOs, where they may be many."""
+    owners = [model for model in deployment.models for _ in range(model.copies)]
+    most = np.zeros(len(owners), np.int64)
+    # Rates that are steady, or swing, stay well below what there is room for in any case.
+    if not any(isinstance(model.arrivals, Gamma | Trace) for model in owners):
+        return most
     order = np.argsort(whose, kind="stable")
-    ends = np.cumsum(np.bincount(whose, minlength=len(slo)))
-    most = np.zeros(len(slo), np.int64)
+    ends = np.cumsum(np.bincount(whose, minlength=len(owners)))
     for number, (first, end) in enumerate(pairwise([0, *ends.tolist()])):
         # What is sure to fit is not looked at.
-        if end - first > _SMALLEST_QUEUE:
+        if isinstance(owners[number].arrivals, Gamma | Trace) and end - first > _SMALLEST_QUEUE:
             moments = arrival[order[first:end]]
-            upto = np.searchsorted(moments, moments + slo[number], "right")
+            upto = np.searchsorted(moments, moments + round(owners[number].slo * _NS), "right")
             most[number] = (upto - np.arange(len(moments))).max()
     return most
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.spec import ServingError, own_code
-from meshwright.spec.beside import folder_of
+from meshwright.spec.beside import folder_at
 
 Hook = Callable[[Any], Any]
 
@@ -26,7 +26,7 @@ def load_hook(reference: str | None, expected: str) -> Hook | None:
         raise ServingError(f"{reference!r} is no function. Give file.py:function, which {expected}.")
     path, name = split
     function = own_code.load_function(path, name, expected=expected, error=ServingError)
-    folder = folder_of(path)
+    folder = folder_at(path.parent)
 
     def call(value: Any) -> Any:
         with folder.importable(), own_code.reported(path, f"{name}() raised", ServingError):

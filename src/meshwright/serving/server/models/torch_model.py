@@ -24,7 +24,7 @@ from meshwright.serving.server.models.runnable import LARGEST, Arrays, DeviceLos
 from meshwright.serving.server.models.sources import load_source, zeros_of
 from meshwright.serving.server.models.tensors import as_arguments, named_tensors, spec_of, to_array, to_tensor
 from meshwright.spec import ServedModel, ServingError, TensorSpec, own_code
-from meshwright.spec.beside import afresh, folder_of
+from meshwright.spec.beside import afresh, folder_at
 
 _TRIED = (1, 2, 3)
 
@@ -46,7 +46,7 @@ class TorchModel:
 
     def _load(self, model: ServedModel) -> None:
         source = load_source(model, self._device)
-        self._folder = folder_of(self._path)
+        self._folder = folder_at(self._path.parent)
         most = LARGEST if model.latency is None else model.latency.largest
         self.platform, self.largest = source.platform, int(min(most, source.largest))
         self._call, self._fixed = source.call, source.fixed
