@@ -24,10 +24,11 @@ from meshwright.serving.policies.adaptive import (
     shadow_of,
 )
 from meshwright.serving.policies.deferred import Deferred
-from meshwright.serving.policies.pool import NEVER, OWN
+from meshwright.serving.policies.pool import NEVER, NUM_DROPPED, OWN, TARGET
 from meshwright.serving.policies.queues import clear, come_up, rest
 from meshwright.serving.simulation import simulate
 from meshwright.spec import Deployment, Gamma, Poisson
+from meshwright.spec.quantities import Seconds
 from tests.serving.deployments import deployments, model, one_model
 
 SECONDS, MS = 0.8, 1_000_000
@@ -192,6 +193,31 @@ def test_in_overload_it_ends_on_what_is_nearly_best(monkeypatch, name):
     assert alone[pool[pool[OWN] + USED]] >= (1 - adaptive._EARLY / 1000) * max(alone)
     # Else any choice would do.
     assert min(alone) < 0.98 * max(alone)
+
+
+def test_in_overload_nearly_all_refusals_come_at_once_and_cost_nothing():
+    """Though no batch takes what it should, and devices have fallen out of step."""
+    deployment = replace(STRONG, jitter=0.005, delay=Seconds(0.0003), slack=Seconds(0.002), guard=Seconds(0.0005))
+    result, dropping = (
+        simulate_deployment(deployment, policy, 60.0, scale=4500 / 1250, warm_up_s=15.0)
+        for policy in (load_policy("adaptive"), Deferred(50, 100))
+    )
+    dropped = result.models[0].dropped
+    assert dropped["crowded"] > 0.995 * sum(dropped.values())
+    assert result.in_time_share > 0.99 * dropping.in_time_share
+
+
+@pytest.mark.parametrize(("deadline_ms", "is_let_in"), [(120, True), (70, True), (60, True), (49, False)])
+def test_early_refusal_asks_for_no_larger_batch_than_a_short_deadline_allows(deadline_ms, is_let_in):
+    """Of the target's size, a batch takes 80 ms; alone, a request takes 50.5, and a device is idle."""
+    table = np.array([[0, *(50 * MS + MS // 2 * batch for batch in range(1, 257))]])
+    policy = Deferred(50, 100, 98)
+    pool = policy.prepare({"latency": table, "slo": np.array([120 * MS]), "num_devices": 1})
+    come_up(pool, 0, 0)
+    rest(pool, 0)
+    pool[pool[TARGET]] = 60
+    policy.arrive(pool, MS, 0, 1, MS + deadline_ms * MS)
+    assert (pool[NUM_DROPPED] == 0) == is_let_in
 
 
 def test_where_almost_all_can_be_answered_it_does_not_refuse_many(monkeypatch):

@@ -15,9 +15,9 @@ answers at once, too.
 
 When a batch begins, requests that cannot even be met alone are dropped. If what is left is smaller than ``window``
 percent of the target, the size of batch that staggered devices could serve at the measured rate, then first requests
-are dropped, too, until such a batch fits. With ``admit``, a request is refused at once if it would be late behind that
-many percent of the work in all queues. Latencies are those that devices have shown (`slowness`): a queue waits
-by what they typically take, and a batch is made for the device that it runs on.
+are dropped, too, until such a batch fits. With ``admit``, a request is refused at once if it would be late in such a
+batch behind that many percent of the work in all queues. Latencies are those that devices have shown (`slowness`): a
+queue waits by what they typically take, and a batch is made for the device that it runs on.
 """
 
 from __future__ import annotations
@@ -180,10 +180,16 @@ def _is_in_time(pool: Ints, now: int, queue: int, device: int) -> bool:
 
 @compiled
 def is_crowded(pool: Ints, now: int, queue: int, deadline: int, admit: int) -> bool:
-    """Would a request be late behind all that is in queues, were that dealt out evenly to all devices?"""
-    batch = max(min(length_of(pool, queue) + 1, pool[pool[TARGET] + queue]), 1)
+    """Would a request be late behind all that is in queues, were that dealt out evenly to all devices?
+
+    It would be in a batch of the target's size: if it had only to fit with those that wait, the first of a queue would
+    force a small batch on all that come after them. That is what one with too short a deadline of its own is asked for.
+    """
     begin = first_end(pool, now) + pool[DELAY] + pool[GUARD] + pool[WORK] * admit // (100 * max(pool[NUM_UP], 1))
-    return begin + latency_of(pool, queue, batch) > deadline - pool[SLACK]
+    latest, batch = deadline - pool[SLACK], max(pool[pool[TARGET] + queue], 1)
+    if latest - now < latency_of(pool, queue, batch):
+        batch = min(length_of(pool, queue) + 1, batch)
+    return begin + latency_of(pool, queue, batch) > latest
 
 
 @compiled
