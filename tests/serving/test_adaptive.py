@@ -24,7 +24,7 @@ from meshwright.serving.policies.adaptive import (
     shadow_of,
 )
 from meshwright.serving.policies.deferred import Deferred
-from meshwright.serving.policies.pool import NEVER, NUM_DROPPED, OWN, TARGET
+from meshwright.serving.policies.pool import NEVER, NUM_DROPPED, OWN, SLOWNESS, TARGET
 from meshwright.serving.policies.queues import clear, come_up, rest
 from meshwright.serving.simulation import simulate
 from meshwright.spec import Deployment, Gamma, Poisson
@@ -79,6 +79,24 @@ def test_a_shadow_serves_what_its_candidate_serves_alone(patched, deployment, se
         alone = simulate_deployment(deployment, Deferred(spare, window, admit), SECONDS, seed=seed)
         assert served == sum(each.num_in_time for each in alone.models)
         assert served == alone.batches @ np.arange(len(alone.batches))
+
+
+@pytest.mark.parametrize(("slow", "after"), [(1100, 1050), (1000, 1000), (900, 900), (2000, 1924)])
+def test_virtual_devices_get_over_a_late_batch_as_real_ones_do(slow, after):
+    """25 batches, one after the other, as each request comes when the one before it is done."""
+    policy = Deferred(0, 0, 100)
+    pool = policy.prepare({"latency": np.array([[0, 10 * MS]]), "slo": np.array([50 * MS]), "num_devices": 1})
+    come_up(pool, 0, 0)
+    rest(pool, 0)
+    pool[pool[SLOWNESS]] = slow
+    served = 0
+    for request in range(25):
+        served += advance(pool, request * 40 * MS, 0, 0)
+        policy.arrive(pool, request * 40 * MS, 0, request, (request * 40 + 50) * MS)
+        served += adaptive._count(pool)
+    advance(pool, NEVER - 1, 0, 0)
+    assert served == 25
+    assert pool[pool[SLOWNESS]] == after
 
 
 def test_while_nothing_is_lost_there_is_no_trial(monkeypatch):

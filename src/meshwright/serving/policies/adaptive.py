@@ -48,6 +48,7 @@ from meshwright.serving.policies.pool import (
     allocate_pool,
 )
 from meshwright.serving.policies.queues import clear
+from meshwright.serving.policies.slowness import recover
 
 # Settings (spare, window, admit) of `Deferred`; the first one is where the policy begins. Those that refuse early admit
 # by 98 % of the work: with 100 %, 1 % fewer are served under three times the load of two devices, and with 95 % nearly
@@ -149,6 +150,7 @@ def advance(shadow: Ints, now: int, spare: int, window: int) -> int:
         if moment > now:
             return served
         if end <= timer:
+            recover(shadow, first_of(shadow, END))
             use_device(shadow, end, first_of(shadow, END), spare, window)
         else:
             settle(shadow, timer, first_of(shadow, TIMER), spare, window)
