@@ -189,6 +189,38 @@ def test_silence_in_a_trial_makes_the_rest_after_it_no_longer(monkeypatch, silen
     assert pool[own + END_AT] - moment == 2 * 40 * 200 * MS
 
 
+def empty_pool():
+    return load_policy("adaptive").prepare(
+        {"latency": np.array([[0, 10 * MS]]), "slo": np.array([50 * MS]), "num_devices": 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("used", "early", "is_early"), [(0, 985, True), (0, 970, False), (8, 970, True), (8, 940, False)]
+)
+def test_what_refuses_early_is_not_left_as_easily_as_it_is_taken(used, early, is_early):
+    """Two thirds are lost; the best other candidate serves a thousand."""
+    pool = empty_pool()
+    own = pool[OWN]
+    pool[own + USED], pool[own + adaptive.ARRIVED] = used, 3000
+    served = np.where(CANDIDATES[:, 2] > 0, early, 1000)
+    pool[own + _SERVED : own + _SERVED + len(CANDIDATES)] = served
+    adaptive._choose(pool)
+    assert (CANDIDATES[pool[own + USED], 2] > 0) == is_early
+
+
+@pytest.mark.parametrize(
+    ("promised", "lost", "is_worth"), [(0, 20, False), (0, 30, True), (680, 3580, False), (680, 3640, True)]
+)
+def test_a_rest_is_not_ended_by_chance(promised, lost, is_worth):
+    """Of 5,000 requests, 3,400 are promised to be lost in the second case, give or take three times 58."""
+    pool = empty_pool()
+    own = pool[OWN]
+    pool[own + PROMISED], pool[own + adaptive.ARRIVED], pool[own + END_AT] = promised, 5000, 1
+    pool[NUM_DROPPED] = lost
+    assert adaptive._is_worth_a_trial(pool, 0) == is_worth
+
+
 OVERLOADS = {
     "strong batches": Deployment(models=(model(slo=0.05, alpha=0.0005, beta=0.01, largest=64, rate=7000),), devices=4),
     "weak batches": Deployment(

@@ -80,14 +80,14 @@ _SERVED = SCORES + NUM_CANDIDATES
 _SHADOWS = _SERVED + NUM_CANDIDATES
 
 # A trial begins if so many of a thousand requests are lost; in the rest after another one, if so many more are than its
-# choice had lost.
+# choice had lost, and not by chance.
 _LOST, _BROKEN = 1, 5
 _MEMORY = 0.5
 # How many standard deviations (of a Poisson number) are not by chance.
 _CLEAR = 3
 # What is used stays in use unless another serves so many of a thousand more; what refuses early may serve so many less,
-# and lose one more for so many that are lost in any case.
-_LOYAL, _EARLY, _LOST_ANYWAY = 3, 20, 10
+# or so many while such a one is in use, and lose one more for so many that are lost in any case.
+_LOYAL, _EARLY, _STILL_EARLY, _LOST_ANYWAY = 3, 20, 50, 10
 
 
 class Adaptive(NamedTuple):
@@ -201,8 +201,11 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
 def _is_worth_a_trial(pool: Ints, now: int) -> bool:
     """Are requests lost, and is there no rest, or what the last trial has promised not kept?"""
     own = pool[OWN]
-    lost = _LOST if now >= pool[own + END_AT] else pool[own + PROMISED] + _BROKEN
-    return bool(1000 * (pool[NUM_DROPPED] - pool[own + DROPPED]) > lost * pool[own + ARRIVED])
+    came, lost = pool[own + ARRIVED], pool[NUM_DROPPED] - pool[own + DROPPED]
+    if now >= pool[own + END_AT]:
+        return bool(1000 * lost > _LOST * came)
+    promised = pool[own + PROMISED] * came / 1000
+    return bool(lost > promised + _BROKEN * came / 1000 + _CLEAR * np.sqrt(promised))
 
 
 @compiled
@@ -243,10 +246,11 @@ def _choose(pool: Ints) -> None:
     if 1000 * pool[own + SCORES + pool[own + USED]] >= (1000 - _LOYAL) * most:
         best = pool[own + USED]
     lost = pool[own + CAME] - most
+    early = _EARLY if CANDIDATES[pool[own + USED], 2] == 0 else _STILL_EARLY
     for candidate in range(NUM_CANDIDATES):
         is_early = CANDIDATES[candidate, 2] > CANDIDATES[best, 2]
         less = most - pool[own + SCORES + candidate]
-        if is_early and 1000 * less <= _EARLY * most and _LOST_ANYWAY * less <= lost:
+        if is_early and 1000 * less <= early * most and _LOST_ANYWAY * less <= lost:
             best = candidate
     pool[own + USED] = best
     waiting = shadow_of(pool, best)[NUM_QUEUED]
