@@ -15,7 +15,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.capture import Captured, capture_model
-from meshwright.rewrite.planned import rewrite_source, target_of
 from meshwright.runtime import Repair, RepairKind
 from meshwright.spec.codec import write_document
 from meshwright.spec.errors import PlanError
@@ -136,13 +135,16 @@ def capture_fake(plan: Plan, seed: int = 0) -> tuple[ModelSource, Captured]:
 
 def _load(plan: Plan | Placement, **options: Any) -> ModelSource:
     sizes: dict[str, Any] = dict(plan.model_sizes)
-    target = target_of(plan) if isinstance(plan, Plan) else None
-    if target is not None:
+    if isinstance(plan, Plan) and plan.rewritten:
+        # Needs what only that extra brings.
+        from meshwright.rewrite.planned import rewrite_source, target_of
+
+        target = target_of(plan)
         # It was rewritten for one size of batch.
         sizes["batch_size"] = plan.microbatch_size
-    source = load_model(plan.model, **{**options, **sizes})
-    if target is not None:
-        source = rewrite_source(source, target, plan.workload.kind)
+        source = rewrite_source(load_model(plan.model, **{**options, **sizes}), target, plan.workload.kind)
+    else:
+        source = load_model(plan.model, **{**options, **sizes})
     return source if plan.workload.kind == "training" else replace(source, targets=(), loss=None)
 
 
