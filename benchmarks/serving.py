@@ -37,7 +37,8 @@ from meshwright.spec import Deployment, Gamma, Latency, Poisson, ServedModel
 from meshwright.spec.quantities import Seconds
 
 REGIMES = Path(__file__).parent / "splits" / "serving_regimes.toml"
-DRAWN_SEED, NUM_DRAWN = 20261123, 6
+# Another one whenever our own policy has changed since the last were run.
+DRAWN_SEED, NUM_DRAWN = 20261125, 6
 OWN = "adaptive"
 # As long as our own policy may learn before requests count; it is scored without, too.
 WARM_UP_S = 5.0

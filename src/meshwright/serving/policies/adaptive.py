@@ -6,9 +6,10 @@ under overload, and wasteful elsewhere. This policy sees nothing but arrivals. W
 candidate of `CANDIDATES` the same question for a while, a **trial**: starting from the queues and devices as they are,
 what would it have done with the requests that have come since? Each has a **shadow**, a copy of the pool whose devices
 are virtual and take what they are predicted to take. The candidate that serves most is used from then on. A trial ends
-early if another one has served so many more than the one in use that this is not by chance. After a trial, the next one
-begins later, unless clearly more is lost than its choice lost in it: some settings do well only until devices have
-fallen out of step once. While nothing is lost, there is no trial, so that a quiet server pays nothing for it.
+early if another one has served so many more than the one in use that this is not by chance, or if one that refuses
+early can be used instead. After a trial, the next one begins later, unless clearly more is lost than its choice lost in
+it: some settings do well only until devices have fallen out of step once. While nothing is lost, there is no trial, so
+that a quiet server pays nothing for it.
 
 Scores are sums over trials, older ones counting `_MEMORY` times less each. A candidate that refuses early is preferred
 to others that serve about as much, since whoever is refused early can ask elsewhere; but only a little more may be lost
@@ -223,12 +224,17 @@ def _copy(pool: Ints, shadow: Ints) -> None:
 
 @compiled
 def _is_clear(pool: Ints) -> bool:
-    """Has another candidate served more than the one in use could have, even had it served all that waits?"""
+    """Has another candidate served more than the one in use could have, even had it served all that waits?
+
+    Or could a candidate that refuses early take the place of one that does not?
+    """
     own = pool[OWN]
-    used = pool[own + USED]
-    most = pool[own + _SERVED + used] + shadow_of(pool, used)[NUM_QUEUED]
-    most += int(_CLEAR * np.sqrt(pool[own + ARRIVED]))
-    return bool(pool[own + _SERVED : own + _SERVED + NUM_CANDIDATES].max() > most)
+    used, served = pool[own + USED], pool[own + _SERVED : own + _SERVED + NUM_CANDIDATES]
+    waiting = shadow_of(pool, used)[NUM_QUEUED]
+    if served.max() > served[used] + waiting + int(_CLEAR * np.sqrt(pool[own + ARRIVED])):
+        return True
+    better = _best_of(served, pool[own + ARRIVED] - waiting, used)
+    return bool(CANDIDATES[better, 2] > CANDIDATES[used, 2])
 
 
 @compiled
@@ -236,23 +242,28 @@ def _choose(pool: Ints) -> None:
     """Add the trial to the scores, and use the candidate that is best by them."""
     own = pool[OWN]
     pool[own + CAME] = int(_MEMORY * pool[own + CAME]) + pool[own + ARRIVED]
-    best = 0
     for candidate in range(NUM_CANDIDATES):
         score = own + SCORES + candidate
         pool[score] = int(_MEMORY * pool[score]) + pool[own + _SERVED + candidate]
-        if pool[score] > pool[own + SCORES + best]:
-            best = candidate
-    most = pool[own + SCORES + best]
-    if 1000 * pool[own + SCORES + pool[own + USED]] >= (1000 - _LOYAL) * most:
-        best = pool[own + USED]
-    lost = pool[own + CAME] - most
-    early = _EARLY if CANDIDATES[pool[own + USED], 2] == 0 else _STILL_EARLY
-    for candidate in range(NUM_CANDIDATES):
-        is_early = CANDIDATES[candidate, 2] > CANDIDATES[best, 2]
-        less = most - pool[own + SCORES + candidate]
-        if is_early and 1000 * less <= early * most and _LOST_ANYWAY * less <= lost:
-            best = candidate
+    scores = pool[own + SCORES : own + SCORES + NUM_CANDIDATES]
+    best = _best_of(scores, pool[own + CAME], pool[own + USED])
     pool[own + USED] = best
     waiting = shadow_of(pool, best)[NUM_QUEUED]
     kept = min(pool[own + _SERVED + best] + waiting, pool[own + ARRIVED])
     pool[own + PROMISED] = 1000 - 1000 * kept // max(pool[own + ARRIVED], 1)
+
+
+@compiled
+def _best_of(scores: Ints, came: int, used: int) -> int:
+    """The candidate to use in the place of one, by what each has served of so many requests that came."""
+    best = int(scores.argmax())
+    most = scores[best]
+    if 1000 * scores[used] >= (1000 - _LOYAL) * most:
+        best = used
+    early = _EARLY if CANDIDATES[used, 2] == 0 else _STILL_EARLY
+    for candidate in range(NUM_CANDIDATES):
+        is_early = CANDIDATES[candidate, 2] > CANDIDATES[best, 2]
+        less = most - scores[candidate]
+        if is_early and 1000 * less <= early * most and _LOST_ANYWAY * less <= came - most:
+            best = candidate
+    return best
