@@ -209,6 +209,16 @@ def test_what_refuses_early_is_not_left_as_easily_as_it_is_taken(used, early, is
     assert (CANDIDATES[pool[own + USED], 2] > 0) == is_early
 
 
+@pytest.mark.parametrize(("came", "early", "is_over"), [(3000, 985, True), (3000, 970, False), (1010, 990, False)])
+def test_a_trial_is_over_once_refusing_early_costs_little(came, early, is_over):
+    """Of what came, nothing waits and a thousand are served."""
+    pool = empty_pool()
+    own = pool[OWN]
+    pool[own + adaptive.ARRIVED] = came
+    pool[own + _SERVED : own + _SERVED + len(CANDIDATES)] = np.where(CANDIDATES[:, 2] > 0, early, 1000)
+    assert adaptive._is_clear(pool) == is_over
+
+
 @pytest.mark.parametrize(
     ("promised", "lost", "is_worth"), [(0, 20, False), (0, 30, True), (680, 3580, False), (680, 3640, True)]
 )

@@ -139,10 +139,11 @@ def _load(plan: Plan | Placement, **options: Any) -> ModelSource:
         # Needs what only that extra brings.
         from meshwright.rewrite.planned import rewrite_source, target_of
 
-        target = target_of(plan)
         # It was rewritten for one size of batch.
         sizes["batch_size"] = plan.microbatch_size
-        source = rewrite_source(load_model(plan.model, **{**options, **sizes}), target, plan.workload.kind)
+        source = load_model(plan.model, **{**options, **sizes})
+        if (target := target_of(plan)) is not None:
+            source = rewrite_source(source, target, plan.workload.kind)
     else:
         source = load_model(plan.model, **{**options, **sizes})
     return source if plan.workload.kind == "training" else replace(source, targets=(), loss=None)
