@@ -13,7 +13,8 @@ import pytest
 pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = ("serve", "rewrite", "search", "tables", "validate", "ray", "hf", "metrics", "tensorboard")
+# Not of `validate`: torch asks for scikit-learn itself, where it is installed.
+EXTRAS = ("serve", "rewrite", "search", "tables", "ray", "hf", "metrics", "tensorboard")
 IMPORTED_AS = {"grpcio": "grpc", "protobuf": "google", "scikit-learn": "sklearn", "z3-solver": "z3"}
 WITHOUT = """
 import sys
