@@ -240,10 +240,9 @@ def test_strangers_are_refused(server, path):
 
 def test_a_process_that_dies_meanwhile_is_told_of(server):
     result = []
-    thread = threading.Thread(target=lambda: result.append(fetch(server, "/timeline?seconds=5")))
+    thread = threading.Thread(target=lambda: result.append(fetch(server, "/timeline?seconds=1")))
     thread.start()
-    # It has to be recording, also on a machine that is busy.
-    time.sleep(2.0)
+    time.sleep(0.5)
     server.kill("worker-1")
     thread.join(30)
     assert Drawn(result[0][2]).told["missing"] == ["worker-1"]
