@@ -71,7 +71,9 @@ class Collector:
             raise Ending
         end_ns = time.monotonic_ns()
         self._count += 1
-        paths = {name: folder / f"recorded-{name}-{self._count}.npz" for name in asked}
+        # What has taken the place of one that has died knows nothing of the time before.
+        there = [name for name, process in asked.items() if supervisor.process_ids().get(name) == process]
+        paths = {name: folder / f"recorded-{name}-{self._count}.npz" for name in there}
         for name, path in paths.items():
             supervisor.order(name, deliver=str(path))
         end_s = time.monotonic() + _PATIENCE_S
@@ -85,7 +87,7 @@ class Collector:
             end_ns=end_ns,
             models=supervisor.model_names,
             processes=found,
-            missing=[name for name in paths if name not in found],
+            missing=[name for name in asked if name not in found],
         )
 
 
