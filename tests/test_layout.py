@@ -4,16 +4,14 @@ import ast
 import importlib.util
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 import meshwright
+from tests.project import CORE, EXTRAS, PROJECT, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "meshwright"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MODULES = sorted(SOURCE.rglob("*.py"))
 PACKAGES = sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
 MAX_LINES = 400
@@ -116,28 +114,19 @@ def third_party_imports(path: Path) -> set[str]:
     return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"meshwright"}
 
 
-# Names of packages that are imported under another one.
-IMPORTED_AS = {"grpcio": "grpc", "protobuf": "google", "scikit_learn": "sklearn", "z3_solver": "z3"}
 # Extras that packages without torch may use, beside the core.
 EXTRAS_WITHOUT_TORCH = {"records": ("tables",), "serving": ("serve",), "validation": ("tables", "validate")}
 
 
-def declared(lines):
-    names = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines}
-    return {IMPORTED_AS.get(name, name) for name in names}
-
-
 def test_what_the_code_imports_is_what_the_project_declares():
-    core = declared(PROJECT["project"]["dependencies"])
-    extras = {name: declared(lines) for name, lines in PROJECT["project"]["optional-dependencies"].items()}
     for path in MODULES:
         package = path.relative_to(SOURCE).parts[0]
         usable = (
             EXTRAS_WITHOUT_TORCH.get(package, ())
             if package in TORCH_FREE and path not in TORCH_MODULES
-            else set(extras) - {"dev", "docs"}
+            else set(EXTRAS) - {"dev", "docs"}
         )
-        allowed = core.union(*(extras[name] for name in usable))
+        allowed = CORE.union(*(EXTRAS[name] for name in usable))
         assert third_party_imports(path) <= allowed, path
 
 

@@ -118,7 +118,7 @@ def test_where_requests_are_lost_there_are_trials(monkeypatch):
 
 
 STRONG = Deployment(models=(model(slo=0.12, alpha=0.0005, beta=0.05, largest=256, rate=1250),), devices=2)
-EAGER = CANDIDATES.tolist().index([0, 0, 0])
+EAGER, EARLY = (CANDIDATES.tolist().index(settings) for settings in ([0, 0, 0], [50, 100, 98]))
 
 
 def test_a_trial_ends_early_where_its_outcome_is_clear(monkeypatch):
@@ -196,15 +196,14 @@ def empty_pool():
 
 
 @pytest.mark.parametrize(
-    ("used", "early", "is_early"), [(0, 985, True), (0, 970, False), (8, 970, True), (8, 940, False)]
+    ("used", "early", "is_early"), [(0, 985, True), (0, 970, False), (EARLY, 970, True), (EARLY, 940, False)]
 )
 def test_what_refuses_early_is_not_left_as_easily_as_it_is_taken(used, early, is_early):
     """Two thirds are lost; the best other candidate serves a thousand."""
     pool = empty_pool()
     own = pool[OWN]
     pool[own + USED], pool[own + adaptive.ARRIVED] = used, 3000
-    served = np.where(CANDIDATES[:, 2] > 0, early, 1000)
-    pool[own + _SERVED : own + _SERVED + len(CANDIDATES)] = served
+    pool[own + _SERVED : own + _SERVED + len(CANDIDATES)] = np.where(CANDIDATES[:, 2] > 0, early, 1000)
     adaptive._choose(pool)
     assert (CANDIDATES[pool[own + USED], 2] > 0) == is_early
 
@@ -255,7 +254,7 @@ def test_in_overload_it_ends_on_what_is_nearly_best(monkeypatch, name):
     assert min(alone) < 0.98 * max(alone)
 
 
-def test_in_overload_nearly_all_refusals_come_at_once_and_cost_nothing():
+def test_in_overload_nearly_all_refusals_come_at_once_and_cost_little():
     """Though no batch takes what it should, and devices have fallen out of step."""
     deployment = replace(STRONG, jitter=0.005, delay=Seconds(0.0003), slack=Seconds(0.002), guard=Seconds(0.0005))
     result, dropping = (

@@ -135,17 +135,17 @@ def capture_fake(plan: Plan, seed: int = 0) -> tuple[ModelSource, Captured]:
 
 def _load(plan: Plan | Placement, **options: Any) -> ModelSource:
     sizes: dict[str, Any] = dict(plan.model_sizes)
+    target = None
     if isinstance(plan, Plan) and plan.rewritten:
-        # Needs what only that extra brings.
+        # Needs packages of an extra, which all other plans do without.
         from meshwright.rewrite.planned import rewrite_source, target_of
 
+        target = target_of(plan)
         # It was rewritten for one size of batch.
         sizes["batch_size"] = plan.microbatch_size
-        source = load_model(plan.model, **{**options, **sizes})
-        if (target := target_of(plan)) is not None:
-            source = rewrite_source(source, target, plan.workload.kind)
-    else:
-        source = load_model(plan.model, **{**options, **sizes})
+    source = load_model(plan.model, **{**options, **sizes})
+    if target is not None:
+        source = rewrite_source(source, target, plan.workload.kind)
     return source if plan.workload.kind == "training" else replace(source, targets=(), loss=None)
 
 

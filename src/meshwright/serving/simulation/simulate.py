@@ -322,13 +322,14 @@ def _most_waiting(deployment: Deployment, arrival: Ints, whose: NDArray[np.int32
     owners = [model for model in deployment.models for _ in range(model.copies)]
     most = np.zeros(len(owners), np.int64)
     # Rates that are steady, or swing, stay well below what there is room for in any case.
-    if not any(isinstance(model.arrivals, Gamma | Trace) for model in owners):
+    is_uneven = [isinstance(model.arrivals, Gamma | Trace) for model in owners]
+    if not any(is_uneven):
         return most
     order = np.argsort(whose, kind="stable")
     ends = np.cumsum(np.bincount(whose, minlength=len(owners)))
     for number, (first, end) in enumerate(pairwise([0, *ends.tolist()])):
         # What is sure to fit is not looked at.
-        if isinstance(owners[number].arrivals, Gamma | Trace) and end - first > _SMALLEST_QUEUE:
+        if is_uneven[number] and end - first > _SMALLEST_QUEUE:
             moments = arrival[order[first:end]]
             upto = np.searchsorted(moments, moments + round(owners[number].slo * _NS), "right")
             most[number] = (upto - np.arange(len(moments))).max()
