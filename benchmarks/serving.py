@@ -38,7 +38,7 @@ from meshwright.spec.quantities import Seconds
 
 REGIMES = Path(__file__).parent / "splits" / "serving_regimes.toml"
 # Another one whenever our own policy has changed since the last were run.
-DRAWN_SEED, NUM_DRAWN = 20261125, 6
+DRAWN_SEED, NUM_DRAWN = 20261127, 6
 OWN = "adaptive"
 # As long as our own policy may learn before requests count; it is scored without, too.
 WARM_UP_S = 5.0

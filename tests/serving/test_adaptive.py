@@ -208,9 +208,9 @@ def test_what_refuses_early_is_not_left_as_easily_as_it_is_taken(used, early, is
     assert (CANDIDATES[pool[own + USED], 2] > 0) == is_early
 
 
-@pytest.mark.parametrize(("came", "early", "is_over"), [(3000, 985, True), (3000, 970, False), (1010, 990, False)])
+@pytest.mark.parametrize(("came", "early", "is_over"), [(3000, 985, True), (3000, 970, False), (1050, 1000, False)])
 def test_a_trial_is_over_once_refusing_early_costs_little(came, early, is_over):
-    """Of what came, nothing waits and a thousand are served."""
+    """Of what came, nothing waits and a thousand are served; fifty that are lost may be by chance."""
     pool = empty_pool()
     own = pool[OWN]
     pool[own + adaptive.ARRIVED] = came

@@ -6,10 +6,10 @@ under overload, and wasteful elsewhere. This policy sees nothing but arrivals. W
 candidate of `CANDIDATES` the same question for a while, a **trial**: starting from the queues and devices as they are,
 what would it have done with the requests that have come since? Each has a **shadow**, a copy of the pool whose devices
 are virtual and take what they are predicted to take. The candidate that serves most is used from then on. A trial ends
-early if another one has served so many more than the one in use that this is not by chance, or if one that refuses
-early can be used instead. After a trial, the next one begins later, unless clearly more is lost than its choice lost in
-it: some settings do well only until devices have fallen out of step once. While nothing is lost, there is no trial, so
-that a quiet server pays nothing for it.
+early if another one has served so many more than the one in use that this is not by chance, or if many are lost in any
+case and one that refuses early can be used instead. After a trial, the next one begins later, unless clearly more is
+lost than its choice lost in it: some settings do well only until devices have fallen out of step once. While nothing is
+lost, there is no trial, so that a quiet server pays nothing for it.
 
 Scores are sums over trials, older ones counting `_MEMORY` times less each. A candidate that refuses early is preferred
 to others that serve about as much, since whoever is refused early can ask elsewhere; but only a little more may be lost
@@ -227,15 +227,17 @@ def _copy(pool: Ints, shadow: Ints) -> None:
 def _is_clear(pool: Ints) -> bool:
     """Has another candidate served more than the one in use could have, even had it served all that waits?
 
-    Or could a candidate that refuses early take the place of one that does not?
+    Or are many lost in any case, and could a candidate that refuses early take the place of one that does not?
     """
     own = pool[OWN]
     used, served = pool[own + USED], pool[own + _SERVED : own + _SERVED + NUM_CANDIDATES]
     waiting = shadow_of(pool, used)[NUM_QUEUED]
-    if served.max() > served[used] + waiting + int(_CLEAR * np.sqrt(pool[own + ARRIVED])):
+    most, came = served.max(), pool[own + ARRIVED] - waiting
+    by_chance = int(_CLEAR * np.sqrt(pool[own + ARRIVED]))
+    if most > served[used] + waiting + by_chance:
         return True
-    better = _best_of(served, pool[own + ARRIVED] - waiting, used)
-    return bool(CANDIDATES[better, 2] > CANDIDATES[used, 2])
+    better = _best_of(served, came, used)
+    return bool(came - most > by_chance and CANDIDATES[better, 2] > CANDIDATES[used, 2])
 
 
 @compiled
