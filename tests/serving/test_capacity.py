@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.serving import find_capacity, load_policy, simulate_deployment
 from meshwright.serving.policies import pool, queues
-from meshwright.serving.policies.slowness import observe
+from meshwright.serving.policies.slowness import observe, trust
 from meshwright.spec import Deployment, ServingError, Straggler, Trace
 from tests.serving.deployments import model, one_model
 
@@ -34,6 +34,36 @@ def test_stragglers_are_learned():
     result = simulate_deployment(deployment, load_policy("adaptive"), 20.0, warm_up_s=2.0)
     assert result.models[0].num_late == 0
     assert result.in_time_share > 0.999
+
+
+@pytest.mark.parametrize("policy", ["eager", "symphony", "sharded:shards=2", "adaptive"])
+def test_where_all_devices_are_slow_none_waits_for_a_faster_one(policy):
+    """All take twice as long as they are taken to: once that is known, nothing is late, and overload is no standstill.
+
+    Eager batching falls back on batches of one, of which devices can do 22 ms each.
+    """
+    deployment = replace(
+        one_model(devices=4, slo=0.1, alpha=0.001, beta=0.01, largest=64, rate=1500),
+        troubles=tuple(Straggler(device=device, factor=2.0) for device in range(4)),
+    )
+    (found,) = simulate_deployment(deployment, load_policy(policy), 20.0, seed=4, warm_up_s=10.0).models
+    assert found.num_late < 0.01 * found.num_in_time
+    assert found.num_in_time > (0.9 * 4 / 0.022 if policy == "eager" else 0.9 * 1500) * 10.0
+
+
+@pytest.mark.parametrize(("idle", "is_tried"), [(0, False), (19, False), (20, True)])
+def test_a_device_that_was_slow_is_tried_again_only_after_it_was_idle_for_long(idle, is_tried):
+    found = pool.allocate_pool(np.array([[0, 10]]), np.array([100]), 1)
+    queues.come_up(found, 0, 0)
+    queues.rest(found, 0)
+    queues.enter(found, 0, 0, 1, 10**9)
+    queues.run(found, 0, 0, 1, 0)
+    observe(found, 20, 0)
+    queues.rest(found, 0)
+    slowness = pool.columns(found)["slowness"]
+    assert slowness[0] == 1100
+    trust(found, 20 + idle, 0)
+    assert (slowness[0] < 1100) == is_tried
 
 
 def test_a_device_that_is_slow_is_planned_so_and_used_last():

@@ -136,7 +136,7 @@ def test_a_shard_tells_its_newest_candidate_and_runs_what_it_is_granted():
     assert shard.turn(0, rows((ARRIVE, 0, 1, 7, 20 * MS), (ARRIVE, 0, 1, 8, 20 * MS))) == []
     # d - l(3), d - l(2), two requests, d
     assert received(boxes[0, 0]) == [[CANDIDATE, 0, 1, 20 * MS - TABLE[3], 20 * MS - TABLE[2], 2, 20 * MS, 0]]
-    send(boxes[1, 0], GRANT, 0, 1, 1, 1000, 1000, 2, 0)
+    send(boxes[1, 0], GRANT, 0, 1, 1, 1000, 1000, 2, 1000)
     ((decisions, chosen),) = shard.turn(5 * MS, rows())
     assert decisions.tolist() == [[RUN, 1, 1, 0, 2, 5 * MS]]
     assert chosen.tolist() == [7, 8]
@@ -150,17 +150,28 @@ def test_a_shard_gives_back_what_is_useless():
     """Nothing waits, or what waits would be late on a device that is this slow."""
     boxes = allocate_mailboxes(1, 2)
     shard = Shard(facts(), 0, boxes)
-    send(boxes[1, 0], GRANT, 0, 0, 1, 1000, 1000, 2, 0)
+    send(boxes[1, 0], GRANT, 0, 0, 1, 1000, 1000, 2, 1000)
     assert shard.turn(MS, rows()) == []
     assert received(boxes[0, 0])[0][:4] == [UNUSED, 0, 0, 1]
     shard.turn(MS, rows((ARRIVE, MS, 2, 5, 21 * MS)))
-    send(boxes[1, 0], GRANT, 0, 2, 0, 20_000, 1000, 2, 0)
+    send(boxes[1, 0], GRANT, 0, 2, 0, 20_000, 1000, 2, 1000)
     assert shard.turn(MS, rows()) == []
     assert [row[:4] for row in received(boxes[0, 0])] == [
         [CANDIDATE, 0, 2, 21 * MS - TABLE[2]],
         [UNUSED, 0, 2, 0],
         [CANDIDATE, 0, 2, 21 * MS - TABLE[2]],
     ]
+
+
+def test_a_shard_drops_what_waits_for_no_faster_device():
+    boxes = allocate_mailboxes(1, 2)
+    shard = Shard(facts(), 0, boxes)
+    shard.turn(MS, rows((ARRIVE, MS, 2, 5, 21 * MS)))
+    received(boxes[0, 0])
+    send(boxes[1, 0], GRANT, 0, 2, 0, 20_000, 20_000, 2, 20_000)
+    ((decisions, chosen),) = shard.turn(MS, rows())
+    assert (decisions[0, 0], chosen.tolist()) == (DROP, [5])
+    assert [row[0] for row in received(boxes[0, 0])] == [UNUSED, CANDIDATE]
 
 
 def test_a_shard_drops_what_can_only_be_late_and_says_so():
@@ -191,7 +202,7 @@ def test_the_rank_grants_the_window_that_ends_first_and_listens_after_the_answer
     send(boxes[0, 0], CANDIDATE, 0, 1, 0, 9 * MS, 1, 15 * MS, 0)
     rank.turn(0)
     # Queue 1 of shard 0 is the third of all.
-    assert received(boxes[1, 0]) == [[GRANT, 0, 1, 0, 1000, 1000, 1, 0]]
+    assert received(boxes[1, 0]) == [[GRANT, 0, 1, 0, 1000, 1000, 1, 1000]]
     send(boxes[0, 0], CANDIDATE, 0, 1, 0, 1, 1, 15 * MS, 0)
     send(boxes[0, 0], CANDIDATE, 0, 0, 0, 8 * MS, 1, 15 * MS, 0)
     send(boxes[0, 1], CANDIDATE, 0, 1, 0, 7 * MS, 1, 15 * MS, 0)

@@ -49,7 +49,7 @@ from meshwright.serving.policies.pool import (
     allocate_pool,
 )
 from meshwright.serving.policies.queues import clear
-from meshwright.serving.policies.slowness import recover
+from meshwright.serving.policies.slowness import observe_virtual
 
 # Settings (spare, window, admit) of `Deferred`; the first one is where the policy begins. Those that refuse early admit
 # by 98 % of the work: with 100 %, 1 % fewer are served under three times the load of two devices, and with 95 % nearly
@@ -74,15 +74,15 @@ NUM_CANDIDATES = len(CANDIDATES)
 
 # Own cells: what is used; is this a trial, when is it looked at next, when did it begin, and does it, or the rest after
 # it, end; of a thousand requests, how many its choice lost in it; requests that came in this span, and were dropped
-# before it; those that came in trials, summed as scores are; from here on the score of each candidate, then what it has
-# served in this trial, then the shadows.
-USED, IN_TRIAL, UNTIL, BEGUN, END_AT, PROMISED, ARRIVED, DROPPED, CAME, SCORES = range(10)
+# before it; those that were lost in trials whatever was used, summed as scores are; from here on the score of each
+# candidate, then what it has served in this trial, then the shadows.
+USED, IN_TRIAL, UNTIL, BEGUN, END_AT, PROMISED, ARRIVED, DROPPED, LOST, SCORES = range(10)
 _SERVED = SCORES + NUM_CANDIDATES
 _SHADOWS = _SERVED + NUM_CANDIDATES
 
 # A trial begins if so many of a thousand requests are lost; in the rest after another one, if so many more are than its
 # choice had lost, and not by chance.
-_LOST, _BROKEN = 1, 5
+_SOME_LOST, _BROKEN = 1, 5
 _MEMORY = 0.5
 # How many standard deviations (of a Poisson number) are not by chance.
 _CLEAR = 3
@@ -152,7 +152,7 @@ def advance(shadow: Ints, now: int, spare: int, window: int) -> int:
         if moment > now:
             return served
         if end <= timer:
-            recover(shadow, first_of(shadow, END))
+            observe_virtual(shadow, first_of(shadow, END))
             use_device(shadow, end, first_of(shadow, END), spare, window)
         else:
             settle(shadow, timer, first_of(shadow, TIMER), spare, window)
@@ -205,9 +205,9 @@ def _is_worth_a_trial(pool: Ints, now: int) -> bool:
     own = pool[OWN]
     came, lost = pool[own + ARRIVED], pool[NUM_DROPPED] - pool[own + DROPPED]
     if now >= pool[own + END_AT]:
-        return bool(1000 * lost > _LOST * came)
-    promised = pool[own + PROMISED] * came / 1000
-    return bool(lost > promised + _BROKEN * came / 1000 + _CLEAR * np.sqrt(promised))
+        return bool(1000 * lost > _SOME_LOST * came)
+    expected = (pool[own + PROMISED] + _BROKEN) * came / 1000
+    return bool(lost > expected + _CLEAR * np.sqrt(expected))
 
 
 @compiled
@@ -231,42 +231,49 @@ def _is_clear(pool: Ints) -> bool:
     """
     own = pool[OWN]
     used, served = pool[own + USED], pool[own + _SERVED : own + _SERVED + NUM_CANDIDATES]
-    waiting = shadow_of(pool, used)[NUM_QUEUED]
-    most, came = served.max(), pool[own + ARRIVED] - waiting
     by_chance = int(_CLEAR * np.sqrt(pool[own + ARRIVED]))
-    if most > served[used] + waiting + by_chance:
+    if served.max() > served[used] + shadow_of(pool, used)[NUM_QUEUED] + by_chance:
         return True
-    better = _best_of(served, came, used)
-    return bool(came - most > by_chance and CANDIDATES[better, 2] > CANDIDATES[used, 2])
+    lost = _lost_anyway(pool)
+    return bool(lost > by_chance and CANDIDATES[_best_of(served, lost, used), 2] > CANDIDATES[used, 2])
+
+
+@compiled
+def _lost_by(pool: Ints, candidate: int) -> int:
+    """Requests that a candidate has lost in this trial."""
+    return int(shadow_of(pool, candidate)[NUM_DROPPED] - pool[pool[OWN] + DROPPED])
+
+
+@compiled
+def _lost_anyway(pool: Ints) -> int:
+    """Requests of this trial that are lost whatever is used."""
+    least = _lost_by(pool, 0)
+    for candidate in range(1, NUM_CANDIDATES):
+        least = min(least, _lost_by(pool, candidate))
+    return least
 
 
 @compiled
 def _choose(pool: Ints) -> None:
     """Add the trial to the scores, and use the candidate that is best by them."""
     own = pool[OWN]
-    pool[own + CAME] = int(_MEMORY * pool[own + CAME]) + pool[own + ARRIVED]
+    pool[own + LOST] = int(_MEMORY * pool[own + LOST]) + _lost_anyway(pool)
     for candidate in range(NUM_CANDIDATES):
         score = own + SCORES + candidate
         pool[score] = int(_MEMORY * pool[score]) + pool[own + _SERVED + candidate]
     scores = pool[own + SCORES : own + SCORES + NUM_CANDIDATES]
-    best = _best_of(scores, pool[own + CAME], pool[own + USED])
-    pool[own + USED] = best
-    waiting = shadow_of(pool, best)[NUM_QUEUED]
-    kept = min(pool[own + _SERVED + best] + waiting, pool[own + ARRIVED])
-    pool[own + PROMISED] = 1000 - 1000 * kept // max(pool[own + ARRIVED], 1)
+    pool[own + USED] = _best_of(scores, pool[own + LOST], pool[own + USED])
+    pool[own + PROMISED] = 1000 * _lost_by(pool, pool[own + USED]) // max(pool[own + ARRIVED], 1)
 
 
 @compiled
-def _best_of(scores: Ints, came: int, used: int) -> int:
-    """The candidate to use in the place of one, by what each has served of so many requests that came."""
-    best = int(scores.argmax())
-    most = scores[best]
-    if 1000 * scores[used] >= (1000 - _LOYAL) * most:
-        best = used
-    early = _EARLY if CANDIDATES[used, 2] == 0 else _STILL_EARLY
-    for candidate in range(NUM_CANDIDATES):
-        is_early = CANDIDATES[candidate, 2] > CANDIDATES[best, 2]
-        less = most - scores[candidate]
-        if is_early and 1000 * less <= early * most and _LOST_ANYWAY * less <= came - most:
-            best = candidate
-    return best
+def _best_of(scores: Ints, lost: int, used: int) -> int:
+    """The candidate to use in the place of one, by what each has served while so many were lost in any case."""
+    most = scores.max()
+    less = most - scores
+    allowed = (_EARLY if CANDIDATES[used, 2] == 0 else _STILL_EARLY) * most
+    among = (CANDIDATES[:, 2] > 0) & (1000 * less <= allowed) & (_LOST_ANYWAY * less <= lost)
+    if not among.any():
+        among[:] = True
+    best = int(np.where(among, scores, -1).argmax())
+    return used if among[used] and 1000 * scores[used] >= (1000 - _LOYAL) * scores[best] else best

@@ -58,11 +58,13 @@ from meshwright.serving.policies.queues import (
     drop,
     drop_late,
     enter,
+    first_due,
     first_end,
     idle_device,
     largest_batch,
     latency_of,
     latency_on,
+    least_slowness,
     length_of,
     refuse,
     rest,
@@ -138,8 +140,10 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
     """What follows from what is in a queue now: it runs, is ready, or waits for its window. Has anything been run?"""
     has_run = False
     while True:
-        if drop_late(pool, now, queue, now + pool[DELAY]) > 0 and idle_device(pool) >= 0:
-            trust(pool, idle_device(pool))
+        begin = now + pool[DELAY]
+        slowness = least_slowness(pool, queue, begin, first_due(pool, queue))
+        if drop_late(pool, now, queue, begin, slowness) > 0 and idle_device(pool) >= 0:
+            trust(pool, now, idle_device(pool))
         length = length_of(pool, queue)
         if length == 0:
             take_out(pool, TIMER, queue)

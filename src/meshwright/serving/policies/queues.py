@@ -31,6 +31,7 @@ from meshwright.serving.policies.pool import (
     NOMINAL,
     NUM_CHOSEN,
     NUM_DECISIONS,
+    NUM_DEVICES,
     NUM_IDLE,
     NUM_QUEUED,
     NUM_UP,
@@ -51,6 +52,8 @@ from meshwright.serving.policies.pool import (
 
 # Devices whose slowness differs by less than this are used by number.
 _ALIKE = 250
+# One is faster than another if it is so by such a part.
+_CLEARLY = 16
 
 
 @compiled
@@ -72,6 +75,12 @@ def deadline_at(pool: Ints, queue: int, place: int) -> int:
     """When the request at a place, from head to tail, has to be done: its deadline less the slack."""
     at = pool[pool[START] + queue] + (place & pool[pool[MASK] + queue])
     return pool[pool[DEADLINE] + at] - pool[SLACK]
+
+
+@compiled
+def first_due(pool: Ints, queue: int) -> int:
+    """When the first request of a queue has to be done; `NEVER` if there is none."""
+    return deadline_at(pool, queue, pool[pool[HEAD] + queue]) if length_of(pool, queue) > 0 else NEVER
 
 
 @compiled
@@ -115,9 +124,26 @@ def value_work(pool: Ints, queue: int, unit: int) -> None:
 
 
 @compiled
-def drop_late(pool: Ints, now: int, queue: int, begin: int) -> int:
+def least_slowness(pool: Ints, queue: int, begin: int, due: int) -> int:
+    """How slow the fastest device is at least that a queue's first request, which has to be done then, can hope for.
+
+    It may wait for one that is faster than those that are idle. If there is none, it must not be waited for: devices
+    would be idle, and what is behind it late as well.
+    """
+    device = idle_device(pool)
+    if device < 0 or not begin + latency_of(pool, queue, 1) <= due < begin + latency_on(pool, queue, 1, device):
+        return NOMINAL
+    slowness = pool[pool[SLOWNESS] + device]
+    for other in range(pool[NUM_DEVICES]):
+        if pool[pool[DEVICE] + other] != DOWN and pool[pool[SLOWNESS] + other] < slowness - slowness // _CLEARLY:
+            return NOMINAL
+    return slowness
+
+
+@compiled
+def drop_late(pool: Ints, now: int, queue: int, begin: int, slowness: int = NOMINAL) -> int:
     """Drop the first requests that would be late even alone, if they began then; how many these were."""
-    latest = begin + latency_of(pool, queue, 1)
+    latest = begin + latency_of(pool, queue, 1) * slowness // NOMINAL
     head, tail = pool[pool[HEAD] + queue], pool[pool[TAIL] + queue]
     at = head
     while at < tail and deadline_at(pool, queue, at) < latest:

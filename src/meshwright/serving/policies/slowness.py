@@ -3,47 +3,60 @@
 from __future__ import annotations
 
 from meshwright.cost.compiled import compiled
-from meshwright.serving.policies.pool import BEGAN, FREE_AT, NOMINAL, SLOWNESS, TYPICAL, Ints
+from meshwright.serving.policies.pool import BEGAN, FREE_AT, NOMINAL, PARTS, SLOWNESS, TYPICAL, USUAL, Ints
 
 # No device is taken to be faster than a tenth.
 _LEAST = 100
 # Steps are such parts of what there is: the quantile at which it falls as often as it rises is 98 %.
 _RISE, _FALL = 10, 500
+# Over so many batches of all devices a mean is taken, and of one device, which a late batch outlasts by far.
+_MEMORY, _LONG_MEMORY = 32, 256
 
 
 @compiled
 def observe(pool: Ints, now: int, device: int) -> None:
     """Learn from a batch that has ended on a device how slow it is.
 
-    ``SLOWNESS`` follows a high quantile of what batches take; ``TYPICAL`` is a mean over the last devices.
+    ``SLOWNESS`` follows a high quantile of what batches take; ``TYPICAL`` is a mean of it over the last devices, and
+    ``USUAL`` a long one of each.
     """
     slowness = pool[pool[SLOWNESS] + device]
     expected = pool[pool[FREE_AT] + device] - pool[pool[BEGAN] + device]
     if expected <= 0:
         return
-    observed = max((now - pool[pool[BEGAN] + device]) * slowness // expected, _LEAST)
-    if observed > slowness:
-        slowness = min(slowness + slowness // _RISE, observed)
-    else:
-        slowness = max(slowness - slowness // _FALL, observed)
+    slowness = _follow(slowness, max((now - pool[pool[BEGAN] + device]) * slowness // expected, _LEAST))
     pool[pool[SLOWNESS] + device] = slowness
-    pool[TYPICAL] += (slowness - pool[TYPICAL]) // 32
+    pool[pool[FREE_AT] + device] = now
+    pool[TYPICAL] += (slowness - pool[TYPICAL]) // _MEMORY
+    pool[pool[USUAL] + device] += (PARTS * slowness - pool[pool[USUAL] + device]) // _LONG_MEMORY
 
 
 @compiled
-def trust(pool: Ints, device: int) -> None:
-    """A request was dropped while this device, which is taken to be slow, had nothing to do: it may have recovered."""
-    slowness = pool[pool[SLOWNESS] + device]
-    pool[pool[SLOWNESS] + device] -= max(slowness - NOMINAL, 0) // 8
-    pool[TYPICAL] -= max(pool[TYPICAL] - NOMINAL, 0) // 8
+def observe_virtual(pool: Ints, device: int) -> None:
+    """Learn from a batch that has ended on a virtual device, whose real one would have taken what it usually does.
 
-
-@compiled
-def recover(pool: Ints, device: int) -> None:
-    """A virtual device has ended a batch: let it seem as much less slow as a real one that is not slow.
-
-    It takes what nearly all batches of the real one stayed below. Were that to stay so, one late batch would count for
-    all of a trial.
+    Virtual batches take what they are planned to take. Were that to stay as it was when the device was copied, one late
+    batch just before would count for all that comes.
     """
-    slowness = pool[pool[SLOWNESS] + device]
-    pool[pool[SLOWNESS] + device] = max(slowness - slowness // _FALL, min(slowness, NOMINAL))
+    slowness = pool[SLOWNESS] + device
+    pool[slowness] = _follow(pool[slowness], pool[pool[USUAL] + device] // PARTS)
+
+
+@compiled
+def trust(pool: Ints, now: int, device: int) -> None:
+    """A request was dropped while this device, which is taken to be slow, had nothing to do: it may have recovered.
+
+    It is tried only after it was idle for as long as its last batch took, so that a wrong try costs no more than the
+    wait did: one that is just free is seen as it is by its batches.
+    """
+    began, end = pool[pool[BEGAN] + device], pool[pool[FREE_AT] + device]
+    if now - end >= end - began:
+        pool[pool[SLOWNESS] + device] -= max(pool[pool[SLOWNESS] + device] - NOMINAL, 0) // 8
+
+
+@compiled
+def _follow(slowness: int, observed: int) -> int:
+    """What a device is taken to be after a batch, a step towards what that has shown."""
+    if observed > slowness:
+        return int(min(slowness + slowness // _RISE, observed))
+    return int(max(slowness - slowness // _FALL, observed))

@@ -79,6 +79,7 @@ EVENT_WIDTH = 6
 
 # What stays true when a pool is made anew.
 _MEASURED_NUMBERS = (DELAY, SLACK, GUARD, TYPICAL)
+_MEASURED_OF_DEVICES = ("slowness", "usual")
 _MEASURED_OF_MODELS = ("count", "since", "rate", "target")
 
 
@@ -150,7 +151,8 @@ class Live:
     def _measured(self, after: Live) -> dict[str, list[int]]:
         """What is known of devices, and of the models of the one that comes after (`know`)."""
         pool, mine = self.pool, columns(self.pool)
-        found = {"numbers": [int(pool[number]) for number in _MEASURED_NUMBERS], "slowness": mine["slowness"].tolist()}
+        found = {"numbers": [int(pool[number]) for number in _MEASURED_NUMBERS]}
+        found |= {name: mine[name].tolist() for name in _MEASURED_OF_DEVICES}
         old = {number: place for place, number in enumerate(self._numbers)}
         places = [old.get(number, -1) for number in after._numbers]
         if pool[NUM_QUEUES] == pool[NUM_MODELS]:

@@ -13,8 +13,9 @@ with its kind, a moment (ns), and the number of a queue in its shard:
     CANDIDATE   queue, begin, end, size, deadline, lost   shard to rank: what could run next (size 0: nothing) from when
                                                           to when, by when its first request has to be done, and how
                                                           many requests were dropped as late since the last message
-    GRANT       queue, device, slowness, typical, up      rank to shard: run what you can on this device, which is idle;
-                                                          how slow it is, how slow devices typically are, and how many
+    GRANT       queue, device, slowness, typical, up,     rank to shard: run what you can on this device, which is idle;
+                hoped                                     how slow it is, how slow devices typically are, how many, and
+                                                          how slow the fastest is at least that can be hoped for
     TAKEN       queue, device, begin, end                 shard to rank: a batch runs there
     UNUSED      queue, device                             shard to rank: nothing could be in time there; it is idle
 

@@ -143,7 +143,7 @@ def _deliver(pool: Ints, now: int, window: int) -> None:
         for number in range(shards):
             shard, box = _shard(pool, number), to_rank[number]
             while receive(to_shards[number], row):
-                take_grant(shard, now, row[2], row[3], row[4], row[5], row[6], window, box)
+                take_grant(shard, now, row[2], row[3], row[4], row[5], row[6], row[7], window, box)
             tell_candidates(shard, now, box)
         for number in range(shards):
             while receive(to_rank[number], row):

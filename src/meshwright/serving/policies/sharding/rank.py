@@ -26,6 +26,7 @@ from meshwright.serving.policies.pool import (
     FREE_AT,
     KEEPS_ENDS,
     NEVER,
+    NOMINAL,
     NUM_IDLE,
     NUM_QUEUES,
     NUM_UP,
@@ -38,7 +39,7 @@ from meshwright.serving.policies.pool import (
     Ints,
     allocate_pool,
 )
-from meshwright.serving.policies.queues import idle_device, latency_of, latency_on, rest
+from meshwright.serving.policies.queues import idle_device, latency_of, latency_on, least_slowness, rest
 from meshwright.serving.policies.sharding import CANDIDATE, FREE, GRANT, TAKEN, UNUSED
 from meshwright.serving.policies.sharding.mailboxes import send
 from meshwright.serving.policies.slowness import observe, trust
@@ -60,7 +61,7 @@ def take_rank_row(pool: Ints, row: Ints, now: int, boxes: Ints) -> None:
     kind, queue, device = row[0], row[2], row[3]
     if kind == CANDIDATE:
         if row[7] > 0 and idle_device(pool) >= 0:
-            trust(pool, idle_device(pool))
+            trust(pool, now, idle_device(pool))
         if pool[_cell(pool, _IS_GRANTED, queue)] == 0:
             _take_candidate(pool, now, queue, row[3], row[4], row[5], row[6], boxes)
             _match(pool, now, boxes)
@@ -137,11 +138,14 @@ def _match(pool: Ints, now: int, boxes: Ints) -> None:
 def _offer(pool: Ints, now: int, queue: int, boxes: Ints) -> bool:
     """Grant a ready candidate an idle device, unless that is too slow for its first request; has it been granted?
 
-    A request that no device can meet any more is its shard's to drop: what is behind it may be in time.
+    A request that no device can meet any more, as slow as they are, is its shard's to drop: what is behind it may be in
+    time.
     """
     take_out(pool, TIMER, queue)
     device, begin, due = idle_device(pool), now + pool[DELAY], pool[_cell(pool, _DUE, queue)]
-    if device < 0 or begin + latency_of(pool, queue, 1) <= due < begin + latency_on(pool, queue, 1, device):
+    hoped = least_slowness(pool, queue, begin, due)
+    soonest = begin + latency_of(pool, queue, 1) * hoped // NOMINAL
+    if device < 0 or soonest <= due < begin + latency_on(pool, queue, 1, device):
         put(pool, READY, queue, pool[_cell(pool, _WINDOW_END, queue)])
         return False
     take_out(pool, READY, queue)
@@ -151,7 +155,7 @@ def _offer(pool: Ints, now: int, queue: int, boxes: Ints) -> bool:
     pool[_cell(pool, _IS_GRANTED, queue)] = 1
     slowness, shards = pool[pool[SLOWNESS] + device], len(boxes)
     box = boxes[queue % shards]
-    send(box, GRANT, now, queue // shards, device, slowness, pool[TYPICAL], pool[NUM_UP], 0)
+    send(box, GRANT, now, queue // shards, device, slowness, pool[TYPICAL], pool[NUM_UP], hoped)
     return True
 
 

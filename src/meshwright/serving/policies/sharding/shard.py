@@ -25,11 +25,11 @@ from meshwright.serving.policies.pool import (
     DELAY,
     FREE_AT,
     GUARD,
-    HEAD,
     LATE,
     MODEL,
     MOST,
     NEVER,
+    NOMINAL,
     NUM_CHOSEN,
     NUM_DECISIONS,
     NUM_DEVICES,
@@ -47,9 +47,9 @@ from meshwright.serving.policies.pool import (
     allocate_pool,
 )
 from meshwright.serving.policies.queues import (
-    deadline_at,
     drop_late,
     enter,
+    first_due,
     latency_of,
     latency_on,
     length_of,
@@ -88,13 +88,22 @@ def take_arrival(pool: Ints, now: int, queue: int, request: int, deadline: int) 
 
 @compiled
 def take_grant(
-    pool: Ints, now: int, queue: int, device: int, slowness: int, typical: int, num_up: int, window: int, box: Ints
+    pool: Ints,
+    now: int,
+    queue: int,
+    device: int,
+    slowness: int,
+    typical: int,
+    num_up: int,
+    hoped: int,
+    window: int,
+    box: Ints,
 ) -> None:
     """Begin a batch on a device that is idle, or give it back."""
     pool[pool[SLOWNESS] + device] = slowness
     pool[TYPICAL], pool[NUM_UP] = typical, num_up
-    _drop_late(pool, now, queue)
-    if length_of(pool, queue) > 0 and now + pool[DELAY] + latency_on(pool, queue, 1, device) <= _due(pool, queue):
+    _drop_late(pool, now, queue, hoped)
+    if length_of(pool, queue) > 0 and now + pool[DELAY] + latency_on(pool, queue, 1, device) <= first_due(pool, queue):
         rest(pool, device)
         begin_batch(pool, now, queue, device, _NONE_SPARE, window)
         send(box, TAKEN, now, queue, device, pool[pool[BEGAN] + device], pool[pool[FREE_AT] + device], 0, 0)
@@ -120,7 +129,7 @@ def tell_candidates(pool: Ints, now: int, box: Ints) -> None:
         if length == 0:
             send(box, CANDIDATE, now, queue, 0, 0, 0, 0, pool[lost])
         else:
-            due = _due(pool, queue)
+            due = first_due(pool, queue)
             size = min(length, pool[pool[MOST] + pool[pool[MODEL] + queue]])
             begin = due - pool[DELAY] - pool[GUARD] - typically(pool, queue, size + 1)
             end = due - pool[DELAY] - typically(pool, queue, size)
@@ -141,7 +150,7 @@ def take_shard_rows(pool: Ints, rows: Ints, at: int, window: int, box: Ints) -> 
             take_arrival(pool, now, rows[at, 2], rows[at, 3], rows[at, 4])
         elif kind == GRANT:
             row = rows[at]
-            take_grant(pool, now, row[2], row[3], row[4], row[5], row[6], window, box)
+            take_grant(pool, now, row[2], row[3], row[4], row[5], row[6], row[7], window, box)
         at += 1
     return at
 
@@ -155,25 +164,19 @@ def next_of_shard(pool: Ints) -> int:
 @compiled
 def _look_again(pool: Ints, now: int, queue: int) -> None:
     """Something has changed in a queue: its timer, and its candidate, which is to be told."""
-    _drop_late(pool, now, queue)
+    _drop_late(pool, now, queue, NOMINAL)
     if length_of(pool, queue) == 0:
         take_out(pool, TIMER, queue)
         put(pool, READY, queue, now)
     else:
-        due = _due(pool, queue)
+        due = first_due(pool, queue)
         put(pool, TIMER, queue, due - pool[DELAY] - latency_of(pool, queue, 1) + 1)
         put(pool, READY, queue, due)
 
 
 @compiled
-def _drop_late(pool: Ints, now: int, queue: int) -> None:
-    pool[pool[OWN] + queue] += drop_late(pool, now, queue, now + pool[DELAY])
-
-
-@compiled
-def _due(pool: Ints, queue: int) -> int:
-    """When the first request of a queue has to be done."""
-    return deadline_at(pool, queue, pool[pool[HEAD] + queue])
+def _drop_late(pool: Ints, now: int, queue: int, slowness: int) -> None:
+    pool[pool[OWN] + queue] += drop_late(pool, now, queue, now + pool[DELAY], slowness)
 
 
 @compiled
