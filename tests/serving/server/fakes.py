@@ -1,7 +1,9 @@
 """A gate that tests decide for, and a client that sends what it is told to."""
 
 import asyncio
+import inspect
 import json
+import time
 from dataclasses import asdict
 
 import uvloop
@@ -67,6 +69,19 @@ class FakeGate(Gate):
         self.release(ticket)
 
 
+async def until(condition, limit_s=30.0):
+    """Wait until something is so, however long that takes on a busy machine; what it was then."""
+    end = time.monotonic() + limit_s
+    while True:
+        found = condition()
+        if inspect.isawaitable(found):
+            found = await found
+        if found:
+            return found
+        assert time.monotonic() < end, condition
+        await asyncio.sleep(0.01)
+
+
 class Client:
     """A connection, and the answers on it one by one."""
 
@@ -90,8 +105,8 @@ class Client:
         await self.send(data)
         return await self.answer(is_head)
 
-    async def at_end(self):
-        return await asyncio.wait_for(self.reader.read(), 10) == b""
+    async def at_end(self, limit_s=10):
+        return await asyncio.wait_for(self.reader.read(), limit_s) == b""
 
     def close(self):
         self.writer.close()

@@ -20,7 +20,7 @@ from meshwright.serving.server.messages import SERVICE, SERVICE_NAME, classes_of
 from meshwright.serving.server.rpc import serve_rpc
 from meshwright.spec import Server, TensorSpec
 from meshwright.spec.deployment import DATATYPES
-from tests.serving.server.fakes import LOOPS, SLO_NS, FakeGate, copy_inputs, facts
+from tests.serving.server.fakes import LOOPS, SLO_NS, FakeGate, copy_inputs, facts, until
 
 ASK, ANSWER = classes_of("ModelInfer")
 TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
@@ -324,7 +324,7 @@ def test_who_goes_cancels(loop, tmp_path):
 
     async def scenario(server, channel):
         waiting = [call(channel, request()) for _ in range(3)]
-        late = asyncio.create_task(outcome(call(channel, request(), timeout=0.3)))
+        late = asyncio.create_task(outcome(call(channel, request(), timeout=3)))
         async with grpc.aio.insecure_channel(
             f"127.0.0.1:{server.port}", options=[("grpc.use_local_subchannel_pool", 1)]
         ) as other:
@@ -351,8 +351,8 @@ def test_a_message_has_to_come(loop, tmp_path):
         await empty.done_writing()
         return await outcome(slow), await outcome(empty), await outcome(call(channel, request()))
 
-    slow, empty, good = run(FakeGate(tmp_path), scenario, loop, receive=0.2)
-    assert slow[:2] == (grpc.StatusCode.ABORTED, "The request has not come within 0.2 s; send it at once.")
+    slow, empty, good = run(FakeGate(tmp_path), scenario, loop, receive=1.5)
+    assert slow[:2] == (grpc.StatusCode.ABORTED, "The request has not come within 1.5 s; send it at once.")
     assert empty[:2] == (INVALID, "The call has ended without a message; expected one.")
     assert good[0] == grpc.StatusCode.OK
 
@@ -423,8 +423,13 @@ def test_both_protocols_end_together(loop, tmp_path):
         while not gate.submitted:
             await asyncio.sleep(0.01)
         ending = asyncio.gather(server.drain(10), http.drain(10))
-        await asyncio.sleep(0.1)
-        refused = await outcome(call(channel, b"", "ServerReady"))
+        refused = []
+
+        async def is_refused():
+            refused[:] = await outcome(call(channel, b"", "ServerReady"))
+            return refused[0] != grpc.StatusCode.OK
+
+        await until(is_refused)
         gate.tell(gate.submitted[0], copy_inputs(gate.submitted[0]))
         await ending
         return (await under_way)[0], refused[0]
