@@ -9,6 +9,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+from meshwright.serving.policies.pool import NUM_QUEUED
 from meshwright.serving.server.channel import Closed, Kind, connect
 from meshwright.serving.server.gate import Fate, Gate
 from meshwright.serving.server.scheduler import Scheduler
@@ -99,9 +100,13 @@ def no_worker_stays():
 class Client:
     """A gate, and the fates that it was told, with what stood in the slots then."""
 
-    def __init__(self, folder):
-        self.gate = Gate(folder, 2**16)
+    def __init__(self, folder, scheduler=None):
+        self.gate, self.scheduler = Gate(folder, 2**16), scheduler
         self.told = {}
+
+    def num_queued(self):
+        """How many samples wait in the scheduler's queues."""
+        return int(self.scheduler._live.pool[NUM_QUEUED])
 
     def ask(self, number, timeout_s=5.0, count=1):
         model = self.gate.models["m"]
@@ -128,7 +133,7 @@ async def until(condition, *workers):
 
 def run_with(folder, given, scenario):
     async def main(scheduler):
-        client = Client(folder)
+        client = Client(folder, scheduler)
         connecting = asyncio.create_task(client.gate.keep_connected())
         try:
             await scenario(client)
@@ -204,7 +209,7 @@ def test_what_cannot_be_in_time_is_refused_and_what_was_late_or_failed_is_told(t
         await until(lambda: worker.given, worker)
         for number in (2, 3, 4):
             client.ask(number)
-        await asyncio.sleep(0.1)
+        await until(lambda: client.num_queued() == 3)
         worker.compute()
         await until(lambda: worker.given, worker)
         worker.compute(late=[0], failed=[2])
@@ -228,7 +233,7 @@ def test_a_cancelled_request_is_not_computed_and_gives_its_slot_back(tmp_path):
         await until(lambda: worker.given, worker)
         ticket = client.ask(1)
         client.ask(2)
-        await asyncio.sleep(0.05)
+        await until(lambda: client.num_queued() == 2)
         client.gate.cancel(ticket)
         client.gate.cancel(ticket)
         await until(lambda: len(client.gate.models["m"].idle) == 510)
@@ -252,11 +257,11 @@ def test_what_is_left_of_a_request_that_is_lost_is_not_computed(tmp_path):
         client.ask(0, count=5)
         await until(lambda: worker.given, worker)
         client.ask(1, count=2)
-        await asyncio.sleep(0.05)
+        await until(lambda: client.num_queued() == 6)
         assert worker.given[0][3] == 1
         worker.compute(failed=[0])
         await until(lambda: worker.given, worker)
-        await asyncio.sleep(0.05)
+        await until(lambda: client.num_queued() == 2)
         assert not client.told
         num_computed = 1
         while len(client.told) < 2:
@@ -283,11 +288,10 @@ def test_a_front_that_has_gone_takes_its_requests_with_it(tmp_path):
         await until(lambda: worker.given, worker)
         other.ask(1)
         client.ask(2)
-        await asyncio.sleep(0.05)
+        await until(lambda: client.num_queued() == 2)
         paths = [client.gate.models["m"].slab.path, other.gate.models["m"].slab.path]
         connecting.cancel()
-        await until(lambda: not paths[1].exists())
-        await asyncio.sleep(0.05)
+        await until(lambda: not paths[1].exists() and client.num_queued() == 1)
         worker.given[0][3] = 0  # whoever asked has gone, with its memory
         worker.compute()
         await until(lambda: worker.given, worker)
