@@ -17,7 +17,7 @@ from meshwright.serving.server.answers import compress, decompress
 from meshwright.serving.server.counters import NUM_BUCKETS, bucket_begin, bucket_of
 from meshwright.serving.server.gate import Fate
 from meshwright.spec import TensorSpec
-from tests.serving.server.fakes import LOOPS, SLO_NS, FakeGate, copy_inputs, facts, get, post, request, run
+from tests.serving.server.fakes import LOOPS, SLO_NS, FakeGate, copy_inputs, facts, get, post, request, run, until
 
 GOOD = post(request())
 INDEX = "/v2/repository/index"
@@ -236,13 +236,15 @@ def test_a_deadline_counts_from_the_first_byte(loop, tmp_path):
     async def scenario(server, connect):
         client = await connect()
         before = time.monotonic_ns()
-        await client.send(GOOD[:20])
+        # What is answered came together with the first part of the other request.
+        await client.ask(get("/v2") + GOOD[:20])
+        after = time.monotonic_ns()
         await asyncio.sleep(0.2)
         await client.ask(GOOD[20:])
-        return before
+        return before, after
 
-    before = run(loop, gate, scenario)
-    assert gate.submitted[0].deadline_ns - SLO_NS - before < 0.19e9
+    before, after = run(loop, gate, scenario)
+    assert before <= gate.submitted[0].deadline_ns - SLO_NS <= after
 
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -392,15 +394,12 @@ def test_a_client_that_does_not_read_is_not_read_from(loop, tmp_path):
                 still += 1
                 await asyncio.sleep(0.01)
         answered = server.front.counts.others.statuses[200]
-        await asyncio.sleep(1.0)
-        open_then = server.front.counts.connections
+        await until(lambda: server.front.counts.connections == 0)
         peer.close()
-        return answered, open_then
+        return answered
 
-    answered, open_then = run(loop, FakeGate(tmp_path), scenario, idle=0.5)
     # 25 kB an answer: kernels' buffers have some MB.
-    assert answered < 1000
-    assert open_then == 0
+    assert run(loop, FakeGate(tmp_path), scenario, idle=2) < 1000
 
 
 @pytest.mark.parametrize(("receives", "size"), [("chunked", 1), ("chunked", 1000), ("whole", 1), ("whole", 50_000)])
@@ -571,22 +570,20 @@ def test_memory_for_bodies_that_are_on_their_way(loop, tmp_path):
     async def scenario(server, connect):
         server.most_receiving_bytes = 100_000
         clients = [await connect() for _ in range(4)]
-        for client in clients[:-1]:
-            for _ in range(3):
-                await client.send(post(bytes(10_000), length=60_000) if _ == 0 else bytes(14_000))
-                await asyncio.sleep(0.02)
-        await clients[-1].send(post(bytes(10_000), length=60_000))
-        await asyncio.sleep(0.05)
+        for client, most in zip(clients, (28_000, 56_000, 84_000, 90_000), strict=True):
+            await client.send(post(bytes(1000), length=60_000))
+            while server.receiving_bytes < most:  # what is read first is not counted
+                await client.send(bytes(1000))
+                await asyncio.sleep(0.001)
         answer = await clients[-1].ask(bytes(30_000))
         for client in clients[:-1]:
             client.close()
-        await asyncio.sleep(0.1)
-        return told(answer), server.receiving_bytes
+        await until(lambda: server.receiving_bytes == 0)
+        return told(answer)
 
-    (status, sentence), left = run(loop, FakeGate(tmp_path), scenario)
+    status, sentence = run(loop, FakeGate(tmp_path), scenario)
     assert status == 503
     assert "memory" in sentence
-    assert left == 0
 
 
 # --- time, and numbers ----------------------------------------------------------------------------
@@ -601,10 +598,10 @@ def test_a_slow_request_is_told_and_closed(loop, tmp_path, part):
         answer = await client.ask(GOOD[:part])
         return told(answer), time.monotonic() - begin, await client.at_end()
 
-    (status, sentence), waited, is_closed = run(loop, FakeGate(tmp_path), scenario, receive=0.3)
+    (status, sentence), waited, is_closed = run(loop, FakeGate(tmp_path), scenario, receive=1)
     assert (status, is_closed) == (408, True)
-    assert "within 0.3 s" in sentence
-    assert 0.28 < waited < 3
+    assert "within 1 s" in sentence
+    assert 0.98 < waited < 10
 
 
 def test_a_slow_request_is_not_saved_by_coming_bit_by_bit(loop, tmp_path):
@@ -633,8 +630,8 @@ def test_idle_connections_are_closed(loop, tmp_path):
         assert await used.at_end()
         return time.monotonic() - begin, server.front.counts.connections
 
-    waited, left = run(loop, FakeGate(tmp_path), scenario, idle=0.3)
-    assert 0.28 < waited < 3
+    waited, left = run(loop, FakeGate(tmp_path), scenario, idle=1.5)
+    assert 1.48 < waited < 15
     assert left == 0
 
 
@@ -645,11 +642,12 @@ def test_a_request_that_is_under_way_is_not_idle(loop, tmp_path):
     async def scenario(server, connect):
         client = await connect()
         await client.send(GOOD)
-        await asyncio.sleep(0.8)
+        await until(lambda: waiting)
+        await asyncio.sleep(1.2)
         gate.tell(waiting[0], Fate.LATE)
         return (await client.answer())[0]
 
-    assert run(loop, gate, scenario, idle=0.2, receive=0.2) == 503
+    assert run(loop, gate, scenario, idle=0.5, receive=0.5) == 503
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
@@ -702,15 +700,23 @@ def test_an_end_answers_what_is_under_way(loop, tmp_path):
         idle, busy, half = await connect(), await connect(), await connect()
         await idle.ask(get("/v2"))
         await busy.send(GOOD * 2)
-        await half.send(GOOD[:50])
+        await half.ask(get("/v2") + GOOD[:50])
         while len(waiting) < 2:
             await asyncio.sleep(0.001)
-        address = server.sockets[0].getsockname()[:2]
         ending = asyncio.ensure_future(server.drain(10.0))
-        await asyncio.sleep(0.05)
         assert await idle.at_end()
-        with pytest.raises(OSError):  # noqa: PT011 - refused or reset, as the system likes
-            socket.create_connection(address).recv(1)
+
+        async def is_refused():
+            try:
+                client = await connect()
+                await asyncio.wait_for(client.reader.read(), 1)
+            except TimeoutError:
+                return False
+            except OSError:  # refused or reset, as the system likes
+                return True
+            return False
+
+        await until(is_refused)
         await half.send(GOOD[50:])
         while len(waiting) < 3:
             await asyncio.sleep(0.001)
