@@ -13,8 +13,10 @@ import time
 import urllib.request
 from pathlib import Path
 
-from tests.serving.server.fakes import Client, post
+from tests.serving.server.fakes import Client, get, post
 
+# Processes report each second: what they say so long after something has happened, they say of the time after it.
+REPORTED_S = 1.5
 EMULATED = """
 schema = "meshwright/deployment/1"
 devices = 2
@@ -85,6 +87,21 @@ class Served:
                 return status
             assert time.monotonic() < end, (status, self.text)
             time.sleep(0.02)
+
+    def wait_without(self, *pids, condition=lambda status: status["ready"] and status["up"] == 2, limit_s=60.0):
+        """Wait until processes have gone, and what has been reported after that is as expected; that status."""
+        self.wait_for(lambda status: not {each["pid"] for each in status["processes"]} & set(pids), limit_s)
+        since_s = time.monotonic() + REPORTED_S
+        return self.wait_for(
+            lambda status: min(status["scheduler_time_s"], status["fronts_time_s"]) > since_s and condition(status),
+            limit_s,
+        )
+
+    def wait_for_another(self, name, pid):
+        """Wait until another process has taken the place of one that was killed."""
+        self.wait_for(
+            lambda status: [each for each in status["processes"] if each["name"] == name and each["pid"] != pid]
+        )
 
     def end(self, number=signal.SIGTERM, limit_s=45):
         """The exit code; no process and no file are left."""
@@ -158,6 +175,12 @@ def infer(values, name="m", headers="", datatype="INT64", **more):
 
 async def connect(server):
     return Client(*await asyncio.wait_for(asyncio.open_connection("127.0.0.1", server.port), 10))
+
+
+async def begin(client, data):
+    """Send a request, and return when the server has begun it: what came with it, and before it, is answered."""
+    status, _, _ = await client.ask(get("/v2/health/live") + data)
+    assert status == 200
 
 
 async def ask(client, data, limit_s=10):

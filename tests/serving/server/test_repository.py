@@ -14,6 +14,7 @@ import pytest
 import tritonclient.http
 
 from meshwright.serving.server.replay import replay_log
+from tests.serving.server.fakes import until
 from tests.serving.server.servers import EMULATED, Load, ask_once, infer, serving
 
 LATER = """
@@ -45,6 +46,15 @@ class Times(torch.nn.Module):
 
 def make():
     return Times(), torch.ones(1, 3)
+"""
+
+SLOWLY = """
+import time
+from pathlib import Path
+
+Path({begun!r}).touch()
+while not Path({may_end!r}).exists():
+    time.sleep(0.05)
 """
 
 
@@ -139,14 +149,10 @@ def test_a_model_that_is_loaded_again_answers_by_its_new_file_and_all_workers_kn
         assert all(answer() == [3.0, 6.0, 12.0] for _ in range(8))
         # Workers that are started again have it, too.
         for worker in ("worker-0", "worker-1"):
-            server.kill(worker)
-            server.wait_for(lambda status: status["up"] == 1)
-            server.wait_for(lambda status: status["up"] == 2)
+            server.wait_without(server.kill(worker))
         assert answer() == [3.0, 6.0, 12.0]
         # And so has a scheduler.
-        server.kill("scheduler")
-        server.wait_for(lambda status: not status["ready"])
-        server.wait_for(lambda status: status["ready"] and status["up"] == 2)
+        server.wait_without(server.kill("scheduler"))
         assert answer() == [3.0, 6.0, 12.0]
         assert server.status()["models"][1]["version"] == "2"
 
@@ -225,12 +231,15 @@ def test_names_of_all_signs_can_be_asked_for_and_versions_go_on(tmp_path):
         assert versions(post(server, f"{path}/load")[1]) == {"m": "1", "a/b %41 é": "2"}
         assert versions(post(server, f"{path}/unload")[1]) == {"m": "1"}
         assert versions(post(server, f"{path}/load")[1]) == {"m": "1", "a/b %41 é": "3"}
-        # Half a request changes nothing.
-        with socket.create_connection(("127.0.0.1", server.admin), 10) as half:
+        # Half a request changes nothing, and is not being carried out when the next one comes.
+        with socket.create_connection(("127.0.0.1", server.admin), 30) as half:
             half.sendall(f"POST /v2/repository/{path}/unload HTTP/1.1\r\nHost: localhost\r\n".encode())
             half.sendall(b"Content-Length: 50\r\n\r\n{")
-        time.sleep(0.5)
+            half.shutdown(socket.SHUT_WR)
+            while half.recv(4096):  # until it is closed
+                pass
         assert versions(post(server, "index")[1]) == {"m": "1", "a/b %41 é": "3"}
+        assert versions(post(server, "models/m/load")[1]) == {"m": "2", "a/b %41 é": "3"}
 
 
 def test_models_are_loaded_once_by_each_process(tmp_path):
@@ -243,9 +252,7 @@ def test_models_are_loaded_once_by_each_process(tmp_path):
     with serving(tmp_path, EMULATED + OWN + LATER + OWN.replace('"own"', '"again"')) as server:
         server.wait_for(lambda status: status["up"] == 2)
         assert len(loads.read_text()) == 4
-        server.kill("scheduler")
-        server.wait_for(lambda status: not status["ready"])
-        server.wait_for(lambda status: status["ready"] and status["up"] == 2)
+        server.wait_without(server.kill("scheduler"))
         assert post(server, "models/later/load")[0] == 200
         assert len(loads.read_text()) == 4
         assert post(server, "models/again/load")[0] == 200
@@ -283,19 +290,21 @@ def test_clients_of_triton_and_the_command_line_load_and_unload(tmp_path):
 
 
 def test_a_change_in_which_the_scheduler_ends_is_refused(tmp_path):
-    (tmp_path / "own.py").write_text("import time\ntime.sleep(4)\n" + TIMES.format(factor=2.0))
+    begun, may_end = tmp_path / "begun", tmp_path / "may_end"
+    (tmp_path / "own.py").write_text(SLOWLY.format(begun=str(begun), may_end=str(may_end)) + TIMES.format(factor=2.0))
     with serving(tmp_path, EMULATED) as server:
         write(tmp_path, EMULATED + OWN)
 
         async def scenario():
             asking = asyncio.create_task(asyncio.to_thread(post, server, "models/own/load"))
-            await asyncio.sleep(1.0)
+            await until(lambda: begun.exists() or asking.done())
             server.kill("scheduler")
             return await asyncio.wait_for(asking, 60)
 
         status, document = asyncio.run(scenario())
         assert status == 400
         assert "scheduler ended" in document["error"]
+        may_end.touch()
         server.wait_for(lambda status: status["ready"])
         end = time.monotonic() + 60
         while post(server, "models/own/load")[0] != 200:
