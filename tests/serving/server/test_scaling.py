@@ -63,14 +63,12 @@ def test_a_scheduler_that_is_started_again_keeps_the_workers_that_there_are(tmp_
             loading = asyncio.create_task(load.run(seconds=60))
             await asyncio.to_thread(server.wait_for, lambda status: status["up"] > 1)
             held = workers(server)
-            server.kill("scheduler")
-            await asyncio.to_thread(server.wait_for, lambda status: status["up"] == 0)
-            await asyncio.to_thread(server.wait_for, lambda status: status["up"] > 1)
+            killed = server.kill("scheduler")
+            await asyncio.to_thread(server.wait_without, killed, condition=lambda status: status["up"] > 1)
             assert workers(server).items() >= held.items()
             # What fails is not handed back.
-            server.kill("worker-1")
-            await asyncio.to_thread(server.wait_for, lambda _: server.process_of("worker-1") is None)
-            await asyncio.to_thread(server.wait_for, lambda _: server.process_of("worker-1") is not None)
+            killed = server.kill("worker-1")
+            await asyncio.to_thread(server.wait_for_another, "worker-1", killed)
             load.stop()
             await loading
             assert not load.wrong
