@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import json
 import re
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,23 +47,43 @@ def fetch(server, path, headers=None, method="GET"):
         return error.code, error.headers, error.read()
 
 
+def is_recording(server):
+    return fetch(server, "/timeline?seconds=0.1")[0] == 409
+
+
 @contextlib.contextmanager
 def while_recording(server, seconds):
-    """A timeline is being recorded from here on, however busy the machine; the last of its answers is there after."""
-    answers = []
+    """A timeline is being recorded from here on, however busy the machine; its answer will be the result of this."""
+    end = time.monotonic() + 60
 
     def record():
-        while not answers or answers[-1][0] == 409:
-            answers.append(fetch(server, f"/timeline?seconds={seconds}"))
+        while (answer := fetch(server, f"/timeline?seconds={seconds}"))[0] == 409:
+            assert time.monotonic() < end
+        return answer
 
-    thread = threading.Thread(target=record)
-    thread.start()
-    try:
-        while fetch(server, "/timeline?seconds=0.1")[0] != 409:
+    with ThreadPoolExecutor(1) as pool:
+        recording = pool.submit(record)
+        while not is_recording(server):
+            if recording.done():  # it has gone by unseen, or has failed
+                assert recording.result()[0] == 200
+                recording = pool.submit(record)
+            assert time.monotonic() < end
             time.sleep(0.1)
-        yield answers
-    finally:
-        thread.join(60)
+        yield recording
+
+
+def recorded_meanwhile(server, do, *lengths):
+    """How long was recorded, what was done meanwhile, and the timeline's answer: all was done before its end.
+
+    On a busy machine it is done again, with the next of the lengths.
+    """
+    for seconds in lengths:
+        with while_recording(server, seconds) as recording:
+            result = do()
+            is_within = is_recording(server)
+        if is_within:
+            return seconds, result, recording.result()
+    raise AssertionError(lengths)
 
 
 class Drawn:
@@ -135,7 +155,7 @@ class Drawn:
         ]
 
 
-def recorded(server, load, seconds=0.7, path="/timeline"):
+def recorded(server, load, seconds=1.5, path="/timeline"):
     """A timeline of a server under load."""
 
     async def main():
@@ -158,7 +178,7 @@ def test_each_request_is_drawn_through_all_of_its_phases(server):
     drawn = recorded(server, load)
     assert {*drawn.processes.values()} == {"scheduler", "device 0", "device 1", "front-0", "front-1"}
     assert (drawn.told["cut"], drawn.told["missing"]) == ([], [])
-    assert drawn.told["seconds"] == pytest.approx(0.7, abs=0.3)
+    assert drawn.told["seconds"] >= 1.5
     requests = [span for span in drawn.of("front", "request") if span["args"].get("status") == 200]
     assert len(requests) > 20
     whole = [span for span in requests if len(drawn.phases_of(span)) >= 5]
@@ -190,8 +210,6 @@ def test_each_request_is_drawn_through_all_of_its_phases(server):
 def test_what_is_dropped_refused_given_up_or_under_way_is_drawn_too(server):
     async def main():
         clients = [await connect(server) for _ in range(4)]
-        timeline = asyncio.create_task(asyncio.to_thread(fetch, server, "/timeline?seconds=0.6"))
-        await asyncio.sleep(0.2)
         headers = f"traceparent: 00-{TRACE}-{PARENT}-00\r\ntracestate: rojo=1,congo=2\r\n"
         await clients[0].send(infer([(1, 2, 3)], headers=headers)[0])
         await clients[1].send(infer([(1, 2, 3)], parameters={"timeout": 200})[0])
@@ -199,14 +217,15 @@ def test_what_is_dropped_refused_given_up_or_under_way_is_drawn_too(server):
         answers = [await client.answer() for client in clients[:3]]
         # Computed for 1.3 ms at least; whoever goes before that is not answered.
         await clients[3].send(infer([(1, 2, 3)] * 64)[0])
-        clients[3].close()
-        status, _, data = await timeline
-        for client in clients[:3]:
+        for client in clients:
             client.close()
-        assert status == 200
-        return answers, Drawn(data)
+        return answers
 
-    answers, drawn = asyncio.run(asyncio.wait_for(main(), 60))
+    _, answers, (status, _, data) = recorded_meanwhile(
+        server, lambda: asyncio.run(asyncio.wait_for(main(), 60)), 1, 10, 30
+    )
+    assert status == 200
+    drawn = Drawn(data)
     assert [answer[0] for answer in answers] == [200, 503, 400]
     requests = {span["name"]: span for span in drawn.of("front", "request")}
     assert requests.keys() >= {"m", "m: late", "m: refused"}
@@ -219,15 +238,17 @@ def test_what_is_dropped_refused_given_up_or_under_way_is_drawn_too(server):
 
 
 def test_one_timeline_at_a_time(server):
-    with while_recording(server, 3) as answers:
-        status, headers, body = fetch(server, "/timeline?seconds=0.1")
-        assert status == 409
-        assert 1 <= int(headers["retry-after"]) <= 3
-        assert "is being recorded" in json.loads(body)["error"]
+    def look():
         # Nothing is recorded by looking, and all else is answered meanwhile.
-        assert fetch(server, "/timeline?seconds=1", method="HEAD")[0] == 200
-        assert fetch(server, "/health")[0] == 200
-    assert answers[-1][0] == 200
+        others = [fetch(server, "/timeline?seconds=1", method="HEAD"), fetch(server, "/health")]
+        return fetch(server, "/timeline?seconds=0.1"), [status for status, _, _ in others]
+
+    seconds, ((status, headers, body), others), answer = recorded_meanwhile(server, look, 3, 10, 30)
+    assert status == 409
+    assert 1 <= int(headers["retry-after"]) <= seconds
+    assert "is being recorded" in json.loads(body)["error"]
+    assert others == [200, 200]
+    assert answer[0] == 200
     assert fetch(server, "/timeline?seconds=0.1")[0] == 200
 
 
@@ -256,20 +277,17 @@ def test_strangers_are_refused(server, path):
 
 
 def test_a_process_that_dies_meanwhile_is_told_of_though_another_one_has_taken_its_place(server):
-    with while_recording(server, 10) as answers:
-        killed = server.kill("worker-1")
-        server.wait_for(lambda status: killed not in [each["pid"] for each in status["processes"]])
-        server.wait_for(lambda status: status["up"] == 2 and server.process_of("worker-1") is not None)
-    assert Drawn(answers[-1][2]).told["missing"] == ["worker-1"]
+    _, _, answer = recorded_meanwhile(server, lambda: server.wait_without(server.kill("worker-1")), 8, 20, 30)
+    assert Drawn(answer[2]).told["missing"] == ["worker-1"]
 
 
 def test_a_server_that_ends_does_not_wait_for_a_timeline(tmp_path):
     with serving(tmp_path) as server:
-        with while_recording(server, 30) as answers:
+        with while_recording(server, 30) as recording:
             begin = time.monotonic()
             assert server.end() == 0
         assert time.monotonic() - begin < 20
-        assert answers[-1][0] == 503
+        assert recording.result()[0] == 503
     assert "Traceback" not in server.text
 
 
