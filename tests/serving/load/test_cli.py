@@ -27,7 +27,7 @@ def load(tmp_path, capsys, monkeypatch):
 
 
 def test_figures_as_a_table_and_as_json(load):
-    options = ("--rate", 200, "--seconds", 1, "--deadline", "2 s", "--seed", 3, "--binary", "--rows", 2)
+    options = ("--rate", 200, "--seconds", 1, "--deadline", "20 s", "--seed", 3, "--binary", "--rows", 2)
     Path("token").write_text("secret\n")
     with Stub() as stub:
         code, out, _ = load(stub.url, *options, "--token-file", "token")
@@ -44,13 +44,14 @@ def test_figures_as_a_table_and_as_json(load):
     assert document["lateness_p50_s"] <= document["lateness_p99_s"] <= document["lateness_max_s"]
     assert document["p50_s"] <= document["p90_s"] <= document["p99_s"] <= document["p999_s"] <= document["max_s"]
     assert sum(row["num_in_time"] for row in document["series"]) == document["num_requests"]
-    (request, *_) = stub.requests
-    assert request.headers["authorization"] == "Bearer secret"
-    assert request.document["inputs"][0]["shape"] == [2, 4]
-    parameters = request.document["parameters"]
+    first, last = stub.requests[0], stub.requests[-1]
+    assert first.headers["authorization"] == "Bearer secret"
+    assert first.document["inputs"][0]["shape"] == [2, 4]
+    parameters = last.document["parameters"]
     assert parameters == {"timeout": parameters["timeout"], "binary_data_output": True}
-    # What is left of it when the request is sent.
-    assert 1_000_000 < parameters["timeout"] <= 2_000_000
+    # What is left of it when the request is sent, however late.
+    latest = 1e6 * document["lateness_max_s"] + 1000
+    assert 20_000_000 - latest < parameters["timeout"] <= 20_000_000
 
 
 def test_a_deployment(load):
@@ -62,13 +63,14 @@ def test_a_deployment(load):
         'arrivals = { kind = "gamma", rate = 40, shape = 0.5 }\n'
     )
     with Stub(models=dict.fromkeys(("cat-0", "cat-1", "dog"), MODELS["cat"])) as stub:
-        code, out, _ = load(stub.url, "--deployment", "served.toml", "--seconds", 1)
+        code, out, _ = load(stub.url, "--deployment", "served.toml", "--seconds", 1, "--out", "found.json")
     assert code == 0
     assert "total" in out
     assert {request.model for request in stub.requests} == {"cat-0", "cat-1", "dog"}
+    latest = 1e6 * json.loads(Path("found.json").read_text())["lateness_max_s"] + 1000
     for request in stub.requests:
         most = 4_000_000 if request.model == "dog" else 5_000_000
-        assert most - 1_000_000 < request.document["parameters"]["timeout"] <= most
+        assert most - latest < request.document["parameters"]["timeout"] <= most
 
 
 def test_bursts_and_traces(load):
