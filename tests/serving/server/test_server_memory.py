@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import socket
+from itertools import pairwise
 
 import pytest
 
@@ -55,14 +56,15 @@ async def phase(server):
 def test_memory_does_not_grow_with_what_was_asked(tmp_path):
     with serving(tmp_path, EMULATED.replace("devices = 2", "devices = 1")) as server:
         figures = []
-        for _ in range(4):
+        for _ in range(5):
             asyncio.run(asyncio.wait_for(phase(server), 100))
             server.wait_for(lambda status: status["connections"] == 0 and status["queued"] == 0)
             figures.append(resident(server))
         for name in NAMES:
-            # Two phases may touch what is kept for reuse; a leak would be seen in each of the others.
-            grown = figures[3][name] - figures[1][name]
-            assert grown < 6 * MIB, (name, figures)
+            # Two phases may touch what is kept for reuse; a leak would be seen in each of the others. One of those may
+            # touch more, where the machine stalls and more is under way at once.
+            grown = sorted(after[name] - before[name] for before, after in pairwise(figures[1:]))
+            assert grown[1] < 3 * MIB, (name, figures)
         assert server.end() == 0
 
 
