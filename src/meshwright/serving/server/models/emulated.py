@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from meshwright.serving.datatypes import NUMPY_TYPES
 from meshwright.serving.server.models.runnable import Arrays
-from meshwright.spec import ServedModel, TensorSpec
+from meshwright.spec import ServedModel, ServingError, TensorSpec
 
 # Where a deployment names no tensors.
 INPUTS = (TensorSpec(name="input", shape=(4,)),)
@@ -36,8 +36,13 @@ class EmulatedModel:
 
     def __init__(self, model: ServedModel) -> None:
         """Raises ServingError if the model has no latency."""
+        latency = model.latency
+        if latency is None:
+            raise ServingError(
+                f"Model {model.name!r} has no latency, and no `model` whose latency could be measured. Give `model`, "
+                "what the server is to run, or the `latency` to emulate."
+            )
         self.inputs, self.outputs = model.inputs or INPUTS, model.outputs or OUTPUTS
-        latency = model.line
         self.largest = latency.largest
         self._seconds = [latency.of(batch) for batch in range(latency.largest + 1)]
         self._late_s = _LATE_S
