@@ -172,8 +172,11 @@ def _refuse_unused(request: ServingRequest) -> None:
     """Raise DocumentError for options that do not go together: one of them would say nothing."""
     if request.goodput and request.capacity:
         raise DocumentError("--goodput changes rates and --capacity devices. Ask for one of them.")
-    if request.sweep and (request.against or request.goodput or request.capacity):
-        raise DocumentError("--sweep has policies as a parameter (policy=adaptive,symphony). Leave the others out.")
+    if request.sweep and (request.goodput or request.capacity):
+        sought = "--goodput" if request.goodput else "--capacity"
+        raise DocumentError(f"{sought} is searched for, and --sweep simulates what is given. Ask for one of them.")
+    if request.sweep and request.against:
+        raise DocumentError("--sweep has policies as a parameter (policy=adaptive,symphony). Leave --against out.")
     if request.place is not None and (request.sweep or request.against or request.goodput):
         raise DocumentError("--place is for one policy, and for --capacity. Leave --sweep, --against, --goodput out.")
     check_sweep(list(request.sweep), request.out, request.plot, request.figure, {})
