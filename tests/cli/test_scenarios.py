@@ -139,6 +139,7 @@ def test_names_of_strangers_are_printed_as_they_are(planned):
         (("--scenario", "slow.toml", "--cluster", "A100"), "has ranks 0 to 0"),
         (("--plot", "a.svg"), "give --sweep PARAMETER=VALUES, too"),
         (("--sweep", "seed=1", "--trace", "a.json"), "--trace is about one simulation"),
+        (("--sweep", "seed=1", "--steps", "2"), "--steps is about one simulation"),
         (("--sweep", "seed=1", "--out", "a.json"), "choose a name that ends in .csv"),
         (("--sweep", "seed=1", "--plot", "a.png"), "choose a name that ends in .svg"),
         (("--sweep", "seed=1", "--figure", "step_time"), "is no column of this sweep (did you mean 'step_time_s'"),

@@ -320,6 +320,7 @@ def test_a_sweep_is_a_table_a_file_and_a_plot(serve):
         (("--figure", "p99_s"), "--plot and --figure draw the cases of a sweep"),
         (("--out", "x.csv"), "Choose a name that ends in .json"),
         (("--goodput", "--scale", "2"), "Leave --scale out"),
+        (("--goodput", "--scale", "1"), "Leave --scale out"),
         (("--goodput", "--out", "x.csv"), "Choose a name that ends in .json"),
         (("--sweep", "devices=1,2", "--out", "x.json"), "choose a name that ends in .csv"),
         (("--sweep", "devices=1,2", "--plot", "x.png"), "choose a name that ends in .svg"),
@@ -471,7 +472,13 @@ def test_no_number_of_devices_that_take_no_turns(serve):
 
 
 def test_what_a_sweep_has_values_of_is_no_option(serve):
-    for option, value, values in (("policy", "eager", "symphony"), ("scale", "2", "1"), ("seed", "3", "1,2")):
+    for option, value, values in (
+        ("policy", "eager", "symphony"),
+        ("scale", "2", "1"),
+        ("scale", "1", "1,2"),
+        ("seed", "3", "1,2"),
+        ("seed", "0", "1,2"),
+    ):
         assert f"Leave --{option} out" in refused(serve, f"--{option}", value, "--sweep", f"{option}={values}")
 
 

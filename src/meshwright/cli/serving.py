@@ -58,8 +58,9 @@ _SHOWN = ("in_time_share", "goodput_per_s", "worst_p99_s", "busy_share")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRequest:
-    """What `simulate` was asked about a deployment."""
+    """What `simulate` was asked about a deployment; ``given`` are the options that were typed."""
 
+    given: Sequence[str]
     measurements: Path | None
     policy: str | None
     against: Sequence[str]
@@ -154,9 +155,8 @@ def _note_traces(deployment: Deployment, seconds: float, scale: float) -> None:
 
 def _refuse_swept(names: set[str], request: ServingRequest) -> None:
     """Raise DocumentError for an option that a sweep has values of."""
-    given = {"policy": request.policy is not None, "scale": request.scale != 1, "seed": request.seed != 0}
-    for name in sorted(names & given.keys()):
-        if given[name]:
+    for name in sorted(names & {"policy", "scale", "seed"}):
+        if f"--{name}" in request.given:
             raise DocumentError(f"--sweep {name}=… has the values of --{name}. Leave --{name} out.")
 
 
@@ -180,7 +180,7 @@ def _refuse_unused(request: ServingRequest) -> None:
     if request.place is not None and (request.sweep or request.against or request.goodput):
         raise DocumentError("--place is for one policy, and for --capacity. Leave --sweep, --against, --goodput out.")
     check_sweep(list(request.sweep), request.out, request.plot, request.figure, {})
-    if request.goodput and request.scale != 1:
+    if request.goodput and "--scale" in request.given:
         raise DocumentError("--goodput looks for the highest scale of all rates. Leave --scale out.")
     if request.place is not None:
         if request.out is not None and request.out.suffix not in (".json", ".toml"):

@@ -162,9 +162,11 @@ def simulate(
     )
     from meshwright.simulator.scenarios import apply_scenario
 
+    typed = given_options(call)
     if is_deployment(plan):
-        refuse_for_deployment(given_options(call))
+        refuse_for_deployment(typed)
         asked = ServingRequest(
+            given=typed,
             measurements=measurements,
             policy=policy,
             against=against or (),
@@ -193,10 +195,10 @@ def simulate(
         figure,
         {"--trace": trace is not None, "--html": html is not None, "--open": open_browser, "--explain": explain}
         | {"--against": bool(against), "--schedule": schedule is not None, "--find-orders": find_orders is not None}
-        | {"--exchange": bool(exchange), "--steps": steps != 2},
+        | {"--exchange": bool(exchange), "--steps": "--steps" in typed},
     )
     page = page_path(html, open_browser, "simulation")
-    refuse_without_deployment(given_options(call))
+    refuse_without_deployment(typed)
     chosen = traced_ranks(trace, trace_ranks)
     place_of_orders(find_orders, whole_backwards)
     document = read_plan(plan)
@@ -227,7 +229,7 @@ def simulate(
         return follow_scenario(happens, result, document, whole, usual, contention, steps, settings)
 
     if isinstance(document, Placement):
-        refuse_for_place(given_options(call), _OF_PLACEMENTS if as_json else _OF_PLACEMENTS | {"--explain"})
+        refuse_for_place(typed, _OF_PLACEMENTS if as_json else _OF_PLACEMENTS | {"--explain"})
         placed = simulate_plan(
             document, captured, machine, cost=cost, num_steps=steps, contention=contention, detail=detail
         )
