@@ -369,13 +369,15 @@ def test_files_that_are_none(run):
     Path("bad.toml").write_text(DEPLOYMENT.replace("devices = 2", "devices = 0"))
     Path("trace.toml").write_text(DEPLOYMENT.replace('"poisson", rate = 600', '"trace", file = "day.txt"'))
     Path("broken.toml").write_text(DEPLOYMENT + "[[")
+    Path("empty.toml").write_text("")
     for name, words in (
         ("absent.toml", "cannot be read"),
         ("bad.toml", "devices is 0"),
         ("trace.toml", "day.txt: cannot be read"),
         ("broken.toml", "not valid TOML"),
+        ("empty.toml", "expected schema 'meshwright/deployment/1', found None"),
     ):
-        code, _, err = run("simulate", name)
+        code, _, err = run("simulate", name, "--seconds", "1")
         assert code == 1
         assert "Traceback" not in err
         assert words in " ".join(err.split())

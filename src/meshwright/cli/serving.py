@@ -78,8 +78,10 @@ class ServingRequest:
 
 
 def is_deployment(path: Path) -> bool:
-    """Does a file say that it is a deployment?"""
-    if path.suffix != ".toml" and not (path.is_file() and _KIND.encode() in read_regular(path, MAX_DOCUMENT_BYTES)):
+    """Does a file say that it is a deployment? In TOML, it is to be one unless it says that it is something else."""
+    if path.suffix == ".toml":
+        return document_kind(read_data(path)) in (_KIND, None)
+    if not (path.is_file() and _KIND.encode() in read_regular(path, MAX_DOCUMENT_BYTES)):
         return False
     return document_kind(read_data(path)) == _KIND
 
