@@ -139,10 +139,15 @@ class Codec:
     def decode(self, body: bytes, json_bytes: int | None = None) -> Asked:
         """Read a request; ``json_bytes`` is how long the JSON is if tensors follow it. Raises BadRequest."""
         text = body if json_bytes is None else memoryview(body)[:json_bytes]
+        if json_bytes is not None and json_bytes > len(body):
+            raise BadRequest(
+                f"The request is not JSON of {json_bytes} bytes, as Inference-Header-Content-Length says: the body has "
+                f"{len(body)} bytes. Expected the length of the JSON that it begins with."
+            )
         try:
             request = _REQUESTS.decode(text)
         except NOT_DECODED as error:
-            raise BadRequest(explain(error)) from None
+            raise BadRequest(explain(error, text)) from None
         if json_bytes is None:
             count, values = self.read_inputs(request.inputs, InputPlace.pack)
         else:

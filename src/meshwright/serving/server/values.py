@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,10 @@ MOST_CHARACTERS = 25
 _LONG_BYTES = 2**16
 # A name or text of a stranger is shown so far.
 SHOWN = 80
+# What msgspec says of a text that was cut off, and also of half of a surrogate pair so close to the end that the other
+# half would have no room.
+_CUT_OFF, _HALF_BYTES = "Input data was truncated", 12
+_HALF = re.compile(rb"\\u[dD][89abAB]..[^\\]")
 
 
 class BadRequest(ServingError):  # noqa: N818 - as HTTP calls it
@@ -232,12 +237,14 @@ class OutputPlace:
         return text
 
 
-def explain(error: Exception) -> str:
-    """Why something could not be decoded."""
+def explain(error: Exception, text: bytes | memoryview = b"") -> str:
+    """Why something could not be decoded, of which this is the text."""
     if isinstance(error, msgspec.ValidationError):
         return f"The request is none of the Open Inference Protocol: {str(error)[: 4 * SHOWN]}."
     if isinstance(error, RecursionError):
         return "The request's JSON is nested too deeply; expected data that are nested as their shape is, or flat."
+    if str(error) == _CUT_OFF and _HALF.search(text[-_HALF_BYTES:]):
+        return "The request is not JSON: a text has half of a surrogate pair; expected both halves, or the character."
     return f"The request is not JSON: {str(error)[: 4 * SHOWN]}."
 
 
