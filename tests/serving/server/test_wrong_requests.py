@@ -43,3 +43,22 @@ def test_half_a_character_is_told_from_a_request_that_was_cut_off(tmp_path, end,
     status, sentence, is_kept = answer_of(tmp_path, post(GOOD[:-1] + b', "id": "' + end))
     assert (status, is_kept) == (400, True)
     assert words in sentence
+
+
+@pytest.mark.parametrize(
+    ("headers", "told"),
+    [
+        ("Transfer-Encoding: gzip, chunked\r\n", "gzip, chunked"),
+        ("Transfer-Encoding: deflate\r\nTransfer-Encoding: chunked\r\n", "deflate, chunked"),
+        ("Transfer-Encoding: Chunked \r\n", None),
+    ],
+)
+def test_only_chunks_are_a_transfer_encoding(tmp_path, headers, told):
+    head = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: h\r\n{headers}\r\n".encode()
+    message = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(GOOD), GOOD)
+    status, sentence, is_kept = answer_of(tmp_path, message)
+    if told is None:
+        assert (status, is_kept) == (200, True)
+    else:
+        assert (status, is_kept) == (501, False)
+        assert f"Transfer-Encoding is '{told}'; expected chunked" in sentence

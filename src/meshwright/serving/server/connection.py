@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import httptools
 
 from meshwright.serving.server.answers import RETRY
-from meshwright.serving.server.exchange import LISTS, WANTED, Exchange, Refusal
+from meshwright.serving.server.exchange import LISTS, WANTED, Exchange, Refusal, show
 from meshwright.serving.server.heads import BLANK, LONGEST_HEAD
 
 if TYPE_CHECKING:
@@ -171,6 +171,8 @@ class Connection(asyncio.Protocol):
             self._left = int(length)
             if self._left > self._most_body:
                 self._refuse(413, f"The body has {self._left} bytes; expected {self._most_body} at most.")
+        elif (coding := headers.get(b"transfer-encoding")) is not None and coding.strip().lower() != b"chunked":
+            self._refuse(501, f"The request's Transfer-Encoding is {show(coding)!r}; expected chunked, or none.")
         if b"host" not in headers and self._parser.get_http_version() == "1.1":
             self._refuse(400, "The request has no Host header; expected one, as HTTP/1.1 demands.")
         if self._parser.should_upgrade() and (self._left or b"transfer-encoding" in headers):
