@@ -132,16 +132,18 @@ def test_models_of_one_rate_share_it_evenly():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "at least two moments"),
-        ("1.0", "at least two moments"),
-        ("2\n1\n", "ascending"),
-        ("-1\n1\n", "ascending"),
-        ("1\nnan\n", "ascending"),
-        ("1\ninf\n", "ascending"),
+        ("", "trace.txt: no moments; expected at least two moments"),
+        ("1.0", "trace.txt: one moment; expected at least two moments"),
+        ("2\n1\n", "line 2: 1 follows 2; expected ascending"),
+        ("0\n\n1e300\n 0.25\n", "line 4: 0.25 follows 1e300; expected ascending"),
+        ("0 1 0.5\n2", "line 1: 0.5 follows 1; expected ascending"),
+        ("-1\n1\n", "line 1: the moment is -1; expected seconds from the begin"),
+        ("1\nnan\n", "line 2: the moment is nan; expected seconds from the begin"),
+        ("1\r\n2\r\n1e400\r\n", "line 3: the moment is 1e400; expected seconds from the begin"),
         ("0\n0\n", "all its moments are 0"),
-        ("when,what\n1,2\n", "expected a moment in seconds in each line"),
-        ("1.0\n2.0s\n", "expected a moment in seconds in each line"),
-        ("\x00\xff", "expected a moment in seconds in each line"),
+        ("when,what\n1,2\n", "line 1: 'when,what' is no number; expected a moment in seconds in each line"),
+        ("1.0\n2.0s\n", "line 2: '2.0s' is no number"),
+        ("\x00\xff", "line 1: .* is no number"),
     ],
 )
 def test_what_is_no_trace(tmp_path, text, words):

@@ -28,6 +28,8 @@ from meshwright.spec import (
 )
 
 MOST_TRACE_BYTES = 2**30
+# What is no moment is shown so far.
+_SHOWN = 80
 # While they are drawn and put in order, each takes some fifty bytes: moments as they are drawn and in nanoseconds,
 # whose they are, the order, and both in it. So many ask for a machine of 32 GB.
 MOST_REQUESTS = 500_000_000
@@ -176,10 +178,28 @@ def _read_trace(file: str) -> Floats:
         raise DocumentError(f"{file}: more than {MOST_TRACE_BYTES} bytes; split the trace.")
     try:
         moments = np.array(content.split(), dtype=np.float64)
-    except ValueError as error:
-        raise DocumentError(f"{file}: {error}; expected a moment in seconds in each line.") from None
+    except ValueError:
+        raise DocumentError(f"{file}{_what_is_wrong(content)}") from None
     if len(moments) < 2 or not np.isfinite(moments).all() or moments[0] < 0 or (np.diff(moments) < 0).any():
-        raise DocumentError(f"{file}: expected at least two moments in seconds from the begin, ascending.")
+        raise DocumentError(f"{file}{_what_is_wrong(content)}")
     if moments[-1] == 0:
         raise DocumentError(f"{file}: all its moments are 0; expected seconds from the begin of the trace.")
     return moments
+
+
+def _what_is_wrong(content: bytes) -> str:
+    """The first line that is none of a trace, and why; or that there are too few."""
+    last, shown = 0.0, ""
+    for number, line in enumerate(content.splitlines(), 1):
+        for word in line.split():
+            before, shown = shown, word[:_SHOWN].decode(errors="replace")
+            try:
+                moment = float(word)
+            except ValueError:
+                return f", line {number}: {shown!r} is no number; expected a moment in seconds in each line."
+            if not 0 <= moment < math.inf:
+                return f", line {number}: the moment is {shown}; expected seconds from the begin of the trace."
+            if moment < last:
+                return f", line {number}: {shown} follows {before}; expected ascending moments."
+            last = moment
+    return f": {'one moment' if shown else 'no moments'}; expected at least two moments in seconds, one in a line."
