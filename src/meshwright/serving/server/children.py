@@ -95,12 +95,17 @@ class Child:
 async def await_end(children: list[Child], limit_s: float, hurrying: asyncio.Event) -> None:
     """Wait for processes to end; those that do not, or not soon enough for somebody, are killed."""
     processes = [child.process for child in children if child.process is not None]
-    ending = asyncio.gather(*(process.wait() for process in processes))
+    ending = asyncio.create_task(_all_ended(processes))
     hurry = asyncio.create_task(hurrying.wait())
-    awaited: list[asyncio.Future[Any]] = [ending, hurry]
+    awaited: list[asyncio.Task[Any]] = [ending, hurry]
     await asyncio.wait(awaited, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     hurry.cancel()
     ending.cancel()
     for process in processes:
         if process.returncode is None:
             process.kill()
+
+
+async def _all_ended(processes: list[asyncio.subprocess.Process]) -> None:
+    for process in processes:
+        await process.wait()
