@@ -2,7 +2,9 @@
 
 regimes     answers in time of every policy on regimes that stand in a file; regret is what a policy lacks of the best
             other one, for the same requests
-drawn       the same for six regimes that a seed draws
+drawn       the same for six regimes that a seed draws, for each seed that ever was the last one
+troubled    regret where batches jitter or devices are slow, which no regime has
+refusing    how many are served, and how many refused late, under overload, by the share of the work by which is refused
 goodput     the highest rate with 99 % in time, of every policy, in the cases of our earlier experiment
 simulator   CPU time per request; two pools on two cores
 
@@ -18,6 +20,7 @@ import sys
 import threading
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +36,13 @@ from meshwright.serving import (
     load_policy,
     simulate_deployment,
 )
-from meshwright.spec import Deployment, Gamma, Latency, Poisson, ServedModel
+from meshwright.serving.policies.deferred import Deferred
+from meshwright.spec import Deployment, Gamma, Latency, Poisson, ServedModel, Straggler
 from meshwright.spec.quantities import Seconds
 
 REGIMES = Path(__file__).parent / "splits" / "serving_regimes.toml"
-# Another one whenever our own policy has changed since the last were run.
-DRAWN_SEED, NUM_DRAWN = 20261127, 6
+# The last one is new whenever our own policy has changed since the one before it was run; none is left out afterwards.
+DRAWN_SEEDS, NUM_DRAWN = (20261123, 20261125, 20261127, 20261129), 6
 OWN = "adaptive"
 # As long as our own policy may learn before requests count; it is scored without, too.
 WARM_UP_S = 5.0
@@ -156,7 +160,64 @@ def regimes(quick: bool) -> list[Row]:
 
 
 def drawn(quick: bool) -> list[Row]:
-    return compare(draw_regimes(DRAWN_SEED + quick, 2 if quick else NUM_DRAWN), quick)
+    rows = []
+    for seed in DRAWN_SEEDS[::-1]:
+        print(f"seed {seed}:", flush=True)
+        found = compare(draw_regimes(seed + quick, 2 if quick else NUM_DRAWN), quick)
+        rows += [replace(row, name=f"seed {seed}, {row.name}") for row in found]
+    return rows
+
+
+def _strong(rate: float, jitter: float) -> Deployment:
+    """Two devices, for which batches are all that helps."""
+    latency = Latency(alpha=Seconds(0.0005), beta=Seconds(0.05), largest=256)
+    one = ServedModel(name="strong", slo=Seconds(0.12), latency=latency, arrivals=Poisson(rate=rate))
+    return Deployment(models=(one,), devices=2, jitter=jitter)
+
+
+def _middling(rate: float, jitter: float = 0.0, slow: dict[int, float] | None = None) -> Deployment:
+    """Four devices, some of them slower by a factor than they are taken to be."""
+    latency = Latency(alpha=Seconds(0.001), beta=Seconds(0.01), largest=64)
+    one = ServedModel(name="middling", slo=Seconds(0.1), latency=latency, arrivals=Poisson(rate=rate))
+    troubles = tuple(Straggler(device=device, factor=factor) for device, factor in (slow or {}).items())
+    return Deployment(models=(one,), devices=4, jitter=jitter, troubles=troubles)
+
+
+def troubled(quick: bool) -> list[Row]:
+    cases = {
+        f"{name}, {rate}/s, jitter {jitter:.0%}": make(rate, jitter)
+        for name, make, rates in (("strong", _strong, (1400, 1900)), ("middling", _middling, (3500,)))
+        for rate in rates
+        for jitter in (0.0, 0.02, 0.05, 0.1)
+    }
+    for told, slow in (("all twice as slow", dict.fromkeys(range(4), 2.0)), ("one three times as slow", {0: 3.0})):
+        cases |= {f"middling, {rate}/s, {told}": _middling(rate, slow=slow) for rate in (1500, 2500, 4000)}
+    rows = []
+    for name, deployment in cases.items():
+        regrets = []
+        for seed in range(2 if quick else 6):
+            policies = {each: load_policy(each) for each in (OWN, "symphony", "eager")}
+            found, _ = compare_policies(deployment, policies, 30.0, seed=seed, warm_up_s=WARM_UP_S)
+            best = max(result.in_time_share for each, result in found.items() if each != OWN)
+            regrets.append(100 * (1 - found[OWN].in_time_share / best))
+        print(f"{name}: regret {', '.join(f'{each:.2f}' for each in regrets)} %", flush=True)
+        rows.append(make_row(f"{name}: mean regret, %", float(np.mean(regrets)), "%", spread=float(np.ptp(regrets))))
+    return rows
+
+
+def refusing(quick: bool) -> list[Row]:
+    """At three times what two devices can do, with a server's delays; see `adaptive.CANDIDATES`."""
+    seconds = 10.0 if quick else 60.0
+    server = replace(_strong(4500, 0.005), delay=Seconds(0.0003), slack=Seconds(0.002), guard=Seconds(0.0005))
+    rows = []
+    for admit in (0, 95, 98, 100):
+        found = simulate_deployment(server, Deferred(50, 100, admit), seconds, warm_up_s=seconds / 4)
+        (one,) = found.models
+        late = sum(count for reason, count in one.dropped.items() if reason != "crowded") / one.num_requests
+        told = f"refusing by {admit} % of the work" if admit else "no early refusal"
+        rows.append(make_row(f"{told}: in time, %", 100 * found.in_time_share, "%"))
+        rows.append(make_row(f"{told}: refused later than at once, %", 100 * late, "%"))
+    return rows
 
 
 CASES = {
@@ -261,7 +322,14 @@ def _two_cores(quick: bool) -> Row:
     )
 
 
-SECTIONS = {"regimes": regimes, "drawn": drawn, "goodput": goodput, "simulator": simulator}
+SECTIONS = {
+    "regimes": regimes,
+    "drawn": drawn,
+    "troubled": troubled,
+    "refusing": refusing,
+    "goodput": goodput,
+    "simulator": simulator,
+}
 
 
 def main() -> int:

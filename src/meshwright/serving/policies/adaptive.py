@@ -53,7 +53,7 @@ from meshwright.serving.policies.slowness import observe_virtual
 
 # Settings (spare, window, admit) of `Deferred`; the first one is where the policy begins. Those that refuse early admit
 # by 98 % of the work: with 100 %, 1 % fewer are served under three times the load of two devices, and with 95 % nearly
-# three times as many refusals come late (own simulation 2026-11-25; strong batches, a jitter of 0.5 %).
+# three times as many refusals come late (benchmarks/serving.py --only refusing).
 CANDIDATES = np.array(
     [
         (50, 100, 0),
