@@ -140,10 +140,12 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
     """What follows from what is in a queue now: it runs, is ready, or waits for its window. Has anything been run?"""
     has_run = False
     while True:
-        begin = now + pool[DELAY]
-        slowness = least_slowness(pool, queue, begin, first_due(pool, queue))
-        if drop_late(pool, now, queue, begin, slowness) > 0 and idle_device(pool) >= 0:
-            trust(pool, now, idle_device(pool))
+        device, begin, hoped = idle_device(pool), now + pool[DELAY], NOMINAL
+        # Asked only of slow devices, as it costs time (6 % of that of a simulation).
+        if device >= 0 and pool[pool[SLOWNESS] + device] > NOMINAL:
+            hoped = least_slowness(pool, queue, begin, first_due(pool, queue))
+        if drop_late(pool, now, queue, begin, hoped) > 0 and device >= 0:
+            trust(pool, now, device)
         length = length_of(pool, queue)
         if length == 0:
             take_out(pool, TIMER, queue)
@@ -153,7 +155,6 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
         batch = min(length, pool[pool[MOST] + pool[pool[MODEL] + queue]])
         window_begin = deadline - pool[GUARD] - typically(pool, queue, batch + 1)
         is_ready = window_begin <= now or is_in(pool, READY, queue)
-        device = idle_device(pool)
         if device >= 0 and (is_ready or _has_spare(pool, spare)) and _is_in_time(pool, now, queue, device):
             take_out(pool, READY, queue)
             begin_batch(pool, now, queue, device, spare, window)
