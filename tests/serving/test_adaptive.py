@@ -22,8 +22,9 @@ from meshwright.serving.policies.adaptive import (
     advance,
     shadow_of,
 )
-from meshwright.serving.policies.deferred import Deferred
-from meshwright.serving.policies.pool import NEVER, NUM_DROPPED, NUM_QUEUED, OWN, PARTS, SLOWNESS, TARGET, USUAL
+from meshwright.serving.policies.deferred import Deferred, admit_request
+from meshwright.serving.policies.heaps import lay_heap, least_of
+from meshwright.serving.policies.pool import MEAN, NEVER, NUM_DROPPED, NUM_QUEUED, OWN, PARTS, SLOWNESS, TARGET, USUAL
 from meshwright.serving.policies.queues import clear, come_up, rest
 from meshwright.serving.simulation import simulate
 from meshwright.spec import Deployment, Trace
@@ -68,7 +69,9 @@ def test_a_shadow_serves_what_its_candidate_serves_alone(patched, deployment, se
             come_up(start, device, 0)
             rest(start, device)
         for candidate in range(len(CANDIDATES)):
-            shadow_of(pool, candidate)[:] = start
+            shadow = shadow_of(pool, candidate)
+            shadow[: len(start)] = start
+            lay_heap(shadow, shadow[OWN], deployment.devices)
         pool[pool[OWN] + IN_TRIAL] = 1
         pool[pool[OWN] + UNTIL] = NEVER
 
@@ -81,23 +84,27 @@ def test_a_shadow_serves_what_its_candidate_serves_alone(patched, deployment, se
 
 
 @pytest.mark.parametrize(
-    ("slow", "usual", "after"), [(1100, 1000, 1050), (1000, 1000, 1000), (900, 1000, 999), (2000, 2000, 2000)]
+    ("slow", "usual", "after"), [(1100, 1000, 1050), (1000, 1000, 1000), (900, 1000, 1000), (2000, 2000, 2000)]
 )
-def test_virtual_devices_become_what_they_usually_are_as_real_ones_do(slow, usual, after):
+@pytest.mark.parametrize("mean", [1000, 2000])
+def test_virtual_devices_become_what_they_usually_are_and_take_what_real_ones_take(slow, usual, after, mean):
     """25 batches, one after the other, as each request comes when the one before it is done."""
-    policy = Deferred(0, 0, 100)
-    pool = policy.prepare({"latency": np.array([[0, 10 * MS]]), "slo": np.array([50 * MS]), "num_devices": 1})
+    pool = empty_pool()
     come_up(pool, 0, 0)
     rest(pool, 0)
-    pool[pool[SLOWNESS]], pool[pool[USUAL]] = slow, PARTS * usual
+    pool[pool[SLOWNESS]], pool[pool[USUAL]], pool[pool[MEAN]] = slow, PARTS * usual, PARTS * mean
+    shadow = shadow_of(pool, 0)
+    adaptive._copy(pool, shadow, 0)
     served = 0
     for request in range(25):
-        served += advance(pool, request * 40 * MS, 0, 0)
-        policy.arrive(pool, request * 40 * MS, 0, request, (request * 40 + 50) * MS)
-        served += adaptive._count(pool)
-    advance(pool, NEVER - 1, 0, 0)
+        now = request * 40 * MS
+        served += advance(shadow, now, 0, 0)
+        admit_request(shadow, now, 0, request, now + 50 * MS, 0, 0, 98)
+        served += adaptive._count(shadow)
+        assert least_of(shadow, shadow[OWN], NEVER) == pytest.approx(now + 10 * MS * mean // 1000, abs=2)
+    advance(shadow, NEVER - 1, 0, 0)
     assert served == 25
-    assert pool[pool[SLOWNESS]] == after
+    assert shadow[shadow[SLOWNESS]] == after
 
 
 def test_while_nothing_is_lost_there_is_no_trial(monkeypatch):

@@ -282,6 +282,7 @@ class MicrobatchQueue:
                 # Ranks that make nothing find no tickets; they read on when they come to a batch.
                 if not self._tickets and not self._is_over and (self._makes_some or not self._counts):
                     self._read()
+                    continue  # others may have begun what there was room for
                 if self._tickets:
                     self._num_begun += 1
                     ticket = self._tickets.popleft()

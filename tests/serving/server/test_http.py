@@ -768,6 +768,21 @@ def test_bodies_that_mean_nothing_are_told(tmp_path_factory, bodies):
     assert [answer[0] for answer in answers] == [400] * len(bodies) + [200]
 
 
+def test_who_sends_on_after_the_last_answer_gets_to_see_it(tmp_path):
+    """An old client that does not say how long its body is."""
+
+    async def scenario(server, connect):
+        client = await connect()
+        await client.send(b"POST /v2/models/m/infer HTTP/1.0\r\n\r\n")
+        for _ in range(20):
+            await client.send(b"{}")
+            await asyncio.sleep(0.005)
+        client.writer.write_eof()
+        return await asyncio.wait_for(client.reader.read(), 10)
+
+    assert run("uvloop", FakeGate(tmp_path), scenario).startswith(b"HTTP/1.1 400 ")
+
+
 @ONCE
 @given(st.binary(max_size=300), st.integers(0, len(GOOD)), st.integers(0, 40), st.integers(1, 60))
 def test_bytes_of_any_kind_do_no_harm(tmp_path_factory, noise, place, gone, size):

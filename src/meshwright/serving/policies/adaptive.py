@@ -5,7 +5,7 @@ bursts come or many models share few devices; dropping first requests for the sa
 under overload, and wasteful elsewhere. This policy sees nothing but arrivals. While requests are lost, it asks every
 candidate of `CANDIDATES` the same question for a while, a **trial**: starting from the queues and devices as they are,
 what would it have done with the requests that have come since? Each has a **shadow**, a copy of the pool whose devices
-are virtual and take what they are predicted to take. The candidate that serves most is used from then on. A trial ends
+are virtual and take what real ones take in the mean. The candidate that serves most is used from then on. A trial ends
 early if another one has served so many more than the one in use that this is not by chance, or if many are lost in any
 case and one that refuses early can be used instead. After a trial, the next one begins later, unless clearly more is
 lost than its choice lost in it: some settings do well only until devices have fallen out of step once. While nothing is
@@ -24,7 +24,7 @@ import numpy as np
 
 from meshwright.cost.compiled import compiled
 from meshwright.serving.policies.deferred import admit_request, settle, use_device
-from meshwright.serving.policies.heaps import first_of, least_of
+from meshwright.serving.policies.heaps import cells_of_heap, first_of, is_in, lay_heap, least_of, put, take_out
 from meshwright.serving.policies.pool import (
     DEADLINE,
     DECISION,
@@ -33,6 +33,7 @@ from meshwright.serving.policies.pool import (
     MASK,
     NEVER,
     NUM_DECISIONS,
+    NUM_DEVICES,
     NUM_DROPPED,
     NUM_MODELS,
     NUM_QUEUED,
@@ -49,7 +50,7 @@ from meshwright.serving.policies.pool import (
     allocate_pool,
 )
 from meshwright.serving.policies.queues import clear
-from meshwright.serving.policies.slowness import observe_virtual
+from meshwright.serving.policies.slowness import observe, observe_virtual, virtual_end
 
 # Settings (spare, window, admit) of `Deferred`; the first one is where the policy begins. Those that refuse early admit
 # by 98 % of the work: with 100 %, 1 % fewer are served under three times the load of two devices, and with 95 % nearly
@@ -99,7 +100,7 @@ class Adaptive(NamedTuple):
 
     def prepare(self, facts: dict[str, Any]) -> Ints:
         """A pool with cells for scores and for a shadow of each candidate."""
-        size = len(allocate_pool(**facts))
+        size = len(allocate_pool(**facts)) + cells_of_heap(facts["num_devices"])
         return allocate_pool(**facts, num_own=_SHADOWS + NUM_CANDIDATES * size, keep_ends=True)
 
     def arrive(self, pool: Ints, now: int, queue: int, request: int, deadline: int) -> None:
@@ -121,6 +122,7 @@ class Adaptive(NamedTuple):
     def free(self, pool: Ints, now: int, device: int) -> None:
         """As `Deferred`."""
         spare, window, _ = CANDIDATES[pool[pool[OWN] + USED]]
+        observe(pool, now, device)
         use_device(pool, now, device, spare, window)
 
     def wake(self, pool: Ints, now: int) -> None:
@@ -136,9 +138,9 @@ class Adaptive(NamedTuple):
 
 @compiled
 def shadow_of(pool: Ints, candidate: int) -> Ints:
-    """The shadow of a candidate: a pool of its own, which lies in this one's own cells."""
-    size = pool[OWN]
-    first = size + _SHADOWS + candidate * size
+    """The shadow of a candidate: a pool in this one's own cells; its own are a heap of the ends of virtual batches."""
+    size = pool[OWN] + cells_of_heap(pool[NUM_DEVICES])
+    first = pool[OWN] + _SHADOWS + candidate * size
     return pool[first : first + size]
 
 
@@ -147,13 +149,16 @@ def advance(shadow: Ints, now: int, spare: int, window: int) -> int:
     """Let all happen on virtual devices that happens until now; how many requests were put to work."""
     served = 0
     while True:
-        end, timer = least_of(shadow, END, NEVER), least_of(shadow, TIMER, NEVER)
+        ends = shadow[OWN]
+        end, timer = least_of(shadow, ends, NEVER), least_of(shadow, TIMER, NEVER)
         moment = min(end, timer)
         if moment > now:
             return served
         if end <= timer:
-            observe_virtual(shadow, first_of(shadow, END))
-            use_device(shadow, end, first_of(shadow, END), spare, window)
+            device = first_of(shadow, ends)
+            take_out(shadow, ends, device)
+            observe_virtual(shadow, end, device)
+            use_device(shadow, end, device, spare, window)
         else:
             settle(shadow, timer, first_of(shadow, TIMER), spare, window)
         served += _count(shadow)
@@ -161,11 +166,12 @@ def advance(shadow: Ints, now: int, spare: int, window: int) -> int:
 
 @compiled
 def _count(shadow: Ints) -> int:
-    """Requests that the last decisions put to work, which are all in time; the decisions are done with."""
+    """Requests that the last decisions put to work, which are all in time; virtual devices have them now."""
     served = 0
     for decision in range(shadow[NUM_DECISIONS]):
         row = shadow[DECISION] + decision * WIDTH
         if shadow[row] == RUN:
+            put(shadow, shadow[OWN], shadow[row + 1], virtual_end(shadow, shadow[row + 1]))
             served += shadow[row + 4]
     clear(shadow)
     return served
@@ -189,7 +195,7 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
         pool[own + END_AT], pool[own + UNTIL] = now + rest, now + trial * longest // 4
     elif _is_worth_a_trial(pool, now):
         for candidate in range(NUM_CANDIDATES):
-            _copy(pool, shadow_of(pool, candidate))
+            _copy(pool, shadow_of(pool, candidate), now)
             pool[own + _SERVED + candidate] = 0
         pool[own + IN_TRIAL], pool[own + BEGUN] = 1, now
         pool[own + UNTIL], pool[own + END_AT] = now + trial * longest // 4, now + trial * longest
@@ -211,7 +217,7 @@ def _is_worth_a_trial(pool: Ints, now: int) -> bool:
 
 
 @compiled
-def _copy(pool: Ints, shadow: Ints) -> None:
+def _copy(pool: Ints, shadow: Ints, now: int) -> None:
     """Make a shadow what the pool is; of the room for requests, what is in use, as most of it never is."""
     shadow[: pool[DEADLINE]] = pool[: pool[DEADLINE]]
     for queue in range(pool[NUM_QUEUES]):
@@ -220,6 +226,10 @@ def _copy(pool: Ints, shadow: Ints) -> None:
             at = start + (place & mask)
             shadow[pool[DEADLINE] + at] = pool[pool[DEADLINE] + at]
             shadow[pool[REQUEST] + at] = pool[pool[REQUEST] + at]
+    lay_heap(shadow, shadow[OWN], shadow[NUM_DEVICES])
+    for device in range(shadow[NUM_DEVICES]):
+        if is_in(shadow, END, device):
+            put(shadow, shadow[OWN], device, max(virtual_end(shadow, device), now))
     clear(shadow)
 
 

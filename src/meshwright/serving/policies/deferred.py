@@ -91,6 +91,7 @@ class Deferred(NamedTuple):
 
     def free(self, pool: Ints, now: int, device: int) -> None:
         """Run the ready queue whose window ends first; with spare devices, one that waits."""
+        observe(pool, now, device)
         use_device(pool, now, device, self.spare, self.window)
 
     def wake(self, pool: Ints, now: int) -> None:
@@ -122,7 +123,6 @@ def admit_request(
 @compiled
 def use_device(pool: Ints, now: int, device: int, spare: int, window: int) -> None:
     """Give a device that has nothing to do the ready queue whose window ends first, or one that waits."""
-    observe(pool, now, device)
     rest(pool, device)
     # A queue in which all was late leaves the device to others.
     while size_of(pool, READY) > 0 and size_of(pool, REST) > 0:

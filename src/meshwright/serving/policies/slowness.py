@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from meshwright.cost.compiled import compiled
-from meshwright.serving.policies.pool import BEGAN, FREE_AT, NOMINAL, PARTS, SLOWNESS, TYPICAL, USUAL, Ints
+from meshwright.serving.policies.pool import BEGAN, FREE_AT, MEAN, NOMINAL, PARTS, SLOWNESS, TYPICAL, USUAL, Ints
 
 # No device is taken to be faster than a tenth.
 _LEAST = 100
 # Steps are such parts of what there is: the quantile at which it falls as often as it rises is 98 %.
 _RISE, _FALL = 10, 500
-# Over so many batches of all devices a mean is taken, and of one device, which a late batch outlasts by far.
+# Means are over so many batches; the long one is over more than a late batch is felt for.
 _MEMORY, _LONG_MEMORY = 32, 256
 
 
@@ -17,14 +17,16 @@ _MEMORY, _LONG_MEMORY = 32, 256
 def observe(pool: Ints, now: int, device: int) -> None:
     """Learn from a batch that has ended on a device how slow it is.
 
-    ``SLOWNESS`` follows a high quantile of what batches take; ``TYPICAL`` is a mean of it over the last devices, and
-    ``USUAL`` a long one of each.
+    ``SLOWNESS`` follows a high quantile of what batches take; ``TYPICAL`` is a mean of it over the last devices,
+    ``USUAL`` a long one of each, and ``MEAN`` one of what batches take.
     """
     slowness = pool[pool[SLOWNESS] + device]
     expected = pool[pool[FREE_AT] + device] - pool[pool[BEGAN] + device]
     if expected <= 0:
         return
-    slowness = _follow(slowness, max((now - pool[pool[BEGAN] + device]) * slowness // expected, _LEAST))
+    observed = max((now - pool[pool[BEGAN] + device]) * slowness // expected, _LEAST)
+    pool[pool[MEAN] + device] += (PARTS * min(observed, 2 * slowness) - pool[pool[MEAN] + device]) // _MEMORY
+    slowness = _follow(slowness, observed)
     pool[pool[SLOWNESS] + device] = slowness
     pool[pool[FREE_AT] + device] = now
     pool[TYPICAL] += (slowness - pool[TYPICAL]) // _MEMORY
@@ -32,14 +34,24 @@ def observe(pool: Ints, now: int, device: int) -> None:
 
 
 @compiled
-def observe_virtual(pool: Ints, device: int) -> None:
-    """Learn from a batch that has ended on a virtual device, whose real one would have taken what it usually does.
+def virtual_end(pool: Ints, device: int) -> int:
+    """When the batch of a virtual device ends: it takes what those of the real one take in the mean.
 
-    Virtual batches take what they are planned to take. Were that to stay as it was when the device was copied, one late
-    batch just before would count for all that comes.
+    That is less than what is planned, as nearly all batches are to be in time.
+    """
+    began, slowness = pool[pool[BEGAN] + device], pool[pool[SLOWNESS] + device]
+    return began + (pool[pool[FREE_AT] + device] - began) * (pool[pool[MEAN] + device] // PARTS) // slowness
+
+
+@compiled
+def observe_virtual(pool: Ints, now: int, device: int) -> None:
+    """A batch has ended on a virtual device, which becomes as slow as it is usually taken to be, in a real one's steps.
+
+    Were it to stay what it was when the device was copied, one late batch just before would count for all that comes.
     """
     slowness = pool[SLOWNESS] + device
     pool[slowness] = _follow(pool[slowness], pool[pool[USUAL] + device] // PARTS)
+    pool[pool[FREE_AT] + device] = now
 
 
 @compiled

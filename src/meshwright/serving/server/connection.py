@@ -25,7 +25,7 @@ _SLICE = 2**13
 _MOST_OWED, _EACH = 2**20, 2**14
 # Bytes that wait to be sent until requests are no longer read.
 _MOST_UNSENT = 2**18
-# After an early answer, what a client still sends is read for so long, so that it gets to see the answer.
+# After the last answer, what a client still sends is read for so long, so that it gets to see the answer.
 _LINGER_NS = 2_000_000_000
 _now_ns = time.monotonic_ns
 _CONTINUE, _CLOSE = b"HTTP/1.1 100 Continue\r\n\r\n", b"Connection: close\r\n"
@@ -237,7 +237,8 @@ class Connection(asyncio.Protocol):
             self._owed -= first.owed
             self._transport.write(answer)
             if first.closes:
-                self._close()
+                # What the client still sends would reset a closed connection, and it may never see the answer.
+                self._close(lingers=self._stop is not None or not self._front.is_draining)
                 return
         if not (waiting or self._is_paused):
             self._since_ns = _now_ns()
@@ -355,14 +356,13 @@ class Connection(asyncio.Protocol):
         self._waiting.append(exchange)
         self._paths.refuse(exchange, refusal)
 
-    def _close(self) -> None:
+    def _close(self, *, lingers: bool = False) -> None:
         """All that will be answered is."""
         self._is_over, self._since_ns = True, _now_ns()
         self._held.clear()
-        if self._stop is None:
+        if not lingers:
             self._transport.close()
             return
-        # A connection that is closed with bytes unread is reset, and its client may never see the answer.
         self._is_lingering = True
         with contextlib.suppress(OSError, RuntimeError):  # gone already
             self._transport.write_eof()
