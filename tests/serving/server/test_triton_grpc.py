@@ -223,10 +223,12 @@ def test_what_is_too_much_or_under_way_at_the_end(tmp_path):
         async def main():
             async with triton_aio.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
                 await ask_more_than_can_be_answered(client)
+                # What is told of a queue is of a moment before.
+                await asyncio.to_thread(server.wait_for, lambda status: status["queued"] == 0)
                 last = [asyncio.create_task(client.infer("m", small())) for _ in range(8)]
-                # A connection's calls are begun in order, and what is told of a queue is of a moment before.
-                assert await client.is_server_live()
                 await asyncio.to_thread(server.wait_for, lambda status: status["queued"] >= 4)
+                # A connection's calls are begun in order: all of them are.
+                assert await client.is_server_live()
                 pids = server.pids()
                 server.process.terminate()
                 for answer in await asyncio.gather(*last):
