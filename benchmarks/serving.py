@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from harness import Row, make_row, parse_options, publish
+from serving_live import STRONG
 
 from meshwright.serving import (
     POLICY_NAMES,
@@ -169,10 +170,9 @@ def drawn(quick: bool) -> list[Row]:
 
 
 def _strong(rate: float, jitter: float) -> Deployment:
-    """Two devices, for which batches are all that helps."""
-    latency = Latency(alpha=Seconds(0.0005), beta=Seconds(0.05), largest=256)
-    one = ServedModel(name="strong", slo=Seconds(0.12), latency=latency, arrivals=Poisson(rate=rate))
-    return Deployment(models=(one,), devices=2, jitter=jitter)
+    """The two devices that `serving_live` overloads, for which batches are all that helps."""
+    (one,) = STRONG.models
+    return replace(STRONG, models=(replace(one, arrivals=Poisson(rate=rate)),), devices=2, jitter=jitter)
 
 
 def _middling(rate: float, jitter: float = 0.0, slow: dict[int, float] | None = None) -> Deployment:

@@ -141,6 +141,20 @@ def test_as_many_are_made_ahead_as_the_depth_says_and_no_more(producers, depth):
             queue.take(index, m)
 
 
+def test_no_more_is_begun_than_there_is_room_for_where_all_have_waited_for_the_same_batch():
+    feed = Feed(dataset=Numbers(8), producers=3, depth=1)
+
+    def later():
+        time.sleep(0.3)
+        yield from feed.batches(8, 2, lambda _: True)
+
+    with MicrobatchQueue(later(), make(feed), producers=3, depth=1) as queue:
+        assert queue.next_batch() == 4
+        queue.take(0, 0)
+        time.sleep(0.1)
+        assert queue.num_ahead <= 1
+
+
 def test_several_producers_work_at_a_time():
     both = threading.Barrier(2, timeout=20)
 

@@ -25,6 +25,7 @@ def observe(pool: Ints, now: int, device: int) -> None:
     if expected <= 0:
         return
     observed = max((now - pool[pool[BEGAN] + device]) * slowness // expected, _LEAST)
+    # One batch that took very long says nothing of the next ones.
     pool[pool[MEAN] + device] += (PARTS * min(observed, 2 * slowness) - pool[pool[MEAN] + device]) // _MEMORY
     slowness = _follow(slowness, observed)
     pool[pool[SLOWNESS] + device] = slowness
