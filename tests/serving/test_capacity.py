@@ -58,12 +58,36 @@ def test_a_device_that_was_slow_is_tried_again_only_after_it_was_idle_for_long(i
     queues.rest(found, 0)
     queues.enter(found, 0, 0, 1, 10**9)
     queues.run(found, 0, 0, 1, 0)
+    pool.columns(found)["was_late"][0] = 1
     observe(found, 20, 0)
     queues.rest(found, 0)
     slowness = pool.columns(found)["slowness"]
     assert slowness[0] == 1100
     trust(found, 20 + idle, 0)
     assert (slowness[0] < 1100) == is_tried
+
+
+@pytest.mark.parametrize(
+    ("taken", "slowness"),
+    [
+        *(([30], 1000), ([12], 1100), ([30, 10, 30], 1000), ([30, 30], 1100), ([12, 30], 1210)),
+        *(([30, 10, 30, 30], 1100), ([30, 30, 10], 1098)),
+    ],
+)
+def test_one_batch_that_takes_far_too_long_says_nothing(taken, slowness):
+    """Each is planned to take what it is known to take: ten, at first."""
+    found = pool.allocate_pool(np.array([[0, 10_000]]), np.array([100_000]), 1)
+    queues.come_up(found, 0, 0)
+    queues.rest(found, 0)
+    now = 0
+    for request, each in enumerate(taken):
+        queues.enter(found, now, 0, request, 10**9)
+        queues.run(found, now, 0, 1, 0)
+        now += 1000 * each
+        observe(found, now, 0)
+        queues.rest(found, 0)
+        queues.clear(found)
+    assert pool.columns(found)["slowness"][0] == slowness
 
 
 def test_a_device_that_is_slow_is_planned_so_and_used_last():

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from meshwright.cost.compiled import compiled
-from meshwright.serving.policies.pool import BEGAN, FREE_AT, MEAN, NOMINAL, PARTS, SLOWNESS, TYPICAL, USUAL, Ints
+from meshwright.serving.policies.pool import (
+    BEGAN,
+    FREE_AT,
+    MEAN,
+    NOMINAL,
+    PARTS,
+    SLOWNESS,
+    TYPICAL,
+    USUAL,
+    WAS_LATE,
+    Ints,
+)
 
 # No device is taken to be faster than a tenth.
 _LEAST = 100
 # Steps are such parts of what there is: the quantile at which it falls as often as it rises is 98 %.
 _RISE, _FALL = 10, 500
+# A batch is far beyond what was planned if it takes longer by such a part of that.
+_FAR = 4
 # Means are over so many batches; the long one is over more than a late batch is felt for.
 _MEMORY, _LONG_MEMORY = 32, 256
 
@@ -17,8 +30,9 @@ _MEMORY, _LONG_MEMORY = 32, 256
 def observe(pool: Ints, now: int, device: int) -> None:
     """Learn from a batch that has ended on a device how slow it is.
 
-    ``SLOWNESS`` follows a high quantile of what batches take; ``TYPICAL`` is a mean of it over the last devices,
-    ``USUAL`` a long one of each, and ``MEAN`` one of what batches take.
+    ``SLOWNESS`` follows a high quantile of what batches take. One far beyond it, a hiccup, says nothing, unless the one
+    before was late, too: it is rarer than that, and would be felt for fifty more. ``TYPICAL`` is a mean of it over the
+    last devices, ``USUAL`` a long one of each, and ``MEAN`` one of what batches take.
     """
     slowness = pool[pool[SLOWNESS] + device]
     expected = pool[pool[FREE_AT] + device] - pool[pool[BEGAN] + device]
@@ -27,7 +41,10 @@ def observe(pool: Ints, now: int, device: int) -> None:
     observed = max((now - pool[pool[BEGAN] + device]) * slowness // expected, _LEAST)
     # One batch that took very long says nothing of the next ones.
     pool[pool[MEAN] + device] += (PARTS * min(observed, 2 * slowness) - pool[pool[MEAN] + device]) // _MEMORY
-    slowness = _follow(slowness, observed)
+    is_alone = observed > slowness + slowness // _FAR and not pool[pool[WAS_LATE] + device]
+    pool[pool[WAS_LATE] + device] = observed > slowness
+    if not is_alone:
+        slowness = _follow(slowness, observed)
     pool[pool[SLOWNESS] + device] = slowness
     pool[pool[FREE_AT] + device] = now
     pool[TYPICAL] += (slowness - pool[TYPICAL]) // _MEMORY
