@@ -43,7 +43,7 @@ from meshwright.spec.quantities import Seconds
 
 REGIMES = Path(__file__).parent / "splits" / "serving_regimes.toml"
 # The last one is new whenever our own policy has changed since the one before it was run; none is left out afterwards.
-DRAWN_SEEDS, NUM_DRAWN = (20261123, 20261125, 20261127, 20261129, 20261201, 20261203), 6
+DRAWN_SEEDS, NUM_DRAWN = (20261123, 20261125, 20261127, 20261129, 20261201, 20261203, 20261205), 6
 OWN = "adaptive"
 # As long as our own policy may learn before requests count; it is scored without, too.
 WARM_UP_S = 5.0

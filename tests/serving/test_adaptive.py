@@ -24,17 +24,7 @@ from meshwright.serving.policies.adaptive import (
 )
 from meshwright.serving.policies.deferred import Deferred, admit_request
 from meshwright.serving.policies.heaps import lay_heap, least_of
-from meshwright.serving.policies.pool import (
-    MEAN,
-    NEVER,
-    NUM_DROPPED,
-    NUM_QUEUED,
-    OWN,
-    PARTS,
-    SLOWNESS,
-    TARGET,
-    USUAL,
-)
+from meshwright.serving.policies.pool import MEAN, NEVER, NUM_DROPPED, NUM_QUEUED, OWN, PARTS, SLOWNESS, TARGET, USUAL
 from meshwright.serving.policies.queues import clear, come_up, rest
 from meshwright.serving.simulation import simulate
 from meshwright.spec import Deployment, Trace
@@ -257,20 +247,6 @@ def test_of_those_that_refuse_early_the_best_is_used(used, early, chosen):
 def test_a_trial_is_over_once_refusing_early_costs_little(came, early, is_over):
     """A thousand are served; fifty that are lost may be by chance."""
     assert adaptive._is_clear(after_a_trial(0, came, np.where(IS_EARLY, early, 1000))) == is_over
-
-
-@pytest.mark.parametrize(
-    ("used", "came", "early", "is_tried"),
-    [(0, 3000, 940, True), (EARLY, 3000, 940, True), (0, 3000, 990, False), (0, 1050, 940, False)],
-)
-def test_refusals_that_come_late_are_not_put_up_with_for_a_rest(used, came, early, is_tried):
-    """The next trial begins at once, unless refusing early costs too little to be left, or few are lost in any case."""
-    pool = after_a_trial(used, came, np.where(IS_EARLY, early, 1000))
-    own = pool[OWN]
-    pool[own + IN_TRIAL], pool[own + END_AT] = 1, 7
-    adaptive._turn(pool, 9, 40)
-    assert (pool[own + IN_TRIAL], pool[own + BEGUN]) == ((1, 9) if is_tried else (0, 0))
-    assert pool[own + END_AT] == (9 + 40 * 50 * MS if is_tried else 9 + 2 * 7)
 
 
 @pytest.mark.parametrize("waiting", [0, 500])

@@ -51,6 +51,17 @@ def test_where_all_devices_are_slow_none_waits_for_a_faster_one(policy):
     assert found.num_in_time > (0.9 * 4 / 0.022 if policy == "eager" else 0.9 * 1500) * 10.0
 
 
+@pytest.mark.parametrize("policy", ["symphony", "sharded", "adaptive"])
+def test_on_quiet_devices_that_are_slow_none_waits_too_long(policy):
+    """Requests have nearly twice the time that they take alone, and come far apart; batches are few to learn from."""
+    deployment = replace(
+        one_model(devices=1, slo=0.12, alpha=0.0005, beta=0.05, largest=256, rate=2),
+        troubles=(Straggler(device=0, factor=1.3),),
+    )
+    result = simulate_deployment(deployment, load_policy(policy), 120.0, seed=1, warm_up_s=20.0)
+    assert result.in_time_share > 0.97
+
+
 @pytest.mark.parametrize(("idle", "is_tried"), [(0, False), (19, False), (20, True)])
 def test_a_device_that_was_slow_is_tried_again_only_after_it_was_idle_for_long(idle, is_tried):
     found = pool.allocate_pool(np.array([[0, 10]]), np.array([100]), 1)
@@ -72,6 +83,7 @@ def test_a_device_that_was_slow_is_tried_again_only_after_it_was_idle_for_long(i
     [
         *(([30], 1000), ([12], 1100), ([30, 30], 1100), ([12, 30], 1100), ([30, 30, 10], 1098)),
         *(([30, *[10] * 31, 30], 1100), ([30, *[10] * 32, 30], 1000), ([10, 20] * 40, 2000)),
+        *(([12.5], 1100), ([12.51], 1000)),
     ],
 )
 def test_one_batch_alone_that_takes_far_too_long_says_nothing(taken, slowness):
@@ -83,7 +95,7 @@ def test_one_batch_alone_that_takes_far_too_long_says_nothing(taken, slowness):
     for request, each in enumerate(taken):
         queues.enter(found, now, 0, request, 10**9)
         queues.run(found, now, 0, 1, 0)
-        now += 1000 * each
+        now += round(1000 * each)
         observe(found, now, 0)
         queues.rest(found, 0)
         queues.clear(found)

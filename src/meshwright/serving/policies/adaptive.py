@@ -8,9 +8,8 @@ what would it have done with the requests that have come since? Each has a **sha
 are virtual and take what real ones take in the mean. The candidate that serves most is used from then on. A trial ends
 early if another one has served so many more than the one in use that this is not by chance, or if many are lost in any
 case and one that refuses early can be used instead. After a trial, the next one begins later, unless clearly more is
-lost than its choice lost in it: some settings do well only until devices have fallen out of step once. It begins at
-once where that choice refuses late what is lost in any case. While nothing is lost, there is no trial, so that a quiet
-server pays nothing for it.
+lost than its choice lost in it: some settings do well only until devices have fallen out of step once. While nothing is
+lost, there is no trial, so that a quiet server pays nothing for it.
 
 Scores are sums over trials, older ones counting `_MEMORY` times less each. A candidate that refuses early is preferred
 to others that serve about as much, since whoever is refused early can ask elsewhere; but only a little more may be lost
@@ -193,17 +192,15 @@ def _turn(pool: Ints, now: int, trial: int) -> None:
         pool[own + IN_TRIAL] = 0
         # Nobody looks while nothing comes: what passes after the end belongs to no trial.
         rest = 2 * (min(now, pool[own + END_AT]) - pool[own + BEGUN])
-        pool[own + END_AT] = now + rest
-        # Refusals that come late, while many are lost in any case, are not put up with for a whole rest.
-        is_due = CANDIDATES[pool[own + USED], 2] == 0 and _lost_anyway(pool) > _by_chance(pool)
-    else:
-        is_due = _is_worth_a_trial(pool, now)
-    pool[own + UNTIL] = now + trial * longest // 4
-    if is_due:
+        pool[own + END_AT], pool[own + UNTIL] = now + rest, now + trial * longest // 4
+    elif _is_worth_a_trial(pool, now):
         for candidate in range(NUM_CANDIDATES):
             _copy(pool, shadow_of(pool, candidate), now)
             pool[own + _SERVED + candidate] = 0
-        pool[own + IN_TRIAL], pool[own + BEGUN], pool[own + END_AT] = 1, now, now + trial * longest
+        pool[own + IN_TRIAL], pool[own + BEGUN] = 1, now
+        pool[own + UNTIL], pool[own + END_AT] = now + trial * longest // 4, now + trial * longest
+    else:
+        pool[own + UNTIL] = now + trial * longest // 4
     pool[own + ARRIVED] = 0
     pool[own + DROPPED] = pool[NUM_DROPPED]
 
@@ -244,17 +241,11 @@ def _is_clear(pool: Ints) -> bool:
     """
     own = pool[OWN]
     used, served = pool[own + USED], pool[own + _SERVED : own + _SERVED + NUM_CANDIDATES]
-    by_chance = _by_chance(pool)
+    by_chance = int(_CLEAR * np.sqrt(pool[own + ARRIVED]))
     if served.max() > served[used] + shadow_of(pool, used)[NUM_QUEUED] + by_chance:
         return True
     lost = _lost_anyway(pool)
     return bool(lost > by_chance and CANDIDATES[_best_of(served, lost, used), 2] > CANDIDATES[used, 2])
-
-
-@compiled
-def _by_chance(pool: Ints) -> int:
-    """Requests of this trial that one candidate may have served more than another by chance."""
-    return int(_CLEAR * np.sqrt(pool[pool[OWN] + ARRIVED]))
 
 
 @compiled

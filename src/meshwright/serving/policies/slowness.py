@@ -74,6 +74,15 @@ def observe_virtual(pool: Ints, now: int, device: int) -> None:
 
 
 @compiled
+def expect(pool: Ints, hoped: int) -> None:
+    """No device is faster than this, and a request that waited as if one were is lost: others are not to wait so long.
+
+    ``TYPICAL`` follows batches, and where all requests are lost there are none.
+    """
+    pool[TYPICAL] = max(pool[TYPICAL], hoped)
+
+
+@compiled
 def trust(pool: Ints, now: int, device: int) -> None:
     """A request was dropped while this device, which is taken to be slow, had nothing to do: it may have recovered.
 
