@@ -69,7 +69,6 @@ def test_a_device_that_was_slow_is_tried_again_only_after_it_was_idle_for_long(i
     queues.rest(found, 0)
     queues.enter(found, 0, 0, 1, 10**9)
     queues.run(found, 0, 0, 1, 0)
-    pool.columns(found)["lately"][0] = 1
     observe(found, 20, 0)
     queues.rest(found, 0)
     slowness = pool.columns(found)["slowness"]
@@ -79,20 +78,20 @@ def test_a_device_that_was_slow_is_tried_again_only_after_it_was_idle_for_long(i
 
 
 @pytest.mark.parametrize(
-    ("taken", "slowness"),
+    ("before", "taken", "slowness"),
     [
-        *(([30], 1000), ([12], 1100), ([30, 30], 1100), ([12, 30], 1100), ([30, 30, 10], 1098)),
-        *(([30, *[10] * 31, 30], 1100), ([30, *[10] * 32, 30], 1000), ([10, 20] * 40, 2000)),
-        *(([12.5], 1100), ([12.51], 1000)),
+        *((32, [30], 1000), (32, [12], 1100), (32, [12.5], 1100), (32, [12.51], 1000), (32, [12, 30], 1100)),
+        *((31, [30], 1100), (0, [30], 1100), (32, [30, 30], 1100), (32, [30, 30, 10], 1098)),
+        *((32, [30, *[10] * 31, 30], 1100), (32, [30, *[10] * 32, 30], 1000), (32, [10, 20] * 40, 2000)),
     ],
 )
-def test_one_batch_alone_that_takes_far_too_long_says_nothing(taken, slowness):
+def test_one_batch_alone_that_takes_far_too_long_says_nothing(before, taken, slowness):
     """Each is planned to take what it is known to take: ten, at first."""
     found = pool.allocate_pool(np.array([[0, 10_000]]), np.array([100_000]), 1)
     queues.come_up(found, 0, 0)
     queues.rest(found, 0)
     now = 0
-    for request, each in enumerate(taken):
+    for request, each in enumerate([10] * before + taken):
         queues.enter(found, now, 0, request, 10**9)
         queues.run(found, now, 0, 1, 0)
         now += round(1000 * each)

@@ -66,8 +66,8 @@ NUM_LEVELS = 8
 #               of requests in it that say how important they are (`ordering`)
 #   of devices  DEVICE: the state; FREE_AT: the end of what it has; NEXT: 1 if it has its next batch already;
 #               BEGAN: the begin of its batch; SLOWNESS, as TYPICAL, of each; means for some time, in `PARTS`, of that
-#               (USUAL) and of what its batches took (MEAN), both for virtual devices; LATELY: for how many
-#               batches it still counts that one took far longer than planned (`slowness`)
+#               (USUAL) and of what its batches took (MEAN), both for virtual devices; STEADY: how many
+#               batches there were since one that took far longer than planned (`slowness`)
 #   heaps       three columns each, called by the first (`heaps`): TIMER of queues by their next moment, READY of
 #               queues that could run at once by urgency, REST of idle devices, fast ones first, END of devices at work
 #               by the end of what they have
@@ -83,7 +83,7 @@ COLUMNS = (
         "slowness",
         "usual",
         "mean",
-        "lately",
+        "steady",
         "began",
         "rest_key",
         "rest_item",
@@ -97,7 +97,7 @@ COLUMNS = (
 LATENCY, MOST, SLO = range(_FIRST_COLUMN, _FIRST_COLUMN + 3)
 MODEL, START, MASK, HEAD, TAIL, COUNT, SINCE, RATE, TARGET, UNIT, LEVELED = range(LATENCY + 3, LATENCY + 14)
 TIMER, READY = LATENCY + 14, LATENCY + 17
-DEVICE, FREE_AT, NEXT, SLOWNESS, USUAL, MEAN, LATELY, BEGAN, REST, END = (
+DEVICE, FREE_AT, NEXT, SLOWNESS, USUAL, MEAN, STEADY, BEGAN, REST, END = (
     *range(LATENCY + 20, LATENCY + 29),
     LATENCY + 31,
 )
@@ -139,7 +139,7 @@ def allocate_pool(
     size = 2 ** np.ceil(np.log2(np.maximum(np.broadcast_to(capacity, num_queues), 2))).astype(np.int64)
     room = int(size.sum())
     by_queue = ("model", "start", "mask", "head", "tail", "count", "since", "rate", "target", "unit", "leveled")
-    by_device = ("device", "free_at", "next", "slowness", "usual", "mean", "lately", "began")
+    by_device = ("device", "free_at", "next", "slowness", "usual", "mean", "steady", "began")
     sizes = {"latency": latency.size, "most": num_models, "slo": num_models}
     sizes |= dict.fromkeys((*by_queue, "timer_key", "timer_place", "ready_key", "ready_place"), num_queues)
     sizes |= dict.fromkeys(("timer_item", "ready_item"), num_queues + 1)

@@ -6,11 +6,11 @@ from meshwright.cost.compiled import compiled
 from meshwright.serving.policies.pool import (
     BEGAN,
     FREE_AT,
-    LATELY,
     MEAN,
     NOMINAL,
     PARTS,
     SLOWNESS,
+    STEADY,
     TYPICAL,
     USUAL,
     Ints,
@@ -30,9 +30,9 @@ _MEMORY, _LONG_MEMORY = 32, 256
 def observe(pool: Ints, now: int, device: int) -> None:
     """Learn from a batch that has ended on a device how slow it is.
 
-    ``SLOWNESS`` follows a high quantile of what batches take. One far beyond it, a hiccup, says nothing, unless one of
-    the last `_MEMORY` was one, too: it is rarer than that, and would be felt for fifty more. ``TYPICAL`` is a mean of
-    it over the last devices, ``USUAL`` a long one of each, and ``MEAN`` one of what batches take.
+    ``SLOWNESS`` follows a high quantile of what batches take. One far beyond it, after `_MEMORY` that were not, says
+    nothing: it is a hiccup, and would be felt for fifty more. ``TYPICAL`` is a mean of it over the last devices,
+    ``USUAL`` a long one of each, and ``MEAN`` one of what batches take.
     """
     slowness = pool[pool[SLOWNESS] + device]
     expected = pool[pool[FREE_AT] + device] - pool[pool[BEGAN] + device]
@@ -41,10 +41,9 @@ def observe(pool: Ints, now: int, device: int) -> None:
     observed = max((now - pool[pool[BEGAN] + device]) * slowness // expected, _LEAST)
     # One batch that took very long says nothing of the next ones.
     pool[pool[MEAN] + device] += (PARTS * min(observed, 2 * slowness) - pool[pool[MEAN] + device]) // _MEMORY
-    lately = pool[pool[LATELY] + device]
-    is_far = observed > slowness + slowness // _FAR
-    pool[pool[LATELY] + device] = _MEMORY if is_far else max(lately - 1, 0)
-    if lately > 0 or not is_far:
+    is_far, steady = observed > slowness + slowness // _FAR, pool[pool[STEADY] + device]
+    pool[pool[STEADY] + device] = 0 if is_far else steady + 1
+    if not is_far or steady < _MEMORY:
         slowness = _follow(slowness, observed)
     pool[pool[SLOWNESS] + device] = slowness
     pool[pool[FREE_AT] + device] = now

@@ -79,7 +79,7 @@ EVENT_WIDTH = 6
 
 # What stays true when a pool is made anew.
 _MEASURED_NUMBERS = (DELAY, SLACK, GUARD, TYPICAL)
-_MEASURED_OF_DEVICES = ("slowness", "usual", "mean", "lately")
+_MEASURED_OF_DEVICES = ("slowness", "usual", "mean", "steady")
 _MEASURED_OF_MODELS = ("count", "since", "rate", "target")
 
 
