@@ -21,6 +21,7 @@ import numpy as np
 
 from meshwright.serving.policies.pool import DROP, NEVER, RESIZE, RUN, Ints
 from meshwright.serving.server import reports
+from meshwright.serving.server.begun import has_begun
 from meshwright.serving.server.catalog import Catalog
 from meshwright.serving.server.changes import Changes
 from meshwright.serving.server.channel import Channel, Kind
@@ -350,7 +351,7 @@ class Scheduler:
             self._event(FREE, now, worker.device, 0, 0, taken)
 
     def _lose_worker(self, worker: Worker, now: int) -> None:
-        """A worker has gone: what it had comes again, but for what it was at and another one before it, too."""
+        """A worker has gone: what it had comes again, but for what it had begun and another one before it, too."""
         if self._workers.present.get(worker.device) is not worker:
             return
         del self._workers.present[worker.device]
@@ -361,7 +362,7 @@ class Scheduler:
             self._fleet.drained(worker.device)
         for place, batch in enumerate(worker.batches):
             requests = batch.requests
-            if place == 0:
+            if place == 0 and has_begun(self._folder, worker.pid, batch.number):
                 again = np.array([request not in self._once_lost for request in requests.tolist()], bool)
                 self._answer(batch.model, requests[~again], Fate.FAILED)
                 requests = requests[again]

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.serving.policies.pool import Ints
+from meshwright.serving.server.begun import Begun
 from meshwright.serving.server.channel import Channel, Closed, Kind, connect
 from meshwright.serving.server.loading import Held, Loader
 from meshwright.serving.server.models import run_batch
@@ -69,7 +70,7 @@ class Worker:
         self._folder, self._device, self._loader = folder, device, loader
         self._held = {one.served.number: one for one in held}
         self._slabs: dict[tuple[int, int], Slab] = {}
-        self._epoch = 0
+        self._epoch, self._begun = 0, Begun(folder, os.getpid())
         self._silent_until = 0.0
         self._orders, self._recorder = Orders(), Recorder(lambda: [self])
         self.recording: Recording | None = None
@@ -114,6 +115,7 @@ class Worker:
         """Another scheduler, or other models."""
         if "epoch" in document:
             self._epoch = document["epoch"]
+            self._begun.note()
             self._slabs.clear()
         for item in document.get("load", []):
             self._loader.load(read_identity(item))
@@ -135,6 +137,7 @@ class Worker:
         begin = time.monotonic_ns()
         if number == _PING:
             return np.array([Kind.RAN, _PING, begin, begin, 0, expected], np.int64)
+        self._begun.note(number)
         requests, deadlines = cells[4 : 4 + count], cells[4 + count :]
         late = np.flatnonzero(deadlines < begin + expected)
         places = np.arange(count) if len(late) == 0 else np.flatnonzero(deadlines >= begin + expected)

@@ -1,0 +1,42 @@
+"""Which batch a worker has begun last, in shared memory: known even of one that was killed.
+
+A batch that was sent to a worker and not begun has not harmed it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+
+_NONE = -1
+
+
+class Begun:
+    """A worker's side; the scheduler asks `has_begun`."""
+
+    def __init__(self, folder: Path, pid: int) -> None:
+        path = _path(folder, pid)
+        path.write_bytes(np.int64(_NONE).tobytes())
+        with path.open("r+b") as opened:
+            self._number = np.frombuffer(mmap.mmap(opened.fileno(), 0), np.int64)
+
+    def note(self, number: int = _NONE) -> None:
+        """This batch begins; none has, where another scheduler counts anew."""
+        self._number[0] = number
+
+
+def has_begun(folder: Path, pid: int, number: int) -> bool:
+    """Had a worker that has gone begun this batch, the last one if any? True if that cannot be known any more."""
+    path = _path(folder, pid)
+    try:
+        begun = int(np.frombuffer(path.read_bytes(), np.int64)[0])
+        path.unlink()
+    except (OSError, ValueError, IndexError):
+        return True
+    return begun == number
+
+
+def _path(folder: Path, pid: int) -> Path:
+    return folder / f"begun-{pid}"

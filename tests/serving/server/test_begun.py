@@ -1,0 +1,49 @@
+"""Which batch a worker had begun is known after it was killed, and of others nothing is taken to be harmless."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.serving.server.begun import Begun, has_begun
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from meshwright.serving.server.begun import Begun
+import os
+begun = Begun(Path(sys.argv[1]), os.getpid())
+for number in sys.argv[2:]:
+    begun.note(int(number))
+print("noted", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("noted", "number", "is_begun"), [([], 0, False), ([6, 7], 7, True), ([6], 7, False)])
+def test_it_is_known_of_a_worker_that_was_killed(tmp_path, noted, number, is_begun):
+    command = [sys.executable, "-c", WORKER, str(tmp_path), *map(str, noted)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        try:
+            assert worker.stdout.readline() == "noted\n"
+        finally:
+            worker.send_signal(signal.SIGKILL)
+            worker.wait(20)
+    assert has_begun(tmp_path, worker.pid, number) == is_begun
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_another_scheduler_are_forgotten(tmp_path):
+    begun = Begun(tmp_path, os.getpid())
+    begun.note(3)
+    begun.note()
+    assert not has_begun(tmp_path, os.getpid(), 3)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\0\0\0", bytes(12)])
+def test_what_cannot_be_known_may_have_begun(tmp_path, content):
+    if content is not None:
+        (tmp_path / "begun-7").write_bytes(content)
+    assert has_begun(tmp_path, 7, 5)
