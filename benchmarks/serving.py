@@ -4,6 +4,7 @@ regimes     answers in time of every policy on regimes that stand in a file; reg
             other one, for the same requests
 drawn       the same for six regimes that a seed draws, for each seed that ever was the last one
 troubled    regret where batches jitter or devices are slow, which no regime has
+hiccups     answers in time under overload where single batches are late, and how many refusals are (hiccups.py)
 refusing    how many are served, and how many refused late, under overload, by the share of the work by which is refused
 goodput     the highest rate with 99 % in time, of every policy, in the cases of our earlier experiment
 simulator   CPU time per request; two pools on two cores
@@ -26,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from harness import Row, make_row, parse_options, publish
+from hiccups import run_with_hiccups
 from serving_live import STRONG
 
 from meshwright.serving import (
@@ -205,6 +207,30 @@ def troubled(quick: bool) -> list[Row]:
     return rows
 
 
+def hiccups(quick: bool) -> list[Row]:
+    """As `refusing`; more than one late refusal of a hundred is seen in a server's p99."""
+    seconds, seeds = (40.0, 1) if quick else (200.0, 4)
+    server = replace(_strong(4500, 0.0), delay=Seconds(0.0003), slack=Seconds(0.0017), guard=Seconds(0.0012))
+    rows = []
+    for share in (0.0, 0.001, 0.002, 0.004):
+        found = {
+            policy: np.array(
+                [
+                    run_with_hiccups(replace(server, policy=policy), 4500.0, seconds, share, seed)
+                    for seed in range(seeds)
+                ]
+            )
+            for policy in (OWN, "symphony")
+        }
+        (own, best), late = (float(each[:, 0].mean()) for each in found.values()), 100 * found[OWN][:, 1]
+        told = f"{share:.1%} of the batches 20 to 80 ms late"
+        print(f"{told}: {own:.0f}/s, symphony {best:.0f}; refused late: {late.round(2)} %", flush=True)
+        rows.append(make_row(f"{told}: in time, beside symphony", own, "/s", baseline=best, ratio=best / own))
+        worst = float(late.max())
+        rows.append(make_row(f"{told}: refused later than 5 ms, worst of {seeds}, %", worst, "%", target=1.0))
+    return rows
+
+
 def refusing(quick: bool) -> list[Row]:
     """At three times what two devices can do, with a server's delays; see `adaptive.CANDIDATES`."""
     seconds = 10.0 if quick else 60.0
@@ -326,6 +352,7 @@ SECTIONS = {
     "regimes": regimes,
     "drawn": drawn,
     "troubled": troubled,
+    "hiccups": hiccups,
     "refusing": refusing,
     "goodput": goodput,
     "simulator": simulator,

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from meshwright.serving.load.answers import reason_of
 from meshwright.serving.load.job import Outcome, Records
 from meshwright.serving.load.streams import Stream
+from meshwright.spec.units import format_seconds
 
 _NS = 1e9
 _OK, _REJECTED = 200, 503
@@ -152,14 +153,14 @@ class LoadResult:
         lateness = self.lateness_s["p99_s"]
         if lateness is not None and lateness > _LATE_S:
             found.append(
-                f"The sender itself was late: 1 % of the requests were sent more than {lateness * 1e3:.3g} ms after "
+                f"The sender itself was late: 1 % of the requests were sent more than {format_seconds(lateness)} after "
                 "their moment, which latencies contain. Ask for a lower rate or more --processes, or give it a "
                 "machine of its own."
             )
         if self.num_waited:
             found.append(
                 f"{self.num_waited:,} requests found no idle connection and waited for one, 1 % of them for more than "
-                f"{(self.waited_p99_s or 0) * 1e3:.3g} ms, which latencies contain. If the server is not what holds "
+                f"{format_seconds(self.waited_p99_s or 0)}, which latencies contain. If the server is not what holds "
                 "them up, allow more --connections."
             )
         if self.total.num_unsent:

@@ -39,7 +39,7 @@ def observe(pool: Ints, now: int, device: int) -> None:
     if expected <= 0:
         return
     observed = max((now - pool[pool[BEGAN] + device]) * slowness // expected, _LEAST)
-    # One batch that took very long says nothing of the next ones.
+    # Of a batch that took very long, twice what was planned counts.
     pool[pool[MEAN] + device] += (PARTS * min(observed, 2 * slowness) - pool[pool[MEAN] + device]) // _MEMORY
     is_far, steady = observed > slowness + slowness // _FAR, pool[pool[STEADY] + device]
     pool[pool[STEADY] + device] = 0 if is_far else steady + 1
