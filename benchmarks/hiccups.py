@@ -13,7 +13,7 @@ from meshwright.serving.policies.pool import DROP, NEVER, RUN
 from meshwright.serving.server.live import ARRIVE, EVENT_WIDTH, FREE, UP, WAKE, Live
 from meshwright.spec import Deployment
 
-# A late batch is late by so much, any other one by a little (the mean of an exponential); an early refusal comes within.
+# A late batch is late by so much, any one by a little (the mean of an exponential); early refusals come within.
 _LATE_NS, _USUAL_NS, _EARLY_NS = (20_000_000, 80_000_000), 200_000, 5_000_000
 _LEARNING_NS = 20_000_000_000
 
