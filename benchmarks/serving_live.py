@@ -327,16 +327,17 @@ def emulated(quick: bool) -> list[Row]:
 def paces(quick: bool) -> list[Row]:
     rows = []
     for pace in (2, 4):
-        model = STRONG.models[0]
-        slow = replace(
-            model,
-            slo=Seconds(pace * model.slo),
-            latency=replace(model.line, alpha=Seconds(pace * model.line.alpha), beta=Seconds(pace * model.line.beta)),
-        )
-        rows += _emulate(
-            f"adaptive, {pace} times as slow", replace(STRONG, models=(slow,), policy="adaptive"), quick, 1 / 0.95
-        )[1]
+        (model,) = STRONG.models
+        slow = replace(_slowed(model, pace), slo=Seconds(pace * model.slo))
+        deployment = replace(STRONG, models=(slow,), policy="adaptive")
+        rows += _emulate(f"adaptive, {pace} times as slow", deployment, quick, 1 / 0.95)[1]
     return rows
+
+
+def _slowed(model: ServedModel, factor: float) -> ServedModel:
+    """A model whose batches take so many times as long."""
+    line = model.line
+    return replace(model, latency=replace(line, alpha=Seconds(factor * line.alpha), beta=Seconds(factor * line.beta)))
 
 
 def _emulate(name: str, deployment: Deployment, quick: bool, target: float | None) -> tuple[Tried, list[Row]]:
@@ -380,20 +381,9 @@ def as_measured(deployment: Deployment, status: dict[str, Any]) -> Deployment:
     From the end of a batch until the next one begins passes what the scheduler needs to know of the end, and the delay;
     a batch takes what workers took for it, in the median.
     """
-    models = tuple(
-        replace(
-            model,
-            latency=replace(
-                model.line,
-                alpha=Seconds(model.line.alpha * status["stretch"]),
-                beta=Seconds(model.line.beta * status["stretch"]),
-            ),
-        )
-        for model in deployment.models
-    )
     return replace(
         deployment,
-        models=models,
+        models=tuple(_slowed(model, status["stretch"]) for model in deployment.models),
         delay=Seconds(status["delay_s"] + status["notice_s"]),
         slack=Seconds(status["slack_s"]),
         guard=Seconds(status["guard_s"]),

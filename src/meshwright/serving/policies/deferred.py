@@ -71,7 +71,7 @@ from meshwright.serving.policies.queues import (
     run,
     skip_for,
 )
-from meshwright.serving.policies.slowness import expect, observe, trust
+from meshwright.serving.policies.slowness import expect_no_faster, observe, trust
 
 
 class Deferred(NamedTuple):
@@ -144,7 +144,7 @@ def settle(pool: Ints, now: int, queue: int, spare: int, window: int) -> bool:
         # Asked only of slow devices, as it takes time (6 % of a simulation of 100 models by Symphony, 2026-11-26).
         if device >= 0 and pool[pool[SLOWNESS] + device] > NOMINAL:
             hoped = least_slowness(pool, queue, begin, first_due(pool, queue))
-            expect(pool, hoped)
+            expect_no_faster(pool, hoped)
         if drop_late(pool, now, queue, begin, hoped) > 0 and device >= 0:
             trust(pool, now, device)
         length = length_of(pool, queue)

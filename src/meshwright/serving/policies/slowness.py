@@ -73,7 +73,7 @@ def observe_virtual(pool: Ints, now: int, device: int) -> None:
 
 
 @compiled
-def expect(pool: Ints, hoped: int) -> None:
+def expect_no_faster(pool: Ints, hoped: int) -> None:
     """No device is faster than this, and a request that waited as if one were is lost: others are not to wait so long.
 
     ``TYPICAL`` follows batches, and where all requests are lost there are none.

@@ -42,7 +42,7 @@ from meshwright.serving.policies.pool import (
 from meshwright.serving.policies.queues import idle_device, latency_of, latency_on, least_slowness, rest
 from meshwright.serving.policies.sharding import CANDIDATE, FREE, GRANT, TAKEN, UNUSED
 from meshwright.serving.policies.sharding.mailboxes import send
-from meshwright.serving.policies.slowness import expect, observe, trust
+from meshwright.serving.policies.slowness import expect_no_faster, observe, trust
 
 # Columns of own cells, each of all queues.
 _WINDOW_END, _DUE, _IS_GRANTED = range(3)
@@ -144,7 +144,7 @@ def _offer(pool: Ints, now: int, queue: int, boxes: Ints) -> bool:
     take_out(pool, TIMER, queue)
     device, begin, due = idle_device(pool), now + pool[DELAY], pool[_cell(pool, _DUE, queue)]
     hoped = least_slowness(pool, queue, begin, due)
-    expect(pool, hoped)
+    expect_no_faster(pool, hoped)
     soonest = begin + latency_of(pool, queue, 1) * hoped // NOMINAL
     if device < 0 or soonest <= due < begin + latency_on(pool, queue, 1, device):
         put(pool, READY, queue, pool[_cell(pool, _WINDOW_END, queue)])
