@@ -33,11 +33,12 @@ test-ci: $(VENV)/.stamp-dev ## what CI runs: the long ones too, as every command
 test-all: $(VENV)/.stamp-dev ## the slow ones too, with more examples for each property
 	$(BIN)/python -m pytest --hypothesis-profile=thorough --timeout=900 $(PYTEST_ARGS)
 
-lint: $(VENV)/.stamp-dev ## format, lint, types, layers, spelling
+lint: $(VENV)/.stamp-dev ## format, lint, types, layers, lengths of modules, spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -q tests/test_layout.py
 	$(BIN)/codespell $(wildcard *.md) docs .ci $(SOURCES)
 
 format: $(VENV)/.stamp-dev ## rewrite the sources in the house format

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from meshwright.serving.server.begun import Begun, has_begun
+from meshwright.serving.server.begun import Begun, take_begun
 
 WORKER = """
 import sys, time
@@ -22,8 +22,8 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("noted", "number", "is_begun"), [([], 0, False), ([6, 7], 7, True), ([6], 7, False)])
-def test_it_is_known_of_a_worker_that_was_killed(tmp_path, noted, number, is_begun):
+@pytest.mark.parametrize(("noted", "begun"), [([], -1), ([6], 6), ([6, 7], 7)])
+def test_it_is_known_of_a_worker_that_was_killed(tmp_path, noted, begun):
     command = [sys.executable, "-c", WORKER, str(tmp_path), *map(str, noted)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
         try:
@@ -31,7 +31,7 @@ def test_it_is_known_of_a_worker_that_was_killed(tmp_path, noted, number, is_beg
         finally:
             worker.send_signal(signal.SIGKILL)
             worker.wait(20)
-    assert has_begun(tmp_path, worker.pid, number) == is_begun
+    assert take_begun(tmp_path, worker.pid) == begun
     assert not list(tmp_path.iterdir())
 
 
@@ -39,11 +39,12 @@ def test_numbers_of_another_scheduler_are_forgotten(tmp_path):
     begun = Begun(tmp_path, os.getpid())
     begun.note(3)
     begun.note()
-    assert not has_begun(tmp_path, os.getpid(), 3)
+    assert take_begun(tmp_path, os.getpid()) == -1
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\0\0\0", bytes(12)])
-def test_what_cannot_be_known_may_have_begun(tmp_path, content):
+def test_what_cannot_be_known_is_not_made_up(tmp_path, content):
     if content is not None:
         (tmp_path / "begun-7").write_bytes(content)
-    assert has_begun(tmp_path, 7, 5)
+    assert take_begun(tmp_path, 7) is None
+    assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ _NONE = -1
 
 
 class Begun:
-    """A worker's side; the scheduler asks `has_begun`."""
+    """A worker's side; the scheduler asks `take_begun`."""
 
     def __init__(self, folder: Path, pid: int) -> None:
         path = _path(folder, pid)
@@ -27,15 +27,15 @@ class Begun:
         self._number[0] = number
 
 
-def has_begun(folder: Path, pid: int, number: int) -> bool:
-    """Had a worker that has gone begun this batch, the last one if any? True if that cannot be known any more."""
+def take_begun(folder: Path, pid: int) -> int | None:
+    """The batch that a worker that has gone began last, -1 if none, and forget it; None if that cannot be known."""
     path = _path(folder, pid)
     try:
-        begun = int(np.frombuffer(path.read_bytes(), np.int64)[0])
-        path.unlink()
+        begun: int | None = int(np.frombuffer(path.read_bytes(), np.int64)[0])
     except (OSError, ValueError, IndexError):
-        return True
-    return begun == number
+        begun = None
+    path.unlink(missing_ok=True)
+    return begun
 
 
 def _path(folder: Path, pid: int) -> Path:

@@ -52,7 +52,7 @@ class Front:
 class Batch:
     """Requests of a model that a worker computes, or will.
 
-    A batch that the policy has decided may be sent in parts (`Batch.parts_of`); ``decided`` is its number of requests.
+    What the policy has decided may be sent in parts (`Suspects.parts_of`); ``decided`` is its number of requests.
     """
 
     number: int
@@ -77,18 +77,6 @@ class Batch:
             yield self.requests[is_done], Fate.DONE
         else:
             yield self.requests, Fate.DONE
-
-    @staticmethod
-    def parts_of(requests: Ints, suspects: set[int]) -> list[Ints]:
-        """A batch as it is to be computed: what has lost a worker goes one by one, so that others are not harmed.
-
-        The others come first.
-        """
-        if not suspects:
-            return [requests]
-        alone = np.array([request in suspects for request in requests.tolist()], bool)
-        parts = [requests[~alone]] if not alone.all() else []
-        return parts + [requests[place : place + 1] for place in np.flatnonzero(alone)]
 
 
 @dataclass(slots=True, eq=False)

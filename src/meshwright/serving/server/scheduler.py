@@ -21,7 +21,6 @@ import numpy as np
 
 from meshwright.serving.policies.pool import DROP, NEVER, RESIZE, RUN, Ints
 from meshwright.serving.server import reports
-from meshwright.serving.server.begun import has_begun
 from meshwright.serving.server.catalog import Catalog
 from meshwright.serving.server.changes import Changes
 from meshwright.serving.server.channel import Channel, Kind
@@ -31,10 +30,11 @@ from meshwright.serving.server.fronts import Fronts
 from meshwright.serving.server.gate import Fate
 from meshwright.serving.server.lateness import Lateness
 from meshwright.serving.server.live import ADJUST, AGAIN, ARRIVE, CANCEL, DOWN, EVENT_WIDTH, FREE, SCALE, UP, WAKE, Live
-from meshwright.serving.server.peers import SLOT_BITS, Batch, Front, Worker, front_of
+from meshwright.serving.server.peers import SLOT_BITS, Front, Worker, front_of
 from meshwright.serving.server.recording import Recorder
 from meshwright.serving.server.served import read_models
 from meshwright.serving.server.slabs import slab_path
+from meshwright.serving.server.suspects import Suspects
 from meshwright.serving.server.switchboard import Switchboard
 from meshwright.serving.server.workers import PING, Workers
 from meshwright.spec import Deployment, ServingError
@@ -65,7 +65,7 @@ class Scheduler:
         self._next_scale = NEVER
         self._connections = 0
         self._events: list[Ints] = []
-        self._once_lost: set[int] = set()
+        self._suspects = Suspects(folder)
         self._counts: Counter[tuple[str, int]] = Counter()
         self._batch_counts: Counter[str] = Counter()
         self._next_report = 0
@@ -127,7 +127,7 @@ class Scheduler:
         for kind, target, queue, first, count, _ in decisions.tolist():
             model, requests = live.number_of(queue), chosen[first : first + count]
             if kind == RUN and target in self._workers.usable:
-                parts = Batch.parts_of(requests, self._once_lost)
+                parts = self._suspects.parts_of(requests)
                 self._workers.run(self._workers.usable[target], self._catalog[model], parts, self._fronts, now)
             elif kind == RUN:
                 # It was decided before the policy was told, in the same turn, that the worker has gone.
@@ -147,8 +147,7 @@ class Scheduler:
         if not len(requests):
             return
         self._counts[self._catalog[model].name, fate] += len(requests)
-        if self._once_lost:
-            self._once_lost.difference_update(requests.tolist())
+        self._suspects.clear(requests)
         self._fronts.answer(model, requests, fate, end)
 
     # --- models ----------------------------------------------------------------------------------
@@ -301,7 +300,7 @@ class Scheduler:
     def _lose_front(self, front: Front, now: int) -> None:
         """A front has gone: what it had in queues is cancelled, what runs is not answered."""
         self._fronts.remove(front)
-        self._once_lost = {request for request in self._once_lost if front_of(request) != front.number}
+        self._suspects.forget(front.number)
         for served in self._catalog:
             slab_path(self._folder, self._epoch, front.number, served.number).unlink(missing_ok=True)
         if self._live is None:
@@ -360,14 +359,9 @@ class Scheduler:
             self._event(DOWN, now, worker.device)
         elif worker.device in self._fleet.draining:
             self._fleet.drained(worker.device)
-        for place, batch in enumerate(worker.batches):
-            requests = batch.requests
-            if place == 0 and has_begun(self._folder, worker.pid, batch.number):
-                again = np.array([request not in self._once_lost for request in requests.tolist()], bool)
-                self._answer(batch.model, requests[~again], Fate.FAILED)
-                requests = requests[again]
-                self._once_lost.update(requests.tolist())
-            self._come_again(batch.model, requests, now)
+        for model, guilty, again in self._suspects.judge(worker):
+            self._answer(model, guilty, Fate.FAILED)
+            self._come_again(model, again, now)
         if not self._workers.usable:
             self._tell()
         self._change(now)
