@@ -26,7 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Beside each other, processes with several threads each wait more than they compute; torch reads this when loaded.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("default", deadline=None, max_examples=20)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")

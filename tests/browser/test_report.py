@@ -21,7 +21,7 @@ from tests.report.page.decoding import timeline_rows
 from tests.report.page.examples import HOSTILE, full_document, large_timeline, make_cluster, pipeline_spans
 from tests.report.timelines import make_timeline
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.long, pytest.mark.browser]
 
 TIMELINE = "#mw-timeline canvas"
 ALL_PARTS = [

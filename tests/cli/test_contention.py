@@ -15,6 +15,7 @@ def planned(run):
     return run
 
 
+@pytest.mark.long
 def test_the_model_of_contention_reaches_every_figure(planned):
     steps = {}
     for contention in ("queued", "fair"):

@@ -33,6 +33,7 @@ def planned(run, tmp_path):
     return run
 
 
+@pytest.mark.long
 def test_people_read_a_table_and_a_verdict(planned):
     code, out, _ = planned("simulate", "plan.json", "--exchange", "all", "--exchange", "mine.py:small_first")
     assert code == 0

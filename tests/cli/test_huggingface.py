@@ -44,6 +44,7 @@ def test_a_configuration_is_planned_simulated_and_run(model, tmp_path, capsys, w
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_folder_and_the_file_are_the_same_model(model, capsys):
     assert invoke(["capture", model, "--json"]) == 0
     first = json.loads(capsys.readouterr().out)

@@ -42,12 +42,14 @@ def test_the_least_latency(run):
     assert rows[0]["makespan_s"] == min(row["makespan_s"] for row in rows)
 
 
+@pytest.mark.long
 def test_unlike_devices_and_layers_that_take_no_time(run):
     cluster = Path(__file__).resolve().parents[2] / "benchmarks" / "clusters" / "l40s-a100-ethernet.toml"
     code, _, errors = run("plan", "vgg-tiny", "--cluster", cluster, "--inference", "--batch", "8")
     assert code == 0, errors
 
 
+@pytest.mark.long
 def test_a_found_order_has_its_price_and_is_on_the_front(run):
     asked = [*PLANNED, "--cluster", "4xL40S", "--stages", "4", "-m", "8", "--prices", "1", "--top", "2"]
     code, out, errors = run(*asked, "--find-orders", "found.csv")

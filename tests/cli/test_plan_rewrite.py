@@ -63,6 +63,7 @@ def test_a_shorter_step_is_kept_and_the_plan_says_so(model, tmp_path, capsys):
     assert invoke(["simulate", f"{tmp_path}/q.json", "--json"]) == 0
 
 
+@pytest.mark.long
 def test_it_runs_and_its_losses_are_those_of_one_process(model, tmp_path, capsys):
     planned([model, "--cluster", "2xcpu", "--batch", "4", "--rewrite", "-o", f"{tmp_path}/plan.json"], capsys)
     assert read_document(Plan, tmp_path / "plan.json").rewritten

@@ -91,6 +91,7 @@ def test_json_documents_are_deployments_too(serve, run):
     assert json.loads(out) == facts(serve)
 
 
+@pytest.mark.long
 def test_policy_seed_and_scale(serve):
     assert facts(serve, "--policy", "timeouts:wait=10")["policy"] == "timeouts:wait=10"
     assert facts(serve, "--policy", "timeouts:wait=0") != facts(serve, "--policy", "timeouts:wait=100")
@@ -385,6 +386,7 @@ def test_files_that_are_none(run):
     assert run("simulate", "trace.toml")[0] == 0
 
 
+@pytest.mark.long
 def test_the_example_that_is_shipped(run):
     path = Path(__file__).parents[2] / "examples" / "deployments" / "vision.toml"
     code, out, _ = run("simulate", path, "--seconds", "1", "--json")

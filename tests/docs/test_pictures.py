@@ -50,11 +50,13 @@ def test_the_picture_of_found_orders_is_what_the_simulator_says(drawn):
     assert found.PICTURE.read_text() == found.draw(), "run python docs/pictures/found.py"
 
 
+@pytest.mark.long
 def test_the_picture_of_controllers_is_what_the_simulator_says(drawn):
     controllers = drawn("controllers")
     assert controllers.PICTURE.read_text() == controllers.draw(), "run python docs/pictures/controllers.py"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # policies are compiled once
 def test_the_picture_of_serving_is_what_the_simulator_says(drawn):
     serving = drawn("serving")

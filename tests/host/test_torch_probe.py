@@ -28,6 +28,7 @@ def test_two_processes_meet_on_this_machine(monkeypatch):
     assert [finding.status for finding in check_pair(Host(), facts)] == ["ok"]
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_an_interface_that_is_not_there_keeps_them_apart(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")

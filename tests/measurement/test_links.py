@@ -49,6 +49,7 @@ def test_every_collective_of_three_ranks_becomes_rows(warm_ranks):
     assert {row.kind for row in to_measurements(found, "cpu").transfers} == OPS
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_a_series_ends_where_its_share_does(warm_ranks):
     found = measure_links(num_ranks=2, sizes=(16, 2**26), budget_s=0.4, timeout_s=100)

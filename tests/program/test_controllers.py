@@ -182,6 +182,7 @@ def test_bounded_delay_does_what_closed_simulations_do(
         assert dict(zip(microbatches, times, strict=True)) == dict(enumerate(chain.from_iterable(rounds)))
 
 
+@pytest.mark.long
 @settings(max_examples=20)
 @given(seed=seeds, num_workers=st.integers(2, 6), max_delay=st.integers(0, 3), contention=contentions)
 def test_nobody_is_too_far_ahead_whatever_links_do(seed, num_workers, max_delay, contention):
@@ -276,6 +277,7 @@ def test_rates_are_those_of_the_simulations_that_were_published_before():
         assert ours == pytest.approx(expected, rel=0.08)
 
 
+@pytest.mark.long
 def test_backup_workers_are_worth_most_between_two_and_four():
     """Of 16 workers as above; the notes say 1.43 1.65 1.66 1.59 for 1 to 4 backups.
 

@@ -170,6 +170,7 @@ def test_axes_take_shares_of_each_other(name, method):
     assert both.graph.num_parameters() == tensor.graph.num_parameters()
 
 
+@pytest.mark.long
 def test_what_travels_to_experts_and_what_they_compute_grow_with_their_capacity(tmp_path):
     found = {}
     for factor in (1.0, 2.0):

@@ -149,6 +149,7 @@ def holds(guard, points):
     return np.broadcast_to(at(guard, points), shape) >= 0
 
 
+@pytest.mark.long
 @settings(max_examples=max(120, settings().max_examples))
 @given(st.data())
 def test_what_is_implied_holds_at_all_points(data):

@@ -89,6 +89,7 @@ def test_readings_go_from_general_to_what_was_enumerated():
     assert [prove(reading).status == "proved" for reading in readings(rule, usual_domain())].count(True) == 1
 
 
+@pytest.mark.long
 def test_rules_of_two_operators_are_found_proved_and_derived():
     book = generate_rules(2)
     texts = {str(entry.rule) for entry in book.rules}

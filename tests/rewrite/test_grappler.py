@@ -23,6 +23,7 @@ from meshwright.rewrite.search.ruleset import shipped_rules
 from meshwright.rewrite.search.search import Space
 from meshwright.rewrite.terms import INPUT, OPAQUE
 from meshwright.spec import load_cluster
+from tests.marks import left_to_ci
 
 PROVED = {entry.rule.name for name in ("torch", "xla", "generated") for entry in shipped_rule_book(name).rules}
 
@@ -209,9 +210,11 @@ EXAMPLES = {
         ),
     ),
 }
+# A graph with a minute of equal forms.
+LARGE = "product, bias and activation"
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*(name for name in EXAMPLES if name != LARGE), *left_to_ci(LARGE)])
 @pytest.mark.parametrize("near_miss", [False, True], ids=["fires", "near miss"])
 def test_an_example_of_grappler(name, near_miss):
     function, shapes, weights, wanted = EXAMPLES[name][near_miss]

@@ -33,6 +33,7 @@ def test_all_rules_of_taso_are_proved_or_refuted():
     assert all(verdict.counter_example is not None for verdict in refuted)
 
 
+@pytest.mark.long
 def test_grouped_convolutions_make_more_rules_of_taso_false():
     # Two more that add up, and five that put channels of groups side by side.
     number = {f"taso-{i}" for i in (98, 105, 125, 126, 127, 128, 129)}

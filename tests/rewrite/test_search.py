@@ -310,6 +310,7 @@ def test_the_best_graph_depends_on_the_device():
     assert chosen["2xcpu"] != chosen["8xH100"]
 
 
+@pytest.mark.long
 def test_an_e_graph_that_explodes_is_cut_and_the_best_so_far_returned():
     terms = Terms()
     inputs = [terms.input(f"x{i}", FLOAT, "batch") for i in range(9)]

@@ -11,6 +11,7 @@ from meshwright.serving import find_capacity, load_policy, simulate_deployment
 from meshwright.serving.policies import pool, queues
 from meshwright.serving.policies.slowness import observe, trust
 from meshwright.spec import Deployment, ServingError, Straggler, Trace
+from tests.marks import left_to_ci
 from tests.serving.deployments import model, one_model
 
 pytestmark = pytest.mark.timeout(400)  # the first test of a policy compiles it
@@ -36,7 +37,7 @@ def test_stragglers_are_learned():
     assert result.in_time_share > 0.999
 
 
-@pytest.mark.parametrize("policy", ["eager", "symphony", "sharded:shards=2", "adaptive"])
+@pytest.mark.parametrize("policy", ["eager", "symphony", "adaptive", *left_to_ci("sharded:shards=2")])
 def test_where_all_devices_are_slow_none_waits_for_a_faster_one(policy):
     """All take twice as long as they are taken to: once that is known, nothing is late, and overload is no standstill.
 
@@ -51,7 +52,7 @@ def test_where_all_devices_are_slow_none_waits_for_a_faster_one(policy):
     assert found.num_in_time > (0.9 * 4 / 0.022 if policy == "eager" else 0.9 * 1500) * 10.0
 
 
-@pytest.mark.parametrize("policy", ["symphony", "sharded", "adaptive"])
+@pytest.mark.parametrize("policy", ["symphony", "adaptive", *left_to_ci("sharded")])
 def test_on_quiet_devices_that_are_slow_none_waits_too_long(policy):
     """Requests have nearly twice the time that they take alone, and come far apart; batches are few to learn from."""
     deployment = replace(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from meshwright.serving import POLICY_NAMES, compare_policies, find_goodput, load_policy, simulate_deployment
 from meshwright.serving.arrivals import draw_arrivals
 from meshwright.spec import Deployment, Outage, Poisson, ServingError, Straggler, Trace
+from tests.marks import left_to_ci
 from tests.serving.deployments import deployments, model, one_model
 from tests.serving.oracle import serve_eagerly
 
@@ -135,7 +136,7 @@ def test_outages_that_overlap_or_touch_are_one(tmp_path, outages, back):
         assert result.end_s == pytest.approx(back + 0.02)
 
 
-@pytest.mark.parametrize("name", ["clockwork", "aimd", "timeouts", "shepherd", "nexus", "adaptive"])
+@pytest.mark.parametrize("name", ["clockwork", "nexus", "adaptive", *left_to_ci("aimd", "timeouts", "shepherd")])
 def test_what_waits_for_a_device_to_return_is_not_forgotten(tmp_path, name):
     """All devices are away when the last request comes, and return in time for it."""
     troubles = (Outage(device=0, since=0.0, until=0.5),)
@@ -146,6 +147,7 @@ def test_what_waits_for_a_device_to_return_is_not_forgotten(tmp_path, name):
     assert served.num_in_time == (0 if name == "nexus" else 2)
 
 
+@pytest.mark.long
 def test_thousands_of_lost_requests_are_refused_in_one_event(tmp_path):
     """A batch of 5,000 fails shortly before its end, too late to begin again: each of them is dropped."""
     deployment = traced(

@@ -15,6 +15,7 @@ from meshwright.simulator.buffers import MAX_GRADIENT_SENDS, compute_orders
 from meshwright.spec import Opcode, load_cluster, load_shipped_graph, slice_graph
 from meshwright.spec.shipped import shipped_graphs
 from tests.graphs import make_plan
+from tests.marks import left_to_ci
 
 MODELS = [name for name in shipped_graphs() if name.endswith("-tiny")]
 
@@ -54,7 +55,7 @@ def test_microbatches_in_flight_are_held_by_what_they_keep(schedule):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", *left_to_ci("gpipe")])
 def test_the_simulators_peak_is_that_of_the_walk(name, schedule):
     """One stage to the byte; more of them but for messages that come early or leave late."""
     graph = load_shipped_graph(name)

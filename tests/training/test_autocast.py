@@ -55,7 +55,8 @@ def wanted():
     return train_serially(True), train_serially(False)
 
 
-@pytest.mark.parametrize("plan", [PLAN, pytest.param(SPLIT, marks=pytest.mark.long)], ids=["stages", "shares"])
+@pytest.mark.long
+@pytest.mark.parametrize("plan", [PLAN, SPLIT], ids=["stages", "shares"])
 def test_losses_are_those_of_one_process_under_autocast(plan, wanted, tmp_path, warm_ranks, monkeypatch):
     monkeypatch.chdir(ROOT)
     path = write_document(plan, tmp_path / "plan.json")

@@ -9,6 +9,7 @@ import pytest
 from meshwright.spec import GradientExchange, Plan, PlanError, RunError, Sharding, StagePlan, Workload, write_document
 from meshwright.spec.shipped import load_shipped_graph
 from meshwright.training import Job, check_losses, refuse_unchecked, run_plan
+from tests.marks import left_to_ci
 
 pytestmark = pytest.mark.distributed
 
@@ -34,8 +35,7 @@ def job_of(folder, *, ranks=((0,), (1,)), schedule="1f1b", sharding=None, zero=0
 @pytest.mark.parametrize(
     "options",
     [
-        {"schedule": "zb-h1", "clip_norm": 0.5},
-        pytest.param({"ranks": ((0, 1),), "zero": 3}, marks=pytest.mark.long),
+        *left_to_ci({"schedule": "zb-h1", "clip_norm": 0.5}, {"ranks": ((0, 1),), "zero": 3}),
         {"ranks": ((0,),), "sharding": Sharding(tensor=2)},
     ],
     ids=["zb-h1, clipped", "zero 3", "tensor"],

@@ -218,6 +218,7 @@ def results(tmp_path_factory):
     return read_results("tests.training.feed_worker", 2, tmp_path_factory.mktemp("feed"))
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", ["pipeline", "replicas", "stream"])
 def test_losses_are_those_of_one_process(results, case):

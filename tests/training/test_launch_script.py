@@ -94,6 +94,7 @@ def losses(folder, name):
     return read_document(RunResult, folder / name / "result.json").losses
 
 
+@pytest.mark.long
 def test_one_node_from_another_folder(folder, tmp_path):
     (text,) = end(start(folder, "here/launch.sh", "--out", "from here", cwd=tmp_path))
     assert losses(folder, "from here") == losses(folder, "reference")

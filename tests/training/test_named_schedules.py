@@ -98,6 +98,7 @@ def test_losses_are_those_of_1f1b_and_the_order_is_the_programs(run, schedule):
         assert issued(timeline, rank) == asked(program, rank)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "schedule", ["pipedream", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pipedream-2bw", "hetpipe"))]
 )

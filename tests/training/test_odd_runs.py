@@ -34,6 +34,7 @@ def meshwright(tmp_path, capsys, monkeypatch, warm_ranks):
     return call
 
 
+@pytest.mark.long
 def test_scales_are_clipped_and_what_nothing_reads_is_saved(meshwright):
     code, said = meshwright("run", "plan.json", "--steps", 4, "--clip-norm", 0.1, "--check", "--save-model", "m.pt")
     assert code == 0, said
@@ -52,6 +53,7 @@ def test_a_loss_that_is_not_finite_loses_nothing(meshwright):
     assert losses[-1] is None
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_was_changed_or_is_of_other_settings_is_refused(meshwright):
     keep = ("--checkpoint", "kept", "--checkpoint-every", 2)
     assert meshwright("run", "plan.json", "--steps", 4, *keep)[0] == 0

@@ -48,6 +48,7 @@ def computed(result):
     }
 
 
+@pytest.mark.long
 def test_the_losses_are_those_of_1f1b_and_the_order_is_the_own_one(run):
     named = run("1f1b")
     eager = run("tests/runtime/schedules.py:eager")

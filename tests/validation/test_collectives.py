@@ -104,6 +104,7 @@ def test_rows_that_are_left_out_are_counted():
     assert rows.has_flag("plateau").sum() == 1115
 
 
+@pytest.mark.long
 def test_groups_that_were_left_out():
     scores = {(score.part, score.arm): score for score in score_new_groups()}
     part = "vTrain, groups of 3, 5, 6, 7 from 2, 4, 8, ≥ 1 MiB"
@@ -178,6 +179,7 @@ def test_the_shipped_factors_are_those_of_the_rows():
                 assert (mine.low, mine.high) == pytest.approx((theirs.low, theirs.high), rel=1e-9)
 
 
+@pytest.mark.long
 def test_the_interval_by_datasheet_holds_devices_on_one_switch_and_nodes_that_it_has_not_seen():
     scores = score_datasheet()
     assert len(scores) == 25

@@ -81,6 +81,7 @@ def test_every_arm_predicts_something_sound(arm):
     assert (predicted > 0).all()
 
 
+@pytest.mark.long
 def test_products_of_the_untouched_fold_on_sister_devices():
     """H100 and H200 alone, whose bfloat16 products have 2,000 rows each."""
     rows = products()

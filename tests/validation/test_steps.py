@@ -48,6 +48,7 @@ def test_every_row_can_be_read(rows):
 
 
 # What was reached on 2026-11-22, in per cent of the measured step, rounded up: it must not get worse.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("start", "reached"),
     [

@@ -83,6 +83,7 @@ def test_a_gradient_of_its_own_is_refused_with_the_module(tmp_path):
         capture(path, verify=False, sequence_length=8)
 
 
+@pytest.mark.long
 def test_dropout_is_as_the_configuration_says(tmp_path):
     def num_dropouts(path):
         graph = capture(path, verify=False).graph

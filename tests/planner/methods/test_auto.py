@@ -46,6 +46,7 @@ def test_the_same_twice():
     assert first.explain() == second.explain()
 
 
+@pytest.mark.long
 def test_settings_are_narrowed_down_by_the_grid():
     graph = load_shipped_graph("gpt2-xl")
     plans = search_plans(
@@ -127,6 +128,7 @@ def test_one_op_on_one_device(method):
     assert plans.best.plan.stages == (StagePlan(start=0, stop=1, ranks=(0,)),)
 
 
+@pytest.mark.long
 def test_ten_thousand_devices():
     """Twenty layers cannot use so many devices with eight samples, and the error says how many they can use."""
     graph, cluster = weighted_graph([10**8] * 20), load_cluster("1250x8xA100")

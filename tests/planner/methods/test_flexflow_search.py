@@ -88,6 +88,7 @@ def test_parts_are_priced_at_their_own_size():
         assert (soap.pass_ps[rows, 0] <= alone * 1.0001 + 1).all()
 
 
+@pytest.mark.long
 def test_a_convolution_reads_the_edges_of_its_neighbours_parts():
     space = make_space("resnet50", "2xA100", 32)
     names = [layer.name for layer in space.layers]
@@ -131,6 +132,7 @@ def test_search_finds_the_optimum_of_small_spaces(seed, barrier):
     assert min(steps) >= best
 
 
+@pytest.mark.long
 def test_chains_are_within_two_percent_of_the_optimum():
     space = make_space(chain_graph(4, width=512), "3xA100", 12)
     best, _ = find_optimum(space.soap)

@@ -205,6 +205,7 @@ def problems(draw):
     )
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(problems())
 def test_the_cheapest_of_all_orders_cuts_and_groups_is_found(problem):

@@ -70,6 +70,7 @@ def test_what_is_left_of_a_timeout_is_written_into_the_bytes(binary):
     assert made[0].content == before
 
 
+@pytest.mark.long
 def test_large_bodies_are_fewer():
     facts = model(("FP32", (-1, 1_000_000)))
     count = [len(build_requests(TARGET, [facts] * copies, [{}] * copies, rows=4, binary=True)[0]) for copies in (1, 20)]

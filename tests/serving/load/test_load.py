@@ -234,6 +234,7 @@ def test_a_check_sees_the_values(records):
     assert refused.num_wrong > 0
 
 
+@pytest.mark.long
 def test_a_server_that_dies_and_comes_back():
     with Stub() as stub:
         timers = [threading.Timer(0.7, stub.stop), threading.Timer(1.4, stub.start)]

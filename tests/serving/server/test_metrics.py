@@ -5,6 +5,7 @@ import time
 import urllib.request
 from collections import Counter
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from meshwright.serving.server.gate import Fate
@@ -38,6 +39,7 @@ def check_counted(server, look, expected):
     assert look() == expected
 
 
+@pytest.mark.long
 def test_refusals_are_counted_also_where_no_model_was_found(tmp_path):
     (tmp_path / "token").write_text("open-sesame\n")
     seen = {}
@@ -97,6 +99,7 @@ def test_what_clients_give_up_and_connections_too_many_are_counted(tmp_path):
         assert answers(server)["", 503] == 2
 
 
+@pytest.mark.long
 def test_no_count_falls_where_a_process_ends(tmp_path):
     with serving(tmp_path, EMULATED + "[server]\nfronts = 2\n") as server:
 

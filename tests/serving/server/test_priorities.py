@@ -36,6 +36,7 @@ def load(server, rate, priority):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["adaptive", "symphony", "deferred:admit=100", "nexus"])
 def test_important_requests_are_answered_while_others_are_not(tmp_path, policy):
     with serving(tmp_path, BUSY.format(policy=policy)) as server:

@@ -5,6 +5,7 @@ import json
 import tomllib
 
 import numpy as np
+import pytest
 
 from meshwright.serving.server.fleet import Fleet
 from meshwright.serving.server.replay import replay_log
@@ -55,6 +56,7 @@ def test_workers_come_with_the_load_and_go_after_it(tmp_path):
     assert decisions > 100
 
 
+@pytest.mark.long
 def test_a_scheduler_that_is_started_again_keeps_the_workers_that_there_are(tmp_path):
     with serving(tmp_path, SCALED, "--policy", "eager") as server:
 

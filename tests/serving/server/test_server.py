@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from tests.marks import left_to_ci
 from tests.serving.server.fakes import get, post, until
 from tests.serving.server.servers import (
     EMULATED,
@@ -205,7 +206,7 @@ def test_who_goes_away_is_not_computed_for_and_others_are_not_harmed(server):
     server.wait_for(lambda status: status["connections"] == 0 and status["queued"] == 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *left_to_ci(signal.SIGINT)])
 def test_a_server_that_ends_answers_what_it_has(tmp_path, number):
     # The first batch, of one or a few, takes so long that all are under way when it is told to end.
     text = EMULATED.replace('beta = "1 ms"', 'beta = "3 s"').replace('slo = "5 s"', 'slo = "60 s"')
@@ -233,6 +234,7 @@ def test_a_server_that_ends_answers_what_it_has(tmp_path, number):
     assert "started again" not in server.text
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_it_at_once(tmp_path):
     # Without it, the end would take as long as the batch, or as fronts have to answer what is under way: 25 s.
     text = EMULATED.replace('beta = "1 ms"', 'beta = "40 s"').replace('slo = "5 s"', 'slo = "60 s"')
@@ -255,6 +257,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
         assert run(main())[0] < 20
 
 
+@pytest.mark.long
 def test_without_its_supervisor_everything_ends(tmp_path):
     with serving(tmp_path) as server:
         pids, folder = server.pids(), server.folder()
@@ -277,6 +280,7 @@ class Policy:
 """
 
 
+@pytest.mark.long
 def test_what_a_policy_keeps_for_ever_is_answered_all_the_same(tmp_path):
     (tmp_path / "forgetful.py").write_text(FORGETFUL)
     text = EMULATED.replace('"eager"', f'"{tmp_path}/forgetful.py:Policy"').replace("5 s", "300 ms")
@@ -426,6 +430,7 @@ def test_a_token_is_asked_for(tmp_path):
         assert ask_once(server, get("/v2/health/ready"))[0] == 200
 
 
+@pytest.mark.long
 def test_a_log_of_a_scheduler_that_was_killed_is_kept(tmp_path):
     from meshwright.serving.server.replay import replay_log
 

@@ -276,11 +276,13 @@ def test_strangers_are_refused(server, path):
     assert fetch(server, path, {"Sec-Fetch-Site": "same-origin"}, method="POST")[0] == 405
 
 
+@pytest.mark.long
 def test_a_process_that_dies_meanwhile_is_told_of_though_another_one_has_taken_its_place(server):
     _, _, answer = recorded_meanwhile(server, lambda: server.wait_without(server.kill("worker-1")), 8, 20, 30)
     assert Drawn(answer[2]).told["missing"] == ["worker-1"]
 
 
+@pytest.mark.long
 def test_a_server_that_ends_does_not_wait_for_a_timeline(tmp_path):
     with serving(tmp_path) as server:
         with while_recording(server, 30) as recording:
@@ -291,6 +293,7 @@ def test_a_server_that_ends_does_not_wait_for_a_timeline(tmp_path):
     assert "Traceback" not in server.text
 
 
+@pytest.mark.long
 def test_the_command_line_writes_it(server, tmp_path, capsys):
     url, out = f"http://127.0.0.1:{server.admin}", tmp_path / "timeline.json"
     assert invoke(["serve", "timeline", url, "--seconds", "0.2", "--out", str(out)]) == 0

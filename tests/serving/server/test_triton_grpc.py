@@ -181,6 +181,7 @@ ONE_BY_ONE = ONE_BY_ONE.replace('slo = "5 s"', 'slo = "60 s"')
 SLOW, SLOWER = ONE_BY_ONE.replace("1 ms", "1 s"), ONE_BY_ONE.replace("1 ms", "3 s")
 
 
+@pytest.mark.long
 def test_requests_that_wait_are_not_computed_when_they_are_cancelled(tmp_path):
     with serving(tmp_path, SLOWER) as server:
 
@@ -217,6 +218,7 @@ async def ask_more_than_can_be_answered(client):
     assert {each.status() for each in refused} == {"StatusCode.UNAVAILABLE"}
 
 
+@pytest.mark.long
 def test_what_is_too_much_or_under_way_at_the_end(tmp_path):
     with serving(tmp_path, SLOW) as server:
 
@@ -240,6 +242,7 @@ def test_what_is_too_much_or_under_way_at_the_end(tmp_path):
         wait_until_gone(pids.values())
 
 
+@pytest.mark.long
 def test_a_token_is_asked_for(tmp_path):
     (tmp_path / "token").write_text("secret\n")
     with serving(tmp_path, EMULATED, "--token-file", str(tmp_path / "token")) as server:
