@@ -57,6 +57,7 @@ def test_a_series_ends_where_its_share_does(warm_ranks):
     assert 2**26 not in sends.size("bytes")
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_ranks_of_torchrun_on_two_machines(tmp_path, warm_ranks):
     """Two agents of one rank each stand for two machines."""

@@ -10,7 +10,7 @@ import pytest
 from tests.runtime.endless_cases import CASES, MODELS, all_cases, main_cases
 from tests.runtime.matrix import assert_equal, matrix_cases, matrix_runs
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

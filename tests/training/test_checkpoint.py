@@ -22,6 +22,7 @@ def results(tmp_path_factory):
     return read_results("tests.training.checkpoint_worker", 2, tmp_path_factory.mktemp("checkpoints"))
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 def test_what_goes_on_is_what_did_not_stop(results, case):

@@ -102,6 +102,7 @@ def test_one_node_from_another_folder(folder, tmp_path):
     assert text.count("loss ") == 1, "rank 0 alone prints"
 
 
+@pytest.mark.long
 def test_two_nodes_with_one_agent_each(folder):
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     end(*(start(folder, "two/launch.sh", "--out", "by hand", NODE_RANK=str(node), **rendezvous) for node in (1, 0)))

@@ -164,6 +164,7 @@ def script_plan(tmp_path_factory):
     )
 
 
+@pytest.mark.long
 def test_four_lines_in_a_users_script_equal_plain_training(script_plan, tmp_path):
     done = start_script(script_plan, tmp_path / "model.pt", "1")
     assert done.returncode == 0, done.stderr

@@ -126,7 +126,7 @@ def test_models_come_and_go_and_no_request_is_lost(tmp_path):
         # What former versions had is not lost to metrics, and not in memory any more.
         fates = server.wait_for(lambda status: status["models"][0]["fates"].get("done", 0) > load.counts[200])
         assert fates["models"][0]["version"] == "3"
-        assert len(list(server.folder().glob("slab-*"))) == 1
+        server.wait_for(lambda _: len(list(server.folder().glob("slab-*"))) == 1)
         assert server.end() == 0
     events, decisions = replay_log(log)
     assert events > 100

@@ -33,6 +33,7 @@ async def rise_and_fall(server):
     return load, held
 
 
+@pytest.mark.long
 def test_workers_come_with_the_load_and_go_after_it(tmp_path):
     log = tmp_path / "log"
     with serving(tmp_path, SCALED, "--policy", "adaptive", "--log", str(log)) as server:
