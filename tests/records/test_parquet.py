@@ -1,6 +1,7 @@
 """Tables as parquet files: whole, within limits, and of exactly our columns."""
 
 import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -213,7 +214,9 @@ def test_small_files_that_stand_for_gigabytes_are_refused_in_little_memory(tmp_p
     lie(plain, 1000, size)
     assert all(path.stat().st_size < 2**20 for path in (binary, view, delta, plain))
     command = [sys.executable, "-c", READ, str(small), str(2**28), *map(str, (binary, view, delta, plain, small))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    # Address space is what is limited, of which each arena of threads would take 128 MiB to use little.
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     told = done.stdout.splitlines()
     assert "column 'source' holds binary; expected texts or numbers" in told[0]
