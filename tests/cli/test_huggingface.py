@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.cli.main import invoke
 from meshwright.spec import Graph, Plan, Timeline, read_document
+from tests.marks import left_to_ci
 
 pytest.importorskip("transformers")
 
@@ -58,6 +59,7 @@ def test_the_folder_and_the_file_are_the_same_model(model, capsys):
     assert read_document(Graph, "graph.json").content_hash == second["graph_hash"]
 
 
+@pytest.mark.long
 def test_a_plan_from_a_stored_graph_is_not_run(model, capsys):
     assert invoke(["capture", "model", "--out", "graph.json"]) == 0
     assert invoke(["plan", "graph.json", "--cluster", "2xcpu", "--out", "plan.json"]) == 0
@@ -84,7 +86,7 @@ def test_errors_are_one_paragraph(model, text, message, capsys):
 
 @pytest.mark.parametrize(
     ("absent", "remedy"),
-    [("transformers", "pip install 'meshwright[hf]'"), ("torch", "pip install 'meshwright[torch,hf]'")],
+    [("torch", "pip install 'meshwright[torch,hf]'"), *left_to_ci(("transformers", "pip install 'meshwright[hf]'"))],
 )
 def test_what_is_not_installed_is_named(model, absent, remedy, tmp_path):
     code = f"import sys; sys.modules[{absent!r}] = None\nfrom meshwright.cli.main import run\nrun()"

@@ -442,6 +442,7 @@ def test_traces_that_do_not_fill_the_time_are_told(serve):
         assert "take the first one from all of them" in refused(serve, *options)
 
 
+@pytest.mark.long
 def test_the_longest_latencies_are_told_as_such(serve):
     # Batches take at least 300 ms, and the SLO is 50.
     slow = DEPLOYMENT.split('[[models]]\nname = "dog"')[0] + "".join(

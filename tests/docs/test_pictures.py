@@ -84,6 +84,7 @@ def test_the_picture_of_the_critical_path_is_what_the_simulator_says(drawn):
     assert critical_path.PICTURE.read_text() == critical_path.draw(), "run python docs/pictures/critical_path.py"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_pictures_of_the_systems_are_what_the_simulator_says(drawn, system):
     systems = drawn("systems")

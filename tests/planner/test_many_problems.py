@@ -1,5 +1,6 @@
 """Bounds against every method's plans, on shipped graphs, odd clusters and all kinds of choices, drawn at random."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +42,7 @@ def problems(draw):
     )
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None)
 @given(problems())
 def test_no_method_beats_the_bound(problem):

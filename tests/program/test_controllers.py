@@ -76,6 +76,7 @@ def backup_updates(num_workers, num_backups, num_versions, backwards, update, la
     return made, dropped
 
 
+@pytest.mark.long
 @settings(max_examples=30)
 @given(
     seed=seeds,

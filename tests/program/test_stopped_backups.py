@@ -50,6 +50,7 @@ def test_versions_take_the_kth_smallest_time(seed, num_workers, data, num_versio
     assert num_sent + state.abandoned == num_workers * num_versions
 
 
+@pytest.mark.long
 @settings(max_examples=20)
 @given(seed=seeds, contention=contentions, num_backups=st.integers(0, 3))
 def test_with_shared_links_what_was_applied_was_computed_on_its_version(seed, contention, num_backups):

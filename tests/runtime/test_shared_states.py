@@ -19,13 +19,14 @@ from meshwright.spec import PlanError, StagePlan
 from tests.rank_results import read_results
 from tests.runtime.shared_states_worker import Blocks, capture, plan_of
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     return read_results("tests.runtime.shared_states_worker", 2, tmp_path_factory.mktemp("shared"))
 
 
-@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("zero", ["1", "2", "3"])
 def test_statistics_and_frozen_weights_are_those_of_replicas_that_share_nothing(results, zero):

@@ -58,6 +58,7 @@ def patched():
         yield patch
 
 
+@pytest.mark.long
 @given(deployment=deployments(troubled=False), seed=st.integers(0, 5))
 @settings(max_examples=25)
 def test_a_shadow_serves_what_its_candidate_serves_alone(patched, deployment, seed):

@@ -11,6 +11,8 @@ from meshwright.simulator.delta.rewire import StreamRows
 from meshwright.simulator.delta.streams import DeltaStreams
 from meshwright.spec import ProgramError
 
+pytestmark = pytest.mark.long
+
 GONE = (-1, 0, 0, ())
 
 
@@ -53,7 +55,6 @@ def draw_change(rng, rows, count, num_streams, room):
     return differ, after
 
 
-@pytest.mark.long
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), num_streams=st.integers(1, 4), size=st.integers(1, 250))
 def test_changes_are_those_of_a_plain_walk(seed, num_streams, size):

@@ -142,6 +142,7 @@ def test_young_and_daly_are_within_5_percent_of_brute_force_where_saving_is_shor
         assert expected_seconds(1, interval, save, 0, mttf) <= 1.002 * expected_seconds(1, best, save, 0, mttf)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("save", "mttf"), [(30, 3600), (300, 3600), (60, 86400)])
 def test_simulated_runs_are_shortest_within_5_percent_of_these_intervals(save, mttf):
     """Brute force over simulated runs, under the same failures for all intervals."""

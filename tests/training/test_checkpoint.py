@@ -33,6 +33,7 @@ def test_what_goes_on_is_what_did_not_stop(results, case):
     assert found["losses"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_what_does_not_fit_is_refused(results):
     said = results["said"]

@@ -226,6 +226,7 @@ def test_losses_are_those_of_one_process(results, case):
     assert results[case]["losses"] == pytest.approx(results["wanted"], rel=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_a_rank_makes_what_its_stages_read(results):
     assert results["pipeline"]["read"] == [56, 56]  # inputs for the first stage, targets for the last one
@@ -233,6 +234,7 @@ def test_a_rank_makes_what_its_stages_read(results):
     assert results["stream"]["read"] == [56, 56]
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_loads_are_in_the_timeline(results):
     starts, ends = results["pipeline"]["loads"]

@@ -21,6 +21,7 @@ def results(tmp_path_factory):
     return read_results("tests.training.inference_worker", 2, tmp_path_factory.mktemp("inference"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["pipeline", "replicas", "both"])
 def test_outputs_are_those_of_the_model(results, name):
     ranks = results[name]
@@ -31,6 +32,7 @@ def test_outputs_are_those_of_the_model(results, name):
     assert all("for inference, which trains nothing. Call `infer`" in rank["told"] for rank in ranks)
 
 
+@pytest.mark.long
 def test_a_team_that_would_return_parts_is_refused(results):
     assert "a part of 'add" in results["team"]
     assert "which the model returns. Place the op that makes it whole (`--placement 'add" in results["team"]

@@ -109,6 +109,7 @@ def test_two_nodes_with_one_agent_each(folder):
     assert losses(folder, "by hand") == losses(folder, "reference")
 
 
+@pytest.mark.long
 def test_two_nodes_under_slurm(folder):
     job = {
         "SLURM_JOB_ID": "1",

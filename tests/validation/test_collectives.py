@@ -149,6 +149,7 @@ def test_the_shipped_models_are_those_of_the_rows():
             assert one.seconds == pytest.approx(other.seconds, rel=2e-3)
 
 
+@pytest.mark.long
 def test_tables_that_were_not_seen_lie_in_the_interval_and_far_from_the_datasheet():
     scores = score_shipped()
     ours, datasheet = ([score for score in scores if score.arm == arm] for arm in ("ours", "by datasheet"))

@@ -94,6 +94,7 @@ def test_products_of_the_untouched_fold_on_sister_devices():
             assert score.median > 2 * kernels.MEDIAN_TARGET
 
 
+@pytest.mark.long
 def test_a_device_left_out_and_its_first_rows():
     rows = products()
     alone = {d: rows.select(np.flatnonzero(rows.device == d)[:1500]) for d in ("A100", "H100", "H200")}

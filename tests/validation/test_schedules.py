@@ -90,6 +90,7 @@ def test_messages_that_block_cost_time():
         assert 0.5 * more_s < work_s / shares[1] - work_s / shares[0] < 1.1 * more_s
 
 
+@pytest.mark.long
 def test_tables_are_scored(scores):
     for name in ("1F1B", "ZB-H1", "ZB-H2"):
         assert scores[f"Table 5: busy share of {name}", OURS].worst <= 0.01

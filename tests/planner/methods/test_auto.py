@@ -22,6 +22,7 @@ from meshwright.spec.shipped import load_shipped_graph
 from tests.planner.test_search import cluster_of, search, tasks, weighted_graph
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None)
 @given(tasks())
 def test_it_is_never_slower_than_slicing(task):

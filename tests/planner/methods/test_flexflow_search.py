@@ -28,6 +28,8 @@ from tests.graphs import chain_graph
 from tests.planner.methods.soap_oracle import simulate
 from tests.planner.methods.soap_problems import draw_problem, make_soap
 
+pytestmark = pytest.mark.long
+
 
 def make_space(name="resnet-tiny", devices="4xA100", batch=16, **options):
     cluster = load_cluster(devices)
@@ -88,7 +90,6 @@ def test_parts_are_priced_at_their_own_size():
         assert (soap.pass_ps[rows, 0] <= alone * 1.0001 + 1).all()
 
 
-@pytest.mark.long
 def test_a_convolution_reads_the_edges_of_its_neighbours_parts():
     space = make_space("resnet50", "2xA100", 32)
     names = [layer.name for layer in space.layers]
@@ -132,7 +133,6 @@ def test_search_finds_the_optimum_of_small_spaces(seed, barrier):
     assert min(steps) >= best
 
 
-@pytest.mark.long
 def test_chains_are_within_two_percent_of_the_optimum():
     space = make_space(chain_graph(4, width=512), "3xA100", 12)
     best, _ = find_optimum(space.soap)

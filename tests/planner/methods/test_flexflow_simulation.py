@@ -25,6 +25,8 @@ from tests.planner.methods.soap_problems import (
     make_soap,
 )
 
+pytestmark = pytest.mark.long
+
 problems = st.builds(
     lambda seed, num_layers, num_devices, barrier, most: (
         np.random.default_rng(seed),
@@ -77,7 +79,6 @@ def change(random, problem, soap, strategy, made, schedule, num_layers, limit=NO
     return new, simulate_change(soap, made, schedule, changed, limit, shortest_tails(soap), gives_up)
 
 
-@pytest.mark.long
 @settings(deadline=None)
 @given(problems, st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.booleans()), min_size=1, max_size=8))
 def test_changes_are_simulated_bit_for_bit(drawn, changes):

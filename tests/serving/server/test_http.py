@@ -17,13 +17,14 @@ from meshwright.serving.server.answers import compress, decompress
 from meshwright.serving.server.counters import NUM_BUCKETS, bucket_begin, bucket_of
 from meshwright.serving.server.gate import Fate
 from meshwright.spec import TensorSpec
-from tests.serving.server.fakes import LOOPS, SLO_NS, FakeGate, copy_inputs, facts, get, post, request, run, until
+from tests.marks import left_to_ci
+from tests.serving.server.fakes import SLO_NS, FakeGate, copy_inputs, facts, get, post, request, run, until
 
 GOOD = post(request())
 INDEX = "/v2/repository/index"
 
 
-@pytest.fixture(params=LOOPS)
+@pytest.fixture(params=["uvloop", *left_to_ci("asyncio")])
 def loop(request):
     return request.param
 
@@ -589,7 +590,7 @@ def test_memory_for_bodies_that_are_on_their_way(loop, tmp_path):
 # --- time, and numbers ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [1, 30, len(GOOD) - 1])
+@pytest.mark.parametrize("part", [30, *left_to_ci(1, len(GOOD) - 1)])
 def test_a_slow_request_is_told_and_closed(loop, tmp_path, part):
     async def scenario(server, connect):
         client = await connect()

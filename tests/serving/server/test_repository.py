@@ -187,6 +187,7 @@ def test_what_cannot_be_loaded_changes_nothing(tmp_path, content, sentence):
         assert versions(post(server, "update")[1]) == {"m": "1", "later": "1"}
 
 
+@pytest.mark.long
 def test_an_update_serves_what_the_file_has_now(tmp_path):
     with serving(tmp_path, EMULATED + LATER) as server:
         changed = EMULATED.replace('beta = "1 ms"', 'beta = "3 ms"').replace("[[models]]", "[[models]]\ncopies = 2")

@@ -20,6 +20,7 @@ from meshwright.serving.server.messages import SERVICE, SERVICE_NAME, classes_of
 from meshwright.serving.server.rpc import serve_rpc
 from meshwright.spec import Server, TensorSpec
 from meshwright.spec.deployment import DATATYPES
+from tests.marks import left_to_ci
 from tests.serving.server.fakes import LOOPS, SLO_NS, FakeGate, copy_inputs, facts, until
 
 ASK, ANSWER = classes_of("ModelInfer")
@@ -32,7 +33,7 @@ def is_own_span(told):
     return told[:36] == TRACE[:36] and told[36:52] != TRACE[36:52] and told[52:] == TRACE[52:]
 
 
-@pytest.fixture(params=LOOPS)
+@pytest.fixture(params=["uvloop", *left_to_ci("asyncio")])
 def loop(request):
     return request.param
 

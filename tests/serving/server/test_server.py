@@ -401,6 +401,7 @@ def test_a_torch_model_answers_what_it_computes(tmp_path):
         assert np.allclose(found, module(values).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_log_is_decided_again_after_kills(tmp_path):
     from meshwright.serving.server.replay import replay_log
 
