@@ -29,7 +29,7 @@ def pinged(most_ns=1000 * MS, count=64):
 
 
 def test_before_fronts_have_told_slack_is_twice_what_the_scheduler_sees():
-    assert known(pinged()) == {DELAY: MS // 10, SLACK: 2 * (MS // 5)}
+    assert known(pinged()) == {DELAY: MS // 10, SLACK: 2 * (MS // 5), GUARD: MS}
     assert not pinged(count=31).is_known
     assert pinged(count=32).is_known
 
@@ -55,6 +55,15 @@ def test_few_timers_may_fire_later_than_the_guard():
     for _ in range(10):
         lateness.timers.add(5 * MS)
     assert known(lateness)[GUARD] == MS
+
+
+def test_before_some_timers_have_fired_the_guard_is_a_millisecond_at_least():
+    lateness = pinged()
+    for _ in range(31):
+        lateness.timers.add(MS // 10)
+    assert known(lateness)[GUARD] == MS
+    lateness.timers.add(MS // 10)
+    assert known(lateness)[GUARD] == MS // 10
 
 
 def test_nothing_is_taken_to_be_later_than_a_request_has_time_and_what_is_given_stays():

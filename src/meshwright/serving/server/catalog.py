@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from meshwright.serving.policies.pool import NEVER
+from meshwright.serving.server.lateness import UNKNOWN_GUARD_NS
 from meshwright.serving.server.peers import CAPACITY
 from meshwright.serving.server.served import Served
 from meshwright.spec import Deployment
@@ -73,7 +74,7 @@ class Catalog:
             "capacity": CAPACITY,
             "delay_ns": round(deployment.delay * 1e9),
             "slack_ns": round(deployment.slack * 1e9),
-            "guard_ns": round(deployment.guard * 1e9),
+            "guard_ns": round(deployment.guard * 1e9) or min(UNKNOWN_GUARD_NS, self.least_spare_ns // 4),
         }
 
     def documents(self) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@
 
 The slack is what one of a thousand requests exceeds: it is answered late. (What one batch of a thousand exceeds is
 more, and costs more than it saves where batches are large: few of their requests are due with the first one.) The guard
-is what one of a hundred timers exceeds; a batch that begins late loses a few of its requests. (Symphony has constants
-for them, of 2.1 and 0.1 ms.)
+is what one of a hundred timers exceeds, and a millisecond before some have fired; a batch that begins late loses a few
+of its requests. (Symphony has constants for them, of 2.1 and 0.1 ms.)
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _ENOUGH = 32
 # What is older counts only where there are not enough others: whatever made things late is perhaps over.
 _YOUNG_NS = 60_000_000_000
 _RARE, _SELDOM = 0.999, 0.99
+# Until some timers have fired; no more than a part of the time that a model leaves is taken.
+UNKNOWN_GUARD_NS = 1_000_000
 
 
 class _Samples:
@@ -105,4 +107,5 @@ class Lateness:
 
     def guard_ns(self) -> int:
         """See the module's docstring."""
-        return min(self.timers.quantile(_SELDOM), self.most_ns)
+        least_ns = 0 if self.timers.count >= _ENOUGH else UNKNOWN_GUARD_NS
+        return min(max(self.timers.quantile(_SELDOM), least_ns), self.most_ns)

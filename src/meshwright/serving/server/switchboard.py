@@ -18,6 +18,8 @@ from meshwright.serving.server.reports import Orders
 # Sleeping takes up to 50 us more than what is asked for (prctl(2), PR_SET_TIMERSLACK): too much, where there is less to
 # be waited for than this.
 _LEAST_PAUSE_NS = 20_000
+# Longer waits end up to a thousandth late (the kernel's select_estimate_accuracy): the last part is waited for anew.
+_LONG_NS = 10_000_000
 # What to do with a channel that can be read; it may raise Closed.
 Hear = Callable[[int], None]
 
@@ -45,6 +47,8 @@ class Switchboard:
         if pause_ns > _LEAST_PAUSE_NS:
             time.sleep(pause_ns / 1e9)
             wait_ns -= time.monotonic_ns() - begin
+        if wait_ns > _LONG_NS:
+            wait_ns -= wait_ns // 100
         ready = self._selector.select(max(wait_ns, 0) / 1e9)
         if ready:
             self._heard_ns = time.monotonic_ns()
