@@ -5,8 +5,7 @@ missing *program* is a failure instead: `.ci/run` installs programs, so there is
 hardware or rights (a GPU, root) are skipped everywhere.
 
 `make test` shares the tests out among processes (pytest-xdist): those of one file stay together, since they share what
-its fixtures make, and those of some folders, which else would compile the same loops at the same time; only pages of
-the documentation go one by one. Files that start processes of their own take longest
+its fixtures make; only pages of the documentation go one by one. Files that start processes of their own take longest
 and come first, so that short ones are left for the end. xdist's own ``--dist loadgroup`` does nothing here: xdist 3.8
 writes the group into a field that pytest 9.2 no longer reads.
 """
@@ -34,8 +33,6 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # The file whose tests are long and share nothing.
 APART = "tests/docs/test_docs.py"
-# Folders, without those in them, whose tests share what is compiled.
-TOGETHER = ("tests/planner/methods", "tests/serving")
 
 # marker -> groups of programs; of each group one must be there
 PROGRAMS = {
@@ -67,12 +64,11 @@ def _missing_programs(marker: str) -> list[str]:
 
 
 class ByFile(LoadScopeScheduling):
-    """Each file is a unit of work, each folder of `TOGETHER` and each test of `APART`, in the order of collection."""
+    """Each file is a unit of work, and each test of `APART`, in the order in which they were collected."""
 
     def _split_scope(self, nodeid: str) -> str:
         path, _, _ = nodeid.partition("::")
-        folder, _, _ = path.rpartition("/")
-        return nodeid if path == APART else folder if folder in TOGETHER else path
+        return nodeid if path == APART else path
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -39,9 +39,9 @@ class Catalog:
         return list(self._served)
 
     @property
-    def least_spare_ns(self) -> int:
-        """The least time that a request of any model has beside its own computation."""
-        return min(served.slo_ns - served.table[1] for served in self)
+    def most_late_ns(self) -> int:
+        """What lateness is planned for at most: a quarter of what the tightest request has beside its computation."""
+        return min(served.slo_ns - served.table[1] for served in self) // 4
 
     @property
     def pause_ns(self) -> int:
@@ -74,7 +74,7 @@ class Catalog:
             "capacity": CAPACITY,
             "delay_ns": round(deployment.delay * 1e9),
             "slack_ns": round(deployment.slack * 1e9),
-            "guard_ns": round(deployment.guard * 1e9) or min(UNKNOWN_GUARD_NS, self.least_spare_ns // 4),
+            "guard_ns": round(deployment.guard * 1e9) or min(UNKNOWN_GUARD_NS, self.most_late_ns),
         }
 
     def documents(self) -> list[dict[str, Any]]:

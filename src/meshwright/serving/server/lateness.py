@@ -29,7 +29,7 @@ _ENOUGH = 32
 # What is older counts only where there are not enough others: whatever made things late is perhaps over.
 _YOUNG_NS = 60_000_000_000
 _RARE, _SELDOM = 0.999, 0.99
-# Until some timers have fired; no more than a part of the time that a model leaves is taken.
+# Until some timers have fired: by so much the longest wait of a scheduler, a second, may end late (`switchboard`).
 UNKNOWN_GUARD_NS = 1_000_000
 
 

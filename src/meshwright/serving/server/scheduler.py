@@ -197,7 +197,7 @@ class Scheduler:
         """All is known that the pool needs."""
         if before is None:
             reports.report("preparing", policy=self._deployment.policy)
-        self._lateness.most_ns = self._catalog.least_spare_ns // 4
+        self._lateness.most_ns = self._catalog.most_late_ns
         self._board.pause_ns = self._catalog.pause_ns
         if self._fleet.is_scaled and before is None:
             self._next_scale = time.monotonic_ns() + self._fleet.every_ns
