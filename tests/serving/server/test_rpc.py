@@ -1,7 +1,9 @@
 """A front's calls over gRPC, by real sockets, with a gate that tests decide for."""
 
 import asyncio
+import contextlib
 import time
+from collections import Counter
 from pathlib import Path
 
 import grpc
@@ -424,18 +426,55 @@ def test_both_protocols_end_together(loop, tmp_path):
         while not gate.submitted:
             await asyncio.sleep(0.01)
         ending = asyncio.gather(server.drain(10), http.drain(10))
-        refused = []
-
-        async def is_refused():
-            refused[:] = await outcome(call(channel, b"", "ServerReady"))
-            return refused[0] != grpc.StatusCode.OK
-
-        await until(is_refused)
+        await asyncio.sleep(0)
+        further = [await outcome(call(channel, request())), await outcome(call(channel, b"", "ServerReady"))]
         gate.tell(gate.submitted[0], copy_inputs(gate.submitted[0]))
         await ending
-        return (await under_way)[0], refused[0]
+        return [(await under_way)[0], *further, await outcome(call(channel, b"", "ServerReady"))]
 
-    assert run(gate, scenario, loop) == (grpc.StatusCode.OK, UNAVAILABLE)
+    answered, refused, ready, ended = run(gate, scenario, loop)
+    assert answered == grpc.StatusCode.OK
+    assert refused[0] == UNAVAILABLE
+    assert refused[1].startswith("The server is ending")
+    assert refused[2]["retry-after"] == "1"
+    assert ready[:2] == (grpc.StatusCode.OK, b"")
+    assert ended[0] == UNAVAILABLE
+    assert len(gate.submitted) == 1
+
+
+def test_an_end_cancels_nothing(loop, tmp_path):
+    """What was taken is answered, and nobody is told to have cancelled what comes meanwhile."""
+    gate = FakeGate(tmp_path)
+
+    async def scenario(server, _):
+        codes = Counter()
+        ending = asyncio.Event()
+
+        async def keep_asking(channel):
+            while not ending.is_set():
+                codes[(await outcome(call(channel, request())))[0]] += 1
+
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with contextlib.AsyncExitStack() as channels:
+            asking = [
+                asyncio.create_task(keep_asking(channel))
+                for _ in range(4)
+                for channel in [
+                    await channels.enter_async_context(
+                        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options)
+                    )
+                ]
+                for _ in range(4)
+            ]
+            await until(lambda: codes[grpc.StatusCode.OK] > 100)
+            await server.drain(10)
+            ending.set()
+            await asyncio.gather(*asking)
+        return codes
+
+    codes = run(gate, scenario, loop)
+    assert set(codes) == {grpc.StatusCode.OK, UNAVAILABLE}
+    assert codes[grpc.StatusCode.OK] == len(gate.submitted)
 
 
 def test_an_end_does_not_wait_forever(tmp_path):
@@ -448,5 +487,5 @@ def test_an_end_does_not_wait_forever(tmp_path):
         await server.drain(0.1)
         return (await under_way)[0]
 
-    assert run(gate, scenario) != grpc.StatusCode.OK
+    assert run(gate, scenario) == UNAVAILABLE
     assert gate.cancelled == gate.submitted

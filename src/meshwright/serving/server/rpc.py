@@ -15,9 +15,13 @@ within ``receive`` seconds; that is why all methods read it themselves, as if th
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -49,6 +53,10 @@ _MOST_STREAMS = 1024
 # Pings that come more often end a connection.
 _PINGS_MS = 10_000
 _OVERDUE = "overdue"
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+_ENDING = "The server is ending, and takes no further requests; ask again after a second."
+# How often an end looks whether all is answered.
+_LOOK_S = 0.01
 _now_ns = time.monotonic_ns
 
 
@@ -76,6 +84,8 @@ class RpcServer:
         self._server: Any = None
         # Whose messages have not come yet, and since when; the oldest are first.
         self._receiving: dict[asyncio.Task[Any], int] = {}
+        # Inference that was taken; what is refused as the server ends is not.
+        self._under_way: set[RpcCall] = set()
         self._tick_s = min(limits.receive, 4.0) / 4
         self._timer: asyncio.TimerHandle | None = None
 
@@ -118,9 +128,17 @@ class RpcServer:
         self._tick()
 
     async def drain(self, grace_s: float) -> None:
-        """Take no further calls, answer what is under way, and close; at once after so long."""
+        """Refuse further inference, answer what is under way, and close; at once after so long.
+
+        gRPC's own end would tell calls that come to it that they are CANCELLED, as if a client had wished so; it can
+        say nothing any more when it comes, and they are UNAVAILABLE, by the end of their connections.
+        """
         self._front.is_draining = True
-        await self._server.stop(grace_s)
+        end = time.monotonic() + grace_s
+        while self._under_way and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
+        _end_writing(self.port)
+        await self._server.stop(max(end - time.monotonic(), 0.0))
         if self._timer is not None:
             self._timer.cancel()
 
@@ -130,6 +148,10 @@ class RpcServer:
         call, front = RpcCall(), self._front
         try:
             headers = self._read_metadata("ModelInfer", call, context)
+            if front.is_draining:
+                raise Refusal(503, _ENDING)
+            self._under_way.add(call)
+            context.add_done_callback(partial(self._done, call))
             request = read_infer(await self._receive(context))
             call.served = served = front.find(request.model_name, request.model_version or None)
             asked = asked_of(served, request)
@@ -152,6 +174,10 @@ class RpcServer:
         except Exception as error:
             await self._refuse(call, context, error)
         return answer
+
+    def _done(self, call: RpcCall, _: Any) -> None:
+        """The last of an answer has been given to the system."""
+        self._under_way.discard(call)
 
     def _reply(self, call: RpcCall, ticket: Ticket) -> None:
         """The scheduler has told what became of a request."""
@@ -256,3 +282,19 @@ async def serve_rpc(front: Front, server: Server, *, port: int | None = None, re
 
 def _bytes_of(text: str | bytes) -> bytes:
     return text if isinstance(text, bytes) else text.encode("latin-1", "replace")
+
+
+def _end_writing(port: int) -> None:
+    """Half-close all connections of this process to a port of its own; what was written before still arrives."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            # A copy cannot be closed and become another file meanwhile.
+            copy = os.dup(int(entry.name))
+            try:
+                connection = socket.socket(fileno=copy)
+            except OSError:  # something else
+                os.close(copy)
+                raise
+            with connection:
+                if connection.family in _INTERNET and connection.getsockname()[1] == port:
+                    connection.shutdown(socket.SHUT_WR)
