@@ -101,6 +101,7 @@ def test_a_head_has_the_length_of_what_is_left_out(loop, tmp_path):
         (post(b"", "/v2"), 405, "POST is not possible", ("allow", "GET, HEAD")),
         (get("/v2/models/m/infer"), 405, "GET is not possible", ("allow", "POST")),
         (get(INDEX, method="DELETE"), 405, "DELETE is not possible", ("allow", "POST")),
+        (get("/v2/repository/models/m/load", method="POST"), 404, "at the admin address", None),
         (get("*", method="OPTIONS"), 404, "There is nothing", None),
         (post(b"[]", INDEX), 400, "no request of the index", None),
         (post(b"x"), 400, "not JSON", None),

@@ -145,6 +145,8 @@ class Paths:
             case ["v2", "repository", "index"]:
                 check_method(exchange, _WRITE)
                 self._show_index(exchange)
+            case ["v2", "repository", *_]:
+                raise Refusal(404, "Models are loaded and unloaded at the admin address, which a server tells first.")
             case ["v2", "models", name, *rest]:
                 number = None
                 if rest[:1] == ["versions"] and len(rest) > 1:
