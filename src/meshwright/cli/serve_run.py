@@ -124,7 +124,7 @@ def _tell(name: str, facts: dict[str, Any]) -> None:
                 f"The system lets a front have {facts['files']} files open; connections may need {facts['wanted']}. "
                 f"There can be {facts['connections']} connections. Raise it (ulimit -Hn), or give fewer in [server]."
             )
-        case "unlogged":
+        case "unlogged" | "unstarted":
             note(facts["text"])
         case "stuck":
             note(f"worker-{facts['worker']} has computed one batch for {facts['seconds']:.3g} s; it is killed.")

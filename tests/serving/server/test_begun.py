@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from meshwright.serving.server.begun import Begun, take_begun
+from meshwright.serving.server.begun import Begun, clear_begun, take_begun
+from meshwright.serving.server.worker import Worker
 
 WORKER = """
 import sys, time
@@ -33,6 +34,23 @@ def test_it_is_known_of_a_worker_that_was_killed(tmp_path, noted, begun):
             worker.wait(20)
     assert take_begun(tmp_path, worker.pid) == begun
     assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_forgets_the_numbers_of_another_scheduler(tmp_path):
+    worker = Worker(tmp_path, 0, [], None)
+    worker._begun.note(3)
+    worker._hear({"epoch": 5})
+    assert take_begun(tmp_path, os.getpid()) == -1
+
+
+def test_only_workers_that_live_are_remembered(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait(20)
+    for pid in (os.getpid(), ended.pid):
+        Begun(tmp_path, pid).note(3)
+    (tmp_path / "begun-what").touch()
+    clear_begun(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {f"begun-{os.getpid()}", "begun-what"}
 
 
 def test_numbers_of_another_scheduler_are_forgotten(tmp_path):

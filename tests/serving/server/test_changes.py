@@ -1,11 +1,12 @@
 """Models that come to workers that tests play."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from meshwright.serving.server.catalog import Catalog
 from meshwright.serving.server.changes import Changes
 from meshwright.serving.server.served import Served
-from meshwright.spec import ServedModel
+from meshwright.spec import Deployment, ServedModel
 from meshwright.spec.quantities import Seconds
 
 
@@ -40,6 +41,14 @@ def test_a_model_that_was_loaded_and_cannot_be_served_is_forgotten(capsys):
     assert worker.held == {0}
     changes.step([worker], lambda: None)
     assert "longer than its SLO" in capsys.readouterr().out
+
+
+def test_before_timers_have_fired_some_time_is_left_before_them():
+    """As far as the tightest request has it."""
+    known = [Catalog([replace(served(0, slo=slo), table=[0, 50_000_000])]) for slo in (0.1, 0.052)]
+    open_guard, given = Deployment(models=(served(0).model,), devices=1), Seconds(3e-4)
+    assert [catalog.facts(open_guard)["guard_ns"] for catalog in known] == [1_000_000, 500_000]
+    assert known[0].facts(replace(open_guard, guard=given))["guard_ns"] == 300_000
 
 
 def test_a_model_that_can_be_served_is_kept_and_changes_places(capsys):

@@ -40,6 +40,19 @@ def test_what_has_no_room_waits_in_order(pair):
     assert not first.is_waiting
 
 
+def test_what_was_sent_before_an_end_comes_although_not_all_was_read(pair):
+    first, second = pair
+    for number in range(3):
+        second.send(np.array([Kind.RUN, number], np.int64))
+    first.send(np.array([Kind.RAN, 7], np.int64))
+    first.close()
+    heard = second.receive()
+    kind, cells = next(heard)
+    assert (kind, cells.tolist()) == (Kind.RAN, [7])
+    with pytest.raises(Closed):
+        next(heard)
+
+
 def test_a_long_document_comes_whole_among_other_messages(pair):
     first, second = pair
     long = {"models": ["x" * 1000] * 1000}

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections import Counter
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -475,6 +477,76 @@ def test_an_end_cancels_nothing(loop, tmp_path):
     codes = run(gate, scenario, loop)
     assert set(codes) == {grpc.StatusCode.OK, UNAVAILABLE}
     assert codes[grpc.StatusCode.OK] == len(gate.submitted)
+
+
+@asynccontextmanager
+async def slow_line(port, rate=400_000):
+    """The port of a proxy to another one, whose client reads so many bytes per second."""
+    loop, tasks = asyncio.get_running_loop(), set()
+
+    def spawn(coroutine):
+        tasks.add(asyncio.create_task(coroutine))
+
+    async def pump(source, target, rate=None):
+        with contextlib.suppress(OSError):
+            while data := await loop.sock_recv(source, 4096):
+                await loop.sock_sendall(target, data)
+                await asyncio.sleep(len(data) / rate if rate else 0)
+            target.shutdown(socket.SHUT_WR)
+
+    async def accept(listener, sockets):
+        while True:
+            client = sockets.enter_context((await loop.sock_accept(listener))[0])
+            server = sockets.enter_context(socket.socket())
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+            for each in (client, server):
+                each.setblocking(False)
+            await loop.sock_connect(server, ("127.0.0.1", port))
+            spawn(pump(client, server))
+            spawn(pump(server, client, rate))
+
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listener.setblocking(False)
+        spawn(accept(listener, sockets))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_an_answer_on_a_slow_line_arrives_before_the_end(tmp_path):
+    """Also where the client asks on, which would reset a connection that had been closed."""
+    size = 15_000
+
+    def decide(ticket):
+        ticket.model.slab.outputs[0][ticket.slots] = 1
+        return Fate.DONE
+
+    known = facts(tmp_path, outputs=(TensorSpec(name="y", shape=(size,)),), tensor_bytes=2**17)
+    gate = FakeGate(tmp_path, known, decide=decide)
+
+    async def scenario(server, _):
+        async with (
+            slow_line(server.port) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            first = asyncio.create_task(outcome(call(channel, request())))
+            while not gate.submitted:
+                await asyncio.sleep(0.005)
+            ending = asyncio.create_task(server.drain(20))
+            further = []
+            while not ending.done():
+                further.append(asyncio.create_task(outcome(call(channel, request()))))
+                await asyncio.sleep(0.02)
+            await ending
+            return await first, {(await each)[0] for each in further}
+
+    (code, data, _), further = run(gate, scenario)
+    assert (code, values_of(data)) == (grpc.StatusCode.OK, [[1.0] * size])
+    assert further <= {UNAVAILABLE}
 
 
 def test_an_end_does_not_wait_forever(tmp_path):

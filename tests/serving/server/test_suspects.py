@@ -33,8 +33,8 @@ def lost(tmp_path):
         side.close()
 
 
-def judged(suspects, worker):
-    return [(model, guilty.tolist(), again.tolist()) for model, guilty, again in suspects.judge(worker)]
+def judged(suspects, worker, is_awaited=lambda _: True):
+    return [(model, guilty.tolist(), again.tolist()) for model, guilty, again in suspects.judge(worker, is_awaited)]
 
 
 @pytest.mark.parametrize("begun", [0, None])
@@ -52,6 +52,23 @@ def test_what_was_not_begun_is_not_blamed(tmp_path, lost):
     for pid in range(3):
         assert judged(suspects, lost([FRONT], begun=-1, pid=pid)) == [(7, [], [FRONT])]
     assert [part.tolist() for part in suspects.parts_of(np.array([FRONT, FRONT + 1]))] == [[FRONT, FRONT + 1]]
+
+
+def test_it_may_have_done_more_than_was_heard_of(tmp_path, lost):
+    suspects = Suspects(tmp_path)
+    batches = [FRONT], [FRONT + 1, FRONT + 2], [FRONT + 3]
+    assert [guilty for _, guilty, _ in judged(suspects, lost(*batches, begun=1))] == [[], [], []]
+    assert [guilty for _, guilty, _ in judged(suspects, lost(*batches, begun=1, pid=2))] == [
+        [],
+        [FRONT + 1, FRONT + 2],
+        [],
+    ]
+
+
+def test_what_nobody_waits_for_is_not_suspected(tmp_path, lost):
+    suspects = Suspects(tmp_path)
+    judged(suspects, lost([FRONT, OTHER], begun=0), lambda request: request == OTHER)
+    assert [part.tolist() for part in suspects.parts_of(np.array([FRONT, OTHER]))] == [[FRONT], [OTHER]]
 
 
 def test_an_idle_worker_leaves_nothing_behind(tmp_path, lost):

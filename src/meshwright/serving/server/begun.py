@@ -6,11 +6,13 @@ A batch that was sent to a worker and not begun has not harmed it.
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 
 import numpy as np
 
 _NONE = -1
+_PREFIX = "begun-"
 
 
 class Begun:
@@ -38,5 +40,16 @@ def take_begun(folder: Path, pid: int) -> int | None:
     return begun
 
 
+def clear_begun(folder: Path) -> None:
+    """Forget what workers had begun that have ended while no scheduler was there."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        try:
+            os.kill(int(path.name.removeprefix(_PREFIX)), 0)
+        except ProcessLookupError:
+            path.unlink(missing_ok=True)
+        except (ValueError, PermissionError):
+            continue
+
+
 def _path(folder: Path, pid: int) -> Path:
-    return folder / f"begun-{pid}"
+    return folder / f"{_PREFIX}{pid}"

@@ -91,6 +91,9 @@ class Channel:
                 size = self.socket.recv_into(self._room)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                # It has ended before it read all; the system tells this first, and then what it had sent.
+                continue
             except OSError:
                 raise Closed from None
             if not size:

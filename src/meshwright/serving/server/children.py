@@ -41,11 +41,12 @@ class Child:
     reports: asyncio.StreamReader | None = None
 
     async def start(self, arguments: list[str]) -> asyncio.subprocess.Process:
-        """Start it; `listen` has to follow."""
+        """Start it; `listen` has to follow. Raises OSError where the system has no room for it."""
         reading, writing = os.pipe()
         self.reports = asyncio.StreamReader(limit=_LONGEST_LINE)
+        transport = None
         try:
-            await asyncio.get_running_loop().connect_read_pipe(
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
                 lambda: asyncio.StreamReaderProtocol(self.reports),  # type: ignore[arg-type]
                 os.fdopen(reading, "rb"),
             )
@@ -57,6 +58,10 @@ class Child:
                 pass_fds=(writing,),
                 start_new_session=True,  # Ctrl-C is for the supervisor
             )
+        except OSError:
+            if transport is not None:
+                transport.close()
+            raise
         finally:
             os.close(writing)
         self.starts += 1

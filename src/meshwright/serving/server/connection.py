@@ -238,7 +238,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(answer)
             if first.closes:
                 # What the client still sends would reset a closed connection, and it may never see the answer.
-                self._close(lingers=self._stop is not None or not self._front.is_draining)
+                self._close(lingers=True)
                 return
         if not (waiting or self._is_paused):
             self._since_ns = _now_ns()

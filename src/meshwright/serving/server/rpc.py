@@ -15,13 +15,9 @@ within ``receive`` seconds; that is why all methods read it themselves, as if th
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -30,6 +26,7 @@ import grpc.aio
 from meshwright.serving.server.exchange import Call, Refusal
 from meshwright.serving.server.front import Front, Served
 from meshwright.serving.server.gate import Ticket
+from meshwright.serving.server.half_close import half_close
 from meshwright.serving.server.messages import SERVICE_NAME, answer_of, asked_of, classes_of, read_infer, read_message
 from meshwright.serving.server.tensors import Asked
 from meshwright.serving.server.trace_context import read_context
@@ -53,7 +50,6 @@ _MOST_STREAMS = 1024
 # Pings that come more often end a connection.
 _PINGS_MS = 10_000
 _OVERDUE = "overdue"
-_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _ENDING = "The server is ending, and takes no further requests; ask again after a second."
 # How often an end looks whether all is answered.
 _LOOK_S = 0.01
@@ -135,9 +131,8 @@ class RpcServer:
         """
         self._front.is_draining = True
         end = time.monotonic() + grace_s
-        while self._under_way and time.monotonic() < end:
+        while (self._under_way or await half_close(self.port)) and time.monotonic() < end:
             await asyncio.sleep(_LOOK_S)
-        _end_writing(self.port)
         await self._server.stop(max(end - time.monotonic(), 0.0))
         if self._timer is not None:
             self._timer.cancel()
@@ -282,19 +277,3 @@ async def serve_rpc(front: Front, server: Server, *, port: int | None = None, re
 
 def _bytes_of(text: str | bytes) -> bytes:
     return text if isinstance(text, bytes) else text.encode("latin-1", "replace")
-
-
-def _end_writing(port: int) -> None:
-    """Half-close all connections of this process to a port of its own; what was written before still arrives."""
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            # A copy cannot be closed and become another file meanwhile.
-            copy = os.dup(int(entry.name))
-            try:
-                connection = socket.socket(fileno=copy)
-            except OSError:  # something else
-                os.close(copy)
-                raise
-            with connection:
-                if connection.family in _INTERNET and connection.getsockname()[1] == port:
-                    connection.shutdown(socket.SHUT_WR)

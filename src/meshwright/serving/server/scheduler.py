@@ -2,8 +2,8 @@
 
 Fronts submit requests, workers run batches (`channel.Kind`); tensors never come here. What a worker that has gone had
 to do comes again, with the deadlines that it had. What was computed when it went is computed one by one then, and a
-request that has lost two workers is taken to be at fault. Only the scheduler says what became of a request, and it does
-so once.
+request that two had begun when they went is taken to be at fault. Only the scheduler says what became of a request, and
+it does so once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 
 from meshwright.serving.policies.pool import DROP, NEVER, RESIZE, RUN, Ints
 from meshwright.serving.server import reports
+from meshwright.serving.server.begun import clear_begun
 from meshwright.serving.server.catalog import Catalog
 from meshwright.serving.server.changes import Changes
 from meshwright.serving.server.channel import Channel, Kind
@@ -53,6 +54,7 @@ class Scheduler:
         self._epoch = time.monotonic_ns()
         for left in folder.glob("slab-*"):  # of fronts that ended with the scheduler before
             left.unlink(missing_ok=True)
+        clear_begun(folder)
         self._board = Switchboard(folder / "scheduler.sock", self._greet)
         self._catalog = Catalog(read_models(folder))
         self._changes = Changes(self._catalog)
@@ -100,8 +102,6 @@ class Scheduler:
     def close(self) -> None:
         """Close what is open; the log is complete then."""
         self._board.close()
-        for side in (*self._fronts, *self._workers.present.values()):
-            side.channel.close()
         if self._log is not None:
             self._log.close()
 
@@ -359,7 +359,7 @@ class Scheduler:
             self._event(DOWN, now, worker.device)
         elif worker.device in self._fleet.draining:
             self._fleet.drained(worker.device)
-        for model, guilty, again in self._suspects.judge(worker):
+        for model, guilty, again in self._suspects.judge(worker, self._fronts.has_asked):
             self._answer(model, guilty, Fate.FAILED)
             self._come_again(model, again, now)
         if not self._workers.usable:

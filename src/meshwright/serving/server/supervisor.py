@@ -51,8 +51,8 @@ class Supervisor:
 
     Decisions are written to ``log``, those of a scheduler that was started again to ``log.2`` and so on; requests need
     the token of ``token_file``. ``told`` hears what processes report: the name of one (``worker-3``) and its facts;
-    ``kind`` "ended" and "started" are the supervisor's own. Raises ServingError where a process cannot go on by a fault
-    of the deployment.
+    ``kind`` "ended", "started" and "unstarted" are the supervisor's own. Raises ServingError where a process cannot
+    go on by a fault of the deployment.
     """
 
     def __init__(
@@ -244,28 +244,38 @@ class Supervisor:
             if child.name == "scheduler" and self._log is not None and child.starts:
                 # What the one before has written stays.
                 arguments = [*arguments[:-1], f"{arguments[-1]}.{child.starts + 1}"]
-            process = await child.start(arguments)
-            if self._stopping.is_set() and process.stdin is not None:
-                process.stdin.close()
-            self._tell(child.name, {"kind": "started", "pid": process.pid, "starts": child.starts})
-            await child.listen(process, partial(self._hear, child))
-            code = process.returncode
-            self.ended.add(self.facts.pop(child.name, {}))
-            if child.name == "scheduler":
-                self._end_change("The server ends." if self._stopping.is_set() else _STARTED_AGAIN)
-            # A worker that cannot load what others have loaded before may do so later.
-            if code == FATAL and not (self._was_ready and child.name.startswith("worker-")):
-                self._fault = self._fault or child.error
-                self._stopping.set()
-            again = child.wanted.is_set() and not self._stopping.is_set()
-            facts = {"code": code, "again": again, "error": child.error, "is_released": child.is_released}
-            self._tell(child.name, {"kind": "ended", **facts})
-            child.error, child.is_released = None, False
+            try:
+                process = await child.start(arguments)
+            except OSError as error:
+                # Whatever took the memory, or the room for processes, may end.
+                text = f"{child.name} could not be started ({error}); it is tried again."
+                self._tell(child.name, {"kind": "unstarted", "text": text})
+            else:
+                await self._accompany(child, process)
             if time.monotonic() - began > _WELL_S:
                 pause_s = _FIRST_PAUSE_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _accompany(self, child: Child, process: asyncio.subprocess.Process) -> None:
+        """Listen to a process until it has ended, and do what follows from its end."""
+        if self._stopping.is_set() and process.stdin is not None:
+            process.stdin.close()
+        self._tell(child.name, {"kind": "started", "pid": process.pid, "starts": child.starts})
+        await child.listen(process, partial(self._hear, child))
+        code = process.returncode
+        self.ended.add(self.facts.pop(child.name, {}))
+        if child.name == "scheduler":
+            self._end_change("The server ends." if self._stopping.is_set() else _STARTED_AGAIN)
+        # A worker that cannot load what others have loaded before may do so later.
+        if code == FATAL and not (self._was_ready and child.name.startswith("worker-")):
+            self._fault = self._fault or child.error
+            self._stopping.set()
+        again = child.wanted.is_set() and not self._stopping.is_set()
+        facts = {"code": code, "again": again, "error": child.error, "is_released": child.is_released}
+        self._tell(child.name, {"kind": "ended", **facts})
+        child.error, child.is_released = None, False
 
     async def _is_wanted(self, child: Child) -> bool:
         """Wait until a process is wanted; False if the server ends before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from meshwright.serving.server.peers import Worker, front_of
 
 
 class Suspects:
-    """Those whose worker went while it computed them; who loses a second one is taken to be at fault.
+    """Those that a worker had begun when it went; who loses a second one so is taken to be at fault.
 
     ``folder``: where workers note what they begin (`begun`).
     """
@@ -30,17 +30,18 @@ class Suspects:
         parts = [requests[~alone]] if not alone.all() else []
         return parts + [requests[place : place + 1] for place in np.flatnonzero(alone)]
 
-    def judge(self, worker: Worker) -> Iterator[tuple[int, Ints, Ints]]:
+    def judge(self, worker: Worker, is_awaited: Callable[[int], bool]) -> Iterator[tuple[int, Ints, Ints]]:
         """What a worker that has gone had to do: model, requests at fault, and those that are to come again.
 
-        Only what it had begun can have harmed it, and is suspected from now on.
+        Only what it had begun can have harmed it, and is suspected from now on, if anybody still waits for it.
         """
         begun = take_begun(self._folder, worker.pid)
         for place, batch in enumerate(worker.batches):
-            if place == 0 and begun in (batch.number, None):
+            # One may be begun although ends of those before it have not been heard of.
+            if begun == batch.number or (begun is None and place == 0):
                 guilty = self._among(batch.requests)
                 again = batch.requests[~guilty]
-                self._requests.update(again.tolist())
+                self._requests.update(filter(is_awaited, again.tolist()))
                 yield batch.model, batch.requests[guilty], again
             else:
                 yield batch.model, batch.requests[:0], batch.requests

@@ -87,8 +87,11 @@ class Switchboard:
         channel.close()
 
     def close(self) -> None:
-        """Nobody can connect any more."""
+        """Nobody can connect any more, and whoever has is disconnected."""
         self._listener.close()
+        for key in self._selector.get_map().values():
+            if isinstance(key.fileobj, Channel):
+                key.fileobj.close()
 
     def _accept(self, _now: int, _mask: int) -> None:
         with contextlib.suppress(BlockingIOError):
