@@ -38,7 +38,7 @@ lint: $(VENV)/.stamp-dev ## format, lint, types, layers, layout, spelling
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest -q tests/test_layout.py
+	$(BIN)/python -m pytest -q tests/test_layout.py tests/test_portability.py
 	$(BIN)/codespell $(wildcard *.md) docs .ci $(SOURCES)
 
 format: $(VENV)/.stamp-dev ## rewrite the sources in the house format
