@@ -228,6 +228,28 @@ def test_small_files_that_stand_for_gigabytes_are_refused_in_little_memory(tmp_p
     assert int(told[5]) < 2**28
 
 
+READ_AND_WRITE = """
+import sys
+from pathlib import Path
+from meshwright.records.parquet import read_records, write_records
+
+def threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+before = threads()
+write_records(read_records(sys.argv[1]), sys.argv[2])
+print(threads() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_no_threads_are_left_that_could_abort_the_process_at_its_end(tmp_path):
+    small = write_records(some_records(), tmp_path / "small.parquet")
+    command = [sys.executable, "-c", READ_AND_WRITE, str(small), str(tmp_path / "again.parquet")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "0\n"
+
+
 def test_heads_of_pages_that_cannot_be_are_refused():
     """Every way in which a head can be cut off, too deep or too long ends in ValueError."""
     random = np.random.default_rng(2)
