@@ -33,7 +33,7 @@ test-ci: $(VENV)/.stamp-dev ## what CI runs: the long ones too, as every command
 test-all: $(VENV)/.stamp-dev ## the slow ones too, with more examples for each property
 	$(BIN)/python -m pytest --hypothesis-profile=thorough --timeout=900 $(PYTEST_ARGS)
 
-lint: $(VENV)/.stamp-dev ## format, lint, types, layers, layout, spelling
+lint: $(VENV)/.stamp-dev ## format, lint, types, layers, layout, portability, spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

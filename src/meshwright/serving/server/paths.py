@@ -146,7 +146,7 @@ class Paths:
                 check_method(exchange, _WRITE)
                 self._show_index(exchange)
             case ["v2", "repository", *_]:
-                raise Refusal(404, "Models are loaded and unloaded at the admin address, which a server tells first.")
+                raise Refusal(404, "Load and unload models at the admin address, which `meshwright serve` prints.")
             case ["v2", "models", name, *rest]:
                 number = None
                 if rest[:1] == ["versions"] and len(rest) > 1:
