@@ -9,7 +9,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from meshwright.serving.policies.pool import NUM_QUEUED
+from meshwright.serving.policies.pool import GUARD, NUM_QUEUED
 from meshwright.serving.server.channel import Closed, Kind, connect
 from meshwright.serving.server.gate import Fate, Gate
 from meshwright.serving.server.scheduler import Scheduler
@@ -160,6 +160,18 @@ def test_requests_are_answered_with_what_their_own_slots_hold(tmp_path):
         assert sorted(client.gate.models["m"].idle) == list(range(512))
 
     run_with(tmp_path, deployment(), scenario)
+
+
+@pytest.mark.parametrize(("slo", "guard_ns"), [(5.0, 1_000_000), (0.0021, 499_750)])
+def test_before_timers_have_fired_some_time_is_left_before_them(tmp_path, slo, guard_ns):
+    """As far as the tightest request has it: a quarter of what is left beside its computation of 0.101 ms."""
+
+    async def scenario(client):
+        worker = FakeWorker(tmp_path, 0)
+        await until(lambda: client.gate.is_ready, worker)
+        assert client.scheduler._live.pool[GUARD] >= guard_ns  # more if one was late already
+
+    run_with(tmp_path, deployment(slo=slo), scenario)
 
 
 def test_what_a_lost_worker_had_is_done_by_another(tmp_path):

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from meshwright.serving.policies.pool import NEVER
-from meshwright.serving.server.lateness import UNKNOWN_GUARD_NS
 from meshwright.serving.server.peers import CAPACITY
 from meshwright.serving.server.served import Served
 from meshwright.spec import Deployment
@@ -64,8 +63,8 @@ class Catalog:
             del self._served[number], self._leaving[number]
         self.generation += 1
 
-    def facts(self, deployment: Deployment) -> dict[str, Any]:
-        """What a pool has to know (`allocate_pool`)."""
+    def facts(self, deployment: Deployment, guard_ns: int) -> dict[str, Any]:
+        """What a pool has to know (`allocate_pool`); ``guard_ns`` where the deployment leaves it open."""
         most = max(len(served.table) for served in self)
         return {
             "latency": [served.table + [NEVER] * (most - len(served.table)) for served in self],
@@ -74,7 +73,7 @@ class Catalog:
             "capacity": CAPACITY,
             "delay_ns": round(deployment.delay * 1e9),
             "slack_ns": round(deployment.slack * 1e9),
-            "guard_ns": round(deployment.guard * 1e9) or min(UNKNOWN_GUARD_NS, self.most_late_ns),
+            "guard_ns": round(deployment.guard * 1e9) or guard_ns,
         }
 
     def documents(self) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ _YOUNG_NS = 60_000_000_000
 _RARE, _SELDOM = 0.999, 0.99
 # Until some timers have fired. The first ones follow long waits, by processors that slept: they are 0.2 ms late on an
 # idle machine (own measurement 2026-11-26), and later on others.
-UNKNOWN_GUARD_NS = 1_000_000
+_UNKNOWN_GUARD_NS = 1_000_000
 
 
 class _Samples:
@@ -108,5 +108,5 @@ class Lateness:
 
     def guard_ns(self) -> int:
         """See the module's docstring."""
-        least_ns = 0 if self.timers.count >= _ENOUGH else UNKNOWN_GUARD_NS
+        least_ns = 0 if self.timers.count >= _ENOUGH else _UNKNOWN_GUARD_NS
         return min(max(self.timers.quantile(_SELDOM), least_ns), self.most_ns)

@@ -203,7 +203,7 @@ class Scheduler:
             self._next_scale = time.monotonic_ns() + self._fleet.every_ns
         return Live(
             self._deployment.policy,
-            self._catalog.facts(self._deployment),
+            self._catalog.facts(self._deployment, self._lateness.guard_ns()),
             self._log,
             numbers=self._catalog.numbers,
             scaling=self._fleet.facts(),
