@@ -206,11 +206,20 @@ def test_cutoff_only_hides_what_is_not_below_it(problem, share):
     if best is None:
         assert solve_slicing(problem, cutoff_s=1e9) is None
         return
-    found = solve_slicing(problem, cutoff_s=best.seconds * share)
+    cutoff_s = best.seconds * share
+    found = solve_slicing(problem, cutoff_s=cutoff_s)
     if found is None:
-        assert share <= 1 + 1e-9
+        assert best.seconds >= cutoff_s * (1 - 1e-9)
     else:
+        assert found.seconds < cutoff_s
         assert found.seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+def test_nothing_is_below_a_cutoff_of_zero():
+    instantaneous = chain(np.zeros(2), 2, 3)
+    assert solve_slicing(instantaneous).seconds == 0.0
+    assert solve_slicing(instantaneous, cutoff_s=0.0) is None
+    assert solve_slicing(instantaneous, cutoff_s=1e-9).seconds == 0.0
 
 
 def notebook_optimum(costs, cuts, num_stages, num_microbatches):

@@ -6,23 +6,62 @@ Exit codes: 0 done, 1 error or interrupted, 2 usage, 3 no feasible plan.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
-from meshwright.cli.capture import capture
-from meshwright.cli.compare import compare
-from meshwright.cli.console import accept_any_character
-from meshwright.cli.doctor import doctor
-from meshwright.cli.measure import measure
-from meshwright.cli.optimize import optimize
-from meshwright.cli.output import report_error
-from meshwright.cli.plan import plan
-from meshwright.cli.run import run as run_verb
-from meshwright.cli.serve import serve
-from meshwright.cli.show import show
-from meshwright.cli.simulate import simulate
-from meshwright.cli.validate import validate
-from meshwright.spec.errors import DocumentError, MeshwrightError
+# Verbs in the order of the help: where each is defined, and its line of the help. A verb is imported when it runs,
+# because importing all of them takes twice as long as printing the help.
+VERBS = {
+    "capture": (
+        "meshwright.cli.capture:capture",
+        "Turn a model into a graph: ops, tensors, layers, FLOPs, what autograd saves. No weight is allocated.",
+    ),
+    "measure": (
+        "meshwright.cli.measure:measure",
+        "Time the model's ops, the optimizers and the links of this machine, with every process busy at once.",
+    ),
+    "plan": (
+        "meshwright.cli.plan:plan",
+        "Search for the fastest layout that fits and explain it. Needs no GPU and allocates no weight.",
+    ),
+    "simulate": (
+        "meshwright.cli.simulate:simulate",
+        "Predict when every instruction of a plan runs, its step time and each rank's peak memory.",
+    ),
+    "run": (
+        "meshwright.cli.run:run",
+        "Train the plan's model: one process per rank, the same program that was simulated.",
+    ),
+    "compare": (
+        "meshwright.cli.compare:compare",
+        "Put a predicted and a measured timeline side by side: step time, every kind of work, and the order of issue.",
+    ),
+    "validate": (
+        "meshwright.cli.validate:validate",
+        "Score predictions on public measurements: rows left out, ours beside the baselines, errors in per cent.",
+    ),
+    "show": (
+        "meshwright.cli.show:show",
+        "Show what a document says: in tables, as JSON, or on a page to play with.",
+    ),
+    "doctor": (
+        "meshwright.cli.doctor:doctor",
+        "Look at this machine: versions, devices, memory, links, reachability, limits, with the remedy for what is "
+        "wrong.",
+    ),
+    "optimize": (
+        "meshwright.cli.optimize:optimize",
+        "Rewrite a model into an equivalent, faster one: `meshwright optimize MODEL`; options: `optimize model -h`.",
+    ),
+    "serve": (
+        "meshwright.cli.serve:serve",
+        "Serve models under deadlines: `meshwright serve DEPLOYMENT`; options: `serve run -h`.",
+    ),
+}
 
 # Modules that are not part of the core: how they are called, and the extra that brings them.
 EXTRAS = {
@@ -33,18 +72,40 @@ EXTRAS = {
     **{name: (name, "serve") for name in ("httptools", "msgspec", "orjson", "prometheus_client", "uvicorn", "uvloop")},
 }
 
+
+def load_verb(name: str) -> Any:
+    """The command or group of commands of a verb."""
+    module, attribute = VERBS[name][0].split(":")
+    found = getattr(import_module(module), attribute)
+    parent = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+    if isinstance(found, typer.Typer):
+        parent.add_typer(found)
+    else:
+        parent.command(name)(found)
+    return get_group(parent).commands[name]
+
+
+class _Verbs(TyperGroup):
+    """Lists its verbs without importing them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands.update({name: TyperCommand(name, help=line) for name, (_, line) in VERBS.items()})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load_verb(name) if name in VERBS else command, rest
+
+
 app = typer.Typer(
     name="meshwright",
+    cls=_Verbs,
     help="Lay a PyTorch model out on a cluster: predict, search, show, run and compare.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (capture, measure, plan, simulate, run_verb, compare, validate, show, doctor):
-    app.command()(verb)
-app.add_typer(optimize)
-app.add_typer(serve)
 
 
 @app.callback(invoke_without_command=True)
@@ -63,15 +124,10 @@ def _version(
 
 def run() -> None:
     """Entry point of the ``meshwright`` command."""
+    from meshwright.cli.console import accept_any_character
+
     accept_any_character()
     sys.exit(invoke(sys.argv[1:]))
-
-
-def _check_characters(arguments: list[str]) -> None:
-    """Raise DocumentError for bytes that are no UTF-8: such a name can be neither printed nor written to a document."""
-    for word in arguments:
-        if any("\ud800" <= letter <= "\udfff" for letter in word):
-            raise DocumentError(f"{word[:200]!r} is not valid UTF-8; expected names that are. Rename the file.")
 
 
 def invoke(arguments: list[str]) -> int:
@@ -81,25 +137,39 @@ def invoke(arguments: list[str]) -> int:
         app(args=arguments, prog_name="meshwright")
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
-    except MeshwrightError as error:
+    except BrokenPipeError:
+        # The reader of our output has gone (`meshwright ... | head`); that is its right.
+        sys.stdout = None
+    except Exception as error:
+        return _report(error, arguments)
+    return 0
+
+
+def _check_characters(arguments: list[str]) -> None:
+    """Raise DocumentError for bytes that are no UTF-8: such a name can be neither printed nor written to a document."""
+    for word in arguments:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            from meshwright.spec.errors import DocumentError
+
+            raise DocumentError(f"{word[:200]!r} is not valid UTF-8; expected names that are. Rename the file.")
+
+
+def _report(error: Exception, arguments: list[str]) -> int:
+    """Say on standard error what a command ended with, and return its exit code; raises what is a bug of ours."""
+    from meshwright.cli.output import report_error
+    from meshwright.spec.errors import MeshwrightError
+
+    if isinstance(error, MeshwrightError):
         report_error(str(error))
         return error.exit_code
-    except ModuleNotFoundError as error:
-        module = (error.name or "").split(".")[0]
-        if module not in EXTRAS:
-            raise
+    if isinstance(error, ModuleNotFoundError) and (module := (error.name or "").split(".")[0]) in EXTRAS:
         name, extra = EXTRAS[module]
         # Scoring needs all of its extra, of which this is the first that is missed.
         extra = "validate" if arguments[:1] == ["validate"] else extra
         report_error(f"This verb needs {name}, which is not installed. Run: pip install 'meshwright[{extra}]'.")
         return 1
-    except BrokenPipeError:
-        # The reader of our output has gone (`meshwright ... | head`); that is its right.
-        sys.stdout = None
-    except OSError as error:
+    if isinstance(error, OSError) and error.filename is not None:
         # A name that no file can have, a folder that may not be looked into: found wherever a path is first used.
-        if error.filename is None:
-            raise
         report_error(f"{error.filename}: {error.strerror}. Check the path.")
         return 1
-    return 0
+    raise error

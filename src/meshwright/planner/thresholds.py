@@ -44,6 +44,8 @@ def minimise_over_thresholds(
 ) -> Found | None:
     """The cheapest solution; None if there is none, or none below ``cutoff_s``.
 
+    "Below" is strict: a cutoff of 0 s hides every solution, also one that takes 0 s.
+
     ``solve`` takes a threshold, and returns the solution of least sum within it (None if there is none) and a value
     above the threshold below which nothing changes.
     """
