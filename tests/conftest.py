@@ -22,6 +22,8 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.warm import ADDRESS, programs, start_server
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Beside each other, processes with several threads each wait more than they compute; torch reads this when loaded.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -71,6 +73,16 @@ class ByFile(LoadScopeScheduling):
         return nodeid if path == APART else path
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server of warm processes while the tests are collected, where processes share them."""
+    if (
+        config.getoption("numprocesses", 0)
+        and "PYTEST_XDIST_WORKER" not in os.environ
+        and not config.option.collectonly
+    ):
+        os.environ[ADDRESS] = start_server()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
     if config.getoption("dist") != "load":
@@ -112,12 +124,9 @@ def run_fresh() -> Callable[[str], str]:
 
 
 @pytest.fixture
-def warm_ranks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a test starts are forks of a process that has loaded torch, as are commands of the pages."""
-    from tests.warm import write_programs
-
-    folder = tmp_path_factory.mktemp("programs")
-    write_programs(folder)
-    monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(folder / "python"))
-    monkeypatch.setenv("PYTHON_EXEC", str(folder / "python"))  # what torchrun starts
+    python = str(programs() / "python")
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(python))
+    monkeypatch.setenv("PYTHON_EXEC", python)  # what torchrun starts

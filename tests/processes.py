@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +11,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from tests.warm import programs
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,33 +24,31 @@ def free_port() -> int:
 
 
 def run_ranks(module: str, world_size: int, *arguments: str, timeout_s: float = 300) -> None:
-    """Run ``python -m module world_size arguments``, which calls `fork_ranks`; fails with what was printed."""
+    """Run ``python -m module world_size arguments``, which calls `fork_ranks`; fails with what was printed.
+
+    The module is run in a fork of a process that has loaded torch (`tests.warm`).
+    """
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
-        # Ranks compute on CPUs, and a process that has met a GPU cannot be forked.
-        "CUDA_VISIBLE_DEVICES": "",
     }
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(world_size), *arguments],
+            [programs() / "python", "-m", module, str(world_size), *arguments],
             env=environment,
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
         code: int | None = None
         try:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(timeout_s)
         finally:
-            # The ranks are of its session, whether it has ended or not.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # the ranks end with it
             process.wait(timeout=30)
         output.seek(0)
         assert code == 0, f"{module} ended with {code}:\n{output.read()[-8000:]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numba
@@ -130,5 +131,92 @@ def test_machine_code_is_stale_when_another_file_of_its_package_has_changed(tmp_
 
     assert run(2) == "21 0\n"
     assert run(30) == "301 0\n"
+    assert run(30) == "301 1\n"
     (package.parent / "called.py").touch()
-    assert "301" in run(30)
+    assert run(30) == "301 1\n", "the contents count, not the time"
+    assert run(2) == "21 1\n", "the code of an earlier state is kept"
+    for factor in (4, 5, 6):
+        run(factor)
+    assert run(2) == "21 0\n"
+    assert len(list(package.rglob("outer*.nbi"))) == 3
+
+
+def test_machine_code_is_stale_when_a_loop_of_another_package_has_changed(tmp_path):
+    house = tmp_path / "meshwright_copy"
+    for folder in (house, house / "below", house / "above"):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    (house / "compiled.py").write_text(Path(compiled_module.__file__).read_text())
+    head = "from meshwright_copy.compiled import compiled\n"
+    (house / "above" / "outer.py").write_text(
+        f"{head}from meshwright_copy.below.called import called\n\n"
+        "\n@compiled\ndef outer(x):\n    return called(x) + 1\n"
+    )
+
+    def run(factor: int) -> str:
+        (house / "below" / "called.py").write_text(f"{head}\n\n@compiled\ndef called(x):\n    return {factor} * x\n")
+        code = "from meshwright_copy.above.outer import outer; print(outer(10))"
+        command = [sys.executable, "-B", "-c", code]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    assert run(2) == "21\n"
+    assert run(3) == "31\n"
+
+
+AT_ONCE = """
+import sys
+import time
+from pathlib import Path
+
+from meshwright.cost.compiled import compiled
+
+
+@compiled
+def inner(x):
+    return x * 2
+
+
+@compiled
+def outer(x, y):
+    return inner(x) + inner(y)
+
+
+number, kinds = int(sys.argv[1]), [1, 1.0, True, 1j]
+Path(f"ready{number}").touch()
+while len(list(Path().glob("ready*"))) < 4:
+    time.sleep(0.001)
+for place in range(number, number + 4):
+    assert outer(kinds[place % 4], 1) == inner(kinds[place % 4]) + 2
+print(sum(f.stats.cache_misses[s] for f in (inner, outer) for s in f.stats.cache_misses))
+"""
+
+
+def test_processes_that_need_the_same_loops_at_once_compile_them_once(tmp_path):
+    """Four processes, four signatures in another order each: eight of inner and outer, and no code is taken for
+    another's.
+    """
+    (tmp_path / "loops.py").write_text(AT_ONCE)
+
+    def start() -> list[int]:
+        for path in tmp_path.glob("ready*"):
+            path.unlink()
+        command = [sys.executable, "-B", "loops.py"]
+        started = [
+            subprocess.Popen([*command, str(n)], cwd=tmp_path, stdout=subprocess.PIPE, text=True) for n in range(4)
+        ]
+        printed = [process.communicate(timeout=120)[0] for process in started]
+        assert [process.returncode for process in started] == [0] * 4
+        return [int(text) for text in printed]
+
+    assert sum(start()) == 8
+    assert sum(start()) == 0
+
+
+def test_a_process_that_was_killed_while_it_compiled_leaves_no_lock(tmp_path):
+    code = "from meshwright.cost import compiled as c; import os, time\nwith c._locked('.', 'loop'): {}"
+    command = [sys.executable, "-B", "-c"]
+    killed = subprocess.run([*command, code.format("os.kill(os.getpid(), 9)")], cwd=tmp_path, timeout=60, check=False)
+    assert killed.returncode == -9
+    begun = time.monotonic()
+    subprocess.run([*command, code.format("pass")], cwd=tmp_path, timeout=60, check=True)
+    assert time.monotonic() - begun < compiled_module._LONGEST_WAIT_S / 2

@@ -20,7 +20,7 @@ def renew(page: str) -> None:
         for block, command, code, output in run_page(page, Path(folder)):
             print(f"{page}: {command} -> {code}", flush=True)
             if code != block.exit_code:
-                print(output)
+                sys.exit(f"{output}\n{page} stays as it is: this ended with {code} instead of {block.exit_code}")
             if block.language == "console":
                 outputs.setdefault(block.start, []).append(shown(block, output))
                 blocks[block.start] = block

@@ -40,6 +40,11 @@ def test_a_file_that_a_page_shows_is_the_file_that_is_there(page):
             assert block.text == (ROOT / block.title).read_text(), f"{page} shows another {block.title}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_shows_an_output_of_a_program_that_failed(page):
+    assert "Traceback (most recent call last)" not in (ROOT / page).read_text()
+
+
 def test_every_page_is_in_the_navigation():
     named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert {page.removeprefix("docs/") for page in PAGES if page != "README.md"} == named

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from meshwright.planner.climbing import climb, moved_boundaries
 from meshwright.planner.method import SearchState
 from meshwright.spec import StagePlan
 from tests.planner.test_search import cluster_of, search, weighted_graph
 
-START = search(weighted_graph([10**8] * 4, mode="inference"), cluster_of(2), 8, num_stages=2).best
+
+@cache
+def start():
+    return search(weighted_graph([10**8] * 4, mode="inference"), cluster_of(2), 8, num_stages=2).best
 
 
 def numbered(number):
     """A plan that is told apart by its model's name."""
-    return replace(START.plan, model=str(number))
+    return replace(start().plan, model=str(number))
 
 
-def walk(figures, *, most=100, **start):
+def walk(figures, *, most=100):
     """Plans that are proposed from plan 0, whose neighbours are the next three; ``figures[n]`` are those of plan n."""
     proposed = []
-    items = {number: replace(START, plan=numbered(number), **facts) for number, facts in enumerate(figures)}
+    items = {number: replace(start(), plan=numbered(number), **facts) for number, facts in enumerate(figures)}
 
     def changes(plan):
         number = int(plan.model)
         return [numbered(n) for n in range(number + 1, number + 4) if n in items]
 
-    steps = climb(replace(items[0], **start), changes, SearchState(), most=most)
+    steps = climb(items[0], changes, SearchState(), most=most)
     proposal = next(steps, None)
     while proposal is not None:
         proposed.append(int(proposal.plan.model))

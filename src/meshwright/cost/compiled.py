@@ -1,10 +1,16 @@
-"""One decorator for the hot loops: numba in nopython mode, compiled code cached on disk where that is possible.
+"""One decorator for the hot loops: numba in nopython mode, machine code cached on disk where that is possible.
 
 numba keeps the cache beside the source file, or in the user's cache folder when that place cannot be written to.
 When neither can (an installation owned by somebody else and no home folder), it refuses to decorate at all; the
-loops then compile anew in each process. An index of the cache names the types of arguments; one that an older version
-of this package left behind may name what is gone, and counts as empty. Machine code holds what the loop calls, too, but
-numba looks at the loop's own file only to see whether it is fresh; here any file of its package makes it stale.
+loops then compile anew in each process. Three things are ours:
+
+- Machine code holds what the loop calls, but numba looks at the loop's own file only to see whether it is fresh. Here a
+  cache file is named by the contents of all files of the loop's package, and of the packages whose loops it imports.
+  So what was compiled for one state of the sources is found again when that state comes back; the newest
+  `_KEPT_STATES` are kept.
+- Processes that need the same loop at once (ranks of a run, tests) compile it once: the others wait and load it. In
+  numba's own cache, two that save different signatures of a loop at once may leave the code of one for the other.
+- An index of the cache names the types of arguments. One that names what is gone cannot be read, and counts as empty.
 
 The first function that is loaded brings all of numba's own with it, some hundred thousand objects that stay. The
 garbage collector would go through them again and again; it pauses meanwhile, which saves a tenth of the engine's start.
@@ -18,26 +24,43 @@ import gc
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core.caching import IndexDataCacheFile
+from numba.core.compiler_lock import global_compiler_lock
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows: every process compiles for itself
+    fcntl = None
 
 Function = TypeVar("Function", bound=Callable[..., object])
+
+_KEPT_STATES = 3
+# Whoever waits longer for another process's compiling compiles for itself; the longest loop takes some 20 s.
+_LONGEST_WAIT_S, _LOOK_S = 120.0, 0.02
+_LOCK_FILE = "meshwright-compiling.lock"
 
 
 def compiled(function: Function) -> Function:
     """Compile at the first call; later processes load the machine code if a cache folder can be written."""
     try:
-        dispatcher = numba.njit(cache=True, nogil=True)(function)
+        dispatcher: Any = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:
         return cast("Function", numba.njit(nogil=True)(function))
-    _depend_on_package(dispatcher, function)
-    _forgive(dispatcher)
+    dispatcher._cache._cache_file = _CacheFile(dispatcher, function)
+    _compile_once(dispatcher)
     _load_without_collecting(dispatcher)
     return cast("Function", dispatcher)
 
@@ -52,42 +75,128 @@ def uncompiled(scope: dict[str, Any], name: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", plain[name])
 
 
-def _depend_on_package(dispatcher: Any, function: Callable[..., object]) -> None:
-    """Let a change of any file of a package of ours count (numba 0.68, core/caching.py: IndexDataCacheFile)."""
-    file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
-    house, _, package = function.__module__.partition(".")
-    if hasattr(file, "_source_stamp") and package and house == __name__.partition(".")[0]:
-        depth = len(package.split("."))
-        source = Path(function.__code__.co_filename)
-        is_package = source.name == "__init__.py"
-        folder = source.parents[depth - 1 if is_package else max(depth - 2, 0)]
-        file._source_stamp = (file._source_stamp, _stamp(folder))
+class _CacheFile(IndexDataCacheFile):
+    """The files of one loop: an index and the machine code of each signature (numba 0.68, core/caching.py)."""
 
+    def __init__(self, dispatcher: Any, function: Callable[..., object]) -> None:
+        given, base = dispatcher._cache._cache_file, dispatcher._cache._impl.filename_base
+        state = _state(function)
+        super().__init__(
+            given._cache_path,
+            f"{base}.{state}" if state else base,
+            state or given._source_stamp,  # numba's own: time and size of the file
+        )
+        self._states = f"{base}.*.nbi" if state else None
 
-@cache
-def _stamp(folder: Path) -> str:
-    """Names, sizes and times of all Python files of a folder and those below it."""
-    found = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        about = path.stat()
-        found.update(f"{path.relative_to(folder)} {about.st_size} {about.st_mtime_ns}\n".encode())
-    return found.hexdigest()
+    def save(self, key: Any, data: Any) -> None:
+        with _locked(self._cache_path, self._index_name):
+            is_new = not Path(self._index_path).exists()
+            super().save(key, data)
+        if is_new and self._states:
+            _forget_old_states(Path(self._cache_path), self._states)
 
-
-def _forgive(dispatcher: Any) -> None:
-    """Let an index that cannot be read count as empty (numba 0.68, core/caching.py: IndexDataCacheFile)."""
-    file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
-    load = getattr(file, "_load_index", None)
-    if load is None:
-        return
-
-    def load_index() -> Any:
+    def _load_index(self) -> Any:
         try:
-            return load()
+            return super()._load_index()
         except Exception:  # unpickling may raise anything; what is compiled anew is right
             return {}
 
-    file._load_index = load_index
+
+def _state(function: Callable[..., object]) -> str:
+    """Names the contents of all that a loop of ours may be made of; empty for a user's own loop."""
+    house, _, package = function.__module__.partition(".")
+    if not package or house != __name__.partition(".")[0]:
+        return ""
+    depth = len(package.split("."))
+    source = Path(function.__code__.co_filename)
+    folder = source.parents[depth - 1 if source.name == "__init__.py" else max(depth - 2, 0)]
+    found = {_contents(folder)}
+    for item in function.__globals__.values():
+        file = getattr(getattr(item, "_cache", None), "_cache_file", None)
+        if isinstance(file, _CacheFile):
+            found.add(str(file._source_stamp))
+    return found.pop() if len(found) == 1 else hashlib.sha256(" ".join(sorted(found)).encode()).hexdigest()[:16]
+
+
+@cache
+def _contents(folder: Path) -> str:
+    """A digest of all Python files of a folder and those below it."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
+
+
+def _forget_old_states(folder: Path, pattern: str) -> None:
+    with suppress(OSError):  # another process forgets, too
+        indexes = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for index in indexes[_KEPT_STATES:]:
+            for path in (index, *folder.glob(f"{index.stem}.*.nbc")):
+                path.unlink()
+
+
+def _compile_once(dispatcher: Any) -> None:
+    """Let one process at a time compile a signature; who has waited for it loads its machine code.
+
+    Loops call each other without cycles, so that processes that hold one lock and wait for another never form one.
+    Threads take numba's lock first: the thread that holds it waits for no other of its process.
+    """
+    compile_signature, folder = dispatcher.compile, dispatcher._cache.cache_path
+    base = dispatcher._cache._impl.filename_base
+
+    def compile_once(signature: Any) -> Any:
+        with global_compiler_lock, _locked(folder, f"{base} {signature}"):
+            return compile_signature(signature)
+
+    dispatcher.compile = compile_once
+
+
+@contextmanager
+def _locked(folder: str, name: str) -> Iterator[None]:
+    """Hold the machine's lock of this name, or go on without it after `_LONGEST_WAIT_S` or where there are none.
+
+    Locks are bytes of one file: a process may take one that it has, and they are gone when it ends. Names that share a
+    byte wait for each other.
+    """
+    file, place = _lock_file(folder, os.getpid()), zlib.crc32(name.encode())
+    if file is None or place in _HELD or not _wait_for(file, place):
+        yield
+        return
+    _HELD.add(place)
+    try:
+        yield
+    finally:
+        _HELD.discard(place)
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, place)
+
+
+_HELD: set[int] = set()
+
+
+@cache
+def _lock_file(folder: str, _process: int) -> int | None:
+    """A descriptor of the file of locks; a process needs its own, and keeps it, as closing one gives all locks up."""
+    if fcntl is None:
+        return None
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return os.open(Path(folder, _LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:
+        return None
+
+
+def _wait_for(file: int, place: int) -> bool:
+    end = time.monotonic() + _LONGEST_WAIT_S
+    while time.monotonic() < end:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+        except BlockingIOError:
+            time.sleep(_LOOK_S)
+        except OSError:  # a file system without locks
+            return False
+        else:
+            return True
+    return False
 
 
 def _load_without_collecting(dispatcher: Any) -> None:

@@ -7,6 +7,7 @@ later message of the same sender is needed earlier, everything before it comes t
 itself is not sent: its order has the maker before the consumer.
 
 All loops are compiled: a pipeline of a trillion parameters has 200,000 instructions, and is laid out in milliseconds.
+What sorts is numpy's own, since numba's sorts take seconds to compile.
 """
 
 from __future__ import annotations
@@ -115,7 +116,11 @@ def lay_out_transfers(computations: Computations, routes: Routes) -> tuple[Sends
         before=np.empty(arriving, np.int64),
         gate=np.empty(arriving, np.int64),
     )
-    _receive(computations, routes, sent, receives)
+    sender, is_ordered = np.empty(arriving, np.int32), np.ones(len(computations.offsets) - 1, np.bool_)
+    _receive(computations, routes, sent, receives, sender, is_ordered)
+    if not is_ordered.all():
+        _sort_by_sender(receives, sender, is_ordered)
+    _look_ahead(computations, receives)
     return Sends(*_cut(sends)), Receives(*_cut(receives))
 
 
@@ -177,9 +182,12 @@ def find_pairs(sends: Sends) -> tuple[Column, Column, Column]:
         for k in range(sends.offsets[source], sends.offsets[source + 1]):
             target = sends.target[k]
             if met[target] != source:
-                met[target], targets[count] = source, target
+                met[target], place = source, count
+                while place > first and targets[place - 1] > target:  # a rank sends to few others
+                    targets[place] = targets[place - 1]
+                    place -= 1
+                targets[place] = target
                 count += 1
-        targets[first:count].sort()
         for pair in range(first, count):
             sources[pair], number_of[targets[pair]] = source, pair
         for k in range(sends.offsets[source], sends.offsets[source + 1]):
@@ -191,13 +199,13 @@ def find_pairs(sends: Sends) -> tuple[Column, Column, Column]:
 def _count(computations: Computations, routes: Routes) -> tuple[int, int]:
     """How many messages leave and arrive, those that stay on their rank too."""
     _, _, opcode, stage, _, _, replica_offsets, _, _, _ = computations
-    num_leaving, num_arriving = np.diff(routes.leaving_offsets), np.diff(routes.arriving_offsets)
+    _, _, leaving_offsets, _, arriving_offsets, _ = routes
     leaving = arriving = 0
     for i in range(len(opcode)):
         end = _end(opcode[i], stage[i], len(replica_offsets) - 1)
         if end >= 0:
-            leaving += num_leaving[end]
-            arriving += num_arriving[end]
+            leaving += leaving_offsets[end + 1] - leaving_offsets[end]
+            arriving += arriving_offsets[end + 1] - arriving_offsets[end]
     return leaving, arriving
 
 
@@ -225,16 +233,23 @@ def _send(computations: Computations, routes: Routes, sends: Sends, sent: Column
 
 
 @compiled
-def _receive(computations: Computations, routes: Routes, sent: Column, receives: Receives) -> None:
-    """Fill in the receives."""
+def _receive(
+    computations: Computations,
+    routes: Routes,
+    sent: Column,
+    receives: Receives,
+    sender: Column,
+    is_ordered: NDArray[np.bool_],
+) -> None:
+    """Fill in the receives in the order of their consumers, which ``gate`` holds, and where that is that of sending."""
     offsets, handle, opcode, stage, microbatch, joint, replica_offsets, replicas, turn_offsets, turns = computations
     source_stage, _, _, _, arriving_offsets, arriving = routes
     receive_offsets, receive_route, receive_microbatch, receive_send, before, gate = receives
     num_ranks = len(receive_offsets) - 1
-    sender, latest = np.empty(len(receive_route), np.int32), np.full(num_ranks, -1, np.int64)
+    latest = np.full(num_ranks, -1, np.int64)
     place = 0
     for rank in range(num_ranks):
-        first, in_order, begin = place, True, offsets[rank]
+        first, begin = place, offsets[rank]
         for i in range(begin, offsets[rank + 1]):
             end = _end(opcode[i], stage[i], len(replica_offsets) - 1)
             if end < 0:
@@ -245,7 +260,7 @@ def _receive(computations: Computations, routes: Routes, sent: Column, receives:
                 if source == rank:
                     continue
                 send = sent[route, microbatch[i]]
-                in_order = in_order and send > latest[source]
+                is_ordered[rank] = is_ordered[rank] and send > latest[source]
                 latest[source] = send
                 # Of two that run together the first waits for what the second needs.
                 begun = i - (i > begin and joint[i - 1])
@@ -254,31 +269,29 @@ def _receive(computations: Computations, routes: Routes, sent: Column, receives:
                 place += 1
         for k in range(first, place):
             latest[sender[k]] = -1
-        if not in_order:
-            _sort_by_sender(receives, sender, first, place)
-        for k in range(first, place):
-            ahead = gate[k] - 1 - RECEIVE_LOOKAHEAD
-            gate[k] = handle[ahead] if ahead >= begin else -1
         receive_offsets[rank + 1] = place
 
 
-@compiled
-def _sort_by_sender(receives: Receives, senders: Column, first: int, last: int) -> None:
+def _sort_by_sender(receives: Receives, senders: Column, is_ordered: NDArray[np.bool_]) -> None:
     """Each sender's messages in its order of sending, all of them by when they, or any behind them, are needed."""
-    route, microbatch, send = receives.route[first:last], receives.microbatch[first:last], receives.send[first:last]
-    before, gate, sender = receives.before[first:last], receives.gate[first:last], senders[first:last]
-    order = np.argsort(send, kind="mergesort")
-    order = order[np.argsort(sender[order], kind="mergesort")]
-    needed = gate[order]
-    for k in range(len(order) - 2, -1, -1):
-        if sender[order[k]] == sender[order[k + 1]]:
-            needed[k] = min(needed[k], needed[k + 1])
-    final = np.argsort(needed, kind="mergesort")
-    order, needed = order[final], needed[final]
-    route[:], microbatch[:], send[:], before[:], gate[:] = (
-        route[order],
-        microbatch[order],
-        send[order],
-        before[order],
-        needed,
-    )
+    offsets, route, microbatch, send, before, gate = receives
+    rank = np.repeat(np.arange(len(is_ordered)), np.diff(offsets))
+    places = np.flatnonzero(~is_ordered[rank])
+    order = places[np.lexsort((send[places], senders[places], rank[places]))]
+    begins = (np.diff(rank[order], prepend=-1) != 0) | (np.diff(senders[order], prepend=-1) != 0)
+    # Every sender's consumers are moved behind those of the senders before it, so that one minimum goes over all.
+    shift = np.cumsum(begins) * (int(gate[places].max()) + 1)
+    needed = np.minimum.accumulate((gate[order] + shift)[::-1])[::-1] - shift
+    final = np.lexsort((needed, rank[order]))
+    for column in (route, microbatch, send, before):
+        column[places] = column[order[final]]
+    gate[places] = needed[final]
+
+
+def _look_ahead(computations: Computations, receives: Receives) -> None:
+    """Turn the consumers that ``gate`` holds into what must have ended before their receives."""
+    offsets, gate = receives.offsets, receives.gate
+    counts = np.diff(offsets)
+    ahead = gate[: offsets[-1]] - 1 - RECEIVE_LOOKAHEAD
+    is_there = ahead >= np.repeat(computations.offsets[:-1], counts)
+    gate[: offsets[-1]] = np.where(is_there, computations.handle[np.maximum(ahead, 0)], -1)
