@@ -4,9 +4,9 @@
     .venv/bin/python scripts/mutants.py run --out killed.json   # by `make test`'s selection, then by CI's
 
 Every mutant is tried in a copy of the checkout. Tests are asked in this order, until one fails: the file that failed
-for it before (``--known``), the files named after the mutated module, all of its package, and with ``--everywhere`` all
-others. Each group is asked with the selection of `make test` first, then with that of CI. A test that hangs counts as
-failed. The sources of a mutant are found by the text of their line, so that a list outlives changes elsewhere.
+for it before (``--known``) and those named after the mutated module, in the selection of `make test` and then that of
+CI; all of its package in `make test`; and with ``--everywhere`` the package in CI and all others. A test that hangs
+counts as failed. The sources of a mutant are found by the text of their line, so that a list outlives changes elsewhere.
 """
 
 from __future__ import annotations
@@ -157,32 +157,31 @@ def try_mutant(checkout: Path, mutant: dict[str, Any], known: str | None, everyw
     lines[min(places, key=lambda at: abs(at - mutant["line"] + 1))] = mutant["mutated"]
     path.write_text("\n".join(lines))
     try:
-        for group in _groups(checkout, mutant, known, everywhere):
-            for selection, marker in SELECTIONS.items():
-                failed = _failing(checkout, group, marker)
-                if failed:
-                    return {"killed by": failed, "selection": selection}
+        for group, selection in _groups(checkout, mutant, known, everywhere):
+            failed = _failing(checkout, group, SELECTIONS[selection])
+            if failed:
+                return {"killed by": failed, "selection": selection}
         return {"killed by": None}
     finally:
         path.write_text(source)
 
 
-def _groups(checkout: Path, mutant: dict[str, Any], known: str | None, everywhere: bool) -> Iterator[list[str]]:
-    tests = checkout / "tests"
-    stem = Path(mutant["path"]).stem
-    package = tests / mutant["package"]
+def _groups(
+    checkout: Path, mutant: dict[str, Any], known: str | None, everywhere: bool
+) -> Iterator[tuple[list[str], str]]:
+    """Files or folders of tests and a selection, in the order in which they are asked."""
+    tests, package = checkout / "tests", checkout / "tests" / mutant["package"]
+    folder = [str(package.relative_to(checkout))]
+    named = sorted(str(path.relative_to(checkout)) for path in package.rglob(f"test_{Path(mutant['path']).stem}*.py"))
     if known and (checkout / known.partition("::")[0]).exists():
-        yield [known.partition("::")[0]]
-    named = sorted(str(path.relative_to(checkout)) for path in package.rglob(f"test_{stem}*.py"))
+        named = list(dict.fromkeys([known.partition("::")[0], *named]))
     if named:
-        yield named
-    yield [str(package.relative_to(checkout))]
+        yield from ((named, selection) for selection in SELECTIONS)
+    yield folder, "make test"
     if everywhere:
-        yield [
-            str(path.relative_to(checkout))
-            for path in sorted(tests.iterdir())
-            if path != package and (path.is_dir() or path.name.startswith("test_"))
-        ]
+        others = [path for path in sorted(tests.iterdir()) if path.is_dir() or path.name.startswith("test_")]
+        rest = [str(path.relative_to(checkout)) for path in others if path != package]
+        yield from ((folder, "CI"), (rest, "make test"), (rest, "CI"))
 
 
 def _failing(checkout: Path, tests: list[str], marker: str) -> str | None:
@@ -211,7 +210,7 @@ def _failing(checkout: Path, tests: list[str], marker: str) -> str | None:
         process.wait()
     if process.returncode in (0, 5):  # 5: no test is selected
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     return failed[1] if failed else f"{tests[0]}::crashes with {process.returncode}"
 
 

@@ -2,8 +2,8 @@
 
 There are hundreds of them, and most of what they take is the loading of torch and numba. `write_programs` writes what a
 page finds as ``meshwright`` and ``python``: clients that hand their arguments, folder, environment and standard streams
-to the server. What is neither a module of ours or torch's, a program file, nor a process that multiprocessing spawns
-goes to Python itself.
+to the server, and signals too; they end as the command ends. What is neither a module of ours or torch's, a program
+file, nor a process that multiprocessing spawns goes to Python itself.
 
 All processes that share the tests ask one server, which the process that shares them out starts (`tests.conftest`).
 """
@@ -27,7 +27,7 @@ _PYTHON = sys.executable
 _MODULES = ("meshwright", "meshwright.training", "torch.distributed.run")
 # Small, without the site's packages: it starts in milliseconds.
 _CLIENT = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
 def is_open(place):
     try:
         return bool(os.fstat(place))
@@ -48,8 +48,15 @@ with socket.socket(socket.AF_UNIX) as server:
     request = json.dumps([streams, program, words, interpreter, os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(server, [len(request).to_bytes(8, "little")], streams)
     server.sendall(request)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: server.sendall(bytes([number])))
     answer = server.recv(1)
-sys.exit(answer[0] if answer else "the command was killed")
+if answer and answer[0] > 128:
+    if answer[0] - 128 != signal.SIGKILL:
+        signal.signal(answer[0] - 128, signal.SIG_DFL)
+    os.kill(os.getpid(), answer[0] - 128)
+sys.exit(answer[0] if answer else "the server of commands has ended")
 """
 
 

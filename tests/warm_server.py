@@ -93,16 +93,17 @@ def _attend(client: socket.socket) -> None:
     if is_test:  # its ranks end with it; those of commands have to end by themselves
         with suppress(ProcessLookupError):
             os.killpg(command, signal.SIGKILL)
-    if (code := os.waitstatus_to_exitcode(status)) >= 0:
-        with suppress(BrokenPipeError):
-            client.sendall(bytes([code]))
+    code = os.waitstatus_to_exitcode(status)
+    with suppress(BrokenPipeError):
+        client.sendall(bytes([code if code >= 0 else 128 - code]))
     os._exit(0)
 
 
 def _end_with(client: socket.socket, command: int) -> None:
-    """Nothing follows a request but the end of the client."""
-    client.recv(1)
+    """What follows a request are numbers of signals for the command, and the end of the client, which ends it."""
     with suppress(ProcessLookupError):
+        while number := client.recv(1):
+            os.kill(command, number[0])
         os.kill(command, signal.SIGKILL)
 
 

@@ -54,6 +54,7 @@ def plan_of_gpt(tmp_path, **changes):
     return write_document(replace(plan, model="gpt-tiny", **{"cluster": "3xcpu", **changes}), tmp_path / "plan.json")
 
 
+@pytest.mark.long
 def test_without_a_model_the_page_offers_the_shipped_ones():
     with playing() as line:
         assert line.startswith("playground at http://127.0.0.1:")
@@ -62,6 +63,7 @@ def test_without_a_model_the_page_offers_the_shipped_ones():
         assert from_query(offered["start"]).model == "gpt2-small"
 
 
+@pytest.mark.long
 def test_a_plan_is_what_the_page_starts_with_on_its_own_cluster(tmp_path):
     path = plan_of_gpt(tmp_path)
     with playing(str(path)) as line:
@@ -70,6 +72,7 @@ def test_a_plan_is_what_the_page_starts_with_on_its_own_cluster(tmp_path):
     assert (state.replicas, state.num_stages, state.bucket_mib, state.microbatch_size) == ((2, 1), 2, 1.0, 2)
 
 
+@pytest.mark.long
 def test_the_cluster_of_a_file_is_offered_beside_the_shipped_kinds(tmp_path):
     cluster = load_cluster("3xcpu")
     slow = replace(cluster.nodes[0], num_nics=1, device_link=replace(cluster.nodes[0].device_link, latency_s=1.0))

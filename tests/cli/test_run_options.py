@@ -63,7 +63,7 @@ def test_a_plan_for_several_nodes_comes_with_the_line_that_starts_it(run, tmp_pa
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.timeout(180)
-def test_a_run_corrects_the_table_that_it_went_by(run, tmp_path, monkeypatch):
+def test_a_run_corrects_the_table_that_it_went_by(run, tmp_path, monkeypatch, warm_ranks):
     """A table that is far too slow gets better by the run's own steps, however busy the machine is."""
     monkeypatch.chdir(tmp_path)
     path, cluster = write_plan(tmp_path, "2xcpu", 2), load_cluster("2xcpu")

@@ -25,7 +25,7 @@ SIZES = (4, 2**17)
 
 
 @pytest.mark.distributed
-def test_a_machine_is_measured_stored_and_believed(tmp_path):
+def test_a_machine_is_measured_stored_and_believed(tmp_path, warm_ranks):
     table = measure_machine(
         perceptron,
         (2, 8),

@@ -12,7 +12,7 @@ from meshwright.measurement import run_ranks
 from meshwright.spec import MeasurementError
 from tests.events import SeenEvents
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("warm_ranks")]
 LIMIT_S = 60.0
 
 

@@ -10,7 +10,12 @@ from meshwright.training import Job, run_plan
 from meshwright.zoo import load_model
 from tests.training.test_run import make_plan, worker_pids
 
-pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.distributed,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("warm_ranks"),
+]
 
 MODEL = """
 import os, resource, torch

@@ -57,6 +57,7 @@ def said(process):
 
 @pytest.mark.long
 @pytest.mark.distributed
+@pytest.mark.timeout(300)
 def test_a_killed_run_goes_on(tmp_path):
     graph = load_shipped_graph("gpt-tiny")
     plan = Plan(

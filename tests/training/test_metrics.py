@@ -80,7 +80,7 @@ def test_an_extra_that_is_missing_is_named(monkeypatch, module, make, extra):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_a_run_is_watched(tmp_path, monkeypatch, capsys):
+def test_a_run_is_watched(tmp_path, monkeypatch, capsys, warm_ranks):
     monkeypatch.chdir(tmp_path)
     graph = load_shipped_graph("resnet-tiny")
     plan = Plan(

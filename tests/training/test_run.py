@@ -91,7 +91,7 @@ def test_the_ready_job_learns_and_leaves_timeline_losses_and_weights(gpt_plan, t
     assert all(not torch.equal(before[key], value) for key, value in state.items() if value.is_floating_point())
 
 
-def test_a_killed_rank_ends_the_run_and_is_named(gpt_plan, tmp_path):
+def test_a_killed_rank_ends_the_run_and_is_named(gpt_plan, tmp_path, warm_ranks):
     killed_at = []
 
     def kill_rank_1(done):
@@ -250,7 +250,9 @@ def test_a_model_that_bakes_its_batch_size_in_is_captured_at_the_microbatch_size
         pytest.param(signal.SIGKILL, 2.0, marks=pytest.mark.long),
     ],
 )
-def test_however_the_launcher_ends_no_rank_stays_and_no_trace_is_shown(gpt_plan, tmp_path, number, delay_s):
+def test_however_the_launcher_ends_no_rank_stays_and_no_trace_is_shown(gpt_plan, tmp_path, number, delay_s, request):
+    if number is not signal.SIGKILL:  # what a fork is told of the end of its parent is not what a process is told
+        request.getfixturevalue("warm_ranks")
     command = [
         sys.executable,
         "-m",
@@ -275,7 +277,7 @@ def test_however_the_launcher_ends_no_rank_stays_and_no_trace_is_shown(gpt_plan,
         finally:
             launcher.kill()
             launcher.wait(timeout=10)
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60  # a busy machine takes long to load what sees that its parent has gone
     while (worker_pids(0) or worker_pids(1)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not worker_pids(0)
