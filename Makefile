@@ -1,6 +1,7 @@
 # Everything a contributor types. The two that set a fresh machine up: `make demo`, `make test`.
 #   PYTHON=python3.12   the Python that .venv is built on (3.11 or newer)
 #   TORCH=own           install a torch even if PYTHON can import one
+#   P="cost planner"    `make test` of these packages only: the folders below tests/
 #   PYTEST_ARGS=...     passed on to pytest; -n0 runs all tests in one process
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,8 +25,8 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt scripts/setup.sh
 demo: $(VENV)/.stamp-run ## capture, measure, plan, simulate, run and compare a small GPT; see demo-out/
 	$(BIN)/python examples/demo.py --out demo-out
 
-test: $(VENV)/.stamp-dev ## all tests but the long and the slow ones, in about ten minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not long" $(PARALLEL) $(PYTEST_ARGS)
+test: $(VENV)/.stamp-dev ## all tests but the long and the slow ones; P=planner: those of a package
+	$(BIN)/python -m pytest -m "not slow and not long" $(PARALLEL) $(PYTEST_ARGS) $(P:%=tests/%)
 
 test-ci: $(VENV)/.stamp-dev ## what CI runs: the long ones too, as every command of the pages
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)

@@ -6,7 +6,7 @@
 Every mutant is tried in a copy of the checkout. Tests are asked in this order, until one fails: the file that failed
 for it before (``--known``) and those named after the mutated module, in the selection of `make test` and then that of
 CI; all of its package in `make test`; and with ``--everywhere`` the package in CI and all others. A test that hangs
-counts as failed. The sources of a mutant are found by the text of their line, so that a list outlives changes elsewhere.
+counts as failed. A mutant is found by the text of its line, so that the list outlives changes elsewhere.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +204,8 @@ def _failing(checkout: Path, tests: list[str], marker: str) -> str | None:
     except subprocess.TimeoutExpired:
         return f"{tests[0]}::hangs"
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
     if process.returncode in (0, 5):  # 5: no test is selected
         return None

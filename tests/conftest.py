@@ -91,7 +91,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | Non
     return ByFile(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of a matrix behind its first as long; bring what starts processes to the front."""
+    begun: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("matrix") and not item.get_closest_marker("long"):
+            matrix = item.nodeid.partition("[")[0]
+            if matrix in begun:
+                item.add_marker("long")
+            begun.add(matrix)
     long = {item.path for item in items if item.get_closest_marker("distributed") or item.nodeid.startswith(APART)}
     items.sort(key=lambda item: item.path not in long)
 

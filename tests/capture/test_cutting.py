@@ -61,12 +61,14 @@ def _train_both(case, bounds, size=3, steps=2):
 
 
 @pytest.mark.parametrize("stages", [2, *left_to_ci(1, 4)])
+@pytest.mark.matrix
 def test_stages_train_as_the_model(captured_case, stages):
     layers = len(captured_case[4].graph.layers)
     assert layers >= 4, "every model must be cuttable into four stages"
     assert _train_both(captured_case, even_bounds(layers, stages)) <= 1e-12
 
 
+@pytest.mark.matrix
 def test_every_legal_cut_is_right(captured_case):
     """Cut in two at each place that is called legal, whatever the layers are."""
     name, model, batch, loss, captured = captured_case

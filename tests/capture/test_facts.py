@@ -24,6 +24,7 @@ def run_eager(model, loss, inputs, targets):
 
 
 @pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.matrix
 def test_saved_bytes_equal_a_real_run(case, size):
     _, model, batch, loss, captured = case
     inputs, targets = batch(size)
@@ -43,6 +44,7 @@ def test_saved_bytes_equal_a_real_run(case, size):
     assert captured.graph.saved_bytes(captured.graph.ops, size) == expected
 
 
+@pytest.mark.matrix
 def test_joint_graph_counts_the_same_operations(case):
     graph = case[4].graph
     joint = differentiate(case[4])

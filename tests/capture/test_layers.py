@@ -119,6 +119,7 @@ def test_units_of_modules():
         ("cond", ["stem", "after.0", "after.1", "after.2"]),
     ],
 )
+@pytest.mark.matrix
 def test_layers_of_models(case, expected):
     model, batch, loss = build(case)
     inputs, targets = batch(2)

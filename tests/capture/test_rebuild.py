@@ -23,6 +23,7 @@ def capture_zoo(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.matrix
 def test_a_rebuilt_module_gives_the_same_loss_and_gradients(name):
     source, captured = capture_zoo(name)
     graph = captured.graph

@@ -48,6 +48,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.matrix
 def test_short_and_full_traces_are_equal(name):
     make, inputs, targets, loss = CASES[name]
     model = make().double().train()
@@ -61,6 +62,7 @@ def test_short_and_full_traces_are_equal(name):
 
 
 @pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.matrix
 def test_each_kind_of_block_is_traced_twice(name, monkeypatch):
     make, inputs, targets, loss = CASES[name]
     model = make().double().train()
@@ -202,6 +204,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Leaky, Numbered, Shared, Counting])
+@pytest.mark.matrix
 def test_what_cannot_be_repeated_is_traced_in_full(kind):
     torch.manual_seed(0)
     model = kind().double()

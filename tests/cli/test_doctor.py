@@ -48,6 +48,7 @@ def run_without_torch(folder, *arguments):
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_the_exit_code_says_whether_there_is_a_problem(run):
     code, out, err = run("doctor", "--json")
     result = json.loads(out)
@@ -116,6 +117,7 @@ def test_the_cluster_file_loads_and_has_this_machine(run, tmp_path):
     assert "Measured" in kind.source
 
 
+@pytest.mark.long
 def test_without_torch_the_shipped_rates_stand_in(tmp_path):
     code, out, err = run_without_torch(tmp_path, "measure", "--cluster")
     assert code == 0, err

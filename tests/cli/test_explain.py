@@ -16,6 +16,7 @@ def planned(run):
     return run
 
 
+@pytest.mark.long
 def test_the_path_adds_up_and_the_levers_help(planned):
     code, out, _ = planned("simulate", "plan.json", "--explain", "--json")
     assert code == 0

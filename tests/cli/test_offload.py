@@ -30,6 +30,7 @@ def described(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["host", "nvme"])
+@pytest.mark.matrix
 def test_an_offloaded_plan_is_simulated_as_it_was_planned(run, described, place, tmp_path):
     path = tmp_path / "plan.json"
     options = ("--cluster", described(), "--zero", 1, "--offload", f"optimizer={place}")

@@ -66,6 +66,7 @@ def test_rules_are_generated_and_read_again(tmp_path, capsys):
     assert invoke(["optimize", "rules", "verify", str(out)]) == 0
 
 
+@pytest.mark.long
 def test_an_own_operator_is_declared_and_gets_its_rules(tmp_path, capsys):
     own = tmp_path / "own.py"
     own.write_text(

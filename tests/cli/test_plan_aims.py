@@ -8,6 +8,7 @@ import pytest
 PLANNED = ["plan", "gpt2-small", "--batch", "64", "--json"]
 
 
+@pytest.mark.long
 def test_a_budget_and_the_front(run):
     code, out, errors = run(*PLANNED, "--cluster", "2x4xL40S", "--prices", "1.5", "--max-price", "7", "--front")
     assert code == 0, errors
@@ -22,6 +23,7 @@ def test_a_budget_and_the_front(run):
     assert "USD per hour" in out
 
 
+@pytest.mark.long
 def test_inference_under_a_latency(run):
     asked = [*PLANNED, "--cluster", "4xL40S", "--inference", "--max-latency"]
     code, out, errors = run(*asked, "0.02", "--out", "plan.json")

@@ -79,6 +79,7 @@ def test_without_a_gain_the_graph_stays_as_it_is(model, tmp_path, capsys):
     assert read_document(Plan, tmp_path / "plan.json").rewritten == ""
 
 
+@pytest.mark.long
 def test_what_cannot_be_rewritten_is_said(model, tmp_path, capsys):
     assert invoke(["capture", model, "--out", f"{tmp_path}/graph.json"]) == 0
     assert invoke(["plan", f"{tmp_path}/graph.json", "--cluster", "2xcpu", "--rewrite"]) == 1

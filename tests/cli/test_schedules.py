@@ -161,6 +161,7 @@ def test_a_changed_schedule_is_refused_before_anything_happens(folder, capsys, v
     assert not Path("run").exists()
 
 
+@pytest.mark.long
 def test_planning_with_an_own_schedule_needs_no_torch(folder, run_fresh):
     code = f"""
 import os, sys

@@ -165,6 +165,7 @@ def in_memory(limit):
     return text.replace("[[models]]\n", '[[models]]\nmemory = "2 GiB"\n') + ROOM
 
 
+@pytest.mark.long
 def test_models_are_placed_and_written(serve, run):
     Path("served.toml").write_text(in_memory(5))
     assert "All models together take 9 GiB, and a device has 5 GiB" in refused(serve)

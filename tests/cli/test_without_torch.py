@@ -75,6 +75,7 @@ def test_from_a_name_to_a_timeline(run, tmp_path):
         (["run", "plan.json"], "needs torch"),
     ],
 )
+@pytest.mark.matrix
 def test_what_needs_torch_says_how_to_get_it(run, command, message):
     _, out, err = run(command)
     assert codes(out) == [1]
@@ -82,6 +83,7 @@ def test_what_needs_torch_says_how_to_get_it(run, command, message):
     assert "pip install 'meshwright[torch]'" in err.decode()
 
 
+@pytest.mark.long
 def test_a_misspelt_name_is_told_the_nearest(run):
     _, out, err = run(["plan", "gpt2-smal", "--cluster", "2xcpu"])
     assert codes(out) == [1]

@@ -10,6 +10,7 @@ from tests.docs.blocks import COLUMNS, ROOT, blocks_of
 from tests.docs.renew import shown
 
 
+@pytest.mark.long
 def test_the_page_shows_the_table(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     assert invoke(["show", "zoo"]) == 0

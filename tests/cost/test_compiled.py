@@ -43,6 +43,7 @@ print(twice({name}(21)), sum(twice.stats.cache_hits.values()))
 """
 
 
+@pytest.mark.long
 def test_a_cache_that_an_older_version_left_behind_counts_as_empty(tmp_path):
     """Its index names a class that the file no longer has; numba alone raises AttributeError."""
 
@@ -69,6 +70,7 @@ print(gc.isenabled(), sum(each["collections"] for each in gc.get_stats()) - befo
 """
 
 
+@pytest.mark.long
 def test_nothing_is_collected_while_machine_code_is_loaded(tmp_path):
     """Loading makes enough objects for more than a hundred collections; afterwards the collector is as it was."""
     (tmp_path / "loops_of_pairs.py").write_text(SOURCE.format(name="Pair").rsplit("\n\n\n", 1)[0])
@@ -97,6 +99,7 @@ print(loaded, numba.njit(lambda a: np.dot(a, a))(2 * np.eye(2))[1, 1])
 """
 
 
+@pytest.mark.long
 def test_linear_algebra_is_imported_by_what_needs_it(tmp_path):
     """Loading our loops does not import it, which takes as long as all of them; products work all the same."""
     (tmp_path / "loops_of_pairs.py").write_text(SOURCE.format(name="Pair").rsplit("\n\n\n", 1)[0])
@@ -106,6 +109,7 @@ def test_linear_algebra_is_imported_by_what_needs_it(tmp_path):
     assert done.stdout.split() == ["False", "4.0"]
 
 
+@pytest.mark.long
 def test_machine_code_is_stale_when_another_file_of_its_package_has_changed(tmp_path):
     """A loop holds the code of what it calls; numba alone looks at the loop's own file."""
     package = tmp_path / "meshwright_copy" / "loops" / "inner"

@@ -63,6 +63,7 @@ def test_a_step_that_no_sample_shows_is_as_unsure_as_the_next_larger_one():
         ("float16", LIBRARY, 8.0, "far"),
     ],
 )
+@pytest.mark.matrix
 def test_steps_tell_code_architecture_and_arithmetic(dtype, family, capability, step):
     gpu = make_gpu("g1")
     model = fit_kernels(concat_records([make_rows(gpu), make_rows(make_gpu("g2"))]), {"g1": gpu, "g2": make_gpu("g2")})
@@ -71,6 +72,7 @@ def test_steps_tell_code_architecture_and_arithmetic(dtype, family, capability, 
     assert prior_of(model.groups, kernel, family or model.usual_family(kernel))[1] == step
 
 
+@pytest.mark.long
 def test_a_device_unlike_those_measured_is_covered():
     """Seven devices, each with launches of its own; the interval from six of them holds rows of the seventh."""
     rng = np.random.default_rng(7)

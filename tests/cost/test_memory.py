@@ -186,6 +186,7 @@ def test_a_real_step_needs_what_was_predicted():
 
 
 @pytest.mark.parametrize("name", [name for name in shipped_graphs() if name.endswith("-tiny")])
+@pytest.mark.matrix
 def test_stages_that_are_alike_weigh_the_same(name):
     graph = load_shipped_graph(name)
     workload = Workload(global_batch=8, optimizer=ADAMW)

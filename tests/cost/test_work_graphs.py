@@ -64,6 +64,7 @@ def ops(request):
     return cases(request.param)
 
 
+@pytest.mark.matrix
 def test_outputs_have_the_sizes_and_dtypes_that_were_captured(ops):
     for graph, size, op, call in ops:
         tensors = [graph.tensors[i] for i in op.outputs]

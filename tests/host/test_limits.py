@@ -73,6 +73,7 @@ def test_a_cache_folder_that_cannot_be_made_is_a_note(tmp_path):
     assert f"{file}/cache cannot be written to" in finding.found
 
 
+@pytest.mark.long
 def test_numba_itself_takes_the_folder_that_is_told(tmp_path):
     """The order of folders is numba's: it caches a function where the check says."""
     folder = tmp_path / "cache"

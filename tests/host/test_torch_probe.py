@@ -20,6 +20,7 @@ DEVICE = '{"device": {"name": "NVIDIA H200", "memory_bytes": 150109880320, "capa
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_two_processes_meet_on_this_machine(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     facts = ask_torch(Host(name="localhost"))

@@ -42,6 +42,7 @@ def named_that_fit(plan, graph, cost, limit):
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved", "dualpipe"])
+@pytest.mark.matrix
 def test_simulated_it_is_never_slower_than_a_named_one_that_fits(tmp_path, schedule, cluster):
     plan, graph = plan_of(schedule, 4, 12)
     cost = CostModel(cluster=load_cluster(cluster))
@@ -75,6 +76,7 @@ def diamond(*replicas):
 
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 2)])
+@pytest.mark.matrix
 def test_on_branches_it_is_never_slower_than_a_named_one_that_fits(tmp_path, replicas):
     plan, graph = diamond(*replicas)
     cost = CostModel(cluster=load_cluster("6x1xA100"))

@@ -36,6 +36,7 @@ def search(offload, zero, num_ranks, cluster=None, **options):
         (3, Offload(optimizer="host", parameters="host")),
     ],
 )
+@pytest.mark.matrix
 def test_what_fits_exactly_is_found(zero, offload, num_ranks):
     found = search(offload, zero, num_ranks)
     for item in found.ranked:

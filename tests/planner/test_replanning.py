@@ -26,6 +26,7 @@ def planned(graph, cluster, batch, **options):
 
 
 @pytest.mark.parametrize("lost", [(3,), (0, 1), (8, 9, 10, 11, 12, 13, 14, 15)])
+@pytest.mark.matrix
 def test_lost_devices(gpt, lost):
     plan, cost = planned(gpt, load_cluster("2x8xA100"), 64, microbatch_sizes=(1, 2, 4))
     left = without_devices(cost, lost)
@@ -54,6 +55,7 @@ def test_a_slow_link(gpt):
     assert found.best.step_time_s < found.evaluate(plan).step_time_s
 
 
+@pytest.mark.long
 def test_what_a_plan_says_of_its_setting_stays(gpt):
     plan, cost = planned(
         gpt,
@@ -70,6 +72,7 @@ def test_what_a_plan_says_of_its_setting_stays(gpt):
     assert found.num_devices == 15
 
 
+@pytest.mark.long
 def test_the_same_twice(gpt):
     plan, cost = planned(gpt, load_cluster("8xA100"), 32, microbatch_sizes=(1, 2))
     left = without_devices(cost, (2,))

@@ -118,6 +118,7 @@ def every_plan(graph, cluster, batch):
 
 @pytest.mark.parametrize("flops", [(4, 4, 4, 4, 4), (1, 2, 12, 2, 1), (9, 1, 1, 1, 3)])
 @pytest.mark.parametrize("memory", [GIB, 170_000])
+@pytest.mark.matrix
 def test_finds_the_best_of_all_plans(flops, memory):
     """The search simulates a few of some hundred plans; the best of them is within 1 % of the best of all."""
     graph = weighted_graph([10**9 * amount for amount in flops])

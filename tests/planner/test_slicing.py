@@ -246,6 +246,7 @@ def notebook_optimum(costs, cuts, num_stages, num_microbatches):
 
 
 @pytest.mark.parametrize(("num_layers", "num_stages"), [(12, 4), (24, 8), (36, 12), (128, 50)])
+@pytest.mark.matrix
 def test_notebook_instances(num_layers, num_stages):
     """Sizes of pipeDejavu's notebook (B = 3, cut costs that depend on the cut and on its place)."""
     rng = np.random.default_rng(num_layers)

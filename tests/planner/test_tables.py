@@ -147,6 +147,7 @@ def test_every_stage_weighs_what_its_slice_weighs(graph, optimizer, precision, b
 @pytest.mark.parametrize(
     ("cluster", "recompute"), [("2xA100", "full"), *left_to_ci(("2xcpu", "none"), ("2xA100", "none"))]
 )
+@pytest.mark.matrix
 def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster, recompute):
     """Bytes of a microbatch exactly, those of computing as a lower bound: within a few per cent of the peak."""
     graph = load_shipped_graph(name)

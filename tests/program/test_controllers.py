@@ -167,6 +167,7 @@ def clocks_by_events(num_workers, max_delay, num_clocks, backwards, update, late
     latency=st.sampled_from([0, 12_347]),
     num_servers=st.integers(1, 3),
 )
+@pytest.mark.long
 def test_bounded_delay_does_what_closed_simulations_do(
     seed, num_workers, max_delay, num_clocks, update, latency, num_servers
 ):
@@ -255,6 +256,7 @@ def test_partial_reduce_does_what_a_closed_simulation_does(seed, num_workers, da
         assert [result.timeline.tracks[stream_of[k]].rank for k in own] == [result.timeline.tracks[stream_of[i]].rank]
 
 
+@pytest.mark.long
 def test_rates_are_those_of_the_simulations_that_were_published_before():
     """16 workers, spread 0.1, one in twenty three times as slow (research notes, 4.6, other draws).
 

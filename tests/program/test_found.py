@@ -228,6 +228,7 @@ def test_no_order_of_short_stages_on_branches_is_below_the_bound(data, stages, c
 
 
 @pytest.mark.parametrize(("positions", "count"), [(2, 6), (4, 12), (8, 32), (8, 64)])
+@pytest.mark.matrix
 def test_closed_forms(positions, count):
     plan, _ = plan_of("1f1b", positions, count)
     forward, inputs, weights = 70, 90, 50

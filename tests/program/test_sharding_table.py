@@ -193,6 +193,7 @@ def numbered(cases):
 
 @pytest.mark.parametrize("case", numbered(CASES))
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.matrix
 def test_dtensor_splits_what_we_split(case, mesh, redistributed):
     ours = our_splits(case)
     differing = {}
@@ -205,6 +206,7 @@ def test_dtensor_splits_what_we_split(case, mesh, redistributed):
 
 @pytest.mark.parametrize("case", numbered(case for case in CASES if case.operator not in UNARY))
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.matrix
 def test_we_split_what_dtensor_splits(case, mesh, redistributed):
     ours, tensors = our_splits(case), case.tensors()
     choices = [["R", *(f"S{i}" for i in range(t.dim()) if t.shape[i] % SIZE == 0)] for t in tensors]

@@ -40,6 +40,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "axis", "size", "more"), CASES)
+@pytest.mark.matrix
 def test_ranks_together_compute_what_one_device_does(name, axis, size, more):
     sharded = shard_graph(load_shipped_graph(name), Sharding(**{axis: size}, **more))
     assert_equal(load_shipped_graph(name), sharded, axis, size)

@@ -215,6 +215,7 @@ def test_our_own_tables(tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_compressed_files_within_limits(tmp_path, monkeypatch):
     path = tmp_path / "graph.txt.gz"
     path.write_bytes(gzip.compress(PROFILE.encode()))

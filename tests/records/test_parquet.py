@@ -204,6 +204,7 @@ print(most_bytes() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.long
 def test_small_files_that_stand_for_gigabytes_are_refused_in_little_memory(tmp_path):
     small = write_records(some_records(), tmp_path / "small.parquet")
     long = pa.array(["x" * 2**20] * 64)  # 64 MiB, which pages repeat

@@ -127,6 +127,7 @@ def test_accelerate_reads_its_files(tmp_path):
     assert found["pipeline"]["megatron_lm_decoder_last_pipeline_num_layers"] == 18
 
 
+@pytest.mark.long
 def test_accelerate_hands_splits_on(tmp_path):
     """What its launcher tells processes, and what its plugin makes of that by its own defaults."""
     require("accelerate")

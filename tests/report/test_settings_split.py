@@ -390,6 +390,7 @@ EVERY_SPLIT = list(every_split())
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.matrix
 def test_no_choice_of_a_split_is_left_out(system):
     """Different plans never become the same file with the same remarks."""
     found = {}

@@ -41,6 +41,7 @@ def test_grouped_convolutions_make_more_rules_of_taso_false():
     assert {verify(rule, num_sizes=40).status for rule in rules} == {"refuted"}
 
 
+@pytest.mark.long
 def test_all_rules_of_unity_are_proved_or_refuted(unity):
     verdicts = [verify(rule, num_sizes=2) for rule in read_unity(unity)]
     assert Counter(verdict.status for verdict in verdicts) == {"proved": 633, "refuted": 7}

@@ -58,6 +58,7 @@ def run(case, module, state, values):
 
 @pytest.mark.parametrize("layers", [slice(None), slice(1, 3)], ids=["all", "some"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.matrix
 def test_gradients_buffers_and_flops(name, layers):
     torch.manual_seed(5)
     case = MODELS[name]()

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import strategies as st
 
+from meshwright.serving import POLICY_NAMES
 from meshwright.spec import Deployment, Gamma, Latency, Outage, Poisson, ServedModel, Straggler
 from meshwright.spec.quantities import Seconds
+from tests.marks import left_to_ci
+
+# Each takes ten seconds to compile.
+_ALWAYS = ("symphony", "adaptive")
+every_policy = pytest.mark.parametrize(
+    "name", [*_ALWAYS, *left_to_ci(*(name for name in POLICY_NAMES if name not in _ALWAYS))]
+)
 
 
 def model(name="a", *, slo=0.05, alpha=0.001, beta=0.005, largest=32, rate=500.0, shape=None, copies=1):

@@ -285,6 +285,7 @@ OVERLOADS = {
 
 
 @pytest.mark.parametrize("name", OVERLOADS)
+@pytest.mark.matrix
 def test_in_overload_it_ends_on_what_is_nearly_best(monkeypatch, name):
     """Beside candidates alone, for the same requests; one that refuses early may serve a little less."""
     deployment = OVERLOADS[name]

@@ -29,6 +29,7 @@ def test_no_number_of_devices_helps_where_delay_takes_the_time():
         find_capacity(deployment, load_policy("eager"), 1.0)
 
 
+@pytest.mark.long
 def test_stragglers_are_learned():
     """Of three devices one takes half as long again; nothing else can be late."""
     deployment = replace(one_model(devices=3, slo=0.025), troubles=(Straggler(device=0, factor=1.5),))

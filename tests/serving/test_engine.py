@@ -12,7 +12,7 @@ from meshwright.serving import POLICY_NAMES, compare_policies, find_goodput, loa
 from meshwright.serving.arrivals import draw_arrivals
 from meshwright.spec import Deployment, Outage, Poisson, ServingError, Straggler, Trace
 from tests.marks import left_to_ci
-from tests.serving.deployments import deployments, model, one_model
+from tests.serving.deployments import deployments, every_policy, model, one_model
 from tests.serving.oracle import serve_eagerly
 
 EAGER, SYMPHONY, CLOCKWORK = map(load_policy, ("eager", "symphony", "clockwork"))
@@ -136,7 +136,7 @@ def test_outages_that_overlap_or_touch_are_one(tmp_path, outages, back):
         assert result.end_s == pytest.approx(back + 0.02)
 
 
-@pytest.mark.parametrize("name", ["clockwork", "nexus", "adaptive", *left_to_ci("aimd", "timeouts", "shepherd")])
+@pytest.mark.parametrize("name", ["adaptive", *left_to_ci("clockwork", "nexus", "aimd", "timeouts", "shepherd")])
 def test_what_waits_for_a_device_to_return_is_not_forgotten(tmp_path, name):
     """All devices are away when the last request comes, and return in time for it."""
     troubles = (Outage(device=0, since=0.0, until=0.5),)
@@ -167,7 +167,7 @@ def test_thousands_of_lost_requests_are_refused_in_one_event(tmp_path):
         assert served.num_again == 0 or served.dropped["late"] >= served.num_again
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@every_policy
 def test_a_lost_batch_that_is_late_already_fits_into_the_table(tmp_path, name):
     """A slow device loses thousands of requests whose deadlines have passed, while others wait for another model."""
     moments = np.sort(np.random.default_rng(1).random(30_000) * 0.4)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from meshwright.serving import draw_arrivals, load_policy, simulate_deployment
 from meshwright.serving.simulation.groups import split_groups
 from meshwright.spec import Deployment, Group, Outage, ServingError, Straggler, Trace
+from tests.marks import left_to_ci
 from tests.serving.deployments import deployments, model, models
 from tests.serving.oracle import serve_eagerly
 
@@ -77,17 +78,17 @@ def facts_of(result):
     ]
 
 
-@given(deployments(), st.integers(0, 5))
-def test_one_group_with_all_models_is_no_group(deployment, seed):
+@pytest.mark.parametrize("name", ["eager", *left_to_ci("nexus")])
+@given(deployment=deployments(), seed=st.integers(0, 5))
+def test_one_group_with_all_models_is_no_group(name, deployment, seed):
     steady = replace(deployment, jitter=0.0)
     names = tuple(each.name for each in steady.models)
     one = replace(steady, groups=(Group(devices=steady.devices, models=names),))
-    for policy in (EAGER, NEXUS):
-        alone, found = (simulate_deployment(each, policy, 0.2, seed=seed) for each in (steady, one))
-        assert facts_of(found) == facts_of(alone)
-        assert found.busy_s.tolist() == alone.busy_s.tolist()
-        assert found.end_s == alone.end_s
-        assert found.batches.tolist() == alone.batches.tolist()
+    alone, found = (simulate_deployment(each, load_policy(name), 0.2, seed=seed) for each in (steady, one))
+    assert facts_of(found) == facts_of(alone)
+    assert found.busy_s.tolist() == alone.busy_s.tolist()
+    assert found.end_s == alone.end_s
+    assert found.batches.tolist() == alone.batches.tolist()
 
 
 def test_groups_are_what_an_independent_simulation_says_of_each():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.serving import POLICY_NAMES, load_policy, simulate_deployment
+from meshwright.serving import load_policy, simulate_deployment
 from meshwright.serving.arrivals import draw_arrivals
 from meshwright.serving.policies.pool import DECISION_FIELDS, DROP, NUM_DECISIONS, PREEMPT, RUN, columns
 from meshwright.serving.policies.sharding import policy as sharded
@@ -16,10 +16,9 @@ from meshwright.serving.policies.sharding.policy import Sharded
 from meshwright.serving.simulation import simulate
 from meshwright.serving.simulation.engine import simulate_plainly
 from meshwright.spec import Deployment, Outage
-from tests.serving.deployments import deployments, model
+from tests.serving.deployments import deployments, every_policy, model
 
 SECONDS = 0.6
-every_policy = pytest.mark.parametrize("name", POLICY_NAMES)
 NEVER_LATE = {"adaptive", "symphony", "eager", "deferred", "nexus", "clockwork", "shepherd", "sharded"}
 # What the loop calls, by the name that it has there; each changes a pool, and nothing else does.
 CHANGES = ("arrive", "free", "wake", "come_up", "go_down", "begin_waiting", "clear")

@@ -80,6 +80,7 @@ def test_times_of_another_simulation_are_refused():
 
 @settings(max_examples=300)
 @given(seed=seeds, size=st.integers(1, 25), joins=st.booleans())
+@pytest.mark.long
 def test_the_path_where_links_are_shared_fairly(seed, size, joins):
     """Each segment needs the one before it, nothing is left out, and nobody waits for a link."""
     program, prices = random_program(seed, size, joins=joins)

@@ -70,6 +70,7 @@ def assert_equal_to_full_runs(seed, network, num_links, contention) -> list[bool
 @pytest.mark.parametrize("share", [0.0125, 0.3, 1.0])
 @settings(max_examples=80)
 @given(seed=seeds, size=st.integers(2, 40), num_steps=st.integers(1, 3))
+@pytest.mark.matrix
 def test_delta_equals_a_full_run(share, seed, size, num_steps):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright.simulator.delta.durations.SWEEP", share)
@@ -81,6 +82,7 @@ def test_delta_equals_a_full_run(share, seed, size, num_steps):
 @pytest.mark.parametrize("share", [0.0125, 1.0])
 @settings(max_examples=60)
 @given(seed=seeds, size=st.integers(2, 30), contention=st.sampled_from(["queued", "fair"]), joins=st.booleans())
+@pytest.mark.matrix
 def test_delta_equals_a_full_run_where_order_matters(share, seed, size, contention, joins):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright.simulator.delta.durations.GIVE_UP", share)

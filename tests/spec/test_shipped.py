@@ -11,6 +11,7 @@ from meshwright.spec.shipped import load_shipped_graph, pack, shipped_graphs, un
 
 
 @pytest.mark.parametrize("name", shipped_graphs())
+@pytest.mark.matrix
 def test_a_shipped_graph_is_for_training_at_any_batch_size(name):
     graph = load_shipped_graph(name)
     assert graph.name == name

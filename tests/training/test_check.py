@@ -40,6 +40,7 @@ def job_of(folder, *, ranks=((0,), (1,)), schedule="1f1b", sharding=None, zero=0
     ],
     ids=["zb-h1, clipped", "zero 3", "tensor"],
 )
+@pytest.mark.long
 def test_losses_of_a_run_are_those_of_one_process(tmp_path, options, warm_ranks):
     job = job_of(tmp_path, **options)
     refuse_unchecked(job)

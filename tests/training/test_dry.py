@@ -70,6 +70,7 @@ TENSOR = Sharding(tensor=2, sequence_parallel=True)
         ),
     ],
 )
+@pytest.mark.matrix
 def test_a_process_issues_what_is_predicted(tmp_path, model, stages, options, process, kinds):
     job = job_of(tmp_path, model, stages, **options)
     found = dry_run(job, process)
@@ -94,6 +95,7 @@ def test_one_of_256_processes(tmp_path):
     assert len(found.inside) == 272
 
 
+@pytest.mark.long
 def test_a_difference_is_told(tmp_path, monkeypatch):
     job = job_of(tmp_path, "gpt-tiny", ((0,),), sharding=Sharding(tensor=2))
     expand = Expansion.expand

@@ -55,6 +55,7 @@ def plan_file(folder):
     return str(write_document(plan, folder / "plan.json"))
 
 
+@pytest.mark.long
 def test_the_ready_job_runs_forward_alone(tmp_path, warm_ranks):
     result = run_plan(Job(plan=plan_file(tmp_path), num_steps=6), tmp_path / "out")
     assert result.losses == ()

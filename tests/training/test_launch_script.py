@@ -121,6 +121,7 @@ def test_two_nodes_under_slurm(folder):
     assert losses(folder, "by slurm") == losses(folder, "reference")
 
 
+@pytest.mark.long
 def test_a_plan_for_other_ranks_is_one_paragraph(folder):
     command = [str(folder.parent / "programs" / "torchrun"), "--standalone", "--nproc-per-node=1", "--module"]
     done = subprocess.run(

@@ -43,6 +43,7 @@ def test_scales_are_clipped_and_what_nothing_reads_is_saved(meshwright):
     assert saved["never.weight"].shape == (3, 3)
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_loses_nothing(meshwright):
     code, said = meshwright("run", "plan.json", "--steps", 6, "--learning-rate", 1e30)
     assert code == 0, said

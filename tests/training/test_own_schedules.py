@@ -62,6 +62,7 @@ def test_the_losses_are_those_of_1f1b_and_the_order_is_the_own_one(run):
     assert computed(crossed) == {0: "F0 F1 F2 F3 F4 F5 B0 B1 B2 B3 B4 B5", 1: "F5 B5 F4 B4 F3 B3 F2 B2 F1 B1 F0 B0"}
 
 
+@pytest.mark.long
 def test_a_deadlock_is_told_by_the_rank_that_finds_it_and_nothing_trains(run, tmp_path):
     with pytest.raises(RunError, match=r"Rank \d failed: .*schedules\.py:stuck can never finish") as caught:
         run("tests/runtime/schedules.py:stuck")

@@ -15,6 +15,7 @@ from meshwright.validation.memory import predict_row, score_memory
 from tests.test_layout import ROOT
 
 
+@pytest.mark.long
 def test_targets_are_reached():
     scores = {(score.part, score.arm): score for score in score_memory()}
     judged = {key: score for key, score in scores.items() if score.target is not None}

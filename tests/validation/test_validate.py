@@ -177,6 +177,7 @@ def test_sets_are_named_without_what_scores_them(run_fresh):
     assert not {"sklearn", "numba", "pyarrow", "torch"} & set(loaded)
 
 
+@pytest.mark.long
 def test_missing_packages_are_named_with_the_extra_that_has_them_all(run_fresh, tmp_path):
     (tmp_path / "mine.csv").write_text("id\n1\n")
     script = (

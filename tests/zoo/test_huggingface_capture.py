@@ -33,6 +33,7 @@ def variant(tmp_path, name, **changes):
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in TINY]
 )
+@pytest.mark.matrix
 def test_the_graph_computes_what_the_model_computes(name):
     # Loss, gradients and buffers of two steps; raises otherwise.
     graph = capture(CONFIGS / f"{name}.json", verify=True).graph
@@ -61,6 +62,7 @@ def test_layers_are_the_models_blocks(name, blocks):
     assert [item for item in names if item in blocks] == blocks
 
 
+@pytest.mark.long
 def test_products_of_experts_are_counted():
     data = json.loads((CONFIGS / "mixtral.json").read_text())
     graph = capture(CONFIGS / "mixtral.json", verify=False).graph

@@ -36,6 +36,7 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core import types
 from numba.core.caching import IndexDataCacheFile
 from numba.core.compiler_lock import global_compiler_lock
 
@@ -60,6 +61,7 @@ def compiled(function: Function) -> Function:
     except RuntimeError:
         return cast("Function", numba.njit(nogil=True)(function))
     dispatcher._cache._cache_file = _CacheFile(dispatcher, function)
+    _share_versions(dispatcher)
     _compile_once(dispatcher)
     _load_without_collecting(dispatcher)
     return cast("Function", dispatcher)
@@ -133,6 +135,26 @@ def _forget_old_states(folder: Path, pattern: str) -> None:
         for index in indexes[_KEPT_STATES:]:
             for path in (index, *folder.glob(f"{index.stem}.*.nbc")):
                 path.unlink()
+
+
+def _share_versions(dispatcher: Any) -> None:
+    """Let compiled callers share one version of a loop: numba has one for each constant and each width of integers.
+
+    Constants are passed as numbers, signed integers of fewer than 64 bits as int64. Most of what the loops of a policy
+    took to compile were such versions.
+    """
+    find = dispatcher.get_call_template
+
+    def get_call_template(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
+        return find(tuple(map(_plain, args)), {name: _plain(kind) for name, kind in kws.items()})
+
+    dispatcher.get_call_template = get_call_template
+
+
+def _plain(kind: Any) -> Any:
+    if isinstance(kind, (types.IntegerLiteral, types.BooleanLiteral)):
+        kind = types.unliteral(kind)
+    return types.int64 if isinstance(kind, types.Integer) and kind.signed and kind.bitwidth < 64 else kind
 
 
 def _compile_once(dispatcher: Any) -> None:

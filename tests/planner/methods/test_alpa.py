@@ -162,6 +162,7 @@ def test_conversions_over_two_axes_take_the_cheaper_order(alphas, betas):
         ("gpt2-small", 6, (1, 8), 1e-11),
     ],
 )
+@pytest.mark.matrix
 def test_equal_blocks_laid_out_alike_cost_what_free_ones_do(name, num_blocks, shape, beta):
     graph = short_stack(name, num_blocks)
     mesh = closed_form_mesh(shape, (2e-5, 5e-6), (10 * beta, beta))

@@ -46,6 +46,7 @@ def place(name, shape, alpha, beta, *, uses=("samples", "model"), flop_s=1e-12, 
     ],
 )
 @pytest.mark.parametrize("following", [True, False])
+@pytest.mark.matrix
 def test_the_program_exchanges_what_was_paid_for(name, size, alpha, beta, following):
     found = place(name, (1, size), alpha, beta, following=following)
     told = express(found)

@@ -46,6 +46,7 @@ def test_no_way_to_cut_is_cheaper(chain):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("size", [(40, 8), (64, 24)])
+@pytest.mark.matrix
 def test_large_chains_against_every_threshold(size, seed):
     (num_layers, num_stages), random = size, np.random.default_rng(seed)
     layers, cuts = random.integers(5, 10, num_layers), random.integers(5, 10, (num_layers - 1, num_stages - 1))

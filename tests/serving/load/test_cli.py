@@ -106,6 +106,7 @@ def test_exit_codes(load):
         (respond(500, b""), "One with status 500 said: without a reason."),
     ],
 )
+@pytest.mark.matrix
 def test_one_answer_of_each_status_says_why(load, answer, said):
     with Stub(lambda request: double(request) if request.number % 2 else answer) as stub:
         code, out, _ = load(stub.url, "--rate", 50, "--seconds", 0.5)

@@ -79,6 +79,7 @@ def test_refusals_are_counted_also_where_no_model_was_found(tmp_path):
         check_counted(server, counted, seen)
 
 
+@pytest.mark.long
 def test_what_clients_give_up_and_connections_too_many_are_counted(tmp_path):
     text = EMULATED.replace("1 ms", "20 s").replace('"5 s"', '"60 s"') + "[server]\nfronts = 1\nconnections = 3\n"
 

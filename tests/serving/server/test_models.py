@@ -174,6 +174,7 @@ def test_shape_files_and_bert(tmp_path):
         np.testing.assert_allclose(array, tensor.numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_configurations_of_hugging_face(tmp_path):
     pytest.importorskip("transformers")
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16, "vocab_size": 11}

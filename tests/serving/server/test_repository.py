@@ -97,6 +97,7 @@ async def change_under_load(server, *steps):
     return load, told
 
 
+@pytest.mark.long
 def test_models_come_and_go_and_no_request_is_lost(tmp_path):
     log = tmp_path / "log"
     with serving(tmp_path, EMULATED, "--log", str(log), "--policy", "adaptive") as server:
@@ -171,6 +172,7 @@ def test_a_model_that_is_loaded_again_answers_by_its_new_file_and_all_workers_kn
         ),
     ],
 )
+@pytest.mark.long
 def test_what_cannot_be_loaded_changes_nothing(tmp_path, content, sentence):
     with serving(tmp_path, EMULATED) as server:
         write(tmp_path, EMULATED + OWN)
@@ -204,6 +206,7 @@ def test_an_update_serves_what_the_file_has_now(tmp_path):
         assert "deployment.toml" in document["error"]
 
 
+@pytest.mark.long
 def test_requests_for_other_models_are_looked_at(tmp_path):
     token = tmp_path / "token"
     token.write_text("secret\n")
@@ -229,6 +232,7 @@ def test_requests_for_other_models_are_looked_at(tmp_path):
         assert post(server, "nothing", ours)[0] == 404
 
 
+@pytest.mark.long
 def test_names_of_all_signs_can_be_asked_for_and_versions_go_on(tmp_path):
     odd = LATER.replace('"later"', '"a/b %41 é"')
     with serving(tmp_path, EMULATED + odd) as server:

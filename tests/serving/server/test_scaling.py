@@ -106,6 +106,7 @@ def test_a_fleet_hires_and_hands_back(capsys):
     assert reported(capsys) == [("hire", 1), ("hire", 2)]
 
 
+@pytest.mark.long
 def test_nexus_plans_for_all_devices(tmp_path):
     with serving(tmp_path, SCALED, "--policy", "nexus", is_ready=False) as server:
         assert server.process.wait(60) == 1

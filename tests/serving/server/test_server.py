@@ -207,6 +207,7 @@ def test_who_goes_away_is_not_computed_for_and_others_are_not_harmed(server):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *left_to_ci(signal.SIGINT)])
+@pytest.mark.long
 def test_a_server_that_ends_answers_what_it_has(tmp_path, number):
     # The first batch, of one or a few, takes so long that all are under way when it is told to end.
     text = EMULATED.replace('beta = "1 ms"', 'beta = "3 s"').replace('slo = "5 s"', 'slo = "60 s"')

@@ -40,6 +40,7 @@ def refusal(tmp_path, text, *options, limit_s=60):
 
 
 @pytest.mark.parametrize("option", ["--port", *left_to_ci("--grpc-port", "--admin-port")])
+@pytest.mark.matrix
 def test_a_port_in_use_is_told(tmp_path, option):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -56,6 +57,7 @@ def test_a_port_in_use_is_told(tmp_path, option):
         ("sharded:shards=3", "Serve by 'symphony', which decides the same"),
     ],
 )
+@pytest.mark.matrix
 def test_a_policy_that_cannot_serve_is_refused(tmp_path, policy, expected):
     assert expected in refusal(tmp_path, EMULATED, "--policy", policy)
 
@@ -76,11 +78,13 @@ def test_a_policy_that_cannot_serve_is_refused(tmp_path, policy, expected):
         ),
     ],
 )
+@pytest.mark.matrix
 def test_what_only_the_simulator_knows_is_refused(tmp_path, more, what):
     assert f"The deployment has {what}, which only the simulator knows" in refusal(tmp_path, EMULATED + more)
 
 
 @pytest.mark.parametrize("token", ["tökén", *left_to_ci("", "\n", "a b", "a\nb", "a\tb", "a" * 20_000)])
+@pytest.mark.matrix
 def test_a_token_that_is_none_is_refused(tmp_path, token):
     (tmp_path / "token").write_text(token)
     assert "expected a token" in refusal(tmp_path, EMULATED, "--token-file", str(tmp_path / "token"))
@@ -90,16 +94,19 @@ def test_a_token_that_is_none_is_refused(tmp_path, token):
     ("name", "expected"),
     [("deployment.toml", "something else"), *left_to_ci(("nowhere/log", "no folder"), (".", "is a folder"))],
 )
+@pytest.mark.matrix
 def test_a_log_that_cannot_be_written_is_told(tmp_path, name, expected):
     assert expected in refusal(tmp_path, EMULATED, "--log", str(tmp_path / name))
     assert "[[models]]" in (tmp_path / "deployment.toml").read_text()
 
 
 @pytest.mark.parametrize(("host", "expected"), [("", "host is empty"), ("a..b", "Nothing can listen at a..b")])
+@pytest.mark.matrix
 def test_a_host_that_is_none_is_told(tmp_path, host, expected):
     assert expected in refusal(tmp_path, EMULATED, "--host", host)
 
 
+@pytest.mark.long
 def test_more_devices_than_processes_are_refused(tmp_path):
     text = EMULATED.replace("devices = 2", "devices = 1_000_000")
     assert "a server has at most 256" in refusal(tmp_path, text)
@@ -122,6 +129,7 @@ def test_a_host_of_ipv6_is_told_as_an_address(tmp_path):
     assert server.text.count("cannot be written (No space left on device)") == 1
 
 
+@pytest.mark.long
 def test_models_that_do_not_fit_together_are_refused(tmp_path):
     text = EMULATED.replace("devices = 2", 'devices = 2\ndevice_memory = "3 GiB"')
     text = text.replace('name = "m"', 'name = "m"\ncopies = 2\nmemory = "2 GiB"')
