@@ -26,10 +26,10 @@ demo: $(VENV)/.stamp-run ## capture, measure, plan, simulate, run and compare a 
 	$(BIN)/python examples/demo.py --out demo-out
 
 test: $(VENV)/.stamp-dev ## all tests but the long and the slow ones; P=planner: those of a package
-	$(BIN)/python -m pytest -m "not slow and not long" $(PARALLEL) $(PYTEST_ARGS) $(P:%=tests/%)
+	$(BIN)/python -m pytest -m "not slow and not long and not lint" $(PARALLEL) $(PYTEST_ARGS) $(P:%=tests/%)
 
 test-ci: $(VENV)/.stamp-dev ## what CI runs: the long ones too, as every command of the pages
-	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not lint" $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.stamp-dev ## the slow ones too, with more examples for each property
 	$(BIN)/python -m pytest --hypothesis-profile=thorough --timeout=900 $(PYTEST_ARGS)

@@ -77,6 +77,8 @@ def test_torch_free_packages_load_no_torch(run_fresh):
     ]
     code = f"""
 import importlib, sys
+
+pytestmark = pytest.mark.lint
 for name in {modules!r}:
     importlib.import_module(name)
     assert "torch" not in sys.modules, name

@@ -181,6 +181,8 @@ import sys
 sys.modules["torch"] = None
 from meshwright.cli.console import accept_any_character
 from meshwright.cli.main import invoke
+
+pytestmark = pytest.mark.lint
 accept_any_character()
 for command in {commands!a}:
     print("code", invoke(command), flush=True)

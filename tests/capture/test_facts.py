@@ -59,6 +59,7 @@ def test_joint_graph_counts_the_same_operations(case):
         assert joint.tensors[gradient].shape == graph.tensors[i].shape
 
 
+@pytest.mark.matrix
 def test_documents_keep_the_graph(case):
     graph = case[4].graph
     again = decode_document(Graph, encode_document(graph), "a test")
@@ -126,6 +127,7 @@ def test_attributes_tell_the_work():
     assert convolution.backward_flops == Extent()
 
 
+@pytest.mark.long
 def test_random_ops_are_known():
     graph = capture_model(Gpt(dropout=0.3).double(), tokens(2), targets=tokens(2), loss=token_loss, verify=False).graph
     assert {op.kind for op in graph.ops if op.random} == {

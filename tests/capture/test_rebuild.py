@@ -51,6 +51,7 @@ def test_a_rebuilt_module_gives_the_same_loss_and_gradients(name):
             assert torch.equal(parameter.grad, wanted[name].grad), name
 
 
+@pytest.mark.long
 def test_state_is_given_and_modules_stand_in_for_ops():
     source, captured = capture_zoo("llama-tiny")
     graph = captured.graph

@@ -239,6 +239,7 @@ def test_a_baked_batch_is_captured_anew_per_size():
     assert graphs[0].content_hash != graphs[1].content_hash
 
 
+@pytest.mark.long
 def test_an_example_of_one_sample_leaves_the_batch_open():
     model = Gpt().double()
     one = capture_model(model, tokens(1), targets=tokens(1), loss=token_loss)
@@ -247,6 +248,7 @@ def test_an_example_of_one_sample_leaves_the_batch_open():
     assert one.graph.content_hash == four.graph.content_hash
 
 
+@pytest.mark.long
 def test_one_tensor_as_input_and_target_is_two_inputs():
     model, same, other = Gpt().double(), tokens(2), tokens(2, 1)
     one = capture_model(model, same, targets=same, loss=token_loss)
@@ -378,6 +380,7 @@ def test_a_part_holds_the_users_own_objects_and_nothing_else():
     assert set(whole.state_dict()) == set(model.state_dict())
 
 
+@pytest.mark.long
 def test_weights_that_were_never_allocated():
     with torch.device("meta"):
         model = Gpt(layers=6)

@@ -88,6 +88,7 @@ def test_errors_are_one_paragraph(model, text, message, capsys):
     ("absent", "remedy"),
     [("torch", "pip install 'meshwright[torch,hf]'"), *left_to_ci(("transformers", "pip install 'meshwright[hf]'"))],
 )
+@pytest.mark.matrix
 def test_what_is_not_installed_is_named(model, absent, remedy, tmp_path):
     code = f"import sys; sys.modules[{absent!r}] = None\nfrom meshwright.cli.main import run\nrun()"
     done = subprocess.run(

@@ -62,6 +62,7 @@ def test_a_model_that_only_fits_without_its_states_is_told_so(run, described):
     assert run(*PLAN, "--cluster", cluster, "-m", 1, "--offload", "optimizer=host")[0] == 0
 
 
+@pytest.mark.long
 def test_a_model_of_which_two_units_fit_is_planned_with_its_parameters_on_the_host(run, described, tmp_path):
     options = (
         "--cluster",

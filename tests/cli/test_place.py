@@ -18,6 +18,7 @@ def placed(run):
     return json.loads(Path("placed.json").read_text())
 
 
+@pytest.mark.long
 def test_a_placement_is_written_and_simulated(run, placed):
     assert placed["schema"] == "meshwright/placement/1"
     assert {stage["rank"] for stage in placed["stages"]} == {0, 1}

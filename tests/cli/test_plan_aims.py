@@ -37,6 +37,7 @@ def test_inference_under_a_latency(run):
     assert "allow more time" in errors
 
 
+@pytest.mark.long
 def test_the_least_latency(run):
     code, out, errors = run(*PLANNED, "--cluster", "4xL40S", "--inference", "--aim", "latency")
     assert code == 0, errors
@@ -63,6 +64,7 @@ def test_a_found_order_has_its_price_and_is_on_the_front(run):
     assert found["search"]["front"][0]["step_time_s"] == first["step_time_s"]
 
 
+@pytest.mark.long
 def test_a_graph_that_was_captured_for_inference_is_planned_so(run):
     assert run("capture", "gpt-tiny", "--inference", "--out", "graph.json")[0] == 0
     code, out, errors = run("plan", "graph.json", "--cluster", "2xcpu", "--out", "plan.json", "--json")

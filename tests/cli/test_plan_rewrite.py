@@ -43,6 +43,7 @@ def planned(arguments, capsys):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.long
 def test_a_shorter_step_is_kept_and_the_plan_says_so(model, tmp_path, capsys):
     arguments = [model, "--cluster", "2xcpu", "--batch", "8", "-m", "2"]
     before = planned(arguments, capsys)

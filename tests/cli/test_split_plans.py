@@ -89,6 +89,7 @@ def test_what_cannot_be_split_is_refused(run, options, message):
     assert message in error
 
 
+@pytest.mark.long
 def test_what_a_split_plan_cannot_do_is_not_run(run, tmp_path):
     path = tmp_path / "layout"
     code, out, _ = run(*PLAN[:-1], "--tensor", 2, "--offload", "optimizer=host", "--out", path)
@@ -99,6 +100,7 @@ def test_what_a_split_plan_cannot_do_is_not_run(run, tmp_path):
     assert "which can only be simulated" in error
 
 
+@pytest.mark.long
 def test_a_split_plan_comes_with_the_script_that_starts_it(run, tmp_path):
     path = tmp_path / "layout"
     code, _, _ = run(*PLAN[:-1], "--tensor", 2, "--out", path)

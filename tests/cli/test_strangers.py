@@ -55,6 +55,7 @@ def test_the_graph_stands_in_for_the_model(folder, capsys, option):
 
 
 @pytest.mark.parametrize("option", ["--program", "--as deepspeed", "--play"])
+@pytest.mark.matrix
 def test_the_graph_of_another_model_is_refused(folder, capsys, option):
     assert invoke(["capture", "vgg-tiny", "--out", "other.json"]) == 0
     assert invoke(["show", "strange.json", *option.split(), "--graph", "other.json"]) == 1

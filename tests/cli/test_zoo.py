@@ -20,6 +20,7 @@ def test_the_page_shows_the_table(capsys, monkeypatch):
     assert block.text == "$ meshwright show zoo\n" + shown(block, table), "run python -m tests.docs.renew"
 
 
+@pytest.mark.long
 def test_rows_say_what_the_graphs_hold(capsys):
     assert invoke(["show", "zoo", "--json"]) == 0
     rows = {row["model"]: row for row in json.loads(capsys.readouterr().out)["models"]}

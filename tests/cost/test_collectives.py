@@ -401,6 +401,7 @@ def test_groups_inside_a_node_say_nothing_of_groups_across():
 
 @given(st.integers(2, 40), st.integers(0, 2**34), st.integers(0, 2**34))
 @settings(max_examples=50)
+@pytest.mark.long
 def test_transfer_is_monotone_in_bytes(ranks, first, second):
     model = fit_collectives(ring_rows([(2, 1, 1, 1, 2), (4, 1, 1, 1, 4), (8, 1, 1, 1, 8)]))
     few, many = sorted((first, second))

@@ -44,6 +44,7 @@ def kernels():
 
 @settings(max_examples=200, deadline=None)
 @given(kernel=kernels(), data=st.data())
+@pytest.mark.long
 def test_what_can_be_has_an_answer(kernel, data):
     sizes = {name: data.draw(sound_sizes, name) for name in SIZES[kernel.op]}
     if "heads" in sizes:

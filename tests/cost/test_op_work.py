@@ -136,6 +136,7 @@ def test_damaged_keys_are_not_described(key):
     st.text(max_size=80)
     | st.from_regex(r"aten\.(linear|conv2d|sum|cat|lstm|bmm)\.x\([0-9x:float32,;=\[\]a-z]{0,60}\|[01]{0,4}\)")
 )
+@pytest.mark.long
 def test_texts_that_are_no_keys_are_not_guessed(text):
     work = read_work(text)
     assert work is None or min(work.forward.flops, work.forward.num_bytes, work.backward.num_bytes) >= 0

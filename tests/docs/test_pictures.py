@@ -64,16 +64,19 @@ def test_the_picture_of_serving_is_what_the_simulator_says(drawn):
 
 
 @pytest.mark.timeout(300)  # a policy is compiled once
+@pytest.mark.long
 def test_the_picture_of_scaling_is_what_the_simulator_says(drawn):
     scaling = drawn("scaling")
     assert scaling.PICTURE.read_text() == scaling.draw(), "run python docs/pictures/scaling.py"
 
 
+@pytest.mark.long
 def test_the_picture_of_scenarios_is_what_the_simulator_says(drawn):
     scenarios = drawn("scenarios")
     assert scenarios.PICTURE.read_text() == scenarios.draw(), "run python docs/pictures/scenarios.py"
 
 
+@pytest.mark.long
 def test_the_picture_of_collectives_is_what_the_model_says(drawn):
     collectives = drawn("collectives")
     assert collectives.PICTURE.read_text() == collectives.draw(), "run python docs/pictures/collectives.py"

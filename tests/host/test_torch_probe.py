@@ -103,6 +103,7 @@ def test_without_torch_it_is_said_how_to_install_it():
     assert "pip install 'meshwright[torch]'" in finding.remedy
 
 
+@pytest.mark.long
 def test_no_program_is_left_behind():
     ran = run_program([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"], 1.5)
     with pytest.raises(ProcessLookupError):

@@ -85,6 +85,7 @@ def search(mine, *schedules, graph=None, cost=None, global_batch=16, **options):
 
 
 @pytest.mark.parametrize(("own", "named"), [("one_f_one_b", "1f1b"), ("gpipe", "gpipe")])
+@pytest.mark.matrix
 def test_an_own_schedule_that_equals_a_named_one_is_worth_the_same(mine, own, named):
     ours = search(mine, f"{mine}:{own}", max_plans=100, num_stages=4)
     theirs = search(mine, named, max_plans=100, num_stages=4)

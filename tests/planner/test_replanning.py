@@ -47,6 +47,7 @@ def test_added_devices():
     assert found.best.plan.num_ranks == 8
 
 
+@pytest.mark.long
 def test_a_slow_link(gpt):
     plan, cost = planned(gpt, load_cluster("2x4xA100"), 32, microbatch_sizes=(1, 2))
     assert len(plan.stages) == 1

@@ -165,6 +165,7 @@ def test_every_answer_is_legal_sorted_and_fits(task):
 
 
 @pytest.mark.parametrize("flops", [(4, 4, 4, 4), (1, 9, 1, 1, 3)])
+@pytest.mark.matrix
 def test_nothing_fits_is_said_only_where_nothing_does(flops):
     """Memory is set to the peak of a plan, and to a byte less than that of the smallest one."""
     graph = weighted_graph([10**9 * amount for amount in flops])
@@ -178,6 +179,7 @@ def test_nothing_fits_is_said_only_where_nothing_does(flops):
         search(graph, cluster_of(3, memory=peaks[0] - 1), 4)
 
 
+@pytest.mark.long
 def test_estimates_are_close_to_simulated_steps():
     """On equal devices; what the closed form leaves out is waiting that only a schedule shows."""
     rng = np.random.default_rng(7)
@@ -195,6 +197,7 @@ def test_estimates_are_close_to_simulated_steps():
 
 @settings(max_examples=10, deadline=None)
 @given(tasks())
+@pytest.mark.long
 def test_the_same_question_has_the_same_answer(task):
     graph, cluster, batch = task
 
@@ -380,6 +383,7 @@ def test_evaluate_agrees_with_the_simulator():
     assert not item.fits
 
 
+@pytest.mark.long
 def test_gathers_of_passes_count_when_plans_are_ranked():
     """With zero 3, every microbatch gathers all parameters: few large ones win, which no table of ops alone shows."""
     graph, cluster = load_shipped_graph("gpt-tiny"), load_cluster("2x4xV100")

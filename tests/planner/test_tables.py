@@ -115,6 +115,7 @@ def bounds_with(i, j, num_layers):
 
 @settings(max_examples=150, deadline=None)
 @given(graphs(), st.sampled_from(["sgd", "adamw"]), st.sampled_from(["float32", "bfloat16"]), st.integers(1, 3))
+@pytest.mark.long
 def test_every_stage_weighs_what_its_slice_weighs(graph, optimizer, precision, batch):
     cluster = load_cluster("2xH100")
     cost = CostModel(cluster=cluster, precision=precision)

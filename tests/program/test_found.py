@@ -88,6 +88,7 @@ def problems(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(problem=problems(), whole=st.booleans())
+@pytest.mark.long
 def test_nothing_named_that_fits_is_shorter(problem, whole):
     plan, _, times = problem
     seconds = [
@@ -171,6 +172,7 @@ def shortest_of(count, most, seconds, sending, returning, edges=None):
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.matrix
 def test_the_best_of_all_orders_of_two_short_stages_is_found(seed):
     rng = np.random.default_rng(seed)
     count = 1 + seed % 3
@@ -198,6 +200,7 @@ def test_the_best_of_all_orders_of_two_short_stages_is_found(seed):
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), stages=st.integers(3, 4), count=st.integers(1, 2))
+@pytest.mark.long
 def test_no_order_of_short_stages_on_branches_is_below_the_bound(data, stages, count):
     plan, _ = data.draw(branched(stages, count, 1))
     edges = edges_of(plan)

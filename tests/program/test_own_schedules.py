@@ -56,6 +56,7 @@ def mine(tmp_path_factory):
 @settings(max_examples=100, deadline=None)
 @given(case=plans())
 @pytest.mark.parametrize(("own", "named"), [("gpipe", "gpipe"), ("one_f_one_b", "1f1b")])
+@pytest.mark.matrix
 def test_an_own_schedule_that_equals_a_named_one_gives_the_same_program(mine, own, named, case):
     graph, plan = case
     wanted = build_program(with_schedule(plan, named), graph)
@@ -68,6 +69,7 @@ def test_an_own_schedule_that_equals_a_named_one_gives_the_same_program(mine, ow
 
 @settings(max_examples=100, deadline=None)
 @given(case=plans(), seed=st.integers(0, 10**6))
+@pytest.mark.long
 def test_ranks_that_disagree_about_the_order_still_keep_every_rule(mine, case, seed):
     graph, plan = case
     program = build_program(plan_with(mine, "shuffled", replace(plan, model=str(seed))), graph)

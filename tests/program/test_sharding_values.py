@@ -82,6 +82,7 @@ class _Attending(torch.nn.Module):
         return self.head(x + self.attention(y, y, y, need_weights=False)[0])
 
 
+@pytest.mark.long
 def test_tokens_that_stand_before_samples_are_scattered_where_they_stand():
     tokens = torch.randint(0, 32, (BATCH, 8))
     graph = capture_model(

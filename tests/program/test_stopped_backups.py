@@ -105,6 +105,7 @@ def test_updates_per_worker_and_time_are_those_of_the_notes(policy, facts, rate)
     assert sum(time <= until for time in times) / 16 / until * UNIT == pytest.approx(rate, rel=0.02)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_always_late_holds_all_up_but_for_groups():
     """One of 16 takes twice as long: a synchronous step waits for it, a bounded delay in the end too, groups do not."""
     count, random = 120, np.random.default_rng(1)

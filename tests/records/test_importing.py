@@ -257,6 +257,7 @@ def test_spoilt_files_are_refused(tmp_path, content):
         import_file(tmp_path / "file", device="V100")
 
 
+@pytest.mark.long
 def test_what_ships_of_kernels_and_collectives():
     kernels, nccl = load_records("kernels"), load_records("nccl")
     assert len(kernels) == 48_000

@@ -98,6 +98,7 @@ def test_files_that_are_too_large_are_refused(tmp_path, monkeypatch):
         read_records(path)
 
 
+@pytest.mark.long
 def test_a_text_that_repeats_is_kept_once(tmp_path):
     """A small file may name one long text for every row; the rows share it."""
     long = "x" * 50_000

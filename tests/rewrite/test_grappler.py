@@ -253,6 +253,7 @@ class Branching(nn.Module):
         (lambda model, _: torch.bernoulli(torch.ones_like(model.level)) > 0, False, ["item", "mul", "opaque"]),
     ],
 )
+@pytest.mark.matrix
 def test_a_constant_predicate_settles_a_branch(predicate, training, wanted):
     torch.manual_seed(0)
     model, x = Branching(predicate=predicate).train(training), torch.randn(2, 4)

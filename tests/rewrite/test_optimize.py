@@ -140,6 +140,7 @@ def test_what_is_unknown_is_carried_through():
             torch.testing.assert_close(one, two)
 
 
+@pytest.mark.long
 def test_what_is_not_faster_is_not_handed_over():
     class Plain(nn.Module):
         def forward(self, x):
@@ -149,6 +150,7 @@ def test_what_is_not_faster_is_not_handed_over():
     assert optimize(model, torch.randn(4, 4), rules=RULES, budget_s=0.2) is model
 
 
+@pytest.mark.long
 def test_what_is_much_faster_is():
     class Waste(nn.Module):
         def forward(self, q, k, v):
@@ -198,6 +200,7 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("training", [False, True])
+@pytest.mark.matrix
 def test_the_model_the_batch_and_random_numbers_stay_as_they_were(training):
     model, x = Remembering().train(training), torch.randn(8, 4)
     batch, state = x.clone(), {name: value.clone() for name, value in model.state_dict().items()}
@@ -343,6 +346,7 @@ def write_graph_of(model, x):
     return write_graph(source.terms, source, effects=source.effects)
 
 
+@pytest.mark.long
 def test_layouts_are_candidates_for_inference_only():
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)

@@ -24,6 +24,7 @@ def unity(tmp_path_factory):
     return place
 
 
+@pytest.mark.long
 def test_all_rules_of_taso_are_proved_or_refuted():
     verdicts = [verify(rule) for rule in read_taso(TASO)]
     refuted = [verdict for verdict in verdicts if verdict.status == "refuted"]

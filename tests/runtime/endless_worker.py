@@ -17,6 +17,7 @@ from tests.runtime.cases import MICROBATCH_SIZE, RUN_SEED
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.endless_cases import LATE, MODELS, NUM_STEPS, REPAIRS, all_cases, main_cases
 from tests.runtime.equality_worker import errors, make_optimizer, make_plan, run_models
+from tests.runtime.matrix import cases_of_run
 from tests.runtime.models import MODELS as EVERY_MODEL
 
 
@@ -86,4 +87,4 @@ def most_versions(program):
 if __name__ == "__main__":
     size, which, *others = sys.argv[1:]
     chosen = {name: EVERY_MODEL[name] for name in MODELS}
-    run_models(chosen, {"main": main_cases, "all": all_cases}[which], size, *others, run=train)
+    run_models(chosen, cases_of_run(which, main_cases, all_cases, ()), size, *others, run=train)

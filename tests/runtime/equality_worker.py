@@ -23,7 +23,8 @@ from meshwright.runtime import microbatch_seed, open_session
 from meshwright.spec import GradientExchange, Plan, StagePlan, Workload, slice_graph, with_branches
 from meshwright.training.state import gather_state
 from tests.processes import fork_ranks
-from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, all_cases, main_cases, on
+from tests.runtime.cases import FEW, MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, all_cases, main_cases, on
+from tests.runtime.matrix import cases_of_run
 from tests.runtime.models import MODELS
 
 
@@ -179,6 +180,8 @@ def run_models(models, cases_of, world_size: str, dtype_name: str, out: str, run
     """Train every model in its cases for a world size, ``cases_of(model, size)``; rank 0 writes the results."""
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, dtype_name))
+    # A model without a case is not captured.
+    models = {name: make for name, make in models.items() if cases_of(name, int(world_size))}
     captured = {name: capture_case(make) for name, make in models.items()}
     fork_ranks(int(world_size), lambda: train_all(captured, cases_of, int(world_size), Path(out), run))
 
@@ -209,4 +212,4 @@ def train_all(captured_models, cases_of, world_size, out, run):
 
 if __name__ == "__main__":
     size, which, *others = sys.argv[1:]
-    run_models(MODELS, {"main": main_cases, "all": all_cases}[which], size, *others)
+    run_models(MODELS, cases_of_run(which, main_cases, all_cases, FEW), size, *others)

@@ -9,16 +9,20 @@ import pytest
 from tests.processes import run_ranks
 
 
-def matrix_cases(worlds, models, main_cases, all_cases, optimizers=("sgd", "adamw")):
-    """Which run a case is of, the world size, and its name; what is not always tried is slow, more ranks are long."""
+def matrix_cases(worlds, models, main_cases, all_cases, optimizers=("sgd", "adamw"), few=()):
+    """Which run a case is of, the world size, and its name.
+
+    Always tried are the models ``few`` on the fewest ranks; the other cases of ``main_cases`` are long, all are slow.
+    """
     found = []
     for world in worlds:
-        always = [] if world == min(worlds) else [pytest.mark.long]
         for model in models:
+            is_few = world == min(worlds) and model in few
             main = [case.key for case in main_cases(model, world)]
             for case in all_cases(model, world):
                 if case.optimizer in optimizers:
-                    which, marks = ("main", always) if case.key in main else ("all", [pytest.mark.slow])
+                    which = "all" if case.key not in main else "few" if is_few else "main"
+                    marks = {"few": [], "main": [pytest.mark.long], "all": [pytest.mark.slow]}[which]
                     name = f"{model}/{case.key}"
                     found.append(pytest.param(which, world, name, id=f"{world}-{name}", marks=marks))
     return found
@@ -42,3 +46,14 @@ def assert_equal(result, tolerance=1e-9):
     assert max(result["tensors"].values()) <= tolerance, result["tensors"]
     found, wanted = result["losses"]
     assert found == pytest.approx(wanted, rel=tolerance)
+
+
+def cases_of_run(which, main_cases, all_cases, few):
+    """``cases(model, world size)`` of a run of a worker."""
+
+    def cases(model, world):
+        if which == "all":
+            return all_cases(model, world)
+        return main_cases(model, world) if (which == "few") == (world == 2 and model in few) else []
+
+    return cases

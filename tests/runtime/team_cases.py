@@ -130,6 +130,10 @@ def all_cases(model, world):
     return [case for case in found if not (model in ("gpt-tied", "tied") and case.schedule.startswith("pipedream"))]
 
 
+# The models whose layouts on two ranks `make test` tries: tensor, sequence and expert parallelism, clipping, parts.
+FEW = ("tied", "mixtral")
+
+
 def main_cases(model, world):
     """Those that are always tried: every layout with one optimizer, of one model or another."""
     found = all_cases(model, world)

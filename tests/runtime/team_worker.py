@@ -24,7 +24,8 @@ from meshwright.training.state import gather_state
 from tests.runtime.cases import MICROBATCH_SIZE, NUM_STEPS, RUN_SEED, on
 from tests.runtime.delayed import Stream, train_delayed
 from tests.runtime.equality_worker import errors, make_optimizer, run_models
-from tests.runtime.team_cases import AGAIN, CLIP, MAX_NORM, PARTS, SPLITS, ZERO, all_cases, main_cases
+from tests.runtime.matrix import cases_of_run
+from tests.runtime.team_cases import AGAIN, CLIP, FEW, MAX_NORM, PARTS, SPLITS, ZERO, all_cases, main_cases
 from tests.runtime.team_models import MODELS
 
 NUM_MICROBATCHES = 4
@@ -191,5 +192,5 @@ def train_serially(model, stream, make_optimizer, max_norm):
 
 if __name__ == "__main__":
     world, which, *others = sys.argv[1:]
-    run_models(MODELS, {"main": main_cases, "all": all_cases}[which], world, *others, run=train)
+    run_models(MODELS, cases_of_run(which, main_cases, all_cases, FEW), world, *others, run=train)
     assert not dist.is_initialized()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.cases import CASES, all_cases, main_cases
+from tests.runtime.cases import CASES, FEW, all_cases, main_cases
 from tests.runtime.matrix import assert_equal, matrix_cases, matrix_runs
 from tests.runtime.models import MODELS
 
@@ -20,7 +20,7 @@ def results(tmp_path_factory):
 
 
 def cases(worlds, optimizers=("sgd", "adamw")):
-    return matrix_cases(worlds, MODELS, main_cases, all_cases, optimizers)
+    return matrix_cases(worlds, MODELS, main_cases, all_cases, optimizers, FEW)
 
 
 @pytest.mark.parametrize(("which", "world_size", "case"), cases(CASES))

@@ -79,6 +79,7 @@ def run(function, values, buffers):
     return leaves, outputs, wanted, [torch.randn_like(value) for value in wanted]
 
 
+@pytest.mark.matrix
 def test_both_parts_are_one_backward(stages):
     model, parts = stages
     for module, values in parts:
@@ -111,6 +112,7 @@ def test_both_parts_are_one_backward(stages):
         model.zero_grad()
 
 
+@pytest.mark.matrix
 def test_microbatches_may_be_finished_in_any_order(stages):
     model, parts = stages
     module, values = parts[0]

@@ -18,7 +18,7 @@ from meshwright.runtime.teams.shares import Cut
 from meshwright.spec import Plan, PlanError, Sharding, StagePlan, Workload, slice_graph
 from tests.runtime.matrix import assert_equal, matrix_cases, matrix_runs
 from tests.runtime.models import GPT
-from tests.runtime.team_cases import CASES, all_cases, main_cases
+from tests.runtime.team_cases import CASES, FEW, all_cases, main_cases
 from tests.runtime.team_models import MODELS
 
 
@@ -33,11 +33,12 @@ def results(tmp_path_factory):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("which", "world_size", "case"), matrix_cases(CASES, MODELS, main_cases, all_cases))
+@pytest.mark.parametrize(("which", "world_size", "case"), matrix_cases(CASES, MODELS, main_cases, all_cases, few=FEW))
 def test_state_and_losses_are_those_of_one_process(results, which, world_size, case):
     assert_equal(results(which, world_size)[case])
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

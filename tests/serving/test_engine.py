@@ -179,6 +179,7 @@ def test_a_lost_batch_that_is_late_already_fits_into_the_table(tmp_path, name):
     assert served.num_in_time + served.num_late + sum(served.dropped.values()) == served.num_requests == 30_000
 
 
+@pytest.mark.long
 def test_a_plan_that_deals_out_thousands_that_are_late_fits_into_the_table(tmp_path):
     """Requests wait for a device that is away when Nexus plans anew: they go by turns to devices that are idle."""
     moments = [*np.linspace(0.001, 0.19, 60_000).tolist(), 3.0]
@@ -207,6 +208,7 @@ def test_devices_that_suffice_for_no_plan_serve_what_they_can():
 
 
 @pytest.mark.parametrize(("settings_", "largest"), [("preferred=7", 19), ("preferred=7,most=7", 7), ("most=3", 3)])
+@pytest.mark.matrix
 def test_the_largest_batch_of_timeouts(settings_, largest):
     """More come than devices can serve: all that wait run together, up to the cap, or to what takes the whole SLO."""
     deployment = one_model(devices=2, slo=0.025, alpha=1.053e-3, beta=5.072e-3, rate=4000.0)
@@ -217,6 +219,7 @@ def test_the_largest_batch_of_timeouts(settings_, largest):
         assert result.models[0].mean_batch > largest - 0.5
 
 
+@pytest.mark.long
 def test_an_outage_teaches_aimd_nothing(tmp_path):
     """It knows a limit of 3 when the outage takes a batch, which is then no batch that was too long."""
     moments = [0.0, *[0.1] * 3, *[0.2] * 4, *[0.9] * 5]
@@ -235,6 +238,7 @@ def test_an_outage_teaches_aimd_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["symphony", "clockwork", "nexus", "shepherd", "adaptive", "timeouts", "aimd"])
+@pytest.mark.matrix
 def test_the_same_seed_is_the_same_result(name):
     deployment = replace(one_model(rate=700, shape=0.3), jitter=0.2, troubles=(Outage(device=1, since=0.5, until=0.8),))
     policy = load_policy(name)

@@ -185,6 +185,7 @@ def test_the_bound_is_where_the_best_split_needs_all_devices():
     assert needed[0] < 4 < needed[1]
 
 
+@pytest.mark.long
 def test_calls_can_be_loaded():
     query = Query(
         name="q",

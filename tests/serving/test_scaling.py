@@ -238,6 +238,7 @@ def test_devices_that_are_slower_than_they_are_taken_to_be_are_more():
 
 @pytest.mark.parametrize("name", SCALABLE)
 @pytest.mark.timeout(300)  # policies are compiled once
+@pytest.mark.matrix
 def test_nothing_is_lost_as_devices_come_and_go(name, patched):  # noqa: F811
     """Ten starts and as many that go within half a second, and devices that fail while they start, work and drain."""
     served = (model("a", slo=0.08, rate=900, shape=0.1), model("b", slo=0.03, alpha=0.001, beta=0.002, rate=300))
@@ -259,6 +260,7 @@ def test_nothing_is_lost_as_devices_come_and_go(name, patched):  # noqa: F811
 
 @given(deployments(), st.integers(0, 5))
 @settings(max_examples=20)
+@pytest.mark.long
 def test_a_fleet_that_cannot_change_is_none(deployment, seed):
     deployment = replace(deployment, troubles=())
     fixed = replace(deployment, scaling=scaling(minimum=deployment.devices))

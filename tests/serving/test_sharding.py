@@ -364,6 +364,7 @@ TIED = Deployment(
 @given(deployment=deployments(troubled=False), shards=st.integers(1, 7))
 @example(deployment=TIED, shards=1)
 @settings(max_examples=100)
+@pytest.mark.long
 def test_without_troubles_shards_decide_what_one_pool_does(deployment, shards):
     assert outcome(deployment, f"sharded:shards={shards}", 2.0) == outcome(deployment, "symphony", 2.0)
 

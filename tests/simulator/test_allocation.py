@@ -56,6 +56,7 @@ def test_microbatches_in_flight_are_held_by_what_they_keep(schedule):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("schedule", ["1f1b", *left_to_ci("gpipe")])
+@pytest.mark.matrix
 def test_the_simulators_peak_is_that_of_the_walk(name, schedule):
     """One stage to the byte; more of them but for messages that come early or leave late."""
     graph = load_shipped_graph(name)

@@ -65,6 +65,7 @@ def draw(seed, size, **facts):
 @pytest.mark.parametrize("contention", sorted(ORACLES))
 @settings(max_examples=200)
 @given(seed=seeds, size=st.integers(0, 20), may_deadlock=st.booleans())
+@pytest.mark.matrix
 def test_a_controlled_run_equals_the_oracle(contention, seed, size, may_deadlock):
     program, prices, controller, costs = draw(seed, size, may_deadlock=may_deadlock)
     oracle = ORACLES[contention](program, prices, controller, costs)
@@ -83,6 +84,7 @@ def test_a_controlled_run_equals_the_oracle(contention, seed, size, may_deadlock
 
 @settings(max_examples=100)
 @given(seed=seeds, size=st.integers(0, 20), contention=contentions, timers=st.booleans())
+@pytest.mark.long
 def test_a_log_is_replayed_and_becomes_a_program(seed, size, contention, timers):
     program, prices, controller, costs = draw(seed, size, timers=timers)
     run = simulate_controlled(program, prices, controller, costs, contention=contention)

@@ -25,6 +25,7 @@ from tests.simulator.replicas import with_kinds
 @pytest.mark.parametrize("oracle", [Oracle, FairOracle])
 @settings(max_examples=25)
 @given(case=endless_plans(), num_steps=st.integers(1, 2), seconds=st.lists(st.integers(1, 9), min_size=6, max_size=6))
+@pytest.mark.matrix
 def test_programs_that_never_flush_equal_the_oracle(oracle, case, num_steps, seconds):
     plan, graph = case
     names = ("forward", "backward", "send", "all_reduce", "optimizer", "fill")

@@ -56,6 +56,7 @@ def test_engine_equals_the_oracle(contention, seed, size, num_steps):
 @pytest.mark.parametrize("contention", sorted(ORACLES))
 @settings(max_examples=400)
 @given(seed=seeds, size=st.integers(1, 30), num_steps=st.integers(1, 3))
+@pytest.mark.matrix
 def test_joins_equal_the_oracle(contention, seed, size, num_steps):
     assert_equal_to_oracle(seed, size, num_steps, contention, joins=True)
 

@@ -105,6 +105,7 @@ def assert_equal_to_full_runs(rng, graph, placement, cost, num_moves):
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), num_ops=st.integers(1, 25), num_ranks=st.integers(1, 4), trains=st.booleans())
+@pytest.mark.long
 def test_a_move_is_that_of_the_placement_built_anew(seed, num_ops, num_ranks, trains):
     rng = random.Random(seed)
     graph = random_graph(rng, num_ops, "training" if trains else "inference")

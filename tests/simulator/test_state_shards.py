@@ -171,6 +171,7 @@ def test_replicas_keep_their_shares(zero):
 
 
 @pytest.mark.parametrize("model", ["gpt-tiny", "llama-lora-tiny", "dlrm-tiny"])
+@pytest.mark.matrix
 def test_gradients_of_a_unit_are_there_until_they_are_scattered(model):
     """Of what is trained alone: all of the root, which is scattered last, and one repeated layer."""
     graph, cluster = load_shipped_graph(model), load_cluster("4xA100")

@@ -9,6 +9,7 @@ from meshwright.training.measure import op_source
 
 
 @pytest.mark.parametrize("reference", ["gpt-tiny", "resnet-tiny", "unet-tiny"])
+@pytest.mark.matrix
 def test_every_op_of_the_graph_is_timed_under_its_own_name(reference):
     source = op_source(reference, (), 2)
     (segment,) = build_segments(source, 2, max_bytes=2**33)

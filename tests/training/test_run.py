@@ -215,6 +215,7 @@ def _mark_own_runs(monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_RUN_OF", str(os.getpid()))
 
 
+@pytest.mark.long
 def test_a_model_that_bakes_its_batch_size_in_is_captured_at_the_microbatch_size(tmp_path, warm_ranks):
     """Planned for microbatches of 2 although its example has 4 samples, and trained so."""
     model = tmp_path / "baked.py"

@@ -73,6 +73,7 @@ def test_repetitions_of_a_layout_at_one_size_have_one_key():
     assert len(set(rows.op[same])) == 4
 
 
+@pytest.mark.long
 def test_a_cluster_that_was_never_profiled():
     scores = {(score.part, score.arm): score for score in score_new_cluster()}
     part = "{}, (4, 8) from (2, 8), ≥ 64 MiB"

@@ -128,6 +128,7 @@ def test_runs_of_different_rows_differ(rows):
     assert len({row_hash(row) for row in timed}) >= len(timed) - 2
 
 
+@pytest.mark.long
 def test_the_shipped_model_is_the_fit(every_row):
     shipped = load_step_model()
     found = fit_kinds(every_row, start=shipped)
@@ -337,6 +338,7 @@ def test_rows_of_one_paper_or_repository_have_one_origin(rows):
     assert {read_step(row).origin for row in load_table("training_steps_alpa")[:3]} == {"Alpa (OSDI 2022)"}
 
 
+@pytest.mark.long
 def test_an_interval_never_looks_at_scored_rows_of_its_own_origin(rows, every_row):
     model = load_step_model()
     fitted = read_steps(calibration_rows(every_row)[-8:])[0]

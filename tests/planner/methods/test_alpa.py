@@ -174,6 +174,7 @@ def test_equal_blocks_laid_out_alike_cost_what_free_ones_do(name, num_blocks, sh
     assert len(tiled.splits) == len(graph.ops)
 
 
+@pytest.mark.long
 def test_more_blocks_take_no_more_variables():
     mesh = closed_form_mesh((1, 8), (2e-5, 5e-6), (1e-10, 1e-11))
     found = []
@@ -228,6 +229,7 @@ def test_a_tied_weight_lies_one_way_and_counts_once():
     assert len(layouts) == 1
 
 
+@pytest.mark.long
 def test_shipped_stacks_fold_to_one_block_between_the_ends():
     for name, kept, count in (("llama3-8b", 134, 30), ("gpt2-xl", 94, 45), ("resnet50", 228, 1)):
         folded = fold(load_shipped_graph(name))

@@ -58,6 +58,7 @@ def test_it_only_yields_legal_plans_and_none_twice():
     assert seen[0].describe().startswith("1 stage")
 
 
+@pytest.mark.long
 def test_the_same_seed_walks_the_same_way():
     graph = load_shipped_graph("resnet-tiny")
     results = [search(graph, "4xA100", 8, seed=seed) for seed in (0, 0, 1)]

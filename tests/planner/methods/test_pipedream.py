@@ -58,6 +58,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("row", PRINTED["ratio_1"], ids=describe)
+@pytest.mark.matrix
 def test_what_pipedreams_optimizer_prints_is_met(row: dict[str, Any]) -> None:
     plan = plan_profile(load(row["profile"]), levels(*row["levels"]), Options(compression_ratio=1.0))
     assert plan.bottleneck_s == pytest.approx(row["seconds"], abs=0.5001e-4)
@@ -202,6 +203,7 @@ def test_orders_follow_the_graph_and_their_states_are_closed(layers: Layers) -> 
     assert {frozenset(states.layers(index)) for index in range(len(states))} == prefixes
 
 
+@pytest.mark.long
 def test_a_graph_with_too_many_states_is_cut_along_orders() -> None:
     profile = load("nasnetamobile")
     assert count_states(profile) == 163_798_401_193

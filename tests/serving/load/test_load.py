@@ -83,6 +83,7 @@ def test_the_requests_are_those_of_the_simulator(records):
 
 
 @pytest.mark.parametrize("connections", [4, 1000])
+@pytest.mark.matrix
 def test_a_stall_is_seen_by_all_requests_that_fall_into_it(records, connections):
     """A client that waits for answers would send four requests in that second, and call one per cent slow."""
     stall = []
@@ -148,6 +149,7 @@ def test_a_trace_is_replayed(tmp_path):
     assert result.total.num_in_time == len(stub.requests) == 40
 
 
+@pytest.mark.long
 def test_a_ramp_comes_before_and_does_not_count():
     with Stub() as stub:
         result = run_load(stub.url, cat(400), 1.0, ramp_s=1.0)
@@ -260,6 +262,7 @@ def test_a_server_that_dies_for_good():
     assert total.num_failed + total.num_in_time == total.num_requests
 
 
+@pytest.mark.long
 def test_no_answer_by_the_end():
     with Stub(lambda request: echo(request) if request.number % 2 else (60.0, b"")) as stub:
         total = run_load(stub.url, cat(100), 0.5, grace_s=2.0).total
@@ -288,6 +291,7 @@ def test_an_end_before_its_time_reports_what_was_done():
     assert len(result.series) == int(np.ceil(result.seconds))
 
 
+@pytest.mark.long
 def test_processes_send_the_same_requests():
     events = SeenEvents()
     with Stub() as stub:

@@ -381,6 +381,7 @@ def test_what_waits_behind_an_answer_can_have_its_slots(loop, tmp_path):
     assert run(loop, gate, scenario) == [200] * 3
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_is_not_read_from(loop, tmp_path):
     """What it could make the server hold is bounded; it is closed in the end."""
 
@@ -623,6 +624,7 @@ def test_a_slow_request_is_not_saved_by_coming_bit_by_bit(loop, tmp_path):
     assert run(loop, FakeGate(tmp_path), scenario, receive=0.3) == 408
 
 
+@pytest.mark.long
 def test_idle_connections_are_closed(loop, tmp_path):
     async def scenario(server, connect):
         begin = time.monotonic()

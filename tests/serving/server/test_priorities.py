@@ -10,6 +10,8 @@ import pytest
 from meshwright.serving.server.messages import classes_of
 from tests.serving.server.servers import ask_once, infer, serving
 
+pytestmark = pytest.mark.long  # the server takes seconds to start
+
 BUSY = """
 schema = "meshwright/deployment/1"
 devices = 1

@@ -324,6 +324,7 @@ def test_deadlines(tmp_path, metadata, parameters, deadline_s, expected_s):
     assert begin - 1e8 <= gate.submitted[0].deadline_ns - expected_s * 1e9 <= end + 1e8
 
 
+@pytest.mark.long
 def test_who_goes_cancels(loop, tmp_path):
     gate = FakeGate(tmp_path, decide=lambda _: None)
 
@@ -349,6 +350,7 @@ def test_who_goes_cancels(loop, tmp_path):
     assert len(gate.models["m"].idle) == len(gate.models["m"].slab)
 
 
+@pytest.mark.long
 def test_a_message_has_to_come(loop, tmp_path):
     async def scenario(server, channel):
         slow = channel.stream_unary(f"/{SERVICE_NAME}/ModelInfer")()

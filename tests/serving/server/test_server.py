@@ -151,6 +151,7 @@ def test_a_worker_is_killed_under_load(server):
     assert load.counts.get(503, 0) <= load.connections, (load.counts, load.sentences)
 
 
+@pytest.mark.long
 def test_all_workers_are_killed_at_once(server):
     load = Load(server, 48)
     run(disturbed(load, lambda: kill_at_once(server, "worker-0", "worker-1")))
@@ -193,6 +194,7 @@ def test_the_scheduler_and_a_front_are_killed_at_once(server):
     assert len(list(server.folder().glob("slab-*"))) == 2
 
 
+@pytest.mark.long
 def test_who_goes_away_is_not_computed_for_and_others_are_not_harmed(server):
     async def leaver(place):
         for _ in range(20):
@@ -419,6 +421,7 @@ def test_a_log_is_decided_again_after_kills(tmp_path):
     assert decisions > 10
 
 
+@pytest.mark.long
 def test_a_token_is_asked_for(tmp_path):
     token = tmp_path / "token"
     token.write_text("secret\n")

@@ -25,6 +25,8 @@ from tests.serving.server.fakes import FakeGate, post, request
 from tests.serving.server.fakes import run as run_http
 from tests.serving.server.servers import EMULATED, Load, connect, infer, serving
 
+pytestmark = pytest.mark.long  # the server takes seconds to start
+
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PHASES = ["front", "message", "queue", "device", "batch", "answer"]
 MS = 1_000_000

@@ -11,6 +11,8 @@ from meshwright.spec.deployment import DATATYPES
 from tests.serving.server.servers import EMULATED, serving, wait_until_gone
 from tests.serving.server.test_triton_client import MODEL, values_of
 
+pytestmark = pytest.mark.long  # the server takes seconds to start
+
 triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient with grpcio is not installed")
 triton_aio = pytest.importorskip("tritonclient.grpc.aio")
 errors = pytest.importorskip("tritonclient.utils")
