@@ -230,7 +230,8 @@ def test_a_topology_that_is_not_symmetric_is_refused():
 @given(st.sampled_from(COLLECTIVE_OPS[:5]), st.sampled_from(["8xH100", "2x8xH100", "4x8xV100"]), st.floats(0, 1e10))
 @settings(max_examples=60)
 def test_more_bytes_never_take_less_and_every_size_has_its_fastest_way(op, reference, num_bytes):
-    cluster = load_cluster(reference)
+    """By datasheet; what was measured may fall with size, where NCCL changes the protocol."""
+    cluster = never_measured(load_cluster(reference))
     cost, ranks = CostModel(cluster=cluster), tuple(range(cluster.num_ranks))
     few, many = cost.predict_collective(op, ranks, np.array([num_bytes, num_bytes * 1.5 + 1])).seconds
     assert 0 < few <= many

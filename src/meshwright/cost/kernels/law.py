@@ -116,7 +116,10 @@ def law_seconds(demand: Demand, factors: Floats) -> Explained:
     held = 1 / (1 + (demand.cached / value["cache_share"]) ** value["cache_slope"])
     memory = demand.memory * ((1 - held) / value["memory"] + held * demand.bandwidth * cache_s)
     sharpness = value["sharpness"]
-    kernel = value["launch_s"] * cycle + (compute**sharpness + memory**sharpness) ** (1 / sharpness)
+    # The larger of the two stands outside of the power, which of large sizes is beyond what a number holds.
+    larger = np.maximum(compute, memory)
+    corner = (1 + (np.minimum(compute, memory) / larger) ** sharpness) ** (1 / sharpness)
+    kernel = value["launch_s"] * cycle + larger * corner
     beside = np.where(demand.extra > 0, _EXTRA_LAUNCH_S * cycle + demand.extra / value["memory"], 0.0)
     seconds = ((kernel + value["extra"] * beside) ** 6 + value["floor_s"] ** 6) ** (1 / 6)
     return Explained(seconds=seconds, compute=compute, memory=memory, way=way)
