@@ -151,10 +151,13 @@ def _share_versions(dispatcher: Any) -> None:
     dispatcher.get_call_template = get_call_template
 
 
+_NARROW = (types.int8, types.int16, types.int32)
+
+
 def _plain(kind: Any) -> Any:
     if isinstance(kind, (types.IntegerLiteral, types.BooleanLiteral)):
         kind = types.unliteral(kind)
-    return types.int64 if isinstance(kind, types.Integer) and kind.signed and kind.bitwidth < 64 else kind
+    return types.int64 if kind in _NARROW else kind
 
 
 def _compile_once(dispatcher: Any) -> None:
