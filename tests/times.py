@@ -1,0 +1,118 @@
+"""Where the time of the tests goes, file by file: ``make test PYTEST_ARGS="-p tests.times"`` prints a table at its end.
+
+Seconds of the processes that run tests: `wall` in tests and their fixtures; of these `cpu` of their own, `compiling`
+(numba), and `children`, the processor time of processes that they waited for: programs and servers, not forks of the
+warm process. What is left is `waiting`: for forks, for sleeping servers, for a loop that another process compiles.
+`collecting` is the import of the file and the listing of its tests, in each process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = "MESHWRIGHT_TESTS_TIMES"
+_COLUMNS = ("wall", "cpu", "compiling", "children", "waiting", "collecting")
+_SHOWN = 40
+
+
+def _listener(times: _Times) -> Any:
+    from numba.core import event
+
+    class Listener(event.Listener):
+        depth, since = 0, 0.0
+
+        def on_start(self, _: Any) -> None:
+            self.since = time.perf_counter() if not self.depth else self.since
+            self.depth += 1
+
+        def on_end(self, _: Any) -> None:
+            self.depth -= 1
+            times.compiling += 0.0 if self.depth else time.perf_counter() - self.since
+
+    return Listener()
+
+
+class _Times:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self.compiling, self._is_listening = 0.0, False
+        self.spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(_COLUMNS))
+
+    def now(self) -> tuple[float, ...]:
+        if not self._is_listening and "numba.core.event" in sys.modules:
+            sys.modules["numba.core.event"].register("numba:compile", _listener(self))
+            self._is_listening = True
+        own, theirs = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return (
+            time.perf_counter(),
+            own.ru_utime + own.ru_stime,
+            self.compiling,
+            theirs.ru_utime + theirs.ru_stime,
+        )
+
+
+TIMES = _Times()
+
+
+def pytest_configure() -> None:
+    if FOLDER not in os.environ:
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="times")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    before = TIMES.now()
+    try:
+        return (yield)
+    finally:
+        row = TIMES.spent[item.nodeid.partition("::")[0]]
+        for place, (start, end) in enumerate(zip(before, TIMES.now(), strict=True)):
+            row[place] += end - start
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    before = time.perf_counter()
+    try:
+        return (yield)
+    finally:
+        if isinstance(collector, pytest.Module):
+            TIMES.spent[collector.nodeid][-1] += time.perf_counter() - before
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    Path(os.environ[FOLDER], f"{os.getpid()}.json").write_text(json.dumps(TIMES.spent))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(_COLUMNS))
+    folder = Path(os.environ.pop(FOLDER))
+    texts = [path.read_text() for path in folder.glob("*.json")]
+    shutil.rmtree(folder)
+    for text in texts:
+        for name, spent in json.loads(text).items():
+            rows[name] = [a + b for a, b in zip(rows[name], spent, strict=True)]
+    for row in rows.values():
+        row[4] = max(row[0] - max(row[1], row[2]) - row[3], 0.0)
+    total = [sum(column) for column in zip(*rows.values(), strict=True)]
+    shown = sorted(rows.items(), key=lambda item: -item[1][0])[:_SHOWN]
+    terminalreporter.section("seconds by file, of all processes together")
+    terminalreporter.write_line("".join(f"{name:>11}" for name in _COLUMNS))
+    for name, row in [("all", total), *shown]:
+        terminalreporter.write_line("".join(f"{value:11.1f}" for value in row) + f"  {name}")
