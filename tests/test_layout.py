@@ -11,6 +11,8 @@ import pytest
 import meshwright
 from tests.project import CORE, EXTRAS, PROJECT, ROOT
 
+pytestmark = pytest.mark.lint
+
 SOURCE = ROOT / "src" / "meshwright"
 MODULES = sorted(SOURCE.rglob("*.py"))
 PACKAGES = sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
@@ -77,8 +79,6 @@ def test_torch_free_packages_load_no_torch(run_fresh):
     ]
     code = f"""
 import importlib, sys
-
-pytestmark = pytest.mark.lint
 for name in {modules!r}:
     importlib.import_module(name)
     assert "torch" not in sys.modules, name

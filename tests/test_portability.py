@@ -10,6 +10,8 @@ import pytest
 from tests.marks import left_to_ci
 from tests.test_layout import SOURCE, TORCH_FREE
 
+pytestmark = pytest.mark.lint
+
 PACKAGES = (*TORCH_FREE, "cli")
 FILES = [SOURCE / "__init__.py", SOURCE / "__main__.py"] + [
     path for name in PACKAGES for path in sorted((SOURCE / name).rglob("*.py"))
@@ -181,8 +183,6 @@ import sys
 sys.modules["torch"] = None
 from meshwright.cli.console import accept_any_character
 from meshwright.cli.main import invoke
-
-pytestmark = pytest.mark.lint
 accept_any_character()
 for command in {commands!a}:
     print("code", invoke(command), flush=True)
