@@ -92,7 +92,7 @@ fi
 names=$(IFS=,; printf '%s' "${extras[*]}")
 names=${names#,}
 say "installing meshwright${names:+[$names]} (the first time may take some minutes)"
-# Python compiles what is imported when it is imported; most of what is installed never is.
+# Python compiles a module at its first import; most modules are never imported.
 pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt)
 # The build backend comes from constraints.txt too, so the project is built without isolation.
 "${pip[@]}" "${options[@]}" --quiet hatchling

@@ -102,11 +102,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(_COLUMNS))
-    folder = Path(os.environ.pop(FOLDER))
-    texts = [path.read_text() for path in folder.glob("*.json")]
-    shutil.rmtree(folder)
-    for text in texts:
-        for name, spent in json.loads(text).items():
+    for path in Path(os.environ[FOLDER]).glob("*.json"):
+        for name, spent in json.loads(path.read_text()).items():
             rows[name] = [a + b for a, b in zip(rows[name], spent, strict=True)]
     for row in rows.values():
         row[4] = max(row[0] - max(row[1], row[2]) - row[3], 0.0)
@@ -116,3 +113,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line("".join(f"{name:>11}" for name in _COLUMNS))
     for name, row in [("all", total), *shown]:
         terminalreporter.write_line("".join(f"{value:11.1f}" for value in row) + f"  {name}")
+
+
+def pytest_unconfigure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)

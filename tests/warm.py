@@ -21,7 +21,7 @@ from pathlib import Path
 
 # Where the server of all test processes is reached.
 ADDRESS = "MESHWRIGHT_TESTS_WARM"
-_START_S = 120.0
+_START_S = 100.0  # less than a test may take
 _PYTHON = sys.executable
 # Modules that are run by `python -m` and need nothing but what is loaded; and those of the tests.
 _MODULES = ("meshwright", "meshwright.training", "torch.distributed.run")
@@ -50,13 +50,17 @@ with socket.socket(socket.AF_UNIX) as server:
     server.sendall(request)
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: server.sendall(bytes([number])))
-    answer = server.recv(1)
-if answer and answer[0] > 128:
-    if answer[0] - 128 != signal.SIGKILL:
-        signal.signal(answer[0] - 128, signal.SIG_DFL)
-    os.kill(os.getpid(), answer[0] - 128)
-sys.exit(answer[0] if answer else "the server of commands has ended")
+            signal.signal(number, lambda number, _: server.send(bytes([number]), socket.MSG_NOSIGNAL))
+    answer = server.recv(2)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+if len(answer) < 2:
+    sys.exit("the server of commands has ended")
+if answer[0]:  # the command was killed by this signal
+    if answer[0] != signal.SIGKILL:
+        signal.signal(answer[0], signal.SIG_DFL)
+    os.kill(os.getpid(), answer[0])
+sys.exit(answer[1])
 """
 
 
@@ -104,12 +108,12 @@ def start_server() -> str:
 
 
 def _wait_for(address: Path) -> None:
-    end = time.monotonic() + _START_S
+    end, failed = time.monotonic() + _START_S, address.with_suffix(".failed")
     while not address.exists():
+        if failed.exists():
+            raise RuntimeError(f"the server of the tests' commands has failed:\n{failed.read_text()}")
         if time.monotonic() > end:
-            raise RuntimeError(
-                f"the server of the tests' commands did not start in {_START_S:g} s; its output says why"
-            )
+            raise RuntimeError(f"the server of the tests' commands did not start in {_START_S:g} s")
         time.sleep(0.02)
 
 

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -56,8 +57,11 @@ def serve(address: str) -> None:
         while sys.stdin not in select.select([server, sys.stdin], [], [])[0]:
             client, _ = server.accept()
             if os.fork() == 0:
-                server.close()
-                _attend(client)
+                try:
+                    server.close()
+                    _attend(client)
+                finally:  # a client that has gone before it has asked
+                    os._exit(1)
             client.close()
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
@@ -79,7 +83,7 @@ def _attend(client: socket.socket) -> None:
     head, streams, _, _ = socket.recv_fds(client, 8, 64)
     with client.makefile("rb") as sent:
         request = json.loads(sent.read(int.from_bytes(head, "little")))
-    is_test = request[2][:1] == ["-m"] and request[2][1].startswith("tests.")
+    is_test = request[2][:1] == ["-m"] and request[2][1:2] and request[2][1].startswith("tests.")
     command = os.fork()
     if command == 0:
         client.close()
@@ -95,7 +99,7 @@ def _attend(client: socket.socket) -> None:
             os.killpg(command, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(status)
     with suppress(BrokenPipeError):
-        client.sendall(bytes([code if code >= 0 else 128 - code]))
+        client.sendall(bytes([max(-code, 0), max(code, 0)]))
     os._exit(0)
 
 
@@ -163,4 +167,12 @@ def _run_program(program: str, words: list[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(sys.argv[1])
+    try:
+        serve(sys.argv[1])
+    except BaseException:
+        Path(sys.argv[1]).with_suffix(".failed").write_text(traceback.format_exc())
+        raise
+    finally:  # whoever has started it may have been killed
+        sys.stdin.close()
+        if not Path(sys.argv[1]).with_suffix(".failed").exists():
+            shutil.rmtree(Path(sys.argv[1]).parent, ignore_errors=True)

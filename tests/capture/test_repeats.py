@@ -204,7 +204,6 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Leaky, Numbered, Shared, Counting])
-@pytest.mark.matrix
 def test_what_cannot_be_repeated_is_traced_in_full(kind):
     torch.manual_seed(0)
     model = kind().double()

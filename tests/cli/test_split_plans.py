@@ -21,7 +21,6 @@ PLAN = ["plan", "gpt-tiny", "--cluster", "2x4xA100", "--batch", "16", "--precisi
         ["--tensor", 2, "--zero", 3, "--recompute", "1:3"],
     ],
 )
-@pytest.mark.matrix
 def test_a_split_plan_is_simulated_as_it_was_planned(run, options, tmp_path):
     path = tmp_path / "plan.json"
     code, out, _ = run(*PLAN, *options, "--out", path)

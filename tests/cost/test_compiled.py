@@ -145,26 +145,33 @@ def test_machine_code_is_stale_when_another_file_of_its_package_has_changed(tmp_
     assert len(list(package.rglob("outer*.nbi"))) == 3
 
 
-def test_machine_code_is_stale_when_a_loop_of_another_package_has_changed(tmp_path):
+def test_machine_code_is_stale_when_what_it_takes_from_another_package_has_changed(tmp_path):
+    """A loop and a constant, which the loop of a third module uses through one of its own package."""
     house = tmp_path / "meshwright_copy"
     for folder in (house, house / "below", house / "above"):
         folder.mkdir()
         (folder / "__init__.py").write_text("")
     (house / "compiled.py").write_text(Path(compiled_module.__file__).read_text())
     head = "from meshwright_copy.compiled import compiled\n"
+    (house / "above" / "between.py").write_text(
+        f"{head}from meshwright_copy.below.called import MORE, called\n\n"
+        "\n@compiled\ndef between(x):\n    return called(x) + MORE\n"
+    )
     (house / "above" / "outer.py").write_text(
-        f"{head}from meshwright_copy.below.called import called\n\n"
-        "\n@compiled\ndef outer(x):\n    return called(x) + 1\n"
+        f"{head}from meshwright_copy.above.between import between\n\n"
+        "\n@compiled\ndef outer(x):\n    return between(x)\n"
     )
 
-    def run(factor: int) -> str:
-        (house / "below" / "called.py").write_text(f"{head}\n\n@compiled\ndef called(x):\n    return {factor} * x\n")
+    def run(factor: int, more: int) -> str:
+        text = f"{head}\nMORE = {more}\n\n\n@compiled\ndef called(x):\n    return {factor} * x\n"
+        (house / "below" / "called.py").write_text(text)
         code = "from meshwright_copy.above.outer import outer; print(outer(10))"
         command = [sys.executable, "-B", "-c", code]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stdout
 
-    assert run(2) == "21\n"
-    assert run(3) == "31\n"
+    assert run(2, 1) == "21\n"
+    assert run(3, 1) == "31\n"
+    assert run(3, 5) == "35\n"
 
 
 AT_ONCE = """

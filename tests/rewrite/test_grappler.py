@@ -216,7 +216,6 @@ LARGE = "product, bias and activation"
 
 @pytest.mark.parametrize("name", [*(name for name in EXAMPLES if name != LARGE), *left_to_ci(LARGE)])
 @pytest.mark.parametrize("near_miss", [False, True], ids=["fires", "near miss"])
-@pytest.mark.matrix
 def test_an_example_of_grappler(name, near_miss):
     function, shapes, weights, wanted = EXAMPLES[name][near_miss]
     assert left(function, batch(*shapes), **weights) == wanted

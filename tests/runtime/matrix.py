@@ -8,16 +8,18 @@ import pytest
 
 from tests.processes import run_ranks
 
+FEWEST = 2
+
 
 def matrix_cases(worlds, models, main_cases, all_cases, optimizers=("sgd", "adamw"), few=()):
     """Which run a case is of, the world size, and its name.
 
-    Always tried are the models ``few`` on the fewest ranks; the other cases of ``main_cases`` are long, all are slow.
+    Always tried are the models ``few`` on two ranks; the other cases of ``main_cases`` are long, all are slow.
     """
     found = []
     for world in worlds:
         for model in models:
-            is_few = world == min(worlds) and model in few
+            is_few = model in few and world == FEWEST
             main = [case.key for case in main_cases(model, world)]
             for case in all_cases(model, world):
                 if case.optimizer in optimizers:
@@ -54,6 +56,6 @@ def cases_of_run(which, main_cases, all_cases, few):
     def cases(model, world):
         if which == "all":
             return all_cases(model, world)
-        return main_cases(model, world) if (which == "few") == (world == 2 and model in few) else []
+        return main_cases(model, world) if (which == "few") == (world == FEWEST and model in few) else []
 
     return cases

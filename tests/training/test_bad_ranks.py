@@ -14,7 +14,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.distributed,
     pytest.mark.timeout(180),
-    pytest.mark.usefixtures("warm_ranks"),
 ]
 
 MODEL = """

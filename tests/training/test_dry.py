@@ -70,7 +70,6 @@ TENSOR = Sharding(tensor=2, sequence_parallel=True)
         ),
     ],
 )
-@pytest.mark.matrix
 def test_a_process_issues_what_is_predicted(tmp_path, model, stages, options, process, kinds):
     job = job_of(tmp_path, model, stages, **options)
     found = dry_run(job, process)

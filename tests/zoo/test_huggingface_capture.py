@@ -33,7 +33,6 @@ def variant(tmp_path, name, **changes):
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in TINY]
 )
-@pytest.mark.matrix
 @pytest.mark.long
 def test_the_graph_computes_what_the_model_computes(name):
     # Loss, gradients and buffers of two steps; raises otherwise.

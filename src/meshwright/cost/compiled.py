@@ -5,9 +5,9 @@ When neither can (an installation owned by somebody else and no home folder), it
 loops then compile anew in each process. Three things are ours:
 
 - Machine code holds what the loop calls, but numba looks at the loop's own file only to see whether it is fresh. Here a
-  cache file is named by the contents of all files of the loop's package, and of the packages whose loops it imports.
-  So what was compiled for one state of the sources is found again when that state comes back; the newest
-  `_KEPT_STATES` are kept.
+  cache file is named by the contents of all files of the loop's package, the constants of its module (numba freezes
+  them, wherever they come from), and the same of every loop that its module names. So what was compiled for one state
+  of the sources is found again when that state comes back; of each loop the last `_KEPT_STATES` used are kept.
 - Processes that need the same loop at once (ranks of a run, tests) compile it once: the others wait and load it. In
   numba's own cache, two that save different signatures of a loop at once may leave the code of one for the other.
 - An index of the cache names the types of arguments. One that names what is gone cannot be read, and counts as empty.
@@ -25,6 +25,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import time
 import zlib
@@ -36,6 +37,7 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 from numba.core import types
 from numba.core.caching import IndexDataCacheFile
 from numba.core.compiler_lock import global_compiler_lock
@@ -88,7 +90,8 @@ class _CacheFile(IndexDataCacheFile):
             f"{base}.{state}" if state else base,
             state or given._source_stamp,  # numba's own: time and size of the file
         )
-        self._states = f"{base}.*.nbi" if state else None
+        # A loop that has moved to another line is the same one.
+        self._states = re.sub(r"-\d+\.py", "-*.py", base) + "*.nbi" if state else None
 
     def save(self, key: Any, data: Any) -> None:
         with _locked(self._cache_path, self._index_name):
@@ -98,6 +101,8 @@ class _CacheFile(IndexDataCacheFile):
             _forget_old_states(Path(self._cache_path), self._states)
 
     def _load_index(self) -> Any:
+        with suppress(OSError):  # what is used is kept
+            os.utime(self._index_path)
         try:
             return super()._load_index()
         except Exception:  # unpickling may raise anything; what is compiled anew is right
@@ -113,11 +118,15 @@ def _state(function: Callable[..., object]) -> str:
     source = Path(function.__code__.co_filename)
     folder = source.parents[depth - 1 if source.name == "__init__.py" else max(depth - 2, 0)]
     found = {_contents(folder)}
-    for item in function.__globals__.values():
+    for name, item in function.__globals__.items():
         file = getattr(getattr(item, "_cache", None), "_cache_file", None)
         if isinstance(file, _CacheFile):
             found.add(str(file._source_stamp))
-    return found.pop() if len(found) == 1 else hashlib.sha256(" ".join(sorted(found)).encode()).hexdigest()[:16]
+        elif isinstance(item, np.ndarray):
+            found.add(f"{name}={item.dtype}{item.tolist()}")
+        elif isinstance(item, (bool, int, float, str, tuple)) and not name.startswith("__"):
+            found.add(f"{name}={item!r}")
+    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:16]
 
 
 @cache
@@ -163,8 +172,8 @@ def _plain(kind: Any) -> Any:
 def _compile_once(dispatcher: Any) -> None:
     """Let one process at a time compile a signature; who has waited for it loads its machine code.
 
-    Loops call each other without cycles, so that processes that hold one lock and wait for another never form one.
-    Threads take numba's lock first: the thread that holds it waits for no other of its process.
+    No deadlock: loops call each other without cycles, so the processes that wait for each other's locks form none.
+    Threads take numba's lock first; the thread that holds it waits for no other of its process.
     """
     compile_signature, folder = dispatcher.compile, dispatcher._cache.cache_path
     base = dispatcher._cache._impl.filename_base

@@ -78,14 +78,12 @@ def test_a_policy_that_cannot_serve_is_refused(tmp_path, policy, expected):
         ),
     ],
 )
-@pytest.mark.matrix
 @pytest.mark.long
 def test_what_only_the_simulator_knows_is_refused(tmp_path, more, what):
     assert f"The deployment has {what}, which only the simulator knows" in refusal(tmp_path, EMULATED + more)
 
 
 @pytest.mark.parametrize("token", ["tökén", *left_to_ci("", "\n", "a b", "a\nb", "a\tb", "a" * 20_000)])
-@pytest.mark.matrix
 @pytest.mark.long
 def test_a_token_that_is_none_is_refused(tmp_path, token):
     (tmp_path / "token").write_text(token)
@@ -96,7 +94,6 @@ def test_a_token_that_is_none_is_refused(tmp_path, token):
     ("name", "expected"),
     [("deployment.toml", "something else"), *left_to_ci(("nowhere/log", "no folder"), (".", "is a folder"))],
 )
-@pytest.mark.matrix
 @pytest.mark.long
 def test_a_log_that_cannot_be_written_is_told(tmp_path, name, expected):
     assert expected in refusal(tmp_path, EMULATED, "--log", str(tmp_path / name))
@@ -104,7 +101,6 @@ def test_a_log_that_cannot_be_written_is_told(tmp_path, name, expected):
 
 
 @pytest.mark.parametrize(("host", "expected"), [("", "host is empty"), ("a..b", "Nothing can listen at a..b")])
-@pytest.mark.matrix
 @pytest.mark.long
 def test_a_host_that_is_none_is_told(tmp_path, host, expected):
     assert expected in refusal(tmp_path, EMULATED, "--host", host)
