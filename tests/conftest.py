@@ -22,7 +22,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.warm import ADDRESS, programs, start_server
+from tests.warm import ADDRESS, programs, start_server, wait_for_server
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Beside each other, processes with several threads each wait more than they compute; torch reads this when loaded.
@@ -85,6 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    if ADDRESS in os.environ:  # no test waits for it, as its time limit would not allow for that
+        wait_for_server(os.environ[ADDRESS])
     if config.getoption("dist") != "load":
         return None
     config.option.loadscopereorder = False

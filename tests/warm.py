@@ -21,7 +21,8 @@ from pathlib import Path
 
 # Where the server of all test processes is reached.
 ADDRESS = "MESHWRIGHT_TESTS_WARM"
-_START_S = 100.0  # less than a test may take
+# On a fresh clone and a busy machine the server has all of torch and of our loops to compile first.
+_START_S = 900.0
 _PYTHON = sys.executable
 # Modules that are run by `python -m` and need nothing but what is loaded; and those of the tests.
 _MODULES = ("meshwright", "meshwright.training", "torch.distributed.run")
@@ -67,7 +68,7 @@ sys.exit(answer[1])
 def write_programs(folder: Path, **more: str) -> None:
     """Write clients of the server, and more programs by name."""
     address = os.environ.get(ADDRESS) or _own_server()
-    _wait_for(Path(address))
+    wait_for_server(address)
     clients = {
         name: _CLIENT.format(python=_PYTHON, program=name, modules=_MODULES, address=address)
         for name in ("meshwright", "python")
@@ -107,9 +108,10 @@ def start_server() -> str:
     return address
 
 
-def _wait_for(address: Path) -> None:
-    end, failed = time.monotonic() + _START_S, address.with_suffix(".failed")
-    while not address.exists():
+def wait_for_server(address: str) -> None:
+    """Return once the server answers; RuntimeError with its own error if it has failed."""
+    end, failed = time.monotonic() + _START_S, Path(address).with_suffix(".failed")
+    while not Path(address).exists():
         if failed.exists():
             raise RuntimeError(f"the server of the tests' commands has failed:\n{failed.read_text()}")
         if time.monotonic() > end:
