@@ -52,6 +52,7 @@ OPERATORS = {
     ast.And: ("and", "or"),
     ast.Or: ("or", "and"),
 }
+# A test that does not end is ended after 120 s (pytest-timeout), one that hangs in a compiled loop by this.
 LIMIT_S = 400.0
 
 

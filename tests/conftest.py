@@ -6,8 +6,9 @@ hardware or rights (a GPU, root) are skipped everywhere.
 
 `make test` shares the tests out among processes (pytest-xdist): those of one file stay together, since they share what
 its fixtures make; only pages of the documentation go one by one. Files that start processes of their own take longest
-and come first, so that short ones are left for the end. xdist's own ``--dist loadgroup`` does nothing here: xdist 3.8
-writes the group into a field that pytest 9.2 no longer reads.
+and come first, so that short ones are left for the end. What they start are forks of one process (`tests.warm`).
+xdist's own ``--dist loadgroup`` does nothing here: xdist 3.8 writes the group into a field that pytest 9.2 no longer
+reads.
 """
 
 import multiprocessing.spawn
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -74,13 +76,16 @@ class ByFile(LoadScopeScheduling):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the server of warm processes while the tests are collected, where processes share them."""
-    if (
-        config.getoption("numprocesses", 0)
-        and "PYTEST_XDIST_WORKER" not in os.environ
-        and not config.option.collectonly
-    ):
+    """Start the server of warm processes while test processes collect, if a test that they share may ask for it."""
+    shares = config.getoption("numprocesses", 0) and "PYTEST_XDIST_WORKER" not in os.environ
+    if shares and not config.option.collectonly and any(map(_asks_for_ranks, config.args)):
         os.environ[ADDRESS] = start_server()
+
+
+def _asks_for_ranks(argument: str) -> bool:
+    path = Path(argument.partition("::")[0])
+    files = path.rglob("test_*.py") if path.is_dir() else [path]
+    return any("distributed" in (text := file.read_text()) or "tests.docs" in text for file in files)
 
 
 @pytest.hookimpl(optionalhook=True)

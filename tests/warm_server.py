@@ -83,7 +83,7 @@ def _attend(client: socket.socket) -> None:
     head, streams, _, _ = socket.recv_fds(client, 8, 64)
     with client.makefile("rb") as sent:
         request = json.loads(sent.read(int.from_bytes(head, "little")))
-    is_test = request[2][:1] == ["-m"] and request[2][1:2] and request[2][1].startswith("tests.")
+    is_test = request[2][:1] == ["-m"] and "".join(request[2][1:2]).startswith("tests.")
     command = os.fork()
     if command == 0:
         client.close()

