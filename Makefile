@@ -10,6 +10,8 @@ SOURCES := src tests scripts $(wildcard examples benchmarks)
 PARALLEL := -n logical --maxprocesses 4
 
 export PYTHON TORCH
+# Where it is set, every process compiles all that it imports: a second of each command that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-ci test-all lint format docs clean distclean
