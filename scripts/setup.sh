@@ -97,6 +97,7 @@ pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile 
 # The build backend comes from constraints.txt too, so the project is built without isolation.
 "${pip[@]}" "${options[@]}" --quiet hatchling
 "${pip[@]}" "${options[@]}" --no-build-isolation --editable ".${names:+[$names]}"
-"$venv/bin/python" -m compileall -q -j 0 "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" src ||
-    true # files of packages that are no Python of this version
+packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+# Some packages have files for newer versions of Python; those cannot be compiled, and nothing imports them.
+"$venv/bin/python" -m compileall -qq -j 0 "$packages" src || true
 touch "$venv/.stamp-$kind"

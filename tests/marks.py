@@ -1,4 +1,4 @@
-"""Cases that are left to CI one by one. Where all but the first are, the marker `matrix` says so (tests/conftest.py)."""
+"""Cases left to CI one by one. Where all but the first are, the marker `matrix` says so (tests/conftest.py)."""
 
 from typing import Any
 
