@@ -10,7 +10,7 @@ from meshwright.spec import Deployment, Gamma, Latency, Outage, Poisson, ServedM
 from meshwright.spec.quantities import Seconds
 from tests.marks import left_to_ci
 
-# Each takes ten seconds to compile.
+# A policy takes ten to twenty seconds to compile: `make test` simulates these, and clockwork where models are loaded.
 _ALWAYS = ("symphony", "adaptive")
 every_policy = pytest.mark.parametrize(
     "name", [*_ALWAYS, *left_to_ci(*(name for name in POLICY_NAMES if name not in _ALWAYS))]

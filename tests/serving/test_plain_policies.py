@@ -386,8 +386,11 @@ def test_settings_reach_the_policy():
 
 
 @pytest.mark.parametrize("factor", [0, 100])
-@pytest.mark.matrix
 def test_batches_that_would_preempt_each_other_for_ever(factor):
     with pytest.raises(ServingError, match="expected more than 100"):
         serve(f"shepherd:factor={factor}")
+
+
+@pytest.mark.long
+def test_batches_that_may_preempt_each_other():
     assert serve("shepherd:factor=101", one_model(rate=2000)).num_requests > 0

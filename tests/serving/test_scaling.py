@@ -36,6 +36,7 @@ from meshwright.spec import (
     Trace,
 )
 from meshwright.spec.quantities import Seconds
+from tests.marks import left_to_ci
 from tests.serving.deployments import deployments, model, models, one_model
 from tests.serving.test_invariants import Recorder, check, patched  # noqa: F401  (a fixture)
 
@@ -284,7 +285,7 @@ def test_a_failed_device_is_replaced_and_comes_back_only_when_it_is_started():
     assert result.in_time_share > 0.99
 
 
-@pytest.mark.parametrize("name", ["clockwork", "symphony", "timeouts"])
+@pytest.mark.parametrize("name", ["symphony", *left_to_ci("clockwork", "timeouts")])
 @pytest.mark.timeout(300)  # policies are compiled once
 def test_the_last_requests_wait_for_a_device_that_starts(tmp_path, name):
     """The only device fails for good right after the last request; another one is started for it."""

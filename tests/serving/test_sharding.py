@@ -384,6 +384,7 @@ REGIMES = {
 
 
 @pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.long
 def test_as_much_is_served_in_time_as_by_one_pool(name):
     """Shards hear of slow devices, and of how many there are, only with grants: that is all that differs."""
     deployment = REGIMES[name]

@@ -83,7 +83,8 @@ class Truth(NamedTuple):
     """What happens to devices, whatever the policy expects; requests that came before ``counted_from`` do not count.
 
     ``latency`` as in a pool; ``speed`` of each device divides it; ``jitter`` is the deviation of a lognormal factor
-    with mean 1. Device ``change_device[i]`` fails (``change_up[i]`` 0) or returns at ``change_at[i]``, ascending.
+    with mean 1. Device ``change_device[i]`` fails (``change_up[i]`` 0) or returns at ``change_at[i]``, ascending; the
+    last of them is `NEVER`.
     ``weights`` has models if devices do not hold all of them.
     """
 
@@ -115,7 +116,7 @@ class Devices(NamedTuple):
 
 
 @compiled
-def simulate_events(
+def simulate_events(  # noqa: C901 - one loop; what it calls would count references to all arrays
     policy: Any,
     pool: Ints,
     truth: Truth,
@@ -146,50 +147,54 @@ def simulate_events(
         come_up(pool, device, 0)
         free(policy, pool, 0, device)
     while True:
-        next_arrival = arrival[at] if at < num_requests else NEVER
-        next_end = least_of(devices.ends, 0, NEVER)
-        next_change = truth.change_at[change] if change < len(truth.change_at) else NEVER
-        next_timer = next_wake(policy, pool)
-        if min(next_arrival, next_end, next_timer) >= NEVER and (
-            pool[NUM_QUEUED] == 0 or (next_change >= NEVER and not can_help(fleet, pool))
-        ):
-            return now
-        now = max(now, min(next_arrival, next_end, next_change, fleet.numbers[NEXT], next_timer))
-        if next_end <= now:
-            _end(policy, pool, truth, arrival, outcome, devices, fleet, now)
-        elif next_change <= now:
-            _change(policy, pool, truth, outcome, devices, fleet, change, now)
-            change += 1
-        elif fleet.numbers[NEXT] <= now:
-            _scale(policy, pool, devices, fleet, now)
-        elif next_timer <= now:
-            wake(policy, pool, now)
+        # What calls a policy's function is compiled with it; it is called once, after whatever has happened.
+        number, request, deadline, freed = -1, -1, NEVER, -1
+        if devices.lost[0] != devices.lost[1]:
+            number, request = _first_lost(devices)
+            deadline = arrival[request] + pool[pool[SLO] + number]
         else:
-            number = int(queue[at])
-            model = pool[pool[MODEL] + number]
-            outcome.counts[model, NUM_ARRIVED] += now >= truth.counted_from
-            if fleet.numbers[IS_ON]:
-                note_arrival(fleet.scaler, pool, now, number)
-            arrive(policy, pool, now, number, at, now + pool[pool[SLO] + model])
-            at += 1
-        while True:
-            decision = 0
-            while decision < pool[NUM_DECISIONS]:
-                _carry_out(pool, truth, arrival, outcome, devices, pool[DECISION] + decision * WIDTH, now)
-                decision += 1
-            clear(pool)
-            if devices.lost[0] == devices.lost[1]:
-                break
-            _come_again(policy, pool, arrival, devices, now)
+            next_arrival = arrival[at] if at < num_requests else NEVER
+            next_end = least_of(devices.ends, 0, NEVER)
+            next_change = truth.change_at[change]
+            next_timer = next_wake(policy, pool)
+            if min(next_arrival, next_end, next_timer) >= NEVER and (
+                pool[NUM_QUEUED] == 0 or (next_change >= NEVER and not can_help(fleet, pool))
+            ):
+                return now
+            now = max(now, min(next_arrival, next_end, next_change, fleet.numbers[NEXT], next_timer))
+            if next_end <= now:
+                freed = _end(pool, truth, arrival, outcome, devices, fleet, now)
+            elif next_change <= now:
+                freed = _change(pool, truth, outcome, devices, fleet, change, now)
+                change += 1
+            elif fleet.numbers[NEXT] <= now:
+                freed = _scale(pool, devices, fleet, now)
+            elif next_timer <= now:
+                wake(policy, pool, now)
+            else:
+                number, request = int(queue[at]), at
+                model = pool[pool[MODEL] + number]
+                deadline = now + pool[pool[SLO] + model]
+                outcome.counts[model, NUM_ARRIVED] += now >= truth.counted_from
+                if fleet.numbers[IS_ON]:
+                    note_arrival(fleet.scaler, pool, now, number)
+                at += 1
+        if request >= 0:
+            arrive(policy, pool, now, number, request, deadline)
+        if freed >= 0:
+            free(policy, pool, now, freed)
+        decision = 0
+        while decision < pool[NUM_DECISIONS]:
+            _carry_out(pool, truth, arrival, outcome, devices, pool[DECISION] + decision * WIDTH, now)
+            decision += 1
+        clear(pool)
 
 
 @inlined
-def _end(
-    policy: Any, pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, fleet: Fleet, now: int
-) -> None:
+def _end(pool: Ints, truth: Truth, arrival: Ints, outcome: Outcome, devices: Devices, fleet: Fleet, now: int) -> int:
     """The device that ends first is done with its batch; it begins its next one if it has one.
 
-    One that is down for the policy and yet at work is draining.
+    Returns the device; -1 if it is down for the policy: one that is yet at work is draining.
     """
     work, requests = devices.work, devices.requests
     device = first_of(devices.ends, 0)
@@ -208,15 +213,15 @@ def _end(
         put(devices.ends, 0, device, begin + _draw_length(pool, truth, device, work[device, 0], work[device, 1]))
     elif not is_up:
         release(fleet, device, now)
-    if is_up:
-        free(policy, pool, now, device)
+    return device if is_up else -1
 
 
 @compiled
-def _change(
-    policy: Any, pool: Ints, truth: Truth, outcome: Outcome, devices: Devices, fleet: Fleet, change: int, now: int
-) -> None:
-    """A device fails, or returns; where their number is decided on, it may be started again then."""
+def _change(pool: Ints, truth: Truth, outcome: Outcome, devices: Devices, fleet: Fleet, change: int, now: int) -> int:
+    """A device fails, or returns; where their number is decided on, it may be started again then.
+
+    Returns the device that has come up, or -1.
+    """
     device, is_down = truth.change_device[change], pool[pool[DEVICE] + truth.change_device[change]] == DOWN
     if truth.change_up[change] == 0:
         go_down(pool, device)
@@ -229,23 +234,27 @@ def _change(
     elif is_down:
         empty_memory(devices.there_at, devices.memory, device)
         come_up(pool, device, now)
-        free(policy, pool, now, device)
+        return int(device)
+    return -1
 
 
 @compiled
-def _scale(policy: Any, pool: Ints, devices: Devices, fleet: Fleet, now: int) -> None:
-    """A device that was started is there; or how many there should be is decided on, and some go."""
-    device = take_ready(fleet, now)
-    if device >= 0:
-        empty_memory(devices.there_at, devices.memory, device)
-        come_up(pool, device, now)
-        free(policy, pool, now, device)
+def _scale(pool: Ints, devices: Devices, fleet: Fleet, now: int) -> int:
+    """A device that was started has come up; or how many there should be is decided on, and some go.
+
+    Returns the device that has come up, or -1.
+    """
+    up = take_ready(fleet, now)
+    if up >= 0:
+        empty_memory(devices.there_at, devices.memory, up)
+        come_up(pool, up, now)
     else:
         for _ in range(decide_on_devices(fleet, pool, now)):
             device = device_to_drain(pool)
             go_down(pool, device)
             leave(fleet, device, is_in(devices.ends, 0, device), now)
     note_devices(fleet, pool, now)
+    return int(up)
 
 
 @inlined
@@ -302,13 +311,15 @@ def _give_up(outcome: Outcome, devices: Devices, device: int, now: int) -> None:
 
 
 @compiled
-def _come_again(policy: Any, pool: Ints, arrival: Ints, devices: Devices, now: int) -> None:
-    """One request that was lost comes again: an event of its own, as one batch may bring more decisions than fit."""
+def _first_lost(devices: Devices) -> tuple[int, int]:
+    """Take one request that was lost, and its model.
+
+    It comes again as an event of its own, as one batch may bring more decisions than fit.
+    """
     lost = devices.lost
     row = 2 + 2 * (lost[0] % ((len(lost) - 2) // 2))
     lost[0] += 1
-    model, request = lost[row], lost[row + 1]
-    arrive(policy, pool, now, model, request, arrival[request] + pool[pool[SLO] + model])
+    return lost[row], lost[row + 1]
 
 
 @inlined

@@ -350,7 +350,7 @@ def _truth(deployment: Deployment, latency: Ints, counted_from: int, weights: We
     for number, outages in away.items():
         for since, until in _joined(outages):
             changes += [(since, number, 0)] + ([(until, number, 1)] if until < NEVER else [])
-    table = np.array(sorted(changes), np.int64).reshape(-1, 3)
+    table = np.array([*sorted(changes), (NEVER, 0, 0)], np.int64)
     at, device, up = (np.ascontiguousarray(column) for column in table.T)
     return Truth(latency.ravel(), speed, deployment.jitter, at, device, up, counted_from, weights)
 
