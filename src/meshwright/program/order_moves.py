@@ -29,7 +29,7 @@ def improve(problem: Problem, columns: Columns, rounds: int, enough: int, seed: 
     Written back is the shortest order that was met; one of length ``enough`` ends the search. Nothing passes what it
     needs on its own rank, nor its own kind of the same stage, and the limits of memory hold.
     """
-    start, tried = np.empty((2, len(columns.opcode)), np.int64)
+    start, tried = np.empty(len(columns.opcode), np.int64), np.empty(len(columns.opcode), np.int64)
     now = best = play(problem, columns, start)
     kept = (columns.opcode.copy(), columns.stage.copy(), columns.microbatch.copy())
     critical = _critical(problem, columns, start, now)

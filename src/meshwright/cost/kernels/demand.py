@@ -93,8 +93,9 @@ def mean_keys(queries: Floats, keys: Floats, window: Floats) -> Floats:
 
 
 def _product(sizes: Mapping[str, Floats], dtype: str, kernel: str, device: DeviceKind) -> Demand:
-    m, n, k = (sizes[name] for name in ("m", "n", "k"))
-    count = sizes.get("count", np.ones_like(m))
+    # Copies, as numba compiles once more for arrays that are read-only.
+    m, n, k = (np.array(sizes[name]) for name in ("m", "n", "k"))
+    count = np.array(sizes.get("count", np.ones_like(m)))
     name = split_dtype(dtype)[0]
     width, peak = DTYPE_BYTES[name], peak_flops(device, name)
     bandwidth, units = device.memory_bandwidth_bytes_per_s, float(device.num_multiprocessors)

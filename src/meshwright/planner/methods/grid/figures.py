@@ -136,7 +136,7 @@ class Figures:
         key = num_ranks, counts, exchange.bucket_bytes
         if key not in self._exchanges:
             rows = [self._exchange(num_ranks // count, count, exchange.bucket_bytes) for count in counts]
-            columns = np.array(rows).reshape(-1, 4).T
+            columns = np.array(rows).reshape(-1, 4).T.copy()  # numba compiles for each layout in memory
             wait = all(backend_of(kind) == "cpu" for kind in self.cluster.device_kinds)
             self._exchanges[key] = Exchanges(
                 latency_s=columns[0],

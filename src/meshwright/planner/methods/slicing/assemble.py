@@ -59,9 +59,9 @@ def make_problem(
         leaving_bytes=tables.bytes.leaving,
         input_bytes=tables.bytes.inputs,
         beside_bytes=beside,
-        most_bytes=most,
+        most_bytes=np.ascontiguousarray(most),  # numba compiles for each layout in memory
         exchange_bytes=gradients,
-        transfer_s=np.stack([_transfer_seconds(tables.bytes, pair, cost) for pair in places.links]),
+        transfer_s=np.ascontiguousarray([_transfer_seconds(tables.bytes, pair, cost) for pair in places.links]),
         kind_of=places.kind_of,
         link_of=places.link_of,
         memory_limit=places.memory_limit,
