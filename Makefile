@@ -27,10 +27,10 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt scripts/setup.sh
 demo: $(VENV)/.stamp-run ## capture, measure, plan, simulate, run and compare a small GPT; see demo-out/
 	$(BIN)/python examples/demo.py --out demo-out
 
-test: $(VENV)/.stamp-dev ## all tests but the long and the slow ones; P=planner: those of a package
-	$(BIN)/python -m pytest -m "not slow and not long and not lint" $(PARALLEL) $(PYTEST_ARGS) $(P:%=tests/%)
+test: $(VENV)/.stamp-dev ## two cases of each test that is not long; P=planner: those of a package
+	$(BIN)/python -m pytest -m "not slow and not long and not lint" --hypothesis-profile=quick $(PARALLEL) $(PYTEST_ARGS) $(P:%=tests/%)
 
-test-ci: $(VENV)/.stamp-dev ## what CI runs: the long ones too, as every command of the pages
+test-ci: $(VENV)/.stamp-dev ## what CI runs: all cases, the long tests too, as every command of the pages
 	$(BIN)/python -m pytest -m "not slow and not lint" $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.stamp-dev ## the slow ones too, with more examples for each property

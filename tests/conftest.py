@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=20)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)  # `tests.marks.examples`
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
@@ -100,14 +102,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | Non
 
 @pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of a matrix behind its first as long; bring what starts processes to the front."""
-    begun: set[str] = set()
+    """Mark the cases of a test behind its second, of a matrix behind its first, as long; processes come first."""
+    begun: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("matrix") and not item.get_closest_marker("long"):
-            matrix = item.nodeid.partition("[")[0]
-            if matrix in begun:
+        if item.get_closest_marker("long") is None:
+            test = item.nodeid.partition("[")[0]
+            begun[test] += 1
+            if begun[test] > (1 if item.get_closest_marker("matrix") else 2):
                 item.add_marker("long")
-            begun.add(matrix)
     long = {item.path for item in items if item.get_closest_marker("distributed") or item.nodeid.startswith(APART)}
     items.sort(key=lambda item: item.path not in long)
 

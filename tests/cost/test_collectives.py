@@ -40,6 +40,7 @@ from meshwright.spec import (
     write_document,
 )
 from tests.cost.facts import make_cluster, make_table, never_measured, transfer_row
+from tests.marks import examples
 
 MIB = 2**20
 
@@ -228,7 +229,7 @@ def test_a_topology_that_is_not_symmetric_is_refused():
 
 
 @given(st.sampled_from(COLLECTIVE_OPS[:5]), st.sampled_from(["8xH100", "2x8xH100", "4x8xV100"]), st.floats(0, 1e10))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_more_bytes_never_take_less_and_every_size_has_its_fastest_way(op, reference, num_bytes):
     """By datasheet; what was measured may fall with size, where NCCL changes the protocol."""
     cluster = never_measured(load_cluster(reference))
@@ -401,7 +402,7 @@ def test_groups_inside_a_node_say_nothing_of_groups_across():
 
 
 @given(st.integers(2, 40), st.integers(0, 2**34), st.integers(0, 2**34))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @pytest.mark.long
 def test_transfer_is_monotone_in_bytes(ranks, first, second):
     model = fit_collectives(ring_rows([(2, 1, 1, 1, 2), (4, 1, 1, 1, 4), (8, 1, 1, 1, 8)]))

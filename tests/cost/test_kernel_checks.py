@@ -16,6 +16,7 @@ from meshwright.records import make_records, named_shapes
 from meshwright.spec import Extent, MeasurementError, load_cluster
 from tests.cost.facts import B, GraphMaker
 from tests.cost.kernels import make_rows
+from tests.marks import examples
 
 DEVICES = {name: load_cluster(name).device_kinds[0] for name in ("A100", "H100", "L40S", "V100", "B200")}
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fn:block", "bfloat16:kv=float8_e4m3fn")
@@ -42,7 +43,7 @@ def kernels():
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(kernel=kernels(), data=st.data())
 @pytest.mark.long
 def test_what_can_be_has_an_answer(kernel, data):
@@ -59,7 +60,7 @@ def test_what_can_be_has_an_answer(kernel, data):
     assert 0 < found.low_s[0] < found.seconds[0] < found.high_s[0] < np.inf
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(kernel=kernels(), odd=st.sampled_from(ODD_DTYPES + DTYPES), data=st.data())
 def test_odd_questions_are_refused_or_answered(kernel, odd, data):
     sizes = {name: data.draw(odd_sizes, name) for name in data.draw(st.permutations((*SIZES[kernel.op], "count")))}

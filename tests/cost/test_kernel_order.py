@@ -13,12 +13,13 @@ from meshwright.cost.kernels.model import MIN_ROWS
 from meshwright.validation.datasets import load_records
 from meshwright.validation.kernel_order import next_larger, share_of_falls, share_of_false_falls
 from meshwright.validation.kernels import kinds
+from tests.marks import examples
 
 LIBRARY = "torch.nn.functional.linear"
 KINDS = kinds()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.sampled_from(sorted(KINDS)),
     st.tuples(*[st.integers(1, 300)] * 3),

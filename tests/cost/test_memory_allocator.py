@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from meshwright.cost.memory import find_peak, trace_step
 from meshwright.cost.memory.allocator import CachingAllocator, follow_allocator
 from meshwright.spec import Optimizer, Workload, load_shipped_graph
+from tests.marks import examples
 
 KIB, MIB = 2**10, 2**20
 
@@ -88,7 +89,7 @@ class SlowAllocator:
 SIZES = st.one_of(st.integers(1, 4 * KIB), st.integers(1, 3 * MIB), st.integers(MIB, 40 * MIB))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=120))
 def test_it_does_what_the_slow_one_does(choices):
     fast, slow, live = CachingAllocator(), SlowAllocator(), {}

@@ -19,6 +19,7 @@ from tests.host.machines import DGX_QUERY, DGX_TOPOLOGY, answering, make_host
 from tests.host.test_limits import limits
 from tests.host.test_links import interface, port
 from tests.host.test_processor import BIG, status
+from tests.marks import examples
 
 FILES = [*BIG, *status(""), *limits(), *port("mlx5_0"), *interface("eth0"), "/proc/meminfo", "/proc/self/cgroup"]
 FILES += ["/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.stat"]
@@ -47,7 +48,7 @@ def test_a_machine_that_tells_nothing_has_no_problem_for_that(tmp_path, without_
     assert sum("not known" in finding.found for finding in findings) >= 5
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.text(max_size=60), st.dictionaries(st.sampled_from(FILES), st.text(max_size=40)))
 def test_a_machine_that_tells_nonsense_breaks_no_check(answer, texts):
     with tempfile.TemporaryDirectory() as folder:

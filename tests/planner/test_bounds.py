@@ -9,6 +9,7 @@ from meshwright.planner import Choices, Problem, compare_schedules, search_plans
 from meshwright.planner.bounds import bound_space
 from meshwright.simulator import simulate_plan
 from meshwright.spec import Workload
+from tests.marks import examples
 from tests.planner.test_search import cluster_of, every_plan, weighted_graph
 
 OTHERS = ("zb-h1", "zb-h2", "interleaved", "looped-bfs", "zb-v", "dualpipe", "dualpipe-v", "pipedream", "pipedream-2bw")
@@ -26,7 +27,7 @@ def bound_of(graph, cluster, batch, schedules=("gpipe", "1f1b"), cost=None):
     return bound_space(space)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     flops=st.lists(st.integers(10**7, 10**9), min_size=1, max_size=4),
     counts=st.sampled_from([(1,), (2,), (3,), (2, 1)]),

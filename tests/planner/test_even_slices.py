@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.planner.even_slices import slice_evenly
+from tests.marks import examples
 
 
 def largest(seconds, bounds):
@@ -19,7 +20,7 @@ def largest(seconds, bounds):
     return max(sums)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.floats(0, 1) | st.sampled_from([0.0, 0.1, 1.0, 3.0]), min_size=1, max_size=8), st.data())
 def test_no_cut_has_a_smaller_largest_slice(seconds, data):
     count = data.draw(st.integers(1, len(seconds)))

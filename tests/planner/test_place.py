@@ -26,6 +26,7 @@ from meshwright.spec import (
     Workload,
     slice_placement,
 )
+from tests.marks import examples
 from tests.planner.place_graphs import crossings, fork, generator_hops, graph_of
 from tests.simulator.plans import FixedCost, small_cluster
 from tests.strategies import graphs
@@ -130,7 +131,7 @@ def test_one_device_is_the_plan_of_one_stage(mode, num_microbatches):
     assert one.timeline.num_spans == other.timeline.num_spans
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(graphs(max_ops=12), st.integers(1, 3), st.integers(1, 3), st.data())
 def test_every_placement_keeps_the_rules(graph, num_devices, num_microbatches, data):
     placed = [op for op in range(len(graph.ops)) if not graph.ops[op].replicable]

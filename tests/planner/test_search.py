@@ -34,6 +34,7 @@ from meshwright.spec import (
     load_shipped_graph,
 )
 from tests.graphs import chain_graph
+from tests.marks import examples
 
 GIB = 2**30
 
@@ -143,7 +144,7 @@ def tasks(draw):
     return weighted_graph(flops), cluster_of(*counts, memory=memory, rates=rates), draw(st.sampled_from([4, 8, 12]))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(tasks())
 def test_every_answer_is_legal_sorted_and_fits(task):
     graph, cluster, batch = task

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.planner.methods.slicing.dynamic_program import SlicingProblem
 from meshwright.planner.methods.slicing.slicing import solve_slicing
+from tests.marks import examples
 
 
 def interval_sums(weights):
@@ -175,7 +176,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(problems(), st.sampled_from([None, (1,), (1, 2), (2, 3)]), st.integers(0, 4))
 def test_equals_brute_force(problem, replicas, num_stages):
     expected = brute_force(problem, replicas, num_stages)
@@ -189,7 +190,7 @@ def test_equals_brute_force(problem, replicas, num_stages):
     assert cost_of(problem, lengths, found.replicas) == pytest.approx(found.seconds, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problems(), st.sampled_from([1, 2]), st.integers(0, 2**32 - 1))
 def test_equals_brute_force_for_any_counts_in_flight_of_equal_stages(problem, replicas, seed):
     counts = np.random.default_rng(seed).integers(1, 6, problem.in_flight.shape)
@@ -199,7 +200,7 @@ def test_equals_brute_force_for_any_counts_in_flight_of_equal_stages(problem, re
     assert (math.inf if found is None else found.seconds) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(problems(), st.floats(0.5, 1.5))
 def test_cutoff_only_hides_what_is_not_below_it(problem, share):
     best = solve_slicing(problem)

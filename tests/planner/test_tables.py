@@ -29,7 +29,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.shipped import shipped_graphs
 from tests.graphs import chain_graph
-from tests.marks import left_to_ci
+from tests.marks import examples, left_to_ci
 
 B = Extent(0, 1)
 
@@ -113,7 +113,7 @@ def bounds_with(i, j, num_layers):
     return [bound for bound in ((0, i), (i, j), (j, num_layers)) if bound[0] < bound[1]]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(graphs(), st.sampled_from(["sgd", "adamw"]), st.sampled_from(["float32", "bfloat16"]), st.integers(1, 3))
 @pytest.mark.long
 def test_every_stage_weighs_what_its_slice_weighs(graph, optimizer, precision, batch):
@@ -180,7 +180,7 @@ def test_no_stage_of_a_model_stands_above_what_a_walk_finds(name, cluster, recom
     assert np.median(shares) > (0.85 if is_loose else 0.95)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(graphs(), st.integers(1, 3))
 def test_what_crosses_one_cut_is_what_two_stages_exchange(graph, batch):
     cluster = load_cluster("2xH100")

@@ -14,6 +14,7 @@ from meshwright.planner import evaluate_plan
 from meshwright.playground.documents import answer_data, pinned_data
 from meshwright.playground.scenario import base_cluster, scenario_cost
 from meshwright.spec import MeshwrightError, Plan, decode_document
+from tests.marks import examples
 from tests.playground.examples import make_bench, make_state
 
 STATES = st.builds(
@@ -38,7 +39,7 @@ STATES = st.builds(
 BENCH = make_bench()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(STATES)
 def test_an_answer_is_what_the_planner_says_of_its_plan(state):
     try:

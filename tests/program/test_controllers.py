@@ -15,6 +15,7 @@ from meshwright.program import ProgramBuilder, decided_program
 from meshwright.program.controllers import BackupWorkers, BoundedDelay, PartialReduce
 from meshwright.simulator import bare_prices, simulate_controlled, simulate_program
 from meshwright.spec import Backward, Forward, Opcode, OptimizerStep, ProgramError, Receive
+from tests.marks import examples
 
 seeds = st.integers(0, 2**31)
 contentions = st.sampled_from(["queued", "fair"])
@@ -77,7 +78,7 @@ def backup_updates(num_workers, num_backups, num_versions, backwards, update, la
 
 
 @pytest.mark.long
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     seed=seeds,
     num_workers=st.integers(1, 8),
@@ -157,7 +158,7 @@ def clocks_by_events(num_workers, max_delay, num_clocks, backwards, update, late
     return applied
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     seed=seeds,
     num_workers=st.integers(1, 8),
@@ -233,7 +234,7 @@ def reduced_groups(num_workers, group_size, num_iterations, backwards, reduction
     return sums
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=seeds, num_workers=st.integers(1, 8), data=st.data(), num_iterations=st.integers(1, 10))
 def test_partial_reduce_does_what_a_closed_simulation_does(seed, num_workers, data, num_iterations):
     group_size = data.draw(st.integers(1, num_workers))

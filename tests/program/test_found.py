@@ -27,6 +27,7 @@ from meshwright.program.list_scheduler import Rule, write_greedily
 from meshwright.program.order_loops import Columns, play
 from meshwright.spec import Opcode, PlanError, with_branches
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.marks import examples
 from tests.program.layouts import plan_of
 from tests.program.order_oracle import all_orders, length_of, most_held
 
@@ -86,7 +87,7 @@ def problems(draw):
     return plan, graph, times
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problem=problems(), whole=st.booleans())
 @pytest.mark.long
 def test_nothing_named_that_fits_is_shorter(problem, whole):
@@ -122,7 +123,7 @@ def test_nothing_named_that_fits_is_shorter(problem, whole):
         assert not whole or all(row[0] in (Opcode.FORWARD, Opcode.BACKWARD) for row in own)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     problem=problems(),
     rule=st.builds(
@@ -139,7 +140,7 @@ def test_the_clock_of_the_list_scheduler_is_never_ahead(problem, rule):
     assert length < 0 or 0 <= play(made, columns, np.empty(counts.sum(), np.int64)) <= length
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(problem=problems())
 def test_what_is_found_keeps_every_rule(tmp_path_factory, problem):
     plan, graph, times = problem
@@ -198,7 +199,7 @@ def test_the_best_of_all_orders_of_two_short_stages_is_found(seed):
     assert found.bound_ps <= shortest
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data(), stages=st.integers(3, 4), count=st.integers(1, 2))
 @pytest.mark.long
 def test_no_order_of_short_stages_on_branches_is_below_the_bound(data, stages, count):

@@ -27,6 +27,7 @@ from meshwright.spec import DeadlockError, Opcode, PlanError, ScheduleError, Sch
 from meshwright.spec.codec import decode_document, encode_document
 from meshwright.spec.plan import Plan
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.marks import examples
 from tests.program.layouts import LAYOUTS, plan_of
 from tests.program.own import pipeline
 from tests.program.test_schedules import layouts
@@ -54,7 +55,7 @@ def torch_runtime(num_ranks, num_stages, num_microbatches):
     return runtime
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(layout=layouts())
 def test_every_named_schedule_is_read_back_exactly(tmp_path_factory, layout):
     schedule, positions, count, chunks, replicas = layout
@@ -99,7 +100,7 @@ def test_what_torch_dumps_of_its_own_schedules_is_read(tmp_path, schedule, name)
     assert [order.columns for order in found] == [order.columns for order in compute_orders(plan)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     stage=st.integers(0, 9999),
     kind=st.sampled_from(["F", "I", "B", "W", "UNSHARD", "RESHARD", "REDUCE_GRAD"]),

@@ -39,6 +39,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.plan import Plan, StagePlan
 from meshwright.spec.workload import Workload
+from tests.marks import examples
 from tests.program.own import ALL, pipeline, plan_with, write_schedule
 from tests.program.test_program import plans
 
@@ -53,7 +54,7 @@ def mine(tmp_path_factory):
 # --- what is legal --------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(case=plans())
 @pytest.mark.parametrize(("own", "named"), [("gpipe", "gpipe"), ("one_f_one_b", "1f1b")])
 @pytest.mark.matrix
@@ -67,7 +68,7 @@ def test_an_own_schedule_that_equals_a_named_one_gives_the_same_program(mine, ow
         assert max_in_flight(plan_with(mine, own, plan), stage) == max_in_flight(with_schedule(plan, named), stage)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(case=plans(), seed=st.integers(0, 10**6))
 @pytest.mark.long
 def test_ranks_that_disagree_about_the_order_still_keep_every_rule(mine, case, seed):
@@ -76,7 +77,7 @@ def test_ranks_that_disagree_about_the_order_still_keep_every_rule(mine, case, s
     check_program(program)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(case=plans(), seed=st.integers(0, 10**6))
 def test_a_deadlock_is_found_if_and_only_if_the_finished_program_would_stand_still(mine, case, seed):
     graph, plan = case
@@ -92,7 +93,7 @@ def test_a_deadlock_is_found_if_and_only_if_the_finished_program_would_stand_sti
         assert build_program(plan, graph) == unchecked
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(case=plans(), seed=st.integers(0, 10**6), name=st.sampled_from(["mixed", "eager", "shuffled"]))
 def test_microbatches_in_flight_are_counted(mine, case, seed, name):
     _, plan = case

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from meshwright.program.placed_moves import MovableStages
 from meshwright.spec import slice_placement
+from tests.marks import examples
 from tests.planner.place_graphs import moved, random_graph, random_placement
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(seed=st.integers(0, 2**31), num_ops=st.integers(1, 25), num_ranks=st.integers(1, 4), trains=st.booleans())
 def test_a_moved_stage_is_cut_as_if_anew(seed, num_ops, num_ranks, trains):
     rng = random.Random(seed)

@@ -35,6 +35,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.program import Program
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.marks import examples
 
 
 @st.composite
@@ -67,7 +68,7 @@ def rank_of_instruction(program):
 
 
 @given(plans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_every_program_keeps_the_rules(case):
     graph, plan = case
     program = build_program(plan, graph)
@@ -75,7 +76,7 @@ def test_every_program_keeps_the_rules(case):
 
 
 @given(plans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_each_microbatch_runs_once_per_stage_on_its_replica(case):
     graph, plan = case
     program = build_program(plan, graph)
@@ -94,7 +95,7 @@ def test_each_microbatch_runs_once_per_stage_on_its_replica(case):
 
 
 @given(plans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_microbatches_in_flight_never_exceed_the_bound(case):
     graph, plan = case
     program = build_program(plan, graph)
@@ -152,7 +153,7 @@ def test_transfers_carry_what_crosses_and_only_that():
 
 
 @given(plans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_buckets_cover_shared_trainable_parameters_exactly_once(case):
     graph, plan = case
     holders = {}
@@ -213,7 +214,7 @@ def test_frozen_front_has_no_backward_no_gradient_transfer_no_optimizer():
 
 
 @given(plans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_round_trip(case):
     graph, plan = case
     program = build_program(plan, graph)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.program import SCHEDULES, build_program, check_program, compute_orders, max_in_flight, picture_schedule
 from meshwright.spec import Opcode, PlanError
+from tests.marks import examples
 from tests.program.layouts import LAYOUTS, plan_of
 
 _RELEASING = (Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
@@ -32,7 +33,7 @@ def layouts(draw):
     return schedule, positions, count, chunks, replicas
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(layouts())
 def test_every_schedule_runs_each_microbatch_once_and_keeps_every_rule(layout):
     schedule, positions, count, chunks, replicas = layout

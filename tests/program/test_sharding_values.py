@@ -13,6 +13,7 @@ from meshwright import capture_model
 from meshwright.program.sharding import shard_graph
 from meshwright.spec import PlanError, load_shipped_graph
 from meshwright.spec.sharding import OpPlacement, Partial, Shard, Sharding
+from tests.marks import examples
 from tests.program.random_graphs import random_graphs
 from tests.program.sharded_oracle import BATCH, initial_values, join, run_ranks, run_whole
 
@@ -99,7 +100,7 @@ def test_tokens_that_stand_before_samples_are_scattered_where_they_stand():
     assert (kinds["all_gather"], kinds["reduce_scatter"]) == (2, 1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(random_graphs(), st.booleans(), st.data())
 def test_random_graphs_are_computed_alike_however_they_are_placed(graph, sequence_parallel, data):
     placements = tuple(

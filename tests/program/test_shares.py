@@ -13,6 +13,7 @@ from meshwright.program.progress import play_orders
 from meshwright.spec import Opcode, Plan, PlanError, StagePlan, Workload, decode_document, encode_document
 from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph
+from tests.marks import examples
 
 
 def plan_of(shares, schedule="1f1b", **changes):
@@ -63,7 +64,7 @@ def chain_needs(stages):
     return needs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(share_lists(), st.sampled_from(["1f1b", "gpipe"]))
 def test_every_replica_computes_its_share_and_nobody_waits_in_a_circle(shares, schedule):
     plan = plan_of(shares, schedule)
@@ -83,7 +84,7 @@ def test_every_replica_computes_its_share_and_nobody_waits_in_a_circle(shares, s
     play_orders(plan, orders, chain_needs(len(shares)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 4), st.sampled_from(["1f1b", "gpipe"]))
 def test_equal_shares_are_none(replicas, rounds, schedule):
     total = math.lcm(*replicas) * rounds

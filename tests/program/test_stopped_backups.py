@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from meshwright.program.controllers import BackupWorkers, BoundedDelay, PartialReduce, StoppedBackups
 from meshwright.spec import Opcode, ProgramError, decode_document, encode_document
 from meshwright.spec.decision_log import DecisionLog
+from tests.marks import examples
 from tests.program.test_controllers import UNIT, contentions, ends, run, seeds, straggling
 
 
@@ -28,7 +29,7 @@ def updates_by_versions(num_workers, num_backups, num_versions, backwards, updat
     return made
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=seeds,
     num_workers=st.integers(1, 8),

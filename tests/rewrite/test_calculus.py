@@ -26,6 +26,7 @@ from meshwright.rewrite.proofs import prove
 from meshwright.rewrite.rules import rule_of
 from meshwright.rewrite.verify import verify
 from meshwright.spec import RewriteError
+from tests.marks import examples
 
 # --- whole ------------------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ def holds(guard, points):
 
 
 @pytest.mark.long
-@settings(max_examples=max(120, settings().max_examples))
+@settings(max_examples=max(examples(120), settings().max_examples))
 @given(st.data())
 def test_what_is_implied_holds_at_all_points(data):
     facts, letters, points = data.draw(bounded())
@@ -164,7 +165,7 @@ def test_what_is_implied_holds_at_all_points(data):
             assert not (given_here & holds(guard, points)).any()
 
 
-@settings(max_examples=max(60, settings().max_examples))
+@settings(max_examples=max(examples(60), settings().max_examples))
 @given(st.data())
 def test_equal_numbers_are_equal_at_all_points(data):
     facts, letters, points = data.draw(bounded())
@@ -402,7 +403,7 @@ def concrete(program, sizes):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=max(120, settings().max_examples))
+@settings(max_examples=max(examples(120), settings().max_examples))
 @given(programs())
 def test_normal_forms_have_the_values_of_what_they_stand_for(program):
     try:
@@ -421,7 +422,7 @@ def test_normal_forms_have_the_values_of_what_they_stand_for(program):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=max(60, settings().max_examples))
+@settings(max_examples=max(examples(60), settings().max_examples))
 @given(programs(size=3), programs(size=3), st.sampled_from(["add", "maximum", "mul"]))
 def test_what_is_shown_equal_is_equal(one, other, kind):
     machine = Symbols()

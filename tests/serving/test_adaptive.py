@@ -29,6 +29,7 @@ from meshwright.serving.policies.queues import clear, come_up, rest
 from meshwright.serving.simulation import simulate
 from meshwright.spec import Deployment, Trace
 from meshwright.spec.quantities import Seconds
+from tests.marks import examples
 from tests.serving.deployments import deployments, model, one_model
 
 SECONDS, MS = 0.8, 1_000_000
@@ -60,7 +61,7 @@ def patched():
 
 @pytest.mark.long
 @given(deployment=deployments(troubled=False), seed=st.integers(0, 5))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_a_shadow_serves_what_its_candidate_serves_alone(patched, deployment, seed):
     """A trial that begins with empty queues and idle devices, and lasts for all that comes."""
 

@@ -16,6 +16,7 @@ from meshwright.serving.policies.sharding.policy import Sharded
 from meshwright.serving.simulation import simulate
 from meshwright.serving.simulation.engine import simulate_plainly
 from meshwright.spec import Deployment, Outage
+from tests.marks import examples
 from tests.serving.deployments import deployments, every_policy, model
 
 SECONDS = 0.6
@@ -119,7 +120,7 @@ def patched():
 
 @every_policy
 @given(deployment=st.one_of(deployments(), deployments(troubled=False)))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_every_request_ends_once(name, patched, deployment):
     check(Recorder(deployment, name, patched), name)
 
@@ -127,7 +128,7 @@ def test_every_request_ends_once(name, patched, deployment):
 @every_policy
 @pytest.mark.long
 @given(deployment=st.one_of(deployments(), deployments(troubled=False)))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_every_request_ends_once_in_many_deployments(name, patched, deployment):
     check(Recorder(deployment, name, patched), name)
 

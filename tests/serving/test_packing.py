@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.serving.policies.packing import BATCH, CYCLE, DEVICE_OF, LOAD, MODEL_OF, SHARE, pack, pack_all, spread
 from meshwright.serving.policies.pool import NEVER
+from tests.marks import examples
 
 
 @given(st.integers(1, 9), st.integers(1, 9))
@@ -85,7 +86,7 @@ def check(case, table, num_devices, multiple=1.0):
 
 
 @given(cases(), st.integers(1, 12))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_what_is_packed_is_possible(case, num_devices):
     count, table = packed(case, num_devices)
     latency, _, slo, rates, _ = case
@@ -115,7 +116,7 @@ def partitions(items):
 
 
 @given(cases(most_models=3, most_rate=0.9))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_what_could_be_together_by_no_partition_is_not_refused_wrongly(case):
     """Models of parts of devices only: no packing has fewer devices than the best partition, by its own cycles."""
     latency, largest, slo, rates, memory = case

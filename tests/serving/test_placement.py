@@ -20,6 +20,7 @@ from meshwright.serving import (
 )
 from meshwright.serving.placement.heuristics import pack_models, replicate_models
 from meshwright.spec import Deployment, Diurnal, Group, Poisson, ServingError, Straggler
+from tests.marks import examples
 from tests.serving.deployments import model, models
 
 pytestmark = pytest.mark.timeout(300)
@@ -44,7 +45,7 @@ def small(draw):
 
 
 @given(small(), st.sampled_from([*PLACE_METHODS, "simulated:beam=2"]))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_every_method_keeps_requests_copies_and_memory(deployment, method):
     found = place_models(deployment, EAGER, 0.1, method=method)
     placed = found.deployment

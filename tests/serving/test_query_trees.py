@@ -22,6 +22,7 @@ from meshwright.serving import (
 )
 from meshwright.serving.query_trees import call_rates
 from meshwright.spec import Call, Deployment, Latency, Poisson, Query, ServingError
+from tests.marks import examples
 from tests.serving.deployments import model
 
 
@@ -68,7 +69,7 @@ def need(query, name, seconds, equation):
 
 
 @given(queries(), st.integers(3, 7), st.sampled_from(["staggered", "uncoordinated"]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_no_other_split_needs_fewer_devices(query, segments, equation):
     names = [each.name for each in query.calls]
     best = math.inf
@@ -87,7 +88,7 @@ def test_no_other_split_needs_fewer_devices(query, segments, equation):
 
 
 @given(queries())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_an_even_split_fills_the_longest_way_and_no_way_exceeds_the_time(query):
     times = split_evenly(query)
     sums = [sum(times[name] for name in way) for way in ways_down(query)]
@@ -146,7 +147,7 @@ def test_delay_and_slack_are_taken_off_each_call():
 
 
 @given(queries())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_time_that_nobody_needs_is_spread(query):
     try:
         times = split_time(query, segments=50)

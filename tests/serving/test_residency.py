@@ -13,6 +13,7 @@ from meshwright.serving.policies.residency import PARTS, Weights
 from meshwright.serving.simulation.weights import check_there, empty_memory, find_weights, move_weights
 from meshwright.spec import Deployment, Group, Outage, Poisson, Scaling, ServingError, Trace
 from meshwright.spec.quantities import Bytes, Seconds
+from tests.marks import examples
 from tests.serving.deployments import deployments, model
 from tests.serving.test_engine import same
 from tests.serving.test_invariants import Recorder
@@ -57,7 +58,7 @@ def check_devices(recorder, deployment):
     return loads
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(deployments(), st.data())
 def test_devices_run_what_they_hold_and_hold_what_fits(deployment, data):
     count = sum(each.copies for each in deployment.models)

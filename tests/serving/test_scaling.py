@@ -36,7 +36,7 @@ from meshwright.spec import (
     Trace,
 )
 from meshwright.spec.quantities import Seconds
-from tests.marks import left_to_ci
+from tests.marks import examples, left_to_ci
 from tests.serving.deployments import deployments, model, models, one_model
 from tests.serving.test_invariants import Recorder, check, patched  # noqa: F401  (a fixture)
 
@@ -96,7 +96,7 @@ def test_devices_are_those_of_the_staggered_equation(served, rate):
 
 
 @given(st.lists(st.integers(1, 20_000), min_size=2, max_size=2), st.integers(1, 5), st.integers(0, 40))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_more_requests_want_no_fewer_devices_and_bounds_hold(rates, least, more):
     facts = {"minimum": least, "maximum": least + more}
     low, high = sorted(rates)

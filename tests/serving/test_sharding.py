@@ -20,6 +20,7 @@ from meshwright.serving.policies.sharding.mailboxes import WIDTH, cells_of_mailb
 from meshwright.serving.policies.sharding.parts import Rank, Shard, allocate_mailboxes
 from meshwright.serving.policies.sharding.policy import Sharded
 from meshwright.spec import Deployment, Outage, ServingError, Straggler
+from tests.marks import examples
 from tests.serving.deployments import deployments, model
 
 MS = 1_000_000
@@ -363,7 +364,7 @@ TIED = Deployment(
 
 @given(deployment=deployments(troubled=False), shards=st.integers(1, 7))
 @example(deployment=TIED, shards=1)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @pytest.mark.long
 def test_without_troubles_shards_decide_what_one_pool_does(deployment, shards):
     assert outcome(deployment, f"sharded:shards={shards}", 2.0) == outcome(deployment, "symphony", 2.0)

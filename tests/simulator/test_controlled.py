@@ -25,6 +25,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.control import NOTHING, Decision, Ended, Issue, Rang, Started, Timer
 from meshwright.spec.decision_log import EVENTS, DecisionLog, event_number, make_log
+from tests.marks import examples
 from tests.simulator.builders import RECEIVES, random_program
 from tests.simulator.oracle_controlled import ControlledFairOracle, ControlledOracle
 from tests.simulator.random_controllers import RandomController, RandomCosts
@@ -63,7 +64,7 @@ def draw(seed, size, **facts):
 # The first to run compiles the engine for controlled networks, 10 s of one core for each model of contention.
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("contention", sorted(ORACLES))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(seed=seeds, size=st.integers(0, 20), may_deadlock=st.booleans())
 @pytest.mark.matrix
 def test_a_controlled_run_equals_the_oracle(contention, seed, size, may_deadlock):
@@ -82,7 +83,7 @@ def test_a_controlled_run_equals_the_oracle(contention, seed, size, may_deadlock
     assert [run.log.decision(k) for k in range(run.log.num_decisions)] == [what for _, _, what in oracle.decided]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(seed=seeds, size=st.integers(0, 20), contention=contentions, timers=st.booleans())
 @pytest.mark.long
 def test_a_log_is_replayed_and_becomes_a_program(seed, size, contention, timers):

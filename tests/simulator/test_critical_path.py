@@ -13,6 +13,7 @@ from meshwright.simulator.simulate import run_unrolled
 from meshwright.simulator.simulation import step_window
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import ProgramError
+from tests.marks import examples
 from tests.simulator.builders import random_program
 from tests.simulator.path_oracle import LINK, MARK, STREAM, WAIT, PathOracle
 
@@ -26,7 +27,7 @@ def run(program, prices, num_steps):
     return network, end_ps - durations(network), end_ps, unrolled.step
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 3), joins=st.booleans())
 def test_the_path_is_the_longest_chain(seed, size, num_steps, joins):
     program, prices = random_program(seed, size, joins=joins)
@@ -41,7 +42,7 @@ def test_the_path_is_the_longest_chain(seed, size, num_steps, joins):
     assert int((path.end_ps - path.start_ps).sum()) == stop
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 3), joins=st.booleans())
 def test_the_path_is_the_chain_that_the_order_of_ties_picks(seed, size, num_steps, joins):
     """In the window of the last step: every segment tight, none left out, lengths that add up exactly."""
@@ -78,7 +79,7 @@ def test_times_of_another_simulation_are_refused():
         find_critical_path(network, start_ps, end_ps, (0, int(end_ps.max()) + 1))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(seed=seeds, size=st.integers(1, 25), joins=st.booleans())
 @pytest.mark.long
 def test_the_path_where_links_are_shared_fairly(seed, size, joins):

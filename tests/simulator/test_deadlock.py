@@ -14,6 +14,7 @@ from meshwright.simulator.engine import run_network
 from meshwright.simulator.network import collectives
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import DeadlockError
+from tests.marks import examples
 from tests.simulator.builders import forward, program_of, random_program, reduction, transfer
 from tests.simulator.oracle import Oracle
 
@@ -131,7 +132,7 @@ def shortest_circle(edges) -> int:
     return best
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(seed=st.integers(0, 2**31), size=st.integers(2, 30), num_steps=st.integers(1, 2), joins=st.booleans())
 def test_the_circle_is_real_and_the_shortest(seed, size, num_steps, joins):
     program, prices = random_program(seed, size, may_deadlock=True, joins=joins)

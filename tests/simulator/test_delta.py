@@ -12,6 +12,7 @@ from meshwright.simulator.engine import run_network
 from meshwright.simulator.network import collectives, durations, routes, with_durations
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import ProgramError
+from tests.marks import examples
 from tests.simulator.builders import forward, program_of, random_program, reduction, transfer
 
 seeds = st.integers(0, 2**31)
@@ -68,7 +69,7 @@ def assert_equal_to_full_runs(seed, network, num_links, contention) -> list[bool
 
 
 @pytest.mark.parametrize("share", [0.0125, 0.3, 1.0])
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(seed=seeds, size=st.integers(2, 40), num_steps=st.integers(1, 3))
 @pytest.mark.matrix
 def test_delta_equals_a_full_run(share, seed, size, num_steps):
@@ -80,7 +81,7 @@ def test_delta_equals_a_full_run(share, seed, size, num_steps):
 
 
 @pytest.mark.parametrize("share", [0.0125, 1.0])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=seeds, size=st.integers(2, 30), contention=st.sampled_from(["queued", "fair"]), joins=st.booleans())
 @pytest.mark.matrix
 def test_delta_equals_a_full_run_where_order_matters(share, seed, size, contention, joins):

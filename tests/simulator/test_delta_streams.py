@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from meshwright.simulator.delta.rewire import StreamRows
 from meshwright.simulator.delta.streams import DeltaStreams
 from meshwright.spec import ProgramError
+from tests.marks import examples
 
 pytestmark = pytest.mark.long
 
@@ -55,7 +56,7 @@ def draw_change(rng, rows, count, num_streams, room):
     return differ, after
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**31), num_streams=st.integers(1, 4), size=st.integers(1, 250))
 def test_changes_are_those_of_a_plain_walk(seed, num_streams, size):
     rng, rows = np.random.default_rng(seed), {}

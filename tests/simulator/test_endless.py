@@ -15,6 +15,7 @@ from meshwright.simulator import explain_step, simulate_plan, simulate_program
 from meshwright.simulator.pricing import price_program
 from meshwright.spec import Opcode
 from meshwright.spec.plan import ASYNCHRONOUS_SCHEDULES
+from tests.marks import examples
 from tests.program.endless_plans import endless_plan, endless_plans
 from tests.simulator.oracle import Oracle
 from tests.simulator.oracle_fair import FairOracle
@@ -23,7 +24,7 @@ from tests.simulator.replicas import with_kinds
 
 
 @pytest.mark.parametrize("oracle", [Oracle, FairOracle])
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(case=endless_plans(), num_steps=st.integers(1, 2), seconds=st.lists(st.integers(1, 9), min_size=6, max_size=6))
 @pytest.mark.matrix
 def test_programs_that_never_flush_equal_the_oracle(oracle, case, num_steps, seconds):

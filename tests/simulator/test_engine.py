@@ -14,6 +14,7 @@ from meshwright.simulator.engine import run_network
 from meshwright.simulator.network import collectives, fresh_state, routes
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import DeadlockError, Opcode, ProgramError
+from tests.marks import examples
 from tests.simulator.builders import ends_by_name, forward, program_of, random_program, reduction, transfer
 from tests.simulator.oracle import Oracle
 from tests.simulator.oracle_fair import FairOracle
@@ -47,21 +48,21 @@ def assert_equal_to_oracle(seed, size, num_steps, contention, *, may_deadlock=Fa
 
 
 @pytest.mark.parametrize("contention", sorted(ORACLES))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 3))
 def test_engine_equals_the_oracle(contention, seed, size, num_steps):
     assert_equal_to_oracle(seed, size, num_steps, contention)
 
 
 @pytest.mark.parametrize("contention", sorted(ORACLES))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(seed=seeds, size=st.integers(1, 30), num_steps=st.integers(1, 3))
 @pytest.mark.matrix
 def test_joins_equal_the_oracle(contention, seed, size, num_steps):
     assert_equal_to_oracle(seed, size, num_steps, contention, joins=True)
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(seed=seeds, size=st.integers(1, 25), num_steps=st.integers(1, 2), contention=contentions, joins=st.booleans())
 def test_engine_and_oracle_agree_on_deadlocks(seed, size, num_steps, contention, joins):
     assert_equal_to_oracle(seed, size, num_steps, contention, may_deadlock=True, joins=joins)
@@ -82,7 +83,7 @@ def test_engine_equals_the_oracle_at_length(seed, size, num_steps, contention, m
     assert_equal_to_oracle(seed, size, num_steps, contention, may_deadlock=may_deadlock, joins=joins)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(seed=seeds, size=st.integers(5, 40), contention=contentions, joins=st.booleans())
 def test_private_links_change_nothing(seed, size, contention, joins):
     """Whether a link is settled at once or goes through the heap must not show."""

@@ -15,6 +15,7 @@ from meshwright.simulator import price_program, schedule_exchange, simulate_plan
 from meshwright.spec import Opcode, PlanError
 from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph
+from tests.marks import examples
 from tests.simulator.exchanges import START_S, even_machines, layered_plan, simplified
 from tests.simulator.plans import FixedCost, small_cluster
 
@@ -22,7 +23,7 @@ MIB = 2**20
 PARTS = st.lists(st.tuples(*[st.integers(0, 30)] * 2, st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(rows=PARTS, credit=st.integers(0, 25))
 def test_the_most_urgent_ready_part_is_admitted_while_credit_is_left(rows, credit):
     parts = [
@@ -63,7 +64,7 @@ def step_us(order, sizes, forward, backward, num_layers, num_steps=12):
     return ends[-1] - ends[-2]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     num_layers=st.integers(1, 5),
     forward=st.integers(1, 9),

@@ -24,6 +24,7 @@ from meshwright.simulator.unroll import unroll
 from meshwright.spec import Opcode
 from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.marks import examples
 from tests.simulator.builders import random_program
 from tests.simulator.plans import FixedCost, small_cluster
 from tests.simulator.test_plan import US, free_transfers
@@ -37,7 +38,7 @@ def lever(explanation, name):
     return next(item for item in explanation.levers if item.name == name)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     schedule=st.sampled_from(["gpipe", "1f1b"]),
     num_stages=st.integers(1, 6),
@@ -65,7 +66,7 @@ def test_the_path_of_equal_stages(schedule, num_stages, num_microbatches, forwar
     assert everything.step_if_free_s == 0.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     replicas=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     num_microbatches=st.integers(3, 12),
@@ -91,7 +92,7 @@ def test_work_adds_up_to_the_step(replicas, num_microbatches, schedule, num_nics
 
 
 @pytest.mark.parametrize("share", [0.9, 0.0])
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(seed=st.integers(0, 2**31), size=st.integers(1, 25), cheaper=st.integers(0, 5))
 def test_shorter_instructions_are_those_of_a_lower_price(share, seed, size, cheaper):
     program, prices = random_program(seed, size)

@@ -15,6 +15,7 @@ from meshwright.simulator.engine import run_network
 from meshwright.simulator.sharing import UNITS, enter_links, fill, leave_links, make_flows
 from meshwright.simulator.unroll import unroll
 from meshwright.spec import Opcode
+from tests.marks import examples
 from tests.simulator import oracle_fair
 from tests.simulator.builders import ends_by_name, forward, program_of, random_program, reduction, transfer
 
@@ -104,7 +105,7 @@ def rates_of(flows, routes):
     return {t: int(flows.transfers[t]["rate"]) for t in routes}
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(seed=seeds)
 def test_rates_are_those_of_progressive_filling_and_max_min_fair(seed):
     rng = random.Random(seed)
@@ -144,7 +145,7 @@ def exact_rates(routes):
     return rates
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(seed=seeds)
 def test_only_what_is_connected_is_filled_anew(seed):
     rng = random.Random(seed)
@@ -167,7 +168,7 @@ def test_only_what_is_connected_is_filled_anew(seed):
     assert after == oracle_fair.fill_links(routes)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(seed=seeds, size=st.integers(5, 40))
 def test_numbers_of_links_mean_nothing(seed, size):
     program, prices = random_program(seed, size)

@@ -15,6 +15,7 @@ from meshwright.simulator import explain_step, simulate_plan
 from meshwright.simulator.folding import find_fold
 from meshwright.spec import Opcode, PlanError
 from tests.graphs import chain_graph
+from tests.marks import examples
 from tests.simulator.plans import FixedCost, small_cluster
 from tests.simulator.replicas import cases, grid, make_plan, with_kinds
 
@@ -38,7 +39,7 @@ def assert_same(found, whole):
     assert found.peak_memory_bytes == whole.peak_memory_bytes
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(case=cases(), contention=st.sampled_from(["queued", "queued", "fair"]))
 def test_folded_is_unfolded(case, contention):
     plan, graph, cluster, options = case

@@ -14,6 +14,7 @@ from meshwright.simulator import simulate_plan, simulate_program
 from meshwright.simulator.pricing import price_program
 from meshwright.spec import Loader, Opcode, PlanError
 from tests.graphs import chain_graph, make_plan
+from tests.marks import examples
 from tests.simulator.exchanges import layered_plan
 from tests.simulator.plans import FixedCost, small_cluster
 
@@ -39,7 +40,7 @@ def step_us(count, forward, backward, load, depth, update, num_steps=30):
     return (ends[-1] - ends[-13]) / 12
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     count=st.integers(1, 4),
     forward=st.integers(1, 9),

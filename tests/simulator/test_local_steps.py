@@ -14,11 +14,12 @@ from meshwright.simulator import explain_step, simulate_plan
 from meshwright.spec import Opcode, PlanError
 from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph, make_plan
+from tests.marks import examples
 from tests.simulator.exchanges import layered_plan
 from tests.simulator.plans import FixedCost, small_cluster
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(every=st.integers(2, 5), replicas=st.integers(2, 3), more=st.integers(0, 2), moving=st.integers(1, 30))
 def test_local_sgd_pays_for_one_exchange_in_so_many_steps(every, replicas, more, moving):
     """H steps without any sum, then parameters are averaged: (H · computed + s) / H."""

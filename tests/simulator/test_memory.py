@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.simulator.memory import follow_memory
+from tests.marks import examples
 
 
 def random_case(seed: int):
@@ -56,7 +57,7 @@ def sweep(case):
         yield rank, series, peak
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(seed=st.integers(0, 2**31))
 def test_memory_equals_a_sorted_sweep(seed):
     case = random_case(seed)

@@ -31,6 +31,7 @@ from meshwright.spec import (
 )
 from meshwright.spec.sharding import Sharding
 from tests.graphs import chain_graph, make_plan
+from tests.marks import examples
 from tests.simulator.plans import FixedCost, small_cluster
 
 GPT = load_shipped_graph("gpt-tiny")
@@ -83,7 +84,7 @@ def end_of_updates(ready, computed, copy, step, read, write):
 US = st.integers(1, 9).map(lambda number: number * 1e-6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     layers=st.integers(1, 6),
     replicas=st.integers(1, 4),
@@ -307,7 +308,7 @@ def test_what_is_tied_within_a_rank_goes_down_once():
     check_program(program)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     gathers=st.lists(US, min_size=3, max_size=3),
     scatters=st.lists(US, min_size=3, max_size=3),

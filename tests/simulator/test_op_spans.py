@@ -15,6 +15,7 @@ from meshwright.simulator import simulate_plan
 from meshwright.spec import Opcode, ProgramError
 from meshwright.spec.instructions import COMPUTATIONS
 from tests.graphs import chain_graph
+from tests.marks import examples
 from tests.simulator.plans import FixedCost, small_cluster
 from tests.simulator.replicas import cases, grid, make_plan
 
@@ -29,7 +30,7 @@ def parts_of(result, span):
     return [(ops.name(i), length) for i, length in zip(mine.tolist(), lengths.tolist(), strict=True)]
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(case=cases(), contention=st.sampled_from(["queued", "fair"]))
 def test_parts_fill_their_spans(case, contention):
     """Folded or not, whole or halved backwards, lengthened by processor time or not."""
@@ -90,7 +91,7 @@ def test_buckets_leave_at_the_ends_of_their_parts():
     assert ops.end_ps[fills].tolist() == sums.tolist()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(times=st.lists(st.floats(1e-9, 1e-5), min_size=4, max_size=4), fill=st.floats(0, 1e-6))
 def test_marks_are_ends_of_parts_however_times_are_rounded(times, fill):
     graph = chain_graph(4)

@@ -15,6 +15,7 @@ from meshwright.simulator import price_program
 from meshwright.simulator.delta import DeltaPlacement
 from meshwright.simulator.simulate import run_program
 from meshwright.spec import PlanError, ProgramError
+from tests.marks import examples
 from tests.planner.place_graphs import graph_of, moved, placement_of, random_graph, random_placement
 from tests.simulator.plans import FixedCost, exact_prices, small_cluster
 
@@ -103,7 +104,7 @@ def assert_equal_to_full_runs(rng, graph, placement, cost, num_moves):
     return followed
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**31), num_ops=st.integers(1, 25), num_ranks=st.integers(1, 4), trains=st.booleans())
 @pytest.mark.long
 def test_a_move_is_that_of_the_placement_built_anew(seed, num_ops, num_ranks, trains):

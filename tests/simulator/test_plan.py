@@ -17,6 +17,7 @@ from meshwright.spec import Opcode, PlanError, slice_graph
 from meshwright.spec.exchange import GradientExchange
 from meshwright.spec.memory import SAVED, SENT
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.marks import examples
 from tests.simulator.plans import FixedCost, small_cluster
 
 US = 1_000_000  # ps
@@ -34,7 +35,7 @@ def free_transfers(program, prices):
     return replace(prices, duration_ps=duration, **sections)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     schedule=st.sampled_from(["gpipe", "1f1b"]),
     num_stages=st.integers(1, 8),
@@ -53,7 +54,7 @@ def test_pipelines_with_free_communication(schedule, num_stages, num_microbatche
     assert int(timeline.end_ps.max()) == expected
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(num_stages=st.integers(2, 7), num_microbatches=st.integers(1, 12), hop=st.integers(1, 3))
 def test_gpipe_with_transfers_that_hide(num_stages, num_microbatches, hop):
     """Hops shorter than a computation show only while the pipeline fills and drains: 2 (p - 1) c more."""

@@ -13,6 +13,7 @@ from meshwright.simulator import simulate_plan
 from meshwright.simulator.simulation import rank_seconds
 from meshwright.spec import Opcode
 from tests.graphs import chain_graph, even_bounds, make_plan
+from tests.marks import examples
 from tests.program.endless_plans import endless_plan
 from tests.simulator.plans import FixedCost, small_cluster
 
@@ -46,7 +47,7 @@ def looked_at(timeline, rank, length_ps):
     return counts
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
     replicas=st.integers(1, 2),
@@ -75,7 +76,7 @@ def work_of(plan, stages, forward_s, backward_s):
     return total
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     num_stages=st.integers(2, 4),
     num_frozen=st.integers(0, 2),

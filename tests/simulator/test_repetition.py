@@ -11,6 +11,7 @@ from meshwright.simulator import price_program, simulate_plan
 from meshwright.simulator.repetition import step_distance
 from meshwright.simulator.simulate import run_program
 from tests.graphs import chain_graph
+from tests.marks import examples
 from tests.simulator.plans import FixedCost, small_cluster
 from tests.simulator.replicas import cases, grid, make_plan
 
@@ -23,7 +24,7 @@ def distance(plan, graph, cost):
     return step_distance(program, prices, run_program(program, prices, 1))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(case=cases())
 def test_one_step_tells_what_three_do(case):
     plan, graph, cluster, options = case

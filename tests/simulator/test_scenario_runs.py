@@ -20,6 +20,7 @@ from meshwright.spec import ScenarioError, load_cluster, load_shipped_graph
 from meshwright.spec.quantities import BytesPerSecond, Seconds
 from meshwright.spec.scenario import Checkpoints, Failures, LostDevice, Price, Scenario, SlowDevice
 from meshwright.spec.selectors import Devices
+from tests.marks import examples
 from tests.simulator.oracle_runs import RunBySeconds
 from tests.simulator.test_scenario_machines import GRAPH, plan_on
 
@@ -43,7 +44,7 @@ def some_stretches(draw):
     return stretches
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.integers(1, 40),
     some_stretches(),

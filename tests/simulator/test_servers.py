@@ -13,6 +13,7 @@ from meshwright.simulator import price_program, simulate_plan, simulate_program
 from meshwright.spec import Opcode, PlanError
 from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph, make_plan
+from tests.marks import examples
 from tests.simulator.exchanges import even_machines, layered_plan
 from tests.simulator.plans import FixedCost, small_cluster
 
@@ -62,7 +63,7 @@ def test_all_reduce_or_servers_is_a_matter_of_their_number():
     assert [k for k, seconds in times.items() if seconds < ring] == [3, 4]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=60),
     num_training=st.integers(1, 8),

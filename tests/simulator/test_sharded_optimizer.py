@@ -15,6 +15,7 @@ from meshwright.simulator import price_program, simulate_plan
 from meshwright.spec import Opcode, PlanError, ProgramError
 from meshwright.spec.exchange import GradientExchange
 from tests.graphs import chain_graph, make_plan
+from tests.marks import examples
 from tests.simulator.exchanges import layered_plan
 from tests.simulator.plans import FixedCost, small_cluster
 
@@ -36,7 +37,7 @@ def step_us(num_layers, forward, backward, moving, update, num_steps=12):
     return ends[-1] - ends[-2]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     num_layers=st.integers(1, 5),
     replicas=st.integers(2, 4),

@@ -18,6 +18,7 @@ from meshwright.simulator.state_shards import StateShards, gather_waits
 from meshwright.spec import GradientExchange, Opcode, load_cluster, load_shipped_graph, slice_graph
 from meshwright.spec.memory import GRADIENTS, WORKSPACE
 from tests.graphs import chain_graph, make_plan
+from tests.marks import examples
 from tests.simulator.plans import FixedCost, small_cluster
 
 GPT = load_shipped_graph("gpt-tiny")
@@ -54,7 +55,7 @@ def play(order, compute, gather, scatter):
 SECONDS = st.lists(st.floats(0, 1), min_size=5, max_size=5)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(SECONDS, SECONDS, SECONDS, SECONDS, st.sampled_from([2, 3]))
 def test_passes_take_what_their_streams_take(forward, backward, gathers, scatters, zero):
     waits = wait(forward, backward, gathers, scatters, zero, load_cluster("A100"))
@@ -75,7 +76,7 @@ def test_processors_wait_for_every_gather_and_scatter(forward, backward, gathers
     assert waits[1] == pytest.approx([a + b for a, b in zip(again, scatters, strict=True)])
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, st.sampled_from([2, 3]), st.sampled_from(["A100", "2xcpu"]))
 def test_the_root_unit_comes_first_and_goes_last(forward, backward, gathers, scatters, copies, zero, cluster):
     """Layers 0 and 4 share the table, which is the root unit. Copies go to the ops' stream, the root's twice."""

@@ -32,6 +32,7 @@ from meshwright.spec import (
     write_text,
 )
 from meshwright.spec.codec import document_kind
+from tests.marks import examples
 from tests.spec.examples import CLUSTER, EXAMPLES, WORKLOAD
 from tests.strategies import DOCUMENTS
 
@@ -101,7 +102,7 @@ def folder(tmp_path_factory):
 
 @both_formats
 @given(document=any_document)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_file_round_trip(folder, suffix, document):
     path = write_document(document, folder / f"document{suffix}")
     assert same(document, read_document(type(document), path))

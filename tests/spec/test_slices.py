@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright.spec import RNG_STATE_BYTES, Extent, Graph, Layer, Op, PlanError, Tensor, slice_graph
 from tests.graphs import chain_graph
+from tests.marks import examples
 from tests.strategies import bounds_of, graphs
 
 
@@ -85,7 +86,7 @@ def cut_graphs(draw):
 
 
 @given(cut_graphs())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_the_slices_compute_what_the_graph_computes(case):
     graph, bounds = case
     whole = run_whole(graph)

@@ -12,6 +12,7 @@ from meshwright.cost.steps import StageSeconds, StepSeconds, pipeline_seconds
 from meshwright.spec import PlanError
 from meshwright.validation.pipeline_programs import simulated_seconds
 from tests.cost.pipelines import follow_1f1b
+from tests.marks import examples
 
 SECONDS = st.floats(0.5, 2)
 
@@ -29,7 +30,7 @@ def simulate(stages, num_microbatches, schedule="1f1b", chunks=1, blocking=False
     return simulated_seconds(step, num_microbatches, schedule, chunks, blocking=blocking)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(forwards=st.lists(SECONDS, min_size=1, max_size=5), num_microbatches=st.integers(1, 10))
 def test_unequal_stages_take_what_following_them_takes(forwards, num_microbatches):
     stages = stages_of(forwards)

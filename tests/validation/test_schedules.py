@@ -10,6 +10,7 @@ from meshwright.cost.steps import StageSeconds
 from meshwright.validation.datasets import load_table
 from meshwright.validation.equal_stages import EqualStages, busy_share
 from meshwright.validation.schedules import BLOCKING, COUNTED, FOUND, OURS, PRINTED, find_pipeline, score_schedules
+from tests.marks import examples
 
 ROWS = load_table("zero_bubble_rates_table5")
 # Printed with four digits.
@@ -42,7 +43,7 @@ def pipeline_of(size, count, chunks, milliseconds):
     return EqualStages(num_positions=size, num_microbatches=count, num_chunks=chunks, stage=stage)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(size=st.integers(2, 6), rounds=st.integers(2, 4), chunks=st.integers(2, 3), milliseconds=times)
 def test_costs_have_closed_forms(size, rounds, chunks, milliseconds):
     """What comes on top of the work, with messages (sources: `validation.schedules`; Narayanan et al., 2021)."""
@@ -62,7 +63,7 @@ def test_costs_have_closed_forms(size, rounds, chunks, milliseconds):
     assert on_top("interleaved", rounds_wait_together=True) == pytest.approx(filled - size * message, abs=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(size=st.integers(2, 5), parts=st.tuples(*[st.integers(50, 150)] * 3))
 def test_without_messages_bubbles_are_those_of_the_paper(size, parts):
     """Table 1: (p - 1) times F + B + W, F + B - W and F + B - 2 W; a W above F fills no more than F."""

@@ -18,6 +18,7 @@ from meshwright.spec.codec import write_document
 from meshwright.spec.model_files import MAX_CONFIG_BYTES, read_model_file
 from meshwright.zoo import load_model
 from tests.graphs import chain_graph
+from tests.marks import examples
 
 transformers = pytest.importorskip("transformers")
 
@@ -305,7 +306,7 @@ VALUES = st.one_of(
         max_size=1,
     ),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_value_is_built_or_refused_in_one_paragraph(tmp_path_factory, name, changes, extra):
     data = json.loads(Path(tiny(name)).read_text())
     keys = [key for key in data if not _many_layers(key)]

@@ -17,6 +17,7 @@ from meshwright.planner.methods.alpa.groups import Want
 from meshwright.planner.methods.alpa.integer_program import Node, Tensor, cost_of, solve_choices
 from meshwright.planner.methods.alpa.repeats import fold
 from meshwright.spec import MeshwrightError, NoFeasiblePlanError, PlanError, Workload, load_cluster, load_shipped_graph
+from tests.marks import examples
 from tests.planner.methods.alpa_oracle import SUM, Axis, cheapest, convert
 from tests.planner.methods.stacks import product_chain, short_stack
 
@@ -81,7 +82,7 @@ def price(nodes, tensors, chosen):
     return seconds, num_bytes
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(programs())
 def test_the_integer_program_finds_what_trying_all_choices_finds(program):
     nodes, tensors, limit = program
@@ -100,7 +101,7 @@ def test_the_integer_program_finds_what_trying_all_choices_finds(program):
     assert cost_of(nodes, tensors, solution.chosen) == pytest.approx((seconds, num_bytes))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.sampled_from([4, 6, 8, 16]), min_size=2, max_size=4),
     st.sampled_from([2, 4, 8]),

@@ -18,6 +18,7 @@ from meshwright.planner.problem import Choices, Problem
 from meshwright.planner.search import search_plans
 from meshwright.spec import MeshwrightError, PlanError, Workload, load_cluster, load_shipped_graph
 from meshwright.spec.sharding import Sharding
+from tests.marks import examples
 
 pytest.importorskip("highspy")
 
@@ -43,7 +44,7 @@ def rank_clustering(edges, entering, flops):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=8), st.integers(1, 8), st.data())
 def test_clusters_are_those_that_trying_all_finds(layers, num_clusters, data):
     num_clusters = min(num_clusters, len(layers))

@@ -15,6 +15,7 @@ from meshwright.planner.methods.chain import ChainProblem, solve_chain
 from meshwright.planner.methods.differentiable import CHAIN_ARMS, assignment, boundaries, recursion
 from meshwright.planner.methods.differentiable.descent import softmax, softmax_gradient
 from meshwright.planner.methods.differentiable.repair import Repaired, descend_moves, round_edges
+from tests.marks import examples
 
 
 def drawn(num_layers, num_stages, seed=0, num_microbatches=3):
@@ -178,7 +179,7 @@ def test_valid_edges_stay(num_layers, data):
     assert round_edges(np.array(edges), num_layers).tolist() == edges
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.integers(0, 1000))
 def test_repair_ends_where_no_single_move_gains(seed):
     random = np.random.default_rng(seed)

@@ -28,6 +28,7 @@ from meshwright.planner.methods.pipedream.orders import find_orders
 from meshwright.planner.methods.pipedream.states import find_states, states_along
 from meshwright.spec import DocumentError, NoFeasiblePlanError, PlanError, load_cluster, load_shipped_graph
 from tests.graphs import chain_graph
+from tests.marks import examples
 from tests.planner.methods.pipedream_oracle import Layers, Search
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -113,7 +114,7 @@ def is_connected(layers: Layers) -> bool:
     return len(seen) == len(layers.reads)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(graphs(most=7).filter(is_connected))
 def test_states_are_those_of_the_original_algorithm(layers: Layers) -> None:
     profile = parse_profile(layers.text(), source="test")
@@ -131,7 +132,7 @@ def test_states_are_those_of_the_original_algorithm(layers: Layers) -> None:
         assert found[first] < found[second]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(graphs(most=8, one_source=True))
 def test_states_behind_one_source_are_all_closed_sets(layers: Layers) -> None:
     profile = parse_profile(layers.text(), source="test")
@@ -152,13 +153,13 @@ OPTIONS = st.builds(
 BANDWIDTHS = st.sampled_from([1e6, 1e8, 1e9])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(graphs(most=5).filter(is_connected), st.integers(1, 5), BANDWIDTHS, OPTIONS)
 def test_no_plan_is_better_on_one_level(layers: Layers, machines: int, bandwidth: float, options: Options) -> None:
     check_best(layers, ((machines, bandwidth),), options)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(graphs(most=4).filter(is_connected), st.integers(1, 3), st.integers(1, 3), BANDWIDTHS, BANDWIDTHS, OPTIONS)
 def test_no_plan_is_better_on_two_levels(
     layers: Layers, devices: int, hosts: int, inside: float, between: float, options: Options
@@ -188,7 +189,7 @@ def check_best(layers: Layers, given_levels: tuple[tuple[int, float], ...], opti
         assert search.pipeline(0, cuts, replicas) == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(graphs(most=8).filter(is_connected))
 def test_orders_follow_the_graph_and_their_states_are_closed(layers: Layers) -> None:
     profile = parse_profile(layers.text(), source="test")

@@ -19,6 +19,7 @@ from meshwright.planner.methods.unequal.accpar import (
 )
 from meshwright.planner.methods.unequal.accpar_chains import chain_layers, halve
 from meshwright.spec import PlanError, load_cluster, load_shipped_graph
+from tests.marks import examples
 
 SIDE = 8
 
@@ -90,7 +91,7 @@ def chains(draw):
     return layers
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(chains(), st.sampled_from([(1.0, 1.0), (2.0, 1.0), (1.0, 3.0)]), st.sampled_from([1.0, 8.0, 64.0]))
 def test_no_types_and_shares_are_better(layers, speeds, bandwidth):
     layers = [replace(item, seconds=tuple(item.seconds[0] / speed for speed in speeds)) for item in layers]

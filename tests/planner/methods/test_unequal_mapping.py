@@ -20,6 +20,7 @@ from meshwright.planner.methods.unequal import (
     solve_mapping,
 )
 from meshwright.spec import PlanError, load_cluster
+from tests.marks import examples
 
 
 def interval_sums(weights):
@@ -206,7 +207,7 @@ def problems(draw):
 
 
 @pytest.mark.long
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(problems())
 def test_the_cheapest_of_all_orders_cuts_and_groups_is_found(problem):
     found, best = solve_mapping(problem), brute_force(problem)
@@ -223,7 +224,7 @@ def test_the_cheapest_of_all_orders_cuts_and_groups_is_found(problem):
     assert (problem.counts[list(found.groups)].sum(axis=0) == problem.sizes).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(0, 7))
 def test_shares_are_the_best_of_all(seconds, more):
     num_microbatches = len(seconds) + more
@@ -240,7 +241,7 @@ def test_shares_are_the_best_of_all(seconds, more):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(0, 500))
 def test_shares_are_those_of_one_microbatch_after_the_other(seconds, more):
     assert optimal_shares(seconds, len(seconds) + more) == tuple(dealt(seconds, len(seconds) + more))

@@ -17,7 +17,7 @@ from meshwright.serving.server.answers import compress, decompress
 from meshwright.serving.server.counters import NUM_BUCKETS, bucket_begin, bucket_of
 from meshwright.serving.server.gate import Fate
 from meshwright.spec import TensorSpec
-from tests.marks import left_to_ci
+from tests.marks import examples, left_to_ci
 from tests.serving.server.fakes import SLO_NS, FakeGate, copy_inputs, facts, get, post, request, run, until
 
 GOOD = post(request())
@@ -761,7 +761,7 @@ def test_buckets(latency_ns):
 
 # --- fuzzing --------------------------------------------------------------------------------------
 
-ONCE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+ONCE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(60))
 
 
 @ONCE

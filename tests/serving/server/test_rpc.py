@@ -24,7 +24,7 @@ from meshwright.serving.server.messages import SERVICE, SERVICE_NAME, classes_of
 from meshwright.serving.server.rpc import serve_rpc
 from meshwright.spec import Server, TensorSpec
 from meshwright.spec.deployment import DATATYPES
-from tests.marks import left_to_ci
+from tests.marks import examples, left_to_ci
 from tests.serving.server.fakes import LOOPS, SLO_NS, FakeGate, copy_inputs, facts, until
 
 ASK, ANSWER = classes_of("ModelInfer")
@@ -224,7 +224,7 @@ def test_what_is_wrong_is_told(tmp_path):
     assert not gate.submitted[1:]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.lists(st.one_of(st.binary(max_size=80), st.integers(0, 60)), min_size=1, max_size=20))
 def test_bytes_of_any_kind_do_no_harm(tmp_path_factory, data):
     """Noise, and requests of which a byte has another value."""
