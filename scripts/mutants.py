@@ -31,7 +31,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 MUTANTS = ROOT / "scripts" / "mutants.json"
 PACKAGES = ("spec", "capture", "program", "simulator", "planner", "cost", "runtime", "rewrite", "serving")
-SELECTIONS = {"make test": "not slow and not long and not lint", "CI": "long and not slow"}
+# What pytest is given by the Makefile.
+SELECTIONS = {
+    "make test": ["-m", "not slow and not long and not lint", "--hypothesis-profile=quick"],
+    "CI": ["-m", "not slow and not lint", "--hypothesis-profile=ci"],
+}
 OPERATORS = {
     ast.Lt: ("<", "<="),
     ast.LtE: ("<=", "<"),
@@ -175,7 +179,7 @@ def _fails_without(path: Path, source: str, checkout: Path, failed: str) -> bool
     try:
         test, _, what = failed.partition("::")
         whole = what.startswith(("hangs", "crashes"))
-        return _failing(checkout, [test if whole or not what else failed], "not slow") is not None
+        return _failing(checkout, [test if whole or not what else failed], ["-m", "not slow"]) is not None
     finally:
         path.write_text(mutated)
 
@@ -198,12 +202,12 @@ def _groups(
         yield from ((folder, "CI"), (rest, "make test"), (rest, "CI"))
 
 
-def _failing(checkout: Path, tests: list[str], marker: str) -> str | None:
+def _failing(checkout: Path, tests: list[str], selection: list[str]) -> str | None:
     """The first test that fails, or ``hangs`` or ``crashes``."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*command, "-m", marker, *tests],
+        [*command, *selection, *tests],
         cwd=checkout,
         env=environment,
         stdin=subprocess.DEVNULL,
