@@ -162,7 +162,12 @@ def test_what_is_much_faster_is():
     assert found.module is not model
     assert found.chosen.speedup > 1.5
     torch.testing.assert_close(found.module(*batch), model(*batch), rtol=1e-4, atol=1e-4)
-    assert max(found.chosen.gains.values()) > 0
+    # Other rules lead to graphs that take as long, so that each alone may gain nothing.
+    assert min(found.chosen.gains.values()) >= 0
+    name = "products of three in the other order"
+    alone = guide(each for each in shipped_rule_book("torch").rules if each.rule.name == name)
+    found = rewrite_model(model, batch, rules=alone, measure=False, budget_s=2.0)
+    assert found.chosen.gains[name] > 0
 
 
 def test_a_false_graph_does_not_pass_the_last_net():
