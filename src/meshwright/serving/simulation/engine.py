@@ -83,9 +83,8 @@ class Truth(NamedTuple):
     """What happens to devices, whatever the policy expects; requests that came before ``counted_from`` do not count.
 
     ``latency`` as in a pool; ``speed`` of each device divides it; ``jitter`` is the deviation of a lognormal factor
-    with mean 1. Device ``change_device[i]`` fails (``change_up[i]`` 0) or returns at ``change_at[i]``, ascending; the
-    last of them is `NEVER`.
-    ``weights`` has models if devices do not hold all of them.
+    with mean 1. Device ``change_device[i]`` fails (``change_up[i]`` 0) or returns at ``change_at[i]``, ascending;
+    the last moment is `NEVER`, so that there always is a next one. ``weights`` has models if devices do not hold all of them.
     """
 
     latency: Ints
@@ -147,10 +146,10 @@ def simulate_events(  # noqa: C901 - one loop; what it calls would count referen
         come_up(pool, device, 0)
         free(policy, pool, 0, device)
     while True:
-        # What calls a policy's function is compiled with it; it is called once, after whatever has happened.
+        # Each place that calls a policy's function is compiled anew for each policy; here is one for all events.
         number, request, deadline, freed = -1, -1, NEVER, -1
         if devices.lost[0] != devices.lost[1]:
-            number, request = _first_lost(devices)
+            number, request = _take_lost(devices)
             deadline = arrival[request] + pool[pool[SLO] + number]
         else:
             next_arrival = arrival[at] if at < num_requests else NEVER
@@ -311,8 +310,8 @@ def _give_up(outcome: Outcome, devices: Devices, device: int, now: int) -> None:
 
 
 @compiled
-def _first_lost(devices: Devices) -> tuple[int, int]:
-    """Take one request that was lost, and its model.
+def _take_lost(devices: Devices) -> tuple[int, int]:
+    """Take out the model and the number of a request that was lost.
 
     It comes again as an event of its own, as one batch may bring more decisions than fit.
     """
