@@ -84,7 +84,8 @@ class Truth(NamedTuple):
 
     ``latency`` as in a pool; ``speed`` of each device divides it; ``jitter`` is the deviation of a lognormal factor
     with mean 1. Device ``change_device[i]`` fails (``change_up[i]`` 0) or returns at ``change_at[i]``, ascending;
-    the last moment is `NEVER`, so that there always is a next one. ``weights`` has models if devices do not hold all of them.
+    the last moment is `NEVER`, so that there always is a next one. ``weights`` has models if devices do not hold all of
+    them.
     """
 
     latency: Ints
