@@ -228,37 +228,39 @@ class Load:
 
     async def _ask(self):
         client = None
-        while not self._is_over and self._left != 0:
-            if self._left is not None:
-                self._left -= 1
-            if client is None:
+        try:
+            while not self._is_over and self._left != 0:
+                if self._left is not None:
+                    self._left -= 1
+                if client is None:
+                    try:
+                        client = await connect(self.server)
+                    except OSError:
+                        self.note("refused")
+                        await asyncio.sleep(0.02)
+                        continue
+                self._next += 1
+                question, expected = infer([(self._next, row, -self._next) for row in range(self.rows)], self.name)
+                begin = time.monotonic()
                 try:
-                    client = await connect(self.server)
-                except OSError:
-                    self.note("refused")
-                    await asyncio.sleep(0.02)
+                    status, document = await ask(client, question, self._limit_s)
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    self.note("closed")
+                    client.close()
+                    client = None
                     continue
-            self._next += 1
-            question, expected = infer([(self._next, row, -self._next) for row in range(self.rows)], self.name)
-            begin = time.monotonic()
-            try:
-                status, document = await ask(client, question, self._limit_s)
-            except (asyncio.IncompleteReadError, ConnectionError):
-                self.note("closed")
+                except TimeoutError:
+                    self.wrong.append(("no answer", question))
+                    return
+                self.longest_s = max(self.longest_s, time.monotonic() - begin)
+                self.note(status)
+                if status == 200:
+                    self.done_at.append(time.monotonic())
+                    if document["outputs"][0]["data"] != expected:
+                        self.wrong.append((expected, document))
+                else:
+                    self.sentences[document["error"]] = self.sentences.get(document["error"], 0) + 1
+                    await asyncio.sleep(0.005)
+        finally:
+            if client is not None:
                 client.close()
-                client = None
-                continue
-            except TimeoutError:
-                self.wrong.append(("no answer", question))
-                return
-            self.longest_s = max(self.longest_s, time.monotonic() - begin)
-            self.note(status)
-            if status == 200:
-                self.done_at.append(time.monotonic())
-                if document["outputs"][0]["data"] != expected:
-                    self.wrong.append((expected, document))
-            else:
-                self.sentences[document["error"]] = self.sentences.get(document["error"], 0) + 1
-                await asyncio.sleep(0.005)
-        if client is not None:
-            client.close()

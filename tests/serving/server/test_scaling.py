@@ -17,6 +17,8 @@ from tests.serving.server.servers import EMULATED, Load, ask_once, infer, is_ali
 SLOW = EMULATED.replace('alpha = "20 us", beta = "1 ms", largest = 64', 'alpha = "10 ms", beta = "1 us", largest = 1')
 SCALED = SLOW.replace("devices = 2", "devices = 3").replace('slo = "5 s"', 'slo = "1 s"')
 SCALED += '\n[scaling]\nevery = "100 ms"\ncalm = "1 s"\n'
+# Whatever arrives, no worker is handed back while a test runs.
+KEPT = SCALED.replace('calm = "1 s"', 'calm = "10 min"')
 
 
 def workers(server):
@@ -59,7 +61,7 @@ def test_workers_come_with_the_load_and_go_after_it(tmp_path):
 
 @pytest.mark.long
 def test_a_scheduler_that_is_started_again_keeps_the_workers_that_there_are(tmp_path):
-    with serving(tmp_path, SCALED, "--policy", "eager") as server:
+    with serving(tmp_path, KEPT, "--policy", "eager") as server:
 
         async def scenario():
             load = Load(server, connections=40)
